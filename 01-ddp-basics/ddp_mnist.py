@@ -1,0 +1,210 @@
+"""Train a small CNN on handwritten digits with DistributedDataParallel, and prove it is right.
+
+    CPU   torchrun --standalone --nproc-per-node=2 01-ddp-basics/ddp_mnist.py
+    GPU   torchrun --standalone --nproc-per-node=gpu 01-ddp-basics/ddp_mnist.py
+
+`python 01-ddp-basics/ddp_mnist.py` is the same training in one process. Look for: the same loss
+on any number of ranks while --micro-batch-size times ranks stays the same, and the last table,
+which sets what was measured beside what must be true.
+
+Sources: Li et al., PyTorch Distributed (VLDB 2020); docs.pytorch.org, DistributedDataParallel.
+"""
+
+import hashlib
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+from dist_common import checkpoint, data, measure, runtime
+from dist_common.console import Console, plot_training
+from dist_common.models import SmallCNN
+
+# Relative. fp32 sums taken in another order differ in the last bits; bf16 keeps 8 bits a number.
+GRADIENT_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}
+
+
+def loss_of(model, images, labels, precision):
+    """Return the mean cross-entropy of a batch. Shapes: images (B, 1, H, W), labels (B,)."""
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+        logits = model(images)  # (B, 10)
+    return F.cross_entropy(logits.float(), labels)
+
+
+def train_one_epoch(ddp_model, optimizer, batches, device, precision, timer):
+    """Take one step on each micro-batch of this rank; return each step's loss, mean over ranks."""
+    losses = []
+    for images, labels in batches:
+        with timer:
+            optimizer.zero_grad()
+            loss = loss_of(ddp_model, images.to(device), labels.to(device), precision)
+
+            loss.backward()  # DDP all-reduces gradients meanwhile: each rank ends with their mean
+
+            # The same gradient on the same weights: ranks stay equal, and no weight is ever sent.
+            optimizer.step()
+        losses.append(loss.detach())
+    # A rank knows the loss of its own micro-batches only. One all-reduce an epoch, not one a step.
+    means = torch.stack(losses)
+    dist.all_reduce(means, op=dist.ReduceOp.SUM)
+    return (means / dist.get_world_size()).tolist()
+
+
+@torch.no_grad()
+def evaluate(model, test_set, device):
+    """Return the accuracy on the whole test set, and how many samples were counted just once."""
+    mine = data.evaluation_indices(len(test_set), dist.get_rank(), dist.get_world_size())
+    correct = torch.zeros(1, device=device)
+    seen = torch.zeros(len(test_set), device=device)
+    for chunk in torch.tensor(mine).split(1000):
+        images, labels = (tensor.to(device) for tensor in test_set[chunk])
+        correct += (model(images).argmax(dim=1) == labels).sum()
+        seen[chunk] += 1
+    # Ranks may hold parts of different length: they meet after the loop, never inside it.
+    dist.all_reduce(correct)
+    dist.all_reduce(seen)
+    return correct.item() / len(test_set), int((seen == 1).sum())
+
+
+def check_first_gradient(results, ddp_model, loader, sampler, train_set, device, precision):
+    """Hold DDP's first gradient against the one that one process gets from the global batch."""
+    images, labels = (tensor.to(device) for tensor in next(iter(loader)))
+    with measure.CollectiveCounter() as counter:
+        loss_of(ddp_model, images, labels, precision).backward()
+    averaged = torch.cat([p.grad.flatten() for p in ddp_model.parameters()])
+
+    global_batch = sampler.global_order()[: len(labels) * dist.get_world_size()]
+    images, labels = (tensor.to(device) for tensor in train_set[global_batch])
+    plain = ddp_model.module  # the model inside the wrapper: its backward sends nothing
+    loss = loss_of(plain, images, labels, precision)
+    alone = torch.cat([g.flatten() for g in torch.autograd.grad(loss, plain.parameters())])
+
+    error = (averaged - alone).abs().max() / alone.abs().max()
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
+    name, source = "gradient: relative error against one process", "DDP paper, section 3.2"
+    results.check(name, error.item(), 0, GRADIENT_TOLERANCE[precision], source)
+    sent, gradient = counter.bytes["allreduce_"], sum(p.nbytes for p in plain.parameters())
+    results.check("bytes all-reduced per step", sent, gradient, 0, "one gradient per weight")
+
+
+def check_equal_weights(results, model):
+    """Compare a fingerprint of the weights over all ranks."""
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    fingerprints = [None] * dist.get_world_size()
+    dist.all_gather_object(fingerprints, hashlib.sha256(weights.cpu().numpy()).hexdigest())
+    name, source = "different sets of weights over all ranks", "DDP paper, section 3.1"
+    results.check(name, len(set(fingerprints)), 1, 0, source)
+
+
+def parse_args():
+    parser = runtime.ArgumentParser(__doc__, resumes=True)  # --device, --seed, --output-dir, ...
+    positive = runtime.positive_int
+    parser.add_argument("--epochs", type=positive, default=12, help="passes over the data (12)")
+    parser.add_argument(
+        "--micro-batch-size", type=positive, default=32, help="samples per rank and step (32)"
+    )
+    parser.add_argument("--lr", type=runtime.positive_float, default=0.1, help="of SGD (0.1)")
+    parser.add_argument("--precision", choices=GRADIENT_TOLERANCE, default="32-true")
+    parser.add_argument("--data-dir", help="folder with MNIST (without: scikit-learn's digits)")
+    parser.add_argument("--download", action="store_true", help="fetch MNIST into --data-dir")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+
+    # Which process am I, of how many, and which GPU is mine? Each launcher says it its own way.
+    world = runtime.discover()
+    device = runtime.pick_device(args.device, world)
+    # Meet the other ranks. Later on, one that waits for a lost rank fails after `timeout`.
+    dist.init_process_group(
+        runtime.backend_for(device),  # gloo between CPUs, NCCL between GPUs
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if device.type == "cuda" else None,
+    )
+    console = Console(world.is_rank0)  # one voice: without it every line appears once per rank
+    runtime.seed_everything(args.seed)
+    results = measure.Results("01-ddp-basics/ddp_mnist.py", args, world, device)
+    output = measure.claim_output_dir(args, world)
+
+    images = data.load_images(args.data_dir, args.download)
+    # Each rank trains on its own part of the data; without this, all would see the same batches.
+    sampler = data.ShardedSampler(len(images.train), world.rank, world.world_size, args.seed)
+    loader = DataLoader(images.train, args.micro_batch_size, sampler=sampler, drop_last=True)
+    global_batch = args.micro_batch_size * world.world_size
+    if global_batch > len(images.train):
+        raise runtime.UsageError(
+            f"--micro-batch-size {args.micro_batch_size} x {world.world_size} ranks is more than "
+            f"the {len(images.train)} samples there are to train on"
+        )
+
+    model = SmallCNN().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
+    history = {"losses": [], "accuracies": []}
+    if args.resume:
+        state = checkpoint.load_newest(output / "checkpoints", model, console)
+        if state:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            sampler.load_state_dict(state["sampler"])
+            checkpoint.restore_rng_state(state["rng"], world.rank)
+            history = state["history"]
+    if sampler.epoch >= args.epochs:
+        raise runtime.UsageError(f"{output} has {sampler.epoch} epochs: ask for more by --epochs")
+
+    # Gives every rank the weights of rank 0, and hooks each weight's gradient for the all-reduce.
+    ddp_model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+
+    console.header(results, images.describe(), f"global batch {global_batch} = "
+                   f"{args.micro_batch_size} per rank x {world.world_size}")  # fmt: skip
+    check_first_gradient(results, ddp_model, loader, sampler, images.train, device, args.precision)
+    timer = measure.StepTimer(device)
+    for epoch in range(sampler.epoch, args.epochs):
+        sampler.set_epoch(epoch)  # a new order, the same one on all ranks
+        batches = console.progress(loader, f"epoch {epoch + 1}")
+        losses = train_one_epoch(ddp_model, optimizer, batches, device, args.precision, timer)
+        # The plain model: DDP's forward can communicate, and ranks may differ in test batches.
+        accuracy, counted_once = evaluate(model, images.test, device)
+        loss = sum(losses) / len(losses)
+        history["losses"] += losses
+        history["accuracies"].append(accuracy)
+        console.say(
+            f"epoch {epoch + 1:2d} | loss {loss:.4f} | test accuracy {accuracy:.1%} | "
+            f"{timer.median_ms():.1f} ms/step"
+        )
+        if output:
+            sampler.set_epoch(epoch + 1)
+            state = {
+                "optimizer": optimizer.state_dict(),
+                "sampler": sampler.state_dict(),
+                "rng": checkpoint.gather_rng_states(),  # a collective, so not under the `if` below
+                "history": history,
+            }
+            if world.is_rank0:  # all ranks hold the same weights: one of them writes
+                checkpoint.save(output / "checkpoints", epoch + 1, model, state)
+
+    check_equal_weights(results, model)
+    name, source = "test samples counted exactly once", "size of the test set"
+    results.check(name, counted_once, len(images.test), 0, source)
+    results.metrics = {
+        "test_accuracy": accuracy,
+        "final_loss": loss,
+        "step_time_ms": timer.median_ms(),
+        "samples_per_second": global_batch / timer.median_ms() * 1e3,
+        "peak_memory_gib": measure.peak_memory_gib(device),
+    }
+    if output and world.is_rank0:
+        results.write(output)
+        plot_training(output / "training.png", **history)
+        console.say(f"results.json, training.png and checkpoints are in {output}")
+    code = console.verdict(results, f"test accuracy {accuracy:.1%}")
+    # Leave together: to the others, a rank that just exits looks like one that died.
+    dist.destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    runtime.run(main)

@@ -1,0 +1,155 @@
+"""Checkpoints that are written whole or not at all, and proved whole before they are loaded.
+
+One folder a checkpoint, `step-00000220/`, holding `state.pt` and `manifest.json` (the checksum of
+the one, and the model's tensors by name and shape). `torch.load` alone takes a file with flipped
+bits without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dist_common.console import Console
+from dist_common.runtime import UsageError
+
+
+def save(directory: str | Path, step: int, model: nn.Module, state: dict, keep: int = 2) -> Path:
+    """Write `state` and the model's weights as the checkpoint of `step`; drop all but `keep`.
+
+    Call it on one rank. Everything goes to a folder under another name first, is flushed to the
+    disk, and gets its real name last: a crash at any moment leaves the previous checkpoint.
+
+    Raises: UsageError when the folder cannot be written, with the operating system's reason.
+    """
+    directory = Path(directory)
+    final = directory / f"step-{step:08d}"
+    partial = directory / f".partial-{step:08d}"
+    weights = model.state_dict()
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        torch.save({"model": weights, **state}, partial / "state.pt")
+        manifest = {
+            "step": step,
+            "sha256": _sha256(partial / "state.pt"),
+            "tensors": _shapes(weights),
+        }
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        for path in (partial / "state.pt", partial / "manifest.json", partial):
+            _flush(path)
+        shutil.rmtree(final, ignore_errors=True)  # a step that a resumed run repeats
+        partial.rename(final)
+        _flush(directory)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UsageError(f"cannot write the checkpoint {final}: {error}") from error
+    for old in _found(directory)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def load_newest(directory: str | Path, model: nn.Module, console: Console) -> dict | None:
+    """Return the newest checkpoint that is whole and fits `model`; name those passed over.
+
+    A collective: rank 0 reads and decides, and sends the state to the others, so that all go on
+    from the same step without a shared file system. None when there is no checkpoint yet. The
+    model is not changed: load `state["model"]` into it. Tensors come back on the CPU.
+
+    Raises: UsageError when there are checkpoints but none can be used.
+    """
+    state, skipped = None, []
+    if dist.get_rank() == 0:
+        for path in reversed(_found(Path(directory))):
+            problem = _problem(path, model)
+            if problem is None:
+                state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+                break
+            skipped.append(f"{path}: {problem}")
+        if skipped and state is None:
+            raise UsageError(f"no checkpoint can be used: {'; '.join(skipped)}")
+        for line in skipped:
+            console.warn(f"skipped {line}")
+        console.say(f"resuming from {path}" if state else f"no checkpoint in {directory} yet")
+    box = [state]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _found(directory: Path) -> list[Path]:
+    return sorted(directory.glob("step-*"))
+
+
+def _problem(path: Path, model: nn.Module) -> str | None:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        expected, tensors = manifest["sha256"], manifest["tensors"]
+        actual = _sha256(path / "state.pt")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"incomplete or damaged ({type(error).__name__}: {error})"
+    if actual != expected:
+        return "truncated or altered (state.pt does not match its checksum)"
+    own = _shapes(model.state_dict())
+    for name in sorted(own.keys() | tensors.keys()):
+        if own.get(name) != tensors.get(name):
+            here, there = own.get(name, "missing"), tensors.get(name, "missing")
+            return f"of another model ({name} is {there} there, {here} here)"
+    return None
+
+
+def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in weights.items()}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def gather_rng_states() -> list[dict[str, Any]]:
+    """Return the random state of every rank, indexed by rank. A collective: all ranks call it."""
+    kind, keys, *rest = np.random.get_state()
+    own = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, own)
+    return states
+
+
+def restore_rng_state(states: list[dict[str, Any]], rank: int) -> bool:
+    """Set this rank's random state; False when the run had fewer ranks, and nothing is set."""
+    if rank >= len(states):
+        return False
+    own = states[rank]
+    random.setstate(own["python"])
+    kind, keys, *rest = own["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(own["torch"])
+    if own["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["cuda"])
+    return True

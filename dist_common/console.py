@@ -1,0 +1,96 @@
+"""What a person sees: lines from one rank, tables, a progress bar, a plot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from tqdm import tqdm
+
+from dist_common.measure import Results
+
+
+class Console:
+    """Print from rank 0 only; on the other ranks every call does nothing."""
+
+    def __init__(self, is_rank0: bool) -> None:
+        self.enabled = is_rank0
+
+    def say(self, line: str = "") -> None:
+        """Print one line, above the progress bar if there is one."""
+        if self.enabled:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+
+    def warn(self, line: str) -> None:
+        """Print one line to stderr."""
+        if self.enabled:
+            tqdm.write(f"warning: {line}", file=sys.stderr)
+
+    def header(self, results: Results, *lines: str) -> None:
+        """Print what runs where, then the lines that only this script can say."""
+        world = results.world
+        ranks = "1 rank" if world.world_size == 1 else f"{world.world_size} ranks"
+        backend = dist.get_backend() if dist.is_initialized() else "no backend"
+        self.say(
+            f"{results.script}: {ranks} started by {world.launcher}, {results.device.type} with "
+            f"{backend}, torch {torch.__version__}"
+        )
+        for line in lines:
+            self.say(line)
+
+    def table(self, rows: Iterable[Sequence[str]], headers: Sequence[str]) -> None:
+        """Print an aligned table: names to the left, everything after them to the right."""
+        sides = ("left", *["right"] * (len(headers) - 1))
+        self.say(tabulate(rows, headers, "simple", colalign=sides, disable_numparse=True))
+
+    def progress(self, items: Collection, name: str) -> Iterable:
+        """Iterate over items, with a progress bar where a person is watching a terminal."""
+        hidden = not (self.enabled and sys.stderr.isatty())
+        return tqdm(items, name, disable=hidden, leave=False)
+
+    def verdict(self, results: Results, summary: str) -> int:
+        """Print measured beside expected and a last line; return the script's exit code."""
+        rows = [
+            (
+                check.name,
+                *(_number(value) for value in (check.measured, check.expected, check.tolerance)),
+                "yes" if check.ok else "NO",
+            )
+            for check in results.checks
+        ]
+        self.table(rows, ("check", "measured", "expected", "tolerance", "ok"))
+        if results.failed:
+            self.say("FAILED: " + "; ".join(check.name for check in results.failed))
+            return 1
+        self.say(f"OK: {len(results.checks)} checks passed, {summary}")
+        return 0
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def plot_training(path: str | Path, losses: Sequence[float], accuracies: Sequence[float]) -> None:
+    """Draw the loss of each step and the accuracy after each epoch, the last one named, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display on a cluster
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    left.plot(range(1, len(losses) + 1), losses, linewidth=1)
+    left.set(title="Training loss (mean over ranks)", xlabel="step", ylabel="cross-entropy")
+    left.set_yscale("log")
+    percent = [100 * accuracy for accuracy in accuracies]
+    right.plot(range(1, len(percent) + 1), percent, marker="o", markersize=3)
+    right.set(title=f"Test accuracy: {percent[-1]:.1f}%", xlabel="epoch", ylabel="percent")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    # Without a date or version inside, the same run draws the same file.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)

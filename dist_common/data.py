@@ -1,0 +1,152 @@
+"""Real data without a download, and the two ways to deal it to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler, TensorDataset
+
+from dist_common.runtime import UsageError
+
+
+@dataclass(frozen=True)
+class Images:
+    """A labelled image set. Shapes: images (N, 1, H, W) float32 in 0..1, labels (N,) int64."""
+
+    name: str
+    train: TensorDataset
+    test: TensorDataset
+
+    def describe(self) -> str:
+        """Say in a few words what this is."""
+        return f"{self.name}: {len(self.train):,} to train on, {len(self.test):,} to test on"
+
+
+def load_images(data_dir: str | None = None, download: bool = False) -> Images:
+    """Load MNIST from `data_dir`, or without one the digits that need no file.
+
+    Raises: UsageError as `load_mnist` does, and for a download without a folder.
+    """
+    if data_dir:
+        return load_mnist(data_dir, download)
+    if download:
+        raise UsageError("--download needs --data-dir, the folder to fetch MNIST into")
+    return load_digits()
+
+
+def load_digits() -> Images:
+    """Load the 1,797 handwritten digits (8 x 8 pixels) that scikit-learn carries: 1,437 + 360.
+
+    Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
+    """
+    from sklearn.datasets import load_digits as from_sklearn  # half a second that MNIST users save
+
+    pixels, labels = from_sklearn(return_X_y=True)
+    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16  # (N, 64) of 0..16
+    labels = torch.from_numpy(labels).long()
+    # The same split whatever --seed is: a test set that moves cannot be compared.
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return Images(
+        "digits",
+        TensorDataset(images[train], labels[train]),
+        TensorDataset(images[test], labels[test]),
+    )
+
+
+def load_mnist(data_dir: str | Path, download: bool = False) -> Images:
+    """Load MNIST (60,000 + 10,000, 28 x 28 pixels) from the folder that torchvision keeps it in.
+
+    With `download`, local rank 0 fetches what is missing while the others wait; without it,
+    nothing is ever fetched. Call it on every rank, after the process group exists.
+
+    Raises: UsageError when the folder is none, holds no MNIST, or the download fails.
+    """
+    from torchvision.datasets import MNIST
+
+    folder = Path(data_dir)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--data-dir {folder} is not a folder")
+    if not folder.exists() and not download:
+        raise UsageError(
+            f"--data-dir {folder} does not exist; --download makes it and fetches MNIST"
+        )
+    local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0
+    try:
+        if download and local_rank == 0:
+            MNIST(folder, download=True)
+        if download and dist.is_initialized():
+            dist.barrier()  # nobody reads while local rank 0 still writes
+        parts = [MNIST(folder, train=train) for train in (True, False)]
+    except (RuntimeError, OSError, ValueError) as error:
+        hint = "the download failed" if download else "add --download to fetch it"
+        raise UsageError(f"--data-dir {folder} holds no MNIST: {hint} ({error})") from error
+    train, test = (
+        TensorDataset(part.data.float().unsqueeze(1) / 255, part.targets) for part in parts
+    )
+    return Images("MNIST", train, test)
+
+
+class ShardedSampler(Sampler[int]):
+    """Deal one seeded shuffle of a dataset to all ranks, and remember how far it got.
+
+    Like torch's DistributedSampler, rank r gets every world_size-th index of an order that all
+    ranks agree on, so step k sees the same global batch on any number of ranks. Unlike it, it
+    resumes in the middle of an epoch, also on another number of ranks: `position` counts the
+    samples of this epoch that all ranks together have trained on.
+
+    A tail that does not fill all ranks is left out, so that every rank takes as many steps.
+
+    Raises: UsageError when there are fewer samples than ranks.
+    """
+
+    def __init__(self, num_samples: int, rank: int, world_size: int, seed: int = 0) -> None:
+        if num_samples < world_size:
+            raise UsageError(
+                f"{num_samples} samples cannot be dealt to {world_size} ranks: start fewer ranks"
+            )
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        self.seed, self.epoch, self.position = seed, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; each epoch has its own order. Keeps a resumed position."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def advance(self, global_samples: int) -> None:
+        """Count samples as trained on. The loop calls this, since a loader reads ahead of it."""
+        self.position += global_samples
+
+    def global_order(self) -> torch.Tensor:
+        """Return this epoch's order of all samples, the same on every rank. Shape: (N,)."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def __len__(self) -> int:
+        return (self.num_samples - self.position) // self.world_size
+
+    def __iter__(self) -> Iterator[int]:
+        rest = self.global_order()[self.position :]
+        return iter(rest[self.rank :: self.world_size][: len(self)].tolist())
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what a checkpoint needs; the same on every rank."""
+        return {"seed": self.seed, "epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken, on this sampler's own number of ranks."""
+        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
+
+
+def evaluation_indices(num_samples: int, rank: int, world_size: int) -> range:
+    """Give each rank its part of an evaluation set: over all ranks, every sample exactly once.
+
+    Parts differ by at most one sample. DistributedSampler pads them to equal length by repeating
+    samples instead, which counts those twice. So: no collective inside the evaluation loop, one
+    sum over ranks after it.
+    """
+    return range(rank, num_samples, world_size)

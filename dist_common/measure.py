@@ -1,0 +1,177 @@
+"""What a script measured, what it expected, and the results.json that holds both."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dist_common
+from dist_common.runtime import UsageError, World
+
+GIB = 2**30  # bytes
+
+
+class StepTimer:
+    """Time training steps; the first `warmup` of them stay out of the statistics.
+
+    Units: milliseconds. On a GPU a step ends when its kernels have, not when they are queued.
+    """
+
+    def __init__(self, device: torch.device, warmup: int = 5) -> None:
+        self.device, self.warmup = device, warmup
+        self.steps_ms: list[float] = []
+
+    def __enter__(self) -> StepTimer:
+        self.started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.steps_ms.append((time.perf_counter() - self.started) * 1e3)
+
+    def median_ms(self) -> float:
+        """Return the median step time; of the warm-up itself when there were no other steps."""
+        return statistics.median(self.steps_ms[self.warmup :] or self.steps_ms)
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Count the collectives that this rank starts inside a `with` block, and their bytes.
+
+    `calls` and `bytes` are keyed by the name of the operation ("allreduce_",
+    "broadcast_"). Bytes are those of the tensors handed to the operation, which is what a
+    collective's cost formulas take; what crosses the wire is a factor of it. Sees what PyTorch
+    itself starts too, as DistributedDataParallel does in backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            self.calls[name] += 1
+            self.bytes[name] += sum(
+                leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory used so far: allocated on a GPU, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+@dataclass
+class Check:
+    """Something measured beside what it must be, derived independently of it."""
+
+    name: str
+    measured: float
+    expected: float
+    tolerance: float
+    source: str
+
+    @property
+    def ok(self) -> bool:
+        # NaN compares false with everything, so a NaN fails.
+        return abs(self.measured - self.expected) <= self.tolerance
+
+
+@dataclass
+class Results:
+    """Collect a script's metrics and checks; write them as DIR/results.json."""
+
+    script: str
+    args: argparse.Namespace
+    world: World
+    device: torch.device
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    started: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+
+    def check(
+        self, name: str, measured: float, expected: float, tolerance: float, source: str
+    ) -> None:
+        """Add a check. Tolerance is absolute, in the unit of the two values."""
+        self.checks.append(Check(name, measured, expected, tolerance, source))
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if not check.ok]
+
+    def write(self, output_dir: str | Path) -> Path:
+        """Write results.json whole or not at all. Call it on one rank."""
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
+        content = {
+            "script": self.script,
+            "args": vars(self.args),
+            "started": self.started.isoformat(timespec="seconds"),
+            "seconds": round((datetime.now(timezone.utc) - self.started).total_seconds(), 2),
+            "world_size": self.world.world_size,
+            "device": self.device.type,
+            "backend": dist.get_backend() if dist.is_initialized() else None,
+            "launcher": self.world.launcher,
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "dist_common": dist_common.__version__,
+            },
+            "machine": {
+                "cores": os.cpu_count(),
+                "gpu": gpu,
+                "system": platform.system(),
+                "processor": platform.machine(),
+            },
+            "metrics": self.metrics,
+            "checks": [{**vars(check), "ok": check.ok} for check in self.checks],
+        }
+        path = Path(output_dir) / "results.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        return partial.replace(path)
+
+
+def claim_output_dir(args: argparse.Namespace, world: World) -> Path | None:
+    """Make the folder of --output-dir, and refuse one in which an earlier run would be lost.
+
+    Raises: UsageError when it cannot be written, or is not empty and --resume is not given.
+    """
+    if args.output_dir is None:
+        return None
+    path = Path(args.output_dir)
+    if not world.is_rank0:
+        return path
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UsageError(f"--output-dir {path} cannot be written: {error.strerror}") from error
+    if any(path.iterdir()) and not getattr(args, "resume", False):
+        raise UsageError(
+            f"--output-dir {path} is not empty: name another folder"
+            + (", or add --resume to go on with the run in it" if "resume" in args else "")
+        )
+    return path
