@@ -102,7 +102,7 @@ def check_equal_weights(results, model):
 def parse_args():
     parser = runtime.ArgumentParser(__doc__, resumes=True)  # --device, --seed, --output-dir, ...
     positive = runtime.positive_int
-    parser.add_argument("--epochs", type=positive, default=12, help="passes over the data (12)")
+    parser.add_argument("--epochs", type=positive, default=10, help="passes over the data (10)")
     parser.add_argument(
         "--micro-batch-size", type=positive, default=32, help="samples per rank and step (32)"
     )
@@ -158,8 +158,8 @@ def main():
     # Gives every rank the weights of rank 0, and hooks each weight's gradient for the all-reduce.
     ddp_model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
 
-    console.header(results, images.describe(), f"global batch {global_batch} = "
-                   f"{args.micro_batch_size} per rank x {world.world_size}")  # fmt: skip
+    identity = f"{args.micro_batch_size} per rank x {world.world_size} ranks"
+    console.header(results, images.describe(), f"global batch {global_batch} = {identity}")
     check_first_gradient(results, ddp_model, loader, sampler, images.train, device, args.precision)
     timer = measure.StepTimer(device)
     for epoch in range(sampler.epoch, args.epochs):

@@ -15,7 +15,7 @@ from dist_common.runtime import UsageError
 
 @dataclass(frozen=True)
 class Images:
-    """A labelled image set. Shapes: images (N, 1, H, W) float32 in 0..1, labels (N,) int64."""
+    """Standardised, labelled images. Shapes: images (N, 1, H, W) float32, labels (N,) int64."""
 
     name: str
     train: TensorDataset
@@ -46,7 +46,8 @@ def load_digits() -> Images:
     from sklearn.datasets import load_digits as from_sklearn  # half a second that MNIST users save
 
     pixels, labels = from_sklearn(return_X_y=True)
-    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16  # (N, 64) of 0..16
+    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8)  # from (N, 64), 0 to 16
+    images = (images - 4.88) / 6.02  # mean and standard deviation of all pixels
     labels = torch.from_numpy(labels).long()
     # The same split whatever --seed is: a test set that moves cannot be compared.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -86,7 +87,8 @@ def load_mnist(data_dir: str | Path, download: bool = False) -> Images:
         hint = "the download failed" if download else "add --download to fetch it"
         raise UsageError(f"--data-dir {folder} holds no MNIST: {hint} ({error})") from error
     train, test = (
-        TensorDataset(part.data.float().unsqueeze(1) / 255, part.targets) for part in parts
+        TensorDataset((part.data.float().unsqueeze(1) - 33.3) / 78.6, part.targets)
+        for part in parts  # mean and standard deviation of all training pixels
     )
     return Images("MNIST", train, test)
 

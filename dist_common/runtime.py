@@ -325,6 +325,12 @@ def _explain(error: BaseException) -> BaseException:
         )
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out", text)
     if isinstance(error, (RuntimeError, dist.DistError)) and lost:
+        if not dist.is_initialized():
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            return LostRank(
+                f"waited in vain for all {os.environ.get('WORLD_SIZE')} ranks to meet at {where}: "
+                "was each of them started, and does it reach that address?"
+            )
         return LostRank(
             f"lost contact with another rank ({lost[0]}): it died or stopped answering. Look for "
             "the rank that failed first: killed, out of memory, or an error of its own"

@@ -110,7 +110,9 @@ def skip_all_reduce(script):
     script.DDP = Unreduced
 
 
-def _leave_bucket_alone(state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _leave_bucket_alone(
+    state, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

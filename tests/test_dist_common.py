@@ -184,7 +184,8 @@ def test_digits_split_is_fixed_and_disjoint():
     images = data.load_digits()
     assert (len(images.train), len(images.test)) == (1437, 360)
     assert images.train.tensors[0].shape == (1437, 1, 8, 8)
-    assert images.train.tensors[0].min() >= 0 and images.train.tensors[0].max() == 1
+    pixels = images.train.tensors[0]
+    assert abs(pixels.mean()) < 0.02 and abs(pixels.std() - 1) < 0.02
     before = torch.get_rng_state()
     again = data.load_digits()
     assert torch.equal(images.test.tensors[0], again.test.tensors[0])
