@@ -76,14 +76,17 @@ def check_first_gradient(results, ddp_model, loader, sampler, train_set, device,
         loss_of(ddp_model, images, labels, precision).backward()
     averaged = torch.cat([p.grad.flatten() for p in ddp_model.parameters()])
 
-    global_batch = sampler.global_order()[: len(labels) * dist.get_world_size()]
-    images, labels = (tensor.to(device) for tensor in train_set[global_batch])
     plain = ddp_model.module  # the model inside the wrapper: its backward sends nothing
-    loss = loss_of(plain, images, labels, precision)
-    alone = torch.cat([g.flatten() for g in torch.autograd.grad(loss, plain.parameters())])
+    alone = torch.zeros_like(averaged)
+    global_batch = sampler.global_order()[: len(labels) * dist.get_world_size()]
+    for part in global_batch.split(len(labels)):  # in parts, as large as fit on a rank
+        images, labels = (tensor.to(device) for tensor in train_set[part])
+        loss = loss_of(plain, images, labels, precision) / dist.get_world_size()
+        gradients = torch.autograd.grad(loss, list(plain.parameters()))
+        alone += torch.cat([gradient.flatten() for gradient in gradients])
 
     error = (averaged - alone).abs().max() / alone.abs().max()
-    dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)  # keep the largest over ranks: the worst counts
     name, source = "gradient: relative error against one process", "DDP paper, section 3.2"
     results.check(name, error.item(), 0, GRADIENT_TOLERANCE[precision], source)
     sent, gradient = counter.bytes["allreduce_"], sum(p.nbytes for p in plain.parameters())
@@ -93,9 +96,9 @@ def check_first_gradient(results, ddp_model, loader, sampler, train_set, device,
 def check_equal_weights(results, model):
     """Compare a fingerprint of the weights over all ranks."""
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    fingerprints = [None] * dist.get_world_size()
+    fingerprints = [None] * dist.get_world_size()  # one place for what each rank sends
     dist.all_gather_object(fingerprints, hashlib.sha256(weights.cpu().numpy()).hexdigest())
-    name, source = "different sets of weights over all ranks", "DDP paper, section 3.1"
+    name, source = "distinct sets of weights over all ranks", "DDP paper, section 3.1"
     results.check(name, len(set(fingerprints)), 1, 0, source)
 
 
@@ -119,14 +122,14 @@ def main():
     # Which process am I, of how many, and which GPU is mine? Each launcher says it its own way.
     world = runtime.discover()
     device = runtime.pick_device(args.device, world)
-    # Meet the other ranks. Later on, one that waits for a lost rank fails after `timeout`.
+    # Meet the other ranks; whoever waits for one that never comes, now or later, gives up.
     dist.init_process_group(
         runtime.backend_for(device),  # gloo between CPUs, NCCL between GPUs
         timeout=timedelta(seconds=args.timeout),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type == "cuda" else None,  # NCCL opens its connections now
     )
     console = Console(world.is_rank0)  # one voice: without it every line appears once per rank
-    runtime.seed_everything(args.seed)
+    runtime.seed_everything(args.seed)  # the run can be repeated
     results = measure.Results("01-ddp-basics/ddp_mnist.py", args, world, device)
     output = measure.claim_output_dir(args, world)
 
@@ -143,26 +146,27 @@ def main():
 
     model = SmallCNN().to(device)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
-    history = {"losses": [], "accuracies": []}
+    first_epoch, history, state = 0, {"losses": [], "accuracies": []}, None
     if args.resume:
         state = checkpoint.load_newest(output / "checkpoints", model, console)
-        if state:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            sampler.load_state_dict(state["sampler"])
-            checkpoint.restore_rng_state(state["rng"], world.rank)
-            history = state["history"]
-    if sampler.epoch >= args.epochs:
-        raise runtime.UsageError(f"{output} has {sampler.epoch} epochs: ask for more by --epochs")
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        optimizer.param_groups[0]["lr"] = args.lr  # this run's flag, not the one of the old run
+        first_epoch, history = state["epoch"], state["history"]
+    if first_epoch >= args.epochs:
+        raise runtime.UsageError(f"{output} has {first_epoch} epochs: ask for more by --epochs")
 
-    # Gives every rank the weights of rank 0, and hooks each weight's gradient for the all-reduce.
+    # Sends rank 0's weights to all, and has backward all-reduce each gradient once it is known.
     ddp_model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
 
     identity = f"{args.micro_batch_size} per rank x {world.world_size} ranks"
     console.header(results, images.describe(), f"global batch {global_batch} = {identity}")
     check_first_gradient(results, ddp_model, loader, sampler, images.train, device, args.precision)
+    if state:
+        checkpoint.restore_rng_state(state["rng"], world.rank)
     timer = measure.StepTimer(device)
-    for epoch in range(sampler.epoch, args.epochs):
+    for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)  # a new order, the same one on all ranks
         batches = console.progress(loader, f"epoch {epoch + 1}")
         losses = train_one_epoch(ddp_model, optimizer, batches, device, args.precision, timer)
@@ -176,15 +180,15 @@ def main():
             f"{timer.median_ms():.1f} ms/step"
         )
         if output:
-            sampler.set_epoch(epoch + 1)
             state = {
+                "epoch": epoch + 1,
                 "optimizer": optimizer.state_dict(),
-                "sampler": sampler.state_dict(),
                 "rng": checkpoint.gather_rng_states(),  # a collective, so not under the `if` below
                 "history": history,
             }
             if world.is_rank0:  # all ranks hold the same weights: one of them writes
-                checkpoint.save(output / "checkpoints", epoch + 1, model, state)
+                steps = len(history["losses"])
+                checkpoint.save(output / "checkpoints", steps, model, state)
 
     check_equal_weights(results, model)
     name, source = "test samples counted exactly once", "size of the test set"
@@ -201,7 +205,7 @@ def main():
         plot_training(output / "training.png", **history)
         console.say(f"results.json, training.png and checkpoints are in {output}")
     code = console.verdict(results, f"test accuracy {accuracy:.1%}")
-    # Leave together: to the others, a rank that just exits looks like one that died.
+    # Close the connections and end their threads while the interpreter is still there for them.
     dist.destroy_process_group()
     return code
 

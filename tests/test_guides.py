@@ -184,7 +184,7 @@ def test_commands_run_and_print_and_draw_what_the_page_shows(path, copy):
             if run is None:
                 continue
             ended = run_command(run, copy, 120, PYTHONPATH=str(copy), OMP_NUM_THREADS="1")
-            fails = "exit code" in block.lead.split("\n\n")[-1]
+            fails = "exit code" in " ".join(block.lead.split("\n\n")[-1].split())
             where = f"{path}:{block.line}: {command}\n{ended.stdout}{ended.stderr}"
             assert (ended.codes != [0]) == fails, where
         following = blocks[position + 1]
