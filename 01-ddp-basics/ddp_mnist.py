@@ -11,6 +11,7 @@ Sources: Li et al., PyTorch Distributed (VLDB 2020); docs.pytorch.org, Distribut
 """
 
 import hashlib
+import math
 from datetime import timedelta
 
 import torch
@@ -59,7 +60,7 @@ def evaluate(model, test_set, device):
     mine = data.evaluation_indices(len(test_set), dist.get_rank(), dist.get_world_size())
     correct = torch.zeros(1, device=device)
     seen = torch.zeros(len(test_set), device=device)
-    for chunk in torch.tensor(mine).split(1000):
+    for chunk in mine.split(1000):
         images, labels = (tensor.to(device) for tensor in test_set[chunk])
         correct += (model(images).argmax(dim=1) == labels).sum()
         seen[chunk] += 1
@@ -131,7 +132,6 @@ def main():
     console = Console(world.is_rank0)  # one voice: without it every line appears once per rank
     runtime.seed_everything(args.seed)  # the run can be repeated
     results = measure.Results("01-ddp-basics/ddp_mnist.py", args, world, device)
-    output = measure.claim_output_dir(args, world)
 
     images = data.load_images(args.data_dir, args.download)
     # Each rank trains on its own part of the data; without this, all would see the same batches.
@@ -144,12 +144,15 @@ def main():
             f"the {len(images.train)} samples there are to train on"
         )
 
+    output = measure.claim_output_dir(args, world)
     model = SmallCNN().to(device)
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
     first_epoch, history, state = 0, {"losses": [], "accuracies": []}, None
     if args.resume:
         state = checkpoint.load_newest(output / "checkpoints", model, console)
     if state:
+        if state["data"] != images.name:
+            raise runtime.UsageError(f"{output} was trained on {state['data']}, not {images.name}")
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         optimizer.param_groups[0]["lr"] = args.lr  # this run's flag, not the one of the old run
@@ -173,6 +176,8 @@ def main():
         # The plain model: DDP's forward can communicate, and ranks may differ in test batches.
         accuracy, counted_once = evaluate(model, images.test, device)
         loss = sum(losses) / len(losses)
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} in epoch {epoch + 1}: try a lower --lr")
         history["losses"] += losses
         history["accuracies"].append(accuracy)
         console.say(
@@ -182,6 +187,7 @@ def main():
         if output:
             state = {
                 "epoch": epoch + 1,
+                "data": images.name,
                 "optimizer": optimizer.state_dict(),
                 "rng": checkpoint.gather_rng_states(),  # a collective, so not under the `if` below
                 "history": history,
@@ -205,6 +211,8 @@ def main():
         plot_training(output / "training.png", **history)
         console.say(f"results.json, training.png and checkpoints are in {output}")
     code = console.verdict(results, f"test accuracy {accuracy:.1%}")
+    # Wait for rank 0, which may still write: a launcher that sees one rank fail ends all others.
+    dist.barrier()
     # Close the connections and end their threads while the interpreter is still there for them.
     dist.destroy_process_group()
     return code

@@ -39,6 +39,7 @@ while (($#)); do
     --rdzv-endpoint) endpoint="$2"; shift 2 ;;
     --dry-run) dry_run=yes; shift ;;
     --device) device="${2:-}"; arguments+=("$1"); shift ;;
+    --device=*) device="${1#*=}"; arguments+=("$1"); shift ;;
     *) arguments+=("$1"); shift ;;
   esac
 done
@@ -49,7 +50,9 @@ if [[ -z $nproc ]]; then
   nproc="$((gpus > 0 ? gpus : 2))" # one process per GPU; without a GPU, two on the CPU
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc-per-node must be a whole number of at least 1, not '$nproc'"
-if [[ $mode != local ]]; then
+if [[ $mode == local ]]; then
+  [[ -z $nnodes$endpoint ]] || fail "local is one machine: --nnodes and --rdzv-endpoint go with multi-node"
+else
   [[ $nnodes =~ ^[1-9][0-9]*$ ]] || fail "$mode needs --nnodes, a whole number of at least 1"
 fi
 
@@ -65,13 +68,13 @@ case "$mode" in
   slurm)
     # One task per process: the script reads rank and address from SLURM itself. If one task
     # fails, srun ends the others.
-    step="srun --kill-on-bad-exit=1 python $(printf '%q ' "$script" "${arguments[@]}")"
+    step="srun --kill-on-bad-exit=1 python $(printf '%q ' "$script" ${arguments[@]+"${arguments[@]}"})"
     command=(sbatch --job-name=ddp_mnist --nodes="$nnodes" --ntasks-per-node="$nproc")
     [[ $device == cpu ]] || command+=(--gpus-per-node="$nproc")
     command+=(--wrap "${step% }")
     ;;
 esac
-[[ $mode == slurm ]] || command+=("$script" "${arguments[@]}")
+[[ $mode == slurm ]] || command+=("$script" ${arguments[@]+"${arguments[@]}"})
 
 # torchrun sets one thread per process itself, but warns about it.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

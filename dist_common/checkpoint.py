@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from torch import nn
 
 from dist_common.console import Console
 from dist_common.runtime import UsageError
+
+STEP = re.compile(r"step-\d{8}")
 
 
 def save(directory: str | Path, step: int, model: nn.Module, state: dict, keep: int = 2) -> Path:
@@ -48,14 +51,16 @@ def save(directory: str | Path, step: int, model: nn.Module, state: dict, keep: 
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in (partial / "state.pt", partial / "manifest.json", partial):
             _flush(path)
-        shutil.rmtree(final, ignore_errors=True)  # a step that a resumed run repeats
+        # Only a damaged one can stand here: a resumed run goes on from the newest that is whole.
+        shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         _flush(directory)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UsageError(f"cannot write the checkpoint {final}: {error}") from error
-    for old in _found(directory)[:-keep]:
-        shutil.rmtree(old)
+    older = [path for path in _found(directory) if path.name < final.name]
+    for path in older[: len(older) + 1 - keep]:
+        shutil.rmtree(path, ignore_errors=True)
     return final
 
 
@@ -87,13 +92,13 @@ def load_newest(directory: str | Path, model: nn.Module, console: Console) -> di
 
 
 def _found(directory: Path) -> list[Path]:
-    return sorted(directory.glob("step-*"))
+    return sorted(path for path in directory.glob("step-*") if STEP.fullmatch(path.name))
 
 
 def _problem(path: Path, model: nn.Module) -> str | None:
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        expected, tensors = manifest["sha256"], manifest["tensors"]
+        expected, tensors = manifest["sha256"], dict(manifest["tensors"])
         actual = _sha256(path / "state.pt")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"incomplete or damaged ({type(error).__name__}: {error})"

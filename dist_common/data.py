@@ -62,8 +62,8 @@ def load_digits() -> Images:
 def load_mnist(data_dir: str | Path, download: bool = False) -> Images:
     """Load MNIST (60,000 + 10,000, 28 x 28 pixels) from the folder that torchvision keeps it in.
 
-    With `download`, local rank 0 fetches what is missing while the others wait; without it,
-    nothing is ever fetched. Call it on every rank, after the process group exists.
+    With `download`, one rank of each machine fetches what is missing there while the others wait;
+    without it, nothing is ever fetched. Call it on every rank, after the process group exists.
 
     Raises: UsageError when the folder is none, holds no MNIST, or the download fails.
     """
@@ -76,21 +76,33 @@ def load_mnist(data_dir: str | Path, download: bool = False) -> Images:
         raise UsageError(
             f"--data-dir {folder} does not exist; --download makes it and fetches MNIST"
         )
-    local_rank = dist.get_node_local_rank(fallback_rank=0) if dist.is_initialized() else 0
+    if download:
+        _download_in_turn(folder)
     try:
-        if download and local_rank == 0:
-            MNIST(folder, download=True)
-        if download and dist.is_initialized():
-            dist.barrier()  # nobody reads while local rank 0 still writes
         parts = [MNIST(folder, train=train) for train in (True, False)]
     except (RuntimeError, OSError, ValueError) as error:
-        hint = "the download failed" if download else "add --download to fetch it"
-        raise UsageError(f"--data-dir {folder} holds no MNIST: {hint} ({error})") from error
+        raise UsageError(
+            f"--data-dir {folder} holds no MNIST: add --download to fetch it ({error})"
+        ) from error
     train, test = (
         TensorDataset((part.data.float().unsqueeze(1) - 33.3) / 78.6, part.targets)
         for part in parts  # mean and standard deviation of all training pixels
     )
     return Images("MNIST", train, test)
+
+
+def _download_in_turn(folder: Path) -> None:
+    from torchvision.datasets import MNIST
+
+    rank, local_rank = dist.get_rank(), dist.get_node_local_rank(fallback_rank=0)
+    # First rank 0, then the other machines: on a disk they share, these find it all there.
+    for turn in (rank == 0, rank != 0 and local_rank == 0):
+        if turn:
+            try:
+                MNIST(folder, download=True)
+            except (RuntimeError, OSError) as error:
+                raise UsageError(f"--download: MNIST cannot be fetched ({error})") from error
+        dist.barrier()  # nobody reads while another rank writes
 
 
 class ShardedSampler(Sampler[int]):
@@ -144,11 +156,13 @@ class ShardedSampler(Sampler[int]):
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
 
-def evaluation_indices(num_samples: int, rank: int, world_size: int) -> range:
+def evaluation_indices(num_samples: int, rank: int, world_size: int) -> torch.Tensor:
     """Give each rank its part of an evaluation set: over all ranks, every sample exactly once.
 
     Parts differ by at most one sample. DistributedSampler pads them to equal length by repeating
     samples instead, which counts those twice. So: no collective inside the evaluation loop, one
     sum over ranks after it.
+
+    Shape: (num_samples / world_size,), rounded up or down.
     """
-    return range(rank, num_samples, world_size)
+    return torch.arange(num_samples)[rank::world_size]

@@ -156,7 +156,8 @@ class Results:
 def claim_output_dir(args: argparse.Namespace, world: World) -> Path | None:
     """Make the folder of --output-dir, and refuse one in which an earlier run would be lost.
 
-    Raises: UsageError when it cannot be written, or is not empty and --resume is not given.
+    Raises: UsageError when it cannot be written, or is not empty, unless there are checkpoints in
+    it and --resume is given.
     """
     if args.output_dir is None:
         return None
@@ -169,9 +170,10 @@ def claim_output_dir(args: argparse.Namespace, world: World) -> Path | None:
             pass
     except OSError as error:
         raise UsageError(f"--output-dir {path} cannot be written: {error.strerror}") from error
-    if any(path.iterdir()) and not getattr(args, "resume", False):
+    empty, has_checkpoints = not any(path.iterdir()), (path / "checkpoints").is_dir()
+    if not empty and not (has_checkpoints and getattr(args, "resume", False)):
         raise UsageError(
             f"--output-dir {path} is not empty: name another folder"
-            + (", or add --resume to go on with the run in it" if "resume" in args else "")
+            + (", or add --resume to go on with the run in it" if has_checkpoints else "")
         )
     return path

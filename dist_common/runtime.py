@@ -42,7 +42,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(description=doc.splitlines()[0])
         add = self.add_argument
         add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
-        add("--seed", type=int, default=0, help="of weights and order of samples (0)")
+        add("--seed", type=whole_number, default=0, help="of weights and order of samples (0)")
         add("--timeout", type=positive_float, default=600, metavar="SECONDS",
             help="how long a collective waits for the other ranks (600)")  # fmt: skip
         add("--output-dir", metavar="DIR", help="write results.json and the like to this folder")
@@ -59,17 +59,22 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
 
-def positive_int(text: str) -> int:
-    """Parse a flag's value that must be a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+def whole_number(text: str, low: int = 0) -> int:
+    """Parse a flag's value that must be a whole number from `low` to 2**31 - 1."""
+    if not (text.isdecimal() and low <= int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, not {text!r}")
     return int(text)
 
 
+def positive_int(text: str) -> int:
+    """Parse a flag's value that must be a whole number of at least 1."""
+    return whole_number(text, low=1)
+
+
 def positive_float(text: str) -> float:
-    """Parse a flag's value that must be a finite number above 0."""
+    """Parse a flag's value that must be a number above 0, and at most 1e9."""
     with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
+        if 0 < float(text) <= 1e9:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
@@ -105,10 +110,6 @@ def discover() -> World:
     FAQ, "What environment variables does mpirun set".
     """
     env = os.environ
-    # Inside a batch script that srun did not start, SLURM_PROCID is 0 for the one process.
-    in_srun = "SLURM_PROCID" in env and not (
-        env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
-    )
     if "RANK" in env or "WORLD_SIZE" in env:
         for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
             if name not in env:
@@ -118,25 +119,27 @@ def discover() -> World:
                 )
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    elif in_srun:
+    elif "OMPI_COMM_WORLD_RANK" in env:  # before SLURM, under which mpirun may run
+        launcher = "mpirun"
+        places = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
+        names = tuple(f"OMPI_COMM_WORLD_{place}" for place in places)
+    elif "SLURM_PROCID" in env and not (
+        # The one process of a batch script, which srun did not start, has SLURM_PROCID=0 too.
+        env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
+    ):
         launcher = "srun"
         total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
         names = ("SLURM_PROCID", "SLURM_LOCALID", total, "SLURM_STEP_TASKS_PER_NODE")
-    elif "OMPI_COMM_WORLD_RANK" in env:
-        launcher = "mpirun"
-        names = tuple(
-            f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
-        )
     else:
         launcher, names = "python", ()
 
     def number(name: str, default: int) -> int:
         # SLURM writes "4(x2),3": 4 tasks on each of the first two nodes. Nodes are filled alike
         # in every launch line of this guide, so the first number stands for all.
-        digits = re.match(r"\d+", env.get(name, str(default)))
-        if digits is None:
+        digits = re.fullmatch(r"(\d+)((\(x\d+\))?(,.*)?)", env.get(name, str(default)))
+        if digits is None or (digits[2] and not name.endswith("PER_NODE")):
             raise UsageError(f"{name}={env[name]!r} is not a number")
-        return int(digits[0])
+        return int(digits[1])
 
     rank = number(names[0], 0) if names else 0
     world_size = number(names[2], 1) if names else 1
@@ -179,7 +182,10 @@ def _master_port(world: World) -> int:
     if world.world_size == 1:
         return 0  # any free one: nobody else has to find it
     # The same for all ranks of a job, another one for the next job, below the ephemeral range.
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")
+    names = {
+        "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        "mpirun": ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
+    }.get(world.launcher, ())
     job = " ".join(os.environ[name] for name in names if name in os.environ)
     return 15000 + zlib.crc32(job.encode()) % 16000 if job else 29500
 
@@ -193,7 +199,7 @@ def pick_device(name: str, world: World) -> torch.device:
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # With one GPU bound to each task, srun shows every task its own GPU as number 0.
-    bound = world.launcher == "srun" and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
+    bound = gpus == 1 and world.launcher == "srun" and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
     index = 0 if bound else world.local_rank
     needed = 1 if bound else world.local_world_size
     if name == "cpu" or (name == "auto" and gpus < needed):
@@ -210,6 +216,8 @@ def pick_device(name: str, world: World) -> torch.device:
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    # Convolutions would otherwise round to TF32, and the answer depend on the batch per rank.
+    torch.backends.cudnn.allow_tf32 = False
     return device
 
 
@@ -247,6 +255,7 @@ def init(device: str = "auto", timeout_s: float = 600.0) -> Iterator[tuple[World
         tell(error)
         _tear_down()
         raise
+    dist.barrier()  # a launcher that sees one rank fail ends the others: let them finish first
     dist.destroy_process_group()
 
 
@@ -280,8 +289,9 @@ def tell(error: BaseException) -> None:
     if isinstance(error, (KeyboardInterrupt, SystemExit)) or hasattr(error, "told"):
         return
     error.told = True
-    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-    rank = next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    numbers = [os.environ[name] for name in names if os.environ.get(name, "").isdecimal()]
+    rank = int(numbers[0]) if numbers else 0
     if dist.is_initialized():
         try:
             first = dist.group.WORLD.get_group_store().add("dist_common/told", 1) == 1
@@ -291,7 +301,8 @@ def tell(error: BaseException) -> None:
             time.sleep(GRACE_S)
             return
     elif rank != 0:
-        time.sleep(GRACE_S)  # still here: then rank 0 did not meet this error, and it is ours
+        # Not ended meanwhile: then rank 0 did not meet this error, and one of us has to speak.
+        time.sleep(GRACE_S + 0.5 * (rank % 64))
 
     cause = _explain(error)
     name = Path(sys.argv[0]).name
@@ -323,8 +334,9 @@ def _explain(error: BaseException) -> BaseException:
             f"MASTER_PORT={os.environ.get('MASTER_PORT')} is already taken on this machine: "
             "choose another, or let torchrun --standalone pick a free one"
         )
-    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out", text)
-    if isinstance(error, (RuntimeError, dist.DistError)) and lost:
+    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out|[Tt]imeout", text)
+    ours = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
+    if ours and lost:
         if not dist.is_initialized():
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             return LostRank(

@@ -23,8 +23,12 @@ def results_of(folder: Path) -> dict:
 
 
 def losses_of(folder: Path) -> torch.Tensor:
+    return torch.tensor(newest_state(folder)["history"]["losses"])
+
+
+def newest_state(folder: Path) -> dict:
     newest = sorted((folder / "checkpoints").iterdir())[-1]
-    return torch.tensor(torch.load(newest / "state.pt", weights_only=True)["history"]["losses"])
+    return torch.load(newest / "state.pt", weights_only=True)
 
 
 # the same answer
@@ -132,7 +136,8 @@ def repeat_test_samples(script):
     from torch.utils.data import DistributedSampler
 
     def padded(num_samples, rank, world_size):
-        return list(DistributedSampler(range(num_samples), world_size, rank, shuffle=False))
+        padded = DistributedSampler(range(num_samples), world_size, rank, shuffle=False)
+        return torch.tensor(list(padded))
 
     script.data.evaluation_indices = padded
 
@@ -153,9 +158,9 @@ def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failing):
     world_size = 7 if sabotage is repeat_test_samples else 2  # 360 is not a multiple of 7
     ended = run_script(
         MNIST, "--epochs", 1, "--output-dir", tmp_path / "run",
-        world_size=world_size, before=sabotage, end_job_on_failure=False,
+        world_size=world_size, before=sabotage,
     )  # fmt: skip
-    assert ended.codes == [1] * world_size, ended.stderr
+    assert 1 in ended.codes and not set(ended.codes) - {1, -signal.SIGTERM}, ended.stderr
     assert ended.stdout.splitlines()[-1] == "FAILED: " + "; ".join(failing)
     bad = [check["name"] for check in results_of(tmp_path / "run")["checks"] if not check["ok"]]
     assert bad == failing
@@ -171,6 +176,8 @@ def test_a_resumed_run_gives_bitwise_the_same_losses(run_script, tmp_path):
     ended = run_script(MNIST, "--epochs", 3, "--output-dir", resumed, "--resume", world_size=2)
     assert "resuming from" in ended.stdout
     assert torch.equal(losses_of(straight), losses_of(resumed))
+    random_states = [newest_state(folder)["rng"][1]["torch"] for folder in (straight, resumed)]
+    assert torch.equal(*random_states), "dropout would differ from here on"
     assert (
         results_of(straight)["metrics"]["final_loss"]
         == (results_of(resumed)["metrics"]["final_loss"])
@@ -224,7 +231,9 @@ def one_training_sample(script):
     [
         (["--device", "cuda"], "2 ranks on this machine but 1 GPU(s): start at", fake_gpus(1)),
         (["--device", "cuda"], "--device cuda: PyTorch finds no GPU", fake_gpus(0)),
-        (["--device", "tpu"], "(choose from auto, cpu, cuda)", None),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu' (choose from", None),
+        (["--seed", "-1"], "--seed: must be a whole number of at least 0, not '-1'", None),
+        (["--timeout", "1e300"], "--timeout: must be a number above 0", None),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'", None),
         (["--micro-batch-size", "0"], "--micro-batch-size: must be a whole number of", None),
         (["--micro-batch-size", "1000"], "1000 x 2 ranks is more than the 1437 samples", None),
@@ -235,13 +244,13 @@ def one_training_sample(script):
         (["--download"], "--download needs --data-dir", None),
         (["--resume"], "--resume needs --output-dir", None),
         (["--output-dir", "{tmp}/file/run"], "cannot be written: Not a directory", None),
-        (["--output-dir", "{tmp}"], "is not empty: name another folder, or add --resume", None),
+        (["--output-dir", "{tmp}"], "is not empty: name another folder", None),
+        (["--output-dir", "{tmp}", "--resume"], "is not empty: name another folder", None),
+        (["--output-dir", "{tmp}/new", "--micro-batch-size", "999"], "999 x 2 ranks is", None),
         ([], "1 samples cannot be dealt to 2 ranks: start fewer ranks", one_training_sample),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_line(run_script, tmp_path, argv, says, before):
-    if says.startswith("(choose") and not hasattr(os, "process_cpu_count"):
-        says = says.replace("auto, cpu, cuda", "'auto', 'cpu', 'cuda'")  # argparse before 3.13
     folder = tmp_path / "given"
     folder.mkdir()
     (folder / "file").write_text("kept")
@@ -296,7 +305,8 @@ def test_mnist_is_read_from_its_folder_and_never_fetched_silently(run_script, tm
     ended = run_script(
         MNIST, "--data-dir", tmp_path / "new", "--download", world_size=2, before=nobody_answers
     )
-    assert ended.codes[0] == 2 and "the download failed" in ended.stderr.splitlines()[-1]
+    assert ended.codes[0] == 2
+    assert "--download: MNIST cannot be fetched" in ended.stderr.splitlines()[-1]
 
 
 # a rank that is lost
@@ -335,11 +345,11 @@ def test_a_rank_that_stops_answering_ends_the_others_within_the_timeout(run_scri
         os.kill(pids[1], signal.SIGSTOP)
         stopped = time.monotonic()
         wait_for(lambda: ended_or_zombie(pids[0]))
-        assert time.monotonic() - stopped < 8
+        assert time.monotonic() - stopped < 15
         os.kill(pids[1], signal.SIGKILL)
 
     ended = run_script(
-        MNIST, "--epochs", 1000, "--timeout", 2, "--output-dir", tmp_path / "run",
+        MNIST, "--epochs", 1000, "--timeout", 4, "--output-dir", tmp_path / "run",
         world_size=2, during=stop, end_job_on_failure=False,
     )  # fmt: skip
     assert ended.codes == [1, -signal.SIGKILL]

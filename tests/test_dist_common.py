@@ -53,6 +53,13 @@ def environ():
              "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2},
             (1, 1, 2, 2),
         ),
+        # mpirun under SLURM: its processes inherit what srun told mpirun's own daemon.
+        (
+            "mpirun",
+            {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "SLURM_PROCID": 0,
+             "SLURM_STEP_NUM_TASKS": 1},
+            (1, 1, 2, 2),
+        ),
     ],
 )  # fmt: skip
 def test_every_launcher_is_understood(environ, launcher, variables, place):
@@ -86,6 +93,7 @@ def test_slurm_ranks_agree_on_a_port_of_their_own(environ):
         ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
+        ({"RANK": "1(x2)", "WORLD_SIZE": "2"}, r"RANK='1\(x2\)' is not a number"),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
              "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
@@ -241,8 +249,9 @@ def test_more_ranks_than_samples_is_refused():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_evaluation_counts_every_sample_once_where_distributed_sampler_does_not(world_size):
-    ours = [i for rank in range(world_size) for i in data.evaluation_indices(10, rank, world_size)]
-    assert sorted(ours) == list(range(10))
+    parts = [data.evaluation_indices(10, rank, world_size) for rank in range(world_size)]
+    assert sorted(torch.cat(parts).tolist()) == list(range(10))
+    assert len(data.evaluation_indices(3, 6, 7)) == 0
     padded = [
         i
         for rank in range(world_size)
@@ -305,6 +314,12 @@ def test_the_newest_checkpoint_is_loaded_and_old_ones_are_dropped(saved):
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000003", "step-00000004"]
     checkpoint.save(folder, 4, model, {"again": True}, keep=2)
     assert checkpoint.load_newest(folder, model, Recorder())["again"]
+    # What is newer than the checkpoint just written, or not ours, is not counted and not removed.
+    for other in ("step-00000009", "step-00000010", "step-00000001-copy"):
+        (folder / other).mkdir()
+    checkpoint.save(folder, 5, model, {}, keep=2)
+    left = ["step-00000001-copy", *(f"step-000000{step:02d}" for step in (4, 5, 9, 10))]
+    assert [path.name for path in sorted(folder.iterdir())] == left
     assert checkpoint.load_newest(folder / "none", model, Recorder()) is None
 
 
@@ -334,6 +349,10 @@ def _other_model(path):
         (_truncate, "truncated or altered"),
         (lambda path: (path / "state.pt").unlink(), "incomplete or damaged"),
         (lambda path: (path / "manifest.json").write_text("{"), "incomplete or damaged"),
+        (
+            lambda path: (path / "manifest.json").write_text('{"sha256": "", "tensors": null}'),
+            "incomplete or damaged",
+        ),
         (_other_model, r"of another model \(bias is \[4\] there, \[2\] here\)"),
     ],
 )
@@ -471,10 +490,12 @@ def test_output_folders_are_claimed_without_losing_anything(tmp_path):
     folder = str(tmp_path / "a" / "b")
     assert claim(Namespace(output_dir=folder, resume=False), world).is_dir()
     (tmp_path / "a" / "b" / "results.json").write_text("{}")
+    for own in ({}, {"resume": False}, {"resume": True}):
+        with pytest.raises(runtime.UsageError, match="is not empty: name another folder$"):
+            claim(Namespace(output_dir=folder, **own), world)
+    (tmp_path / "a" / "b" / "checkpoints").mkdir()
     with pytest.raises(runtime.UsageError, match="is not empty.*--resume"):
         claim(Namespace(output_dir=folder, resume=False), world)
-    with pytest.raises(runtime.UsageError, match="is not empty: name another folder$"):
-        claim(Namespace(output_dir=folder), world)
     assert claim(Namespace(output_dir=folder, resume=True), world).is_dir()
     with pytest.raises(runtime.UsageError, match="cannot be written: Not a directory"):
         claim(Namespace(output_dir=folder + "/results.json/x", resume=False), world)
