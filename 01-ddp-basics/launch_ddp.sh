@@ -51,7 +51,7 @@ if [[ -z $nproc ]]; then
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc-per-node must be a whole number of at least 1, not '$nproc'"
 if [[ $mode == local ]]; then
-  [[ -z $nnodes$endpoint ]] || fail "local is one machine: --nnodes and --rdzv-endpoint go with multi-node"
+  [[ -z $nnodes$endpoint ]] || fail "local is one machine: --nnodes and --rdzv-endpoint go with multi-node and slurm"
 else
   [[ $nnodes =~ ^[1-9][0-9]*$ ]] || fail "$mode needs --nnodes, a whole number of at least 1"
 fi

@@ -313,7 +313,8 @@ def tell(error: BaseException) -> None:
     elif isinstance(cause, LostRank):
         line = f"{name}: rank {rank}: {cause}"
     else:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [f for f in frames if "site-packages" not in f.filename][-1]
         line = (
             f"{name}: rank {rank}: {type(error).__name__}: {error} "
             f"({Path(frame.filename).name}:{frame.lineno} in {frame.name}; "

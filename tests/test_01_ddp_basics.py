@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import REPO, run_command
 from torch.nn.parallel import DistributedDataParallel
 
 MNIST = "01-ddp-basics/ddp_mnist.py"
@@ -307,6 +309,67 @@ def test_mnist_is_read_from_its_folder_and_never_fetched_silently(run_script, tm
     )
     assert ended.codes[0] == 2
     assert "--download: MNIST cannot be fetched" in ended.stderr.splitlines()[-1]
+
+
+# the launch script
+
+
+@pytest.mark.parametrize(
+    ("argv", "prints"),
+    [
+        (
+            "local --nproc-per-node=3 --epochs 2",
+            "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=3 {script} --epochs 2",
+        ),
+        (
+            "multi-node --nnodes 2 --nproc-per-node 8 --rdzv-endpoint n0:29500 --resume",
+            "OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=ddp_mnist "
+            "--rdzv-backend=c10d --rdzv-endpoint=n0:29500 {script} --resume",
+        ),
+        (
+            "slurm --nnodes 2 --nproc-per-node 8 --output-dir 'runs/a b'",
+            "OMP_NUM_THREADS=1 sbatch --job-name=ddp_mnist --nodes=2 --ntasks-per-node=8 "
+            "--gpus-per-node=8 --wrap 'srun --kill-on-bad-exit=1 python {script} "
+            "--output-dir runs/a\\ b'",
+        ),
+        (
+            "slurm --nnodes 1 --nproc-per-node 2 --device=cpu",
+            "OMP_NUM_THREADS=1 sbatch --job-name=ddp_mnist --nodes=1 --ntasks-per-node=2 "
+            "--wrap 'srun --kill-on-bad-exit=1 python {script} --device=cpu'",
+        ),
+    ],
+)
+def test_launcher_prints_its_command_and_passes_arguments_on(tmp_path, argv, prints):
+    ended = run_command(["bash", LAUNCH, *shlex.split(argv), "--dry-run"], REPO, 20)
+    assert (ended.codes, ended.stderr) == ([0], "")
+    assert ended.stdout == prints.format(script=MNIST) + "\n"
+
+
+def test_launcher_runs_what_it_prints(tmp_path):
+    ended = run_command(["bash", str(REPO / LAUNCH), "local", "--epochs", "1"], tmp_path, 60)
+    assert ended.codes == [0], ended.stderr
+    assert ended.stdout.startswith("OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=")
+    assert "OK: 4 checks passed" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("", "the first argument must be local, multi-node or slurm, not ''"),
+        ("cluster", "not 'cluster'"),
+        ("local --nproc-per-node 0", "must be a whole number of at least 1, not '0'"),
+        ("local --nproc-per-node", "--nproc-per-node needs a value"),
+        ("local --nnodes 2", "--nnodes and --rdzv-endpoint go with multi-node"),
+        ("multi-node --nproc-per-node 2", "multi-node needs --nnodes"),
+        ("multi-node --nnodes 2 --rdzv-endpoint n0", "multi-node needs --rdzv-endpoint HOST:PORT"),
+        ("slurm --nnodes 2", "slurm needs --nproc-per-node"),
+    ],
+)
+def test_launcher_refuses_what_it_cannot_start(argv, says):
+    ended = run_command(["bash", LAUNCH, *argv.split()], REPO, 20)
+    assert (ended.codes, ended.stdout) == ([2], "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("launch_ddp.sh: error: ") and says in line
 
 
 # a rank that is lost
