@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler, TensorDataset
+from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from dist_common.runtime import UsageError
 
@@ -103,6 +104,51 @@ def _download_in_turn(folder: Path) -> None:
             except (RuntimeError, OSError) as error:
                 raise UsageError(f"--download: MNIST cannot be fetched ({error})") from error
         dist.barrier()  # nobody reads while another rank writes
+
+
+def load_text(text_file: str | None = None, max_bytes: int = 4_000_000) -> torch.Tensor:
+    """Load text as bytes: a file, or the sources of Python's standard library, in order of name.
+
+    Shape: (N,) uint8, N at most max_bytes; a byte is a token, so the vocabulary is 256.
+
+    Raises: UsageError when the file is missing, empty or unreadable.
+    """
+    if text_file is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        sources = sorted(folder.glob("*.py"))  # the modules themselves: 170 files, on every machine
+        content = b"".join(path.read_bytes() for path in sources)
+    else:
+        try:
+            content = Path(text_file).read_bytes()
+        except OSError as error:
+            raise UsageError(f"--text-file {text_file}: {error.strerror}") from error
+        if not content:
+            raise UsageError(f"--text-file {text_file} is empty")
+    return torch.frombuffer(bytearray(content[:max_bytes]), dtype=torch.uint8)
+
+
+class Sequences(Dataset):
+    """Cut text into sequences of T tokens to read and, one further, T tokens to predict.
+
+    Shapes: an item is (inputs (T,), targets (T,)), int64. Raises: UsageError when the text is
+    shorter than one sequence for each of `world_size` ranks.
+    """
+
+    def __init__(self, text: torch.Tensor, seq_len: int, world_size: int = 1) -> None:
+        self.text, self.seq_len = text, seq_len
+        if len(self) < world_size:
+            raise UsageError(
+                f"the text's {len(text)} bytes are fewer than one sequence of {seq_len} tokens for "
+                f"each of {world_size} ranks: use a longer text or a smaller --seq-len"
+            )
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = index * self.seq_len
+        piece = self.text[start : start + self.seq_len + 1].long()
+        return piece[:-1], piece[1:]
 
 
 class ShardedSampler(Sampler[int]):

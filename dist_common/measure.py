@@ -75,6 +75,18 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def bytes_written() -> int | None:
+    """Return the bytes that this process has written so far, to files and to gloo's sockets.
+
+    None where that cannot be known: NCCL does not send by the system calls that are counted here,
+    and it is Linux that counts them (proc(5), /proc/[pid]/io).
+    """
+    counters = Path("/proc/self/io")
+    if dist.get_backend() != "gloo" or not counters.exists():
+        return None
+    return int(dict(line.split(": ") for line in counters.read_text().splitlines())["wchar"])
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Return the most memory used so far: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,3 +31,154 @@ class SmallCNN(nn.Module):
         x = F.avg_pool2d(F.gelu(self.conv2(x)), 2)  # (B, 64, H/2, W/2)
         x = F.adaptive_avg_pool2d(x, 4).flatten(1)  # (B, 64 * 4 * 4)
         return self.head(F.gelu(self.hidden(x)))  # (B, num_classes)
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Shape of a Llama-style decoder, as its letters in the literature stand behind each line."""
+
+    vocab_size: int  # V
+    dim: int  # D
+    num_layers: int  # L
+    num_heads: int  # H; each is D / H wide
+    num_kv_heads: int  # keys and values are shared by H / num_kv_heads heads
+    ffn_dim: int  # F
+    max_seq_len: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False  # the output layer is the embedding, transposed
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters by formula, without building the model."""
+        head_dim = self.dim // self.num_heads
+        attention = 2 * self.dim * head_dim * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim  # SwiGLU, two norms
+        embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
+        return embeddings + self.num_layers * layer + self.dim
+
+
+# Sources: Touvron et al., Llama 2 (2023); Grattafiori et al., The Llama 3 Herd of Models (2024),
+# table 3; the config.json published with each model. 1b is Llama 3.2 1B. 124m has the shape of
+# GPT-2 small (Radford et al., 2019) in these blocks; tiny is for bytes and a laptop.
+PRESETS = {
+    "tiny": TransformerConfig(256, 128, 4, 4, 2, 352, 256),
+    "124m": TransformerConfig(50_257, 768, 12, 12, 12, 2048, 1024, tied_embeddings=True),
+    "1b": TransformerConfig(
+        128_256, 2048, 16, 32, 8, 8192, 131_072, rope_theta=5e5, tied_embeddings=True
+    ),
+    "llama2-7b": TransformerConfig(32_000, 4096, 32, 32, 32, 11_008, 4096),
+    "llama3-8b": TransformerConfig(128_256, 4096, 32, 32, 8, 14_336, 8192, rope_theta=5e5),
+    "llama3-70b": TransformerConfig(128_256, 8192, 80, 64, 8, 28_672, 8192, rope_theta=5e5),
+}
+
+
+def rotary_tables(seq_len: int, head_dim: int, theta: float, device) -> tuple[torch.Tensor, ...]:
+    """Return cosines and sines for positions 0 .. T-1. Shapes: (T, head_dim / 2) each.
+
+    Source: Su et al., RoFormer (2021), section 3.2.2.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    angles = torch.outer(torch.arange(seq_len, device=device).float(), theta**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair of a head's dims by the angle of its position. Shape: x (B, H, T, head_dim).
+
+    The pairs are dim i and dim i + head_dim / 2, as in Hugging Face's Llama checkpoints.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which several query heads share one key and value head.
+
+    Source: Ainslie et al., GQA (2023), section 2.2.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.num_heads
+        kv_dim = config.num_kv_heads * self.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        B, T, _ = x.shape
+        q, k, v = (
+            weight(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, head_dim)
+            for weight in (self.wq, self.wk, self.wv)
+        )
+        out = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
+        )
+        return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
+
+
+class Block(nn.Module):
+    """One decoder layer: attention, then a SwiGLU feed-forward, each on a normalised input.
+
+    Sources: Zhang and Sennrich, RMSNorm (2019); Shazeer, GLU Variants (2020).
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))  # (B, T, D)
+
+
+class Transformer(nn.Module):
+    """A Llama-style decoder; `PRESETS` names published shapes.
+
+    It holds parameters only and no buffers, so a model built on `meta` needs nothing but
+    `to_empty(device=...)` and `reset_parameters()`.
+
+    Shapes: tokens (B, T) int64 in, logits (B, T, V) out; T at most max_seq_len.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.head.weight = self.embedding.weight
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew: normal with deviation 0.02, smaller into the residual stream.
+
+        Source: Radford et al., GPT-2 (2019), section 2.3.
+        """
+        residual = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                into_residual = name.endswith(("wo.weight", "down.weight"))
+                nn.init.normal_(parameter, std=residual if into_residual else 0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        T, config = tokens.shape[1], self.config
+        if config.max_seq_len < T:
+            raise ValueError(f"{T} tokens are more than the model's {config.max_seq_len}")
+        head_dim = config.dim // config.num_heads
+        cos, sin = rotary_tables(T, head_dim, config.rope_theta, tokens.device)
+        x = self.embedding(tokens)  # (B, T, D)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))  # (B, T, V)

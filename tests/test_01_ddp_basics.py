@@ -418,3 +418,105 @@ def test_a_rank_that_stops_answering_ends_the_others_within_the_timeout(run_scri
     assert ended.codes == [1, -signal.SIGKILL]
     (line,) = ended.stderr.splitlines()
     assert "rank 0: lost contact with another rank (Timed out)" in line
+
+
+# DDP from scratch
+
+SCRATCH = "01-ddp-basics/ddp_from_scratch.py"
+SMALL = ("--micro-batch-size", 2, "--seq-len", 32, "--max-steps", 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_each_step_towards_ddp_gives_the_gradient_of_one_process(run_script, tmp_path, world_size):
+    ended = run_script(SCRATCH, *SMALL, "--output-dir", tmp_path / "run", world_size=world_size)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    content = results_of(tmp_path / "run")
+    assert len(content["checks"]) == 13 and all(check["ok"] for check in content["checks"])
+    # 39 weights: an embedding, 9 in each of 4 blocks, a norm and a head.
+    assert content["metrics"]["collectives_1"] == 39
+    assert content["metrics"]["collectives_2"] == content["metrics"]["collectives_3"] < 10
+
+
+def forget_a_bucket(script):
+    cut = script.buckets_of
+    script.buckets_of = lambda model, size: cut(model, size)[1:]
+
+
+def forget_to_divide(script):
+    script.unpack = lambda flat, bucket: [
+        parameter.grad.copy_(part.view_as(parameter))
+        for parameter, part in zip(
+            bucket, flat.split([parameter.numel() for parameter in bucket]), strict=True
+        )
+    ]
+
+
+def start_after_backward(script):
+    count = script.Overlapped.count
+
+    def later(self, index):
+        self.late = [*getattr(self, "late", []), index]
+
+    def wait(self):
+        self.started_in_backward = len(self.pending)
+        for index in self.late:
+            count(self, index)
+        self.late = []
+        original(self)
+        self.started_in_backward = 0
+
+    original = script.Overlapped.wait
+    script.Overlapped.count, script.Overlapped.wait = later, wait
+
+
+def send_twice(script):
+    once = script.Link.all_reduce
+
+    def twice(self, tensor):
+        once(self, tensor.clone()).wait()
+        return once(self, tensor)
+
+    script.Link.all_reduce = twice
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (forget_a_bucket, {"2 buckets: gradient error", "3 buckets, overlapped: bytes sent"}),
+        (forget_to_divide, {"2 buckets: gradient error", "3 buckets, overlapped: gradient error"}),
+        (start_after_backward, {"3 buckets, overlapped: all-reduces started during backward"}),
+        (send_twice, {"1 each gradient: bytes handed over", "2 buckets: bytes sent"}),
+    ],
+)
+def test_sabotage_of_a_step_towards_ddp_fails_a_check(run_script, tmp_path, sabotage, failing):
+    folder = tmp_path / "run"
+    ended = run_script(SCRATCH, *SMALL, "--output-dir", folder, world_size=2, before=sabotage)
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+    assert failing <= bad and not any(name.startswith("4 ") for name in bad)
+
+
+def test_an_emulated_link_delays_but_does_not_change(run_script, tmp_path):
+    folder = tmp_path / "run"
+    ended = run_script(SCRATCH, *SMALL, "--link", "200mbit", "--output-dir", folder, world_size=2)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    metrics = results_of(folder)["metrics"]
+    assert metrics["sending_ms"] == pytest.approx(803_968 * 4 * 8 / 200e6 * 1e3)
+    # A step cannot end before the link has sent everything: no timing, a lower bound.
+    assert all(metrics[f"step_time_ms_{way}"] > metrics["sending_ms"] for way in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
+        (("--link", "0mbit"), "must be like 100mbit"),
+        (("--seq-len", 257), "--seq-len must be at most 256"),
+        (("--bucket-cap-mb", 0), "--bucket-cap-mb: must be a number above 0"),
+        (("--micro-batch-size", 10**6), "fewer than one sequence"),
+    ],
+)
+def test_from_scratch_refuses_bad_input(run_script, argv, says):
+    ended = run_script(SCRATCH, *argv, world_size=2)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("ddp_from_scratch.py: error: ") and says in line and 2 in ended.codes

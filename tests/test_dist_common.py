@@ -271,6 +271,87 @@ def test_small_cnn_has_the_documented_size_and_takes_both_image_sizes():
         assert model(torch.zeros(2, 1, size, size)).shape == (2, 10)
 
 
+# Published totals: the papers and model cards named beside PRESETS.
+@pytest.mark.parametrize(
+    ("preset", "total"),
+    [
+        ("1b", 1_235_814_400),
+        ("llama2-7b", 6_738_415_616),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(preset, total):
+    config = models.PRESETS[preset]
+    assert config.num_parameters() == total
+    with torch.device("meta"):
+        model = models.Transformer(config)
+    assert sum(p.numel() for p in model.parameters()) == total
+    assert not list(model.buffers())
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("tiny", 0.8), ("124m", 123.6)])
+def test_small_presets_have_the_size_of_their_name(preset, millions):
+    config = models.PRESETS[preset]
+    with torch.device("meta"):
+        total = sum(p.numel() for p in models.Transformer(config).parameters())
+    assert total == config.num_parameters() and abs(total / 1e6 - millions) < 0.05
+
+
+def test_a_transformer_from_meta_is_the_one_built_at_once():
+    torch.manual_seed(1)
+    at_once = models.Transformer(models.PRESETS["tiny"])
+    with torch.device("meta"):
+        later = models.Transformer(models.PRESETS["tiny"])
+    later.to_empty(device="cpu")
+    later.load_state_dict(at_once.state_dict())
+    tokens = torch.randint(0, 256, (2, 16))
+    assert torch.equal(later(tokens), at_once(tokens))
+    later.reset_parameters()
+    assert abs(later.blocks[0].gate.weight.std().item() - 0.02) < 1e-3
+    assert abs(later.blocks[0].down.weight.std().item() - 0.02 / 8**0.5) < 1e-3
+    assert (later.norm.weight == 1).all()
+
+
+def test_a_transformer_sees_the_past_and_its_distance_only():
+    torch.manual_seed(0)
+    config = models.PRESETS["tiny"]
+    model = models.Transformer(config).eval()
+    tokens = torch.randint(0, 256, (1, 12))
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :8], after[0, :8]) and not torch.equal(before[0, 8:], after[0, 8:])
+    # Rotary positions: only the distance between query and key enters their product.
+    cos, sin = models.rotary_tables(32, 16, 10_000.0, "cpu")
+    q, k = torch.randn(16), torch.randn(16)
+    products = [
+        models.rotate(q, cos[i], sin[i]) @ models.rotate(k, cos[i - 3], sin[i - 3])
+        for i in (3, 20, 31)
+    ]
+    assert torch.allclose(torch.stack(products), products[0].expand(3), atol=1e-5)
+    with pytest.raises(ValueError, match="257 tokens are more than the model's 256"):
+        model(torch.zeros(1, 257, dtype=torch.int64))
+
+
+def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
+    text = data.load_text(max_bytes=100_000)
+    assert text.shape == (100_000,) and b"import" in bytes(text.tolist())
+    sequences = data.Sequences(text, seq_len=64)
+    assert len(sequences) == 99_999 // 64
+    inputs, targets = sequences[5]
+    assert torch.equal(inputs[1:], targets[:-1]) and targets[-1] == sequences[6][0][0]
+
+    (tmp_path / "own.txt").write_bytes(b"to be or not to be")
+    assert bytes(data.load_text(str(tmp_path / "own.txt")).tolist()) == b"to be or not to be"
+    (tmp_path / "empty.txt").touch()
+    for name, says in (("none.txt", "No such file"), ("empty.txt", "is empty"), ("", "directory")):
+        with pytest.raises(runtime.UsageError, match=says):
+            data.load_text(str(tmp_path / name))
+    with pytest.raises(runtime.UsageError, match="18 bytes are fewer than one sequence of 8"):
+        data.Sequences(data.load_text(str(tmp_path / "own.txt")), seq_len=8, world_size=3)
+
+
 # checkpoint
 
 
