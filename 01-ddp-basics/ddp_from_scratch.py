@@ -189,7 +189,7 @@ def parse_args():
     add("--seq-len", type=runtime.positive_int, default=128, help="tokens per sequence (128)")
     add("--bucket-cap-mb", type=runtime.positive_float, default=0.5, help="MiB per bucket (0.5)")
     add("--link", type=parse_link, default=0, help="emulate a link: 100mbit, 1gbit (none)")
-    add("--max-steps", type=runtime.positive_int, default=10, help="timed steps of each way (10)")
+    add("--max-steps", type=runtime.positive_int, default=6, help="timed steps of each way (6)")
     return parser.parse_args()
 
 

@@ -43,9 +43,9 @@ class Console:
         for line in lines:
             self.say(line)
 
-    def table(self, rows: Iterable[Sequence[str]], headers: Sequence[str]) -> None:
-        """Print an aligned table: names to the left, everything after them to the right."""
-        sides = ("left", *["right"] * (len(headers) - 1))
+    def table(self, rows: Iterable[Sequence[str]], headers: Sequence[str], names: int = 1) -> None:
+        """Print an aligned table: the first `names` columns to the left, values to the right."""
+        sides = (*["left"] * names, *["right"] * (len(headers) - names))
         self.say(tabulate(rows, headers, "simple", colalign=sides, disable_numparse=True))
 
     def progress(self, items: Collection, name: str) -> Iterable:

@@ -372,6 +372,39 @@ def test_launcher_refuses_what_it_cannot_start(argv, says):
     assert line.startswith("launch_ddp.sh: error: ") and says in line
 
 
+# launchers
+
+LAUNCHERS = "01-ddp-basics/launchers.py"
+
+
+def test_one_job_on_three_ranks_however_it_is_started(run_script, tmp_path):
+    def two_of_the_ways(script):  # the guide runs all of them, on two ranks
+        script.WAYS = ("mp.spawn", "as mpirun does")
+
+    ended = run_script(
+        LAUNCHERS, "--nproc-per-node", 3, "--output-dir", tmp_path / "run",
+        environ={}, before=two_of_the_ways,
+    )  # fmt: skip
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert [check["measured"] for check in results_of(tmp_path / "run")["checks"]] == [3, 3]
+    assert re.search(r"^mp.spawn +set by hand: .* RANK=2 WORLD_SIZE=3 ", ended.stdout, re.M)
+    assert re.search(r"^as mpirun does .* OMPI_COMM_WORLD_RANK=2 ", ended.stdout, re.M)
+
+
+def test_a_launch_that_forms_no_group_fails_a_check(run_script):
+    def each_alone(script):
+        script.WAYS = ("as srun does",)
+        original = script.commands_of
+        script.commands_of = lambda way, world_size: [
+            (command, {**variables, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"})
+            for command, variables in original(way, world_size)
+        ]
+
+    ended = run_script(LAUNCHERS, before=each_alone, environ={})
+    assert ended.codes == [1]
+    assert ended.stdout.splitlines()[-1] == "FAILED: as srun does: sum of the ranks"
+
+
 # a rank that is lost
 
 

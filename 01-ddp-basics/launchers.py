@@ -1,0 +1,151 @@
+"""Start the same four-line job in five ways, and show what each way tells a process.
+
+    CPU   python 01-ddp-basics/launchers.py
+    GPU   the same: the job adds up rank numbers, which needs no GPU
+
+It starts the processes itself. Look for: the same sum each time, from quite different variables.
+
+Sources: docs.pytorch.org, torchrun (Elastic Launch) and torch.multiprocessing; srun(1), output
+environment variables; Open MPI documentation, environment variables that mpirun sets.
+"""
+
+import argparse
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dist_common import measure, runtime
+from dist_common.console import Console
+
+WAYS = ("python", "mp.spawn", "torchrun", "as srun does", "as mpirun does")
+PLACES = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_\w+|OMPI_\w+")
+
+
+def job():
+    """Join the group, add up the numbers of all ranks, leave: the same under each launcher."""
+    found = {name: value for name, value in os.environ.items() if PLACES.fullmatch(name)}
+
+    runtime.discover()  # whatever the launcher calls it: from here on it is RANK, WORLD_SIZE, ...
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+
+    dist.destroy_process_group()
+    report = {"rank": int(os.environ["RANK"]), "found": found, "sum": int(total)}
+    os.write(1, (json.dumps(report) + "\n").encode())  # at once: ranks share the pipe
+
+
+def spawned(rank, world_size, port):
+    """Do what mp.spawn leaves to its caller: it passes the rank as an argument, and no more."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    job()
+
+
+def commands_of(way, world_size):
+    """Return the processes to start for one way: (command, variables that the launcher sets)."""
+    me = [sys.executable, str(Path(__file__).resolve()), "--role"]
+    if way == "python":
+        return [([*me, "job"], {})]
+    if way == "mp.spawn":
+        return [([*me, "spawn", "--nproc-per-node", str(world_size)], {})]
+    if way == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [([*torchrun, f"--nproc-per-node={world_size}", *me[1:], "job"], {})]
+    # srun and mpirun need not be here: this is the environment in which they start a process.
+    if way == "as srun does":
+        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")
+    else:
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
+                 "OMPI_MCA_ess_base_jobid")  # fmt: skip
+    values = [(rank, rank, world_size, os.getpid()) for rank in range(world_size)]
+    return [([*me, "job"], dict(zip(names, map(str, own), strict=True))) for own in values]
+
+
+def start(way, world_size, timeout_s):
+    """Run the job in one way; return what each rank reported, by rank."""
+    clean = {name: value for name, value in os.environ.items()
+             if not PLACES.fullmatch(name) and not name.startswith("TORCHELASTIC")}  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            command, env={**clean, "OMP_NUM_THREADS": "1", **variables},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for command, variables in commands_of(way, world_size)
+    ]  # fmt: skip
+    try:
+        ended = [process.communicate(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [err for process, (_, err) in zip(processes, ended, strict=True) if process.returncode]
+    if failed:
+        raise RuntimeError(f"the job failed when started by {way}: {failed[0][-500:]}")
+    lines = [line for out, _ in ended for line in out.splitlines() if line.startswith("{")]
+    return sorted(map(json.loads, lines), key=lambda report: report["rank"])
+
+
+def show(found):
+    """Write variables as NAME=value; addresses and job numbers, which change, by name alone."""
+    changing = re.compile(r"MASTER_\w+|SLURM_JOB_ID|OMPI_MCA_\w+")
+    words = [name if changing.match(name) else f"{name}={value}" for name, value in found.items()]
+    return " ".join(sorted(words)) or "nothing"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def parse_args():
+    parser = runtime.ArgumentParser(__doc__)
+    parser.add_argument(
+        "--nproc-per-node", type=runtime.positive_int, default=2, help="processes of each way (2)"
+    )
+    parser.add_argument("--role", choices=("job", "spawn"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    if args.role == "job":
+        job()
+        return 0
+    if args.role == "spawn":
+        # The function has to be at the top of a module: each process imports this file anew.
+        mp.spawn(spawned, args=(args.nproc_per_node, free_port()), nprocs=args.nproc_per_node)
+        return 0
+
+    world = runtime.discover()
+    console = Console(world.is_rank0)
+    if not world.is_rank0:
+        return 0  # started by a launcher itself: one process is enough to start all others
+    results = measure.Results("01-ddp-basics/launchers.py", args, world, torch.device("cpu"))
+    output = measure.claim_output_dir(args, world)
+    rows = []
+    for way in console.progress(WAYS, "starting"):
+        world_size = 1 if way == "python" else args.nproc_per_node
+        reports = start(way, world_size, args.timeout)
+        last = reports[-1]
+        found = "set by hand: " * (way == "mp.spawn") + show(last["found"])
+        rows.append((way, found, str(len(reports)), str(last["sum"])))
+        name, source = f"{way}: sum of the ranks", "0 + 1 + ... + (N - 1)"
+        results.check(name, last["sum"], world_size * (world_size - 1) // 2, 0, source)
+    console.say("what the last rank finds in its environment:")
+    console.table(rows, ("started", "variables", "ranks", "sum"), names=2)
+    if output:
+        results.write(output)
+    return console.verdict(results, "one job, five ways to start it")
+
+
+if __name__ == "__main__":
+    runtime.run(main)
