@@ -32,6 +32,7 @@ from matplotlib import pyplot  # noqa: F401
 
 REPO = Path(__file__).resolve().parent.parent
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # pages show the CPU's output; CUDA survives no fork
 torch.set_num_threads(1)
 # A test decides what its processes see of a launcher, not the shell that started pytest.
 LAUNCHER_VARIABLES = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_|SLURM_|OMPI_|TORCHELASTIC)")
