@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
-import gc
 import os
 import random
 import re
@@ -273,10 +273,13 @@ def run(main: Callable[[], int]) -> None:
         code = BAD_INPUT if isinstance(_explain(error), UsageError) else FAILED
         tell(error)
         _tear_down()
-    # A DDP object is part of a cycle and keeps gloo's threads alive. Should one of them release
-    # its last tensor while the interpreter shuts down, the process aborts after all went well.
-    gc.collect()
-    sys.exit(code)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # nobody reads any more, as under `| head`
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Not sys.exit: a DDP object keeps gloo's threads alive, and if one of them releases its last
+    # tensor while the interpreter shuts down, the process aborts although all went well.
+    os._exit(code)
 
 
 def tell(error: BaseException) -> None:

@@ -6,6 +6,7 @@ Whatever starts a process here also ends it: by its own pid, at a deadline.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import io
 import os
@@ -119,7 +120,11 @@ def fork_ranks(
                     if done:
                         codes[rank] = os.waitstatus_to_exitcode(status)
             if time.monotonic() - started > timeout_s:
-                said = (folder / "stderr").read_text()[-2000:]
+                for rank, pid in enumerate(pids):
+                    if rank not in codes:
+                        os.kill(pid, signal.SIGUSR1)  # have it write where it stands
+                time.sleep(1)
+                said = (folder / "stderr").read_text()[-4000:]
                 pytest.fail(
                     f"ranks {set(range(world_size)) - set(codes)} hung {timeout_s} s: {said}"
                 )
@@ -156,6 +161,7 @@ def _child(body: Callable[[int], Any], rank: int, folder: Path) -> None:
             os.dup2(descriptor, number)
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), write_through=True)
         sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), write_through=True)
+        faulthandler.register(signal.SIGUSR1, sys.stderr)
         value = body(rank)
         (folder / f"returned-{rank}").write_bytes(pickle.dumps(value))
         code = 0
