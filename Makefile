@@ -28,7 +28,7 @@ quickstart: $(STAMP)
 	  01-ddp-basics/ddp_mnist.py --output-dir $(RUN)
 	@echo
 	@echo "Loss and accuracy are drawn in $(RUN)/training.png"
-	@echo "Read next:  01-ddp-basics/README.md, which explains each line of that script"
+	@echo "Read next:  01-ddp-basics/README.md, which explains that script and its output"
 	@echo "Run next:   $(BIN)/torchrun --standalone --nproc-per-node=4 \\"
 	@echo "              01-ddp-basics/ddp_mnist.py --micro-batch-size 16"
 	@echo "            (the same global batch on twice the processes: compare the losses)"
