@@ -42,7 +42,8 @@ def save(directory: str | Path, step: int, model: nn.Module, state: dict, keep: 
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        torch.save({"model": weights, **state}, partial / "state.pt")
+        with open(partial / "state.pt", "wb") as file:
+            torch.save({"model": weights, **state}, file)
         manifest = {
             "step": step,
             "sha256": _sha256(partial / "state.pt"),
@@ -57,7 +58,10 @@ def save(directory: str | Path, step: int, model: nn.Module, state: dict, keep: 
         _flush(directory)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise UsageError(f"cannot write the checkpoint {final}: {error}") from error
+        # torch.save covers up what the operating system said: "unexpected pos 704 vs 598".
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        why = getattr(cause, "strerror", None) or cause
+        raise UsageError(f"cannot write the checkpoint {final}: {why}") from error
     older = [path for path in _found(directory) if path.name < final.name]
     for path in older[: len(older) + 1 - keep]:
         shutil.rmtree(path, ignore_errors=True)

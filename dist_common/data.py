@@ -9,9 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from dist_common.runtime import UsageError
+
+IGNORED = -100  # a target that no loss counts: the default ignore_index of cross_entropy
 
 
 @dataclass(frozen=True)
@@ -109,14 +112,15 @@ def _download_in_turn(folder: Path) -> None:
 def load_text(text_file: str | None = None, max_bytes: int = 4_000_000) -> torch.Tensor:
     """Load text as bytes: a file, or the sources of Python's standard library, in order of name.
 
-    Shape: (N,) uint8, N at most max_bytes; a byte is a token, so the vocabulary is 256.
+    Shape: (N,) uint8; a byte is a token, so the vocabulary is 256. A file is read whole, of the
+    sources the first max_bytes.
 
     Raises: UsageError when the file is missing, empty or unreadable.
     """
     if text_file is None:
         folder = Path(sysconfig.get_path("stdlib"))
         sources = sorted(folder.glob("*.py"))  # the modules themselves: 170 files, on every machine
-        content = b"".join(path.read_bytes() for path in sources)
+        content = b"".join(path.read_bytes() for path in sources)[:max_bytes]
     else:
         try:
             content = Path(text_file).read_bytes()
@@ -124,18 +128,34 @@ def load_text(text_file: str | None = None, max_bytes: int = 4_000_000) -> torch
             raise UsageError(f"--text-file {text_file}: {error.strerror}") from error
         if not content:
             raise UsageError(f"--text-file {text_file} is empty")
-    return torch.frombuffer(bytearray(content[:max_bytes]), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 class Sequences(Dataset):
-    """Cut text into sequences of T tokens to read and, one further, T tokens to predict.
+    """Cut text into sequences of at most T tokens to read and, one further, as many to predict.
 
-    Shapes: an item is (inputs (T,), targets (T,)), int64. Raises: UsageError when the text is
-    shorter than one sequence for each of `world_size` ranks.
+    Every sequence is full, unless `whole_lines` ends each one where a line of the text ends. Then
+    they hold different numbers of tokens (`lengths`) and are filled up with targets of IGNORED.
+
+    Shapes: an item is (inputs (T,), targets (T,)), int64; lengths is (number of sequences,).
+    Raises: UsageError when the text is shorter than one sequence for each of `world_size` ranks.
     """
 
-    def __init__(self, text: torch.Tensor, seq_len: int, world_size: int = 1) -> None:
+    def __init__(
+        self, text: torch.Tensor, seq_len: int, world_size: int = 1, whole_lines: bool = False
+    ) -> None:
         self.text, self.seq_len = text, seq_len
+        last = len(text) - 1  # a token to predict, with none behind it
+        if whole_lines:
+            content, bounds = text.numpy().tobytes(), [0]
+            while bounds[-1] < last:
+                start = bounds[-1]
+                line_end = content.rfind(b"\n", start, start + seq_len) + 1
+                bounds.append(min(line_end or start + seq_len, last))
+            self.bounds = torch.tensor(bounds)
+        else:
+            self.bounds = torch.arange(0, last + 1, seq_len)
+        self.lengths = self.bounds.diff()
         if len(self) < world_size:
             raise UsageError(
                 f"the text's {len(text)} bytes are fewer than one sequence of {seq_len} tokens for "
@@ -143,12 +163,13 @@ class Sequences(Dataset):
             )
 
     def __len__(self) -> int:
-        return (len(self.text) - 1) // self.seq_len
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = index * self.seq_len
-        piece = self.text[start : start + self.seq_len + 1].long()
-        return piece[:-1], piece[1:]
+        start, end = self.bounds[index], self.bounds[index + 1]
+        piece = self.text[start : end + 1].long()
+        missing = (0, self.seq_len - len(piece) + 1)
+        return F.pad(piece[:-1], missing), F.pad(piece[1:], missing, value=IGNORED)
 
 
 class ShardedSampler(Sampler[int]):

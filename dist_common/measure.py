@@ -22,9 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dist_common
+from dist_common.models import TransformerConfig
 from dist_common.runtime import UsageError, World
 
 GIB = 2**30  # bytes
+# Dense peak in TFLOP/s: float32 outside the tensor cores, and bfloat16 or float16 in them (V100:
+# float16 only). By the name that the driver gives, the first that fits. Source: NVIDIA data sheets.
+PEAK_TFLOPS = {
+    "B200": (75.0, 2250.0),
+    "H200": (67.0, 989.4),
+    "H100 PCIe": (51.0, 756.0),
+    "H100 80GB HBM3": (67.0, 989.4),
+    "A100": (19.5, 312.0),
+    "L40S": (91.6, 362.1),
+    "V100": (15.7, 125.0),
+}
 
 
 class StepTimer:
@@ -93,6 +105,31 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
+    """Return the floating-point operations of forward and backward for one token.
+
+    6 for each weight that multiplies it, and 12 L D T for attention, as if it saw all T tokens.
+    Source: Chowdhery et al., PaLM (2022), appendix B.
+    """
+    looked_up = 0 if config.tied_embeddings else config.vocab_size * config.dim
+    weights = config.num_parameters() - looked_up
+    return 6 * weights + 12 * config.num_layers * config.dim * seq_len
+
+
+def mfu(flops_per_second: float, device: torch.device, precision: str) -> float | None:
+    """Return the model FLOPs utilisation: the part of one device's peak that the model uses.
+
+    None where the peak is not known: on the CPU, and on a GPU that PEAK_TFLOPS does not name.
+    """
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    for known, peaks in PEAK_TFLOPS.items():
+        if known in name:
+            return flops_per_second / (peaks[0 if precision == "32-true" else 1] * 1e12)
+    return None
 
 
 @dataclass

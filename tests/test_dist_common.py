@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 from argparse import Namespace
 from unittest import mock
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 from conftest import fork_ranks, free_port
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DistributedSampler
+from torch.utils.flop_counter import FlopCounterMode
 
 from dist_common import checkpoint, data, measure, models, runtime
 from dist_common.console import Console, plot_training
@@ -352,6 +355,21 @@ def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
         data.Sequences(data.load_text(str(tmp_path / "own.txt")), seq_len=8, world_size=3)
 
 
+def test_whole_lines_fill_sequences_unequally_and_lose_nothing():
+    content = b"one\ntwo\n\na line of more than 12 bytes\nthe end"
+    text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    sequences = data.Sequences(text, seq_len=12, whole_lines=True)
+    predicted, lengths = b"", []
+    for inputs, targets in sequences:
+        counted = targets != data.IGNORED
+        lengths.append(int(counted.sum()))
+        assert counted[: lengths[-1]].all(), "filled up at the end"
+        assert torch.equal(inputs[1 : lengths[-1]], targets[: lengths[-1] - 1])
+        predicted += bytes(targets[counted].tolist())
+    assert predicted == content[1:], "every byte but the first is predicted exactly once"
+    assert sequences.lengths.tolist() == lengths == [9, 12, 12, 5, 6]
+
+
 # checkpoint
 
 
@@ -499,6 +517,21 @@ def test_a_checkpoint_that_cannot_be_written_says_why(tmp_path, single):
         checkpoint.save(tmp_path / "file" / "ck", 1, nn.Linear(1, 1), {})
 
 
+def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, single):
+    """A limit on the size of files stops torch.save in the middle, as a full disk does."""
+    model = nn.Linear(300, 300)
+    checkpoint.save(tmp_path / "ck", 1, model, {"step": 1})
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
+    try:
+        with pytest.raises(runtime.UsageError, match="step-00000002: File too large$"):
+            checkpoint.save(tmp_path / "ck", 2, model, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000001"]
+    assert checkpoint.load_newest(tmp_path / "ck", model, Recorder())["step"] == 1
+
+
 def test_random_state_of_every_rank_comes_back(on_ranks, tmp_path):
     def draw():
         return torch.rand(1).item(), float(runtime.np.random.rand()), runtime.random.random()
@@ -533,6 +566,22 @@ def test_collectives_that_ddp_starts_are_counted(on_ranks):
         return counter.calls["allreduce_"], counter.bytes["allreduce_"], silent.calls["allreduce_"]
 
     assert on_ranks(body, 2) == [(1, 110 * 4, 0)] * 2
+
+
+def test_flops_are_those_that_pytorch_counts(monkeypatch):
+    config = models.PRESETS["tiny"]
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        models.Transformer(config)(tokens).sum().backward()
+    # 1-D weights (norms) are in the formula, but multiply no matrix.
+    expected = measure.flops_per_token(config, 64) - 6 * (2 * config.num_layers + 1) * config.dim
+    assert counter.get_total_flops() == tokens.numel() * expected
+
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert measure.mfu(1e12, cpu, "32-true") is None
+    for name, expected in (("NVIDIA H200", 0.5), ("Some GPU", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert measure.mfu(494.7e12, gpu, "bf16-mixed") == expected
 
 
 def test_a_check_fails_when_it_should():
