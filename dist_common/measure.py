@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -130,6 +131,45 @@ def mfu(flops_per_second: float, device: torch.device, precision: str) -> float 
         if known in name:
             return flops_per_second / (peaks[0 if precision == "32-true" else 1] * 1e12)
     return None
+
+
+class StepLog:
+    """Keep each step's numbers: a line of JSON in metrics.jsonl; on request TensorBoard's file too.
+
+    Does nothing without a folder, as on ranks other than 0. Lines of `first_step` and later, which
+    a run wrote after the checkpoint that it is resumed from, are dropped: those steps come again.
+
+    Raises: UsageError when TensorBoard is asked for and not installed.
+    """
+
+    def __init__(self, folder: Path | None, first_step: int, tensorboard: bool = False) -> None:
+        self.file = self.tensorboard = None
+        if folder is None:
+            return
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UsageError("--tensorboard: pip install tensorboard first") from error
+            self.tensorboard = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+        path, partial = folder / "metrics.jsonl", folder / "metrics.partial"
+        kept = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):  # killed while it wrote the last line
+                kept += [line] if json.loads(line)["step"] < first_step else []
+        partial.write_text("".join(f"{line}\n" for line in kept))
+        partial.replace(path)
+        self.file = path.open("a")
+
+    def write(self, step: int, **values: float) -> None:
+        """Write the values of a step by name, at once: a run that is killed has them."""
+        if self.file:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.flush()
+        if self.tensorboard:
+            for name, value in values.items():
+                self.tensorboard.add_scalar(name, value, step)
+            self.tensorboard.flush()
 
 
 @dataclass

@@ -315,6 +315,8 @@ def tell(error: BaseException) -> None:
         line = f"{name}: error: {cause}"
     elif isinstance(cause, LostRank):
         line = f"{name}: rank {rank}: {cause}"
+    elif isinstance(cause, FloatingPointError):  # all ranks found it together
+        line = f"{name}: {cause}"
     else:
         frames = traceback.extract_tb(error.__traceback__)
         frame = [f for f in frames if "site-packages" not in f.filename][-1]

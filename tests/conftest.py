@@ -239,8 +239,17 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
-def run_command(command: list[str], cwd: Path, timeout_s: float, **environ: str) -> Ended:
-    """Run a command as a reader would; at the deadline end it and all that it started."""
+def run_command(
+    command: list[str],
+    cwd: Path,
+    timeout_s: float,
+    during: Callable[[int], None] | None = None,
+    **environ: str,
+) -> Ended:
+    """Run a command as a reader would; at the deadline end it and all that it started.
+
+    `during` gets the command's pid while it runs.
+    """
     tools = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
     started = time.monotonic()
     process = subprocess.Popen(
@@ -254,6 +263,8 @@ def run_command(command: list[str], cwd: Path, timeout_s: float, **environ: str)
         start_new_session=True,
     )
     try:
+        if during:
+            during(process.pid)
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)

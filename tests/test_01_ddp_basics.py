@@ -1,9 +1,14 @@
 """Module 01: the same answer on any number of ranks, and a clear word when something is wrong."""
 
+import argparse
+import ast
+import functools
 import gzip
 import json
 import os
+import random
 import re
+import resource
 import shlex
 import signal
 import socket
@@ -13,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, run_command
+from conftest import REPO, load_script, run_command
 from torch.nn.parallel import DistributedDataParallel
 
 MNIST = "01-ddp-basics/ddp_mnist.py"
@@ -206,11 +211,11 @@ def test_resume_passes_over_a_damaged_checkpoint(run_script, tmp_path):
 # bad input
 
 
-def assert_one_line(ended, says: str) -> None:
+def assert_one_line(ended, says: str, script: str = "ddp_mnist.py") -> None:
     """One line on stderr, from one rank, whose exit code is 2."""
     lines = ended.stderr.splitlines()
     assert len(lines) == 1, ended.stderr
-    assert lines[0].startswith("ddp_mnist.py: error: ") and says in lines[0]
+    assert lines[0].startswith(f"{script}: error: ") and says in lines[0]
     assert 2 in ended.codes
 
 
@@ -557,3 +562,463 @@ def test_from_scratch_refuses_bad_input(run_script, argv, says):
     ended = run_script(SCRATCH, *argv, world_size=2)
     (line,) = ended.stderr.splitlines()
     assert line.startswith("ddp_from_scratch.py: error: ") and says in line and 2 in ended.codes
+
+
+# the production template
+
+TRAINING = "01-ddp-basics/ddp_training.py"
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Arguments for steps of some 20 ms, on 12 kB of text whose sequences differ in length."""
+    text = (Path(os.__file__).parent / "argparse.py").read_bytes()[:12_000]
+    (tmp_path / "text").write_bytes(text)
+    fixed = ("--text-file", tmp_path / "text", "--seq-len", 32, "--whole-lines")
+    return (*fixed, "--max-steps", 24, "--warmup-steps", 4, "--save-every", 5)
+
+
+def steps_in(folder: Path, name: str = "loss") -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line[name]) for line in lines if name in line]
+    assert len(found) == len(dict(found)), "a step is there twice"
+    return dict(found)
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    a, b = steps_in(one), steps_in(other)
+    assert list(a) == list(b) == list(range(1, len(a) + 1)), "a step is missing"
+    return max(abs(a[step] - b[step]) for step in a)
+
+
+def test_training_gives_the_losses_of_one_process_in_unequal_micro_batches(
+    run_script, tmp_path, small
+):
+    """24 sequences a step in micro-batches of unequal token counts, over the end of an epoch.
+
+    Tolerance: as for ddp_mnist.py, a few last bits of a loss near 5, over 24 smooth steps.
+    """
+    for ranks, micro in ((1, 8), (2, 4), (3, 8), (4, 3)):
+        ended = run_script(
+            TRAINING, *small, "--global-batch-size", 24, "--micro-batch-size", micro,
+            "--output-dir", tmp_path / f"{ranks}", world_size=ranks,
+        )  # fmt: skip
+        assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
+    losses = steps_in(tmp_path / "1")
+    assert losses[24] < 0.7 * losses[1], "a loss that does not fall would prove little"
+    assert newest_state(tmp_path / "1")["sampler"]["epoch"] == 1, "the end of an epoch is in it"
+    for ranks in (2, 3, 4):
+        assert largest_difference(tmp_path / "1", tmp_path / f"{ranks}") < 2e-5, f"{ranks} ranks"
+        ends = [newest_state(tmp_path / str(run))["trained_tokens"] for run in (1, ranks)]
+        assert ends[0] == ends[1]
+
+
+def average_the_averages(script):
+    """Do what most loops do: mean over each micro-batch, then over micro-batches and ranks."""
+    summed = script.summed_loss
+
+    def scaled(model, inputs, targets, precision):
+        loss = summed(model, inputs, targets, precision)
+        if not isinstance(model, DistributedDataParallel):
+            return loss
+        counted = (targets != -100).sum()
+        everywhere = counted.clone()
+        torch.distributed.all_reduce(everywhere)
+        return loss / counted * everywhere / torch.distributed.get_world_size()
+
+    script.summed_loss = scaled
+
+
+def reduce_every_micro_batch(script):
+    import contextlib
+
+    script.DDP = type(
+        "Eager", (DistributedDataParallel,), {"no_sync": lambda self: contextlib.nullcontext()}
+    )
+
+
+def drop_a_micro_batch(script):
+    deal = script.MicroBatches.__iter__
+
+    def short(self):
+        for number, indices in enumerate(deal(self)):
+            yield [] if number == 3 else indices
+
+    script.MicroBatches.__iter__ = short
+
+
+def evaluate_only_full_batches(script):
+    every = script.data.evaluation_indices
+    script.data.evaluation_indices = lambda *args: every(*args)[:-3]
+
+
+def train_rank_1_further(script):
+    original = script.check_equal_weights
+
+    def drifted(results, model):
+        with torch.no_grad():
+            next(model.parameters()).add_(1e-7 * torch.distributed.get_rank())
+        original(results, model)
+
+    script.check_equal_weights = drifted
+
+
+GRADIENT, BYTES, WEIGHTS, TRAINED, TESTED = (
+    "gradient: relative error against one process",
+    "bytes all-reduced per step",
+    "distinct sets of weights over all ranks",
+    "tokens trained on, from step 1",
+    "test tokens counted",
+)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (skip_all_reduce, [GRADIENT, BYTES, WEIGHTS]),
+        (average_the_averages, [GRADIENT, BYTES]),
+        (reduce_every_micro_batch, [BYTES]),
+        (train_rank_1_further, [WEIGHTS]),
+        (deal_all_ranks_the_same, [GRADIENT, TRAINED]),
+        (drop_a_micro_batch, [TRAINED]),
+        (evaluate_only_full_batches, [TESTED]),
+    ],
+)
+def test_sabotage_of_the_template_fails_a_check(run_script, tmp_path, small, sabotage, failing):
+    ended = run_script(
+        TRAINING, *small, "--max-steps", 3, "--grad-accum-steps", 2, "--output-dir",
+        tmp_path / "run", world_size=2, before=sabotage,
+    )  # fmt: skip
+    assert 1 in ended.codes and not set(ended.codes) - {1, -signal.SIGTERM}, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "FAILED: " + "; ".join(failing)
+
+
+@pytest.fixture
+def straight(run_script, tmp_path, small):
+    """A run that is never stopped, as the others are to be."""
+    ended = run_script(TRAINING, *small, "--output-dir", tmp_path / "straight", world_size=2)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    return tmp_path / "straight"
+
+
+def at_random_step(folder, act):
+    """Return what to do `during` a run: act(pids) once it has taken a random number of steps."""
+    wanted = random.randint(1, 20)
+    print(f"to be stopped after step {wanted}")  # which pytest shows where the test fails
+
+    def wait_and_act(pids):
+        metrics = folder / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= wanted)
+        act(pids)
+
+    return wait_and_act
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1])
+def test_a_stopped_run_goes_on_bitwise_as_if_it_never_was(
+    run_script, tmp_path, small, straight, stop
+):
+    """SIGKILL takes all ranks; the others come to one rank alone, as a scheduler may do it."""
+    folder = tmp_path / "stopped"
+    arguments = (TRAINING, *small, "--num-workers", 1, "--output-dir", folder, "--resume")
+
+    def act(pids):
+        for pid in pids if stop == signal.SIGKILL else pids[1:]:
+            os.kill(pid, stop)
+
+    ended = run_script(*arguments, world_size=2, during=at_random_step(folder, act))
+    if stop == signal.SIGKILL:
+        assert ended.codes == [-signal.SIGKILL] * 2
+        assert "no checkpoint in" in ended.stdout, "--resume in a new folder starts at the start"
+    else:
+        assert ended.codes == [0, 0], ended.stderr
+        (step,) = re.findall(r"^OK: 4 .* after step (\d+), asked to stop", ended.stdout, re.M)
+        assert newest_state(folder)["step"] == int(step) == max(steps_in(folder)) < 24
+    again = run_script(*arguments, world_size=2)
+    assert again.codes == [0, 0], again.stdout + again.stderr
+    assert largest_difference(straight, folder) == 0.0, "bitwise"
+    assert steps_in(straight, "test_loss") == steps_in(folder, "test_loss")
+    finished = run_script(*arguments, world_size=2)
+    assert "has 24 steps: raise --max-steps" in finished.stderr
+
+
+def ask_to_stop_in(step):
+    """Send SIGTERM from within that step: to test what follows, not when it comes."""
+
+    def before(script):
+        lr_at = script.lr_at
+
+        def asked(current, args):
+            if current == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return lr_at(current, args)
+
+        script.lr_at = asked
+
+    return before
+
+
+def test_resuming_on_other_ranks_keeps_the_data_order_and_says_what_changed(
+    run_script, tmp_path, small, straight
+):
+    folder = tmp_path / "moved"
+    arguments = (TRAINING, *small, "--output-dir", folder, "--global-batch-size", 16, "--resume")
+    run_script(*arguments, world_size=2, before=ask_to_stop_in(7))
+    one = run_script(*arguments, "--micro-batch-size", 4, before=ask_to_stop_in(12))
+    assert "at step 7, sample 112 of epoch 1; changed since then: ranks 2 -> 1" in one.stdout
+    assert "micro_batch_size 8 -> 4" in one.stdout and "global" not in one.stdout.split(";")[1]
+    four = run_script(*arguments, "--micro-batch-size", 2, world_size=4)
+    assert four.codes == [0] * 4, four.stdout + four.stderr
+    assert "at step 12, sample 192 of epoch 1; changed since then: ranks 1 -> 4" in four.stdout
+    assert largest_difference(straight, folder) < 2e-5
+    assert results_of(folder)["checks"][3]["ok"], "no token twice, none left out"
+
+
+def test_torchrun_restarts_a_killed_job_which_goes_on_bitwise(tmp_path, small, straight):
+    """With the variable that launch_ddp.sh elastic sets; without it, most such restarts fail."""
+    folder = tmp_path / "restarted"
+    command = ["torchrun", "--nnodes=1:1", "--nproc-per-node=2", "--max-restarts=2",
+               "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(REPO / TRAINING),
+               *map(str, small), "--output-dir", str(folder), "--resume"]  # fmt: skip
+
+    def kill_a_worker(agent):
+        children = Path(f"/proc/{agent}/task/{agent}/children")
+
+        def workers():
+            return [int(pid) for pid in children.read_text().split()]
+
+        at_random_step(folder, lambda _: os.kill(workers()[-1], signal.SIGKILL))(None)
+
+    ended = run_command(
+        command, REPO, 90, during=kill_a_worker, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
+    )
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert re.search("resuming from|no checkpoint in .* yet.*no checkpoint", ended.stdout, re.S)
+    assert largest_difference(straight, folder) == 0.0, "bitwise"
+
+
+# the template's other ways to stop
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_rank(
+    run_script, tmp_path, small, precision
+):
+    def poison(script):
+        summed, calls = script.summed_loss, []
+
+        def poisoned(*args):
+            calls.append(args)
+            # Two calls check the gradient, one more alone; then there is one in each step.
+            bad = torch.distributed.get_rank() == 1 and len(calls) == 3 + 4
+            return summed(*args) * (float("nan") if bad else 1.0)
+
+        script.summed_loss = poisoned
+
+    ended = run_script(
+        TRAINING, *small, "--precision", precision, "--save-every", 3,
+        "--output-dir", tmp_path / "run", world_size=2, before=poison,
+    )  # fmt: skip
+    assert 1 in ended.codes
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(
+        "ddp_training.py: stopped: in step 4 the loss is nan on rank 1 of 2. Checkpoints are from"
+    )
+    assert newest_state(tmp_path / "run")["step"] == 3, "no checkpoint of what is lost"
+
+
+def test_a_disk_that_fills_up_is_named_and_the_last_good_checkpoint_stays(
+    run_script, tmp_path, small
+):
+    def fill_after_first(script):
+        save = script.checkpoint.save
+
+        def limited(*args):
+            folder = save(*args)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+            return folder
+
+        script.checkpoint.save = limited
+
+    arguments = (TRAINING, *small, "--output-dir", tmp_path / "run")
+    ended = run_script(*arguments, world_size=2, before=fill_after_first)
+    assert ended.codes[0] == 2
+    assert_one_line(ended, "step-00000010: File too large", "ddp_training.py")
+    again = run_script(*arguments, "--resume", world_size=2)
+    assert again.codes == [0, 0] and "step-00000005" in again.stdout
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_mixed_precisions_learn_and_resume_bitwise(run_script, tmp_path, small, precision):
+    arguments = (TRAINING, *small, "--max-steps", 8, "--precision", precision, "--resume")
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    run_script(*arguments, "--output-dir", straight, world_size=2)
+    stop = ask_to_stop_in(4)
+    run_script(*arguments, "--output-dir", stopped, world_size=2, before=stop)
+    ended = run_script(*arguments, "--output-dir", stopped, world_size=2)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    losses = steps_in(straight)
+    assert losses[8] < 0.9 * losses[1]
+    assert largest_difference(straight, stopped) == 0.0
+    assert results_of(stopped)["checks"][0]["measured"] > 1e-5, "fp32 would be more exact"
+    if precision == "16-mixed":
+        assert newest_state(stopped)["scaler"] == newest_state(straight)["scaler"]
+
+
+def test_tensorboard_and_compile_do_not_change_the_training(run_script, tmp_path, small):
+    def without_cpp(script):  # the default back end works too, and takes half a minute
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
+
+    plain, folder = tmp_path / "plain", tmp_path / "run"
+    arguments = (TRAINING, *small, "--max-steps", 8, "--grad-accum-steps", 2, "--output-dir")
+    run_script(*arguments, plain, world_size=2)
+    ended = run_script(
+        *arguments, folder, "--tensorboard", "--compile", world_size=2, before=without_cpp
+    )
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert largest_difference(plain, folder) < 2e-5
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written = EventAccumulator(str(folder / "tensorboard")).Reload()
+    shown = {event.step: event.value for event in written.Scalars("loss")}
+    assert shown == pytest.approx(steps_in(folder), rel=1e-6)
+
+
+def test_learning_rates_scale_warm_up_and_decay(run_script):
+    script = load_script(TRAINING)
+    args = argparse.Namespace(
+        lr=1.0, lr_scaling="none", global_batch_size=128, base_batch_size=32,
+        warmup_steps=4, max_steps=12,
+    )  # fmt: skip
+    rates = [script.lr_at(step, args) for step in range(1, 13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[7] == pytest.approx(0.55) and rates[11] == pytest.approx(0.1)
+    for scaling, factor in (("linear", 4.0), ("sqrt", 2.0)):
+        args.lr_scaling = scaling
+        assert script.lr_at(4, args) == factor
+    args.warmup_steps, args.max_steps = 0, 1
+    assert script.lr_at(1, args) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--preset", "13b"], "llama3-70b"),  # the list of what there is
+        (["--global-batch-size", 24], "24 must be --micro-batch-size 8 x 2 ranks x --grad-accum"),
+        (["--global-batch-size", 32, "--grad-accum-steps", 3], "32 must be --micro-batch-size 8"),
+        (["--text-file", "{tmp}/none"], "--text-file {tmp}/none: No such file"),
+        (["--text-file", "{tmp}/empty"], "--text-file {tmp}/empty is empty"),
+        (["--text-file", "{tmp}/short"], "are fewer than one sequence of 128 tokens for each of 2"),
+        (["--seq-len", 300], "--seq-len must be at most 256"),
+        (["--output-dir", "{tmp}/short/x"], "short/x cannot be written: Not a directory"),
+        (["--output-dir", "{tmp}/other", "--resume"], "of another model (blocks.0.attention.wk"),
+        (["--output-dir", "{tmp}/data", "--resume"], "--seq-len is 128 here and 64 in the checkpo"),
+        (["--output-dir", "{tmp}/data"], "is not empty: name another folder, or add --resume"),
+    ],
+)
+def test_the_template_refuses_bad_input(run_script, tmp_path, argv, says):
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("x" * 2000)
+    (tmp_path / "text").write_text("some words " * 1000)
+    folder = str(argv[1]).format(tmp=tmp_path)
+    if "--text-file" not in argv:
+        argv = [*argv, "--text-file", tmp_path / "text"]
+    if folder.endswith("other"):
+        run_script(MNIST, "--epochs", 1, "--output-dir", folder)
+    elif folder.endswith("data"):
+        filled = [str(a).format(tmp=tmp_path) for a in argv]
+        run_script(TRAINING, *filled, "--max-steps", 1, "--seq-len", 64)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("data/*")}
+    ended = run_script(TRAINING, *(str(a).format(tmp=tmp_path) for a in argv), world_size=2)
+    assert_one_line(ended, says.format(tmp=tmp_path), "ddp_training.py")
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("data/*")}
+
+
+# the template cut down
+
+
+class Without(ast.NodeTransformer):
+    """Delete what a person deletes: a name's definition, arguments, and statements that use it."""
+
+    def __init__(self, word):
+        self.word, self.gone = word, {word}
+
+    def uses(self, *nodes):
+        found = (n for node in nodes if node for n in ast.walk(node))
+        return any(
+            (isinstance(n, ast.Name) and n.id in self.gone)
+            or (isinstance(n, ast.Attribute) and n.attr in self.gone)
+            or (isinstance(n, ast.Constant) and n.value in {f"--{name}" for name in self.gone})
+            for n in found
+        )
+
+    def visit_arguments(self, node):
+        if node.args and node.args[-1].arg == self.word:
+            node.defaults = node.defaults[:-1]
+        node.args = [argument for argument in node.args if argument.arg != self.word]
+        return node
+
+    def visit_ImportFrom(self, node):
+        node.names = [alias for alias in node.names if alias.name not in self.gone]
+        return node if node.names else None
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        node.args = [a for a in node.args if not (isinstance(a, ast.Name) and a.id == self.word)]
+        return node
+
+    def visit_FunctionDef(self, node):
+        return None if node.name in self.gone else self.generic_visit(node)
+
+    def visit_compound(self, node):
+        header = getattr(node, "test", None) or getattr(node, "iter", None)
+        if self.uses(header):
+            return [kept for s in node.orelse if (kept := self.visit(s))]
+        self.generic_visit(node)
+        return node if node.body else None
+
+    visit_If = visit_For = visit_While = visit_compound
+
+    def visit_simple(self, node):
+        self.generic_visit(node)
+        if not self.uses(node):
+            return node
+        for target in getattr(node, "targets", []):  # what it would have set is gone too
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            self.gone |= {n.id for n in names if isinstance(n, ast.Name)}
+        return None
+
+    def visit_Dict(self, node):
+        kept = [(k, v) for k, v in zip(node.keys, node.values, strict=True) if not self.uses(v)]
+        node.keys, node.values = map(list, zip(*kept, strict=True)) if kept else ([], [])
+        return self.generic_visit(node)
+
+    visit_Assign = visit_AugAssign = visit_Expr = visit_simple
+
+
+def test_the_mechanical_deletion_deletes():
+    source = (
+        "def f(a, x):\n  g(a, x)\n  if x:\n    h()\n  else:\n    k()\n  y = {1: x, 2: a}\n  z(y)"
+    )
+    cut = ast.unparse(Without("x").visit(ast.parse(source)))
+    assert cut == "def f(a):\n    g(a)\n    k()\n    y = {2: a}\n    z(y)"
+
+
+def test_what_a_user_does_not_need_can_be_deleted(run_script, tmp_path, small):
+    """Without any one of these, and without all, the rest trains on to the same loss."""
+    optional = ["evaluate", "scaler", "catch_preemption", "checkpoint", "log", "compile",
+                "check_gradient", "check_equal_weights", "stop_unless_finite"]  # fmt: skip
+    ends = {}
+    for words in [[], *([word] for word in optional), optional]:
+        tree = ast.parse((REPO / TRAINING).read_text())
+        for word in words:
+            tree = Without(word).visit(tree)
+            assert word not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        cut = tmp_path / f"without_{'_'.join(words)}.py"
+        cut.write_text(ast.unparse(tree))
+        ended = run_script(
+            str(cut), *small, "--max-steps", 4, "--output-dir", tmp_path / cut.stem, world_size=2
+        )
+        assert ended.codes == [0, 0], f"{words}: {ended.stdout}{ended.stderr}"
+        ends["_".join(words)] = re.search(r"loss [\d.]+ after step 4", ended.stdout)[0]
+    assert set(ends.values()) == {ends[""]}
