@@ -94,3 +94,38 @@ def plot_training(path: str | Path, losses: Sequence[float], accuracies: Sequenc
     # Without a date or version inside, the same run draws the same file.
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
+
+
+def plot_stacked(
+    path: str | Path,
+    ranks: Sequence[int],
+    parts: dict[str, Sequence[float]],
+    efficiency: dict[str, Sequence[float]],
+    title: str,
+) -> None:
+    """Draw what a step's milliseconds are made of on numbers of ranks, and efficiencies, as PNG.
+
+    Shapes: each list is as long as `ranks`. Parts below 0, which noise makes, are drawn as 0.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    names, floor = [str(number) for number in ranks], [0.0] * len(ranks)
+    for name, values in parts.items():
+        heights = [max(value, 0.0) for value in values]
+        left.bar(names, heights, 0.6, bottom=floor, label=name)
+        floor = [below + height for below, height in zip(floor, heights, strict=True)]
+    left.set(title=f"A step of strong scaling\n({title})", xlabel="ranks", ylabel="ms")
+    left.legend(fontsize=8)
+    right.axhline(100, color="grey", linestyle="--", linewidth=1)
+    for name, percents in efficiency.items():
+        right.plot(names, percents, marker="o", label=name)
+    right.set(title="Efficiency against ideal", xlabel="ranks", ylabel="percent")
+    right.set_ylim(0, 110)
+    right.legend()
+    right.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)

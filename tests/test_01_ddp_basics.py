@@ -1022,3 +1022,93 @@ def test_what_a_user_does_not_need_can_be_deleted(run_script, tmp_path, small):
         assert ended.codes == [0, 0], f"{words}: {ended.stdout}{ended.stderr}"
         ends["_".join(words)] = re.search(r"loss [\d.]+ after step 4", ended.stdout)[0]
     assert set(ends.values()) == {ends[""]}
+
+
+# the benchmark
+
+BENCHMARK = "01-ddp-basics/ddp_benchmark.py"
+
+
+def test_a_step_is_the_sum_of_ideal_and_what_is_lost(run_script, tmp_path, capsys):
+    """Times in which every loss is known: of 100 ms on one rank, 50 are ideal on two."""
+    script = load_script(BENCHMARK)
+    one = {"full": 101, "slowest": 100, "mean": 100, "alone": 100, "ideal": 100}
+    two = {"full": 80, "slowest": 70, "mean": 65, "alone": 52, "ideal": 50}
+    found = {
+        ranks: {f"{kind}_{name}_ms": value for name, value in times.items()
+                for kind in ("strong", "weak")} | {"gradient_norm": norm}
+        for ranks, times, norm in ((1, one, 1.0), (2, two, 1.1))
+    }  # fmt: skip
+    args = argparse.Namespace(model="transformer", global_batch_size=8)
+    world = script.runtime.World(0, 0, 1, 1, "python")
+    results = script.measure.Results(BENCHMARK, args, world, torch.device("cpu"))
+    script.show_scaling(args, found, script.Console(True), results, tmp_path)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["strong", "2", "80.0", "50.0", "2.0", "13.0", "5.0", "10.0", "62%"] in lines
+    assert results.metrics["strong_efficiency_2"] == 50 / 80
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert [check.ok for check in results.checks] == [False], "another gradient on two ranks"
+
+
+@pytest.mark.parametrize("model", ["transformer", "resnet50"])
+def test_benchmark_measures_the_same_training_on_any_number_of_ranks(run_script, tmp_path, model):
+    norms = []
+    arguments = (BENCHMARK, "--model", model, "--global-batch-size", 2, "--rounds", 1)
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        ended = run_script(*arguments, "--output-dir", folder, world_size=ranks)
+        assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
+        metrics = results_of(folder)["metrics"]
+        assert metrics["strong_slowest_ms"] >= metrics["strong_mean_ms"] > 0
+        norms.append(metrics["gradient_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_benchmark_refuses_a_step_that_does_not_send_the_gradient(run_script):
+    ended = run_script(
+        BENCHMARK, "--global-batch-size", 2, "--rounds", 1, world_size=2, before=skip_all_reduce
+    )
+    assert ended.stdout.splitlines()[-1] == "FAILED: step: bytes all-reduced"
+
+
+def test_bucket_sizes_change_the_number_of_all_reduces_only(run_script):
+    ended = run_script(
+        BENCHMARK, "--buckets", 0.1, 1, 25, "--global-batch-size", 2, "--rounds", 1, world_size=2
+    )
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    calls = [int(n) for n in re.findall(r"^[\d.]+ +(\d+) +[\d.]+ ms$", ended.stdout, re.M)]
+    assert calls[0] > calls[1] > calls[2] == 1
+
+
+@pytest.mark.parametrize("sabotaged", [False, True])
+def test_overhead_compares_loops_that_train_alike(run_script, tmp_path, sabotaged):
+    def other_losses(script):
+        step = script.BareLoop.step
+        script.BareLoop.step = lambda self: step(self) + 1e-4
+
+    ended = run_script(
+        BENCHMARK, "--overhead", "--rounds", 10, "--output-dir", tmp_path / "run", world_size=2,
+        before=other_losses if sabotaged else None,
+    )  # fmt: skip
+    content = results_of(tmp_path / "run")
+    assert [check["ok"] for check in content["checks"]] == [not sabotaged]
+    assert ended.codes[0] == sabotaged
+    ratios = ("overhead_ratio", "overhead_ratio_wall", "bare_ratio", "bare_ratio_wall")
+    assert set(content["metrics"]) == set(ratios)
+
+
+def test_benchmark_says_when_cores_are_shared_and_what_it_cannot_deal(run_script):
+    def one_core(script):
+        script.os.cpu_count = lambda: 1
+        times = dict.fromkeys(("full", "slowest", "mean", "alone", "ideal"), 1.0)
+        metrics = {f"{kind}_{k}_ms": v for k, v in times.items() for kind in ("strong", "weak")}
+        found = {ranks: {**metrics, "gradient_norm": 1.0} for ranks in (1, 2)}
+        script.measure_all = lambda args, console: found
+
+    ended = run_script(BENCHMARK, before=one_core, environ={})
+    assert ended.codes == [0], ended.stderr
+    assert "more ranks than cores: this shows them share, and not how DDP" in ended.stdout
+    ended = run_script(BENCHMARK, "--max-ranks", 3, environ={})
+    assert_one_line(ended, "--global-batch-size 8 cannot be dealt to 3 ranks", "ddp_benchmark.py")
+    ended = run_script(BENCHMARK, "--overhead", "--rounds", 9, environ={})
+    assert_one_line(ended, "--overhead needs --rounds of at least 10", "ddp_benchmark.py")
