@@ -182,14 +182,14 @@ def show_scaling(args, found, console, results, output):
             )
             parts = (ideal, alone - ideal, mean - alone, slowest - mean, full - slowest)
             efficiency[kind].append(100 * ideal / full)
-            numbers = [f"{value:.1f}" for value in (full, *parts)]
+            numbers = [f"{value:.1f} ms" for value in (full, *parts)]
             rows.append((kind, str(ranks), *numbers, f"{100 * ideal / full:.0f}%"))
             results.metrics[f"{kind}_step_time_ms_{ranks}"] = full
             results.metrics[f"{kind}_efficiency_{ranks}"] = ideal / full
             if kind == "strong":
                 for part, value in zip(PARTS, parts, strict=True):
                     columns[part].append(value)
-    console.say("milliseconds of a step, which is the sum of ideal and four losses:")
+    console.say("a step is the sum of ideal and four losses:")
     console.table(rows, ("scaling", "ranks", "step", *PARTS, "efficiency"))
     if output:
         title = f"{args.model}, global batch {args.global_batch_size}"
@@ -307,9 +307,10 @@ def measure_overhead(args, console, results):
                 mine, others = (own, bare) if name == "template" else (bare[1], bare[:1])
                 ratios.append(mine[position] / statistics.mean(b[position] for b in others))
             low, median, high = statistics.quantiles(ratios, n=4)
-            rows.append((name, clock, f"{median:.3f}", f"{low:.3f} to {high:.3f}"))
+            rows.append((name, clock, *(f"{ratio - 1:+.1%}" for ratio in (median, low, high))))
             results.metrics[metric if clock == "CPU" else f"{metric}_wall"] = median
-    console.table(rows, ("against bare DDP", "time", "median", "middle half of steps"), names=2)
+    headers = ("against bare DDP", "time", "median", "half of the steps from", "to")
+    console.table(rows, headers, names=2)
     error = max(abs(one - other) for one, other in zip(own_losses, losses, strict=True))
     name, source = "largest difference of losses", "the same data in the same order"
     results.check(name, error, 0, 1e-5, source)

@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,7 +34,11 @@ from matplotlib import pyplot  # noqa: F401
 
 REPO = Path(__file__).resolve().parent.parent
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # pages show the CPU's output; CUDA survives no fork
+# Pages show the CPU's output, and CUDA survives no fork: a test that wants GPUs starts a command
+# with CUDA_VISIBLE_DEVICES=GPUS.
+_listed = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True)
+GPUS = ",".join(str(number) for number in range(_listed.stdout.count(b"GPU "))) if _listed else ""
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 torch.set_num_threads(1)
 # A test decides what its processes see of a launcher, not the shell that started pytest.
 LAUNCHER_VARIABLES = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_|SLURM_|OMPI_|TORCHELASTIC)")

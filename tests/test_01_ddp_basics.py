@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, load_script, run_command
+from conftest import GPUS, REPO, load_script, run_command
 from torch.nn.parallel import DistributedDataParallel
 
 MNIST = "01-ddp-basics/ddp_mnist.py"
@@ -1044,7 +1044,8 @@ def test_a_step_is_the_sum_of_ideal_and_what_is_lost(run_script, tmp_path, capsy
     results = script.measure.Results(BENCHMARK, args, world, torch.device("cpu"))
     script.show_scaling(args, found, script.Console(True), results, tmp_path)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["strong", "2", "80.0", "50.0", "2.0", "13.0", "5.0", "10.0", "62%"] in lines
+    numbers = [words[::2] for words in lines if words[:2] == ["strong", "2"]]
+    assert numbers == [["strong", "80.0", "50.0", "2.0", "13.0", "5.0", "10.0", "62%"]]
     assert results.metrics["strong_efficiency_2"] == 50 / 80
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert [check.ok for check in results.checks] == [False], "another gradient on two ranks"
@@ -1112,3 +1113,55 @@ def test_benchmark_says_when_cores_are_shared_and_what_it_cannot_deal(run_script
     assert_one_line(ended, "--global-batch-size 8 cannot be dealt to 3 ranks", "ddp_benchmark.py")
     ended = run_script(BENCHMARK, "--overhead", "--rounds", 9, environ={})
     assert_one_line(ended, "--overhead needs --rounds of at least 10", "ddp_benchmark.py")
+
+
+# nn.DataParallel
+
+DATA_PARALLEL = "01-ddp-basics/data_parallel_vs_ddp.py"
+
+
+def test_data_parallel_needs_two_gpus_and_says_so(run_script):
+    ended = run_script(DATA_PARALLEL, environ={})
+    assert_one_line(ended, "and this machine has 0: run this where", "data_parallel_vs_ddp.py")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_data_parallel_and_ddp_train_alike(run_script, tmp_path, broken):
+    """On the CPU, where DataParallel is the model itself: all but the copying between GPUs."""
+
+    def without_gpus(script):
+        script.need_two_gpus = lambda: None
+        if broken:
+            skip_all_reduce(script)
+
+    ended = run_script(
+        DATA_PARALLEL, "--preset", "tiny", "--seq-len", 32, "--global-batch-size", 4,
+        "--max-steps", 6, "--output-dir", tmp_path / "run", world_size=2, before=without_gpus,
+    )  # fmt: skip
+    assert [check["ok"] for check in results_of(tmp_path / "run")["checks"]] == [not broken]
+    assert ended.codes[0] == broken, ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif("," not in GPUS, reason="needs two GPUs")
+def test_data_parallel_runs_on_two_gpus():
+    ended = run_command(["python", DATA_PARALLEL], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+@pytest.mark.parametrize(
+    "command",
+    [
+        [MNIST, "--epochs", "1"],
+        [SCRATCH],
+        [TRAINING, "--precision", "bf16-mixed"],
+        [TRAINING, "--precision", "16-mixed", "--compile"],
+        [BENCHMARK, "--max-ranks", "1"],
+    ],
+)
+def test_scripts_run_on_a_gpu(command):
+    ended = run_command(
+        ["python", *command, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS
+    )
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout or BENCHMARK in command

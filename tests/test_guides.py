@@ -132,7 +132,8 @@ def runnable(command: str) -> list[str] | None:
 
 MASKS = [
     (r"torch \d+\.\d+\.\d+\S*", "torch VERSION"),
-    (r"\d+(\.\d+)? ms\b", "TIME"),
+    (r"-?\d+(\.\d+)? ms\b", "TIME"),
+    (r"[+-]\d+(\.\d+)?%|\b\d+%", "RATIO"),  # one time by another: others have a decimal, no sign
     (r"\d+(\.\d+)? s\b", "TIME"),
     (r"[\d,]+(\.\d+)? (samples|tok(ens)?)/s", "RATE"),
     (r"\d+\.\d+ GiB\b", "MEMORY"),
