@@ -129,3 +129,34 @@ def plot_stacked(
     right.grid(alpha=0.3)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
+
+
+def plot_timeline(
+    path: str | Path, panels: dict[str, dict[str, Sequence[tuple[float, float]]]], title: str
+) -> None:
+    """Draw spans of time as PNG: a panel for each entry, in it a row for each kind of work.
+
+    Units: a span is (start, length) in ms; the panels share one axis.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    heights = [len(rows) for rows in panels.values()]
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(9, 0.5 + 0.6 * sum(heights)), sharex=True, squeeze=False,
+        height_ratios=heights, layout="constrained",
+    )  # fmt: skip
+    for panel, (name, rows) in zip(axes[:, 0], panels.items(), strict=True):
+        for number, spans in enumerate(rows.values()):
+            panel.broken_barh(
+                spans, (number - 0.35, 0.7), facecolor=f"C{number}", edgecolor="white"
+            )
+        panel.set_yticks(range(len(rows)), rows)
+        panel.invert_yaxis()
+        panel.set_title(f"{name} ({title})", fontsize=10, loc="left")
+        panel.grid(axis="x", alpha=0.3)
+    axes[-1, 0].set_xlabel("ms")
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)

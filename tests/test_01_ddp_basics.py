@@ -1165,3 +1165,31 @@ def test_scripts_run_on_a_gpu(command):
     )
     assert ended.codes == [0], ended.stdout + ended.stderr
     assert " cuda with nccl" in ended.stdout or BENCHMARK in command
+
+
+# the timeline
+
+TIMELINE = "01-ddp-basics/ddp_timeline.py"
+
+
+def test_timeline_is_drawn_from_a_trace_that_has_every_all_reduce(run_script, tmp_path):
+    folder = tmp_path / "run"
+    small = ("--seq-len", 32, "--micro-batch-size", 2, "--output-dir", folder)
+    ended = run_script(TIMELINE, *small, world_size=2)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert [check["measured"] for check in results_of(folder)["checks"]][1::2] == [1, 6]
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((folder / "trace-0.5.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "gloo:all_reduce" for event in events) == 6
+
+
+def test_timeline_without_all_reduces_fails_a_check(run_script):
+    ended = run_script(TIMELINE, "--seq-len", 32, world_size=2, before=skip_all_reduce)
+    failed = "FAILED: one bucket: numbers all-reduced; 0.5 MiB: numbers all-reduced"
+    assert ended.stdout.splitlines()[-1] == failed
+
+
+def test_what_is_hidden_is_what_lies_within_backward():
+    script = load_script(TIMELINE)
+    spans = {"backward": [(10.0, 20.0)], "all-reduce": [(5.0, 6.0), (15.0, 5.0), (29.0, 4.0)]}
+    assert script.hidden_ms(spans) == 1.0 + 5.0 + 1.0
