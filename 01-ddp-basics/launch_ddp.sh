@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
-# Start ddp_mnist.py on this machine, on several machines, or as a SLURM job.
+# Start ddp_training.py on this machine, on several machines, elastically, or as a SLURM job.
 #
 #   launch_ddp.sh local       [--nproc-per-node N] [--dry-run] [arguments of the script]
 #   launch_ddp.sh multi-node  --nnodes N --rdzv-endpoint HOST:PORT [--nproc-per-node N] ...
-#   launch_ddp.sh slurm       --nnodes N --nproc-per-node N [--device cpu] ...
+#   launch_ddp.sh elastic     [--nnodes MIN:MAX --rdzv-endpoint HOST:PORT] --output-dir DIR ...
+#   launch_ddp.sh slurm       --nnodes N --nproc-per-node N [--device cpu] --output-dir DIR ...
 #
-# multi-node: run the same line on every machine; HOST is one of them and reaches all.
-# slurm: submits a job, with a GPU for each process unless --device cpu. SBATCH_PARTITION,
-# SBATCH_ACCOUNT and SBATCH_TIMELIMIT reach sbatch as they are.
+# multi-node, elastic: run the same line on every machine; HOST is one of them and reaches all.
+# elastic: a rank that fails has all start again from the last checkpoint, at most 3 times.
+# slurm: submits ddp_training.sbatch, with a GPU for each process unless --device cpu.
+# SBATCH_PARTITION, SBATCH_ACCOUNT and SBATCH_TIMELIMIT reach sbatch as they are.
 # Every mode prints the command it runs; with --dry-run it only prints it.
 set -euo pipefail
 
-script="$(dirname "${BASH_SOURCE[0]}")/ddp_mnist.py"
+here="$(dirname "${BASH_SOURCE[0]}")"
 
 fail() {
   echo "launch_ddp.sh: error: $*" >&2
@@ -20,12 +22,12 @@ fail() {
 
 mode="${1:-}"
 case "$mode" in
-  local | multi-node | slurm) shift ;;
-  -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-  *) fail "the first argument must be local, multi-node or slurm, not '$mode'" ;;
+  local | multi-node | elastic | slurm) shift ;;
+  -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+  *) fail "the first argument must be local, multi-node, elastic or slurm, not '$mode'" ;;
 esac
 
-nproc="" nnodes="" endpoint="" dry_run=no device=auto arguments=()
+nproc="" nnodes="" endpoint="" dry_run=no device=auto output=no arguments=()
 while (($#)); do
   case "$1" in  # --flag=value is --flag value
     --nproc-per-node=* | --nnodes=* | --rdzv-endpoint=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;
@@ -40,6 +42,7 @@ while (($#)); do
     --dry-run) dry_run=yes; shift ;;
     --device) device="${2:-}"; arguments+=("$1"); shift ;;
     --device=*) device="${1#*=}"; arguments+=("$1"); shift ;;
+    --output-dir | --output-dir=*) output=yes; arguments+=("$1"); shift ;;
     *) arguments+=("$1"); shift ;;
   esac
 done
@@ -50,38 +53,47 @@ if [[ -z $nproc ]]; then
   nproc="$((gpus > 0 ? gpus : 2))" # one process per GPU; without a GPU, two on the CPU
 fi
 [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "--nproc-per-node must be a whole number of at least 1, not '$nproc'"
-if [[ $mode == local ]]; then
-  [[ -z $nnodes$endpoint ]] || fail "local is one machine: --nnodes and --rdzv-endpoint go with multi-node and slurm"
-else
-  [[ $nnodes =~ ^[1-9][0-9]*$ ]] || fail "$mode needs --nnodes, a whole number of at least 1"
+case "$mode" in
+  local) [[ -z $nnodes$endpoint ]] || fail "local is one machine: --nnodes and --rdzv-endpoint go with the other modes" ;;
+  elastic) [[ ${nnodes:=1} =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || fail "--nnodes must be like 2 or 1:4, not '$nnodes'" ;;
+  *) [[ $nnodes =~ ^[1-9][0-9]*$ ]] || fail "$mode needs --nnodes, a whole number of at least 1" ;;
+esac
+if [[ $mode == multi-node || ($mode == elastic && $nnodes != 1) ]]; then
+  [[ $endpoint =~ ^[^:]+:[0-9]+$ ]] || fail "$mode needs --rdzv-endpoint HOST:PORT"
+fi
+if [[ $mode == elastic || $mode == slurm ]]; then
+  [[ $output == yes ]] || fail "$mode needs --output-dir, the folder of the checkpoints to go on from"
 fi
 
+meet=(--rdzv-id=ddp_training --rdzv-backend=c10d --rdzv-endpoint="$endpoint")
+variables=(OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}") # torchrun sets it itself, but warns about it
 case "$mode" in
   local)
-    command=(torchrun --standalone --nproc-per-node="$nproc")
+    command=(torchrun --standalone --nproc-per-node="$nproc" "$here/ddp_training.py")
     ;;
   multi-node)
-    [[ $endpoint =~ ^[^:]+:[0-9]+$ ]] || fail "multi-node needs --rdzv-endpoint HOST:PORT"
-    command=(torchrun --nnodes="$nnodes" --nproc-per-node="$nproc" --rdzv-id=ddp_mnist
-      --rdzv-backend=c10d --rdzv-endpoint="$endpoint")
+    command=(torchrun --nnodes="$nnodes" --nproc-per-node="$nproc" "${meet[@]}" "$here/ddp_training.py")
+    ;;
+  elastic)
+    # Else the ranks of the second start may find addresses that those of the first one left.
+    variables+=(TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
+    [[ $nnodes != 1 ]] || meet=(--standalone)
+    command=(torchrun --nnodes="$nnodes" --nproc-per-node="$nproc" --max-restarts=3 "${meet[@]}"
+      "$here/ddp_training.py" --resume)
     ;;
   slurm)
-    # One task per process: the script reads rank and address from SLURM itself. If one task
-    # fails, srun ends the others.
-    step="srun --kill-on-bad-exit=1 python $(printf '%q ' "$script" ${arguments[@]+"${arguments[@]}"})"
-    command=(sbatch --job-name=ddp_mnist --nodes="$nnodes" --ntasks-per-node="$nproc")
+    # One task per process: the script reads rank and address from SLURM itself.
+    command=(sbatch --nodes="$nnodes" --ntasks-per-node="$nproc")
     [[ $device == cpu ]] || command+=(--gpus-per-node="$nproc")
-    command+=(--wrap "${step% }")
+    command+=("$here/ddp_training.sbatch")
     ;;
 esac
-[[ $mode == slurm ]] || command+=("$script" ${arguments[@]+"${arguments[@]}"})
+command+=(${arguments[@]+"${arguments[@]}"})
 
-# torchrun sets one thread per process itself, but warns about it.
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-line="OMP_NUM_THREADS=$OMP_NUM_THREADS"
+line="${variables[*]}"
 for word in "${command[@]}"; do
   [[ $word =~ ^[A-Za-z0-9_./:=@%+,-]+$ ]] || word="'${word//\'/\'\\\'\'}'"
   line+=" $word"
 done
 echo "$line"
-[[ $dry_run == yes ]] || exec "${command[@]}"
+[[ $dry_run == yes ]] || exec env "${variables[@]}" "${command[@]}"

@@ -14,15 +14,17 @@ import signal
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import GPUS, REPO, load_script, run_command
+from conftest import GPUS, REPO, free_port, load_script, run_command
 from torch.nn.parallel import DistributedDataParallel
 
 MNIST = "01-ddp-basics/ddp_mnist.py"
 LAUNCH = "01-ddp-basics/launch_ddp.sh"
+TRAINING = "01-ddp-basics/ddp_training.py"
 
 
 def results_of(folder: Path) -> dict:
@@ -318,56 +320,120 @@ def test_mnist_is_read_from_its_folder_and_never_fetched_silently(run_script, tm
 
 # the launch script
 
+SBATCH = "01-ddp-basics/ddp_training.sbatch"
+
 
 @pytest.mark.parametrize(
     ("argv", "prints"),
     [
         (
-            "local --nproc-per-node=3 --epochs 2",
-            "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=3 {script} --epochs 2",
+            "local --nproc-per-node=3 --max-steps 2",
+            "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=3 {script} --max-steps 2",
         ),
         (
             "multi-node --nnodes 2 --nproc-per-node 8 --rdzv-endpoint n0:29500 --resume",
-            "OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=ddp_mnist "
+            "OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=ddp_training "
             "--rdzv-backend=c10d --rdzv-endpoint=n0:29500 {script} --resume",
         ),
         (
-            "slurm --nnodes 2 --nproc-per-node 8 --output-dir 'runs/a b'",
-            "OMP_NUM_THREADS=1 sbatch --job-name=ddp_mnist --nodes=2 --ntasks-per-node=8 "
-            "--gpus-per-node=8 --wrap 'srun --kill-on-bad-exit=1 python {script} "
-            "--output-dir runs/a\\ b'",
+            "elastic --nproc-per-node 2 --output-dir run",
+            "OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1 "
+            "--nproc-per-node=2 --max-restarts=3 --standalone {script} --resume --output-dir run",
         ),
         (
-            "slurm --nnodes 1 --nproc-per-node 2 --device=cpu",
-            "OMP_NUM_THREADS=1 sbatch --job-name=ddp_mnist --nodes=1 --ntasks-per-node=2 "
-            "--wrap 'srun --kill-on-bad-exit=1 python {script} --device=cpu'",
+            "elastic --nnodes 1:4 --nproc-per-node 2 --rdzv-endpoint n0:1 --output-dir=run",
+            "OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 "
+            "--nproc-per-node=2 --max-restarts=3 --rdzv-id=ddp_training --rdzv-backend=c10d "
+            "--rdzv-endpoint=n0:1 {script} --resume --output-dir=run",
+        ),
+        (
+            "slurm --nnodes 2 --nproc-per-node 8 --output-dir 'runs/a b'",
+            "OMP_NUM_THREADS=1 sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 {sbatch} "
+            "--output-dir 'runs/a b'",
+        ),
+        (
+            "slurm --nnodes 1 --nproc-per-node 2 --device=cpu --output-dir run",
+            "OMP_NUM_THREADS=1 sbatch --nodes=1 --ntasks-per-node=2 {sbatch} --device=cpu "
+            "--output-dir run",
         ),
     ],
 )
-def test_launcher_prints_its_command_and_passes_arguments_on(tmp_path, argv, prints):
+def test_launcher_prints_its_command_and_passes_arguments_on(argv, prints):
     ended = run_command(["bash", LAUNCH, *shlex.split(argv), "--dry-run"], REPO, 20)
     assert (ended.codes, ended.stderr) == ([0], "")
-    assert ended.stdout == prints.format(script=MNIST) + "\n"
+    assert ended.stdout == prints.format(script=TRAINING, sbatch=SBATCH) + "\n"
 
 
-def test_launcher_runs_what_it_prints(tmp_path):
-    ended = run_command(["bash", str(REPO / LAUNCH), "local", "--epochs", "1"], tmp_path, 60)
-    assert ended.codes == [0], ended.stderr
-    assert ended.stdout.startswith("OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=")
-    assert "OK: 4 checks passed" in ended.stdout
+def test_two_nodes_meet_on_loopback(tmp_path, small):
+    """The line of two machines, run twice on one: each is a node, with a torchrun of its own."""
+    shared = ["--nnodes", "2", "--nproc-per-node", "1"]
+    shared += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", *map(str, small), "--max-steps", "3"]
+    command = ["bash", str(REPO / LAUNCH), "multi-node", *shared, "--output-dir", "run"]
+    with ThreadPoolExecutor() as pool:  # the same folder, as on a disk that both machines have
+        nodes = [pool.submit(run_command, command, tmp_path, 90) for _ in range(2)]
+    ended = [node.result() for node in nodes]
+    assert [node.codes for node in ended] == [[0], [0]], ended[0].stderr + ended[1].stderr
+    assert sum("OK: 5 checks passed" in node.stdout for node in ended) == 1, "rank 0's node speaks"
+    assert results_of(tmp_path / "run")["world_size"] == 2
+
+
+def test_elastic_restarts_a_killed_job_which_goes_on_bitwise(tmp_path, small, straight):
+    folder = tmp_path / "restarted"
+    command = ["bash", LAUNCH, "elastic", "--nproc-per-node", "2", *map(str, small)]
+
+    def kill_a_worker(agent):
+        children = Path(f"/proc/{agent}/task/{agent}/children")
+
+        def act(_):
+            os.kill(int(children.read_text().split()[-1]), signal.SIGKILL)
+
+        at_random_step(folder, act)(None)
+
+    ended = run_command([*command, "--output-dir", str(folder)], REPO, 90, during=kill_a_worker)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert re.search("resuming from|no checkpoint in .* yet.*no checkpoint", ended.stdout, re.S)
+    assert largest_difference(straight, folder) == 0.0, "bitwise"
+
+
+def test_slurm_job_saves_and_queues_again_when_time_is_up(tmp_path):
+    """The batch script with stand-ins for SLURM's commands: srun runs the script until USR1."""
+    stand_ins = {
+        "srun": 'echo "srun $*"; trap "echo saved; exit 0" USR1; kill -USR1 $PPID; '
+        "while true; do sleep 0.1; done",
+        "scancel": 'echo "scancel $*"; kill -USR1 $(pgrep -P $PPID -f /srun)',
+        "scontrol": 'echo "scontrol $*"',
+    }
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    ended = run_command(
+        ["bash", "-c", f'PATH="{tmp_path}:$PATH" SLURM_JOB_ID=7 bash {SBATCH} --output-dir run'],
+        REPO, 20,
+    )  # fmt: skip
+    assert (ended.codes, ended.stderr) == ([0], "")
+    assert ended.stdout.splitlines() == [
+        f"srun --kill-on-bad-exit=1 python {TRAINING} --resume --output-dir run",
+        "scancel --signal=USR1 7",
+        "saved",
+        "scontrol requeue 7",
+    ]
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ("", "the first argument must be local, multi-node or slurm, not ''"),
+        ("", "the first argument must be local, multi-node, elastic or slurm, not ''"),
         ("cluster", "not 'cluster'"),
         ("local --nproc-per-node 0", "must be a whole number of at least 1, not '0'"),
         ("local --nproc-per-node", "--nproc-per-node needs a value"),
-        ("local --nnodes 2", "--nnodes and --rdzv-endpoint go with multi-node"),
+        ("local --nnodes 2", "--nnodes and --rdzv-endpoint go with the other modes"),
         ("multi-node --nproc-per-node 2", "multi-node needs --nnodes"),
         ("multi-node --nnodes 2 --rdzv-endpoint n0", "multi-node needs --rdzv-endpoint HOST:PORT"),
+        ("elastic --nnodes 2:x", "--nnodes must be like 2 or 1:4, not '2:x'"),
+        ("elastic --nnodes 1:2 --output-dir x", "elastic needs --rdzv-endpoint HOST:PORT"),
+        ("elastic", "elastic needs --output-dir"),
         ("slurm --nnodes 2", "slurm needs --nproc-per-node"),
+        ("slurm --nnodes 2 --nproc-per-node 2", "slurm needs --output-dir"),
     ],
 )
 def test_launcher_refuses_what_it_cannot_start(argv, says):
@@ -565,8 +631,6 @@ def test_from_scratch_refuses_bad_input(run_script, argv, says):
 
 
 # the production template
-
-TRAINING = "01-ddp-basics/ddp_training.py"
 
 
 @pytest.fixture
@@ -772,29 +836,6 @@ def test_resuming_on_other_ranks_keeps_the_data_order_and_says_what_changed(
     assert "at step 12, sample 192 of epoch 1; changed since then: ranks 1 -> 4" in four.stdout
     assert largest_difference(straight, folder) < 2e-5
     assert results_of(folder)["checks"][3]["ok"], "no token twice, none left out"
-
-
-def test_torchrun_restarts_a_killed_job_which_goes_on_bitwise(tmp_path, small, straight):
-    """With the variable that launch_ddp.sh elastic sets; without it, most such restarts fail."""
-    folder = tmp_path / "restarted"
-    command = ["torchrun", "--nnodes=1:1", "--nproc-per-node=2", "--max-restarts=2",
-               "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(REPO / TRAINING),
-               *map(str, small), "--output-dir", str(folder), "--resume"]  # fmt: skip
-
-    def kill_a_worker(agent):
-        children = Path(f"/proc/{agent}/task/{agent}/children")
-
-        def workers():
-            return [int(pid) for pid in children.read_text().split()]
-
-        at_random_step(folder, lambda _: os.kill(workers()[-1], signal.SIGKILL))(None)
-
-    ended = run_command(
-        command, REPO, 90, during=kill_a_worker, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"
-    )
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert re.search("resuming from|no checkpoint in .* yet.*no checkpoint", ended.stdout, re.S)
-    assert largest_difference(straight, folder) == 0.0, "bitwise"
 
 
 # the template's other ways to stop
