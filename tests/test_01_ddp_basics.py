@@ -1234,3 +1234,25 @@ def test_what_is_hidden_is_what_lies_within_backward():
     script = load_script(TIMELINE)
     spans = {"backward": [(10.0, 20.0)], "all-reduce": [(5.0, 6.0), (15.0, 5.0), (29.0, 4.0)]}
     assert script.hidden_ms(spans) == 1.0 + 5.0 + 1.0
+
+
+# pitfalls
+
+PITFALLS = "01-ddp-basics/ddp_pitfalls.py"
+SYMPTOMS = {
+    "hang-at-a-step": "rank 0: lost contact with another rank (Timed out)",
+    "unused-parameters": "Expected to have finished reduction in the prior iteration",
+    "losses-differ": "FAILED: distinct losses",
+    "forgotten-set-epoch": "FAILED: distinct orders in 3 epochs",
+    "batch-norm": "FAILED: gradient: relative error against one process",
+    "out-of-memory": "rank 1: RuntimeError: ",
+    "slow-input": "FAILED: share of the time",
+}
+
+
+@pytest.mark.parametrize("pitfall", SYMPTOMS)
+def test_a_pitfall_has_its_symptom_and_the_cure_cures(run_script, pitfall):
+    ended = run_script(PITFALLS, pitfall, "--timeout", 2, world_size=2)
+    assert 1 in ended.codes and SYMPTOMS[pitfall] in ended.stdout + ended.stderr
+    cured = run_script(PITFALLS, pitfall, "--cured", "--timeout", 10, world_size=2)
+    assert cured.codes == [0, 0], cured.stdout + cured.stderr

@@ -1,0 +1,208 @@
+"""Reproduce what goes wrong with DDP, one mistake at a time; --cured does the same without it.
+
+    CPU   torchrun --standalone --nproc-per-node=2 01-ddp-basics/ddp_pitfalls.py batch-norm
+    GPU   torchrun --standalone --nproc-per-node=gpu 01-ddp-basics/ddp_pitfalls.py batch-norm
+
+Each mistake is one function. Look for: the symptom, as an error or as a check that fails (exit code
+1), and what the same command says with --cured.
+
+Sources: docs.pytorch.org, DistributedDataParallel (notes), torch.utils.data.distributed, and
+SyncBatchNorm; Goyal et al., ImageNet in 1 Hour (2017), section 3, for batch norm.
+"""
+
+import resource
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from dist_common import data, measure, runtime
+from dist_common.console import Console
+
+MIB = 2**20  # bytes
+
+
+def ddp(model, device, **options):
+    ids = [device.index] if device.type == "cuda" else None
+    return DDP(model.to(device), ids, **options)
+
+
+def samples(count, device):
+    """Return digits and their labels. Shapes: (count, 64), (count,)."""
+    images, labels = data.load_digits().train[:count]
+    return images.flatten(1).to(device), labels.to(device)
+
+
+def train(model, batches):
+    """Take a step on each batch; return the losses of this rank."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def hang_at_a_step(args, world, device, results):
+    """Rank 1 has one batch less. The others wait for it in the all-reduce of the last step."""
+    images, labels = samples(40, device)
+    batches = list(zip(images.split(10), labels.split(10), strict=True))
+    fewer = batches[:-1] if world.rank == 1 and not args.cured else batches
+    losses = train(ddp(nn.Linear(64, 10), device), fewer)
+    if len(losses) < len(batches):
+        time.sleep(2 * args.timeout)  # it is elsewhere: evaluates, saves, or has ended
+    # Cure: deal equally many batches to all ranks, as ShardedSampler does, or use the Join context.
+    results.check("steps of this rank", len(losses), len(batches), 0, "the other ranks")
+
+
+def unused_parameters(args, world, device, results):
+    """A layer takes no part in the loss: DDP waits for a gradient that never comes."""
+
+    class Branched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 10), nn.Linear(64, 10)
+
+        def forward(self, images):
+            return self.used(images)
+
+    # Cure: take the layer out; or have DDP look for such layers, at a cost in each step.
+    model = ddp(Branched(), device, find_unused_parameters=args.cured)
+    losses = train(model, [samples(32, device)] * 2)
+    results.check("steps taken", len(losses), 2, 0, "two batches")
+
+
+def losses_differ(args, world, device, results):
+    """Each rank prints the loss of its own samples. Nothing is wrong but the printing."""
+    images, labels = samples(32 * world.world_size, device)
+    own = slice(world.rank, None, world.world_size)
+    loss = train(ddp(nn.Linear(64, 10), device), [(images[own], labels[own])])[0]
+    if args.cured:  # the mean over ranks, which is the loss of the global batch
+        dist.all_reduce(loss)
+        loss /= world.world_size
+    printed = [None] * world.world_size
+    dist.all_gather_object(printed, f"{loss.item():.4f}")
+    name = f"distinct losses, of {' '.join(sorted(set(printed)))}"
+    results.check(name, len(set(printed)), 1, 0, "one model, one global batch")
+
+
+def forgotten_set_epoch(args, world, device, results):
+    """PyTorch's sampler shuffles by seed and epoch; nobody tells it the epoch."""
+    sampler, orders = DistributedSampler(range(1000), world.world_size, world.rank), set()
+    for epoch in range(3):
+        if args.cured:
+            sampler.set_epoch(epoch)
+        orders.add(tuple(sampler))
+    results.check("distinct orders in 3 epochs", len(orders), 3, 0, "a shuffle for each epoch")
+
+
+def batch_norm(args, world, device, results):
+    """The mean over a rank's samples is not that over the global batch: another gradient."""
+    runtime.seed_everything(args.seed)
+    # Cure: a norm that looks at one sample. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # takes the mean over all ranks, by two more all-reduces for each layer.
+    norm = nn.LayerNorm(32) if args.cured else nn.BatchNorm1d(32)
+    plain = nn.Sequential(nn.Linear(64, 32), norm, nn.GELU(), nn.Linear(32, 10)).to(device)
+    images, labels = samples(16 * world.world_size, device)
+    F.cross_entropy(plain(images), labels).backward()
+    alone = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    plain.zero_grad()
+    model, own = ddp(plain, device), slice(world.rank, None, world.world_size)
+    F.cross_entropy(model(images[own]), labels[own]).backward()
+    averaged = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    error = ((averaged - alone).abs().max() / alone.abs().max()).item()
+    results.check("gradient: relative error against one process", error, 0, 1e-5, "one process")
+
+
+def out_of_memory(args, world, device, results):
+    """The last rank has not enough memory for its batch. The others lose it."""
+    batch, steps = (32_768, 1) if not args.cured else (1024, 32)  # cure: accumulate over parts
+    model = ddp(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 10)), device)
+    images, labels = (tensor[torch.arange(batch) % 1000] for tensor in samples(1000, device))
+    if world.rank == world.world_size - 1:
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(100 * MIB / total, device)
+        else:  # 100 MiB more than this process has by now
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + 100 * MIB
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    for step in range(steps):
+        with model.no_sync() if step < steps - 1 else torch.enable_grad():
+            (F.cross_entropy(model(images), labels) / steps).backward()
+    results.check("samples", batch * steps, 32_768, 0, "the batch that was wanted")
+
+
+class SlowDigits(Dataset):
+    """Digits that take 2 ms each to arrive, as from a disk far away."""
+
+    def __init__(self):
+        self.images, self.labels = samples(512, "cpu")
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return self.images[index], self.labels[index]
+
+
+def slow_input(args, world, device, results):
+    """The step waits for its data. Processes that load ahead have it there in time."""
+    loader = DataLoader(SlowDigits(), 16, num_workers=2 if args.cured else 0)
+    model = ddp(nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 10)), device)
+    waited, computed, batches = 0.0, 0.0, iter(loader)
+    next(batches)  # workers need a while to start
+    for _ in range(20):
+        started = time.perf_counter()
+        images, labels = next(batches)
+        there = time.perf_counter()
+        for _ in range(4):
+            train(model, [(images.to(device), labels.to(device))])
+        waited += there - started
+        computed += time.perf_counter() - there
+    times = torch.tensor([waited, computed], device=device)
+    dist.all_reduce(times)
+    share = (times[0] / times.sum()).item()
+    results.check("share of the time that steps wait for data", share, 0, 0.25, "loaded ahead")
+
+
+PITFALLS = {
+    function.__name__.replace("_", "-"): function
+    for function in (hang_at_a_step, unused_parameters, losses_differ, forgotten_set_epoch,
+                     batch_norm, out_of_memory, slow_input)
+}  # fmt: skip
+
+
+def parse_args():
+    parser = runtime.ArgumentParser(__doc__)
+    parser.add_argument("pitfall", choices=PITFALLS, help="the mistake to make")
+    parser.add_argument("--cured", action="store_true", help="do not make it")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    with runtime.init(args.device, args.timeout) as (world, device):
+        if world.world_size < 2:
+            raise runtime.UsageError("needs 2 ranks: start it with torchrun --nproc-per-node=2")
+        console = Console(world.is_rank0)
+        results = measure.Results("01-ddp-basics/ddp_pitfalls.py", args, world, device)
+        output = measure.claim_output_dir(args, world)
+        pitfall = PITFALLS[args.pitfall]
+        console.header(results, f"{args.pitfall}: {pitfall.__doc__}")
+        pitfall(args, world, device, results)
+        if output and world.is_rank0:
+            results.write(output)
+        return console.verdict(results, "cured" if args.cured else "nothing went wrong")
+
+
+if __name__ == "__main__":
+    runtime.run(main)
