@@ -105,7 +105,6 @@ def forgotten_set_epoch(args, world, device, results):
 
 def batch_norm(args, world, device, results):
     """The mean over a rank's samples is not that over the global batch: another gradient."""
-    runtime.seed_everything(args.seed)
     # Cure: a norm that looks at one sample. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # takes the mean over all ranks, by two more all-reduces for each layer.
     norm = nn.LayerNorm(32) if args.cured else nn.BatchNorm1d(32)
@@ -197,6 +196,7 @@ def main():
         results = measure.Results("01-ddp-basics/ddp_pitfalls.py", args, world, device)
         output = measure.claim_output_dir(args, world)
         pitfall = PITFALLS[args.pitfall]
+        runtime.seed_everything(args.seed)
         console.header(results, f"{args.pitfall}: {pitfall.__doc__}")
         pitfall(args, world, device, results)
         if output and world.is_rank0:

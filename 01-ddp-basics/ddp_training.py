@@ -81,36 +81,42 @@ def summed_loss(model, inputs, targets, precision):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def accumulate_gradient(ddp_model, micro_batches, precision, scaler=None):
+def accumulate_gradient(ddp_model, micro_batches, precision, scaler=None, signals=()):
     """Leave the mean gradient over all tokens of the global batch in the model, on every rank.
 
-    Return this rank's sum of losses, and the number of tokens over all ranks.
+    Return this rank's sum of losses, and all ranks' sums: of losses, of tokens, of stop signals.
     """
     device = next(ddp_model.parameters()).device
     batches = [[t.to(device, non_blocking=True) for t in batch] for batch in micro_batches]
-    tokens = sum((targets != data.IGNORED).sum() for _, targets in batches)
-    dist.all_reduce(tokens)
-    loss_sum = torch.zeros((), device=device)
+    full = dist.get_world_size() * sum(targets.numel() for _, targets in batches)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     for number, (inputs, targets) in enumerate(batches, 1):
         # Gradients add up on each rank; the backward of the last micro-batch all-reduces the sum.
         with contextlib.nullcontext() if number == len(batches) else ddp_model.no_sync():
             loss = summed_loss(ddp_model, inputs, targets, precision)
-
-            # Each token counts alike, in whatever micro-batch: so not the mean of micro-batches'
-            # means. DDP divides by the number of ranks, which this takes back.
-            mean_loss = loss * dist.get_world_size() / tokens
-
+            # DDP divides by the ranks, so this is the mean over the tokens of a full batch.
+            mean_loss = loss * dist.get_world_size() / full
             if scaler:  # float16 loses small gradients: this makes them larger, for a while
                 mean_loss = scaler.scale(mean_loss)
             mean_loss.backward()
-        loss_sum += loss.detach()
-    return loss_sum, tokens
+        sums[0] += loss.detach()
+        sums[1] += (targets != data.IGNORED).sum()
+    own = sums[0].item()
+    sums[2] = len(signals)
+    dist.all_reduce(sums)  # 24 bytes: what every rank has to know of the others
+    tokens = sums[1].item()
+    if tokens < full:
+        for parameter in ddp_model.parameters():
+            # The mean is over the tokens that there are, in whatever micro-batch: so each counts
+            # alike, which in a mean of micro-batches' means it would not.
+            parameter.grad *= full / tokens
+    return own, sums.tolist()
 
 
-def train_step(ddp_model, optimizer, micro_batches, lr, args, scaler=None):
-    """Take one step. Return this rank's sum of losses, all ranks' tokens, the gradient's norm."""
+def train_step(ddp_model, optimizer, micro_batches, lr, args, scaler=None, signals=()):
+    """Take one step. Return what accumulate_gradient does, and the gradient's norm."""
     optimizer.zero_grad()
-    sums = accumulate_gradient(ddp_model, micro_batches, args.precision, scaler)
+    own, sums = accumulate_gradient(ddp_model, micro_batches, args.precision, scaler, signals)
     for group in optimizer.param_groups:
         group["lr"] = lr
     if scaler:
@@ -121,7 +127,7 @@ def train_step(ddp_model, optimizer, micro_batches, lr, args, scaler=None):
         scaler.update()
     else:
         optimizer.step()
-    return *sums, norm
+    return own, sums, norm.item()
 
 
 def lr_at(step, args):
@@ -149,17 +155,17 @@ def evaluate(model, sequences, device, args):
 
 def catch_preemption():
     """Note SIGTERM and SIGUSR1 in the list returned, instead of dying from them in mid-step."""
-    preempted = []
+    signals = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: preempted.append(number))
-    return preempted
+        signal.signal(number, lambda number, _: signals.append(number))
+    return signals
 
 
 def stop_unless_finite(step, loss, own_sum):
     """End the run when the loss is infinite or not a number; say on which ranks it was theirs."""
     if not math.isfinite(loss):
         sums = [None] * dist.get_world_size()
-        dist.all_gather_object(sums, own_sum.item())
+        dist.all_gather_object(sums, own_sum)
         ranks = [str(rank) for rank, own in enumerate(sums) if not math.isfinite(own)]
         raise FloatingPointError(
             f"stopped: in step {step} the loss is {loss} on rank {', '.join(ranks)} of "
@@ -204,12 +210,11 @@ def check_gradient(results, ddp_model, train_set, sampler, device, args):
     with measure.CollectiveCounter() as counter:
         micro_batches = [collate(args, [item]) for item in mine]
         accumulate_gradient(ddp_model, micro_batches, args.precision)
-    tokens = int(train_set.lengths[order].sum())
     alone = [torch.zeros_like(parameter) for parameter in plain.parameters()]
     for start in range(0, len(sequences), args.micro_batch_size):  # as many as fit at a time
         part = sequences[start : start + args.micro_batch_size]
         inputs, targets = (tensor.to(device) for tensor in collate(args, part))
-        loss = summed_loss(plain, inputs, targets, args.precision) / tokens
+        loss = summed_loss(plain, inputs, targets, args.precision) / train_set.lengths[order].sum()
         gradients = torch.autograd.grad(loss, list(plain.parameters()))
         alone = [total + gradient for total, gradient in zip(alone, gradients, strict=True)]
     errors = [(p.grad - g).abs().max() for p, g in zip(plain.parameters(), alone, strict=True)]
@@ -218,8 +223,8 @@ def check_gradient(results, ddp_model, train_set, sampler, device, args):
     name, source = "gradient: relative error against one process", "DDP paper, section 3.2"
     results.check(name, error.item(), 0, GRADIENT_TOLERANCE[args.precision], source)
     sent, gradient = counter.bytes["allreduce_"], sum(p.nbytes for p in plain.parameters())
-    name, source = "bytes all-reduced per step", "one gradient, however many micro-batches; a count"
-    results.check(name, sent, gradient + 8, 0, source)
+    name, source = "bytes all-reduced per step", "one gradient for all micro-batches, three sums"
+    results.check(name, sent, gradient + 24, 0, source)
 
 
 def check_equal_weights(results, model):
@@ -332,23 +337,19 @@ def main():
             checkpoint.restore_rng_state(state["rng"], world.rank)
         flops, timer = measure.flops_per_token(config, args.seq_len), measure.StepTimer(device)
         batches = steps_of(loader, sampler, args)
-        preempted = catch_preemption()
+        signals = catch_preemption()
         for step in console.progress(range(first_step, args.max_steps + 1), "training"):
             with timer:
                 lr, batch = lr_at(step, args), next(batches)
-                own, tokens, norm = train_step(ddp_model, optimizer, batch, lr, args, scaler)
-                told = torch.zeros(2, device=device)  # sum of losses; whether a rank has to stop
-                told[0] = own
-                told[1] = len(preempted)
-                dist.all_reduce(told)
-                loss, stop = told[0].item() / tokens.item(), told[1].item() > 0
+                own, sums, norm = train_step(ddp_model, optimizer, batch, lr, args, scaler, signals)
+            loss, tokens, stop = sums[0] / sums[1], int(sums[1]), sums[2] > 0
             stop_unless_finite(step, loss, own)
             sampler.advance(min(args.global_batch_size, len(train_set) - sampler.position))
-            trained_tokens += tokens.item()
+            trained_tokens += tokens
             last, time_ms = step == args.max_steps, timer.steps_ms[-1]
-            speed = tokens.item() / time_ms * 1e3
+            speed = tokens / time_ms * 1e3
             usage = measure.mfu(speed / world.world_size * flops, device, args.precision)
-            log.write(step, loss=loss, lr=lr, grad_norm=norm.item(), tokens_per_second=speed)
+            log.write(step, loss=loss, lr=lr, grad_norm=norm, tokens_per_second=speed)
             if step % args.log_every == 0 or last or stop:
                 console.say(
                     f"step {step} | loss {loss:.4f} | {time_ms:.1f} ms | {speed:,.0f} tok/s | "
@@ -377,16 +378,15 @@ def main():
         check_equal_weights(results, model)
         lengths, part = train_set.lengths, sampler.global_order()[: sampler.position]
         expected = int(sampler.epoch * lengths.sum() + lengths[part].sum())
-        name, source = "tokens trained on, from step 1", "each sequence once an epoch"
-        results.check(name, trained_tokens, expected, 0, source)
+        results.check("tokens trained on, from step 1", trained_tokens, expected, 0, "each once")
         if last:
-            name, source = "test tokens counted", "each once"
-            results.check(name, test_tokens, int(test_set.lengths.sum()), 0, source)
+            expected = int(test_set.lengths.sum())
+            results.check("test tokens counted", test_tokens, expected, 0, "each once")
             results.metrics["test_loss"] = test_loss
         results.metrics |= {
             "final_loss": loss,
             "step_time_ms": timer.median_ms(),
-            "tokens_per_second": tokens.item() / timer.median_ms() * 1e3,
+            "tokens_per_second": tokens / timer.median_ms() * 1e3,
             "mfu": usage,
             "peak_memory_gib": measure.peak_memory_gib(device),
         }

@@ -137,11 +137,11 @@ def main():
         reports = start(way, world_size, args.timeout)
         last = reports[-1]
         found = "set by hand: " * (way == "mp.spawn") + show(last["found"])
-        rows.append((way, found, str(len(reports)), str(last["sum"])))
+        rows.append((way, str(len(reports)), str(last["sum"]), found))
         name, source = f"{way}: sum of the ranks", "0 + 1 + ... + (N - 1)"
         results.check(name, last["sum"], world_size * (world_size - 1) // 2, 0, source)
     console.say("what the last rank finds in its environment:")
-    console.table(rows, ("started", "variables", "ranks", "sum"), names=2)
+    console.table(rows, ("started", "ranks", "sum", "variables"), names=4)
     if output:
         results.write(output)
     return console.verdict(results, "one job, five ways to start it")
