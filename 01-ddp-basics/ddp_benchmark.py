@@ -216,8 +216,13 @@ class BareLoop:
         text = data.load_text(max_bytes=1_000_000)
         train_set = data.Sequences(text[: len(text) - len(text) // 20], args.seq_len)
         sampler = data.ShardedSampler(len(train_set), world.rank, world.world_size, args.seed)
-        self.batches = iter(DataLoader(train_set, args.micro_batch_size, sampler=sampler))
-        self.device = device
+        self.batches = self.endless(DataLoader(train_set, args.micro_batch_size, sampler=sampler))
+        self.device, self.sampler = device, sampler
+
+    def endless(self, loader):
+        while True:
+            yield from loader
+            self.sampler.set_epoch(self.sampler.epoch + 1)
 
     def step(self):
         inputs, targets = (tensor.to(self.device) for tensor in next(self.batches))
@@ -247,6 +252,8 @@ def alternate(template, console, times, losses):
     """
 
     def clocks():
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         return time.process_time() * 1e3, time.perf_counter() * 1e3
 
     def took(before):
@@ -361,6 +368,11 @@ def measure_all(args, console):
     return found
 
 
+def core_count():
+    """Return the cores that this process may use, where the system says so (not on macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def main():
     args = parse_args()
     world = runtime.discover()
@@ -374,8 +386,8 @@ def main():
     console = Console(world.is_rank0)
     results = measure.Results("01-ddp-basics/ddp_benchmark.py", args, world, device)
     output = measure.claim_output_dir(args, world)
-    console.header(results, f"{args.model}; {os.cpu_count()} cores for at most {ranks} ranks")
-    if device.type == "cpu" and ranks > os.cpu_count():
+    console.header(results, f"{args.model}; {core_count()} cores for at most {ranks} ranks")
+    if device.type == "cpu" and ranks > core_count():
         console.say("more ranks than cores: this shows them share, and not how DDP scales")
     if alone:
         show_scaling(args, measure_all(args, console), console, results, output)

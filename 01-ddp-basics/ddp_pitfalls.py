@@ -47,7 +47,7 @@ def train(model, batches):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return torch.stack(losses)
+    return torch.stack(losses).cpu()  # a GPU has only been told so far: this waits for it
 
 
 def hang_at_a_step(args, world, device, results):
@@ -83,7 +83,7 @@ def losses_differ(args, world, device, results):
     """Each rank prints the loss of its own samples. Nothing is wrong but the printing."""
     images, labels = samples(32 * world.world_size, device)
     own = slice(world.rank, None, world.world_size)
-    loss = train(ddp(nn.Linear(64, 10), device), [(images[own], labels[own])])[0]
+    loss = train(ddp(nn.Linear(64, 10), device), [(images[own], labels[own])])[0].to(device)
     if args.cured:  # the mean over ranks, which is the loss of the global batch
         dist.all_reduce(loss)
         loss /= world.world_size

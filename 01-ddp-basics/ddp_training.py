@@ -34,6 +34,7 @@ AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.flo
 GRADIENT_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2, "16-mixed": 1e-2}
 LR_SCALING = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
 SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed")  # what the order of the data depends on
+FREE = ("device", "timeout", "output_dir", "resume", "num_workers", "tensorboard")  # not the result
 
 
 class MicroBatches:
@@ -145,12 +146,15 @@ def evaluate(model, sequences, device, args):
     mine = data.evaluation_indices(len(sequences), dist.get_rank(), dist.get_world_size())
     sums = torch.zeros(2, device=device, dtype=torch.float64)  # losses, tokens
     for chunk in mine.split(args.micro_batch_size):
-        items = [sequences[index] for index in chunk]
-        inputs, targets = (tensor.to(device) for tensor in collate(args, items))
+        inputs, targets = (t.to(device) for t in collate(args, [sequences[i] for i in chunk]))
         sums[0] += summed_loss(model, inputs, targets, args.precision)
         sums[1] += (targets != data.IGNORED).sum()
     dist.all_reduce(sums)  # after the loop: ranks may have taken different numbers of turns in it
     return (sums[0] / sums[1]).item(), int(sums[1])
+
+
+def ignore_sigterm(worker):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which launchers send to data workers too
 
 
 def catch_preemption():
@@ -161,24 +165,17 @@ def catch_preemption():
     return signals
 
 
-def stop_unless_finite(step, loss, own_sum):
-    """End the run when the loss is infinite or not a number; say on which ranks it was theirs."""
-    if not math.isfinite(loss):
+def stop_unless_finite(step, loss, own_sum, norm, scaler=None):
+    """End the run when loss or gradient is infinite or no number; say on which ranks it was so."""
+    if not math.isfinite(loss) or not (scaler or math.isfinite(norm)):  # a scaler looks itself
         sums = [None] * dist.get_world_size()
         dist.all_gather_object(sums, own_sum)
         ranks = [str(rank) for rank, own in enumerate(sums) if not math.isfinite(own)]
+        where = f"on rank {', '.join(ranks)} of {len(sums)}" if ranks else "over all ranks"
         raise FloatingPointError(
-            f"stopped: in step {step} the loss is {loss} on rank {', '.join(ranks)} of "
-            f"{len(sums)}. Checkpoints are from before; try a lower --lr or look at that data"
+            f"stopped: in step {step} the loss is {loss:.4g} {where}, the gradient's norm {norm:.4g}. "
+            "Try a lower --lr, or look at that data; the newest checkpoint may be on the way there"
         )
-
-
-def settings_of(args, world, text):
-    """Return what a resumed run is held against, by name."""
-    names = "seq_len whole_lines seed micro_batch_size global_batch_size lr max_steps precision"
-    text_file = f"sha256 {hashlib.sha256(text.numpy()).hexdigest()[:8]}"
-    own = {"text_file": text_file, "ranks": world.world_size}
-    return own | {name: vars(args)[name] for name in names.split()}
 
 
 def resume(state, settings, sampler, model, optimizer, scaler, console):
@@ -195,7 +192,8 @@ def resume(state, settings, sampler, model, optimizer, scaler, console):
     if scaler and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     sampler.load_state_dict(state["sampler"])
-    changes = [f"{name} {old[name]} -> {new}" for name, new in settings.items() if old[name] != new]
+    checkpoint.restore_rng_state(state["rng"], sampler.rank)
+    changes = [f"{n} {old.get(n)} -> {new}" for n, new in settings.items() if old.get(n) != new]
     console.say(
         f"at step {state['step']}, sample {sampler.position:,} of epoch {sampler.epoch + 1}; "
         f"changed since then: {', '.join(changes) or 'nothing'}"
@@ -208,7 +206,7 @@ def check_gradient(results, ddp_model, train_set, sampler, device, args):
     sequences = [train_set[index] for index in order]
     mine = sequences[sampler.rank :: sampler.world_size]
     with measure.CollectiveCounter() as counter:
-        micro_batches = [collate(args, [item]) for item in mine]
+        micro_batches = [collate(args, mine[:1]), collate(args, mine[1:])]
         accumulate_gradient(ddp_model, micro_batches, args.precision)
     alone = [torch.zeros_like(parameter) for parameter in plain.parameters()]
     for start in range(0, len(sequences), args.micro_batch_size):  # as many as fit at a time
@@ -223,8 +221,7 @@ def check_gradient(results, ddp_model, train_set, sampler, device, args):
     name, source = "gradient: relative error against one process", "DDP paper, section 3.2"
     results.check(name, error.item(), 0, GRADIENT_TOLERANCE[args.precision], source)
     sent, gradient = counter.bytes["allreduce_"], sum(p.nbytes for p in plain.parameters())
-    name, source = "bytes all-reduced per step", "one gradient for all micro-batches, three sums"
-    results.check(name, sent, gradient + 24, 0, source)
+    results.check("bytes all-reduced per step", sent, gradient + 24, 0, "a gradient, three sums")
 
 
 def check_equal_weights(results, model):
@@ -239,8 +236,7 @@ def check_equal_weights(results, model):
 
 def parse_args():
     parser = runtime.ArgumentParser(__doc__, resumes=True)
-    whole, positive, real = runtime.whole_number, runtime.positive_int, runtime.positive_float
-    add = parser.add_argument
+    add, positive, real = parser.add_argument, runtime.positive_int, runtime.positive_float
     add("--preset", choices=PRESETS, default="tiny", help="size of the model (tiny)")
     add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
     add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
@@ -252,13 +248,17 @@ def parse_args():
     add("--lr", type=real, default=2e-3, help="peak learning rate of AdamW (0.002)")
     add("--lr-scaling", choices=LR_SCALING, default="none", help="with the global batch (none)")
     add("--base-batch-size", type=positive, default=32, help="for which --lr is meant (32)")
-    add("--warmup-steps", type=whole, default=10, help="(10)")
+    add("--warmup-steps", type=runtime.whole_number, default=10, help="(10)")
     add("--max-grad-norm", type=real, default=1.0, help="clip gradients longer than this (1)")
     add("--precision", choices=AUTOCAST, default="32-true", help="(32-true)")
     add("--eval-every", type=positive, default=30, help="steps (30)")
     add("--save-every", type=positive, default=20, help="steps, with --output-dir (20)")
-    add("--log-every", type=positive, default=10, help="steps (10)")
-    add("--num-workers", type=whole, default=0, help="processes per rank that load data (0)")
+    add(
+        "--num-workers",
+        type=runtime.whole_number,
+        default=0,
+        help="processes per rank that load data (0)",
+    )
     add("--compile", action="store_true", help="translate the model by torch.compile")
     add("--tensorboard", action="store_true", help="write for TensorBoard to --output-dir too")
     return parser.parse_args()
@@ -291,9 +291,10 @@ def main():
         if args.seq_len > config.max_seq_len:
             raise runtime.UsageError(f"--seq-len must be at most {config.max_seq_len}")
         text = data.load_text(args.text_file, max_bytes=1_000_000)
+        cut = len(text) - len(text) // 20  # the last twentieth is held out to test on
         train_set, test_set = (
-            data.Sequences(part, args.seq_len, world.world_size, args.whole_lines)
-            for part in text.split([len(text) - len(text) // 20, len(text) // 20])
+            data.Sequences(part, args.seq_len, world.world_size, args.whole_lines, name)
+            for name, part in (("training text", text[:cut]), ("test text", text[cut:]))
         )
         sampler = data.ShardedSampler(len(train_set), world.rank, world.world_size, args.seed)
         loader = DataLoader(
@@ -301,17 +302,18 @@ def main():
             batch_sampler=MicroBatches(sampler, args),
             collate_fn=functools.partial(collate, args),
             num_workers=args.num_workers,
+            worker_init_fn=ignore_sigterm,
             pin_memory=device.type == "cuda",  # a GPU fetches from such memory while it computes
             generator=torch.Generator(),  # else each epoch would draw from the model's numbers
         )
         output = measure.claim_output_dir(args, world)
-        if output and world.is_rank0:  # from now on --resume is allowed in this folder
-            (output / "checkpoints").mkdir(exist_ok=True)
-
         model = Transformer(config).to(device)
+        torch.manual_seed(args.seed + world.rank)  # from here on ranks draw apart, as for dropout
         optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
         scaler = torch.amp.GradScaler(device.type) if args.precision == "16-mixed" else None
-        settings = settings_of(args, world, text)
+        settings = {name: value for name, value in vars(args).items() if name not in FREE}
+        checksum = hashlib.sha256(text.numpy()).hexdigest()[:8]
+        settings |= {"ranks": world.world_size, "text_file": f"sha256 {checksum}"}
         first_step, trained_tokens, state = 1, 0, None
         if args.resume:
             state = checkpoint.load_newest(output / "checkpoints", model, console)
@@ -319,7 +321,8 @@ def main():
             resume(state, settings, sampler, model, optimizer, scaler, console)
             first_step, trained_tokens = state["step"] + 1, state["trained_tokens"]
         if first_step > args.max_steps:
-            raise runtime.UsageError(f"{output} has {first_step - 1} steps: raise --max-steps")
+            console.say(f"{output} has all {args.max_steps} steps: nothing to do")
+            return 0
         log = measure.StepLog(output if world.is_rank0 else None, first_step, args.tensorboard)
         ddp_model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
 
@@ -330,11 +333,11 @@ def main():
             f"global batch {args.global_batch_size} = {args.micro_batch_size} per rank x "
             f"{args.grad_accum_steps} micro-batches x {world.world_size} ranks",
         )
-        check_gradient(results, ddp_model, train_set, sampler, device, args)
         if args.compile:
             ddp_model = torch.compile(ddp_model)
-        if state:
-            checkpoint.restore_rng_state(state["rng"], world.rank)
+        check_gradient(results, ddp_model, train_set, sampler, device, args)
+        if results.failed:  # now, and not after days
+            return console.verdict(results, "")
         flops, timer = measure.flops_per_token(config, args.seq_len), measure.StepTimer(device)
         batches = steps_of(loader, sampler, args)
         signals = catch_preemption()
@@ -343,20 +346,16 @@ def main():
                 lr, batch = lr_at(step, args), next(batches)
                 own, sums, norm = train_step(ddp_model, optimizer, batch, lr, args, scaler, signals)
             loss, tokens, stop = sums[0] / sums[1], int(sums[1]), sums[2] > 0
-            stop_unless_finite(step, loss, own)
+            stop_unless_finite(step, loss, own, norm, scaler)
             sampler.advance(min(args.global_batch_size, len(train_set) - sampler.position))
             trained_tokens += tokens
             last, time_ms = step == args.max_steps, timer.steps_ms[-1]
             speed = tokens / time_ms * 1e3
             usage = measure.mfu(speed / world.world_size * flops, device, args.precision)
             log.write(step, loss=loss, lr=lr, grad_norm=norm, tokens_per_second=speed)
-            if step % args.log_every == 0 or last or stop:
-                console.say(
-                    f"step {step} | loss {loss:.4f} | {time_ms:.1f} ms | {speed:,.0f} tok/s | "
-                    f"mem {measure.peak_memory_gib(device):.2f} GiB"
-                    + (f" | mfu {usage:.1%}" if usage else "")
-                )
-            if step % args.eval_every == 0 or last:
+            if step % 10 == 0 or last or stop:
+                console.step(step, loss, time_ms, speed, measure.peak_memory_gib(device), usage)
+            if (step % args.eval_every == 0 and not stop) or last:
                 test_loss, test_tokens = evaluate(model, test_set, device, args)
                 log.write(step, test_loss=test_loss)
                 console.say(f"step {step} | test loss {test_loss:.4f}")
@@ -386,13 +385,13 @@ def main():
         results.metrics |= {
             "final_loss": loss,
             "step_time_ms": timer.median_ms(),
-            "tokens_per_second": tokens / timer.median_ms() * 1e3,
-            "mfu": usage,
+            "tokens_per_second": speed * time_ms / timer.median_ms(),
+            "mfu": usage and usage * time_ms / timer.median_ms(),
             "peak_memory_gib": measure.peak_memory_gib(device),
         }
         if output and world.is_rank0:
             results.write(output)
-        end = "trained to the end" if last else "asked to stop: --resume goes on"
+        end = "trained to the end" if last else f"asked to stop, {'' if output else 'not '}saved"
         return console.verdict(results, f"loss {loss:.4f} after step {step}, {end}")
 
 

@@ -43,6 +43,20 @@ class Console:
         for line in lines:
             self.say(line)
 
+    def step(
+        self,
+        step: int,
+        loss: float,
+        step_time_ms: float,
+        tokens_per_second: float,
+        peak_memory_gib: float,
+        mfu: float | None = None,
+    ) -> None:
+        """Print the one line that every training script has for a step; no MFU where it is None."""
+        line = f"step {step} | loss {loss:.4f} | {step_time_ms:.1f} ms | "
+        line += f"{tokens_per_second:,.0f} tok/s | mem {peak_memory_gib:.2f} GiB"
+        self.say(line if mfu is None else f"{line} | mfu {mfu:.1%}")
+
     def table(self, rows: Iterable[Sequence[str]], headers: Sequence[str], names: int = 1) -> None:
         """Print an aligned table: the first `names` columns to the left, values to the right."""
         sides = (*["left"] * names, *["right"] * (len(headers) - names))

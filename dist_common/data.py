@@ -138,11 +138,17 @@ class Sequences(Dataset):
     they hold different numbers of tokens (`lengths`) and are filled up with targets of IGNORED.
 
     Shapes: an item is (inputs (T,), targets (T,)), int64; lengths is (number of sequences,).
-    Raises: UsageError when the text is shorter than one sequence for each of `world_size` ranks.
+    Raises: UsageError, which says `name`, when the text is shorter than one sequence for each of
+    `world_size` ranks.
     """
 
     def __init__(
-        self, text: torch.Tensor, seq_len: int, world_size: int = 1, whole_lines: bool = False
+        self,
+        text: torch.Tensor,
+        seq_len: int,
+        world_size: int = 1,
+        whole_lines: bool = False,
+        name: str = "text",
     ) -> None:
         self.text, self.seq_len = text, seq_len
         last = len(text) - 1  # a token to predict, with none behind it
@@ -158,8 +164,8 @@ class Sequences(Dataset):
         self.lengths = self.bounds.diff()
         if len(self) < world_size:
             raise UsageError(
-                f"the text's {len(text)} bytes are fewer than one sequence of {seq_len} tokens for "
-                f"each of {world_size} ranks: use a longer text or a smaller --seq-len"
+                f"the {name}'s {len(text)} bytes are fewer than one sequence of {seq_len} tokens "
+                f"for each of {world_size} ranks: use a longer text or a smaller --seq-len"
             )
 
     def __len__(self) -> int:

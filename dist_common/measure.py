@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import resource
@@ -163,12 +164,15 @@ class StepLog:
 
     def write(self, step: int, **values: float) -> None:
         """Write the values of a step by name, at once: a run that is killed has them."""
+        # JSON knows no infinity, which the norm of a gradient is where float16 overflowed.
+        values = {name: value if math.isfinite(value) else None for name, value in values.items()}
         if self.file:
             self.file.write(json.dumps({"step": step, **values}) + "\n")
             self.file.flush()
         if self.tensorboard:
             for name, value in values.items():
-                self.tensorboard.add_scalar(name, value, step)
+                if value is not None:
+                    self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
 
 
@@ -265,4 +269,6 @@ def claim_output_dir(args: argparse.Namespace, world: World) -> Path | None:
             f"--output-dir {path} is not empty: name another folder"
             + (", or add --resume to go on with the run in it" if has_checkpoints else "")
         )
+    if hasattr(args, "resume"):  # a run that is killed before its first checkpoint may go on too
+        (path / "checkpoints").mkdir(exist_ok=True)
     return path
