@@ -173,8 +173,8 @@ def stop_unless_finite(step, loss, own_sum, norm, scaler=None):
         ranks = [str(rank) for rank, own in enumerate(sums) if not math.isfinite(own)]
         where = f"on rank {', '.join(ranks)} of {len(sums)}" if ranks else "over all ranks"
         raise FloatingPointError(
-            f"stopped: in step {step} the loss is {loss:.4g} {where}, the gradient's norm {norm:.4g}. "
-            "Try a lower --lr, or look at that data; the newest checkpoint may be on the way there"
+            f"stopped: in step {step} the loss is {loss:.4g} {where}, gradient norm {norm:.4g}: "
+            "try a lower --lr, or look at that data; the newest checkpoint may be on the way there"
         )
 
 
