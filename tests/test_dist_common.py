@@ -618,11 +618,14 @@ def test_output_folders_are_claimed_without_losing_anything(tmp_path):
     claim = measure.claim_output_dir
     assert claim(Namespace(output_dir=None), world) is None
     folder = str(tmp_path / "a" / "b")
-    assert claim(Namespace(output_dir=folder, resume=False), world).is_dir()
+    assert claim(Namespace(output_dir=folder), world).is_dir()
     (tmp_path / "a" / "b" / "results.json").write_text("{}")
     for own in ({}, {"resume": False}, {"resume": True}):
         with pytest.raises(runtime.UsageError, match="is not empty: name another folder$"):
             claim(Namespace(output_dir=folder, **own), world)
+    resumable = str(tmp_path / "c")
+    for _ in range(2):  # the second time as if the run had been killed before its first checkpoint
+        assert claim(Namespace(output_dir=resumable, resume=True), world).is_dir()
     (tmp_path / "a" / "b" / "checkpoints").mkdir()
     with pytest.raises(runtime.UsageError, match="is not empty.*--resume"):
         claim(Namespace(output_dir=folder, resume=False), world)
