@@ -35,6 +35,7 @@ from dist_common import data, measure, runtime
 from dist_common.console import Console, plot_stacked
 from dist_common.models import PRESETS, Transformer
 
+TIMES = ("full", "slowest", "mean", "alone", "ideal")
 PARTS = ("ideal", "small batch", "shared cores", "stragglers", "communication")
 SEQ_LEN, IMAGE_SIZE = 128, 64  # tokens, pixels
 WARMUP = 5  # steps of --overhead that do not count
@@ -82,7 +83,7 @@ def measure_step(model, whole, own, rounds, world, device):
     ranks count alike. alone: they compute one at a time. ideal: rank 0 alone takes the `whole`
     batch, and its time is divided by the number of ranks.
     """
-    found = {name: [] for name in ("full", "slowest", "mean", "alone", "ideal")}
+    found = {name: [] for name in TIMES}
     for _ in range(rounds):  # in turn: a noisy moment meets all of them
         dist.barrier()
         full = timed(lambda: compute(model, own), device)
@@ -155,44 +156,41 @@ def measure_this_world(args, world, device, results):
 
 def compare_buckets(args, world, device, console, results):
     """Time a step for each size of DDP's buckets, in turn."""
-    models = {size: ddp_of(args, device, bucket_cap_mb=size)[0] for size in args.buckets}
-    _, make = build(args.model, device)
+    built = {size: ddp_of(args, device, bucket_cap_mb=size) for size in args.buckets}
+    _, make = built[args.buckets[0]]
     batch = part_of([tensor.to(device) for tensor in make(args.global_batch_size)], world)
+    models = {size: model for size, (model, _) in built.items()}
     calls = {size: check_bytes(results, m, batch, f"{size:g} MiB") for size, m in models.items()}
-    times = {size: [] for size in models}
+    times, rows = {size: [] for size in models}, []
     for _ in console.progress(range(args.rounds), "timing"):
         for size, model in models.items():
             dist.barrier()
             times[size].append(timed(lambda model=model: compute(model, batch), device))
-    rows = [(f"{size:g}", str(calls[size]), f"{statistics.median(times[size]):.1f} ms")
-            for size in models]  # fmt: skip
-    console.table(rows, ("bucket in MiB", "all-reduces", "step"))
     for size in models:
-        results.metrics[f"step_time_ms_{size:g}_mib"] = statistics.median(times[size])
+        median = statistics.median(times[size])
+        rows.append((f"{size:g}", str(calls[size]), f"{median:.1f} ms"))
+        results.metrics[f"step_time_ms_{size:g}_mib"] = median
+    console.table(rows, ("bucket in MiB", "all-reduces", "step"))
 
 
 def show_scaling(args, found, console, results, output):
     """Print and draw what a step takes on each number of ranks, and where it goes."""
-    rows, columns, efficiency = [], {part: [] for part in PARTS}, {"strong": [], "weak": []}
+    rows, strong, efficiency = [], [], {"strong": [], "weak": []}
     for kind in efficiency:
         for ranks, metrics in found.items():
-            full, slowest, mean, alone, ideal = (
-                metrics[f"{kind}_{name}_ms"]
-                for name in ("full", "slowest", "mean", "alone", "ideal")
-            )
+            full, slowest, mean, alone, ideal = (metrics[f"{kind}_{name}_ms"] for name in TIMES)
             parts = (ideal, alone - ideal, mean - alone, slowest - mean, full - slowest)
             efficiency[kind].append(100 * ideal / full)
             numbers = [f"{value:.1f} ms" for value in (full, *parts)]
             rows.append((kind, str(ranks), *numbers, f"{100 * ideal / full:.0f}%"))
             results.metrics[f"{kind}_step_time_ms_{ranks}"] = full
             results.metrics[f"{kind}_efficiency_{ranks}"] = ideal / full
-            if kind == "strong":
-                for part, value in zip(PARTS, parts, strict=True):
-                    columns[part].append(value)
+            strong += [parts] if kind == "strong" else []
     console.say("a step is the sum of ideal and four losses:")
     console.table(rows, ("scaling", "ranks", "step", *PARTS, "efficiency"))
     if output:
         title = f"{args.model}, global batch {args.global_batch_size}"
+        columns = dict(zip(PARTS, zip(*strong, strict=True), strict=True))
         plot_stacked(output / "scaling.png", list(found), columns, efficiency, title)
     expected = found[1]["gradient_norm"]
     for ranks, metrics in list(found.items())[1:]:
@@ -319,8 +317,7 @@ def measure_overhead(args, console, results):
     headers = ("against bare DDP", "time", "median", "half of the steps from", "to")
     console.table(rows, headers, names=2)
     error = max(abs(one - other) for one, other in zip(own_losses, losses, strict=True))
-    name, source = "largest difference of losses", "the same data in the same order"
-    results.check(name, error, 0, 1e-5, source)
+    results.check("largest difference of losses", error, 0, 1e-5, "the same data in the same order")
 
 
 def parse_args():
@@ -368,11 +365,6 @@ def measure_all(args, console):
     return found
 
 
-def core_count():
-    """Return the cores that this process may use, where the system says so (not on macOS)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def main():
     args = parse_args()
     world = runtime.discover()
@@ -386,8 +378,8 @@ def main():
     console = Console(world.is_rank0)
     results = measure.Results("01-ddp-basics/ddp_benchmark.py", args, world, device)
     output = measure.claim_output_dir(args, world)
-    console.header(results, f"{args.model}; {core_count()} cores for at most {ranks} ranks")
-    if device.type == "cpu" and ranks > core_count():
+    console.header(results, f"{args.model}; {measure.core_count()} cores for at most {ranks} ranks")
+    if device.type == "cpu" and ranks > measure.core_count():
         console.say("more ranks than cores: this shows them share, and not how DDP scales")
     if alone:
         show_scaling(args, measure_all(args, console), console, results, output)

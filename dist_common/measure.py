@@ -101,6 +101,11 @@ def bytes_written() -> int | None:
     return int(dict(line.split(": ") for line in counters.read_text().splitlines())["wchar"])
 
 
+def core_count() -> int | None:
+    """Return the cores that this process may use, or that there are where macOS does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def peak_memory_gib(device: torch.device) -> float:
     """Return the most memory used so far: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
@@ -232,7 +237,7 @@ class Results:
                 "dist_common": dist_common.__version__,
             },
             "machine": {
-                "cores": os.cpu_count(),
+                "cores": core_count(),
                 "gpu": gpu,
                 "system": platform.system(),
                 "processor": platform.machine(),

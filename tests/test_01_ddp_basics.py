@@ -1189,7 +1189,7 @@ def test_overhead_compares_loops_that_train_alike(run_script, tmp_path, sabotage
 
 def test_benchmark_says_when_cores_are_shared_and_what_it_cannot_deal(run_script):
     def one_core(script):
-        script.core_count = lambda: 1
+        script.measure.core_count = lambda: 1
         times = dict.fromkeys(("full", "slowest", "mean", "alone", "ideal"), 1.0)
         metrics = {f"{kind}_{k}_ms": v for k, v in times.items() for kind in ("strong", "weak")}
         found = {ranks: {**metrics, "gradient_norm": 1.0} for ranks in (1, 2)}
