@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import io
+import json
 import os
 import pickle
 import re
@@ -28,6 +29,7 @@ from typing import Any
 import pytest
 import sklearn.datasets  # noqa: F401  imported here so that no fork has to
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torchvision.datasets  # noqa: F401
 from matplotlib import pyplot  # noqa: F401
@@ -176,6 +178,18 @@ def _child(body: Callable[[int], Any], rank: int, folder: Path) -> None:
         traceback.print_exc()
     finally:
         os._exit(code)  # without pytest's own clean-up, which is the parent's
+
+
+def results_of(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def assert_one_line(ended: Ended, says: str, script: str = "ddp_mnist.py") -> None:
+    """One line on stderr, from one rank, whose exit code is 2."""
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 1, ended.stderr
+    assert lines[0].startswith(f"{script}: error: ") and says in lines[0]
+    assert 2 in ended.codes
 
 
 @pytest.fixture

@@ -19,16 +19,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GPUS, REPO, free_port, load_script, run_command
+from conftest import GPUS, REPO, assert_one_line, free_port, load_script, results_of, run_command
 from torch.nn.parallel import DistributedDataParallel
 
 MNIST = "01-ddp-basics/ddp_mnist.py"
 LAUNCH = "01-ddp-basics/launch_ddp.sh"
 TRAINING = "01-ddp-basics/ddp_training.py"
-
-
-def results_of(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
 
 
 def losses_of(folder: Path) -> torch.Tensor:
@@ -211,14 +207,6 @@ def test_resume_passes_over_a_damaged_checkpoint(run_script, tmp_path):
 
 
 # bad input
-
-
-def assert_one_line(ended, says: str, script: str = "ddp_mnist.py") -> None:
-    """One line on stderr, from one rank, whose exit code is 2."""
-    lines = ended.stderr.splitlines()
-    assert len(lines) == 1, ended.stderr
-    assert lines[0].startswith(f"{script}: error: ") and says in lines[0]
-    assert 2 in ended.codes
 
 
 def fake_gpus(count):
