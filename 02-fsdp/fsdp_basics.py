@@ -259,15 +259,12 @@ def main():
             runtime.seed_everything(args.seed)
             return Transformer(config).to(device)
 
-        def batches_of(rank, size):
-            for step in range(args.max_steps):
-                first = step * global_batch + rank * size
-                items = [text[index] for index in range(first, first + size)]
-                yield [torch.stack(part).to(device) for part in zip(*items, strict=True)]
-
         alone = build()  # one process, on the global batch
-        expected_losses = train(alone, adam(alone), batches_of(0, global_batch))
-        mine, rows = list(batches_of(world.rank, args.micro_batch_size)), []
+        together = args.max_steps, global_batch
+        every = data.batches_of(text, *together, 0, global_batch, device)
+        expected_losses = train(alone, adam(alone), every)
+        own = world.rank * args.micro_batch_size, args.micro_batch_size
+        mine, rows = list(data.batches_of(text, *together, *own, device)), []
         weights = config.num_parameters()
         console.header(
             results,

@@ -178,6 +178,21 @@ class Sequences(Dataset):
         return F.pad(piece[:-1], missing), F.pad(piece[1:], missing, value=IGNORED)
 
 
+def batches_of(
+    sequences: Dataset, steps: int, global_batch: int, first: int, count: int, device
+) -> Iterator[list[torch.Tensor]]:
+    """Yield a part of each step's global batch: `count` sequences from its `first` on, in order.
+
+    What a rank trains on is (rank * count, count), what one process would is (0, global_batch).
+    After the last sequence comes the first again.
+
+    Shapes: inputs and targets, (count, T) each.
+    """
+    for start in range(first, first + steps * global_batch, global_batch):
+        items = [sequences[place % len(sequences)] for place in range(start, start + count)]
+        yield [torch.stack(part).to(device) for part in zip(*items, strict=True)]
+
+
 class ShardedSampler(Sampler[int]):
     """Deal one seeded shuffle of a dataset to all ranks, and remember how far it got.
 

@@ -160,17 +160,22 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew: normal with deviation 0.02, smaller into the residual stream.
+        """Draw all weights anew, in the order of `named_parameters`."""
+        for name, parameter in self.named_parameters():
+            self.draw(name, parameter)
 
+    def draw(self, name: str, weight: torch.Tensor) -> None:
+        """Fill one weight: normal with deviation 0.02, smaller into the residual stream; norms 1.
+
+        Shape: that of the parameter `name`, which `weight` need not be itself.
         Source: Radford et al., GPT-2 (2019), section 2.3.
         """
-        residual = 0.02 / math.sqrt(2 * self.config.num_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                nn.init.ones_(parameter)
-            else:
-                into_residual = name.endswith(("wo.weight", "down.weight"))
-                nn.init.normal_(parameter, std=residual if into_residual else 0.02)
+        if weight.dim() == 1:
+            nn.init.ones_(weight)
+        else:
+            into_residual = name.endswith(("wo.weight", "down.weight"))
+            scale = 1 / math.sqrt(2 * self.config.num_layers) if into_residual else 1.0
+            nn.init.normal_(weight, std=0.02 * scale)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         T, config = tokens.shape[1], self.config

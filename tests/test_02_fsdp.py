@@ -1,11 +1,14 @@
 """Module 02: however it is sharded, the same losses, and no more held or sent than said."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import assert_one_line, results_of
 
 BASICS = "02-fsdp/fsdp_basics.py"
+SCRATCH = "02-fsdp/fsdp_from_scratch.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 4, "--max-steps", 3)
 ALL = ("full", "grad-op", "hybrid", "none")
 
@@ -130,3 +133,252 @@ def test_sabotage_of_fsdp_fails_a_check(run_script, tmp_path, sabotage, sharding
 def test_basics_refuses_bad_input(run_script, world_size, argv, says):
     ended = run_script(BASICS, *argv, world_size=world_size)
     assert_one_line(ended, says, "fsdp_basics.py")
+
+
+# fsdp_from_scratch.py
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fsdp_from_scratch_is_fully_shard(run_script, tmp_path, world_size):
+    ended = run_script(
+        SCRATCH, "--seq-len", 32, "--output-dir", tmp_path / "run", world_size=world_size
+    )
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    if world_size in (2, 4):  # which divide every dimension: no padding, the same traffic
+        ours, theirs = (
+            [line.split()[-6:-1] for line in ended.stdout.splitlines() if line.startswith(way)]
+            for way in ("from scratch", "fully_shard")
+        )
+        assert ours[0][1:] == theirs[0][1:] and ours[0][1] == "9", ended.stdout
+
+
+def keep_own_gradient(script):
+    script.reduce_scatter = lambda part, whole: part.copy_(
+        whole.chunk(script.dist.get_world_size())[script.dist.get_rank()]
+    )
+
+
+def take_the_next_shard(script):
+    made = script.Unit.__init__
+
+    def broken(self, parameters):
+        made(self, parameters)
+        if len(parameters) > 3:  # not the rest
+            self.shard.copy_(self.shard.roll(1))
+
+    script.Unit.__init__ = broken
+
+
+def never_free(script):
+    script.Unit.free = lambda self: None
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (keep_own_gradient, {"reduce-scatters", "bytes handed to reduce", "largest difference"}),
+        (take_the_next_shard, {"largest difference"}),
+        (never_free, {"all-gathers", "bytes handed", "most bytes", "largest difference"}),
+    ],
+)
+def test_sabotage_of_fsdp_from_scratch_fails_a_check(run_script, tmp_path, sabotage, failing):
+    ended = run_script(
+        SCRATCH, "--seq-len", 32, "--output-dir", tmp_path / "run", world_size=2, before=sabotage
+    )
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
+    assert {next((f for f in failing if name.startswith(f)), name) for name in failed} == failing
+
+
+# fsdp_transformer.py
+
+TRANSFORMER = "02-fsdp/fsdp_transformer.py"
+FEW = ("--seq-len", 32, "--micro-batch-size", 2, "--max-steps", 4)
+
+
+def translate_without_a_compiler(script):
+    """Trace as torch.compile does and run the trace, instead of waiting for C++ to be built."""
+    plain = torch.nn.Module.compile
+    torch.nn.Module.compile = lambda module: plain(module, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "before"),
+    [
+        (1, (), None),
+        (2, ("--activation-checkpointing", "full", "--prefetch", 2), None),
+        (2, ("--activation-checkpointing", 2, "--sharding", "grad-op"), None),
+        (2, ("--activation-checkpointing", "selective", "--precision", "bf16-mixed"), None),
+        (2, ("--cpu-offload", "--grad-accum-steps", 2, "--max-grad-norm", 0.1), None),
+        (2, ("--grad-accum-steps", 3, "--accumulate", "whole"), None),
+        (2, ("--grad-accum-steps", 3, "--accumulate", "gathered"), None),
+        (2, ("--grad-accum-steps", 2, "--accumulate", "gathered", "--sharding", "grad-op"), None),
+        (4, ("--sharding", "hybrid", "--shard-group-size", 2, "--grad-accum-steps", 2), None),
+        (2, ("--compile", "--activation-checkpointing", "full"), translate_without_a_compiler),
+    ],
+)
+def test_whatever_saves_memory_trains_as_one_process(
+    run_script, tmp_path, world_size, options, before
+):
+    ended = run_script(
+        TRANSFORMER, *FEW, *options, "--output-dir", tmp_path / "run",
+        world_size=world_size, before=before,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert "largest error of a loss" in measured_in(tmp_path / "run")
+
+
+def skip_every_other_gradient(script):
+    step = script.train_step
+
+    def broken(model, optimizer, micro_batches, args):
+        return step(model, optimizer, micro_batches[:-1], args)
+
+    script.train_step = broken if script.dist.get_rank() else step
+
+
+def drop_a_micro_batch(script):
+    step = script.train_step
+    script.train_step = lambda model, optimizer, micro_batches, args: step(
+        model, optimizer, micro_batches[:1] if hasattr(model, "unshard") else micro_batches, args
+    )
+
+
+def clip_to_the_norm_of_a_part(script):
+    script.dist.all_reduce, real = (
+        lambda tensor, *args, group=None, **options: (
+            None if group is not None else real(tensor, *args, **options)
+        ),
+        script.dist.all_reduce,
+    )
+
+
+def reduce_every_micro_batch(script):
+    script.FSDPModule = type(None)
+
+
+def draw_apart(script):
+    draw = script.draw_weights
+    script.draw_weights = lambda model, device, seed: draw(
+        model, device, seed + script.dist.get_rank() * hasattr(model, "unshard")
+    )
+
+
+def forget_activation_checkpointing_in_the_dry_run(script):
+    predict = script.predict
+
+    def broken(args, *rest):
+        args.activation_checkpointing = "none"
+        return predict(args, *rest)
+
+    script.predict = broken
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "options", "failing"),
+    [
+        (drop_a_micro_batch, ("--grad-accum-steps", 2), {"all-gathers", "reduce-scatters", "loss"}),
+        (clip_to_the_norm_of_a_part, ("--max-grad-norm", 0.1), {"all-reduces", "loss"}),
+        (
+            reduce_every_micro_batch,
+            ("--grad-accum-steps", 2, "--accumulate", "whole"),
+            {"reduce-scatters"},
+        ),
+        (draw_apart, (), {"loss"}),
+        (
+            forget_activation_checkpointing_in_the_dry_run,
+            ("--activation-checkpointing", "full", "--check-dry-run", "--seq-len", 128),
+            {"peak"},
+        ),
+    ],
+)
+def test_sabotage_of_the_transformer_fails_a_check(
+    run_script, tmp_path, sabotage, options, failing
+):
+    ended = run_script(
+        TRANSFORMER, *FEW, *options, "--output-dir", tmp_path / "run", world_size=2,
+        before=sabotage,
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    failed = {c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]}
+    assert all(any(word in name for name in failed) for word in failing), failed
+    assert len(failed) == len(failing), failed
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, ()),
+        (4, ("--sharding", "hybrid", "--shard-group-size", 2)),
+        (2, ("--activation-checkpointing", "selective")),
+        (2, ("--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate", "gathered")),
+    ],
+)
+def test_a_dry_run_predicts_the_peak_of_a_real_run(run_script, tmp_path, world_size, options):
+    """To 5 percent, on a batch whose activations are larger than what gloo's threads free late."""
+    large = ("--seq-len", 128, "--micro-batch-size", 8, "--max-steps", 2, "--check-dry-run")
+    ended = run_script(
+        TRANSFORMER, *large, *options, "--output-dir", tmp_path / "run", world_size=world_size
+    )
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    if options:
+        return
+    real = measured_in(tmp_path / "run")["peak of bytes allocated"]
+    dry = run_script(
+        TRANSFORMER, *large[:4], "--dry-run", "--world-size", world_size,
+        "--output-dir", tmp_path / "dry", environ={},
+    )  # fmt: skip
+    assert dry.codes == [0], dry.stderr
+    predicted = results_of(tmp_path / "dry")["metrics"]["Total_gib"] * 2**30
+    assert abs(predicted / real - 1) < 0.05
+
+
+def test_a_dry_run_knows_what_each_saving_saves(run_script, tmp_path):
+    def classes(name, *options):
+        ended = run_script(
+            TRANSFORMER, "--dry-run", "--seq-len", 256, *options,
+            "--output-dir", tmp_path / name, environ={},
+        )  # fmt: skip
+        assert ended.codes == [0], ended.stdout + ended.stderr
+        return results_of(tmp_path / name)["metrics"]
+
+    total = {
+        kind: classes(kind, "--activation-checkpointing", kind)["Total_gib"]
+        for kind in ("none", "selective", "2", "full")
+    }
+    assert total["none"] > total["2"] > total["full"]
+    assert total["none"] > total["selective"] > total["full"]
+    few, many = (classes(f"{n}-ranks", "--world-size", n)["Sharded Param_gib"] for n in (4, 8))
+    assert few == pytest.approx(2 * many, rel=0.01)
+
+
+def test_tied_embeddings_stay_tied(run_script, tmp_path):
+    """After the model got its memory: as one process, which ties them itself."""
+
+    def tie(script):
+        tiny = script.PRESETS["tiny"]
+        script.PRESETS["tiny"] = script.dataclasses.replace(tiny, tied_embeddings=True)
+
+    ended = run_script(
+        TRANSFORMER, *FEW, world_size=2,
+        before=lambda script: (setattr(script, "dataclasses", dataclasses), tie(script)),
+    )  # fmt: skip
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (2, ("--sharding", "FULL"), "--sharding: invalid choice: 'FULL'"),
+        (3, ("--sharding", "hybrid", "--shard-group-size", 2), "2 does not divide 3 ranks"),
+        (1, ("--activation-checkpointing", "1"), "none, full, selective, or k of at least 2"),
+        (1, ("--seq-len", "257"), "--seq-len must be at most 256"),
+        (2, ("--preset", "llama3-70b"), "--preset llama3-70b needs 1,051.3 GiB for weights, "),
+        (1, ("--dry-run", "--cpu-offload"), "leave out --cpu-offload"),
+        (2, ("--dry-run",), "--dry-run is one process: start it with python"),
+        (1, ("--check-dry-run", "--max-steps", "1"), "--max-steps of at least 2"),
+    ],
+)
+def test_transformer_refuses_bad_input(run_script, world_size, argv, says):
+    ended = run_script(TRANSFORMER, *argv, world_size=world_size)
+    assert_one_line(ended, says, "fsdp_transformer.py")
