@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
 from dist_common import data, measure, runtime
-from dist_common.console import Console
+from dist_common.console import Console, plot_levels
 from dist_common.models import PRESETS, Transformer
 
 # torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
@@ -102,17 +102,17 @@ def shard_from_scratch(model):
 
 
 class Watch:
-    """Note the most bytes that units had gathered at once, looking whenever one was gathered."""
+    """Write down the bytes that all units have gathered together, after each gather and free."""
 
     def __init__(self, units):
-        self.most = 0
+        self.log, self.units = [], units
         for unit in units:
-            unit.gather = functools.partial(self.look, unit.gather, units)
+            unit.gather = functools.partial(self.note, unit.gather)
+            unit.free = functools.partial(self.note, unit.free)
 
-    def look(self, gather, units):
-        gather()
-        now = sum(unit.whole.untyped_storage().nbytes() for unit in units)
-        self.most = max(self.most, now)
+    def note(self, move):
+        move()
+        self.log.append(sum(unit.whole.untyped_storage().nbytes() for unit in self.units))
 
 
 def loss_of(model, batch):
@@ -202,14 +202,19 @@ def main():
             handed = moved + moved // N
             results.check(f"bytes handed to {what}", counter.bytes[name], handed, 0, source)
         results.check("bytes held between steps", held, whole // N, 0.01 * whole // N, source)
-        most = flat[-1] + max(flat[:-1])
-        results.check("most bytes gathered at once", watch.most, most, 0, "the rest and one block")
+        most, held_most = flat[-1] + max(flat[:-1]), max(watch.log)
+        results.check("most bytes gathered at once", held_most, most, 0, "the rest and one block")
         for name, right in (("fully_shard", their_losses), ("one process", expected)):
             drift = (losses - right).abs().max().item()
             results.check(f"largest difference of a loss from {name}", drift, 0, 1e-5, name)
         results.metrics["final_loss"] = losses[-1].item()
         if output and world.is_rank0:
             results.write(output)
+            last = watch.log[-len(watch.log) // args.max_steps :]
+            levels = {"gathered by a rank": last, "the whole model": [sum(flat)] * len(last)}
+            title = f"A step: {config.num_layers} blocks forward, {config.num_layers} backward"
+            xlabel = "gathers and frees, in order"
+            plot_levels(output / "gathered.png", levels, title, xlabel)
         summary = f"loss {losses[-1].item():.4f} after step {args.max_steps}"
         return console.verdict(results, summary)
 

@@ -12,6 +12,7 @@ Memory Cost (2016); Korthikanti et al., Reducing Activation Recomputation (2022)
 """
 
 import argparse
+import contextlib
 import functools
 
 import torch
@@ -27,8 +28,7 @@ from dist_common import data, measure, runtime
 from dist_common.console import Console
 from dist_common.models import PRESETS, Transformer
 
-# How a preset is trained unless flags say otherwise: sequence length, micro-batch, precision, and
-# which activations are computed again.
+# How a preset is trained unless flags say otherwise.
 DEFAULTS = ("seq_len", "micro_batch_size", "precision", "activation_checkpointing")
 LAPTOP, CLUSTER = (128, 4, "32-true", "none"), (4096, 1, "bf16-mixed", "full")
 # What selective activation checkpointing keeps: matrix products and attention, which take the time.
@@ -39,7 +39,6 @@ KEPT = [torch.ops.aten.mm.default] + [
 ]
 KEEPING = ("sharded", "whole", "gathered")
 SCRIPT = "02-fsdp/fsdp_transformer.py"
-COLLECTIVES = ("all-gathers", "reduce-scatters", "all-reduces")
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
 
 
@@ -167,10 +166,10 @@ def adamw(model, args, device):
 
 
 def predict(args, mesh):
-    """Take two steps of the real model on tensors without content; return what one rank would hold.
+    """Take a step of the real model on tensors without content; return what one rank would hold.
 
-    At the peak of the second, in bytes by class. No kernel runs: what a kernel takes for itself,
-    and what an allocator leaves unused, is not counted.
+    At its peak, in bytes by class. No kernel runs: what a kernel takes for itself, and what an
+    allocator leaves unused, is not counted.
     """
     # Private to PyTorch, and so may move: imported for nothing else.
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -181,9 +180,12 @@ def predict(args, mesh):
         model = build(args, mesh, device)
         optimizer = adamw(model, args, device)
         batch = torch.zeros(2, args.micro_batch_size, args.seq_len, dtype=torch.int64).unbind()
-        # Not tracked: the first step makes Adam's state, and DTensor tries each operation once on
-        # tensors of the whole size, which hold no memory but would be counted.
-        train_step(model, optimizer, [batch] * args.grad_accum_steps, args)
+        # Not tracked: Adam makes its state, and DTensor tries each operation once on tensors of the
+        # whole size, which hold no memory but would be counted.
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs(batch)
         with tracker:
@@ -226,11 +228,11 @@ def expected_collectives(args, num_layers, shards, replicas):
     again = 0 if args.sharding == "grad-op" else num_layers  # in backward; the rest is still there
     gathers = (1 if args.accumulate == "gathered" else turns) * units + turns * again
     reductions = turns * units if args.accumulate == "sharded" else units
-    return {
-        "_allgather_base_": gathers * (shards > 1),
-        "_reduce_scatter_base_": reductions * (shards > 1),
-        "allreduce_": reductions * (replicas > 1) + 1,  # and the norm's
-    }
+    return [
+        ("all-gathers", "_allgather_base_", gathers * (shards > 1)),
+        ("reduce-scatters", "_reduce_scatter_base_", reductions * (shards > 1)),
+        ("all-reduces", "allreduce_", reductions * (replicas > 1) + 1),  # and the norm's
+    ]
 
 
 def shards_of(args, world):
@@ -263,9 +265,8 @@ def refuse_what_cannot_fit(args, world, device):
 def parse_kind(text):
     if text in ("none", "full", "selective") or (text.isdecimal() and int(text) > 1):
         return text
-    raise argparse.ArgumentTypeError(
-        f"must be none, full, selective, or k of at least 2 for each k-th block, not {text!r}"
-    )
+    allowed = "none, full, selective, or k of at least 2 for each k-th block"
+    raise argparse.ArgumentTypeError(f"must be {allowed}, not {text!r}")
 
 
 def parse_args():
@@ -321,15 +322,16 @@ def describe(console, results, args):
 
 
 def train(model, args, device, batches, after_step=lambda *_: None):
-    """Draw the weights and train; return the losses of this rank's samples, and the times."""
+    """Draw the weights and train; return this rank's losses, times, and the last step's traffic."""
     draw_weights(model, device, args.seed)
     optimizer, losses, timer = adamw(model, args, device), [], measure.StepTimer(device, warmup=2)
+    counter = measure.CollectiveCounter()
     for step in range(1, args.max_steps + 1):
         micro_batches = [next(batches) for _ in range(args.grad_accum_steps)]
-        with timer:
+        with timer, counter if step == args.max_steps else contextlib.nullcontext():
             losses.append(train_step(model, optimizer, micro_batches, args)[0])
         after_step(step, losses[-1].clone(), timer.steps_ms[-1])
-    return torch.stack(losses), timer
+    return torch.stack(losses), timer, counter
 
 
 def main():
@@ -342,17 +344,15 @@ def main():
         shards, ranks = shards_of(args, world), world.world_size
         refuse_what_cannot_fit(args, world, device)
         text = data.Sequences(data.load_text(args.text_file), args.seq_len, ranks)
-        shuffled = data.ShardedSampler(len(text), 0, ranks, args.seed).global_order()
+        shuffled = torch.randperm(len(text), generator=torch.Generator().manual_seed(args.seed))
         text = Subset(text, shuffled.tolist())
         output = measure.claim_output_dir(args, world)
         describe(console, results, args)
         size, flops = args.micro_batch_size, measure.flops_per_token(config, args.seq_len)
-        together = args.max_steps * args.grad_accum_steps + 1, size * ranks
+        together = args.max_steps * args.grad_accum_steps, size * ranks
         if args.preset == "tiny":  # one process, on the global batch
-            alone = Transformer(config).to(device)
             every = data.batches_of(text, *together, 0, size * ranks, device)
-            expected, _ = train(alone, args, device, every)
-            del alone
+            expected, *_ = train(Transformer(config).to(device), args, device, every)
 
         def speed(time_ms):  # tokens per second of all ranks, model FLOPs utilisation of one
             tokens = size * args.grad_accum_steps * ranks * args.seq_len / time_ms * 1e3
@@ -372,15 +372,12 @@ def main():
             allocated.start()
         model = build(args, mesh_of(args, world, device), device)
         mine = data.batches_of(text, *together, world.rank * size, size, device)
-        losses, timer = train(model, args, device, mine, after_step)
+        losses, timer, counter = train(model, args, device, mine, after_step)
         dist.all_reduce(losses)
         losses /= ranks
 
-        last = list(mine) * args.grad_accum_steps
-        with measure.CollectiveCounter() as counter:
-            train_step(model, adamw(model, args, device), last, args)
         calls = expected_collectives(args, config.num_layers, shards, ranks // shards)
-        for (kind, right), name in zip(calls.items(), COLLECTIVES, strict=True):
+        for name, kind, right in calls:
             results.check(f"{name} per step", counter.calls[kind], right, 0, "FSDP paper, 3.2")
         if args.preset == "tiny":
             drift, tolerance = (losses - expected).abs().max(), LOSS_TOLERANCE[args.precision]
@@ -388,17 +385,12 @@ def main():
         if args.check_dry_run:
             mesh = mesh_of(args, world, torch.device("cpu"))
             dist.broadcast_object_list(dry := [world.is_rank0 and predict(args, mesh)["Total"]])
-            results.check(
-                "peak of bytes allocated", allocated.bytes, dry[0], 0.05 * dry[0], "--dry-run"
-            )
-        tokens, usage = speed(timer.median_ms())
-        results.metrics |= {
-            "final_loss": losses[-1].item(),
-            "step_time_ms": timer.median_ms(),
-            "tokens_per_second": tokens,
-            "mfu": usage,
-            "peak_memory_gib": measure.peak_memory_gib(device),
-        }
+            name, right = "peak of bytes allocated", dry[0]
+            results.check(name, allocated.bytes, right, 0.05 * right, "--dry-run")
+        names = ("tokens_per_second", "mfu")
+        results.metrics |= dict(zip(names, speed(timer.median_ms()), strict=True))
+        results.metrics |= {"final_loss": losses[-1].item(), "step_time_ms": timer.median_ms()}
+        results.metrics["peak_memory_gib"] = measure.peak_memory_gib(device)
         if output and world.is_rank0:
             results.write(output)
         return console.verdict(results, f"loss {losses[-1].item():.4f} after step {args.max_steps}")

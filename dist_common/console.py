@@ -174,3 +174,24 @@ def plot_timeline(
     axes[-1, 0].set_xlabel("ms")
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
+
+
+def plot_levels(
+    path: str | Path, levels: dict[str, Sequence[int]], title: str, xlabel: str
+) -> None:
+    """Draw how many bytes are held after each event of a log, a line for each kind, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
+    for name, values in levels.items():
+        axes.step(range(len(values)), [v / 2**20 for v in values], where="post", label=name)
+    axes.set(title=title, xlabel=xlabel, ylabel="MiB")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_one_line, results_of
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from torch.distributed.tensor import DTensor
 
 BASICS = "02-fsdp/fsdp_basics.py"
 SCRATCH = "02-fsdp/fsdp_from_scratch.py"
@@ -357,12 +358,9 @@ def test_tied_embeddings_stay_tied(run_script, tmp_path):
 
     def tie(script):
         tiny = script.PRESETS["tiny"]
-        script.PRESETS["tiny"] = script.dataclasses.replace(tiny, tied_embeddings=True)
+        script.PRESETS["tiny"] = dataclasses.replace(tiny, tied_embeddings=True)
 
-    ended = run_script(
-        TRANSFORMER, *FEW, world_size=2,
-        before=lambda script: (setattr(script, "dataclasses", dataclasses), tie(script)),
-    )  # fmt: skip
+    ended = run_script(TRANSFORMER, *FEW, world_size=2, before=tie)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
@@ -382,3 +380,136 @@ def test_tied_embeddings_stay_tied(run_script, tmp_path):
 def test_transformer_refuses_bad_input(run_script, world_size, argv, says):
     ended = run_script(TRANSFORMER, *argv, world_size=world_size)
     assert_one_line(ended, says, "fsdp_transformer.py")
+
+
+# what goes wrong (the guide's last part)
+
+
+def gather_on_one_rank_only(script):
+    trained = script.train
+
+    def broken(model, optimizer, batches):
+        losses = trained(model, optimizer, batches)
+        if script.dist.get_rank() == 0 and isinstance(
+            optimizer.param_groups[0]["params"][0], DTensor
+        ):
+            model.head.weight.full_tensor()
+        return losses
+
+    script.train = broken
+
+
+def test_gathering_on_one_rank_only_hangs_until_the_timeout(run_script):
+    ended = run_script(BASICS, *SMALL, "--timeout", 3, world_size=2, before=gather_on_one_rank_only)
+    assert 1 in ended.codes and "lost contact with another rank" in ended.stderr, ended.stderr
+
+
+def make_the_optimizer_first(script):
+    """The parameters that it knows are not those that train, once the model is sharded."""
+    sharded, made = script.shard, script.adam
+
+    def broken(model, *rest):
+        optimizer = made(model)
+        script.adam = lambda _: optimizer
+        return sharded(model, *rest)
+
+    script.shard = broken
+    script.watch = lambda model, api, _, batch: script.loss_of(model, batch).backward() or []
+
+
+def test_an_optimizer_made_before_sharding_trains_nothing(run_script, tmp_path):
+    ended = run_script(
+        BASICS, *SMALL, "--output-dir", tmp_path / "run", world_size=2,
+        before=make_the_optimizer_first,
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
+    assert failed == ["fsdp2 full: bytes of Adam moments", "fsdp2 full: largest error of a loss"]
+
+
+# on a GPU: one process, NCCL
+
+
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+@pytest.mark.parametrize(
+    "command",
+    [
+        (BASICS, "--sharding", *ALL),
+        (BASICS, "--precision", "bf16-mixed", "--api", "fsdp1"),
+        (SCRATCH,),
+        (TRANSFORMER, "--precision", "bf16-mixed", "--activation-checkpointing", "selective"),
+        (TRANSFORMER, "--preset", "124m", "--max-steps", "12"),
+        (TRANSFORMER, "--cpu-offload", "--grad-accum-steps", "2", "--accumulate", "whole"),
+        ("02-fsdp/fsdp_lora.py",),
+        ("02-fsdp/fsdp_checkpoint.py",),
+    ],
+)
+def test_scripts_run_on_a_gpu(command):
+    ended = run_command(
+        ["python", *command, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS
+    )
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout
+
+
+# launch_fsdp.sh
+
+LAUNCH = ["bash", "02-fsdp/launch_fsdp.sh"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "prints"),
+    [
+        (
+            "multi-node --nnodes=2 --nproc-per-node 8 --rdzv-endpoint node0:29500",
+            "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=fsdp --rdzv-backend=c10d "
+            "--rdzv-endpoint=node0:29500 02-fsdp/fsdp_transformer.py",
+        ),
+        (
+            "slurm --nnodes 2 --nproc-per-node 4 --preset 1b",
+            "sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --job-name=fsdp --wrap='srun "
+            "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python "
+            "02-fsdp/fsdp_transformer.py --preset 1b'",
+        ),
+        (
+            "predict --nnodes 2 --nproc-per-node 8 --preset 1b",
+            "python 02-fsdp/fsdp_transformer.py --dry-run --world-size=16 --preset 1b",
+        ),
+    ],
+)
+def test_launcher_prints_its_command(argv, prints):
+    ended = run_command([*LAUNCH, *argv.split(), "--dry-run"], REPO, 20)
+    assert (ended.codes, ended.stdout) == ([0], f"OMP_NUM_THREADS=1 {prints}\n"), ended.stderr
+
+
+def test_launcher_starts_what_it_prints(tmp_path):
+    """In the other modes too, with tools that only say how they were called."""
+    for tool in ("torchrun", "python", "sbatch"):
+        (tmp_path / tool).write_text(f'#!/bin/sh\necho "{tool} called with $#: $*"\n')
+        (tmp_path / tool).chmod(0o755)
+    path = f"{tmp_path}:/usr/bin:/bin"
+    for argv, tool, count in (
+        ("local --max-steps 3", "torchrun", 5),
+        ("predict --nnodes 1 --nproc-per-node 2", "python", 3),
+        ("slurm --nnodes 1 --nproc-per-node 1", "sbatch", 5),
+    ):
+        ended = run_command(["env", f"PATH={path}", *LAUNCH, *argv.split()], REPO, 20)
+        assert f"{tool} called with {count}: " in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("", "the first argument must be local, multi-node, slurm or predict, not ''"),
+        ("local --nnodes 2", "local is one machine"),
+        ("local --nproc-per-node", "--nproc-per-node needs a value"),
+        ("local --nproc-per-node two", "needs --nproc-per-node, a whole number"),
+        ("multi-node --nnodes 2", "multi-node needs --rdzv-endpoint HOST:PORT"),
+        ("slurm --nnodes 2", "slurm needs --nproc-per-node"),
+        ("predict --nproc-per-node 2", "predict needs --nnodes"),
+    ],
+)
+def test_launcher_refuses_what_it_cannot_start(argv, says):
+    ended = run_command([*LAUNCH, *argv.split()], REPO, 20)
+    assert ended.codes == [2] and ended.stderr.startswith("launch_fsdp.sh: error: "), ended.stderr
+    assert says in ended.stderr and len(ended.stderr.splitlines()) == 1

@@ -140,6 +140,7 @@ MASKS = [
     (r"[\d,]+(\.\d+)? (samples|tok(ens)?)/s", "RATE"),
     (r"\d+\.\d+ GiB\b", "MEMORY"),
     (r"\b\d+ cores", "CORES"),
+    (r"more than [\d,]+ such ranks", "RANKS"),  # of this machine's memory
     (r"quickstart-\d{8}-\d{6}", "quickstart-DATE"),
     (r"\b\d\.?\d*e-\d+\b", "ROUNDING"),  # a rounding error: the check beside it bounds it
     (r" {2,}|-{3,}", " "),  # column widths follow the numbers in them
@@ -155,7 +156,10 @@ def words_of(line: str) -> list[str]:
 # Losses of another processor differ a little; those on text more, since the sources of Python's
 # library are another text in each of its versions, patches too.
 TOLERANCE, ON_TEXT = 0.03, 0.15
-TRAINED_ON_TEXT = re.compile(r"step \d+ \| |OK: .* after step \d+|ddp_training.py: stopped")
+TRAINED_ON_TEXT = re.compile(
+    r"step \d+ \| |OK: .* after step \d+|ddp_training.py: stopped|\d+ +\d\.\d{6} |fine-tuned to"
+    r"|(one process|from scratch|fully_shard|full|Q?LoRA)  "
+)
 
 
 def same_word(expected: str, printed: str, tolerance: float) -> bool:
