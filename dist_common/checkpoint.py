@@ -46,16 +46,16 @@ def save(directory: str | Path, step: int, model: nn.Module, state: dict, keep: 
             torch.save({"model": weights, **state}, file)
         manifest = {
             "step": step,
-            "sha256": _sha256(partial / "state.pt"),
+            "sha256": sha256(partial / "state.pt"),
             "tensors": _shapes(weights),
         }
         (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in (partial / "state.pt", partial / "manifest.json", partial):
-            _flush(path)
+            flush(path)
         # Only a damaged one can stand here: a resumed run goes on from the newest that is whole.
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _flush(directory)
+        flush(directory)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         # torch.save covers up what the operating system said: "unexpected pos 704 vs 598".
@@ -103,7 +103,7 @@ def _problem(path: Path, model: nn.Module) -> str | None:
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         expected, tensors = manifest["sha256"], dict(manifest["tensors"])
-        actual = _sha256(path / "state.pt")
+        actual = sha256(path / "state.pt")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"incomplete or damaged ({type(error).__name__}: {error})"
     if actual != expected:
@@ -120,7 +120,8 @@ def _shapes(weights: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in weights.items()}
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the checksum of a file, as hexadecimal digits."""
     with open(path, "rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 20):
@@ -128,7 +129,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the disk hold what was written to a file, or which names a folder has."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -163,6 +163,7 @@ def fork_ranks(
 def _child(body: Callable[[int], Any], rank: int, folder: Path) -> None:
     code = 1
     try:
+        torch.set_num_threads(1)  # autograd's threads, which no fork has, would be asked for
         for number, name in ((1, "stdout"), (2, "stderr")):
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(descriptor, number)

@@ -504,7 +504,7 @@ def _save_and_die(folder, model, after):
         return wrapper
 
     checkpoint.torch.save = counted(torch.save)
-    checkpoint._flush = counted(checkpoint._flush)
+    checkpoint.flush = counted(checkpoint.flush)
     checkpoint.Path.rename = counted(checkpoint.Path.rename)
     checkpoint.shutil.rmtree = counted(checkpoint.shutil.rmtree)
     checkpoint.save(folder, 2, model, {"step": 2})
