@@ -324,7 +324,7 @@ def test_a_dry_run_predicts_the_peak_of_a_real_run(run_script, tmp_path, world_s
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     if options:
         return
-    real = measured_in(tmp_path / "run")["peak of bytes allocated"]
+    real = 1e6 * measured_in(tmp_path / "run")["peak of MB allocated"]
     dry = run_script(
         TRANSFORMER, *large[:4], "--dry-run", "--world-size", world_size,
         "--output-dir", tmp_path / "dry", environ={},
