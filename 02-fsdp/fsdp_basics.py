@@ -65,7 +65,7 @@ def shard_with_fsdp1(model, sharding, mesh, args, device):
     return FSDP1(
         model,
         auto_wrap_policy=policies[args.auto_wrap],
-        # Over one group a hybrid is a full one; told otherwise, FSDP1 sums no gradients.
+        # A hybrid of a single group is a full one.
         sharding_strategy=ShardingStrategy[
             "FULL_SHARD" if sharding == "hybrid" and mesh.ndim == 1 else FSDP1_NAMES[sharding]
         ],
