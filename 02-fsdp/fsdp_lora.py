@@ -395,20 +395,13 @@ def main():
                     load_adapters(Path(args.adapter), model, args)
             return model
 
-        def batch_of(text, first, size):
-            items = [text[index] for index in range(first, first + size)]
-            return [torch.stack(part).to(device) for part in zip(*items, strict=True)]
-
-        def batches_of(text, steps, rank, size):
-            for step in range(steps):
-                yield batch_of(text, step * global_batch + rank * size, size)
-
         if args.adapter:
             build("LoRA")  # a folder that does not fit is refused before anything is trained
-        model, micro = shard(build("full"), mesh), (world.rank, args.micro_batch_size)
-        train(model, batches_of(texts[0], args.pretrain_steps, *micro), FULL_LR)
+        model = shard(build("full"), mesh)
+        micro = global_batch, world.rank * args.micro_batch_size, args.micro_batch_size, device
+        train(model, data.batches_of(texts[0], args.pretrain_steps, *micro), FULL_LR)
         base, rows = whole(model), []
-        held_out = batch_of(texts[1], global_batch * steps, HELD_OUT)
+        held_out = next(data.batches_of(texts[1], 1, 1, global_batch * steps, HELD_OUT, device))
         console.header(
             results,
             f"{args.preset}: {config.num_parameters():,} weights; global batch {global_batch} = "
@@ -420,10 +413,12 @@ def main():
             def check(name, *numbers, way=way):
                 results.check(f"{way}: {name}", *numbers)
 
-            alone = batches_of(texts[1], args.max_steps, 0, global_batch)
+            every = global_batch, 0, global_batch, device
+            alone = data.batches_of(texts[1], args.max_steps, *every)
             lr = FULL_LR if way == "full" else args.lr
             expected_losses = train(build(way), alone, lr)[0]
-            model, mine = shard(build(way), mesh), [*batches_of(texts[1], args.max_steps, *micro)]
+            model = shard(build(way), mesh)
+            mine = list(data.batches_of(texts[1], args.max_steps, *micro))
 
             losses, optimizer = train(model, mine, lr)
 
