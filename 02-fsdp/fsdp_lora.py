@@ -441,8 +441,8 @@ def main():
             if way != "full":
                 folder = (output or Path(scratch)) / way.lower()
                 check_adapters(check, model, build(way), folder, args, held_out)
-        headers = ("fine-tuning", "weights trained", "bytes of parameters", "gradients",
-                   "Adam moments", "reduce-scattered", "all-gathered", "loss after")  # fmt: skip
+        headers = ("way", "trained", "parameters", "gradients", "moments", "scattered", "gathered",
+                   "loss after")  # fmt: skip
         console.table(rows, headers)
         if output and world.is_rank0:
             results.write(output)

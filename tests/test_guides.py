@@ -158,7 +158,7 @@ def words_of(line: str) -> list[str]:
 TOLERANCE, ON_TEXT = 0.03, 0.15
 TRAINED_ON_TEXT = re.compile(
     r"step \d+ \| |OK: .* after step \d+|ddp_training.py: stopped|\d+ +\d\.\d{6} |fine-tuned to"
-    r"|(one process|from scratch|fully_shard|full|Q?LoRA)  "
+    r"|(one process|from scratch|fully_shard|full|Q?LoRA)  |QLoRA: loss"
 )
 
 
