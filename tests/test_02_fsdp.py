@@ -103,9 +103,21 @@ def keep_what_was_gathered(script):
     script.fully_shard = broken
 
 
+def shard_nothing(script):
+    script.shard = lambda model, *_: model
+
+
+HELD = [f"bytes of {kind}" for kind in ("parameters", "gradients", "Adam moments")]
+
+
 @pytest.mark.parametrize(
     ("sabotage", "sharding", "failing"),
     [
+        (
+            shard_nothing,
+            "full",
+            [*HELD, "all-gathers", "reduce-scatters", "bytes sent", "largest error of a loss"],
+        ),
         (one_unit_for_all, "full", ["all-gathers", "reduce-scatters", "bytes sent"]),
         (keep_replicas_apart, "hybrid", ["all-reduces", "bytes sent", "largest error of a loss"]),
         (shift_a_shard, "full", ["largest error of a loss"]),
@@ -170,6 +182,15 @@ def take_the_next_shard(script):
     script.Unit.__init__ = broken
 
 
+def keep_a_third_moment(script):
+    made = torch.optim.AdamW
+
+    def with_maximum(weights, **options):
+        return made(weights, amsgrad=len(weights) == 5, **options)  # the five units' shards
+
+    torch.optim.AdamW = with_maximum
+
+
 def never_free(script):
     script.Unit.free = lambda self: None
 
@@ -179,6 +200,7 @@ def never_free(script):
     [
         (keep_own_gradient, {"reduce-scatters", "bytes handed to reduce", "largest difference"}),
         (take_the_next_shard, {"largest difference"}),
+        (keep_a_third_moment, {"bytes held"}),
         (never_free, {"all-gathers", "bytes handed", "most bytes", "largest difference"}),
     ],
 )
@@ -351,6 +373,19 @@ def test_a_dry_run_knows_what_each_saving_saves(run_script, tmp_path):
     assert total["none"] > total["selective"] > total["full"]
     few, many = (classes(f"{n}-ranks", "--world-size", n)["Sharded Param_gib"] for n in (4, 8))
     assert few == pytest.approx(2 * many, rel=0.01)
+
+
+def test_a_dry_run_that_shards_over_too_few_ranks_fails(run_script, tmp_path):
+    def two_of_eight(script):
+        arrange = script.init_device_mesh
+        script.mesh_of = lambda *_: arrange("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
+
+    ended = run_script(
+        TRANSFORMER, "--dry-run", "--output-dir", tmp_path / "run", environ={}, before=two_of_eight
+    )
+    assert ended.codes == [1], ended.stdout + ended.stderr
+    failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
+    assert failed == ["bytes of Sharded Param", "bytes of OptState"]
 
 
 def test_tied_embeddings_stay_tied(run_script, tmp_path):
