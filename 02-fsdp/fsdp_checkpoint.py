@@ -260,8 +260,7 @@ def train(job, run, steps):
         raise UsageError(f"--global-batch-size {batch} cannot be dealt evenly to {parts} ranks")
     for _ in range(steps):
         first = run.progress["step"] * batch + part * size
-        items = [job.text[index % len(job.text)] for index in range(first, first + size)]
-        inputs, targets = (torch.stack(half).to(job.device) for half in zip(*items, strict=True))
+        inputs, targets = next(data.batches_of(job.text, 1, batch, first, size, job.device))
         run.optimizer.zero_grad()
         loss = F.cross_entropy(run.model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 BASICS = "02-fsdp/fsdp_basics.py"
@@ -251,15 +252,6 @@ def test_whatever_saves_memory_trains_as_one_process(
     assert "largest error of a loss" in measured_in(tmp_path / "run")
 
 
-def skip_every_other_gradient(script):
-    step = script.train_step
-
-    def broken(model, optimizer, micro_batches, args):
-        return step(model, optimizer, micro_batches[:-1], args)
-
-    script.train_step = broken if script.dist.get_rank() else step
-
-
 def drop_a_micro_batch(script):
     step = script.train_step
     script.train_step = lambda model, optimizer, micro_batches, args: step(
@@ -460,6 +452,19 @@ def test_an_optimizer_made_before_sharding_trains_nothing(run_script, tmp_path):
     assert ended.codes[0] == 1, ended.stdout + ended.stderr
     failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
     assert failed == ["fsdp2 full: bytes of Adam moments", "fsdp2 full: largest error of a loss"]
+
+
+def mix_frozen_and_trained(rank, world_size):
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    layers[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="uniform `requires_grad`"):
+        FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    FullyShardedDataParallel(layers, **options)
+
+
+def test_fsdp1_takes_no_frozen_weights_among_trained_ones(on_ranks):
+    on_ranks(mix_frozen_and_trained, 2)
 
 
 # on a GPU: one process, NCCL
