@@ -101,9 +101,10 @@ class World:
 def discover() -> World:
     """Read rank and world size from whatever started this process, and export them for PyTorch.
 
-    Knows torchrun (or RANK and WORLD_SIZE set by hand), SLURM's srun, Open MPI's mpirun, and no
-    launcher at all. Afterwards RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT are set, so `init_process_group(init_method="env://")` works under each of them.
+    Knows torchrun (or RANK and WORLD_SIZE set by hand), the deepspeed launcher, SLURM's srun, Open
+    MPI's mpirun, and no launcher at all. Afterwards RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT are set, so that `init_process_group(init_method="env://")` works
+    under each of them.
 
     Raises: UsageError when the variables are incomplete or contradict each other.
     Source: torchrun, "Environment Variables"; srun(1), "OUTPUT ENVIRONMENT VARIABLES"; Open MPI
@@ -119,6 +120,8 @@ def discover() -> World:
                 )
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        if "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env:
+            launcher, names = "deepspeed", (*names[:3], "LOCAL_SIZE")
     elif "OMPI_COMM_WORLD_RANK" in env:  # before SLURM, under which mpirun may run
         launcher = "mpirun"
         places = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
