@@ -195,3 +195,40 @@ def plot_levels(
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
+
+
+def plot_bars(
+    path: str | Path,
+    names: Sequence[str],
+    parts: dict[str, Sequence[float]],
+    expected: Sequence[float],
+    title: str,
+    ylabel: str,
+) -> None:
+    """Draw a bar of stacked parts for each name, and a line where its height should be, as PNG.
+
+    Shapes: each part and `expected` are as long as `names`.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    floor = [0.0] * len(names)
+    for part, heights in parts.items():
+        axes.bar(names, heights, 0.6, bottom=floor, label=part)
+        floor = [below + height for below, height in zip(floor, heights, strict=True)]
+    places = range(len(names))
+    axes.hlines(
+        expected, [p - 0.4 for p in places], [p + 0.4 for p in places],
+        colors="black", linestyles="dashed", label="expected",
+    )  # fmt: skip
+    for place, height in zip(places, floor, strict=True):
+        axes.text(place, height, f"{height:.2f}", ha="center", va="bottom", fontsize=9)
+    axes.set(title=title, ylabel=ylabel)
+    axes.set_ylim(0, 1.15 * max(*floor, *expected))
+    axes.legend()
+    axes.grid(axis="y", alpha=0.3)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)

@@ -338,7 +338,7 @@ class Results:
         }
         path = Path(output_dir) / "results.json"
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.write_text(json.dumps(content, indent=2, default=str) + "\n")
         return partial.replace(path)
 
 

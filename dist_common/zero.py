@@ -37,22 +37,22 @@ ADAM_EXTRAS = {"torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_s
 OP_PACKAGES = {"async_io": "libaio-dev (Debian, Ubuntu) or libaio-devel (Red Hat)"}
 
 
-def add_arguments(parser: ArgumentParser, default_config: Path) -> None:
-    """Give a script the config and the flags that may stand for its "auto" values."""
+def add_arguments(parser: ArgumentParser, default_config: Path | None = None) -> None:
+    """Give a script the flags that may stand for a config's "auto" values, and one for the config.
+
+    Without `default_config` the script sets args.deepspeed_config itself.
+    """
     add = parser.add_argument
-    add("--deepspeed_config", "--deepspeed-config", type=Path, default=default_config,
-        metavar="FILE", help=f"({default_config.name})")  # fmt: skip
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    add(
-        "--micro-batch-size",
-        type=positive_int,
-        help="per rank, at a time (the config's, or 8)",
-    )
+    add("--micro-batch-size", type=positive_int, help="per rank, at a time (the config's, or 8)")
     add("--grad-accum-steps", type=positive_int, help="micro-batches a step (the config's, or 2)")
     add("--max-steps", type=positive_int, help="steps of the run (the config's, or 20)")
     add("--lr", type=positive_float, help="peak learning rate (the config's, or 0.002)")
     add("--precision", choices=PRECISIONS, help="(the config's, or bf16-mixed)")
-    add("--nvme-path", type=Path, metavar="DIR", help="a folder on a fast disk, to offload to")
+    if default_config:
+        add("--deepspeed_config", "--deepspeed-config", type=Path, default=default_config,
+            metavar="FILE", help=f"({default_config.name})")  # fmt: skip
+        add("--nvme-path", type=Path, metavar="DIR", help="a folder on a fast disk, to offload to")
 
 
 def prepare(device: torch.device) -> None:
@@ -214,7 +214,7 @@ def _fill_nvme_path(path: Path, zero: dict, args: argparse.Namespace) -> None:
         part = zero.get(name)
         if isinstance(part, dict) and part.get("device") == "nvme":
             if part.setdefault("nvme_path", AUTO) == AUTO:
-                if args.nvme_path is None:
+                if getattr(args, "nvme_path", None) is None:
                     why = f"{path}: {name} to nvme needs --nvme-path, a folder on the disk"
                     raise UsageError(why)
                 part["nvme_path"] = str(args.nvme_path)
@@ -280,7 +280,7 @@ def _check_names(path: Path, config: dict) -> None:
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    asked = _Asked(train_batch_size=1, train_micro_batch_size_per_gpu=1)
+    asked = _Asked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     DeepSpeedConfig(asked)
     for name in config:
         if name not in asked.names:
