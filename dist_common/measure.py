@@ -116,16 +116,19 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def live_bytes() -> Counter[str]:
-    """Return the bytes of all tensors that this process holds, by type of device.
+    """Return the bytes of all floating-point tensors that this process holds, by type of device.
 
-    Memory that several tensors share counts once; what only C++ holds, as autograd does, is not
-    seen. Takes a fraction of a second.
+    That is weights, gradients, optimizer state and buffers of them; tokens and indices are left
+    out. Memory that several tensors share counts once; what autograd alone holds is not seen.
     """
     gc.collect()
     storages = {}
     # By type: isinstance would wake lazy objects of libraries, which warn.
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):
+    things = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    # A gradient that nobody has looked at yet is no Python object.
+    things += [thing.grad for thing in things if thing.is_leaf and thing.grad is not None]
+    for thing in things:
+        if thing.is_floating_point():
             with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage of its own
                 storage = thing.untyped_storage()
                 storages[storage.device.type, storage.data_ptr()] = storage.nbytes()

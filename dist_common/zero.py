@@ -154,6 +154,13 @@ def _settle_precision(path: Path, config: dict, args: argparse.Namespace) -> Non
         raise UsageError(f"{path}: bf16 and fp16 are both enabled: one of them")
     default = on[0] if on else "bf16-mixed" if stated["bf16-mixed"] == AUTO else "32-true"
     args.precision = args.precision or default
+    if args.precision == "16-mixed":
+        from deepspeed.accelerator import get_accelerator
+
+        if not get_accelerator().is_fp16_supported():
+            raise UsageError(
+                "float16 is nothing that DeepSpeed trains in on this device: take a GPU, or bf16"
+            )
     for name, part in sections.items():
         want, has = name == args.precision, stated[name]
         if has not in (AUTO, want):

@@ -1,0 +1,391 @@
+"""Train a transformer on text with DeepSpeed as a real job does: a template to copy and cut down.
+
+    CPU   deepspeed --num_gpus=2 03-deepspeed/deepspeed_train.py
+    GPU   the same line, or torchrun --nproc-per-node=gpu 03-deepspeed/deepspeed_train.py
+
+--deepspeed_config names the stage, precision, optimizer and schedule (configs/zero2_config.json);
+with --output-dir and --resume it goes on after a kill, also on another number of ranks. Look for:
+the losses of one process, and the bytes per weight of the ZeRO paper.
+
+Sources: Rajbhandari et al., ZeRO (SC 2020), sections 5 and 7; Lian et al., Universal Checkpointing
+(2024); deepspeed.ai, "DeepSpeed Configuration JSON".
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from dist_common import checkpoint, data, measure, runtime, zero
+from dist_common.console import Console
+from dist_common.models import PRESETS, Transformer
+
+CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
+# Of losses near 5. float32 sums in another order; bf16 rounds sums of gradients to 8 bits.
+LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-3, "16-mixed": 2e-2}
+MANIFEST = "manifest.json"
+
+
+def build(shape, config, seed, device):
+    """Return the model with its weights drawn; in stage 3 no rank ever holds it whole."""
+    import deepspeed  # not before zero.prepare has said for which device
+
+    sharded = config["zero_optimization"].get("stage") == 3
+    with deepspeed.zero.Init(config_dict_or_path=config if sharded else None, enabled=sharded):
+        model = Transformer(shape)  # each layer is cut into shards as soon as it is made
+    runtime.seed_everything(seed)
+    for name, weight in model.named_parameters():
+        # One weight at a time is whole here; drawn in float32, so that each stage begins alike.
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0, enabled=sharded):
+            drawn = torch.empty(weight.shape)
+            model.draw(name, drawn)
+            weight.data.copy_(drawn)
+    return model.to(device)
+
+
+def train_step(engine, micro_batches, look=None):
+    """Take one step; return the mean loss of this rank's samples. `look` is called in mid-step."""
+    losses = []
+    for number, batch in enumerate(micro_batches):
+        loss = loss_of(engine, batch)
+
+        engine.backward(loss)  # divides by the number of micro-batches, adds up, reduces
+        losses.append(loss.detach())
+        del loss
+        if look and number == 0:
+            look()
+        engine.step()  # acts after the last micro-batch only: clips, updates, sets the rate
+
+    return torch.stack(losses).mean()
+
+
+def loss_of(model, batch):
+    """Return the mean cross-entropy. Shapes: batch is inputs and targets, (B, T) each."""
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+
+
+def steps_of(sampler, sequences, args, device):
+    """Yield each step's micro-batches on this rank, epoch after epoch; the loop advances `sampler`.
+
+    A tail of an epoch that fills no global batch is left out.
+    """
+    size = args.micro_batch_size * args.grad_accum_steps * sampler.world_size
+    while True:
+        order = sampler.global_order()
+        while sampler.position + size <= len(order):
+            part = order[sampler.position : sampler.position + size]
+            yield batches(sequences, part[sampler.rank :: sampler.world_size], args, device)
+        sampler.set_epoch(sampler.epoch + 1)
+
+
+def batches(sequences, indices, args, device):
+    """Return micro-batches of the sequences with these indices."""
+    chunks = [[sequences[i] for i in chunk] for chunk in indices.split(args.micro_batch_size)]
+    return [[torch.stack(t).to(device) for t in zip(*chunk, strict=True)] for chunk in chunks]
+
+
+@torch.no_grad()
+def test_loss_of(model, sequences, args, device, rank=0, ranks=1):
+    """Return the mean loss over (part of) the test set.
+
+    In stage 3 each forward gathers weights from all ranks: all take as many turns, or they hang.
+    Hence a tail that does not fill every rank's micro-batch is left out.
+    """
+    size = args.micro_batch_size * dist.get_world_size()
+    full = torch.arange(min(len(sequences) // size, 4) * size)
+    parts = batches(sequences, full[rank::ranks], args, device)
+    mean = torch.stack([loss_of(model, batch) for batch in parts]).mean()
+    if ranks > 1:
+        dist.all_reduce(mean)
+    return mean.item() / ranks
+
+
+def losses_alone(shape, config, args, steps, device):
+    """Return the losses of one process that has each step's whole batch, in plain PyTorch.
+
+    In DeepSpeed's arithmetic: with bf16 weights, the optimizer steps on a float32 copy of them.
+    """
+    from deepspeed.runtime import lr_schedules
+
+    model = build(shape, {"zero_optimization": {}}, args.seed, device)
+    model.bfloat16() if args.precision == "bf16-mixed" else model
+    weights = list(model.parameters())
+    copies = [weight.detach().float().clone() for weight in weights]
+    params = config["optimizer"].get("params", {})
+    kept = {name: value for name, value in params.items() if name not in zero.ADAM_EXTRAS}
+    optimizer = torch.optim.AdamW(copies, **kept)
+    schedule, losses = config.get("scheduler"), []
+    if schedule:
+        schedule = getattr(lr_schedules, schedule["type"])(optimizer, **schedule["params"])
+    for micro_batches in steps:
+        means = []
+        for batch in micro_batches:
+            loss = loss_of(model, batch)
+            for copy, gradient in zip(copies, torch.autograd.grad(loss, weights), strict=True):
+                part = gradient.float() / len(micro_batches)
+                copy.grad = part if copy.grad is None else copy.grad + part
+            means.append(loss.detach())
+        losses.append(torch.stack(means).mean().item())
+        if config.get("gradient_clipping", 1.0):  # 1 is what DeepSpeed takes without the key
+            torch.nn.utils.clip_grad_norm_(copies, config.get("gradient_clipping", 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule:
+            schedule.step()
+        for copy, weight in zip(copies, weights, strict=True):
+            weight.data.copy_(copy)
+    return losses
+
+
+def bytes_per_weight(config, args, ranks):
+    """Return what a rank holds for each weight after a micro-batch, by formula: (2 + 2 + K) / N.
+
+    K is 12: Adam's two moments and a float32 copy of the weight, which stages 1 to 3 keep of
+    float32 weights too. Source: ZeRO paper, section 5.
+    """
+    stage = config["zero_optimization"].get("stage", 0)
+    weight = gradient = 4 if args.precision == "32-true" else 2
+    optimizer = 8 if stage == 0 and args.precision == "32-true" else 12
+    early = 1 if args.grad_accum_steps == 1 else 2  # a single micro-batch is reduced at once
+    return sum(
+        size / (ranks if stage >= first else 1)
+        for size, first in ((optimizer, 1), (gradient, early), (weight, 3))
+    )
+
+
+def save(engine, folder, step, facts, keep=2):
+    """Write a checkpoint, and drop all but `keep`. All ranks call it, and see the same folder.
+
+    Its folder gets its name last: a save that is killed leaves none, and the one before as it was.
+    """
+    partial, final = folder / f".partial-{step:08d}", folder / f"step-{step:08d}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+
+    engine.save_checkpoint(str(folder), tag=partial.name, client_state=facts, save_latest=False)
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        files = {path.name: checkpoint.sha256(path) for path in sorted(partial.iterdir())}
+        (partial / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1))
+        for path in (*partial.iterdir(), partial):
+            checkpoint.flush(path)
+        shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there
+        partial.rename(final)
+        (folder / "latest").write_text(final.name)  # where DeepSpeed's own tools look
+        for old in sorted(folder.glob("step-*"))[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def newest(folder, console):
+    """Return the newest whole checkpoint's folder and facts, or None; name those passed over."""
+    found, skipped = None, []
+    if dist.get_rank() == 0:
+        for path in sorted(folder.glob("step-*"), reverse=True):
+            try:
+                facts = json.loads((path / MANIFEST).read_text())
+                wrong = [name for name, digest in facts["files"].items()
+                         if checkpoint.sha256(path / name) != digest]  # fmt: skip
+            except (OSError, ValueError, KeyError) as error:
+                wrong = [f"{error.__class__.__name__}: {error}"]
+            if not wrong:
+                found = path.name, facts
+                break
+            skipped.append(f"{path}: {wrong[0]} is not what was written")
+        if skipped and not found:
+            raise runtime.UsageError(f"no checkpoint can be used: {'; '.join(skipped)}")
+        for line in skipped:
+            console.warn(f"skipped {line}")
+    box = [found]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def fit(folder, name, facts, config, world):
+    """Return the name of a checkpoint that this number of ranks can load: converted, if need be.
+
+    DeepSpeed's files hold what each rank had. Its universal format holds whole tensors, one by one,
+    which any number of ranks cuts up anew, in stages 1 and 2 or in stage 3.
+    """
+    stage, saved = config["zero_optimization"].get("stage", 0), facts["stage"]
+    if (stage, world.world_size) == (saved, facts["ranks"]):
+        return name
+    if {0: 0, 1: 1, 2: 1, 3: 3}[stage] != {0: 0, 1: 1, 2: 1, 3: 3}[saved] or saved == 0:
+        raise runtime.UsageError(
+            f"{folder / name} was saved by {facts['ranks']} ranks in stage {saved}: "
+            f"{world.world_size} ranks in stage {stage} cannot go on from it. DeepSpeed converts "
+            "between numbers of ranks, and between stages 1 and 2"
+        )
+    universal = f".universal-{name}"
+    problem = None
+    if world.is_rank0:
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+        command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
+        command += [f"--input_folder={folder / name}", f"--output_folder={folder / universal}"]
+        shutil.rmtree(folder / universal, ignore_errors=True)
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            problem = (ended.stderr.strip().splitlines() or ["it was killed"])[-1]
+    box = [problem]
+    dist.broadcast_object_list(box, src=0)
+    if box[0]:
+        raise runtime.UsageError(f"{folder / name} cannot be converted: {box[0]}")
+    config["checkpoint"] = {"load_universal": True}
+    return universal
+
+
+def consolidate(engine, folder, path):
+    """Write one file of float32 weights that a plain model loads. Call it on rank 0."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    if engine.zero_optimization_stage() == 0:
+        weights = {name: t.float().cpu() for name, t in engine.module.state_dict().items()}
+    else:
+        told = io.StringIO()  # what it says of each file
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
+    partial = path.with_suffix(".partial")
+    torch.save({name: tensor.clone() for name, tensor in weights.items()}, partial)
+    partial.replace(path)
+
+
+def parse_args():
+    parser = runtime.ArgumentParser(__doc__, resumes=True)
+    zero.add_arguments(parser, CONFIG)
+    add, positive = parser.add_argument, runtime.positive_int
+    add("--preset", choices=PRESETS, default="tiny", help="size of the model (tiny)")
+    add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
+    add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
+    add("--save-every", type=positive, default=10, help="steps, with --output-dir (10)")
+    add("--parity-steps", type=runtime.whole_number, default=6,
+        help="steps to compare with one process, which must hold the whole model (6)")  # fmt: skip
+    add("--consolidate", action="store_true", help="write float32 weights to --output-dir at last")
+    args = parser.parse_args()
+    if args.consolidate and not args.output_dir:
+        parser.error("--consolidate needs --output-dir")
+    return args
+
+
+def main():
+    args = parse_args()
+    with runtime.init(args.device, args.timeout) as (world, device):
+        console, shape, ranks = Console(world.is_rank0), PRESETS[args.preset], world.world_size
+        results = measure.Results("03-deepspeed/deepspeed_train.py", args, world, device)
+        zero.prepare(device)
+        config = zero.load_config(args, world, shape)
+        stage, weights = config["zero_optimization"].get("stage", 0), shape.num_parameters()
+        if args.seq_len > shape.max_seq_len:
+            raise runtime.UsageError(f"--seq-len must be at most {shape.max_seq_len}")
+        global_batch = config["train_batch_size"]
+        text = data.load_text(args.text_file, max_bytes=1_000_000)
+        cut = len(text) - len(text) // 20  # the last twentieth is held out to test on
+        train_set, test_set = (
+            data.Sequences(part, args.seq_len, size, name=name)
+            for part, size, name in (
+                (text[:cut], global_batch, "training text"),
+                (text[cut:], args.micro_batch_size * ranks, "test text"),
+            )
+        )
+        sampler = data.ShardedSampler(len(train_set), world.rank, ranks, args.seed)
+        output = measure.claim_output_dir(args, world)
+        folder = output / "checkpoints" if output else None
+        found = newest(folder, console) if args.resume else None
+        if found and found[1]["step"] >= args.max_steps:
+            console.say(f"{output} has all {args.max_steps} steps: nothing to do")
+            return 0
+        tag = fit(folder, *found, config, world) if found else None
+        zero.build_ops(zero.ops_needed(config, device), world, console)
+        console.header(
+            results,
+            f"{args.deepspeed_config.name}: stage {stage}, {args.precision}; {args.preset}: "
+            f"{weights:,} weights",
+            f"global batch {global_batch} = {args.micro_batch_size} per rank x "
+            f"{args.grad_accum_steps} micro-batches x {ranks} ranks",
+        )
+        alone, first_step = [], 1
+        if args.parity_steps and not found:
+            whole = data.ShardedSampler(len(train_set), 0, 1, args.seed)
+            count = min(args.parity_steps, args.max_steps, len(train_set) // global_batch)
+            order = whole.global_order()[: count * global_batch].split(global_batch)
+            steps = (batches(train_set, part, args, device) for part in order)
+            alone = losses_alone(shape, config, args, steps, device)
+
+        import deepspeed
+
+        before = measure.live_bytes()
+        model = build(shape, config, args.seed, device)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        if found:
+            engine.load_checkpoint(str(folder), tag=tag)
+            first_step = found[1]["step"] + 1
+            sampler.load_state_dict(found[1]["sampler"])
+            shutil.rmtree(folder / f".universal-{found[0]}", ignore_errors=True)
+            console.say(f"resumed from {folder / found[0]}, saved by {found[1]['ranks']} ranks "
+                        f"in stage {found[1]['stage']}")  # fmt: skip
+        held, losses, timer = [], [], measure.StepTimer(device)
+        log = measure.StepLog(output if world.is_rank0 else None, first_step)
+        flops = measure.flops_per_token(shape, args.seq_len)
+        steps = steps_of(sampler, train_set, args, device)
+        for step in console.progress(range(first_step, args.max_steps + 1), "training"):
+            # In the second step: Adam's moments are made in the first.
+            second = step == min(first_step + 1, args.max_steps)
+            with timer:
+                look = (lambda: held.append(measure.live_bytes())) if second else None
+                loss = train_step(engine, next(steps), look) / ranks
+            dist.all_reduce(loss)
+            losses.append(loss.item())
+            sampler.advance(global_batch)
+            speed = global_batch * args.seq_len / timer.steps_ms[-1] * 1e3
+            usage = measure.mfu(speed / ranks * flops, device, args.precision)
+            lr, norm = engine.get_lr()[0], engine.get_global_grad_norm()
+            log.write(step, loss=losses[-1], lr=lr, grad_norm=float(norm or 0))
+            last = step == args.max_steps
+            if step % 5 == 0 or last:
+                peak = measure.peak_memory_gib(device)
+                console.step(step, losses[-1], timer.steps_ms[-1], speed, peak, usage)
+            if output and (step % args.save_every == 0 or last):
+                facts = {"step": step, "ranks": ranks, "stage": stage}
+                save(engine, folder, step, {**facts, "sampler": sampler.state_dict()})
+
+        engine.eval()
+        test_loss = test_loss_of(engine, test_set, args, device, world.rank, ranks)
+        tolerance = LOSS_TOLERANCE[args.precision]
+        if alone:
+            drift = max(abs(a - b) for a, b in zip(losses, alone, strict=False))
+            what = f"largest error of the first {len(alone)} losses"
+            results.check(what, drift, 0, tolerance, "one process")
+        own = torch.tensor((held[0] - before).total() / weights, device=device)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        right = bytes_per_weight(config, args, ranks)
+        results.check("bytes per weight", own.item(), right, 0.02 * right, "ZeRO paper, section 5")
+        if args.consolidate and world.is_rank0:
+            consolidate(engine, folder, output / "weights-fp32.pt")
+            plain = Transformer(shape)
+            plain.load_state_dict(torch.load(output / "weights-fp32.pt"))
+            again = test_loss_of(plain.to(device), test_set, args, device)
+            what = "test loss of the consolidated weights, in a plain model"
+            results.check(what, again, test_loss, tolerance, "the engine's")
+        results.metrics |= {
+            "final_loss": losses[-1],
+            "test_loss": test_loss,
+            "step_time_ms": timer.median_ms(),
+            "tokens_per_second": global_batch * args.seq_len / timer.median_ms() * 1e3,
+            "peak_memory_gib": measure.peak_memory_gib(device),
+        }
+        if output and world.is_rank0:
+            results.write(output)
+        return console.verdict(results, f"test loss {test_loss:.4f} after step {args.max_steps}")
+
+
+if __name__ == "__main__":
+    runtime.run(main)
