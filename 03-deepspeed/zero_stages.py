@@ -42,14 +42,14 @@ def train(engine, steps):
     Shapes: steps is a list of steps, each a list of micro-batches.
     """
     losses = []
-    for micro_batches in steps:
+    for number, micro_batches in enumerate(steps, 1):
         with measure.CollectiveCounter() as counter:
             for place, batch in enumerate(micro_batches):
                 loss = loss_of(engine, batch)
                 engine.backward(loss)
                 losses.append(loss.detach())
                 del loss  # and with it what forward kept
-                if place == 0:  # the moments exist, and the gradient of a first micro-batch
+                if number == len(steps) and place == 0:  # moments and a gradient are there
                     held = measure.live_bytes().total()
 
                 engine.step()  # acts after a step's last micro-batch: DeepSpeed counts them

@@ -128,7 +128,7 @@ def live_bytes() -> Counter[str]:
     # A gradient that nobody has looked at yet is no Python object.
     things += [thing.grad for thing in things if thing.is_leaf and thing.grad is not None]
     for thing in things:
-        if thing.is_floating_point():
+        if thing.is_floating_point() and not thing.is_meta:
             with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage of its own
                 storage = thing.untyped_storage()
                 storages[storage.device.type, storage.data_ptr()] = storage.nbytes()

@@ -63,6 +63,8 @@ def prepare(device: torch.device) -> None:
     is the config's `log_level`, or error; set PYTHONWARNINGS to see Python's warnings.
     """
     os.environ["DS_ACCELERATOR"] = device.type
+    if device.index is not None:  # DeepSpeed sets the device by it; srun may show each rank one GPU
+        os.environ["LOCAL_RANK"] = str(device.index)
     here = str(Path(sys.executable).parent)  # ninja, which a compiled op needs, is there
     if here not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join((here, os.environ["PATH"]))

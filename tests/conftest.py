@@ -7,6 +7,7 @@ Whatever starts a process here also ends it: by its own pid, at a deadline.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import io
 import json
@@ -164,6 +165,7 @@ def _child(body: Callable[[int], Any], rank: int, folder: Path) -> None:
     code = 1
     try:
         torch.set_num_threads(1)  # autograd's threads, which no fork has, would be asked for
+        gc.freeze()  # what pytest holds is no business of this rank's, nor to be copied for it
         for number, name in ((1, "stdout"), (2, "stderr")):
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(descriptor, number)

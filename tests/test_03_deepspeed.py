@@ -1,0 +1,307 @@
+"""Module 03: in each stage the losses of one process, and no more held or sent than said."""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+
+STAGES = "03-deepspeed/zero_stages.py"
+TRAIN = "03-deepspeed/deepspeed_train.py"
+SCRATCH = "03-deepspeed/zero_from_scratch.py"
+CONFIGS = sorted((REPO / "03-deepspeed/configs").glob("*.json"))
+SMALL = ("--micro-batch-size", 2, "--seq-len", 32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed_in_the_parent():
+    """Import it once and not in every fork; it reads here which accelerator it shall take."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    importlib.import_module("deepspeed.utils.zero_to_fp32")
+    yield
+    del os.environ["DS_ACCELERATOR"]
+
+
+def config_of(stage: int) -> Path:
+    return REPO / f"03-deepspeed/configs/zero{stage}_config.json"
+
+
+def failed_checks(folder: Path) -> list[str]:
+    return [check["name"] for check in results_of(folder)["checks"] if not check["ok"]]
+
+
+# The configs, and the check of them
+
+
+def ask(path: Path, ranks: int = 2, **flags) -> tuple[dict, Namespace]:
+    """Load a config as a script does, in a fork: it changes the environment."""
+    from dist_common import runtime, zero
+    from dist_common.models import PRESETS
+
+    args = Namespace(deepspeed_config=path, micro_batch_size=None, grad_accum_steps=None, lr=None,
+                     max_steps=None, precision=None, nvme_path=path.parent)  # fmt: skip
+    vars(args).update(flags)
+    world = runtime.World(0, 0, ranks, ranks, "python")
+    return zero.load_config(args, world, PRESETS["tiny"]), args
+
+
+def places(part: dict, above: tuple = ()) -> list[tuple]:
+    found = []
+    for name, value in part.items():
+        found.append((*above, name))
+        if isinstance(value, dict):
+            found += places(value, (*above, name))
+    return found
+
+
+def misspell_every_key(rank, world_size, folder):
+    """Return the keys that may be misspelt without the right one being named."""
+    from dist_common import runtime, zero
+
+    zero.prepare(torch.device("cpu"))
+    unnoticed, tried = [], 0
+    for path in CONFIGS:
+        ask(path)
+        for *above, name in places(json.loads(path.read_text())):
+            config = json.loads(path.read_text())
+            part = config
+            for section in above:
+                part = part[section]
+            part[name[:-1] + "q" + name[-1]] = part.pop(name)
+            (folder / "wrong.json").write_text(json.dumps(config))
+            tried += 1
+            try:
+                ask(folder / "wrong.json", nvme_path=folder)
+                unnoticed.append((path.name, name))
+            except runtime.UsageError as error:
+                if f"did you mean {name}?" not in str(error):
+                    unnoticed.append((path.name, name, str(error)))
+    return tried, unnoticed
+
+
+def test_every_key_of_every_config_is_known_and_a_misspelt_one_is_not(on_ranks, tmp_path):
+    """Unknown sections DeepSpeed passes over, and unknown keys too where the value is "auto"."""
+    [(tried, unnoticed)] = on_ranks(misspell_every_key, 1, tmp_path)
+    assert tried > 100 and unnoticed == []
+
+
+def settle_sizes(rank, world_size, folder):
+    from dist_common import zero
+
+    zero.prepare(torch.device("cpu"))
+    own = json.loads(config_of(2).read_text())
+    told = []
+    for sizes, flags in (
+        ({}, {}),
+        ({}, {"micro_batch_size": 3, "grad_accum_steps": 5}),
+        ({"train_batch_size": 96}, {"micro_batch_size": 4}),
+        ({"train_micro_batch_size_per_gpu": 6}, {"grad_accum_steps": 1}),
+    ):
+        (folder / "sizes.json").write_text(json.dumps(own | sizes))
+        config, args = ask(folder / "sizes.json", ranks=4, **flags)
+        told.append((args.micro_batch_size, args.grad_accum_steps, config["train_batch_size"]))
+    config, args = ask(config_of(3), precision="32-true", lr=0.5, max_steps=7)
+    told += [config["bf16"]["enabled"], config["optimizer"]["params"]["lr"]]
+    told += [config["scheduler"]["params"]["total_num_steps"]]
+    told += [config["zero_optimization"]["reduce_bucket_size"]]
+    return told
+
+
+def test_flags_and_config_settle_what_the_other_leaves_open(on_ranks, tmp_path):
+    [told] = on_ranks(settle_sizes, 1, tmp_path)
+    assert told == [(8, 2, 64), (3, 5, 60), (4, 6, 96), (6, 1, 24), False, 0.5, 7, 128 * 128]
+
+
+def changed(**sections) -> dict:
+    own = json.loads(config_of(2).read_text())
+    for name, value in sections.items():
+        merged = isinstance(value, dict) and name in own
+        own[name] = own[name] | value if merged else value
+    return own
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "says"),
+    [
+        ('{\n  "bf16": {"enabled": true},\n  "zero_optimization": {"stage" 2}\n}', (),
+         "is not JSON: line 3, column 33: Expecting ':' delimiter"),
+        ('{"bf16": {}, "bf16": {}}', (), "bf16 is there twice"),
+        ("[1]", (), "must hold an object"),
+        (changed(zero_optimisation={"stage": 3}), (),
+         "unknown key zero_optimisation: did you mean zero_optimization?"),
+        (changed(zero_optimization={"overlap_com": True}), (),
+         "unknown key zero_optimization.overlap_com: did you mean overlap_comm?"),
+        (changed(xyzzy=1), (), "unknown key xyzzy: DeepSpeed knows no such key"),
+        (changed(zero_optimization={"stage": 5}), (), "stage must be 0, 1, 2 or 3, not 5"),
+        (changed(zero_optimization={"stage": "2"}), (), "stage must be 0, 1, 2 or 3, not '2'"),
+        (changed(train_batch_size=30, train_micro_batch_size_per_gpu=4), ("--grad-accum-steps", 2),
+         "train_batch_size 30 is not train_micro_batch_size_per_gpu 4 x "
+         "gradient_accumulation_steps 2 x 1 ranks = 8"),
+        (changed(train_micro_batch_size_per_gpu=4), ("--micro-batch-size", 2),
+         "--micro-batch-size 2, but"),
+        (changed(train_micro_batch_size_per_gpu=0), (), "whole number of at least 1, not 0"),
+        (changed(bf16={"enabled": True}), ("--precision", "32-true"),
+         "has bf16.enabled true: change one, or write \"auto\" there"),
+        (changed(bf16={"enabled": True}, fp16={"enabled": True}), (), "both enabled"),
+        (changed(gradient_clipping="auto"), (), 'gradient_clipping is "auto", which this script'),
+        (changed(optimizer={"params": {"lr": "1e-3"}}), (), 'lr must be a number, not "1e-3"'),
+        (changed(optimizer={"params": {"learning_rate": 1}}), (), "unknown key optimizer.params.l"),
+        ({"zero_optimization": {"stage": 1}}, (), "no optimizer: add"),
+        (changed(zero_optimization={"offload_param": {"device": "cpu"}}), (),
+         "offload_param to cpu needs stage 3, not 2"),
+        (changed(zero_optimization={"offload_optimizer": {"device": "disk"}}), (),
+         "Input should be 'none', 'cpu' or 'nvme'"),
+        (None, (), "No such file or directory"),
+    ],
+)  # fmt: skip
+def test_a_config_that_deepspeed_would_misread_is_one_line(
+    run_script, tmp_path, config, argv, says
+):
+    path = tmp_path / "own.json"
+    if config is not None:
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
+    ended = run_script(TRAIN, "--deepspeed_config", path, *argv)
+    assert_one_line(ended, says, "deepspeed_train.py")
+
+
+def no_float16(script):
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: False
+
+
+@pytest.mark.parametrize(
+    ("argv", "says", "before"),
+    [
+        (("--precision", "16-mixed"), "float16 is nothing that DeepSpeed trains in", no_float16),
+        (("--consolidate",), "--consolidate needs --output-dir", None),
+        (("--seq-len", 257), "--seq-len must be at most 256", None),
+        (("--micro-batch-size", "two"), "must be a whole number of at least 1", None),
+        (("--text-file", "nowhere.txt"), "--text-file nowhere.txt: No such file", None),
+        (
+            ("--deepspeed_config", REPO / "03-deepspeed/configs/zero3_offload_nvme_config.json"),
+            "offload_optimizer to nvme needs --nvme-path, a folder on the disk",
+            None,
+        ),
+    ],
+)
+def test_train_refuses_bad_input(run_script, argv, says, before):
+    assert_one_line(run_script(TRAIN, *argv, before=before), says, "deepspeed_train.py")
+
+
+# zero_stages.py
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_stage_trains_as_one_process_and_holds_what_the_paper_says(
+    run_script, tmp_path, world_size
+):
+    ended = run_script(STAGES, *SMALL, "--output-dir", tmp_path / "run", world_size=world_size)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert ended.stderr == "" and (tmp_path / "run" / "stages.png").exists()
+    held = results_of(tmp_path / "run")["metrics"]
+    for stage, formula in enumerate(
+        (16, 4 + 12 / world_size, 2 + 14 / world_size, 16 / world_size)
+    ):
+        measured = held[f"bytes_per_weight_stage {stage}"]
+        assert abs(measured / formula - 1) < 0.02, (stage, measured)
+
+
+def no_reduction(script):
+    started = script.start_engine
+
+    def broken(model, config):
+        engine = started(model, config)
+        engine.allreduce_gradients = lambda *args, **kwargs: None
+        return engine
+
+    script.start_engine = broken
+
+
+def one_stage_less(script):
+    loaded = script.load_configs
+
+    def broken(args, world, shape):
+        configs = loaded(args, world, shape)
+        for config in configs.values():
+            config["zero_optimization"] = {"stage": config["zero_optimization"]["stage"] - 1}
+        return configs
+
+    script.load_configs = broken
+
+
+def one_weight_off(script):
+    started = script.start_engine
+
+    def broken(model, config):
+        model.blocks[1].up.weight.data[:8] += 0.01
+        return started(model, config)
+
+    script.start_engine = broken
+
+
+def clip_as_by_default(script):
+    loaded = script.load_configs
+
+    def broken(*args):
+        configs = loaded(*args)
+        for config in configs.values():
+            del config["gradient_clipping"]
+        return configs
+
+    script.load_configs = broken
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "stage", "failing"),
+    [
+        (no_reduction, 0, ["models sent per step", "largest error of a loss"]),
+        (one_stage_less, 1, ["bytes per weight"]),
+        (one_stage_less, 2, ["bytes per weight", "models sent per step"]),
+        (one_stage_less, 3, ["bytes per weight", "models sent per step"]),
+        (one_weight_off, 2, ["largest error of a loss"]),
+        (clip_as_by_default, 1, ["largest error of a loss"]),
+    ],
+)
+def test_sabotage_of_a_stage_fails_a_check(run_script, tmp_path, sabotage, stage, failing):
+    """The last one is a trap: without the key gradient_clipping, DeepSpeed clips to a norm of 1."""
+    ended = run_script(
+        STAGES, "--stages", stage, *SMALL, "--output-dir", tmp_path / "run",
+        world_size=2, before=sabotage,
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    assert failed_checks(tmp_path / "run") == [f"stage {stage}: {name}" for name in failing]
+
+
+# deepspeed_train.py
+
+QUICK = (*SMALL, "--max-steps", 6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "precision"),
+    [(2, stage, "32-true") for stage in range(4)]
+    + [(4, stage, "32-true") for stage in range(4)]
+    + [(2, stage, "bf16-mixed") for stage in (1, 2, 3)]
+    + [(1, 2, "32-true")],
+)
+def test_train_as_one_process_in_every_stage(run_script, tmp_path, world_size, stage, precision):
+    """Losses with accumulation, clipping and schedule, bytes held, and the consolidated weights."""
+    ended = run_script(
+        TRAIN, "--deepspeed_config", config_of(stage), "--precision", precision, *QUICK,
+        "--consolidate", "--output-dir", tmp_path / "run", world_size=world_size,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    results = results_of(tmp_path / "run")
+    assert ended.stderr == "" and len(results["checks"]) == 3
+    assert results["metrics"]["final_loss"] < 5.5, "it starts at ln 256 = 5.55"
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    # DeepSpeed's warm-up stands still for two steps.
+    assert [json.loads(line)["lr"] for line in lines[:4]] == [0, 0.0005, 0.001, 0.0015]
