@@ -329,7 +329,10 @@ def main():
             engine.load_checkpoint(str(folder), tag=tag)
             first_step = found[1]["step"] + 1
             sampler.load_state_dict(found[1]["sampler"])
-            shutil.rmtree(folder / f".universal-{found[0]}", ignore_errors=True)
+            dist.barrier()  # all have read it
+            if tag != found[0] and world.is_rank0:
+                shutil.rmtree(folder / tag)
+                (folder / "latest_universal").unlink()
             console.say(f"resumed from {folder / found[0]}, saved by {found[1]['ranks']} ranks "
                         f"in stage {found[1]['stage']}")  # fmt: skip
         held, losses, timer = [], [], measure.StepTimer(device)

@@ -18,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -76,6 +77,7 @@ class Run:
 
     def look(self):
         """Return the bytes of each of KINDS by place; the last is all that is not the others."""
+        time.sleep(0.2)  # gloo's threads let go of what they reduced a moment after they are done
         weights = [getattr(weight, "ds_tensor", weight) for weight in self.engine.parameters()]
         adam = self.engine.optimizer.optimizer  # PyTorch's, inside DeepSpeed's
         state = [t for master, own in adam.state.items() for t in (master, *own.values())]
@@ -96,7 +98,9 @@ class Run:
         own = []
         for held, part in zip(self.held, ("offload_param", "offload_optimizer"), strict=False):
             own.append(held[self.device.type if self.target(part) == "none" else "cpu"])
-        own += [self.held[2].total(), file_bytes(self.zero)]
+        folder = self.zero.get("offload_optimizer", {}).get("nvme_path")
+        files = Path(folder).rglob("*.swp") if folder else []
+        own += [self.held[2].total(), sum(path.stat().st_size for path in files)]
         own += [statistics.median(step) for step in zip(*self.traffic[WARMUP:], strict=True)]
         most = torch.tensor(own, device=self.device, dtype=torch.float64)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -155,13 +159,6 @@ def disk_traffic():
     lines = counters.read_text().splitlines() if counters.exists() else []
     counted = dict(line.split(": ") for line in lines)
     return [int(counted.get(name, 0)) for name in ("read_bytes", "write_bytes")]
-
-
-def file_bytes(config):
-    """Return the bytes of the files that this rank has on disk now."""
-    folder = config.get("offload_optimizer", {}).get("nvme_path")
-    files = Path(folder).rglob("*") if folder else []
-    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def groups_of(shards, size):
@@ -235,7 +232,7 @@ def require_disk(args, world, shards):
 
     Raises: UsageError.
     """
-    find = ["stat", "--file-system", "--format=%T", args.nvme_path]
+    find = ["stat", "-f", "-c", "%T", args.nvme_path]
     kind = subprocess.run(find, capture_output=True, text=True).stdout.strip()
     if kind in ("tmpfs", "ramfs"):
         why = f"--nvme-path {args.nvme_path} is a {kind}, which is memory: name a folder on a disk"
@@ -258,6 +255,7 @@ def require_disk(args, world, shards):
 def compare(run, baselines, shapes, args, results):
     """Check a run against the formulas and the run without offload; return its row of the table."""
     weights, baseline = sum(shapes), baselines[run.zero["stage"]]
+    swaps = run.target("offload_optimizer") == "nvme"
     measured = [number / weights for number in run.measured()]
     drift = (torch.stack(run.losses) - torch.stack(baseline.losses)).abs().max()
     dist.all_reduce(drift, op=dist.ReduceOp.MAX)
@@ -266,18 +264,17 @@ def compare(run, baselines, shapes, args, results):
     if run is not baseline:
         expected = run.expected(shapes, DTYPES[args.precision].itemsize)
         expected = [number / weights for number in expected]
-        names = (*KINDS, "files", "read per step", "written per step")
-        for name, value, right in zip(names, measured, expected, strict=True):
-            if name in KINDS or "nvme" in run.name:
-                name, tolerance = f"{run.name}: {name}, bytes per weight", 0.02 * max(right, 1)
-                results.check(name, value, right, tolerance, "ZeRO-Infinity, section 3")
+        names = (*KINDS, "files", "read per step", "written per step")[: 6 if swaps else 3]
+        for name, value, right in zip(names, measured, expected, strict=False):
+            name, tolerance = f"{run.name}: {name}, bytes per weight", 0.02 * max(right, 1)
+            results.check(name, value, right, tolerance, "ZeRO-Infinity, section 3")
         name, tolerance = f"{run.name}: largest error of a loss", LOSS_TOLERANCE[args.precision]
         results.check(name, drift.item(), 0, tolerance, baseline.name)
     cells = [
         " + ".join(f"{n / weights:.2f} {place}" for place, n in sorted(kind.items()) if n)
         for kind in run.held
     ]
-    disk = [f"{number:.2f}" if "nvme" in run.name else "-" for number in measured[3:]]
+    disk = [f"{number:.2f}" if swaps else "-" for number in measured[3:]]
     slower = milliseconds / baseline.timer.median_ms()
     return run.name, *cells, *disk, f"{milliseconds:.0f}", f"{slower:.2f}"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 
 STAGES = "03-deepspeed/zero_stages.py"
 TRAIN = "03-deepspeed/deepspeed_train.py"
@@ -231,7 +231,7 @@ def one_stage_less(script):
     def broken(args, world, shape):
         configs = loaded(args, world, shape)
         for config in configs.values():
-            config["zero_optimization"] = {"stage": config["zero_optimization"]["stage"] - 1}
+            config["zero_optimization"]["stage"] -= 1
         return configs
 
     script.load_configs = broken
@@ -305,3 +305,258 @@ def test_train_as_one_process_in_every_stage(run_script, tmp_path, world_size, s
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     # DeepSpeed's warm-up stands still for two steps.
     assert [json.loads(line)["lr"] for line in lines[:4]] == [0, 0.0005, 0.001, 0.0015]
+
+
+def one_micro_batch_twice(script):
+    step = script.train_step
+    script.train_step = lambda engine, batches, look: step(engine, [batches[0]] * 2, look)
+
+
+def altered_weights(script):
+    consolidated = script.consolidate
+
+    def broken(engine, folder, path):
+        consolidated(engine, folder, path)
+        weights = torch.load(path)
+        weights["head.weight"] = weights["head.weight"].roll(1, 0)
+        torch.save(weights, path)
+
+    script.consolidate = broken
+
+
+def stage_one(script):
+    initialized = script.zero.load_config
+
+    def broken(*args):
+        config = initialized(*args)
+        config["zero_optimization"]["stage"] = 1
+        return config
+
+    script.zero.load_config = broken
+    script.bytes_per_weight = lambda config, args, ranks: 4 + 4 / 2 + 12 / 2  # of stage 2
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (one_micro_batch_twice, "largest error of the first 6 losses"),
+        (altered_weights, "test loss of the consolidated weights, in a plain model"),
+        (stage_one, "bytes per weight"),
+    ],
+)
+def test_sabotage_of_the_training_fails_a_check(run_script, tmp_path, sabotage, failing):
+    ended = run_script(
+        TRAIN, "--precision", "32-true", *QUICK, "--consolidate", "--output-dir", tmp_path / "run",
+        world_size=2, before=sabotage,
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    assert failed_checks(tmp_path / "run") == [failing]
+
+
+def test_stage_0_in_bf16_is_no_baseline(run_script, tmp_path):
+    """To make Adam's moments, DeepSpeed takes a step on zero gradients: its decay and its count."""
+    ended = run_script(
+        TRAIN, "--deepspeed_config", config_of(0), *QUICK, "--output-dir", tmp_path / "run",
+        world_size=2,
+    )  # fmt: skip
+    assert ended.codes[0] == 1 and failed_checks(tmp_path / "run") == [
+        "largest error of the first 6 losses"
+    ]
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+LONG = ("--precision", "32-true", "--max-steps", 8, "--save-every", 3, "--parity-steps", 0)
+LONG = (*LONG, "--seq-len", 32)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_killed_run_goes_on_also_on_other_numbers_of_ranks(run_script, tmp_path, stage):
+    def train(folder, ranks, *argv, during=None, stage=stage):
+        return run_script(
+            TRAIN, "--deepspeed_config", config_of(stage), *LONG, "--output-dir", folder,
+            "--micro-batch-size", 8 // ranks, *argv, world_size=ranks, during=during,
+        )  # fmt: skip
+
+    assert train(tmp_path / "straight", 2).codes == [0, 0]
+    straight, folder = losses_of(tmp_path / "straight"), tmp_path / "killed"
+
+    def kill(pids):
+        while not (folder / "checkpoints/step-00000006").exists():
+            time.sleep(0.005)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    assert train(folder, 2, during=kill).codes == [-signal.SIGKILL] * 2
+    for ranks in (4, 1):
+        shutil.copytree(folder, tmp_path / f"on-{ranks}")
+    same = train(folder, 2, "--resume")
+    assert same.codes == [0, 0] and "step-00000006, saved by 2 ranks" in same.stdout, same.stderr
+    assert losses_of(folder) == straight, "bitwise"
+    for ranks in (4, 1):
+        other = train(tmp_path / f"on-{ranks}", ranks, "--resume", "--consolidate")
+        assert other.codes == [0] * ranks and other.stderr == "", other.stdout + other.stderr
+        losses = losses_of(tmp_path / f"on-{ranks}")
+        assert losses.keys() == straight.keys()
+        assert all(abs(losses[step] - straight[step]) < 1e-5 for step in straight)
+        left = [path.name for path in (tmp_path / f"on-{ranks}/checkpoints").iterdir()]
+        assert not any("universal" in name or "partial" in name for name in left)
+    done = train(folder, 2, "--resume")
+    assert done.codes == [0, 0] and "nothing to do" in done.stdout
+    if stage == 3:
+        refused = train(folder, 2, "--resume", "--max-steps", 9, stage=2)
+        assert_one_line(refused, "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot go on",
+                        "deepspeed_train.py")  # fmt: skip
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_none_at_all_is_one_line(run_script, tmp_path):
+    def train(*argv):
+        return run_script(TRAIN, *LONG, "--output-dir", tmp_path / "run", *argv, world_size=2)
+
+    assert train("--max-steps", 6).codes == [0, 0]
+    for step in (6, 3):
+        folder = tmp_path / f"run/checkpoints/step-0000000{step}"
+        path = next(folder.glob("zero_pp_rank_1*"))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        if step == 6:
+            ended = train("--resume")
+            assert ended.codes == [0, 0] and "step-00000003, saved by" in ended.stdout
+            assert f"{path.name} is not what was written" in ended.stderr
+            shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
+            shutil.copytree(folder, tmp_path / "run/checkpoints/step-00000003", dirs_exist_ok=True)
+    for path in (tmp_path / "run/checkpoints").glob("step-*/zero_pp_rank_1*"):
+        path.write_bytes(path.read_bytes()[:-1000])
+    assert_one_line(train("--resume"), "no checkpoint can be used", "deepspeed_train.py")
+
+
+def test_train_under_slurm_and_by_the_deepspeed_launcher(run_script, tmp_path):
+    """Ranks as srun and as the launcher name them; a page starts the launcher itself."""
+
+    def slurm(rank):
+        return {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_STEP_ID": 0,
+                "SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_JOB_ID": tmp_path.stat().st_ino}  # fmt: skip
+
+    ended = run_script(TRAIN, *QUICK, world_size=2, environ=slurm)
+    assert ended.codes == [0, 0] and "2 ranks started by srun" in ended.stdout, ended.stderr
+
+
+# zero_from_scratch.py
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_zero_from_scratch_is_deepspeed(run_script, tmp_path, world_size):
+    ended = run_script(SCRATCH, *SMALL, "--output-dir", tmp_path / "run", world_size=world_size)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert ended.stderr == "" and len(results_of(tmp_path / "run")["checks"]) == 8
+
+
+def keep_own_gradient(script):
+    script.reduce_scatter = lambda part, whole: part.copy_(
+        whole.chunk(script.dist.get_world_size())[script.dist.get_rank()]
+    )
+
+
+def never_gather(script):
+    script.Bucket.gather = lambda self: None
+
+
+def keep_the_whole_gradient(script):
+    reduced = script.Bucket.reduce
+
+    def broken(self):
+        kept = [weight.grad.clone() for weight in self.weights]
+        reduced(self)
+        self.kept = kept
+
+    script.Bucket.reduce = broken
+
+
+def reduce_once_a_step(script):
+    made = script.Zero.__init__
+    script.Zero.__init__ = lambda self, model, stage, accumulate: made(self, model, 1, accumulate)
+
+
+LOSS_AND_WEIGHT = ["largest difference of a loss", "largest difference of a weight"]
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (keep_own_gradient, {(n, what) for n in (1, 2) for what in LOSS_AND_WEIGHT}
+         | {(n, "models sent per step") for n in (1, 2)}),
+        (never_gather, {(n, what) for n in (1, 2) for what in LOSS_AND_WEIGHT}
+         | {(n, "models sent per step") for n in (1, 2)}),
+        (keep_the_whole_gradient, {(1, "bytes per weight"), (2, "bytes per weight")}),
+        (reduce_once_a_step, {(2, "bytes per weight"), (2, "models sent per step")}),
+    ],
+)  # fmt: skip
+def test_sabotage_of_zero_from_scratch_fails_a_check(run_script, tmp_path, sabotage, failing):
+    ended = run_script(
+        SCRATCH, *SMALL, "--output-dir", tmp_path / "run", world_size=2, before=sabotage
+    )
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    assert set(failed_checks(tmp_path / "run")) == {f"stage {n}: {what}" for n, what in failing}
+
+
+def test_scripts_refuse_sequences_longer_than_the_model_reads(run_script):
+    for path in (STAGES, SCRATCH):
+        ended = run_script(path, "--seq-len", 257)
+        assert_one_line(ended, "--seq-len must be at most 256", Path(path).name)
+
+
+# launch_deepspeed.sh
+
+
+def launch(*argv: str, **environ: str):
+    command = ["bash", str(REPO / "03-deepspeed/launch_deepspeed.sh"), *argv]
+    return run_command(command, REPO, 90, **environ)
+
+
+def test_the_launcher_prints_what_it_would_run(tmp_path):
+    (tmp_path / "hosts").write_text("# two machines\nnode0 slots=8\nnode1 slots=8\n")
+    for argv, says in (
+        (("local", "--nproc-per-node=3"), "deepspeed --num_gpus=3 "),
+        (("hostfile", "--hostfile", str(tmp_path / "hosts")), "deepspeed --hostfile="),
+        (
+            ("slurm", "--nnodes", "2", "--nproc-per-node", "8"),
+            "--ntasks-per-node=8 --gpus-per-node",
+        ),
+    ):
+        ended = launch(*argv, "--dry-run", "--max-steps", "9")
+        assert ended.codes == [0] and says in ended.stdout and "--max-steps 9" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("here",), "must be local, hostfile or slurm, not 'here'"),
+        (("local", "--nproc-per-node", "0"), "local needs --nproc-per-node, a whole number"),
+        (("local", "--nnodes", "2"), "local is one machine"),
+        (("hostfile",), "hostfile needs --hostfile FILE"),
+        (("hostfile", "--hostfile", "/nowhere/hosts"), "/nowhere/hosts cannot be read"),
+        (("hostfile", "--hostfile", "LICENSE"), "line 1: must be 'HOST slots=N'"),
+        (("slurm", "--nproc-per-node", "8"), "slurm needs --nnodes"),
+        (("slurm", "--nnodes"), "--nnodes needs a value"),
+    ],
+)
+def test_the_launcher_refuses_bad_input(argv, says):
+    ended = launch(*argv)
+    assert ended.codes == [2] and says in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not GPUS, reason="no GPU on this machine")
+@pytest.mark.parametrize("script", [STAGES, SCRATCH, TRAIN])
+def test_module_03_on_a_gpu(tmp_path, script):
+    """One rank and NCCL: nothing to shard, and the same losses as one process."""
+    more = ("--consolidate",) if script == TRAIN else ()
+    ended = run_command(
+        ["deepspeed", "--num_gpus=1", str(REPO / script), *more, "--output-dir", "run"],
+        tmp_path, 300, CUDA_VISIBLE_DEVICES=GPUS.split(",")[0],
+    )  # fmt: skip
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert results_of(tmp_path / "run")["device"] == "cuda"
