@@ -12,13 +12,10 @@ ZeRO-Infinity (SC 2021), sections 3 and 5.
 """
 
 import argparse
-import contextlib
 import functools
 import shutil
 import statistics
 import subprocess
-import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -77,14 +74,11 @@ class Run:
 
     def look(self):
         """Return the bytes of each of KINDS by place; the last is all that is not the others."""
-        time.sleep(0.2)  # gloo's threads let go of what they reduced a moment after they are done
         weights = [getattr(weight, "ds_tensor", weight) for weight in self.engine.parameters()]
         adam = self.engine.optimizer.optimizer  # PyTorch's, inside DeepSpeed's
         state = [t for master, own in adam.state.items() for t in (master, *own.values())]
         kinds = bytes_by_place(weights), bytes_by_place(state)
-        left = measure.live_bytes() - self.before - kinds[0] - kinds[1]
-        del left["meta"]  # which has sizes and no bytes
-        return *kinds, left
+        return *kinds, measure.live_bytes() - self.before - kinds[0] - kinds[1]
 
     def target(self, part):
         """Return where the config moves offload_param or offload_optimizer: cpu, nvme or none."""
@@ -172,21 +166,6 @@ def groups_of(shards, size):
 def swapped(sizes, width):
     """Return how many elements, of tensors of these sizes, are large enough to go to disk."""
     return sum(size for size in sizes if size * width >= SMALLEST)
-
-
-@contextlib.contextmanager
-def swap_folder(parent):
-    """Make this rank's own folder in `parent`; it goes when the rank does, however that ends."""
-    folder = tempfile.mkdtemp(prefix="zero-offload-", dir=parent)
-    # Its input ends with this process, also when that is killed. DeepSpeed itself removes nothing.
-    sweeper = subprocess.Popen(
-        ["sh", "-c", 'cat; rm -rf -- "$0"', folder], stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield Path(folder)
-    finally:
-        sweeper.communicate()
 
 
 def parse_args():
@@ -316,20 +295,16 @@ def main():
                 "owner, not place; only a GPU shows its own memory freed, and the copies' time"
             )
         runs = []
-        with swap_folder(args.nvme_path) if swaps else contextlib.nullcontext() as folder:
-            for name, config in configs.items():
-                for part in ("offload_optimizer", "offload_param"):
-                    if "nvme_path" in config["zero_optimization"].get(part, {}):
-                        config["zero_optimization"][part]["nvme_path"] = str(folder / name)
-                runs.append(Run(name, config, build, device))
-                for batch in batches[:WARMUP]:
-                    runs[-1].step(batch)
-            # Step by step in turn, so that what else the machine does meets all of them alike.
-            for batch in console.progress(batches[WARMUP:], "steps"):
-                for run in runs:
-                    run.step(batch)
-            baselines = {run.zero["stage"]: run for run in reversed(runs)}  # each stage's first
-            rows = [compare(run, baselines, shapes, args, results) for run in runs]
+        for name, config in configs.items():
+            runs.append(Run(name, config, build, device))
+            for batch in batches[:WARMUP]:
+                runs[-1].step(batch)
+        # Step by step in turn, so that what else the machine does meets all of them alike.
+        for batch in console.progress(batches[WARMUP:], "steps"):
+            for run in runs:
+                run.step(batch)
+        baselines = {run.zero["stage"]: run for run in reversed(runs)}  # each stage's first
+        rows = [compare(run, baselines, shapes, args, results) for run in runs]
         console.say("bytes per weight on a rank: in memory, in files, to and from disk per step")
         headers = ("offload", *KINDS, "files", "read", "written", "ms per step", "x none")
         console.table(rows, headers)

@@ -121,6 +121,7 @@ def live_bytes() -> Counter[str]:
     That is weights, gradients, optimizer state and buffers of them; tokens and indices are left
     out. Memory that several tensors share counts once; what autograd alone holds is not seen.
     """
+    time.sleep(0.2)  # gloo's threads let go of what they reduced a moment after it is done
     gc.collect()
     storages = {}
     # By type: isinstance would wake lazy objects of libraries, which warn.

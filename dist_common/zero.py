@@ -6,6 +6,7 @@ Nothing here is a lesson: `deepspeed.initialize` stands in the scripts.
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import inspect
@@ -13,12 +14,14 @@ import json
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +91,8 @@ def load_config(args: argparse.Namespace, world: World, model: TransformerConfig
     """Read --deepspeed_config, check it, and settle what it leaves to the flags, and they to it.
 
     Afterwards args has the batch sizes, learning rate and precision that hold. "auto" is filled in
-    as Hugging Face's Trainer does. Call `prepare` first.
+    as Hugging Face's Trainer does; nvme_path becomes a folder of this rank's own in it, which is
+    removed when the rank ends. Call `prepare` first.
 
     Raises: UsageError in one line for all that DeepSpeed would take without a word (an unknown
     section, a stage or a learning rate as text, offload in a stage that has none), or refuse in
@@ -231,6 +235,7 @@ def _fill_nvme_path(path: Path, zero: dict, args: argparse.Namespace) -> None:
 
 
 def _check_offload(path: Path, zero: dict, stage: int) -> None:
+    swaps = []
     for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
         part = zero.get(name) or {"device": "none"}
         target = part.get("device", "none")
@@ -250,6 +255,23 @@ def _check_offload(path: Path, zero: dict, stage: int) -> None:
             except OSError as error:
                 why = f"{name}: nvme_path {folder} cannot be written: {error.strerror}"
                 raise UsageError(why) from error
+            swaps.append(part)
+    if swaps:
+        own = _swap_folder(Path(swaps[0]["nvme_path"]))
+        for part in swaps:
+            part["nvme_path"] = str(own)
+
+
+def _swap_folder(parent: Path) -> Path:
+    """Make this rank's own folder in `parent`; it goes when the rank does, however that ends."""
+    folder = tempfile.mkdtemp(prefix="zero-", dir=parent)
+    # Its input ends with this process, also when that is killed. DeepSpeed itself removes nothing.
+    sweeper = subprocess.Popen(
+        ["sh", "-c", 'cat; rm -rf -- "$0"', folder], stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    atexit.register(sweeper.communicate)
+    return Path(folder)
 
 
 class _Asked(dict):
@@ -367,14 +389,19 @@ def op_library(name: str) -> Path:
 def build_ops(names: list[str], world: World, console: Console) -> None:
     """Compile DeepSpeed's ops unless the cache has them; one rank of each machine, with progress.
 
-    Call it on all ranks.
+    Call it on all ranks. Even of what it finds in the cache, DeepSpeed asks for compiler and
+    library anew; and after an update of its own, ninja compiles again.
 
     Raises: UsageError, with what to install, when a compiler or a library is missing.
     """
+    store = dist.group.WORLD.get_group_store()
     for name in names:
-        if world.local_rank == 0 and not op_library(name).exists():
+        built = f"dist_common/{name}/{world.rank - world.local_rank}"  # on this machine
+        if world.local_rank == 0:
             _build_op(name, console)
-        dist.barrier()  # the others find it in the cache
+            store.set(built, "yes")
+        # Not a barrier, which would wait no longer than a collective does: --timeout.
+        store.wait([built], timedelta(hours=2))
 
 
 def _build_op(name: str, console: Console) -> None:
@@ -394,7 +421,11 @@ def _build_op(name: str, console: Console) -> None:
         why = f"install {what}" if what else builder.error_log or "see ds_report"
         raise UsageError(f"DeepSpeed's op {name} cannot be compiled here: {why}")
     folder, files = op_library(name).parent, len(builder.sources())
-    console.say(f"compiling DeepSpeed's {name}, {files} files, once and for all: into {folder}")
+    compiling = f"compiling DeepSpeed's {name}, {files} files, once and for all: into {folder}"
+    started, done, told = time.time(), 0, 0
+    if not op_library(name).exists():
+        console.say(compiling)
+        compiling = None
     failed: list[BaseException] = []
 
     def build() -> None:
@@ -403,12 +434,16 @@ def _build_op(name: str, console: Console) -> None:
         except BaseException as error:
             failed.append(error)
 
-    thread, told = threading.Thread(target=build, daemon=True), 0
+    thread = threading.Thread(target=build, daemon=True)
     thread.start()
     while thread.is_alive():
         time.sleep(0.2)
-        done = len(list(folder.glob("*.o")))
+        with contextlib.suppress(FileNotFoundError):  # one that is being replaced
+            done = sum(path.stat().st_mtime >= started for path in folder.glob("*.o"))
         if done > told:
+            if compiling:
+                console.say(compiling)
+                compiling = None
             console.say(f"  {done} of {files} files")
             told = done
     if failed:
