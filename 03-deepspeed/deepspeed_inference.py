@@ -252,7 +252,7 @@ def speeds_of(results, pairs, ranks, batch_size, new_tokens):
         if pair[0].steps_ms:  # the plain one's are on rank 0
             first, further = (timer.median_ms() for timer in pair)
             speed = 1e3 * batch_size * new_tokens / (first + (new_tokens - 1) * further)
-            rows.append((name, f"{first:.1f} ms", f"{further:.1f} ms", f"{speed:,.1f}"))
+            rows.append((name, f"{first:.1f} ms", f"{further:.1f} ms", f"{speed:,.1f} tok/s"))
             values = zip(units, (first, further, speed), strict=True)
             results.metrics |= {f"{prefix}{unit}": value for unit, value in values}
     return rows
@@ -324,7 +324,7 @@ def main():
         if dtype == torch.float32:  # rounded to bf16, two logits may be equal
             results.check("tokens that differ", differ.item(), 0, 0, "plain model")
         rows = speeds_of(results, pairs, ranks, B, new)
-        console.table(rows, ("median", "first token", "each further one", "tokens/s"))
+        console.table(rows, ("median", "first token", "each further one", "speed"))
         console.say(f"{text_of(prompt[0, -64:].tolist(), tokenizer)} goes on")
         console.say(text_of(tokens[0, T:].tolist(), tokenizer))
         if output and world.is_rank0:

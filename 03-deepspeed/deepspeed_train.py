@@ -175,9 +175,10 @@ def save(engine, folder, step, facts, keep=2):
 
     dist.barrier()
     if dist.get_rank() == 0:
-        files = {path.name: checkpoint.sha256(path) for path in sorted(partial.iterdir())}
+        paths = sorted(path for path in partial.rglob("*") if path.is_file())
+        files = {str(path.relative_to(partial)): checkpoint.sha256(path) for path in paths}
         (partial / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1))
-        for path in (*partial.iterdir(), partial):
+        for path in (*paths, partial / MANIFEST, partial):
             checkpoint.flush(path)
         shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there
         partial.rename(final)
@@ -286,6 +287,12 @@ def main():
         stage, weights = config["zero_optimization"].get("stage", 0), shape.num_parameters()
         if args.seq_len > shape.max_seq_len:
             raise runtime.UsageError(f"--seq-len must be at most {shape.max_seq_len}")
+        if "async_io" in zero.ops_needed(config, device) and args.output_dir:
+            raise runtime.UsageError(
+                f"{args.deepspeed_config}: a run that DeepSpeed resumes with an optimizer on nvme "
+                "takes other losses than one that never stopped, so none is saved here: offload "
+                "to cpu, or leave out --output-dir"
+            )
         global_batch = config["train_batch_size"]
         text = data.load_text(args.text_file, max_bytes=1_000_000)
         cut = len(text) - len(text) // 20  # the last twentieth is held out to test on

@@ -255,7 +255,7 @@ def compare(run, baselines, shapes, args, results):
     ]
     disk = [f"{number:.2f}" if swaps else "-" for number in measured[3:]]
     slower = milliseconds / baseline.timer.median_ms()
-    return run.name, *cells, *disk, f"{milliseconds:.0f}", f"{slower:.2f}"
+    return run.name, *cells, *disk, f"{milliseconds:.0f} ms", f"{slower:.2f}x"
 
 
 def main():
@@ -306,7 +306,7 @@ def main():
         baselines = {run.zero["stage"]: run for run in reversed(runs)}  # each stage's first
         rows = [compare(run, baselines, shapes, args, results) for run in runs]
         console.say("bytes per weight on a rank: in memory, in files, to and from disk per step")
-        headers = ("offload", *KINDS, "files", "read", "written", "ms per step", "x none")
+        headers = ("offload", *KINDS, "files", "read", "written", "step", "of none's")
         console.table(rows, headers)
         if output and world.is_rank0:
             results.write(output)

@@ -137,7 +137,7 @@ def fork_ranks(
                     f"ranks {set(range(world_size)) - set(codes)} hung {timeout_s} s: {said}"
                 )
             if end_job_on_failure and any(codes.values()) and not ended_job:
-                time.sleep(0.3)  # torchrun looks every 0.1 s; the others may be on their way out too
+                time.sleep(0.3)  # torchrun looks every 0.1 s; others may be about to end
                 ended_job = True
                 for rank, pid in enumerate(pids):
                     if rank not in codes:

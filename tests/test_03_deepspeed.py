@@ -180,6 +180,18 @@ def no_float16(script):
 @pytest.mark.parametrize(
     ("argv", "says", "before"),
     [
+        (
+            (
+                "--deepspeed_config",
+                REPO / "03-deepspeed/configs/zero3_offload_nvme_config.json",
+                "--nvme-path",
+                REPO,
+                "--output-dir",
+                "runs/never",
+            ),
+            "with an optimizer on nvme takes other losses than one that never stopped",
+            None,
+        ),
         (("--precision", "16-mixed"), "float16 is nothing that DeepSpeed trains in", no_float16),
         (("--consolidate",), "--consolidate needs --output-dir", None),
         (("--seq-len", 257), "--seq-len must be at most 256", None),
@@ -283,6 +295,18 @@ def test_sabotage_of_a_stage_fails_a_check(run_script, tmp_path, sabotage, stage
 # deepspeed_train.py
 
 QUICK = (*SMALL, "--max-steps", 6)
+
+
+@pytest.mark.parametrize("name", ["zero2_offload_cpu", "zero3_offload_cpu"])
+def test_train_with_offload_to_the_cpu_resumes_bitwise(run_script, tmp_path, name):
+    config = REPO / f"03-deepspeed/configs/{name}_config.json"
+    argv = ("--deepspeed_config", config, *QUICK, "--save-every", 3, "--output-dir", tmp_path / "r")
+    assert run_script(TRAIN, *argv, world_size=2).codes == [0, 0]
+    straight = losses_of(tmp_path / "r")
+    shutil.rmtree(tmp_path / "r/checkpoints/step-00000006")
+    ended = run_script(TRAIN, *argv, "--resume", world_size=2)
+    assert ended.codes == [0, 0] and "resumed from" in ended.stdout, ended.stdout + ended.stderr
+    assert losses_of(tmp_path / "r") == straight
 
 
 @pytest.mark.parametrize(

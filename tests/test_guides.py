@@ -7,6 +7,8 @@
   stands for any lines.
 - A ```python block stands, word for word, in a file of the page's folder or in dist_common.
 - A ```tree block lists paths that exist, first word of each line.
+- A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's OP has not been
+  compiled, which takes minutes.
 - An image is followed by <!-- drawn by the command above: PATH -->, the file it is a copy of; with
   ", times differ" before the colon, it may differ as much as measured times do.
 - A ```diff block follows <!-- diff: FILE FUNCTION, FILE FUNCTION --> and is the difference between
@@ -22,6 +24,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import warnings
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -127,7 +130,7 @@ def runnable(command: str) -> list[str] | None:
         wanted = words[words.index("-k") + 1].split(" or ") if "-k" in words else ["test_"]
         assert all(any(word in test for test in tests) for word in wanted), command
         return None
-    elif re.search(r"launch_\w+\.sh (multi-node|slurm|elastic)", command):
+    elif re.search(r"launch_\w+\.sh (multi-node|hostfile|slurm|elastic)", command):
         command += " --dry-run"
     return ["bash", "-c", command]
 
@@ -139,6 +142,7 @@ MASKS = [
     (r"\d+(\.\d+)? s\b", "TIME"),
     (r"[\d,]+(\.\d+)? (samples|tok(ens)?)/s", "RATE"),
     (r"\d+\.\d+ GiB\b", "MEMORY"),
+    (r"\b\d+\.\d+x( |$)", "RATIO "),
     (r"\b\d+ cores", "CORES"),
     (r"more than [\d,]+ such ranks", "RANKS"),  # of this machine's memory
     (r"quickstart-\d{8}-\d{6}", "quickstart-DATE"),
@@ -159,6 +163,7 @@ TOLERANCE, ON_TEXT = 0.03, 0.15
 TRAINED_ON_TEXT = re.compile(
     r"step \d+ \| |OK: .* after step \d+|ddp_training.py: stopped|\d+ +\d\.\d{6} |fine-tuned to"
     r"|(one process|from scratch|fully_shard|full|Q?LoRA)  |QLoRA: loss"
+    r"|stage \d (from scratch|DeepSpeed) |test loss of |OK: .* at the end"
 )
 
 
@@ -224,7 +229,12 @@ def test_commands_run_and_print_and_draw_what_the_page_shows(path, copy, run_scr
     for position, block in enumerate(blocks):
         if block.language != "bash":
             continue
-        ended = None
+        ended, needs = None, re.search(r"<!-- needs: (\w+) -->", block.lead)
+        if needs and not compiled(needs[1]):
+            warnings.warn(
+                f"{path}:{block.line} was not run: {needs[1]} is not compiled", stacklevel=1
+            )
+            continue
         for command in commands(block):
             run = runnable(command)
             if run is None:
@@ -249,6 +259,15 @@ def test_commands_run_and_print_and_draw_what_the_page_shows(path, copy, run_scr
             following = blocks[position + 2]
         for figure, times_differ, drawn in FIGURE.findall(following.lead):
             check_figure(REPO / Path(path).parent / figure, copy / drawn, bool(times_differ))
+
+
+def compiled(op: str) -> bool:
+    """Say whether DeepSpeed's op is in the cache; asked elsewhere, as it changes the environment."""
+    asked = (
+        "import sys, torch; from dist_common import zero; zero.prepare(torch.device('cpu')); "
+        f"sys.exit(not zero.op_library('{op}').exists())"
+    )
+    return run_command(["python", "-c", asked], REPO, 60).codes == [0]
 
 
 def check_figure(figure: Path, drawn: Path, times_differ: bool) -> None:
@@ -344,7 +363,7 @@ def flags_of(path: str) -> set[str]:
     """Return the flags that a script or launcher of the repository knows, without running it."""
     source = (REPO / path).read_text()
     if path.endswith(".sh"):
-        return set(re.findall(r"--[a-z][a-z-]+", source))
+        return set(re.findall(r"--[a-z][a-z_-]+", source))
     known = {"--help"}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
@@ -362,6 +381,7 @@ def all_flags() -> set[str]:
     for action in get_args_parser()._actions:
         known |= {text.replace("_", "-") for text in action.option_strings}
     other = "--upgrade --index-url --requirement --check --pid"  # of pip, ruff and py-spy
+    other += " --num_gpus --num_nodes --hostfile --master_addr"  # of the deepspeed launcher
     return known | set(other.split())
 
 
@@ -371,13 +391,13 @@ def test_every_flag_exists(path):
     code = re.findall(r"`([^`]+)`", page.prose) + [
         command for block in page.blocks if block.language == "bash" for command in commands(block)
     ]
-    named = {flag for text in code for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)}
+    named = {flag for text in code for flag in re.findall(r"(?<![\w-])--[a-z][a-z_-]*", text)}
     assert named <= all_flags(), f"{path}: {sorted(named - all_flags())} of no script"
     for text in code:
         for script in re.findall(r"[\w./-]+\.py\b", text):
             if script in TRACKED:
-                own = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text.split(script, 1)[1]))
-                shared = flags_of("dist_common/runtime.py")
+                own = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", text.split(script, 1)[1]))
+                shared = flags_of("dist_common/runtime.py") | flags_of("dist_common/zero.py")
                 assert own <= flags_of(script) | shared, f"{path}: {text}"
 
 
