@@ -295,6 +295,15 @@ def run_command(
     return Ended([process.returncode], stdout, stderr, time.monotonic() - started, [])
 
 
+def compiled(op: str) -> bool:
+    """Say whether DeepSpeed's op is in the cache; asked in a process of its own."""
+    asked = (
+        "import sys, torch; from dist_common import zero; zero.prepare(torch.device('cpu')); "
+        f"sys.exit(not zero.op_library('{op}').exists())"
+    )
+    return run_command(["python", "-c", asked], REPO, 60).codes == [0]
+
+
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Callable[..., Ended]:
     """Launch a script of the repository with torchrun on N processes of this machine."""

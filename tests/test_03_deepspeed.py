@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, compiled, results_of, run_command
 
 STAGES = "03-deepspeed/zero_stages.py"
 TRAIN = "03-deepspeed/deepspeed_train.py"
@@ -117,6 +118,50 @@ def settle_sizes(rank, world_size, folder):
 def test_flags_and_config_settle_what_the_other_leaves_open(on_ranks, tmp_path):
     [told] = on_ranks(settle_sizes, 1, tmp_path)
     assert told == [(8, 2, 64), (3, 5, 60), (4, 6, 96), (6, 1, 24), False, 0.5, 7, 128 * 128]
+
+
+def test_the_guide_explains_every_key():
+    guide = (REPO / "03-deepspeed/README.md").read_text()
+    table = guide.split("## The config, key by key")[1].split("\n## ")[0]
+    explained = set(re.findall(r"`(\w+)`", table))
+    for path in CONFIGS:
+        names = {place[-1] for place in places(json.loads(path.read_text()))}
+        assert names <= explained, (path.name, names - explained)
+
+
+def let_hugging_face_fill_in(rank, world_size, folder):
+    from dist_common import zero
+
+    zero.prepare(torch.device("cpu"))
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    shape = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=1
+    )  # fmt: skip
+    told = []
+    for stage in range(4):
+        given = TrainingArguments(
+            output_dir=folder, deepspeed=str(config_of(stage)), use_cpu=True, report_to=[],
+            per_device_train_batch_size=4, gradient_accumulation_steps=3, learning_rate=1e-4,
+            max_steps=50, warmup_steps=4, max_grad_norm=1.0, bf16=True, adam_beta2=0.95,
+            weight_decay=0.1,
+        )  # fmt: skip
+        theirs = given.hf_deepspeed_config
+        theirs.trainer_config_finalize(given, LlamaForCausalLM(shape), 50)
+        ours, _ = ask(config_of(stage), ranks=1, micro_batch_size=4, grad_accum_steps=3, lr=1e-4,
+                      max_steps=50, precision="bf16-mixed")  # fmt: skip
+        theirs.config.pop("steps_per_print", None)
+        ours.pop("train_batch_size")  # which they leave to DeepSpeed
+        told.append((ours, theirs.config))
+    return told
+
+
+def test_hugging_face_fills_in_the_same_values(on_ranks, tmp_path):
+    """Their Trainer refuses numbers that contradict its arguments, and sets what is "auto"."""
+    pytest.importorskip("transformers")
+    [told] = on_ranks(let_hugging_face_fill_in, 1, tmp_path)
+    for ours, theirs in told:
+        assert ours == theirs
 
 
 def changed(**sections) -> dict:
@@ -434,6 +479,52 @@ def test_a_killed_run_goes_on_also_on_other_numbers_of_ranks(run_script, tmp_pat
         refused = train(folder, 2, "--resume", "--max-steps", 9, stage=2)
         assert_one_line(refused, "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot go on",
                         "deepspeed_train.py")  # fmt: skip
+
+
+def test_a_run_resumed_with_the_optimizer_on_a_disk_takes_other_losses(run_script, tmp_path):
+    """What the template refuses, done all the same: should DeepSpeed mend it, this fails."""
+    if not compiled("async_io"):
+        pytest.skip("DeepSpeed's async_io is not compiled")
+    config = REPO / "03-deepspeed/configs/zero3_offload_nvme_config.json"
+    (tmp_path / "disk").mkdir()
+    argv = ("--deepspeed_config", config, "--nvme-path", tmp_path / "disk", *LONG, "--max-steps", 6)
+
+    def allow(script):
+        script.zero.ops_needed = lambda *_: []
+
+    def train(*more):
+        ended = run_script(
+            TRAIN, *argv, "--output-dir", tmp_path / "run", *more, world_size=2, before=allow
+        )
+        assert ended.codes == [0, 0], ended.stdout + ended.stderr
+        return losses_of(tmp_path / "run")
+
+    straight = train()
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
+    resumed = train("--resume")
+    assert abs(resumed[6] - straight[6]) > 0.01
+
+
+def one_batch_more_on_rank_0(script):
+    evaluated = script.test_loss_of
+
+    def broken(model, sequences, args, device, rank=0, ranks=1):
+        if rank == 0:
+            part = script.batches(sequences, torch.arange(args.micro_batch_size), args, device)
+            script.loss_of(model, part[0])
+        return evaluated(model, sequences, args, device, rank, ranks)
+
+    script.test_loss_of = broken
+
+
+def test_uneven_evaluation_hangs_in_stage_3_and_not_in_stage_2(run_script):
+    for stage in (2, 3):
+        ended = run_script(
+            TRAIN, "--deepspeed_config", config_of(stage), *QUICK, "--parity-steps", 0,
+            "--timeout", 5, world_size=2, before=one_batch_more_on_rank_0,
+        )  # fmt: skip
+        assert any(ended.codes) == (stage == 3), ended.stdout + ended.stderr
+    assert "lost contact with another rank" in ended.stderr, ended.stderr
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_none_at_all_is_one_line(run_script, tmp_path):

@@ -7,8 +7,8 @@
   stands for any lines.
 - A ```python block stands, word for word, in a file of the page's folder or in dist_common.
 - A ```tree block lists paths that exist, first word of each line.
-- A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's OP has not been
-  compiled, which takes minutes.
+- A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's OP has not
+  been compiled, which takes minutes.
 - An image is followed by <!-- drawn by the command above: PATH -->, the file it is a copy of; with
   ", times differ" before the colon, it may differ as much as measured times do.
 - A ```diff block follows <!-- diff: FILE FUNCTION, FILE FUNCTION --> and is the difference between
@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import REPO, Ended, run_command
+from conftest import REPO, Ended, compiled, run_command
 from matplotlib import image as png
 
 
@@ -259,15 +259,6 @@ def test_commands_run_and_print_and_draw_what_the_page_shows(path, copy, run_scr
             following = blocks[position + 2]
         for figure, times_differ, drawn in FIGURE.findall(following.lead):
             check_figure(REPO / Path(path).parent / figure, copy / drawn, bool(times_differ))
-
-
-def compiled(op: str) -> bool:
-    """Say whether DeepSpeed's op is in the cache; asked elsewhere, as it changes the environment."""
-    asked = (
-        "import sys, torch; from dist_common import zero; zero.prepare(torch.device('cpu')); "
-        f"sys.exit(not zero.op_library('{op}').exists())"
-    )
-    return run_command(["python", "-c", asked], REPO, 60).codes == [0]
 
 
 def check_figure(figure: Path, drawn: Path, times_differ: bool) -> None:
