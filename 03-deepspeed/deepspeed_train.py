@@ -12,6 +12,7 @@ Sources: Rajbhandari et al., ZeRO (SC 2020), sections 5 and 7; Lian et al., Univ
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import shutil
@@ -190,7 +191,7 @@ def save(engine, folder, step, facts, keep=2):
 
 def newest(folder, console):
     """Return the newest whole checkpoint's folder and facts, or None; name those passed over."""
-    found, skipped = None, []
+    box, skipped = [None], []
     if dist.get_rank() == 0:
         for path in sorted(folder.glob("step-*"), reverse=True):
             try:
@@ -200,35 +201,39 @@ def newest(folder, console):
             except (OSError, ValueError, KeyError) as error:
                 wrong = [f"{error.__class__.__name__}: {error}"]
             if not wrong:
-                found = path.name, facts
+                box = [(path.name, facts)]
                 break
             skipped.append(f"{path}: {wrong[0]} is not what was written")
-        if skipped and not found:
+        if skipped and not box[0]:
             raise runtime.UsageError(f"no checkpoint can be used: {'; '.join(skipped)}")
         for line in skipped:
             console.warn(f"skipped {line}")
-    box = [found]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def fit(folder, name, facts, config, world):
+def fit(folder, name, facts, own, config, world):
     """Return the name of a checkpoint that this number of ranks can load: converted, if need be.
 
-    DeepSpeed's files hold what each rank had. Its universal format holds whole tensors, one by one,
-    which any number of ranks cuts up anew, in stages 1 and 2 or in stage 3.
+    Refuse one of other data. DeepSpeed's files hold what each rank had; its universal format holds
+    whole tensors, which any number of ranks cuts up anew, in stages 1 and 2 or in stage 3.
     """
-    stage, saved = config["zero_optimization"].get("stage", 0), facts["stage"]
+    for what in ("seed", "seq_len", "text"):
+        if facts[what] != own[what]:
+            raise runtime.UsageError(
+                f"{folder / name} was saved with another --{what.replace('_', '-')}: its place in "
+                "the data would mean nothing"
+            )
+    stage, saved = own["stage"], facts["stage"]
     if (stage, world.world_size) == (saved, facts["ranks"]):
         return name
-    if {0: 0, 1: 1, 2: 1, 3: 3}[stage] != {0: 0, 1: 1, 2: 1, 3: 3}[saved] or saved == 0:
+    if {stage, saved} not in ({1}, {2}, {1, 2}, {3}):
         raise runtime.UsageError(
             f"{folder / name} was saved by {facts['ranks']} ranks in stage {saved}: "
             f"{world.world_size} ranks in stage {stage} cannot go on from it. DeepSpeed converts "
             "between numbers of ranks, and between stages 1 and 2"
         )
-    universal = f".universal-{name}"
-    problem = None
+    universal, box = f".universal-{name}", [None]
     if world.is_rank0:
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
@@ -236,8 +241,7 @@ def fit(folder, name, facts, config, world):
         shutil.rmtree(folder / universal, ignore_errors=True)
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
-            problem = (ended.stderr.strip().splitlines() or ["it was killed"])[-1]
-    box = [problem]
+            box = [(ended.stderr.strip().splitlines() or ["it was killed"])[-1]]
     dist.broadcast_object_list(box, src=0)
     if box[0]:
         raise runtime.UsageError(f"{folder / name} cannot be converted: {box[0]}")
@@ -307,10 +311,12 @@ def main():
         output = measure.claim_output_dir(args, world)
         folder = output / "checkpoints" if output else None
         found = newest(folder, console) if args.resume else None
+        facts = {"ranks": ranks, "stage": stage, "seed": args.seed, "seq_len": args.seq_len}
+        facts["text"] = hashlib.sha256(text.numpy()).hexdigest()
         if found and found[1]["step"] >= args.max_steps:
             console.say(f"{output} has all {args.max_steps} steps: nothing to do")
             return 0
-        tag = fit(folder, *found, config, world) if found else None
+        tag = fit(folder, *found, facts, config, world) if found else None
         zero.build_ops(zero.ops_needed(config, device), world, console)
         console.header(
             results,
@@ -348,9 +354,8 @@ def main():
         steps = steps_of(sampler, train_set, args, device)
         for step in console.progress(range(first_step, args.max_steps + 1), "training"):
             # In the second step: Adam's moments are made in the first.
-            second = step == min(first_step + 1, args.max_steps)
+            look = (lambda: held.append(measure.live_bytes())) if step == first_step + 1 else None
             with timer:
-                look = (lambda: held.append(measure.live_bytes())) if second else None
                 loss = train_step(engine, next(steps), look) / ranks
             dist.all_reduce(loss)
             losses.append(loss.item())
@@ -364,8 +369,8 @@ def main():
                 peak = measure.peak_memory_gib(device)
                 console.step(step, losses[-1], timer.steps_ms[-1], speed, peak, usage)
             if output and (step % args.save_every == 0 or last):
-                facts = {"step": step, "ranks": ranks, "stage": stage}
-                save(engine, folder, step, {**facts, "sampler": sampler.state_dict()})
+                facts |= {"step": step, "sampler": sampler.state_dict()}
+                save(engine, folder, step, facts)
 
         engine.eval()
         test_loss = test_loss_of(engine, test_set, args, device, world.rank, ranks)
@@ -374,11 +379,10 @@ def main():
             drift = max(abs(a - b) for a, b in zip(losses, alone, strict=False))
             what = f"largest error of the first {len(alone)} losses"
             results.check(what, drift, 0, tolerance, "one process")
-        own = torch.tensor((held[0] - before).total() / weights, device=device)
-        dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        right = bytes_per_weight(config, args, ranks)
-        if not any(name.startswith("offload") for name in config["zero_optimization"]):
-            source = "ZeRO paper, section 5"
+        if held and not any(name.startswith("offload") for name in config["zero_optimization"]):
+            own = torch.tensor((held[0] - before).total() / weights, device=device)
+            dist.all_reduce(own, op=dist.ReduceOp.MAX)
+            right, source = bytes_per_weight(config, args, ranks), "ZeRO paper, section 5"
             results.check("bytes per weight", own.item(), right, 0.02 * right, source)
         if args.consolidate and world.is_rank0:
             consolidate(engine, folder, output / "weights-fp32.pt")

@@ -475,6 +475,8 @@ def test_a_killed_run_goes_on_also_on_other_numbers_of_ranks(run_script, tmp_pat
         assert not any("universal" in name or "partial" in name for name in left)
     done = train(folder, 2, "--resume")
     assert done.codes == [0, 0] and "nothing to do" in done.stdout
+    other = train(folder, 2, "--resume", "--max-steps", 9, "--seed", 1)
+    assert_one_line(other, "was saved with another --seed", "deepspeed_train.py")
     if stage == 3:
         refused = train(folder, 2, "--resume", "--max-steps", 9, stage=2)
         assert_one_line(refused, "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot go on",
