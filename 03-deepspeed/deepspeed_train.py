@@ -14,7 +14,6 @@ Sources: Rajbhandari et al., ZeRO (SC 2020), sections 5 and 7; Lian et al., Univ
 import contextlib
 import hashlib
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -30,8 +29,14 @@ from dist_common.models import PRESETS, Transformer
 
 CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
 # Of losses near 5. float32 sums in another order; bf16 rounds sums of gradients to 8 bits.
-LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-3, "16-mixed": 2e-2}
-MANIFEST = "manifest.json"
+LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-3, "16-mixed": 2e-3}
+SAME = {  # what a run may not change when it is resumed, and the flag that says it
+    "preset": "--preset",
+    "precision": "--precision",
+    "seed": "--seed",
+    "seq_len": "--seq-len",
+    "text": "--text-file (or, without it, by another version of Python)",
+}
 
 
 def build(shape, config, seed, device):
@@ -150,66 +155,33 @@ def bytes_per_weight(config, args, ranks):
     """Return what a rank holds for each weight after a micro-batch, by formula: (2 + 2 + K) / N.
 
     K is 12: Adam's two moments and a float32 copy of the weight, which stages 1 to 3 keep of
-    float32 weights too. Source: ZeRO paper, section 5.
+    float32 weights too. None where offload, large buckets or weights that stay whole, as by
+    DeepSpeed's own defaults, make another sum. Source: ZeRO paper, section 5.
     """
-    stage = config["zero_optimization"].get("stage", 0)
-    weight = gradient = 4 if args.precision == "32-true" else 2
-    optimizer = 8 if stage == 0 and args.precision == "32-true" else 12
+    zero_part, shape = config["zero_optimization"], PRESETS[args.preset]
+    stage, size = zero_part.get("stage", 0), 4 if args.precision == "32-true" else 2
+    optimizer = 8 if stage == 0 and size == 4 else 12
     early = 1 if args.grad_accum_steps == 1 else 2  # a single micro-batch is reduced at once
-    return sum(
-        size / (ranks if stage >= first else 1)
-        for size, first in ((optimizer, 1), (gradient, early), (weight, 3))
-    )
+    parts = (optimizer, 1), (size, early), (size, 3)  # bytes, and the first stage that shares them
+    total = sum(part / (ranks if stage >= first else 1) for part, first in parts)
+    offload = [zero_part.get(part) or {} for part in ("offload_optimizer", "offload_param")]
+    elsewhere = any(part.get("device", "none") != "none" for part in offload)
+    bucket = size * zero_part.get("reduce_bucket_size", 5e8) if stage else 0
+    whole = zero_part.get("stage3_param_persistence_threshold", 1e5) if stage == 3 else 0
+    if elsewhere or whole > 10 * shape.dim or bucket > 0.02 * total * shape.num_parameters():
+        return None
+    return total
 
 
-def save(engine, folder, step, facts, keep=2):
-    """Write a checkpoint, and drop all but `keep`. All ranks call it, and see the same folder.
-
-    Its folder gets its name last: a save that is killed leaves none, and the one before as it was.
-    """
-    partial, final = folder / f".partial-{step:08d}", folder / f"step-{step:08d}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    dist.barrier()
+def save(engine, folder, step, facts):
+    """Write a checkpoint. All ranks call it, and see the same folder."""
+    partial = checkpoint.fresh_folder(folder, step)
 
     engine.save_checkpoint(str(folder), tag=partial.name, client_state=facts, save_latest=False)
 
-    dist.barrier()
+    final = checkpoint.seal(partial, facts)  # a save that is killed before leaves none
     if dist.get_rank() == 0:
-        paths = sorted(path for path in partial.rglob("*") if path.is_file())
-        files = {str(path.relative_to(partial)): checkpoint.sha256(path) for path in paths}
-        (partial / MANIFEST).write_text(json.dumps({**facts, "files": files}, indent=1))
-        for path in (*paths, partial / MANIFEST, partial):
-            checkpoint.flush(path)
-        shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there
-        partial.rename(final)
         (folder / "latest").write_text(final.name)  # where DeepSpeed's own tools look
-        for old in sorted(folder.glob("step-*"))[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
-
-
-def newest(folder, console):
-    """Return the newest whole checkpoint's folder and facts, or None; name those passed over."""
-    box, skipped = [None], []
-    if dist.get_rank() == 0:
-        for path in sorted(folder.glob("step-*"), reverse=True):
-            try:
-                facts = json.loads((path / MANIFEST).read_text())
-                wrong = [name for name, digest in facts["files"].items()
-                         if checkpoint.sha256(path / name) != digest]  # fmt: skip
-            except (OSError, ValueError, KeyError) as error:
-                wrong = [f"{error.__class__.__name__}: {error}"]
-            if not wrong:
-                box = [(path.name, facts)]
-                break
-            skipped.append(f"{path}: {wrong[0]} is not what was written")
-        if skipped and not box[0]:
-            raise runtime.UsageError(f"no checkpoint can be used: {'; '.join(skipped)}")
-        for line in skipped:
-            console.warn(f"skipped {line}")
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def fit(folder, name, facts, own, config, world):
@@ -218,27 +190,27 @@ def fit(folder, name, facts, own, config, world):
     Refuse one of other data. DeepSpeed's files hold what each rank had; its universal format holds
     whole tensors, which any number of ranks cuts up anew, in stages 1 and 2 or in stage 3.
     """
-    for what in ("seed", "seq_len", "text"):
+    for what, flag in SAME.items():
         if facts[what] != own[what]:
-            raise runtime.UsageError(
-                f"{folder / name} was saved with another --{what.replace('_', '-')}: its place in "
-                "the data would mean nothing"
-            )
+            raise runtime.UsageError(f"{folder / name} was saved with another {flag}: take that")
     stage, saved = own["stage"], facts["stage"]
+    if stage == saved == 0 and own["precision"] == "32-true":
+        return name  # the whole state, in one file
     if (stage, world.world_size) == (saved, facts["ranks"]):
         return name
     if {stage, saved} not in ({1}, {2}, {1, 2}, {3}):
         raise runtime.UsageError(
             f"{folder / name} was saved by {facts['ranks']} ranks in stage {saved}: "
             f"{world.world_size} ranks in stage {stage} cannot go on from it. DeepSpeed converts "
-            "between numbers of ranks, and between stages 1 and 2"
+            "between numbers of ranks in stages 1 to 3, and between stages 1 and 2"
         )
     universal, box = f".universal-{name}", [None]
     if world.is_rank0:
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
         command += [f"--input_folder={folder / name}", f"--output_folder={folder / universal}"]
-        shutil.rmtree(folder / universal, ignore_errors=True)
+        for stale in folder.glob(".universal-*"):  # of a run that was killed
+            shutil.rmtree(stale)
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
             box = [(ended.stderr.strip().splitlines() or ["it was killed"])[-1]]
@@ -249,12 +221,15 @@ def fit(folder, name, facts, own, config, world):
     return universal
 
 
-def consolidate(engine, folder, path):
-    """Write one file of float32 weights that a plain model loads. Call it on rank 0."""
+def consolidate(folder, path, module=None):
+    """Write one file of float32 weights that a plain model loads. Call it on rank 0.
+
+    They are the float32 copies in the latest checkpoint; in stage 0, the weights of `module`.
+    """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    if engine.zero_optimization_stage() == 0:
-        weights = {name: t.float().cpu() for name, t in engine.module.state_dict().items()}
+    if module:
+        weights = {name: tensor.float().cpu() for name, tensor in module.state_dict().items()}
     else:
         told = io.StringIO()  # what it says of each file
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
@@ -262,6 +237,18 @@ def consolidate(engine, folder, path):
     partial = path.with_suffix(".partial")
     torch.save({name: tensor.clone() for name, tensor in weights.items()}, partial)
     partial.replace(path)
+
+
+def largest_spread(model):
+    """Return by how much the first weight, put together, differs between ranks at most."""
+    import deepspeed
+
+    weight = next(model.parameters())
+    with deepspeed.zero.GatheredParameters(weight, enabled=hasattr(weight, "ds_id")):
+        most, least = weight.detach().float().clone(), weight.detach().float().clone()
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return (most - least).max().item()
 
 
 def parse_args():
@@ -310,11 +297,16 @@ def main():
         sampler = data.ShardedSampler(len(train_set), world.rank, ranks, args.seed)
         output = measure.claim_output_dir(args, world)
         folder = output / "checkpoints" if output else None
-        found = newest(folder, console) if args.resume else None
-        facts = {"ranks": ranks, "stage": stage, "seed": args.seed, "seq_len": args.seq_len}
+        found = checkpoint.newest_sealed(folder, console) if args.resume else None
+        facts = {"ranks": ranks, "stage": stage, "global_batch": global_batch}
+        facts |= {name: getattr(args, name) for name in ("preset", "precision", "seed", "seq_len")}
         facts["text"] = hashlib.sha256(text.numpy()).hexdigest()
+        if found and found[1]["global_batch"] != global_batch:
+            console.warn(f"the global batch was {found[1]['global_batch']} until here")
         if found and found[1]["step"] >= args.max_steps:
-            console.say(f"{output} has all {args.max_steps} steps: nothing to do")
+            if args.consolidate and found[1]["stage"] and world.is_rank0:
+                consolidate(folder, output / "weights-fp32.pt")
+            console.say(f"{output} has all {args.max_steps} steps: nothing to train")
             return 0
         tag = fit(folder, *found, facts, config, world) if found else None
         zero.build_ops(zero.ops_needed(config, device), world, console)
@@ -326,7 +318,8 @@ def main():
             f"{args.grad_accum_steps} micro-batches x {ranks} ranks",
         )
         alone, first_step = [], 1
-        if args.parity_steps and not found:
+        # In float16 the loss is scaled, and steps that overflow are left out: nothing to compare.
+        if args.parity_steps and not found and args.precision != "16-mixed":
             whole = data.ShardedSampler(len(train_set), 0, 1, args.seed)
             count = min(args.parity_steps, args.max_steps, len(train_set) // global_batch)
             order = whole.global_order()[: count * global_batch].split(global_batch)
@@ -335,6 +328,8 @@ def main():
 
         import deepspeed
 
+        if device.type == "cuda":  # the peak shall be training's
+            torch.cuda.reset_peak_memory_stats(device)
         before = measure.live_bytes()
         model = build(shape, config, args.seed, device)
         engine, *_ = deepspeed.initialize(model=model, config=config)
@@ -355,6 +350,7 @@ def main():
         for step in console.progress(range(first_step, args.max_steps + 1), "training"):
             # In the second step: Adam's moments are made in the first.
             look = (lambda: held.append(measure.live_bytes())) if step == first_step + 1 else None
+            lr = engine.get_lr()[0]
             with timer:
                 loss = train_step(engine, next(steps), look) / ranks
             dist.all_reduce(loss)
@@ -362,7 +358,7 @@ def main():
             sampler.advance(global_batch)
             speed = global_batch * args.seq_len / timer.steps_ms[-1] * 1e3
             usage = measure.mfu(speed / ranks * flops, device, args.precision)
-            lr, norm = engine.get_lr()[0], engine.get_global_grad_norm()
+            norm = engine.get_global_grad_norm()
             log.write(step, loss=losses[-1], lr=lr, grad_norm=float(norm or 0))
             last = step == args.max_steps
             if step % 5 == 0 or last:
@@ -379,13 +375,18 @@ def main():
             drift = max(abs(a - b) for a, b in zip(losses, alone, strict=False))
             what = f"largest error of the first {len(alone)} losses"
             results.check(what, drift, 0, tolerance, "one process")
-        if held and not any(name.startswith("offload") for name in config["zero_optimization"]):
+        name, source = "difference of a weight between ranks", "ZeRO paper, section 5"
+        results.check(name, largest_spread(engine.module), 0, 0, source)
+        if held:
             own = torch.tensor((held[0] - before).total() / weights, device=device)
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
-            right, source = bytes_per_weight(config, args, ranks), "ZeRO paper, section 5"
-            results.check("bytes per weight", own.item(), right, 0.02 * right, source)
+            right = bytes_per_weight(config, args, ranks)
+            if right:
+                results.check("bytes per weight", own.item(), right, 0.02 * right, source)
+            else:
+                console.say(f"{own.item():.2f} bytes per weight, buffers and all")
         if args.consolidate and world.is_rank0:
-            consolidate(engine, folder, output / "weights-fp32.pt")
+            consolidate(folder, output / "weights-fp32.pt", None if stage else engine.module)
             plain = Transformer(shape)
             plain.load_state_dict(torch.load(output / "weights-fp32.pt"))
             again = test_loss_of(plain.to(device), test_set, args, device)

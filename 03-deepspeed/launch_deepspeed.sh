@@ -5,8 +5,8 @@
 #   launch_deepspeed.sh hostfile  --hostfile FILE [--master-addr HOST] [--dry-run] ...
 #   launch_deepspeed.sh slurm     --nnodes N --nproc-per-node N [--dry-run] ...
 #
-# hostfile: run it on one machine, which reaches the others by ssh without a password; a line of FILE
-# is "node0 slots=8". slurm: one task for each GPU; the script reads rank and address from SLURM.
+# hostfile: run it on one machine, which has pdsh and reaches the others by ssh without a password; a
+# line of FILE is "node0 slots=8". slurm: one task for each GPU; the script reads rank and address from SLURM.
 # Every mode prints the command it runs; with --dry-run it only prints it.
 set -euo pipefail
 
@@ -54,6 +54,8 @@ if [[ $mode == hostfile ]]; then # the file says how many; DeepSpeed passes over
   bad="$(grep -vnE '^[[:space:]]*(#.*)?$|^[^[:space:]]+ slots=[1-9][0-9]*[[:space:]]*$' \
     "$hostfile" || true)"
   [[ -z $bad ]] || fail "--hostfile $hostfile, line ${bad%%:*}: must be 'HOST slots=N'"
+  [[ ${run[0]} == : ]] || command -v pdsh >/dev/null \
+    || fail "hostfile needs pdsh on this machine, by which DeepSpeed starts the others: install it"
 else
   [[ $nproc =~ ^[1-9][0-9]*$ ]] || fail "$mode needs --nproc-per-node, a whole number of at least 1"
   [[ $nnodes =~ ^[1-9][0-9]*$ ]] || fail "$mode needs --nnodes, a whole number of at least 1"

@@ -10,6 +10,7 @@ Source: Rajbhandari et al., ZeRO (SC 2020), sections 5.1, 5.2 and 7.2.
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 import torch
@@ -143,7 +144,8 @@ def parse_args():
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     add("--micro-batch-size", type=positive, default=4, help="sequences per rank at a time (4)")
     add("--grad-accum-steps", type=positive, default=2, help="micro-batches per step (2)")
-    add("--max-steps", type=positive, default=5, help="training steps (5)")
+    at_least_2 = functools.partial(runtime.whole_number, low=2)  # moments come with the first
+    add("--max-steps", type=at_least_2, default=5, help="training steps (5)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     return parser.parse_args()
 

@@ -11,6 +11,7 @@ Precision Training (ICLR 2018), section 3.1: the float32 copy of the weights.
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 import torch
@@ -143,7 +144,8 @@ def parse_args():
     add("--stages", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="(all)")
     add("--micro-batch-size", type=positive, default=4, help="sequences per rank at a time (4)")
     add("--grad-accum-steps", type=positive, default=2, help="micro-batches per step (2)")
-    add("--max-steps", type=positive, default=3, help="training steps (3)")
+    at_least_2 = functools.partial(runtime.whole_number, low=2)  # moments come with the first
+    add("--max-steps", type=at_least_2, default=3, help="training steps (3)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     return parser.parse_args()
 

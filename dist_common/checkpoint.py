@@ -138,6 +138,74 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def fresh_folder(directory: Path, step: int) -> Path:
+    """Return an empty folder for all ranks to write to, and remove what killed saves left.
+
+    A collective; all ranks must see the same directory.
+    """
+    partial = directory / f".partial-{step:08d}"
+    if dist.get_rank() == 0:
+        for old in directory.glob(".partial-*"):
+            shutil.rmtree(old)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    return partial
+
+
+def seal(partial: Path, facts: dict[str, Any], keep: int = 2) -> Path:
+    """Make the checkpoint `step-...` of a folder that all ranks wrote to; drop all but `keep`.
+
+    A collective: ranks share out the hashing. `facts` and the hashes go to manifest.json, and the
+    folder gets its name last: a crash at any moment leaves the previous checkpoint.
+    """
+    dist.barrier()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    own, parts = {}, [None] * ranks
+    for path in sorted(path for path in partial.rglob("*") if path.is_file())[rank::ranks]:
+        flush(path)
+        own[str(path.relative_to(partial))] = sha256(path)
+    dist.all_gather_object(parts, own)
+    final = partial.with_name(partial.name.replace(".partial", "step"))
+    if rank == 0:
+        files = {name: digest for part in parts for name, digest in part.items()}
+        (partial / "manifest.json").write_text(json.dumps({**facts, "files": files}, indent=1))
+        for path in (partial / "manifest.json", partial):
+            flush(path)
+        shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there
+        partial.rename(final)
+        for old in _found(final.parent)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def newest_sealed(directory: Path, console: Console) -> tuple[str, dict[str, Any]] | None:
+    """Return name and facts of the newest whole checkpoint of `seal`; name those passed over.
+
+    A collective: rank 0 looks. None when there is no checkpoint yet.
+    Raises: UsageError when there are checkpoints but none can be used.
+    """
+    box, skipped = [None], []
+    if dist.get_rank() == 0:
+        for path in reversed(_found(directory)):
+            try:
+                facts = json.loads((path / "manifest.json").read_text())
+                wrong = [name for name, digest in facts["files"].items()
+                         if sha256(path / name) != digest]  # fmt: skip
+            except (OSError, ValueError, KeyError) as error:
+                wrong = [f"{type(error).__name__}: {error}"]
+            if not wrong:
+                box = [(path.name, facts)]
+                break
+            skipped.append(f"{path}: {wrong[0]} is not what was written")
+        if skipped and not box[0]:
+            raise UsageError(f"no checkpoint can be used: {'; '.join(skipped)}")
+        for line in skipped:
+            console.warn(f"skipped {line}")
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 def gather_rng_states() -> list[dict[str, Any]]:
     """Return the random state of every rank, indexed by rank. A collective: all ranks call it."""
     kind, keys, *rest = np.random.get_state()

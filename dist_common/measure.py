@@ -340,6 +340,8 @@ class Results:
             "metrics": self.metrics,
             "checks": [{**vars(check), "ok": check.ok} for check in self.checks],
         }
+        if "deepspeed" in sys.modules:
+            content["versions"]["deepspeed"] = sys.modules["deepspeed"].__version__
         path = Path(output_dir) / "results.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(content, indent=2, default=str) + "\n")

@@ -134,8 +134,12 @@ def _parse(path: Path) -> dict[str, Any]:
             raise UsageError(f"{path}: {twice[0]} is there twice")
         return dict(pairs)
 
+    def refuse(name: str) -> None:
+        raise UsageError(f"{path}: {name} is no number that JSON has")
+
     try:
-        config = json.loads(path.read_text(), object_pairs_hook=once)
+        text = path.read_text(encoding="utf-8-sig")
+        config = json.loads(text, object_pairs_hook=once, parse_constant=refuse)
     except json.JSONDecodeError as error:
         raise UsageError(
             f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
@@ -149,6 +153,14 @@ def _parse(path: Path) -> dict[str, Any]:
     for name in sections:
         if not isinstance(config.get(name, {}), dict):
             raise UsageError(f"{path}: {name} must be an object, {{...}}")
+        if not isinstance(config.get(name, {}).get("params", {}), dict):
+            raise UsageError(f"{path}: {name}.params must be an object, {{...}}")
+    kind, clip = config.get("optimizer", {}).get("type"), config.get("gradient_clipping", 0)
+    if kind is not None and str(kind).lower() not in ADAMS:
+        raise UsageError(f"{path}: optimizer.type must be Adam or AdamW here, not {kind!r}")
+    if clip != AUTO and (isinstance(clip, bool) or not isinstance(clip, int | float) or clip < 0):
+        why = f"gradient_clipping must be a number of at least 0, not {json.dumps(clip)}"
+        raise UsageError(f"{path}: {why}")
     return config
 
 
@@ -158,7 +170,12 @@ def _settle_precision(path: Path, config: dict, args: argparse.Namespace) -> Non
     on = [name for name, value in stated.items() if value is True]
     if len(on) > 1:
         raise UsageError(f"{path}: bf16 and fp16 are both enabled: one of them")
-    default = on[0] if on else "bf16-mixed" if stated["bf16-mixed"] == AUTO else "32-true"
+    for name, part in sections.items():
+        if stated[name] not in (True, False, AUTO):
+            raise UsageError(f'{path}: {part}.enabled must be true, false or "{AUTO}"')
+    # In stage 0, bf16 would not train as elsewhere: to make Adam's moments DeepSpeed takes a step.
+    left_open = stated["bf16-mixed"] == AUTO and config["zero_optimization"].get("stage", 0) > 0
+    default = on[0] if on else "bf16-mixed" if left_open else "32-true"
     args.precision = args.precision or default
     if args.precision == "16-mixed":
         from deepspeed.accelerator import get_accelerator
@@ -211,8 +228,9 @@ def _settle(
     if name not in part:
         return  # DeepSpeed's own default holds
     given, stated = getattr(args, flag), part[name]
-    if stated != AUTO and (isinstance(stated, bool) or not isinstance(stated, int | float)):
-        raise UsageError(f"{path}: {key} must be a number, not {json.dumps(stated)}")
+    number = isinstance(stated, int | float) and not isinstance(stated, bool) and stated > 0
+    if stated != AUTO and not number:
+        raise UsageError(f"{path}: {key} must be a number above 0, not {json.dumps(stated)}")
     if given is not None and stated not in (AUTO, given):
         raise UsageError(
             f"--{flag.replace('_', '-')} {given}, but {path} has {key} {stated}: change one, or "
@@ -226,12 +244,19 @@ def _fill_nvme_path(path: Path, zero: dict, args: argparse.Namespace) -> None:
     for name in ("offload_optimizer", "offload_param"):
         part = zero.get(name)
         if isinstance(part, dict) and part.get("device") == "nvme":
+            given = getattr(args, "nvme_path", None)
             if part.setdefault("nvme_path", AUTO) == AUTO:
-                if getattr(args, "nvme_path", None) is None:
+                if given is None:
                     why = f"{path}: {name} to nvme needs --nvme-path, a folder on the disk"
                     raise UsageError(why)
-                part["nvme_path"] = str(args.nvme_path)
-            args.nvme_path = Path(part["nvme_path"])
+                part["nvme_path"] = str(given)
+            elif not isinstance(part["nvme_path"], str):
+                raise UsageError(f"{path}: {name}.nvme_path must be a folder's name")
+            elif given is not None and part["nvme_path"] != str(given):
+                raise UsageError(
+                    f"--nvme-path {given}, but {path} has {name}.nvme_path {part['nvme_path']}: "
+                    f'change one, or write "{AUTO}" there'
+                )
 
 
 def _check_offload(path: Path, zero: dict, stage: int) -> None:
@@ -256,16 +281,18 @@ def _check_offload(path: Path, zero: dict, stage: int) -> None:
                 why = f"{name}: nvme_path {folder} cannot be written: {error.strerror}"
                 raise UsageError(why) from error
             swaps.append(part)
-    if swaps:
-        own = _swap_folder(Path(swaps[0]["nvme_path"]))
-        for part in swaps:
-            part["nvme_path"] = str(own)
+    own = {parent: _swap_folder(Path(parent)) for parent in {p["nvme_path"] for p in swaps}}
+    for part in swaps:
+        part["nvme_path"] = str(own[part["nvme_path"]])
 
 
 def _swap_folder(parent: Path) -> Path:
-    """Make this rank's own folder in `parent`; it goes when the rank does, however that ends."""
+    """Make this rank's own folder in `parent`; it goes when the rank does, even if that is killed.
+
+    Not where the whole job is killed at one blow, as SLURM may do after a time limit.
+    """
     folder = tempfile.mkdtemp(prefix="zero-", dir=parent)
-    # Its input ends with this process, also when that is killed. DeepSpeed itself removes nothing.
+    # Its input ends with this process. DeepSpeed itself removes nothing.
     sweeper = subprocess.Popen(
         ["sh", "-c", 'cat; rm -rf -- "$0"', folder], stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -312,16 +339,31 @@ def _check_names(path: Path, config: dict) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     asked = _Asked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
-    DeepSpeedConfig(asked)
+    plain = ("aio", "activation_checkpointing", "flops_profiler", "checkpoint", "data_types")
+    inside = {name: _Asked(**config[name]) for name in plain if isinstance(config.get(name), dict)}
+    asked.update(inside)
+    try:
+        DeepSpeedConfig(asked)
+    except Exception:  # a value of these, which is told below
+        inside = {}
     for name in config:
         if name not in asked.names:
             raise _unknown(path, name, asked.names)
+    for section, part in inside.items():
+        for name in part:
+            if name not in part.names:
+                raise _unknown(path, name, part.names, f"{section}.")
     for section, module in (("optimizer", torch.optim), ("scheduler", lr_schedules)):
         part = config.get(section, {})
         for name in part:
             if name not in ("type", "params", "legacy_fusion"):
                 raise _unknown(path, name, {"type", "params"}, f"{section}.")
-        owner = getattr(module, str(part.get("type")), None)
+        kind = part.get("type")
+        if section == "scheduler" and part and kind not in lr_schedules.VALID_LR_SCHEDULES:
+            near = difflib.get_close_matches(str(kind), lr_schedules.VALID_LR_SCHEDULES, 1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise UsageError(f"{path}: unknown scheduler.type {kind!r}{hint}")
+        owner = getattr(module, str(kind), None)
         if owner:  # not one of DeepSpeed's own optimizers, which say so themselves
             known = ADAM_EXTRAS | set(inspect.signature(owner).parameters)
             for name in part.get("params", {}):
@@ -427,6 +469,10 @@ def _build_op(name: str, console: Console) -> None:
         console.say(compiling)
         compiling = None
     failed: list[BaseException] = []
+    lock = folder / "lock"
+    if lock.exists() and all(p.stat().st_mtime < time.time() - 600 for p in folder.iterdir()):
+        why = f"{lock} was left by a compilation that did not end: remove it, and start again"
+        raise UsageError(why)
 
     def build() -> None:
         try:

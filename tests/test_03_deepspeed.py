@@ -196,7 +196,17 @@ def changed(**sections) -> dict:
          "has bf16.enabled true: change one, or write \"auto\" there"),
         (changed(bf16={"enabled": True}, fp16={"enabled": True}), (), "both enabled"),
         (changed(gradient_clipping="auto"), (), 'gradient_clipping is "auto", which this script'),
-        (changed(optimizer={"params": {"lr": "1e-3"}}), (), 'lr must be a number, not "1e-3"'),
+        (changed(optimizer={"params": {"lr": "1e-3"}}), (), 'must be a number above 0, not "1e-3"'),
+        (changed(optimizer={"params": None}), (), "optimizer.params must be an object"),
+        (changed(optimizer={"type": "AdamWw"}), (), "must be Adam or AdamW here, not 'AdamWw'"),
+        (changed(scheduler={"type": "WarmupDecayLRR"}), (), "did you mean WarmupDecayLR?"),
+        (changed(aio={"queue_dept": 8}), (), "key aio.queue_dept: did you mean queue_depth?"),
+        (changed(checkpoint={"load_universall": True}), (), "did you mean load_universal?"),
+        (changed(bf16={"enabled": "true"}), (), 'bf16.enabled must be true, false or "auto"'),
+        ('{"gradient_clipping": NaN}', (), "NaN is no number that JSON has"),
+        (changed(gradient_clipping="1.0"), (), "gradient_clipping must be a number of at least 0"),
+        (changed(zero_optimization={"stage": 3, "offload_param": {"device": "nvme",
+         "nvme_path": "/a"}}), ("--nvme-path", "/b"), "has offload_param.nvme_path /a: change one"),
         (changed(optimizer={"params": {"learning_rate": 1}}), (), "unknown key optimizer.params.l"),
         ({"zero_optimization": {"stage": 1}}, (), "no optimizer: add"),
         (changed(zero_optimization={"offload_param": {"device": "cpu"}}), (),
@@ -316,6 +326,22 @@ def clip_as_by_default(script):
     script.load_configs = broken
 
 
+def without_key(*names):
+    def sabotage(script):
+        loaded = script.load_configs
+
+        def broken(*args):
+            configs = loaded(*args)
+            for config in configs.values():
+                for name in names:
+                    del config["zero_optimization"][name]
+            return configs
+
+        script.load_configs = broken
+
+    return sabotage
+
+
 @pytest.mark.parametrize(
     ("sabotage", "stage", "failing"),
     [
@@ -324,11 +350,17 @@ def clip_as_by_default(script):
         (one_stage_less, 2, ["bytes per weight", "models sent per step"]),
         (one_stage_less, 3, ["bytes per weight", "models sent per step"]),
         (one_weight_off, 2, ["largest error of a loss"]),
+        (without_key("use_multi_rank_bucket_allreduce"), 1, ["models sent per step"]),
+        (
+            without_key("stage3_max_live_parameters", "stage3_max_reuse_distance"),
+            3,
+            ["models sent per step"],
+        ),
         (clip_as_by_default, 1, ["largest error of a loss"]),
     ],
 )
 def test_sabotage_of_a_stage_fails_a_check(run_script, tmp_path, sabotage, stage, failing):
-    """The last one is a trap: without the key gradient_clipping, DeepSpeed clips to a norm of 1."""
+    """Among them DeepSpeed's defaults: without a key it sends more or less, or clips at 1."""
     ended = run_script(
         STAGES, "--stages", stage, *SMALL, "--output-dir", tmp_path / "run",
         world_size=2, before=sabotage,
@@ -369,11 +401,12 @@ def test_train_as_one_process_in_every_stage(run_script, tmp_path, world_size, s
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     results = results_of(tmp_path / "run")
-    assert ended.stderr == "" and len(results["checks"]) == 3
+    assert ended.stderr == "" and len(results["checks"]) == 4
     assert results["metrics"]["final_loss"] < 5.5, "it starts at ln 256 = 5.55"
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     # DeepSpeed's warm-up stands still for two steps.
-    assert [json.loads(line)["lr"] for line in lines[:4]] == [0, 0.0005, 0.001, 0.0015]
+    rates = [json.loads(line)["lr"] for line in lines[:4]]
+    assert rates == pytest.approx([0.0002, 0.0002, 0.00065, 0.0011])
 
 
 def one_micro_batch_twice(script):
@@ -384,13 +417,23 @@ def one_micro_batch_twice(script):
 def altered_weights(script):
     consolidated = script.consolidate
 
-    def broken(engine, folder, path):
-        consolidated(engine, folder, path)
+    def broken(folder, path, module=None):
+        consolidated(folder, path, module)
         weights = torch.load(path)
         weights["head.weight"] = weights["head.weight"].roll(1, 0)
         torch.save(weights, path)
 
     script.consolidate = broken
+
+
+def other_weights_on_rank_1(script):
+    spread = script.largest_spread
+
+    def broken(model):
+        next(model.parameters()).data += 0.001 * script.dist.get_rank()
+        return spread(model)
+
+    script.largest_spread = broken
 
 
 def stage_one(script):
@@ -402,7 +445,7 @@ def stage_one(script):
         return config
 
     script.zero.load_config = broken
-    script.bytes_per_weight = lambda config, args, ranks: 4 + 4 / 2 + 12 / 2  # of stage 2
+    script.bytes_per_weight = lambda *_: 4 + 4 / 2 + 12 / 2  # of stage 2
 
 
 @pytest.mark.parametrize(
@@ -410,6 +453,7 @@ def stage_one(script):
     [
         (one_micro_batch_twice, "largest error of the first 6 losses"),
         (altered_weights, "test loss of the consolidated weights, in a plain model"),
+        (other_weights_on_rank_1, "difference of a weight between ranks"),
         (stage_one, "bytes per weight"),
     ],
 )
@@ -425,8 +469,8 @@ def test_sabotage_of_the_training_fails_a_check(run_script, tmp_path, sabotage, 
 def test_stage_0_in_bf16_is_no_baseline(run_script, tmp_path):
     """To make Adam's moments, DeepSpeed takes a step on zero gradients: its decay and its count."""
     ended = run_script(
-        TRAIN, "--deepspeed_config", config_of(0), *QUICK, "--output-dir", tmp_path / "run",
-        world_size=2,
+        TRAIN, "--deepspeed_config", config_of(0), "--precision", "bf16-mixed", *QUICK,
+        "--output-dir", tmp_path / "run", world_size=2,
     )  # fmt: skip
     assert ended.codes[0] == 1 and failed_checks(tmp_path / "run") == [
         "largest error of the first 6 losses"
@@ -440,6 +484,41 @@ def losses_of(folder: Path) -> dict[int, float]:
 
 LONG = ("--precision", "32-true", "--max-steps", 8, "--save-every", 3, "--parity-steps", 0)
 LONG = (*LONG, "--seq-len", 32)
+
+
+def test_a_config_of_deepspeed_s_own_defaults_trains(run_script, tmp_path):
+    """Its buckets are a gigabyte, so what is held is told and not compared."""
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
+    for stage in (2, 3):
+        (tmp_path / "own.json").write_text(
+            json.dumps({"optimizer": optimizer, "zero_optimization": {"stage": stage}})
+        )
+        ended = run_script(
+            TRAIN, "--deepspeed_config", tmp_path / "own.json", *QUICK, "--max-steps", 3,
+            world_size=2,
+        )  # fmt: skip
+        assert ended.codes == [0, 0], ended.stdout + ended.stderr
+        assert (
+            "bytes per weight, buffers and all" in ended.stdout and "OK: 2 checks" in ended.stdout
+        )
+
+
+def test_between_stages_1_and_2_and_in_stage_0_on_other_ranks(run_script, tmp_path):
+    def train(folder, ranks, stage, *argv):
+        return run_script(
+            TRAIN, "--deepspeed_config", config_of(stage), *LONG, "--output-dir", folder,
+            "--micro-batch-size", 8 // ranks, *argv, world_size=ranks,
+        )  # fmt: skip
+
+    for before, after in ((1, 2), (0, 0)):
+        folder = tmp_path / f"{before}-{after}"
+        assert train(folder, 2, before).codes == [0, 0]
+        straight = losses_of(folder)
+        shutil.rmtree(folder / "checkpoints/step-00000008")
+        ended = train(folder, 4 if before == 0 else 2, after, "--resume", "--consolidate")
+        assert not any(ended.codes) and "resumed from" in ended.stdout, ended.stdout + ended.stderr
+        resumed = losses_of(folder)
+        assert all(abs(resumed[step] - straight[step]) < 1e-4 for step in straight)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -474,9 +553,9 @@ def test_a_killed_run_goes_on_also_on_other_numbers_of_ranks(run_script, tmp_pat
         left = [path.name for path in (tmp_path / f"on-{ranks}/checkpoints").iterdir()]
         assert not any("universal" in name or "partial" in name for name in left)
     done = train(folder, 2, "--resume")
-    assert done.codes == [0, 0] and "nothing to do" in done.stdout
+    assert done.codes == [0, 0] and "nothing to train" in done.stdout
     other = train(folder, 2, "--resume", "--max-steps", 9, "--seed", 1)
-    assert_one_line(other, "was saved with another --seed", "deepspeed_train.py")
+    assert_one_line(other, "was saved with another --seed: take that", "deepspeed_train.py")
     if stage == 3:
         refused = train(folder, 2, "--resume", "--max-steps", 9, stage=2)
         assert_one_line(refused, "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot go on",
