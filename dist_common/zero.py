@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -72,7 +73,8 @@ def prepare(device: torch.device) -> None:
     if here not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join((here, os.environ["PATH"]))
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    version = f"torch{torch.__version__}-python{sys.version_info[0]}.{sys.version_info[1]}"
+    # An op is compiled against the headers of one environment.
+    version = f"torch{torch.__version__}-{zlib.crc32(sys.prefix.encode()):08x}"
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(cache / "deepspeed-ops" / version))
     if "PYTHONWARNINGS" not in os.environ:
         for kind in (FutureWarning, DeprecationWarning, UserWarning):
