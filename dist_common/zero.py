@@ -471,10 +471,6 @@ def _build_op(name: str, console: Console) -> None:
         console.say(compiling)
         compiling = None
     failed: list[BaseException] = []
-    lock = folder / "lock"
-    if lock.exists() and all(p.stat().st_mtime < time.time() - 600 for p in folder.iterdir()):
-        why = f"{lock} was left by a compilation that did not end: remove it, and start again"
-        raise UsageError(why)
 
     def build() -> None:
         try:
