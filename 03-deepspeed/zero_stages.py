@@ -227,8 +227,8 @@ def main():
             bars.append((in_weights, held - in_weights, right))
             results.metrics[f"bytes_per_weight_{name}"] = held
             del engine, model
-        headers = ("", "weights", "gradients, optimizer", "bytes per weight", "by formula",
-                   "models sent", "error of a loss")  # fmt: skip
+        headers = ("", "weights", "the rest", "bytes per weight", "by formula", "models sent",
+                   "loss error")  # fmt: skip
         console.table(rows, headers)
         if output and world.is_rank0:
             results.write(output)
