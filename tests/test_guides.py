@@ -3,8 +3,8 @@
 - A ```bash block holds commands, one a line (or continued by a backslash). They are run in order,
   in a copy of the repository. A ```text block right after it is what the last one printed.
 - Words that only measure time, or name a machine or version, are masked before output is compared;
-  other numbers with a decimal point may differ by 3 percent, losses on text by 15; a line `...`
-  stands for any lines.
+  other numbers with a decimal point may differ by 3 percent, losses on text by 15, on a little of
+  it by 30; a line `...` stands for any lines.
 - A ```python block stands, word for word, in a file of the page's folder or in dist_common.
 - A ```tree block lists paths that exist, first word of each line.
 - A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's OP has not
@@ -159,7 +159,7 @@ def words_of(line: str) -> list[str]:
 
 # Losses of another processor differ a little; those on text more, since the sources of Python's
 # library are another text in each of its versions, patches too.
-TOLERANCE, ON_TEXT = 0.03, 0.15
+TOLERANCE, ON_TEXT, ON_A_LITTLE_TEXT = 0.03, 0.15, 0.3
 TRAINED_ON_TEXT = re.compile(
     r"step \d+ \| |OK: .* after step \d+|ddp_training.py: stopped|\d+ +\d\.\d{6} |fine-tuned to"
     r"|(one process|from scratch|fully_shard|full|Q?LoRA)  |QLoRA: loss"
@@ -179,6 +179,10 @@ def same_word(expected: str, printed: str, tolerance: float) -> bool:
 
 def same_line(expected: str, printed: str) -> bool:
     tolerance = ON_TEXT if TRAINED_ON_TEXT.match(expected) else TOLERANCE
+    if (
+        "test loss" in expected
+    ):  # a few sequences at the end of the text: of another version, others
+        tolerance = ON_A_LITTLE_TEXT
     a, b = words_of(expected), words_of(printed)
     return len(a) == len(b) and all(
         same_word(*words, tolerance) for words in zip(a, b, strict=True)
