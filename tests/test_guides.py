@@ -163,7 +163,8 @@ TOLERANCE, ON_TEXT, ON_A_LITTLE_TEXT = 0.03, 0.15, 0.3
 TRAINED_ON_TEXT = re.compile(
     r"step \d+ \| |OK: .* after step \d+|ddp_training.py: stopped|\d+ +\d\.\d{6} |fine-tuned to"
     r"|(one process|from scratch|fully_shard|full|Q?LoRA)  |QLoRA: loss"
-    r"|stage \d (from scratch|DeepSpeed) |(test loss of|largest error of the first) |OK: .* at the end"
+    r"|stage \d (from scratch|DeepSpeed) |(test loss of|largest error of the first) "
+    r"|OK: .* at the end"
 )
 
 
