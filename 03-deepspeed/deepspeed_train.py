@@ -278,7 +278,7 @@ def main():
         stage, weights = config["zero_optimization"].get("stage", 0), shape.num_parameters()
         if args.seq_len > shape.max_seq_len:
             raise runtime.UsageError(f"--seq-len must be at most {shape.max_seq_len}")
-        if "async_io" in zero.ops_needed(config, device) and args.output_dir:
+        if "async_io" in zero.ops_needed(config) and args.output_dir:
             raise runtime.UsageError(
                 f"{args.deepspeed_config}: a run that DeepSpeed resumes with an optimizer on nvme "
                 "takes other losses than one that never stopped, so none is saved here: offload "
@@ -309,7 +309,7 @@ def main():
             console.say(f"{output} has all {args.max_steps} steps: nothing to train")
             return 0
         tag = fit(folder, *found, facts, config, world) if found else None
-        zero.build_ops(zero.ops_needed(config, device), world, console)
+        zero.build_ops(zero.ops_needed(config), world, console)
         console.header(
             results,
             f"{args.deepspeed_config.name}: stage {stage}, {args.precision}; {args.preset}: "

@@ -273,7 +273,7 @@ def main():
         if swaps:
             require_disk(args, world, shards)
         output = measure.claim_output_dir(args, world)
-        ops = {op for config in configs.values() for op in zero.ops_needed(config, device)}
+        ops = {op for config in configs.values() for op in zero.ops_needed(config)}
         zero.build_ops(sorted(ops), world, console)
         count = args.micro_batch_size
         text = data.Sequences(data.load_text(), args.seq_len, count * ranks)

@@ -413,8 +413,8 @@ def _leaves(part: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{place}{name}", value
 
 
-def ops_needed(config: dict, device: torch.device) -> list[str]:
-    """Name the compiled ops that a settled config makes DeepSpeed load, as its ds_report does."""
+def ops_needed(config: dict) -> list[str]:
+    """Name the compiled ops that a settled config makes DeepSpeed load, by its own names."""
     zero, optimizer, ops = config["zero_optimization"], config["optimizer"], []
     targets = {(zero.get(n) or {}).get("device") for n in ("offload_optimizer", "offload_param")}
     if "nvme" in targets:
