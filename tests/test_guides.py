@@ -199,10 +199,10 @@ def shows(expected: list[str], printed: list[str]) -> bool:
     return bool(printed) and same_line(expected[0], printed[0]) and shows(expected[1:], printed[1:])
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory) -> Path:
-    """A copy of the repository to run a page's commands in: nothing is written to this one."""
-    folder = tmp_path_factory.mktemp("guide") / "repository"
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A copy of the repository for one page's commands: none finds what another page's wrote."""
+    folder = tmp_path / "repository"
     for path in TRACKED:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPO / path, folder / path)
