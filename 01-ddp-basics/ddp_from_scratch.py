@@ -10,8 +10,6 @@ that approaches max(compute, communication) instead of their sum.
 Source: Li et al., PyTorch Distributed (VLDB 2020), sections 3.2.1 to 3.2.3 for the first three.
 """
 
-import argparse
-import re
 import statistics
 import time
 
@@ -175,20 +173,13 @@ def gradient_of(model):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def parse_link(text):
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m|g)bit", text)
-    if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"must be like 100mbit or 1gbit, not {text!r}")
-    return float(match[1]) * {"m": 1e6, "g": 1e9}[match[2]] / 8  # bytes per second
-
-
 def parse_args():
     parser = runtime.ArgumentParser(__doc__)
     add = parser.add_argument
     add("--micro-batch-size", type=runtime.positive_int, default=16, help="per rank and step (16)")
     add("--seq-len", type=runtime.positive_int, default=128, help="tokens per sequence (128)")
     add("--bucket-cap-mb", type=runtime.positive_float, default=0.5, help="MiB per bucket (0.5)")
-    add("--link", type=parse_link, default=0, help="emulate a link: 100mbit, 1gbit (none)")
+    add("--link", type=runtime.link_rate, default=0, help="emulate a link: 100mbit, 1gbit (none)")
     add("--max-steps", type=runtime.positive_int, default=6, help="timed steps of each way (6)")
     return parser.parse_args()
 

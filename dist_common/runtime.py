@@ -79,6 +79,14 @@ def positive_float(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
+def link_rate(text: str) -> float:
+    """Parse a flag's value that is the speed of a link, such as 100mbit; return bytes/s."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m|g)bit", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"must be like 100mbit or 1gbit, not {text!r}")
+    return float(match[1]) * {"m": 1e6, "g": 1e9}[match[2]] / 8
+
+
 @dataclass(frozen=True)
 class World:
     """This process's place among all processes of the job.
