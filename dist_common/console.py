@@ -232,3 +232,32 @@ def plot_bars(
     axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
+
+
+def plot_bandwidth(
+    path: str | Path,
+    curves: dict[str, tuple[Sequence[int], Sequence[float]]],
+    bounds: dict[str, float],
+    title: str,
+) -> None:
+    """Draw bus bandwidths (GB/s) against sizes (bytes), log-log, and lines that bound them, as PNG.
+
+    Shapes: a curve is (sizes, bandwidths), equally long.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    for name, (sizes, bandwidths) in curves.items():
+        axes.plot(sizes, bandwidths, marker="o", markersize=3, label=name)
+    for number, (name, bound) in enumerate(bounds.items()):
+        axes.axhline(bound, color="grey", linestyle=("--", ":")[number % 2], label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(title=f"Bus bandwidth ({title})", xlabel="bytes", ylabel="GB/s")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)

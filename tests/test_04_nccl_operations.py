@@ -1,7 +1,16 @@
 """Module 04: each collective does what its definition says; what each one costs is measured."""
 
+import argparse
+import statistics
+import time
+import types
+
 import pytest
-from conftest import assert_one_line, load_script, results_of
+import torch
+import torch.distributed as dist
+from conftest import assert_one_line, free_port, load_script, results_of
+
+from dist_common import runtime
 
 OPS = "04-nccl-operations/collective_ops.py"
 
@@ -189,3 +198,204 @@ def test_an_emulated_link_takes_its_time(run_script, tmp_path):
 )
 def test_point_to_point_refuses_bad_input(run_script, world_size, argv, says):
     assert_one_line(run_script(P2P, *argv, world_size=world_size), says, "point_to_point.py")
+
+
+# bandwidth_test.py
+
+BANDWIDTH = "04-nccl-operations/bandwidth_test.py"
+QUICK = ("-n", 4, "-w", 1, "-f", 16)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_collective_is_timed_and_right(run_script, tmp_path, world_size):
+    ended = run_script(
+        BANDWIDTH, "--collective", "all", "-e", "1M", *QUICK, "--output-dir", tmp_path / "run",
+        world_size=world_size,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert ended.stderr == "" and (tmp_path / "run/bandwidth.png").exists()
+    metrics = results_of(tmp_path / "run")["metrics"]
+    ring = (world_size - 1) / world_size
+    assert metrics["all_reduce sent_x_size"] == pytest.approx(2 * ring, abs=0.03)
+    # gloo's reduce-scatter moves an all-reduce's bytes, NCCL's half of them.
+    assert metrics["reduce_scatter sent_x_size"] == pytest.approx(2 * ring, abs=0.03)
+    assert metrics["all_gather sent_x_size"] == pytest.approx(ring, abs=0.03)
+
+
+def test_columns_are_those_of_nccl_tests(run_script, tmp_path):
+    ended = run_script(
+        BANDWIDTH, "-b", "1K", "-e", "16K", *QUICK, "-I", "--link", "1gbit", "--output-dir",
+        tmp_path / "run", world_size=2,
+    )  # fmt: skip
+    lines = ended.stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if "redop" in line)
+    header = "size count type redop root" + 2 * " time algbw busbw #wrong"
+    assert lines[at].split() == ["#", *header.split()]
+    row = lines[at + 2].split()
+    assert row[:5] == ["1024", "256", "float", "sum", "-1"] and row[8] == row[12] == "0"
+    widths = (12, 12, 8, 6, 6, 7, 6, 6, 6, 7, 6, 6, 6)  # of nccl-tests' formats, and 2 between
+    assert len(lines[at]) == len(lines[at + 2]) == sum(widths) + 2 * (len(widths) - 1)
+    side = results_of(tmp_path / "run")["metrics"]["sweeps"]["all_reduce"][0]["in_place"]
+    assert side["algbw_gb_s"] == pytest.approx(1024 / side["time_us"] / 1e3)
+    assert side["p50_us"] <= side["p95_us"] <= side["p99_us"] <= side["max_us"]
+    assert side["iterations"] == 8 and "of the link" in ended.stdout
+    assert "# Out of bounds values : 0 OK" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "bus"),  # nccl-tests, doc/PERFORMANCE.md
+    [
+        ("all_reduce", 8, 1.75),
+        ("reduce_scatter", 8, 0.875),
+        ("all_gather", 4, 0.75),
+        ("alltoall", 2, 0.5),
+        ("broadcast", 8, 1),
+        ("reduce", 8, 1),
+    ],
+)
+def test_factors_of_the_bus_bandwidth(name, ranks, bus):
+    assert load_script(BANDWIDTH).COLLECTIVES[name].bus(ranks) == bus
+
+
+def test_counts_of_parts_are_those_of_nccl_tests():
+    script = load_script(BANDWIDTH)
+
+    def lengths(name, size, in_place=False, ranks=3):
+        made = script.buffers(
+            script.COLLECTIVES[name], size, torch.float32, 1, ranks, in_place, torch.device("cpu")
+        )
+        return len(made[0]), len(made[1]), made[2]
+
+    assert lengths("all_reduce", 1024) == (256, 256, 256)
+    assert lengths("all_gather", 1024) == (84, 252, 84)  # 85 rounded down to 16 bytes
+    assert lengths("reduce_scatter", 1024, in_place=True) == (252, 84, 84)
+    assert lengths("alltoall", 1024) == (252, 252, 84)
+    assert lengths("all_gather", 8) == (0, 0, 0)
+
+
+def test_fit_finds_what_made_the_times():
+    sizes = [2**n for n in range(3, 25)]
+    alpha, rate, error = load_script(BANDWIDTH).fit(sizes, [50 + s / 2e3 for s in sizes])
+    assert alpha == pytest.approx(50) and rate == pytest.approx(2) and error < 1e-6
+    assert load_script(BANDWIDTH).fit(sizes, [50 + 20 * (s > 999) for s in sizes])[2] > 0.1
+
+
+def skip_one(script):
+    script.dist.all_reduce = lambda *args, **kwargs: None
+
+
+def swap_parts(script):
+    plain = script.all_gather_single
+    script.all_gather_single = lambda whole, part, group: (
+        plain(whole, part, group=group),
+        whole.copy_(whole.roll(len(part))),
+    )
+
+
+def add_one_to_the_last(script):
+    run = script.COLLECTIVES["sendrecv"].run
+
+    def broken(sent, received, op, group):
+        run(sent, received, op, group)
+        received[-1] += 1
+
+    script.COLLECTIVES["sendrecv"].run = broken
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "name"),
+    [(skip_one, "all_reduce"), (swap_parts, "all_gather"), (add_one_to_the_last, "sendrecv")],
+)
+def test_sabotage_of_a_timed_collective_is_counted(run_script, sabotage, name):
+    ended = run_script(
+        BANDWIDTH, "--collective", name, "-b", "4K", "-e", "4K", *QUICK,
+        world_size=2, before=sabotage,
+    )  # fmt: skip
+    assert any(ended.codes) and f"FAILED: {name}: wrong elements" in ended.stdout, ended.stdout
+
+
+def ratio_to_a_bare_loop(rank, ranks, path, more):
+    """Return how the script's figure compares with a loop over dist.all_reduce, in turns."""
+    script, iters, ratios = load_script(path), 4, []
+    x = torch.zeros(2**18)
+    args = argparse.Namespace(op="sum", datatype="float", iters=iters, warmup_iters=1)
+    run = script.COLLECTIVES["all_reduce"].run
+    if more:
+        script.COLLECTIVES["all_reduce"].run = lambda *given: (run(*given), run(*given))
+
+    def of_the_script():
+        return script.measure_one("all_reduce", x.nbytes, True, args, None, x.device)["time_us"]
+
+    def bare():
+        dist.barrier()
+        dist.all_reduce(x)
+        started = time.perf_counter()
+        for _ in range(iters):
+            dist.all_reduce(x)
+        return 1e6 * (time.perf_counter() - started) / iters
+
+    for _ in range(80):
+        pair = {of_the_script: 0.0, bare: 0.0}
+        for way in (of_the_script, bare, bare, of_the_script):
+            pair[way] += way()
+        ratios.append(pair[of_the_script] / pair[bare])
+    return statistics.median(ratios)
+
+
+def test_the_figure_is_that_of_a_bare_loop(on_ranks):
+    """Three tries, since other programs disturb single ones: a bias would be in all of them."""
+    tries = (on_ranks(ratio_to_a_bare_loop, 2, BANDWIDTH, False)[0] for _ in range(3))
+    assert any(abs(ratio - 1) <= 0.03 for ratio in tries)
+    assert on_ranks(ratio_to_a_bare_loop, 2, BANDWIDTH, True)[0] > 1.3
+
+
+def test_groups_within_and_across_nodes(run_script, tmp_path):
+    port = free_port()
+    ended = run_script(
+        BANDWIDTH, "-e", "4K", *QUICK, "--output-dir", tmp_path / "run", world_size=4,
+        environ=lambda rank: {
+            "RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        },
+    )  # fmt: skip
+    assert ended.codes == [0] * 4, ended.stdout + ended.stderr
+    assert [*results_of(tmp_path / "run")["metrics"]["sweeps"]] == [
+        "all_reduce", "all_reduce within a node", "all_reduce across nodes"
+    ]  # fmt: skip
+
+
+def test_every_rank_is_in_one_group_of_each_kind():
+    script, made = load_script(BANDWIDTH), []
+    script.dist = types.SimpleNamespace(new_group=lambda members: made.append(members) or members)
+    try:
+        world = runtime.World(5, 1, 8, 4, "test")
+        groups = script.groups_of(world)
+    finally:
+        script.dist = dist
+    assert groups["within a node"] == [4, 5, 6, 7] and groups["across nodes"] == [1, 5]
+    assert made == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 4], [1, 5], [2, 6], [3, 7]]
+    assert script.groups_of(runtime.World(1, 1, 2, 2, "test")) == {"": None}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (1, (), "one rank has nobody to talk to: start 2 or more"),
+        (
+            2,
+            ("-b", "8x"),
+            "argument -b/--minbytes: must be a size like 8, 4K, 128M or 1G, not '8x'",
+        ),
+        (2, ("-e", "0"), "argument -e/--maxbytes: must be a size like"),
+        (2, ("-b", "1M", "-e", "1K"), "-b 1048576 is above -e 1024, the last size"),
+        (2, ("-b", "4", "-d", "double"), "-b 4 is less than a number of -d double: 8"),
+        (2, ("-f", "1"), "argument -f/--stepfactor: must be a whole number of at least 2, not '1'"),
+        (2, ("-d", "f8e4m3"), "all_reduce with -o sum -d f8e4m3: gloo has it not, nccl has"),
+        (2, ("-o", "mulsum"), "all_reduce with -o mulsum -d float: gloo has it not, nccl has"),
+        (2, ("-o", "avg", "-d", "int32"), "-o avg divides: it needs a floating-point -d"),
+        (2, ("--collective", "allreduce"), "argument --collective: invalid choice: 'allreduce'"),
+        (2, ("--collective", "alltoall", "-e", "16"), "-e 16 leaves each rank of alltoall nothing"),
+    ],
+)
+def test_bandwidth_test_refuses_bad_input(run_script, world_size, argv, says):
+    assert_one_line(run_script(BANDWIDTH, *argv, world_size=world_size), says, "bandwidth_test.py")

@@ -1,0 +1,466 @@
+"""Time collectives over a range of sizes, as nccl-tests does, on any backend of PyTorch.
+
+    CPU   torchrun --standalone --nproc-per-node=2 04-nccl-operations/bandwidth_test.py
+    GPU   torchrun --standalone --nproc-per-node=gpu 04-nccl-operations/bandwidth_test.py -e 8G
+
+`--collective all` times every one. Look for: a time that does not change with the size (latency),
+then a bandwidth that does not (the link); where one turns into the other; #wrong, which must be 0.
+
+Sources: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md for the bandwidths and src/ for the
+columns; Hockney, The communication challenge for MPP (1994), for latency and bandwidth.
+"""
+
+import argparse
+import functools
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dist_common import measure, runtime
+from dist_common.console import Console, plot_bandwidth
+
+# torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+PERIOD = 97  # of the numbers sent: a prime, so that two parts in the wrong places differ
+OUTLIER = 3.0  # an iteration this many times as long as the median is counted as one
+TYPES = {  # by nccl-tests' names
+    "int8": torch.int8, "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64,
+    "half": torch.float16, "float": torch.float32, "double": torch.float64,
+    "bfloat16": torch.bfloat16, "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2,
+}  # fmt: skip
+REDUCTIONS = {
+    "sum": (dist.ReduceOp.SUM, torch.add),
+    "prod": (dist.ReduceOp.PRODUCT, torch.mul),
+    "max": (dist.ReduceOp.MAX, torch.maximum),
+    "min": (dist.ReduceOp.MIN, torch.minimum),
+    "avg": (dist.ReduceOp.AVG, torch.add),
+    "mulsum": (dist._make_nccl_premul_sum(2.0), torch.add),
+}
+
+
+@dataclass
+class Collective:
+    """What is timed. `bus` turns the algorithm's bandwidth on n ranks into that of the bus.
+
+    `right` says what a rank receives, part by part, of what all ranks sent, of the reduction of
+    it, and of `own`, which picks a rank's part.
+    """
+
+    run: Callable
+    bus: Callable
+    right: Callable
+    sends: str = "whole"
+    receives: str = "whole"
+    parts: bool = False  # a rank's part is what nccl-tests counts
+    in_place: bool = True
+    reduces: bool = False
+    rooted: bool = False
+
+
+COLLECTIVES = {}  # by nccl-tests' names
+
+
+def timed_with(**traits):
+    def note(run):
+        COLLECTIVES[run.__name__] = Collective(run, **traits)
+        return run
+
+    return note
+
+
+def in_steps(n):
+    return (n - 1) / n
+
+
+# PyTorch reduces and broadcasts in place only: out of place, these cost a copy more.
+
+
+@timed_with(bus=lambda n: 2 * (n - 1) / n, right=lambda x, total, own, rank: [total], reduces=True)
+def all_reduce(sent, received, op, group):
+    if received is not sent:
+        received.copy_(sent)
+    dist.all_reduce(received, op, group=group)
+
+
+@timed_with(bus=in_steps, right=lambda x, total, own, rank: x, sends="part", parts=True)
+def all_gather(sent, received, op, group):
+    all_gather_single(received, sent, group=group)
+
+
+@timed_with(bus=in_steps, right=lambda x, total, own, rank: [own(total)], receives="part",
+            parts=True, reduces=True)  # fmt: skip
+def reduce_scatter(sent, received, op, group):
+    reduce_scatter_single(received, sent, op, group=group)
+
+
+@timed_with(bus=in_steps, right=lambda x, total, own, rank: [own(sent) for sent in x],
+            parts=True, in_place=False)  # fmt: skip
+def alltoall(sent, received, op, group):
+    dist.all_to_all_single(received, sent, group=group)
+
+
+@timed_with(bus=lambda n: 1, right=lambda x, total, own, rank: [x[0]], rooted=True)
+def broadcast(sent, received, op, group):
+    if received is not sent and dist.get_rank(group) == 0:
+        received.copy_(sent)
+    dist.broadcast(received, group=group, group_src=0)
+
+
+@timed_with(bus=lambda n: 1, right=lambda x, total, own, rank: [] if rank else [total],
+            reduces=True, rooted=True)  # fmt: skip
+def reduce(sent, received, op, group):
+    if received is not sent:
+        received.copy_(sent)
+    dist.reduce(received, op=op, group=group, group_dst=0)
+
+
+@timed_with(bus=in_steps, right=lambda x, total, own, rank: [] if rank else x,
+            sends="part", parts=True, rooted=True)  # fmt: skip
+def gather(sent, received, op, group):
+    ranks, root = dist.get_world_size(group), dist.get_rank(group) == 0
+    dist.gather(sent, list(received.chunk(ranks)) if root else None, group=group, group_dst=0)
+
+
+@timed_with(bus=in_steps, right=lambda x, total, own, rank: [own(x[0])],
+            receives="part", parts=True, rooted=True)  # fmt: skip
+def scatter(sent, received, op, group):
+    ranks, root = dist.get_world_size(group), dist.get_rank(group) == 0
+    dist.scatter(received, list(sent.chunk(ranks)) if root else None, group=group, group_src=0)
+
+
+@timed_with(bus=lambda n: 1, right=lambda x, total, own, rank: [x[rank - 1]], in_place=False)
+def sendrecv(sent, received, op, group):
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    sending = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks)
+    taking = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks)
+    for work in dist.batch_isend_irecv([sending, taking]):
+        work.wait()
+
+
+def timed(run, warmup, iters, device):
+    """Return the time of each iteration in us; on a GPU between events of its stream."""
+    for _ in range(warmup):
+        run()
+    if device.type == "cuda":
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(iters + 1)]
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        torch.cuda.synchronize()
+        return [1e3 * a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    times = []
+    for _ in range(iters):
+        started = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - started))
+    return times
+
+
+def buffers(collective, size, dtype, rank, ranks, in_place, device):
+    """Return (sent, received), and the count that nccl-tests prints for a size in bytes."""
+    count, aligned = size // dtype.itemsize, 16 // dtype.itemsize
+    if collective.parts:  # nccl-tests keeps parts aligned to 16 bytes
+        count = count // ranks // aligned * aligned
+    lengths = {"part": count, "whole": count * ranks if collective.parts else count}
+    sides = lengths[collective.sends], lengths[collective.receives]
+    if not in_place:
+        return *(torch.zeros(n, dtype=dtype, device=device) for n in sides), count
+    whole = torch.zeros(max(sides), dtype=dtype, device=device)
+    own = whole[rank * count : (rank + 1) * count]
+    return *(whole if n == len(whole) else own for n in sides), count
+
+
+def numbers(rank, redop):
+    """Return the period of what a rank sends: whole numbers, few sums of which are rounded."""
+    drawn = torch.randint(0, 4, (PERIOD,), generator=torch.Generator().manual_seed(rank))
+    if redop == "prod":  # 1 or 2, and 1 on all but the first ranks: 16 at most
+        return 1.0 + drawn % 2 if rank < 4 else torch.ones(PERIOD)
+    return drawn.float()
+
+
+def repeated(period, length, like):
+    return period.to(like).repeat(-(-length // PERIOD))[:length]
+
+
+def count_wrong(received, collective, rank, ranks, count, redop):
+    """Return how many elements differ, by more than rounding, from what the definition says."""
+    sent = [numbers(other, redop) for other in range(ranks)]
+    total = functools.reduce(REDUCTIONS[redop][1], sent)
+    total = total / ranks if redop == "avg" else total * 2 if redop == "mulsum" else total
+    parts = collective.right(sent, total, lambda whole: whole.roll(-rank * count), rank)
+    rounding = torch.finfo(received.dtype).eps if received.is_floating_point() else 0
+    # Sums of whole numbers up to 3 are exact while they fit into the mantissa.
+    slack = ranks * rounding if redop == "avg" or 3 * ranks * rounding > 2 else 0
+    wrong = 0
+    for got, period in zip(received.chunk(len(parts)) if parts else (), parts, strict=True):
+        right = repeated(period, len(got), received)
+        if received.itemsize == 1 and received.is_floating_point():  # float8 can only be converted
+            got, right = got.float(), right.float()
+        wrong += (~torch.isclose(got, right, rtol=slack, atol=0)).sum().item()
+    return wrong
+
+
+def measure_one(name, size, in_place, args, group, device):
+    """Return one size's figures, the same on all ranks; None where each part would be empty."""
+    collective, (op, _) = COLLECTIVES[name], REDUCTIONS[args.op]
+    rank, ranks, dtype = dist.get_rank(group), dist.get_world_size(group), TYPES[args.datatype]
+    sent, received, count = buffers(collective, size, dtype, rank, ranks, in_place, device)
+    if count == 0 or in_place and not collective.in_place:
+        return None
+    sent.copy_(repeated(numbers(rank, args.op), len(sent), sent))
+    before = measure.bytes_written()
+
+    collective.run(sent, received, op, group)
+
+    written = None if before is None else measure.bytes_written() - before
+    wrong = count_wrong(received, collective, rank, ranks, count, args.op)
+    sent.zero_()  # sums of sums overflow
+    dist.barrier()
+    times = timed(lambda: collective.run(sent, received, op, group),
+                  args.warmup_iters, args.iters, device)  # fmt: skip
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (times, wrong, written))
+    times, wrong, written = zip(*told, strict=True)
+    times = sorted(sum(times, []))  # of all ranks: nccl-tests averages over them too
+    mean, whole = statistics.mean(times), max(sent.nbytes, received.nbytes)
+    p50, p95, p99 = (times[min(len(times) - 1, int(s * len(times)))] for s in (0.5, 0.95, 0.99))
+    return {
+        "size": whole, "count": count, "wrong": sum(wrong), "time_us": mean,
+        "algbw_gb_s": whole / mean / 1e3, "busbw_gb_s": collective.bus(ranks) * whole / mean / 1e3,
+        "p50_us": p50, "p95_us": p95, "p99_us": p99, "max_us": times[-1],
+        "outliers": sum(t > OUTLIER * p50 for t in times), "iterations": len(times),
+        "sent_x_size": None if before is None else max(written) / whole,
+    }  # fmt: skip
+
+
+# Printing as nccl-tests does.
+
+
+def narrow(value, width):
+    """Write a number with as many decimals, up to two, as fit."""
+    texts = (f"{value:.2f}", f"{value:.1f}", f"{value:.0f}", f"{value:.1e}")
+    return next(text for text in texts if len(text) <= width or text is texts[-1])
+
+
+def columns(left, *sides):
+    widths = (12, 12, 8, 6, 6, *(7, 6, 6, 6) * len(sides))
+    words = [*left, *(word for side in sides for word in side)]
+    return "  ".join(f"{word:>{width}}" for word, width in zip(words, widths, strict=True))
+
+
+def side(figures):
+    if figures is None:
+        return ["N/A"] * 4
+    speeds = [narrow(figures[key], 6) for key in ("algbw_gb_s", "busbw_gb_s")]
+    return [narrow(figures["time_us"], 7), *speeds, figures["wrong"]]
+
+
+def sweep(console, name, args, group, device):
+    """Time one collective at every size, print a line for each; return the figures by size."""
+    console.say(
+        f"# Collective test starting: {name}\n"
+        f"# minBytes {args.minbytes} maxBytes {args.maxbytes} step: {args.stepfactor}(factor) "
+        f"warmup iters: {args.warmup_iters} iters: {args.iters} validation: 1\n#\n"
+        f"#{'out-of-place':>72}{'in-place':>31}"
+    )
+    names, units = ("time", "algbw", "busbw", "#wrong"), ("(us)", "(GB/s)", "(GB/s)", "")
+    console.say("#" + columns(("size", "count", "type", "redop", "root"), names, names)[1:])
+    console.say("#" + columns(("(B)", "(elements)", "", "", ""), units, units)[1:])
+    size, rows, collective = args.minbytes, [], COLLECTIVES[name]
+    while size <= args.maxbytes:
+        out, inside = (measure_one(name, size, way, args, group, device) for way in (False, True))
+        if out:
+            redop, root = args.op if collective.reduces else "none", 0 if collective.rooted else -1
+            left = (out["size"], out["count"], args.datatype, redop, root)
+            console.say(columns(left, side(out), side(inside)))
+            rows.append({"out_of_place": out, "in_place": inside})
+        size *= args.stepfactor
+    if not rows:
+        raise runtime.UsageError(f"-e {args.maxbytes} leaves each rank of {name} nothing")
+    both = [figures for row in rows for figures in row.values() if figures]
+    wrong = sum(figures["wrong"] for figures in both)
+    busbw = statistics.mean(figures["busbw_gb_s"] for figures in both)
+    console.say(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    console.say(f"# Avg bus bandwidth    : {busbw:g}")
+    return rows
+
+
+def percentiles(console, rows):
+    keys, lines = ("p50_us", "p95_us", "p99_us", "max_us"), []
+    for figures in best_side(rows):
+        outliers = f"{figures['outliers']} of {figures['iterations']}"
+        lines.append(
+            (f"{figures['size']:,}", *(f"{figures[key]:.1f} us" for key in keys), outliers)
+        )
+    console.table(lines, ("size", "p50", "p95", "p99", "max", f"above {OUTLIER:g} x p50"))
+
+
+def best_side(rows):
+    """Return the figures in place, or out of place of what cannot be in place."""
+    return [row["in_place"] or row["out_of_place"] for row in rows]
+
+
+# What the figures say: latency and bandwidth, and what bounds them.
+
+
+def fit(sizes, times):
+    """Fit time = alpha + size / rate; return alpha in us, rate in GB/s, and the largest error.
+
+    Errors count relative to the time: those of 8 bytes as much as those of 128 MiB.
+    """
+    sizes, times = np.array(sizes, dtype=float), np.array(times)
+    design = np.stack([1 / times, sizes / times], axis=1)
+    (alpha, per_byte), *_ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
+    alpha, per_byte = max(float(alpha), 0.0), max(float(per_byte), 1e-9)
+    error = np.abs((alpha + per_byte * sizes) / times - 1).max()
+    return alpha, 1e-3 / per_byte, float(error)
+
+
+def summarise(results, label, name, ranks, rows, args, copied):
+    """Check a sweep's data; return its line of the last table."""
+    wrong = sum(figures["wrong"] for row in rows for figures in row.values() if figures)
+    results.check(f"{label}: wrong elements", wrong, 0, 0, "the collective's definition")
+    figures = best_side(rows)
+    alpha, rate, error = fit([f["size"] for f in figures], [f["p50_us"] for f in figures])
+    best, bus = max(f["busbw_gb_s"] for f in figures), COLLECTIVES[name].bus(ranks)
+    sent = figures[-1]["sent_x_size"]
+    results.metrics.update({
+        f"{label} alpha_us": alpha, f"{label} busbw_gb_s": bus * rate,
+        f"{label} crossover_bytes": 1e3 * alpha * rate, f"{label} best_busbw_gb_s": best,
+        f"{label} sent_x_size": sent,
+    })  # fmt: skip
+    of_link = (f"{1e9 * best / args.link:.2f}x",) if args.link else ()
+    return (
+        label, f"{alpha:.0f} us", f"{bus * rate:.2f} GB/s", f"{alpha * rate:,.1f} KB",
+        f"{100 * error:.0f}%", f"{best / copied:.2f}x", *of_link, f"{bus:.2f}",
+        "n/a" if sent is None else f"{sent:.2f}",
+    )  # fmt: skip
+
+
+def copy_rate(size, device):
+    """Return GB/s of a copy in memory, of `size` bytes, while all ranks make one."""
+    source = torch.ones(max(size, 4) // 4, device=device)
+    target = torch.empty_like(source)
+    dist.barrier()
+    told = [None] * dist.get_world_size()
+    times = timed(lambda: target.copy_(source), 2, 10, device)
+    dist.all_gather_object(told, statistics.median(times))
+    return source.nbytes / statistics.median(told) / 1e3
+
+
+def groups_of(world):
+    """Return the groups to time by name: all ranks; of several nodes, also within and across."""
+    groups, size = {"": None}, world.local_world_size
+    nodes = [range(first, first + size) for first in range(0, world.world_size, size)]
+    for name, split in (("within a node", nodes), ("across nodes", [*zip(*nodes, strict=True)])):
+        if len(nodes) > 1 and len(split[0]) > 1:  # every rank makes every group
+            made = [dist.new_group(list(members)) for members in split]
+            groups[name] = next(g for g, m in zip(made, split, strict=True) if world.rank in m)
+    return groups
+
+
+def byte_size(text):
+    match = re.fullmatch(r"(\d+)([KMG]?)", text, re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"must be a size like 8, 4K, 128M or 1G, not {text!r}")
+    return int(match[1]) * 1024 ** " KMG".index(match[2].upper() or " ")
+
+
+def parse_args():
+    parser = runtime.ArgumentParser(__doc__)
+    add, count = parser.add_argument, runtime.positive_int
+    add("--collective", choices=[*COLLECTIVES, "all"], default="all_reduce", metavar="NAME",
+        help=f"{', '.join(COLLECTIVES)} or all (all_reduce)")  # fmt: skip
+    add("-b", "--minbytes", type=byte_size, default="8", metavar="SIZE", help="first size (8)")
+    add("-e", "--maxbytes", type=byte_size, default="16M", metavar="SIZE", help="last size (16M)")
+    add("-f", "--stepfactor", type=lambda text: runtime.whole_number(text, 2), default=2,
+        metavar="N", help="from one size to the next (2)")  # fmt: skip
+    add("-o", "--op", choices=REDUCTIONS, default="sum", help="of a reduction (sum)")
+    add("-d", "--datatype", choices=TYPES, default="float", help="(float)")
+    add("-n", "--iters", type=count, default=20, help="timed iterations of each size (20)")
+    add("-w", "--warmup_iters", type=count, default=3, help="untimed ones before them (3)")
+    add("-I", "--per_iter_timing", action="store_true", help="print percentiles and outliers too")
+    add("--link", type=runtime.link_rate, help="each rank's link, as 400gbit: compare with it")
+    args = parser.parse_args()
+    smallest = TYPES[args.datatype].itemsize
+    if args.minbytes > args.maxbytes:
+        parser.error(f"-b {args.minbytes} is above -e {args.maxbytes}, the last size")
+    if args.minbytes < smallest:
+        parser.error(f"-b {args.minbytes} is less than a number of -d {args.datatype}: {smallest}")
+    if args.op == "avg" and not TYPES[args.datatype].is_floating_point:
+        parser.error(f"-o avg divides: it needs a floating-point -d, not {args.datatype}")
+    return args
+
+
+def probe(names, args, device):
+    """Refuse in one line what the backend cannot do, before anything is timed."""
+    rank, ranks, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    for name in names:
+        made = buffers(
+            COLLECTIVES[name], 16 * ranks, TYPES[args.datatype], rank, ranks, False, device
+        )
+        try:
+            COLLECTIVES[name].run(*made[:2], REDUCTIONS[args.op][0], None)
+        except (RuntimeError, ValueError, TypeError) as error:
+            other = {"gloo": "nccl", "nccl": "gloo"}[backend]
+            raise runtime.UsageError(
+                f"{name} with -o {args.op} -d {args.datatype}: {backend} has it not, {other} has "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
+
+def main():
+    args = parse_args()
+    with runtime.init(args.device, args.timeout) as (world, device):
+        console = Console(world.is_rank0)
+        results = measure.Results("04-nccl-operations/bandwidth_test.py", args, world, device)
+        if world.world_size == 1:
+            raise runtime.UsageError("one rank has nobody to talk to: start 2 or more (torchrun)")
+        names = [*COLLECTIVES] if args.collective == "all" else [args.collective]
+        probe(names, args, device)
+        output = measure.claim_output_dir(args, world)
+        console.header(results)
+
+        copied = results.metrics["copy_gb_s"] = copy_rate(args.maxbytes, device)
+        lines, sweeps = [], {}
+        for where, group in groups_of(world).items():
+            ranks = dist.get_world_size(group)
+            for name in names:
+                label = f"{name} {where}".strip()
+                console.say(f"\n# {label}: {ranks} ranks")
+                rows = sweeps[label] = sweep(console, name, args, group, device)
+                if args.per_iter_timing:
+                    percentiles(console, rows)
+                lines.append(summarise(results, label, name, ranks, rows, args, copied))
+        of_link = ("of the link",) if args.link else ()
+        console.say()
+        console.table(
+            lines,
+            ("", "alpha", "1/beta as busbw", "half speed at", "fit off by", "best of a copy",
+             *of_link, "busbw counts", "sent"),
+        )  # fmt: skip
+        console.say(f"a copy in memory, on all ranks at once: {copied:.2f} GB/s")
+
+        if output and world.is_rank0:
+            curves = {
+                label: ([f["size"] for f in side], [f["busbw_gb_s"] for f in side])
+                for label, side in ((label, best_side(rows)) for label, rows in sweeps.items())
+            }
+            bounds = {"copy in memory": copied} | ({"link": args.link / 1e9} if args.link else {})
+            plot_bandwidth(output / "bandwidth.png", curves, bounds, f"{world.world_size} ranks")
+            results.metrics["sweeps"] = sweeps
+            results.write(output)
+        return console.verdict(results, f"{len(sweeps)} sweeps on {world.world_size} ranks")
+
+
+if __name__ == "__main__":
+    runtime.run(main)
