@@ -4,11 +4,12 @@ import argparse
 import statistics
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_one_line, free_port, load_script, results_of
+from conftest import REPO, assert_one_line, free_port, load_script, results_of, run_command
 
 from dist_common import runtime
 
@@ -399,3 +400,76 @@ def test_every_rank_is_in_one_group_of_each_kind():
 )
 def test_bandwidth_test_refuses_bad_input(run_script, world_size, argv, says):
     assert_one_line(run_script(BANDWIDTH, *argv, world_size=world_size), says, "bandwidth_test.py")
+
+
+# launch_nccl.sh
+
+LAUNCH = ["bash", "04-nccl-operations/launch_nccl.sh"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (
+            "local --nproc-per-node 4 -e 1G",
+            "torchrun --standalone --nproc-per-node=4 04-nccl-operations/bandwidth_test.py -e 1G",
+        ),
+        (
+            "multi-node topology.py --nnodes 2 --nproc-per-node=8 --rdzv-endpoint n0:29500 "
+            "--ifname eth0",
+            "NCCL_SOCKET_IFNAME==eth0 GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes=2 "
+            "--nproc-per-node=8 --rdzv-id=nccl --rdzv-backend=c10d --rdzv-endpoint=n0:29500 "
+            "04-nccl-operations/topology.py",
+        ),
+        (
+            "slurm --nnodes 2 --nproc-per-node 8 --nccl-debug",
+            "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,NET,ENV "
+            "NCCL_DEBUG_FILE=nccl-%h-%p.log srun --nodes=2 --ntasks-per-node=8 "
+            "--gpus-per-node=8 --kill-on-bad-exit=1 python 04-nccl-operations/bandwidth_test.py",
+        ),
+        (
+            "slurm --nnodes 1 --nproc-per-node 2 --device cpu",
+            "srun --nodes=1 --ntasks-per-node=2 --kill-on-bad-exit=1 "
+            "python 04-nccl-operations/bandwidth_test.py --device cpu",
+        ),
+    ],
+)
+def test_launcher_prints_what_it_would_run(argv, line):
+    ended = run_command([*LAUNCH, *argv.split(), "--dry-run"], REPO, 20)
+    assert (ended.codes, ended.stdout) == ([0], f"OMP_NUM_THREADS=1 {line}\n"), ended.stderr
+
+
+def test_launcher_starts_two_nodes_here(tmp_path):
+    """The line of two machines, run twice on one: each is a node, with a torchrun of its own."""
+    argv = [
+        *LAUNCH, "multi-node", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint",
+        f"localhost:{free_port()}", "--ifname", "lo", "-b", "1K", "-e", "1K", "-n", "2",
+        "--output-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    with ThreadPoolExecutor() as pool:
+        nodes = [pool.submit(run_command, argv, REPO, 90) for _ in range(2)]
+    ended = [node.result() for node in nodes]
+    assert [node.codes for node in ended] == [[0], [0]], ended[0].stderr + ended[1].stderr
+    results = results_of(tmp_path / "run")
+    assert len(results["checks"]) == 3 and results["world_size"] == 4  # all, within, across
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("", "the first argument must be local, multi-node or slurm, not ''"),
+        ("local failure_gallery.py", "failure_gallery.py is none of bandwidth_test.py"),
+        ("local --nproc-per-node 0", "must be a whole number of at least 1, not '0'"),
+        ("local --ifname", "--ifname needs a value"),
+        ("local --nnodes 2", "--nnodes and --rdzv-endpoint go with the other modes"),
+        ("multi-node --nproc-per-node 2", "multi-node needs --nnodes"),
+        ("multi-node --nnodes 2 --rdzv-endpoint n0", "multi-node needs --rdzv-endpoint HOST:PORT"),
+        ("slurm --nnodes 2", "slurm needs --nproc-per-node"),
+        ("slurm --nnodes 2 --nproc-per-node 2 --rdzv-endpoint n0:1", "slurm needs no"),
+    ],
+)
+def test_launcher_refuses_what_it_cannot_start(argv, says):
+    ended = run_command([*LAUNCH, *argv.split()], REPO, 20)
+    assert (ended.codes, ended.stdout) == ([2], "")
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("launch_nccl.sh: error: ") and says in line
