@@ -254,7 +254,7 @@ def narrow(value, width):
 def columns(left, *sides):
     widths = (12, 12, 8, 6, 6, *(7, 6, 6, 6) * len(sides))
     words = [*left, *(word for side in sides for word in side)]
-    return "  ".join(f"{word:>{width}}" for word, width in zip(words, widths, strict=True))
+    return "  ".join(f"{word:>{width}}" for word, width in zip(words, widths, strict=True)).rstrip()
 
 
 def side(figures):
@@ -315,35 +315,39 @@ def best_side(rows):
 def fit(sizes, times):
     """Fit time = alpha + size / rate; return alpha in us, rate in GB/s, and the largest error.
 
-    Errors count relative to the time: those of 8 bytes as much as those of 128 MiB.
+    Errors count relative to the time: those of 8 bytes as much as those of 128 MiB. None for all
+    three where the sizes do not tell: one size only, or times that do not grow with the size.
     """
     sizes, times = np.array(sizes, dtype=float), np.array(times)
     design = np.stack([1 / times, sizes / times], axis=1)
-    (alpha, per_byte), *_ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
-    alpha, per_byte = max(float(alpha), 0.0), max(float(per_byte), 1e-9)
+    (alpha, per_byte), _, independent, _ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
+    if alpha < 0:  # the best line through 0 instead
+        alpha, per_byte = 0.0, design[:, 1].sum() / (design[:, 1] ** 2).sum()
+    if independent < 2 or per_byte <= 0:
+        return None, None, None
     error = np.abs((alpha + per_byte * sizes) / times - 1).max()
-    return alpha, 1e-3 / per_byte, float(error)
+    return float(alpha), float(1e-3 / per_byte), float(error)
 
 
 def summarise(results, label, name, ranks, rows, args, copied):
-    """Check a sweep's data; return its line of the last table."""
+    """Check a sweep's data; return its lines of the last two tables: of times, and of bytes."""
     wrong = sum(figures["wrong"] for row in rows for figures in row.values() if figures)
     results.check(f"{label}: wrong elements", wrong, 0, 0, "the collective's definition")
     figures = best_side(rows)
     alpha, rate, error = fit([f["size"] for f in figures], [f["p50_us"] for f in figures])
     best, bus = max(f["busbw_gb_s"] for f in figures), COLLECTIVES[name].bus(ranks)
-    sent = figures[-1]["sent_x_size"]
+    sent, fitted = figures[-1]["sent_x_size"], ("n/a",) * 4
     results.metrics.update({
-        f"{label} alpha_us": alpha, f"{label} busbw_gb_s": bus * rate,
-        f"{label} crossover_bytes": 1e3 * alpha * rate, f"{label} best_busbw_gb_s": best,
-        f"{label} sent_x_size": sent,
+        f"{label} best_busbw_gb_s": best, f"{label} sent_x_size": sent, f"{label} alpha_us": alpha,
+        f"{label} busbw_gb_s": rate and bus * rate,
+        f"{label} crossover_bytes": rate and 1e3 * alpha * rate,
     })  # fmt: skip
+    if rate:
+        fitted = (f"{alpha:.0f} us", f"{bus * rate:.2f} GB/s", f"{alpha * rate:,.1f} KB",
+                  f"{100 * error:.0f}%")  # fmt: skip
     of_link = (f"{1e9 * best / args.link:.2f}x",) if args.link else ()
-    return (
-        label, f"{alpha:.0f} us", f"{bus * rate:.2f} GB/s", f"{alpha * rate:,.1f} KB",
-        f"{100 * error:.0f}%", f"{best / copied:.2f}x", *of_link, f"{bus:.2f}",
-        "n/a" if sent is None else f"{sent:.2f}",
-    )  # fmt: skip
+    counted = "n/a" if sent is None else f"{sent:.2f}"
+    return (label, *fitted, f"{best / copied:.2f}x", *of_link), (label, f"{bus:.2f}", counted)
 
 
 def copy_rate(size, device):
@@ -441,14 +445,12 @@ def main():
                 if args.per_iter_timing:
                     percentiles(console, rows)
                 lines.append(summarise(results, label, name, ranks, rows, args, copied))
-        of_link = ("of the link",) if args.link else ()
+        times, sizes = zip(*lines, strict=True)
+        heads = ("", "alpha", "1/beta as busbw", "half speed at", "fit off by", "best of a copy")
         console.say()
-        console.table(
-            lines,
-            ("", "alpha", "1/beta as busbw", "half speed at", "fit off by", "best of a copy",
-             *of_link, "busbw counts", "sent"),
-        )  # fmt: skip
-        console.say(f"a copy in memory, on all ranks at once: {copied:.2f} GB/s")
+        console.table(times, (*heads, "of the link") if args.link else heads)
+        console.say(f"a copy in memory, on all ranks at once: {copied:.2f} GB/s\n")
+        console.table(sizes, ("bytes by size", "busbw counts", "busiest rank sent"))
 
         if output and world.is_rank0:
             curves = {

@@ -278,6 +278,10 @@ def test_fit_finds_what_made_the_times():
     sizes = [2**n for n in range(3, 25)]
     alpha, rate, error = load_script(BANDWIDTH).fit(sizes, [50 + s / 2e3 for s in sizes])
     assert alpha == pytest.approx(50) and rate == pytest.approx(2) and error < 1e-6
+    assert load_script(BANDWIDTH).fit(sizes[::-1], [50 + s / 2e3 for s in sizes]) == (None,) * 3
+    assert load_script(BANDWIDTH).fit([8], [50]) == (None, None, None)
+    through_zero = load_script(BANDWIDTH).fit(sizes, [s**1.1 for s in sizes])
+    assert through_zero[0] == 0 and through_zero[1] > 0
     assert load_script(BANDWIDTH).fit(sizes, [50 + 20 * (s > 999) for s in sizes])[2] > 0.1
 
 

@@ -139,7 +139,11 @@ MASKS = [
     (r"torch \d+\.\d+\.\d+\S*", "torch VERSION"),
     (r"-?\d+(\.\d+)? ms\b", "TIME"),
     (r"[+-]\d+(\.\d+)?%|\b\d+%", "RATIO"),  # one time by another: others have a decimal, no sign
-    (r"\d+(\.\d+)? s\b", "TIME"),
+    (r"\d+(\.\d+)? u?s\b", "TIME"),
+    (r"[\d,]+(\.\d+)? (KB|MB/s|GB/s)( |$)", "RATE "),
+    (r"(Avg bus bandwidth +: ).*", r"\1RATE"),
+    # nccl-tests' line: time and bandwidths, out of place and in place; sizes and #wrong stay
+    (r"^( +\d+ +\d+ +\w+ +\w+ +-?\d+)( +[\d.e+]+){3} +(\d+)( +[\d.e+]+){3} +(\d+)$", r"\1 \3 \5"),
     (r"[\d,]+(\.\d+)? (samples|tok(ens)?)/s", "RATE"),
     (r"\d+\.\d+ GiB\b", "MEMORY"),
     (r"\b\d+\.\d+x( |$)", "RATIO "),
@@ -301,6 +305,11 @@ def test_output_comparison_can_fail():
     assert not same_line(on_text, on_text.replace("3.7535", "4.7535"))
     assert same_line("bytes  605,224  605,224   0  yes", "bytes 605,224 605,224 0 yes")
     assert not same_line("bytes  605,224  605,224   0  yes", "bytes 605,225 605,224 0 yes")
+    row = (
+        "    8    2    float     sum      -1   3.82   0.1   0.1       0   5.0   0.1   2e+05       0"
+    )
+    assert same_line(row, row.replace("3.82", "12.1")) and not same_line(row, row[:-1] + "1")
+    assert not same_line(row, row.replace("sum", "max"))
     assert shows(["a", "...", "c"], ["a", "b", "b", "c"])
     assert not shows(["a", "...", "c"], ["a", "b"])
     assert not shows(["a"], ["a", "b"])
