@@ -269,7 +269,13 @@ def main():
             mine = torch.arange(1, ranks + 1, dtype=dtype, device=device) + 10 * world.rank
             begun = mine.clone()
 
-            after = run(mine)
+            try:
+                after = run(mine)
+            except RuntimeError as error:  # gloo had no all_to_all in torch 2.11: the same on all
+                if "does not support" not in str(error) or args.op:
+                    raise
+                console.say(f"\n{name} is left out: {error}")
+                continue
 
             told = [None] * ranks
             dist.all_gather_object(told, [t.cpu() if isinstance(t, torch.Tensor) else t
@@ -286,7 +292,7 @@ def main():
         console.say()
         if output and world.is_rank0:
             results.write(output)
-        return console.verdict(results, f"{len(names)} collectives on {ranks} ranks")
+        return console.verdict(results, f"{len(results.checks)} collectives on {ranks} ranks")
 
 
 if __name__ == "__main__":
