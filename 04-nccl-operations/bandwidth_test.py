@@ -12,11 +12,14 @@ columns; Hockney, The communication challenge for MPP (1994), for latency and ba
 
 import argparse
 import functools
+import os
 import re
+import socket
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,7 +32,8 @@ from dist_common.console import Console, plot_bandwidth
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-PERIOD = 97  # of the numbers sent: a prime, so that two parts in the wrong places differ
+PERIOD = 4099  # of the numbers sent: a prime, so that two parts in the wrong places differ
+CHUNK = PERIOD * 2**12  # elements that are checked at a time: copies of all would not fit
 OUTLIER = 3.0  # an iteration this many times as long as the median is counted as one
 TYPES = {  # by nccl-tests' names
     "int8": torch.int8, "uint8": torch.uint8, "int32": torch.int32, "int64": torch.int64,
@@ -44,6 +48,7 @@ REDUCTIONS = {
     "avg": (dist.ReduceOp.AVG, torch.add),
     "mulsum": (dist._make_nccl_premul_sum(2.0), torch.add),
 }
+NCCL_ONLY = ("mulsum", "f8e4m3", "f8e5m2")
 
 
 @dataclass
@@ -179,33 +184,41 @@ def buffers(collective, size, dtype, rank, ranks, in_place, device):
     return *(whole if n == len(whole) else own for n in sides), count
 
 
-def numbers(rank, redop):
-    """Return the period of what a rank sends: whole numbers, few sums of which are rounded."""
-    drawn = torch.randint(0, 4, (PERIOD,), generator=torch.Generator().manual_seed(rank))
-    if redop == "prod":  # 1 or 2, and 1 on all but the first ranks: 16 at most
-        return 1.0 + drawn % 2 if rank < 4 else torch.ones(PERIOD)
-    return drawn.float()
+def numbers(rank, ranks, redop):
+    """Return the period of what a rank sends: whole numbers, whose sums and products are exact."""
+    drawn = torch.randint(0, 3, (PERIOD,), generator=torch.Generator().manual_seed(rank))
+    if redop in ("max", "min"):
+        return drawn.float()
+    # At each place 4 ranks at most take part, for 8 at most: exact in 8 bits too.
+    every = -(-ranks // 4)
+    takes_part = torch.arange(PERIOD) % every == rank % every
+    if redop == "prod":
+        return 1.0 + drawn % 2 * takes_part  # 16 at most
+    return (drawn * takes_part).float()
 
 
-def repeated(period, length, like):
-    return period.to(like).repeat(-(-length // PERIOD))[:length]
+def fill(tensor, period):
+    whole = len(tensor) // PERIOD * PERIOD
+    period = period.to(tensor)
+    tensor[:whole].view(-1, PERIOD)[:] = period
+    tensor[whole:] = period[: len(tensor) - whole]
+    return tensor
 
 
 def count_wrong(received, collective, rank, ranks, count, redop):
     """Return how many elements differ, by more than rounding, from what the definition says."""
-    sent = [numbers(other, redop) for other in range(ranks)]
+    sent = [numbers(other, ranks, redop) for other in range(ranks)]
     total = functools.reduce(REDUCTIONS[redop][1], sent)
     total = total / ranks if redop == "avg" else total * 2 if redop == "mulsum" else total
     parts = collective.right(sent, total, lambda whole: whole.roll(-rank * count), rank)
-    rounding = torch.finfo(received.dtype).eps if received.is_floating_point() else 0
-    # Sums of whole numbers up to 3 are exact while they fit into the mantissa.
-    slack = ranks * rounding if redop == "avg" or 3 * ranks * rounding > 2 else 0
+    slack = 2 * torch.finfo(received.dtype).eps if redop == "avg" else 0  # it divides
     wrong = 0
     for got, period in zip(received.chunk(len(parts)) if parts else (), parts, strict=True):
-        right = repeated(period, len(got), received)
-        if received.itemsize == 1 and received.is_floating_point():  # float8 can only be converted
-            got, right = got.float(), right.float()
-        wrong += (~torch.isclose(got, right, rtol=slack, atol=0)).sum().item()
+        for piece in got.split(CHUNK):
+            right = fill(torch.empty_like(piece), period)
+            if piece.itemsize == 1 and piece.is_floating_point():  # float8 can only be converted
+                piece, right = piece.float(), right.float()
+            wrong += (~torch.isclose(piece, right, rtol=slack, atol=0)).sum().item()
     return wrong
 
 
@@ -216,7 +229,7 @@ def measure_one(name, size, in_place, args, group, device):
     sent, received, count = buffers(collective, size, dtype, rank, ranks, in_place, device)
     if count == 0 or in_place and not collective.in_place:
         return None
-    sent.copy_(repeated(numbers(rank, args.op), len(sent), sent))
+    fill(sent, numbers(rank, ranks, args.op))
     before = measure.bytes_written()
 
     collective.run(sent, received, op, group)
@@ -336,15 +349,15 @@ def summarise(results, label, name, ranks, rows, args, copied):
     figures = best_side(rows)
     alpha, rate, error = fit([f["size"] for f in figures], [f["p50_us"] for f in figures])
     best, bus = max(f["busbw_gb_s"] for f in figures), COLLECTIVES[name].bus(ranks)
-    sent, fitted = figures[-1]["sent_x_size"], ("n/a",) * 4
+    sent, fitted = figures[-1]["sent_x_size"], ("n/a",) * 5
     results.metrics.update({
         f"{label} best_busbw_gb_s": best, f"{label} sent_x_size": sent, f"{label} alpha_us": alpha,
         f"{label} busbw_gb_s": rate and bus * rate,
         f"{label} crossover_bytes": rate and 1e3 * alpha * rate,
     })  # fmt: skip
     if rate:
-        fitted = (f"{alpha:.0f} us", f"{bus * rate:.2f} GB/s", f"{alpha * rate:,.1f} KB",
-                  f"{100 * error:.0f}%")  # fmt: skip
+        fitted = (f"{alpha:.0f} us", f"{rate:.2f} GB/s", f"{bus * rate:.2f} GB/s",
+                  f"{alpha * rate:,.1f} KB", f"{100 * error:.0f}%")  # fmt: skip
     of_link = (f"{1e9 * best / args.link:.2f}x",) if args.link else ()
     counted = "n/a" if sent is None else f"{sent:.2f}"
     return (label, *fitted, f"{best / copied:.2f}x", *of_link), (label, f"{bus:.2f}", counted)
@@ -361,14 +374,25 @@ def copy_rate(size, device):
     return source.nbytes / statistics.median(told) / 1e3
 
 
-def groups_of(world):
-    """Return the groups to time by name: all ranks; of several nodes, also within and across."""
-    groups, size = {"": None}, world.local_world_size
-    nodes = [range(first, first + size) for first in range(0, world.world_size, size)]
+def groups_of(console):
+    """Return (name, group, groups at once) of what to time.
+
+    That is all ranks; on several nodes with equally many ranks, also within and across nodes.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")  # containers may share a host's name
+    own = socket.gethostname(), boot.exists() and boot.read_text(), os.environ.get("GROUP_RANK")
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, own)
+    nodes = {place: [r for r, other in enumerate(told) if other == place] for place in told}
+    groups, nodes = [("", None, 1)], list(nodes.values())
+    if len({len(node) for node in nodes}) > 1:
+        console.say(f"# nodes of {', '.join(str(len(n)) for n in nodes)} ranks: all ranks only")
+        return groups
     for name, split in (("within a node", nodes), ("across nodes", [*zip(*nodes, strict=True)])):
         if len(nodes) > 1 and len(split[0]) > 1:  # every rank makes every group
             made = [dist.new_group(list(members)) for members in split]
-            groups[name] = next(g for g, m in zip(made, split, strict=True) if world.rank in m)
+            mine = next(g for g, m in zip(made, split, strict=True) if dist.get_rank() in m)
+            groups.append((name, mine, len(split)))
     return groups
 
 
@@ -391,8 +415,10 @@ def parse_args():
     add("-o", "--op", choices=REDUCTIONS, default="sum", help="of a reduction (sum)")
     add("-d", "--datatype", choices=TYPES, default="float", help="(float)")
     add("-n", "--iters", type=count, default=20, help="timed iterations of each size (20)")
-    add("-w", "--warmup_iters", type=count, default=3, help="untimed ones before them (3)")
-    add("-I", "--per_iter_timing", action="store_true", help="print percentiles and outliers too")
+    add("-w", "--warmup_iters", type=runtime.whole_number, default=3,
+        help="untimed ones before them (3)")  # fmt: skip
+    add("-I", "--per_iter_timing", type=int, choices=(0, 1), default=0,
+        help="1: print percentiles and outliers of each size too (0)")  # fmt: skip
     add("--link", type=runtime.link_rate, help="each rank's link, as 400gbit: compare with it")
     args = parser.parse_args()
     smallest = TYPES[args.datatype].itemsize
@@ -400,26 +426,28 @@ def parse_args():
         parser.error(f"-b {args.minbytes} is above -e {args.maxbytes}, the last size")
     if args.minbytes < smallest:
         parser.error(f"-b {args.minbytes} is less than a number of -d {args.datatype}: {smallest}")
-    if args.op == "avg" and not TYPES[args.datatype].is_floating_point:
-        parser.error(f"-o avg divides: it needs a floating-point -d, not {args.datatype}")
+    reduces = args.collective == "all" or COLLECTIVES[args.collective].reduces
+    if reduces and args.op in ("avg", "mulsum") and not TYPES[args.datatype].is_floating_point:
+        parser.error(f"-o {args.op} needs a floating-point -d, not {args.datatype}")
     return args
 
 
-def probe(names, args, device):
-    """Refuse in one line what the backend cannot do, before anything is timed."""
-    rank, ranks, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
-    for name in names:
-        made = buffers(
-            COLLECTIVES[name], 16 * ranks, TYPES[args.datatype], rank, ranks, False, device
+def refuse(names, args, device, world):
+    """Refuse in one line what the backend lacks, or what does not fit into memory."""
+    if dist.get_backend() == "gloo":
+        for flag, value in (("-o", args.op), ("-d", args.datatype)):
+            if value in NCCL_ONLY and (flag == "-d" or any(COLLECTIVES[n].reduces for n in names)):
+                raise runtime.UsageError(f"{flag} {value}: gloo has it not, nccl has")
+    free = measure.available_memory(device)
+    free //= world.local_world_size if device.type == "cpu" else 1  # ranks share a machine's
+    everywhere = [0] * world.world_size
+    dist.all_gather_object(everywhere, free)
+    most = int(0.9 * min(everywhere)) // 2  # out of place, a rank has two buffers
+    if args.maxbytes > most:
+        raise runtime.UsageError(
+            f"-e {args.maxbytes}: two buffers of it do not fit into a rank's memory; at most "
+            f"-e {most // 2**20}M does"
         )
-        try:
-            COLLECTIVES[name].run(*made[:2], REDUCTIONS[args.op][0], None)
-        except (RuntimeError, ValueError, TypeError) as error:
-            other = {"gloo": "nccl", "nccl": "gloo"}[backend]
-            raise runtime.UsageError(
-                f"{name} with -o {args.op} -d {args.datatype}: {backend} has it not, {other} has "
-                f"({str(error).splitlines()[0]})"
-            ) from error
 
 
 def main():
@@ -430,25 +458,27 @@ def main():
         if world.world_size == 1:
             raise runtime.UsageError("one rank has nobody to talk to: start 2 or more (torchrun)")
         names = [*COLLECTIVES] if args.collective == "all" else [args.collective]
-        probe(names, args, device)
+        refuse(names, args, device, world)
         output = measure.claim_output_dir(args, world)
         console.header(results)
 
         copied = results.metrics["copy_gb_s"] = copy_rate(args.maxbytes, device)
         lines, sweeps = [], {}
-        for where, group in groups_of(world).items():
+        for where, group, at_once in groups_of(console):
             ranks = dist.get_world_size(group)
             for name in names:
                 label = f"{name} {where}".strip()
-                console.say(f"\n# {label}: {ranks} ranks")
+                several = f", {at_once} such groups at once" if at_once > 1 else ""
+                console.say(f"\n# {label}: {ranks} ranks{several}")
                 rows = sweeps[label] = sweep(console, name, args, group, device)
                 if args.per_iter_timing:
                     percentiles(console, rows)
                 lines.append(summarise(results, label, name, ranks, rows, args, copied))
         times, sizes = zip(*lines, strict=True)
-        heads = ("", "alpha", "1/beta as busbw", "half speed at", "fit off by", "best of a copy")
+        heads = ["time = alpha + beta x size", "alpha", "1/beta", "as busbw", "half speed at"]
+        heads += ["fit off by", "best of a copy", *(["of the link"] if args.link else [])]
         console.say()
-        console.table(times, (*heads, "of the link") if args.link else heads)
+        console.table(times, heads)
         console.say(f"a copy in memory, on all ranks at once: {copied:.2f} GB/s\n")
         console.table(sizes, ("bytes by size", "busbw counts", "busiest rank sent"))
 

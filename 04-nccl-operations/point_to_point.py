@@ -145,7 +145,7 @@ def tree_all_reduce(x, move):
 
 
 def theory(name, ranks):
-    """Return the steps, and what the busiest rank sends, and what one step sends, in sizes of x.
+    """Return the busiest rank's steps, what it sends, and what one step sends, in sizes of x.
 
     Source: Thakur et al. (2005), section 4.5, for ring and recursive doubling; a binomial
     reduce and broadcast, sections 4.1 and 4.4, for the tree.
@@ -224,6 +224,9 @@ def main():
         console.header(results, f"messages of {SMALL * 4} bytes and of {args.mib} MiB")
 
         link = args.link, args.latency_ms / 1e3
+        if device.type == "cuda" and (math.isfinite(args.link) or args.latency_ms):
+            # Its sends are queued, and waited for by the GPU: the host would sleep beside them.
+            raise runtime.UsageError("--link and --latency-ms emulate on the CPU: --device cpu")
         check_spellings(results, rank, ranks, device)
         show_deadlock(console, results, rank, ranks)
         alpha, rate = measure_link(console, results, large, device, link)
@@ -266,6 +269,8 @@ def measure_link(console, results, large, device, link):
     rate = 4 * large / (ping_pong(large, device, Mover(*link)) - alpha)
     console.say(f"ping-pong: {alpha * 1e6:.0f} us for nothing (alpha), then {rate / 1e6:,.0f} MB/s")
     results.metrics.update(alpha_us=alpha * 1e6, link_mb_s=rate / 1e6)
+    if math.isfinite(link[0]):
+        results.check("ping-pong: rate by that of the link", rate / link[0], 1, 0.2, "--link")
     return alpha, rate
 
 
@@ -300,6 +305,13 @@ def compare_all_reduces(console, results, large, device, link, alpha, rate):
             scratch = begun.clone()
             took = median_s(lambda run=all_reduce, x=scratch: run(x, Mover(*link)), device)
             predicted = steps_expected * (alpha + part * 4 * numbers / rate)
+            if math.isfinite(link[0]):  # of what the flags say, not of what was measured
+                least = 1e3 * steps_expected * (link[1] + part * 4 * numbers / link[0])
+                late = 0.5 * least + 3.0 * steps_expected  # 3 ms in each step for this machine
+                results.check(
+                    f"{name}, {size}: ms, from the least of the cost model on",
+                    1e3 * took, least + late / 2, late / 2, "Thakur et al. 4.5",
+                )  # fmt: skip
             rows.append((name, size, f"{steps}", f"{factor:g}", f"{1e3 * predicted:.2f} ms",
                          f"{1e3 * took:.2f} ms", f"{took / predicted:.2f}x"))  # fmt: skip
             results.metrics[f"{name} {size} ms"] = 1e3 * took
