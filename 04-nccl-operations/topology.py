@@ -382,7 +382,9 @@ def report(world):
     meets = nccl_version() and "NCCL_COMM_ID" not in settings
     return {
         "host": hostname, "boot": text(ROOT / "proc/sys/kernel/random/boot_id"),
-        "rank": world.rank, "told": world.local_world_size, "cores": read_cores(),
+        "rank": world.rank, "told": world.local_world_size,
+        "torchrun": os.environ.get("GROUP_RANK"),  # there may be two on one host
+        "cores": read_cores(),
         "allowed": sorted(affinity(0)) or list(range(os.cpu_count())), "limit": read_cpu_limit(),
         "threads": torch.get_num_threads(), "gpus": read_gpus(), "nics": nics,
         "installed": len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
@@ -451,6 +453,11 @@ def wrong_network(one, several_hosts):
         yield f"only {lock / GIB:.2f} GiB may be locked, as RDMA needs: ulimit -l unlimited"
 
 
+def gpus_of(here):
+    """Return a host's GPUs; srun may let each rank see its own alone."""
+    return list({gpu["pci"]: gpu for rank in here for gpu in rank["gpus"]}.values())
+
+
 def wrong_machine(here, world_size):
     one, ranks = here[0], len(here)
     cores = len(set().union(*(rank["allowed"] for rank in here)))
@@ -462,12 +469,12 @@ def wrong_machine(here, world_size):
     elif sum(rank["threads"] for rank in here) > usable:
         cure = f"set OMP_NUM_THREADS={usable // ranks}"
         yield f"{ranks} ranks x {one['threads']} threads on {usable} cores: {cure}"
-    gpus = len(one["gpus"])
+    gpus = len(gpus_of(here))
     if 0 < gpus < ranks:
         yield f"{ranks} ranks but {gpus} GPUs: start one rank for each GPU"
     if gpus < one["installed"] and "CUDA_VISIBLE_DEVICES" in one["settings"]:
         yield f"CUDA_VISIBLE_DEVICES hides {one['installed'] - gpus} of {one['installed']} GPUs"
-    for gpu in one["gpus"]:
+    for gpu in gpus_of(here):
         if gpu["lanes"] and gpu["most_lanes"] and gpu["lanes"] < gpu["most_lanes"]:
             lanes = f"{gpu['lanes']} of {gpu['most_lanes']} PCIe lanes"
             yield f"GPU {gpu['pci']} has {lanes}: slot, riser or BIOS?"
@@ -508,7 +515,7 @@ def show_host(console, here):
     say(f"CPU: {cores['online']} cores, sockets: {cores['sockets']}; a rank may use {may}")
     for node, (inside, gib) in cores["numa"].items():
         say(f"NUMA node {node}: {inside} cores, {gib:.2f} GiB")
-    for gpu in one["gpus"]:
+    for gpu in gpus_of(here):
         say(f"GPU {gpu['pci']}: {gpu['name']}, {gpu['gib']:.2f} GiB, NUMA node {gpu['numa']}")
         say(f"    PCIe x{gpu['lanes']}, now {gpu['link']}, which is less when idle; "
             f"reads the memory of {gpu['peers']} others")  # fmt: skip
@@ -520,7 +527,7 @@ def show_host(console, here):
         console.table(rows, ("", *next(iter(one["links"].values()))))
         links = {re.sub(r"\d+", "#", link) for row in rows for link in row[1:]}
         say("; ".join(f"{link}: {words}" for link, words in LINKS.items() if link in links))
-    if not one["gpus"]:
+    if not gpus_of(here):
         say("GPUs: none; the ranks meet on the CPU, by gloo")
     if not one["infiniband"]:
         say("InfiniBand: none; between hosts all goes by sockets, or by a plugin")
@@ -561,7 +568,10 @@ def check_all(results, hosts):
         inside = sum(own for cores in counted for own, _ in cores["numa"].values())
         online = sum(cores["online"] for cores in counted)
         check("cores of all NUMA nodes", inside, online, 0, "/sys: node*/cpulist, cpu*/topology")
-    wrong = sum(one["told"] != len(here) for here in hosts for one in here)
+    wrong = sum(
+        one["told"] != sum(other["torchrun"] == one["torchrun"] for other in here)
+        for here in hosts for one in here
+    )  # fmt: skip
     check("ranks that miscount those of their host", wrong, 0, 0, "LOCAL_WORLD_SIZE")
 
 

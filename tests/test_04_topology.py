@@ -244,7 +244,7 @@ def gpu(lanes=16):
             "link": "32.0 GT/s PCIe", "lanes": lanes, "most_lanes": 16}  # fmt: skip
 
 
-GPUS = {"gpus": [gpu(), gpu()], "installed": 2}
+GPUS = {"gpus": [gpu(), gpu() | {"pci": "0000:5e:00.0"}], "installed": 2}
 FABRIC = {"infiniband": [port("mlx5_0:1"), port("mlx5_1:1")]}
 LIMITS = {"shared memory": 8 * GIB, "locked memory": None, "open files": 1024}
 LOOP = {"gloo": ["lo", "127.0.1.1", ""], "nccl": ["ib0", "10.2.0.5", ""]}
@@ -302,6 +302,12 @@ def test_mistakes_of_several_ranks_and_hosts():
     assert "set OMP_NUM_THREADS=4" in warnings_of(*pair)[0]
     few = [machine(rank=rank, gpus=[gpu()], installed=1) for rank in range(2)]
     assert "2 ranks but 1 GPUs" in warnings_of(*few)[0]
+    own = [
+        machine(rank=rank, gpus=[gpu() | {"pci": f"0000:{rank:02x}:00.0"}], installed=2,
+                **is_set(CUDA_VISIBLE_DEVICES=f"{rank}"))
+        for rank in range(2)
+    ]  # fmt: skip  # as srun binds them
+    assert warnings_of(*own) == []
     assert warnings_of(machine(chosen=LOOP), hosts=1) == []
     (line,) = warnings_of(machine(chosen=LOOP), hosts=2)
     assert "gloo meets at 127.0.1.1 (lo), which no other host reaches" in line
@@ -329,12 +335,29 @@ def test_a_misspelt_name_is_held_against_the_library(run_script):
     ended = run_script(TOPOLOGY, environ=environ)
     if script.nccl_version() is None:
         pytest.skip("this PyTorch comes without NCCL")
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
+    lines = re.findall(r"^warning: .* NCCL_.*$", ended.stdout, re.M)
     assert len(lines) == 2, lines
     assert "NCCL_QWERTY is not one that NCCL knows: misspelt" in lines[0]
     assert (
         "NCCL_SOCKET_IFNAM is not one that NCCL knows: did you mean NCCL_SOCKET_IFNAME?" in lines[1]
     )
+
+
+# What the page says of the libraries that are installed.
+
+
+def test_nccls_words_on_the_page_are_nccls():
+    section = PAGE.read_text().split("| NCCL's words |")[1].split("\n\n")[0]
+    words = re.findall(r"^\| `([^`]+)` \|", section, re.M)
+    folder = Path(torch.__file__).parent
+    files = [*folder.glob("lib/libtorch_cuda.so"), *folder.parent.glob("nvidia/nccl/lib/libnccl.*")]
+    if len(files) < 2:
+        pytest.skip("this PyTorch comes without NCCL")
+    missing = set(words)
+    for file in files:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
+            missing -= {word for word in missing if data.find(word.encode()) >= 0}
+    assert len(words) == 6 and not missing
 
 
 # The table of variables.
