@@ -20,15 +20,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import data, measure, runtime
-from dist_common.console import Console
-from dist_common.models import PRESETS, Transformer
+from dist_common import cli, data, measure, models, runtime
+from dist_common.report import Report
 
 
 def need_two_gpus():
     gpus = torch.cuda.device_count()
     if gpus < 2:
-        raise runtime.UsageError(
+        raise cli.UsageError(
             f"nn.DataParallel spreads one process over several GPUs, and this machine has {gpus}: "
             "run this where there are two or more; the guide says what it shows"
         )
@@ -36,7 +35,7 @@ def need_two_gpus():
 
 def build(args, device):
     runtime.seed_everything(args.seed)
-    return Transformer(PRESETS[args.preset]).to(device)
+    return models.Transformer(models.preset(args.preset, args.seq_len)).to(device)
 
 
 def batch_of(args, step, ranks, sequences, device):
@@ -77,9 +76,9 @@ def peak_gib(device):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
-    add("--preset", choices=PRESETS, default="124m", help="size of the model (124m)")
+    parser = cli.ArgumentParser(__doc__)
+    add, positive = parser.add_argument, cli.positive_int
+    add("--preset", choices=models.PRESETS, default="124m", help="size of the model (124m)")
     add("--seq-len", type=positive, default=512, help="tokens per sequence (512)")
     add("--global-batch-size", type=positive, default=32, help="sequences per step (32)")
     add("--max-steps", type=positive, default=20, help="steps of each kind (20)")
@@ -95,13 +94,11 @@ def main():
         return subprocess.run(command, env=dict(os.environ), check=False).returncode
     with runtime.init(args.device, args.timeout) as (world, device):
         if args.global_batch_size % world.world_size:
-            raise runtime.UsageError(f"--global-batch-size must divide by {world.world_size} ranks")
-        console = Console(world.is_rank0)
-        results = measure.Results("01-ddp-basics/data_parallel_vs_ddp.py", args, world, device)
-        output = measure.claim_output_dir(args, world)
-        console.header(results, f"{args.preset}, global batch {args.global_batch_size}")
+            raise cli.UsageError(f"--global-batch-size must divide by {world.world_size} ranks")
+        report = Report("01-ddp-basics/data_parallel_vs_ddp.py", args, world, device)
         needed = args.global_batch_size * args.max_steps
         sequences = data.Sequences(data.load_text(), args.seq_len, needed)
+        report.start(f"{args.preset}, global batch {args.global_batch_size}")
         # Ranks that wait for rank 0 leave their GPUs to it: a barrier of NCCL's keeps them busy.
         waiting = dist.new_group(backend="gloo")
         steps, mine = range(args.max_steps), slice(world.rank, None, world.world_size)
@@ -118,15 +115,14 @@ def main():
         losses, step_ms = train(model, batches, device)
         dist.all_reduce(losses)
         losses /= world.world_size
-        peaks = [None] * world.world_size
-        dist.all_gather_object(peaks, peak_gib(device))
+        peaks = runtime.gather(peak_gib(device))
 
         rows = [
             ("DataParallel", f"{alone_ms:.1f} ms", f"{memory[0]:.2f} GiB", f"{memory[-1]:.2f} GiB"),
             ("DDP", f"{step_ms:.1f} ms", f"{peaks[0]:.2f} GiB", f"{peaks[-1]:.2f} GiB"),
         ]
-        console.table(rows, ("", "step", "GPU 0", "last GPU"))
-        results.metrics = {
+        report.table(rows, ("", "step", "GPU 0", "last GPU"))
+        report.metrics = {
             "data_parallel_step_time_ms": alone_ms,
             "ddp_step_time_ms": step_ms,
             "data_parallel_gpu0_peak_memory_gib": memory[0],
@@ -135,11 +131,9 @@ def main():
         if world.is_rank0:
             error = (spread - losses).abs().max().item()
             name, source = "largest difference of losses", "the same global batches"
-            results.check(name, error, 0, 1e-3, source)
-            if output:
-                results.write(output)
-        return console.verdict(results, f"{step_ms:.1f} ms a step, not {alone_ms:.1f} ms")
+            report.check(name, error, 0, 1e-3, source)
+        return report.finish(f"{step_ms:.1f} ms a step, not {alone_ms:.1f} ms")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

@@ -21,8 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from dist_common import data, measure, runtime
-from dist_common.console import Console
+import digits
+from dist_common import cli, proofs, runtime
+from dist_common.report import Report
 
 MIB = 2**20  # bytes
 
@@ -34,7 +35,7 @@ def ddp(model, device, **options):
 
 def samples(count, device):
     """Return digits and their labels. Shapes: (count, 64), (count,)."""
-    images, labels = data.load_digits().train[:count]
+    images, labels = digits.load_digits().train[:count]
     return images.flatten(1).to(device), labels.to(device)
 
 
@@ -50,7 +51,7 @@ def train(model, batches):
     return torch.stack(losses).cpu()  # a GPU has only been told so far: this waits for it
 
 
-def hang_at_a_step(args, world, device, results):
+def hang_at_a_step(args, world, device, report):
     """Rank 1 has one batch less. The others wait for it in the all-reduce of the last step."""
     images, labels = samples(40, device)
     batches = list(zip(images.split(10), labels.split(10), strict=True))
@@ -59,10 +60,10 @@ def hang_at_a_step(args, world, device, results):
     if len(losses) < len(batches):
         time.sleep(2 * args.timeout)  # it is elsewhere: evaluates, saves, or has ended
     # Cure: deal equally many batches to all ranks, as ShardedSampler does, or use the Join context.
-    results.check("steps of this rank", len(losses), len(batches), 0, "the other ranks")
+    report.check("steps of this rank", len(losses), len(batches), 0, "the other ranks")
 
 
-def unused_parameters(args, world, device, results):
+def unused_parameters(args, world, device, report):
     """A layer takes no part in the loss: DDP waits for a gradient that never comes."""
 
     class Branched(nn.Module):
@@ -76,10 +77,10 @@ def unused_parameters(args, world, device, results):
     # Cure: take the layer out; or have DDP look for such layers, at a cost in each step.
     model = ddp(Branched(), device, find_unused_parameters=args.cured)
     losses = train(model, [samples(32, device)] * 2)
-    results.check("steps taken", len(losses), 2, 0, "two batches")
+    report.check("steps taken", len(losses), 2, 0, "two batches")
 
 
-def losses_differ(args, world, device, results):
+def losses_differ(args, world, device, report):
     """Each rank prints the loss of its own samples. Nothing is wrong but the printing."""
     images, labels = samples(32 * world.world_size, device)
     own = slice(world.rank, None, world.world_size)
@@ -87,40 +88,35 @@ def losses_differ(args, world, device, results):
     if args.cured:  # the mean over ranks, which is the loss of the global batch
         dist.all_reduce(loss)
         loss /= world.world_size
-    printed = [None] * world.world_size
-    dist.all_gather_object(printed, f"{loss.item():.4f}")
+    printed = runtime.gather(f"{loss.item():.4f}")
     name = f"distinct losses, of {' '.join(sorted(set(printed)))}"
-    results.check(name, len(set(printed)), 1, 0, "one model, one global batch")
+    report.check(name, len(set(printed)), 1, 0, "one model, one global batch")
 
 
-def forgotten_set_epoch(args, world, device, results):
+def forgotten_set_epoch(args, world, device, report):
     """PyTorch's sampler shuffles by seed and epoch; nobody tells it the epoch."""
     sampler, orders = DistributedSampler(range(1000), world.world_size, world.rank), set()
     for epoch in range(3):
         if args.cured:
             sampler.set_epoch(epoch)
         orders.add(tuple(sampler))
-    results.check("distinct orders in 3 epochs", len(orders), 3, 0, "a shuffle for each epoch")
+    report.check("distinct orders in 3 epochs", len(orders), 3, 0, "a shuffle for each epoch")
 
 
-def batch_norm(args, world, device, results):
+def batch_norm(args, world, device, report):
     """The mean over a rank's samples is not that over the global batch: another gradient."""
     # Cure: a norm that looks at one sample. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    # takes the mean over all ranks, by two more all-reduces for each layer.
+    # takes the mean over all ranks: an all-gather forward, an all-reduce backward for each layer.
     norm = nn.LayerNorm(32) if args.cured else nn.BatchNorm1d(32)
     plain = nn.Sequential(nn.Linear(64, 32), norm, nn.GELU(), nn.Linear(32, 10)).to(device)
     images, labels = samples(16 * world.world_size, device)
-    F.cross_entropy(plain(images), labels).backward()
-    alone = torch.cat([p.grad.flatten() for p in plain.parameters()])
-    plain.zero_grad()
+    alone = proofs.gradient_of_one_process(plain, [F.cross_entropy(plain(images), labels)])
     model, own = ddp(plain, device), slice(world.rank, None, world.world_size)
     F.cross_entropy(model(images[own]), labels[own]).backward()
-    averaged = torch.cat([p.grad.flatten() for p in plain.parameters()])
-    error = ((averaged - alone).abs().max() / alone.abs().max()).item()
-    results.check("gradient: relative error against one process", error, 0, 1e-5, "one process")
+    proofs.same_gradient(report, plain, alone, 1e-5)
 
 
-def out_of_memory(args, world, device, results):
+def out_of_memory(args, world, device, report):
     """The last rank has not enough memory for its batch. The others lose it."""
     batch, steps = (32_768, 1) if not args.cured else (1024, 32)  # cure: accumulate over parts
     model = ddp(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 10)), device)
@@ -136,7 +132,7 @@ def out_of_memory(args, world, device, results):
     for step in range(steps):
         with model.no_sync() if step < steps - 1 else torch.enable_grad():
             (F.cross_entropy(model(images), labels) / steps).backward()
-    results.check("samples", batch * steps, 32_768, 0, "the batch that was wanted")
+    report.check("samples", batch * steps, 32_768, 0, "the batch that was wanted")
 
 
 class SlowDigits(Dataset):
@@ -153,7 +149,7 @@ class SlowDigits(Dataset):
         return self.images[index], self.labels[index]
 
 
-def slow_input(args, world, device, results):
+def slow_input(args, world, device, report):
     """The step waits for its data. Processes that load ahead have it there in time."""
     loader = DataLoader(SlowDigits(), 16, num_workers=2 if args.cured else 0)
     model = ddp(nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 10)), device)
@@ -170,7 +166,7 @@ def slow_input(args, world, device, results):
     times = torch.tensor([waited, computed], device=device)
     dist.all_reduce(times)
     share = (times[0] / times.sum()).item()
-    results.check("share of the time that steps wait for data", share, 0, 0.25, "loaded ahead")
+    report.check("share of the time that steps wait for data", share, 0, 0.25, "loaded ahead")
 
 
 PITFALLS = {
@@ -181,7 +177,7 @@ PITFALLS = {
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
+    parser = cli.ArgumentParser(__doc__)
     parser.add_argument("pitfall", choices=PITFALLS, help="the mistake to make")
     parser.add_argument("--cured", action="store_true", help="do not make it")
     return parser.parse_args()
@@ -191,18 +187,14 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         if world.world_size < 2:
-            raise runtime.UsageError("needs 2 ranks: start it with torchrun --nproc-per-node=2")
-        console = Console(world.is_rank0)
-        results = measure.Results("01-ddp-basics/ddp_pitfalls.py", args, world, device)
-        output = measure.claim_output_dir(args, world)
+            raise cli.UsageError("needs 2 ranks: start it with torchrun --nproc-per-node=2")
+        report = Report("01-ddp-basics/ddp_pitfalls.py", args, world, device)
         pitfall = PITFALLS[args.pitfall]
         runtime.seed_everything(args.seed)
-        console.header(results, f"{args.pitfall}: {pitfall.__doc__}")
-        pitfall(args, world, device, results)
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, "cured" if args.cured else "nothing went wrong")
+        report.start(f"{args.pitfall}: {pitfall.__doc__}")
+        pitfall(args, world, device, report)
+        return report.finish("cured" if args.cured else "nothing went wrong")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

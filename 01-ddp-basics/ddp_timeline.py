@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dist_common import data, measure, runtime
-from dist_common.console import Console, plot_timeline
-from dist_common.models import PRESETS, Transformer
+from dist_common import cli, data, measure, models, runtime
+from dist_common.report import Report, figure
 
 WARMUP = 3  # steps: DDP settles its buckets in the first, and memory is there after the second
 PROFILED = 3  # steps: a busy machine spoils one
@@ -95,69 +94,86 @@ def hidden_ms(spans):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
+    parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--micro-batch-size", type=runtime.positive_int, default=4, help="per rank and step (4)")
-    add("--seq-len", type=runtime.positive_int, default=128, help="tokens per sequence (128)")
-    add("--bucket-cap-mb", type=runtime.positive_float, default=0.5, help="MiB per bucket (0.5)")
+    add("--micro-batch-size", type=cli.positive_int, default=4, help="per rank and step (4)")
+    add("--seq-len", type=cli.positive_int, default=128, help="tokens per sequence (128)")
+    add("--bucket-cap-mb", type=cli.positive_float, default=0.5, help="MiB per bucket (0.5)")
     return parser.parse_args()
+
+
+def profile_buckets(report, config, batch, name, cap):
+    """Profile a step with buckets of `cap` MiB; return its spans, and the row that they make."""
+    device = report.device
+    ids = [device.index] if device.type == "cuda" else None
+    model = DDP(models.Transformer(config).to(device), ids, bucket_cap_mb=cap)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        if report.output and report.world.is_rank0:
+            path = report.output / f"trace-{name.split()[0]}.json"
+        events = trace_of(model, batch, path)
+    spans = spans_of(events)
+    with measure.CollectiveCounter() as counter:
+        step(model, batch)
+    started = counter.calls["allreduce_"]
+    shapes = [e["args"]["Input Dims"] for e in events if e["name"] == "c10d::allreduce_"]
+    numbers = sum(shape[0][0][0] for shape in shapes)
+    source = "one per weight"
+    report.check(f"{name}: numbers all-reduced", numbers, config.num_parameters(), 0, source)
+    source = "calls counted in another step"
+    report.check(f"{name}: spans of all-reduce", len(spans["all-reduce"]), started, 0, source)
+    hidden = hidden_ms(spans)
+    report.metrics[f"hidden_ms_{started}"] = hidden
+    ((_, backward),) = spans["backward"]
+    ((_, waited),) = spans["DDP waits"]
+    sending = sum(length for _, length in spans["all-reduce"])
+    times = (f"{value:.1f} ms" for value in (backward, sending, hidden, waited))
+    return spans, (name, str(len(spans["all-reduce"])), *times)
+
+
+def draw(path, panels, title):
+    """Draw spans of time: a panel for each entry, in it a row for each kind of work.
+
+    Units: a span is (start, length) in ms; the panels share one axis.
+    """
+    heights = [len(rows) for rows in panels.values()]
+    size = (9, 0.5 + 0.6 * sum(heights))
+    options = {"sharex": True, "squeeze": False, "height_ratios": heights}
+    with figure(path, len(panels), 1, figsize=size, **options) as axes:
+        for panel, (name, rows) in zip(axes[:, 0], panels.items(), strict=True):
+            for number, spans in enumerate(rows.values()):
+                place = (number - 0.35, 0.7)
+                panel.broken_barh(spans, place, facecolor=f"C{number}", edgecolor="white")
+            panel.set_yticks(range(len(rows)), rows)
+            panel.invert_yaxis()
+            panel.set_title(f"{name} ({title})", fontsize=10, loc="left")
+            panel.grid(axis="x", alpha=0.3)
+        axes[-1, 0].set_xlabel("ms")
 
 
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console = Console(world.is_rank0)
-        results = measure.Results("01-ddp-basics/ddp_timeline.py", args, world, device)
-        output = measure.claim_output_dir(args, world)
+        report = Report("01-ddp-basics/ddp_timeline.py", args, world, device)
         runtime.seed_everything(args.seed)
-        config = PRESETS["tiny"]
-        if args.seq_len > config.max_seq_len:
-            raise runtime.UsageError(f"--seq-len must be at most {config.max_seq_len}")
-        needed = args.micro_batch_size * world.world_size
-        text = data.Sequences(data.load_text(), args.seq_len, needed)
-        items = [text[world.rank + i * world.world_size] for i in range(args.micro_batch_size)]
-        batch = [torch.stack(part).to(device) for part in zip(*items, strict=True)]
-        console.header(results, f"{config.num_parameters():,} weights")
-
-        panels, rows = {}, []
+        config = models.preset("tiny", args.seq_len)
+        size = args.micro_batch_size
+        text = data.Sequences(data.load_text(), args.seq_len, size * world.world_size)
+        batch = next(data.batches_of(text, 1, size, world.rank * size, size, device))
+        report.start(f"{config.num_parameters():,} weights")
+        panels = {}
+        rows = []
         for name, cap in (("one bucket", 1e6), (f"{args.bucket_cap_mb:g} MiB", args.bucket_cap_mb)):
-            ids = [device.index] if device.type == "cuda" else None
-            model = DDP(Transformer(config).to(device), ids, bucket_cap_mb=cap)
-            with tempfile.TemporaryDirectory() as folder:
-                kept = output / f"trace-{name.split()[0]}.json" if output else None
-                path = kept if kept and world.is_rank0 else Path(folder, "trace.json")
-                events = trace_of(model, batch, path)
-            spans = panels[name] = spans_of(events)
-            with measure.CollectiveCounter() as counter:
-                step(model, batch)
-            seen, started = len(spans["all-reduce"]), counter.calls["allreduce_"]
-            total, hidden = sum(length for _, length in spans["all-reduce"]), hidden_ms(spans)
-            ((_, backward),) = spans["backward"]
-            ((_, waited),) = spans["DDP waits"]
-            times = (f"{value:.1f} ms" for value in (backward, total, hidden, waited))
-            rows.append((name, str(seen), *times))
-            shapes = [e["args"]["Input Dims"] for e in events if e["name"] == "c10d::allreduce_"]
-            numbers, weights = sum(shape[0][0][0] for shape in shapes), config.num_parameters()
-            results.check(f"{name}: numbers all-reduced", numbers, weights, 0, "one per weight")
-            source = "calls counted in another step"
-            results.check(f"{name}: spans of all-reduce", seen, started, 0, source)
-            results.metrics[f"hidden_ms_{started}"] = hidden
-        console.say("rank 0's view; a span of all-reduce also holds the wait for the other ranks")
-        headers = (
-            "buckets",
-            "all-reduces",
-            "backward",
-            "in all-reduce",
-            "beside backward",
-            "waited",
-        )
-        console.table(rows, headers)
-        if output and world.is_rank0:
-            plot_timeline(output / "timeline.png", panels, "rank 0")
-            results.write(output)
-            console.say(f"timeline.png and the traces are in {output}")
-        return console.verdict(results, "drawn from the profiler's trace")
+            panels[name], row = profile_buckets(report, config, batch, name, cap)
+            rows.append(row)
+        report.say("rank 0's view; a span of all-reduce also holds the wait for the other ranks")
+        times = ("backward", "in all-reduce", "beside backward", "waited")
+        report.table(rows, ("buckets", "all-reduces", *times))
+        if report.output and world.is_rank0:
+            draw(report.output / "timeline.png", panels, "rank 0")
+            report.say(f"timeline.png and the traces are in {report.output}")
+        return report.finish("drawn from the profiler's trace")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

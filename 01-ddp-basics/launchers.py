@@ -14,16 +14,16 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dist_common import measure, runtime
-from dist_common.console import Console
+from dist_common import cli, ranks, runtime
+from dist_common.report import Report
 
 WAYS = ("python", "mp.spawn", "torchrun", "as srun does", "as mpirun does")
 PLACES = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_\w+|OMPI_\w+")
@@ -39,8 +39,7 @@ def job():
     dist.all_reduce(total)
 
     dist.destroy_process_group()
-    report = {"rank": int(os.environ["RANK"]), "found": found, "sum": int(total)}
-    os.write(1, (json.dumps(report) + "\n").encode())  # at once: ranks share the pipe
+    print(json.dumps({"rank": int(os.environ["RANK"]), "found": found, "sum": int(total)}))
 
 
 def spawned(rank, world_size, port):
@@ -72,25 +71,23 @@ def commands_of(way, world_size):
 
 def start(way, world_size, timeout_s):
     """Run the job in one way; return what each rank reported, by rank."""
-    clean = {name: value for name, value in os.environ.items()
-             if not PLACES.fullmatch(name) and not name.startswith("TORCHELASTIC")}  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            command, env={**clean, "OMP_NUM_THREADS": "1", **variables},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for command, variables in commands_of(way, world_size)
-    ]  # fmt: skip
-    try:
-        ended = [process.communicate(timeout=timeout_s) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [err for process, (_, err) in zip(processes, ended, strict=True) if process.returncode]
+    commands = commands_of(way, world_size)
+
+    def be_process(number):
+        command, variables = commands[number]
+        for name in [n for n in os.environ if PLACES.fullmatch(n) or n.startswith("TORCHELASTIC")]:
+            del os.environ[name]  # what started this script is not what starts the job
+        os.execvpe(command[0], command, {**os.environ, "OMP_NUM_THREADS": "1", **variables})
+
+    with tempfile.TemporaryDirectory() as folder:
+        ended = ranks.fork(be_process, len(commands), Path(folder), timeout_s)
+    failed = [process for process in ended if process.code != 0]
     if failed:
-        raise RuntimeError(f"the job failed when started by {way}: {failed[0][-500:]}")
-    lines = [line for out, _ in ended for line in out.splitlines() if line.startswith("{")]
-    return sorted(map(json.loads, lines), key=lambda report: report["rank"])
+        raise RuntimeError(
+            f"the job failed when started by {way}: {failed[0].ended}: {failed[0].err[-500:]}"
+        )
+    lines = [line for process in ended for line in process.out.splitlines() if line[:1] == "{"]
+    return sorted(map(json.loads, lines), key=lambda said: said["rank"])
 
 
 def show(found):
@@ -107,9 +104,9 @@ def free_port():
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
+    parser = cli.ArgumentParser(__doc__)
     parser.add_argument(
-        "--nproc-per-node", type=runtime.positive_int, default=2, help="processes of each way (2)"
+        "--nproc-per-node", type=cli.positive_int, default=2, help="processes of each way (2)"
     )
     parser.add_argument("--role", choices=("job", "spawn"), help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -126,26 +123,22 @@ def main():
         return 0
 
     world = runtime.discover()
-    console = Console(world.is_rank0)
     if not world.is_rank0:
         return 0  # started by a launcher itself: one process is enough to start all others
-    results = measure.Results("01-ddp-basics/launchers.py", args, world, torch.device("cpu"))
-    output = measure.claim_output_dir(args, world)
+    report = Report("01-ddp-basics/launchers.py", args, world, torch.device("cpu"))
+    report.start()
     rows = []
-    for way in console.progress(WAYS, "starting"):
+    for way in report.progress(WAYS, "starting"):
         world_size = 1 if way == "python" else args.nproc_per_node
-        reports = start(way, world_size, args.timeout)
-        last = reports[-1]
+        last = start(way, world_size, args.timeout)[-1]
         found = "set by hand: " * (way == "mp.spawn") + show(last["found"])
-        rows.append((way, str(len(reports)), str(last["sum"]), found))
+        rows.append((way, str(world_size), str(last["sum"]), found))
         name, source = f"{way}: sum of the ranks", "0 + 1 + ... + (N - 1)"
-        results.check(name, last["sum"], world_size * (world_size - 1) // 2, 0, source)
-    console.say("what the last rank finds in its environment:")
-    console.table(rows, ("started", "ranks", "sum", "variables"), names=4)
-    if output:
-        results.write(output)
-    return console.verdict(results, "one job, five ways to start it")
+        report.check(name, last["sum"], world_size * (world_size - 1) // 2, 0, source)
+    report.say("what the last rank finds in its environment:")
+    report.table(rows, ("started", "ranks", "sum", "variables"), names=4)
+    return report.finish("one job, five ways to start it")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

@@ -1,3 +1,3 @@
-"""What every script of the guide needs and no script teaches; one file per noun."""
+"""What the scripts of the guide share and no lesson teaches: one file per topic."""
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"

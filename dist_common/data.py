@@ -1,112 +1,23 @@
-"""Real data without a download, and the two ways to deal it to ranks."""
+"""Text without a download, and how it is dealt to ranks: the batches of the one job."""
 
 from __future__ import annotations
 
+import argparse
+import functools
+import hashlib
+import itertools
+import signal
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.data import Dataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dist_common.runtime import UsageError
+from dist_common.cli import UsageError
 
 IGNORED = -100  # a target that no loss counts: the default ignore_index of cross_entropy
-
-
-@dataclass(frozen=True)
-class Images:
-    """Standardised, labelled images. Shapes: images (N, 1, H, W) float32, labels (N,) int64."""
-
-    name: str
-    train: TensorDataset
-    test: TensorDataset
-
-    def describe(self) -> str:
-        """Say in a few words what this is."""
-        return f"{self.name}: {len(self.train):,} to train on, {len(self.test):,} to test on"
-
-
-def load_images(data_dir: str | None = None, download: bool = False) -> Images:
-    """Load MNIST from `data_dir`, or without one the digits that need no file.
-
-    Raises: UsageError as `load_mnist` does, and for a download without a folder.
-    """
-    if data_dir:
-        return load_mnist(data_dir, download)
-    if download:
-        raise UsageError("--download needs --data-dir, the folder to fetch MNIST into")
-    return load_digits()
-
-
-def load_digits() -> Images:
-    """Load the 1,797 handwritten digits (8 x 8 pixels) that scikit-learn carries: 1,437 + 360.
-
-    Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998.
-    """
-    from sklearn.datasets import load_digits as from_sklearn  # half a second that MNIST users save
-
-    pixels, labels = from_sklearn(return_X_y=True)
-    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8)  # from (N, 64), 0 to 16
-    images = (images - 4.88) / 6.02  # mean and standard deviation of all pixels
-    labels = torch.from_numpy(labels).long()
-    # The same split whatever --seed is: a test set that moves cannot be compared.
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return Images(
-        "digits",
-        TensorDataset(images[train], labels[train]),
-        TensorDataset(images[test], labels[test]),
-    )
-
-
-def load_mnist(data_dir: str | Path, download: bool = False) -> Images:
-    """Load MNIST (60,000 + 10,000, 28 x 28 pixels) from the folder that torchvision keeps it in.
-
-    With `download`, one rank of each machine fetches what is missing there while the others wait;
-    without it, nothing is ever fetched. Call it on every rank, after the process group exists.
-
-    Raises: UsageError when the folder is none, holds no MNIST, or the download fails.
-    """
-    from torchvision.datasets import MNIST
-
-    folder = Path(data_dir)
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--data-dir {folder} is not a folder")
-    if not folder.exists() and not download:
-        raise UsageError(
-            f"--data-dir {folder} does not exist; --download makes it and fetches MNIST"
-        )
-    if download:
-        _download_in_turn(folder)
-    try:
-        parts = [MNIST(folder, train=train) for train in (True, False)]
-    except (RuntimeError, OSError, ValueError) as error:
-        raise UsageError(
-            f"--data-dir {folder} holds no MNIST: add --download to fetch it ({error})"
-        ) from error
-    train, test = (
-        TensorDataset((part.data.float().unsqueeze(1) - 33.3) / 78.6, part.targets)
-        for part in parts  # mean and standard deviation of all training pixels
-    )
-    return Images("MNIST", train, test)
-
-
-def _download_in_turn(folder: Path) -> None:
-    from torchvision.datasets import MNIST
-
-    rank, local_rank = dist.get_rank(), dist.get_node_local_rank(fallback_rank=0)
-    # First rank 0, then the other machines: on a disk they share, these find it all there.
-    for turn in (rank == 0, rank != 0 and local_rank == 0):
-        if turn:
-            try:
-                MNIST(folder, download=True)
-            except (RuntimeError, OSError) as error:
-                raise UsageError(f"--download: MNIST cannot be fetched ({error})") from error
-        dist.barrier()  # nobody reads while another rank writes
 
 
 def load_text(text_file: str | None = None, max_bytes: int = 4_000_000) -> torch.Tensor:
@@ -244,13 +155,75 @@ class ShardedSampler(Sampler[int]):
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
 
-def evaluation_indices(num_samples: int, rank: int, world_size: int) -> torch.Tensor:
-    """Give each rank its part of an evaluation set: over all ranks, every sample exactly once.
+def job_text(
+    args: argparse.Namespace, ranks: int, whole_lines: bool = False
+) -> tuple[Sequences, Sequences, str]:
+    """Return the one job's training sequences, its test sequences and the text's checksum.
 
-    Parts differ by at most one sample. DistributedSampler pads them to equal length by repeating
-    samples instead, which counts those twice. So: no collective inside the evaluation loop, one
-    sum over ranks after it.
-
-    Shape: (num_samples / world_size,), rounded up or down.
+    The last twentieth of the text is held out to test on.
+    Raises: UsageError as `load_text` and `Sequences` do.
     """
-    return torch.arange(num_samples)[rank::world_size]
+    text = load_text(args.text_file, max_bytes=1_000_000)
+    cut = len(text) - len(text) // 20
+    train, test = (
+        Sequences(part, args.seq_len, ranks, whole_lines, name)
+        for name, part in (("training text", text[:cut]), ("test text", text[cut:]))
+    )
+    return train, test, hashlib.sha256(text.numpy()).hexdigest()[:8]
+
+
+def job_batches(
+    sequences: Dataset, sampler: ShardedSampler, args: argparse.Namespace,
+    num_workers: int = 0, pin_memory: bool = False,
+) -> Iterator[list[Sequence[torch.Tensor]]]:  # fmt: skip
+    """Yield each step's micro-batches on this rank, epoch after epoch.
+
+    Any number of ranks sees the same global batches. The last one of an epoch may be smaller: then
+    some micro-batches are short or empty, but every rank yields equally many, so no collective
+    waits. The loop calls `sampler.advance`, since a loader reads ahead of it.
+
+    Shapes: a micro-batch is inputs and targets, (micro_batch_size, T) each; rows that are not there
+    have targets of IGNORED.
+    """
+    loader = DataLoader(
+        sequences,
+        batch_sampler=_MicroBatches(sampler, args),
+        collate_fn=functools.partial(collate, args.micro_batch_size, args.seq_len),
+        num_workers=num_workers,
+        worker_init_fn=_ignore_sigterm,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # else each epoch would draw from the model's numbers
+    )
+    while True:
+        batches = iter(loader)
+        while step := list(itertools.islice(batches, args.grad_accum_steps)):
+            yield step
+        sampler.set_epoch(sampler.epoch + 1)
+
+
+class _MicroBatches:
+    """The indices of this rank's micro-batches, for one epoch from the sampler's position on."""
+
+    def __init__(self, sampler: ShardedSampler, args: argparse.Namespace) -> None:
+        self.sampler, self.args = sampler, args
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rank, ranks, size = self.sampler.rank, self.sampler.world_size, self.args.micro_batch_size
+        order = self.sampler.global_order()
+        for start in range(self.sampler.position, len(order), self.args.global_batch_size):
+            mine = order[start : start + self.args.global_batch_size][rank::ranks].tolist()
+            for number in range(self.args.grad_accum_steps):
+                yield mine[number * size : (number + 1) * size]
+
+
+def collate(rows: int, seq_len: int, items: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stack at most `rows` sequences, and fill up with rows that no loss counts. Shapes: (B, T)."""
+    inputs = torch.zeros(rows, seq_len, dtype=torch.int64)
+    targets = torch.full_like(inputs, IGNORED)
+    for row, item in enumerate(items):
+        inputs[row], targets[row] = item
+    return inputs, targets
+
+
+def _ignore_sigterm(worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to data workers too

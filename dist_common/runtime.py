@@ -1,90 +1,22 @@
-"""Who am I, which device is mine, and how a script starts, fails and ends."""
+"""Who am I: rank, world size, device and backend under any launcher; joining the process group."""
 
 from __future__ import annotations
 
-import argparse
-import atexit
 import contextlib
 import os
 import random
 import re
-import sys
-import time
-import traceback
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-# A launcher ends the whole job when its first process exits. A rank that leaves the telling to
-# another one waits this long, so that its own exit cannot cut the other one's line short.
-GRACE_S = 3.0
-
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
-
-
-class UsageError(Exception):
-    """Bad input or a machine that lacks what the script needs: one line, exit code 2."""
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with the flags that every script has, and errors that one rank tells for all.
-
-    The first line of `doc` becomes the description. With `resumes`, there is --resume too.
-    """
-
-    def __init__(self, doc: str, resumes: bool = False) -> None:
-        super().__init__(description=doc.splitlines()[0])
-        add = self.add_argument
-        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
-        add("--seed", type=whole_number, default=0, help="of weights and order of samples (0)")
-        add("--timeout", type=positive_float, default=600, metavar="SECONDS",
-            help="how long a collective waits for the other ranks (600)")  # fmt: skip
-        add("--output-dir", metavar="DIR", help="write results.json and the like to this folder")
-        if resumes:
-            add("--resume", action="store_true", help="go on from --output-dir's checkpoint")
-
-    def error(self, message: str) -> None:
-        raise UsageError(message)
-
-    def parse_args(self, *args, **kwargs) -> argparse.Namespace:
-        parsed = super().parse_args(*args, **kwargs)
-        if getattr(parsed, "resume", False) and not parsed.output_dir:
-            self.error("--resume needs --output-dir, the folder of the run to go on with")
-        return parsed
-
-
-def whole_number(text: str, low: int = 0) -> int:
-    """Parse a flag's value that must be a whole number from `low` to 2**31 - 1."""
-    if not (text.isdecimal() and low <= int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, not {text!r}")
-    return int(text)
-
-
-def positive_int(text: str) -> int:
-    """Parse a flag's value that must be a whole number of at least 1."""
-    return whole_number(text, low=1)
-
-
-def positive_float(text: str) -> float:
-    """Parse a flag's value that must be a number above 0, and at most 1e9."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) <= 1e9:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-
-
-def link_rate(text: str) -> float:
-    """Parse a flag's value that is the speed of a link, such as 100mbit; return bytes/s."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m|g)bit", text)
-    if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"must be like 100mbit or 1gbit, not {text!r}")
-    return float(match[1]) * {"m": 1e6, "g": 1e9}[match[2]] / 8
+from dist_common.cli import UsageError, tear_down, tell
 
 
 @dataclass(frozen=True)
@@ -260,121 +192,26 @@ def init(device: str = "auto", timeout_s: float = 600.0) -> Iterator[tuple[World
         timeout=timedelta(seconds=timeout_s),
         device_id=own if own.type == "cuda" else None,
     )
+    dist.barrier()  # a rank that fails right away would cut gloo's connecting short for the others
     try:
         yield world, own
     except BaseException as error:
         tell(error)
-        _tear_down()
+        tear_down()
         raise
     dist.barrier()  # a launcher that sees one rank fail ends the others: let them finish first
     dist.destroy_process_group()
 
 
-def run(main: Callable[[], int]) -> None:
-    """Run a script's main and leave with an exit code: its own, or 2 bad input, 1 failed.
-
-    Whatever main raises is told by `tell`; set DIST_COMMON_TRACEBACK=1 for the whole traceback.
-    """
-    code = FAILED
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    except Exception as error:
-        code = BAD_INPUT if isinstance(_explain(error), UsageError) else FAILED
-        tell(error)
-        _tear_down()
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError):  # nobody reads any more, as under `| head`
-        sys.stdout.flush()
-        sys.stderr.flush()
-    # Not sys.exit: a DDP object keeps gloo's threads alive, and if one of them releases its last
-    # tensor while the interpreter shuts down, the process aborts although all went well.
-    os._exit(code)
+def gather(value: Any, group=None) -> list[Any]:
+    """Return every rank's value, indexed by rank, on every rank. A collective for any object."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def tell(error: BaseException) -> None:
-    """Say on stderr, in one line from one rank, what ended the run; call it as often as you like.
-
-    The first rank to claim the word in the group's store speaks; the others, which mostly fail
-    because the first one did, keep quiet. Without a group every rank meets the same error, and
-    rank 0 speaks.
-    """
-    if isinstance(error, (KeyboardInterrupt, SystemExit)) or hasattr(error, "told"):
-        return
-    error.told = True
-    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-    numbers = [os.environ[name] for name in names if os.environ.get(name, "").isdecimal()]
-    rank = int(numbers[0]) if numbers else 0
-    if dist.is_initialized():
-        try:
-            first = dist.group.WORLD.get_group_store().add("dist_common/told", 1) == 1
-        except RuntimeError:  # the store went down with the rank that held it
-            first = True
-        if not first:
-            time.sleep(GRACE_S)
-            return
-    elif rank != 0:
-        # Not ended meanwhile: then rank 0 did not meet this error, and one of us has to speak.
-        time.sleep(GRACE_S + 0.5 * (rank % 64))
-
-    cause = _explain(error)
-    name = Path(sys.argv[0]).name
-    if os.environ.get("DIST_COMMON_TRACEBACK"):
-        traceback.print_exception(error)
-    if isinstance(cause, UsageError):
-        line = f"{name}: error: {cause}"
-    elif isinstance(cause, LostRank):
-        line = f"{name}: rank {rank}: {cause}"
-    elif isinstance(cause, FloatingPointError):  # all ranks found it together
-        line = f"{name}: {cause}"
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        frame = [f for f in frames if "site-packages" not in f.filename][-1]
-        line = (
-            f"{name}: rank {rank}: {type(error).__name__}: {error} "
-            f"({Path(frame.filename).name}:{frame.lineno} in {frame.name}; "
-            "DIST_COMMON_TRACEBACK=1 shows the traceback)"
-        )
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
-
-
-class LostRank(Exception):
-    """Another rank died or stopped answering."""
-
-
-def _explain(error: BaseException) -> BaseException:
-    """Put a communication library's error in the words of somebody who can act on it."""
-    text = str(error)
-    if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return UsageError(
-            f"MASTER_PORT={os.environ.get('MASTER_PORT')} is already taken on this machine: "
-            "choose another, or let torchrun --standalone pick a free one"
-        )
-    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out|[Tt]imeout", text)
-    ours = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
-    if ours and lost:
-        if not dist.is_initialized():
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            return LostRank(
-                f"waited in vain for all {os.environ.get('WORLD_SIZE')} ranks to meet at {where}: "
-                "was each of them started, and does it reach that address?"
-            )
-        return LostRank(
-            f"lost contact with another rank ({lost[0]}): it died or stopped answering. Look for "
-            "the rank that failed first: killed, out of memory, or an error of its own"
-        )
-    return error
-
-
-def _tear_down() -> None:
-    if not dist.is_initialized():
-        return
-    store = dist.group.WORLD.get_group_store()
-    if dist.get_backend() == "nccl":
-        dist.group.WORLD.abort()  # destroying would wait for collectives that never complete
-    else:
-        dist.destroy_process_group()
-    if os.environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
-        time.sleep(1.0)  # the store in which the others look who told lives in this process
-    del store
+def from_rank0(value: Any, group=None) -> Any:
+    """Return rank 0's value on every rank. A collective for any object."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=group)
+    return box[0]

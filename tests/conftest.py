@@ -6,13 +6,9 @@ Whatever starts a process here also ends it: by its own pid, at a deadline.
 
 from __future__ import annotations
 
-import faulthandler
-import gc
 import importlib.util
-import io
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -20,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +30,11 @@ import torch.distributed as dist
 import torchvision.datasets  # noqa: F401
 from matplotlib import pyplot  # noqa: F401
 
+from dist_common import cli, ranks
+
 REPO = Path(__file__).resolve().parent.parent
+# A script finds the helper files of its folder there; their names are unique in the repository.
+sys.path += [str(folder) for folder in sorted(REPO.glob("0*-*"))]
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
 # Pages show the CPU's output, and CUDA survives no fork: a test that wants GPUs starts a command
 # with CUDA_VISIBLE_DEVICES=GPUS.
@@ -102,85 +101,27 @@ def fork_ranks(
     folder: Path,
     timeout_s: float,
     end_job_on_failure: bool,
-    during: Callable[[list[int]], None] | None = None,
+    during: Callable[[list[int]], None] = lambda pids: None,
 ) -> Ended:
-    """Run body(rank) in forks, output captured; `during` gets their pids once they run.
+    """Run body(rank) in forks; a rank that hangs fails the test, with the place where it hangs.
 
-    With end_job_on_failure the first failure ends the other ranks by SIGTERM, as launchers do.
+    With end_job_on_failure the first failure ends the other ranks by SIGTERM 0.3 s later, as
+    launchers do: their codes are then -SIGTERM or their own, whichever comes first.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    pids = []
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            _child(body, rank, folder)
-        pids.append(pid)
-    codes: dict[int, int] = {}
-    ended_job = False
-    try:
-        if during:
-            during(pids)
-        while len(codes) < world_size:
-            for rank, pid in enumerate(pids):
-                if rank not in codes:
-                    done, status = os.waitpid(pid, os.WNOHANG)
-                    if done:
-                        codes[rank] = os.waitstatus_to_exitcode(status)
-            if time.monotonic() - started > timeout_s:
-                for rank, pid in enumerate(pids):
-                    if rank not in codes:
-                        os.kill(pid, signal.SIGUSR1)  # have it write where it stands
-                time.sleep(1)
-                said = (folder / "stderr").read_text()[-4000:]
-                pytest.fail(
-                    f"ranks {set(range(world_size)) - set(codes)} hung {timeout_s} s: {said}"
-                )
-            if end_job_on_failure and any(codes.values()) and not ended_job:
-                time.sleep(0.3)  # torchrun looks every 0.1 s; others may be about to end
-                ended_job = True
-                for rank, pid in enumerate(pids):
-                    if rank not in codes:
-                        os.kill(pid, signal.SIGTERM)
-            time.sleep(0.005)
-    finally:
-        for rank, pid in enumerate(pids):
-            if rank not in codes:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-    returned = [
-        pickle.loads(file.read_bytes()) if (file := folder / f"returned-{rank}").exists() else None
-        for rank in range(world_size)
-    ]
+    grace_s = 0.3 if end_job_on_failure else None
+    ended = ranks.fork(body, world_size, folder, timeout_s, grace_s, during)
+    late = [number for number, rank in enumerate(ended) if rank.code is None]
+    if late:
+        said = "".join(ended[number].err[-3000:] for number in late)
+        pytest.fail(f"ranks {late} hung for {timeout_s} s: {said}")
     return Ended(
-        [codes[rank] for rank in range(world_size)],
-        (folder / "stdout").read_text(),
-        (folder / "stderr").read_text(),
+        [rank.code for rank in ended],
+        "".join(rank.out for rank in ended),
+        "".join(rank.err for rank in ended),
         time.monotonic() - started,
-        returned,
+        [rank.value for rank in ended],
     )
-
-
-def _child(body: Callable[[int], Any], rank: int, folder: Path) -> None:
-    code = 1
-    try:
-        torch.set_num_threads(1)  # autograd's threads, which no fork has, would be asked for
-        gc.freeze()  # what pytest holds is no business of this rank's, nor to be copied for it
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(descriptor, number)
-        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), write_through=True)
-        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), write_through=True)
-        faulthandler.register(signal.SIGUSR1, sys.stderr)
-        value = body(rank)
-        (folder / f"returned-{rank}").write_bytes(pickle.dumps(value))
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)  # without pytest's own clean-up, which is the parent's
 
 
 def results_of(folder: Path) -> dict:
@@ -229,7 +170,7 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
         *argv: str,
         world_size: int = 1,
         before: Callable[[ModuleType], None] | None = None,
-        during: Callable[[list[int]], None] | None = None,
+        during: Callable[[list[int]], None] = lambda pids: None,
         environ: Callable[[int], dict[str, str]] | dict[str, str] | None = None,
         timeout_s: float = 90,
         end_job_on_failure: bool = True,
@@ -249,7 +190,7 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
             sys.argv = [path, *map(str, argv)]
             if before:
                 before(script)
-            sys.modules["dist_common.runtime"].run(script.main)
+            cli.run(script.main)
 
         folder = tmp_path / f"launch-{time.monotonic_ns()}"
         try:
@@ -298,7 +239,8 @@ def run_command(
 def compiled(op: str) -> bool:
     """Say whether DeepSpeed's op is in the cache; asked in a process of its own."""
     asked = (
-        "import sys, torch; from dist_common import zero; zero.prepare(torch.device('cpu')); "
+        "import sys, torch; sys.path.append('03-deepspeed'); import zero; "
+        "zero.prepare(torch.device('cpu')); "
         f"sys.exit(not zero.op_library('{op}').exists())"
     )
     return run_command(["python", "-c", asked], REPO, 60).codes == [0]

@@ -9,6 +9,7 @@ import argparse
 import atexit
 import contextlib
 import difflib
+import importlib
 import inspect
 import json
 import logging
@@ -25,13 +26,15 @@ from collections.abc import Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from dist_common.console import Console
+from dist_common.cli import ArgumentParser, UsageError, positive_float, positive_int
 from dist_common.models import TransformerConfig
-from dist_common.runtime import ArgumentParser, UsageError, World, positive_float, positive_int
+from dist_common.report import Report
+from dist_common.runtime import World
 
 AUTO = "auto"  # in a config: "the script shall say"; Hugging Face's Trainer reads it alike
 PRECISIONS = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}  # a section of the config
@@ -63,8 +66,9 @@ def prepare(device: torch.device) -> None:
     """Make `import deepspeed` fit the device, and be quiet and quick; call it before that import.
 
     DeepSpeed takes GPUs where it finds any, warns at length, and at its start compiles an
-    all-reduce for ranks of one machine: a minute, for what training never calls. Its own log level
-    is the config's `log_level`, or error; set PYTHONWARNINGS to see Python's warnings.
+    all-reduce for ranks of one machine: a minute, for what training never calls. It has torch load
+    its compiler, which takes seconds, for Muon, an optimizer that no config here may name. Its own
+    log level is the config's `log_level`, or error; set PYTHONWARNINGS to see Python's warnings.
     """
     os.environ["DS_ACCELERATOR"] = device.type
     if device.index is not None:  # DeepSpeed sets the device by it; srun may show each rank one GPU
@@ -85,6 +89,8 @@ def prepare(device: torch.device) -> None:
 
     deepspeed.logger.setLevel(logging.ERROR)
     vars(deepspeed.ops)["__compatible_ops__"] = {}  # the table it asks whether to compile at start
+    with mock.patch("torch.compile", lambda function: function):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     if dist.is_initialized():
         deepspeed.init_distributed()
 
@@ -430,7 +436,7 @@ def op_library(name: str) -> Path:
     return Path(os.environ["TORCH_EXTENSIONS_DIR"], name, f"{name}.so")
 
 
-def build_ops(names: list[str], world: World, console: Console) -> None:
+def build_ops(names: list[str], report: Report) -> None:
     """Compile DeepSpeed's ops unless the cache has them; one rank of each machine, with progress.
 
     Call it on all ranks. Even of what it finds in the cache, DeepSpeed asks for compiler and
@@ -439,16 +445,17 @@ def build_ops(names: list[str], world: World, console: Console) -> None:
     Raises: UsageError, with what to install, when a compiler or a library is missing.
     """
     store = dist.group.WORLD.get_group_store()
+    world = report.world
     for name in names:
         built = f"dist_common/{name}/{world.rank - world.local_rank}"  # on this machine
         if world.local_rank == 0:
-            _build_op(name, console)
+            _build_op(name, report)
             store.set(built, "yes")
         # Not a barrier, which would wait no longer than a collective does: --timeout.
         store.wait([built], timedelta(hours=2))
 
 
-def _build_op(name: str, console: Console) -> None:
+def _build_op(name: str, report: Report) -> None:
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     compiler = os.environ.get("CXX", "c++")
@@ -468,7 +475,7 @@ def _build_op(name: str, console: Console) -> None:
     compiling = f"compiling DeepSpeed's {name}, {files} files, once and for all: into {folder}"
     started, done, told = time.time(), 0, 0
     if not op_library(name).exists():
-        console.say(compiling)
+        report.say(compiling)
         compiling = None
     failed: list[BaseException] = []
 
@@ -486,9 +493,9 @@ def _build_op(name: str, console: Console) -> None:
             done = sum(path.stat().st_mtime >= started for path in folder.glob("*.o"))
         if done > told:
             if compiling:
-                console.say(compiling)
+                report.say(compiling)
                 compiling = None
-            console.say(f"  {done} of {files} files")
+            report.say(f"  {done} of {files} files")
             told = done
     if failed:
         lines = [line for line in str(failed[0]).splitlines() if "error" in line.lower()]

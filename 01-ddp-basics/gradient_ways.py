@@ -1,0 +1,85 @@
+"""Hold several ways to one averaged gradient against one process, and time them."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from dist_common import measure, proofs
+
+
+def loss_of(model, batch):
+    """Return the mean cross-entropy. Shapes: batch is inputs and targets, (B, T) each."""
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def step(model, after_backward, batch):
+    """Compute one averaged gradient; return the milliseconds of forward, and of the whole step."""
+    model.zero_grad(set_to_none=False)
+    started = now(batch)
+    loss = loss_of(model, batch)
+    forward = now(batch)
+    loss.backward()
+    after_backward()
+    return (forward - started) * 1e3, (now(batch) - started) * 1e3
+
+
+def now(batch):
+    if batch[0].is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def check_each(report, variants, batch, expected):
+    """Take one counted step of each way, and add its checks; return rows of what it sent."""
+    rows = []
+    world_size = dist.get_world_size()
+    for name, (model, after_backward) in list(variants.items())[1:]:
+        step(model, after_backward, batch)  # DDP settles its buckets in its first step
+        dist.barrier()
+        before = measure.bytes_written()
+        with measure.CollectiveCounter() as counter:
+            step(model, after_backward, batch)
+        calls = counter.calls["allreduce_"]
+        source = f"DDP paper, section 3.2.{name[0]}" if name[0] != "4" else "one process"
+        proofs.same_gradient(report, model, expected, 1e-5, f"{name}: gradient error", source)
+        proofs.one_gradient_sent(report, model, counter, name=f"{name}: bytes handed over")
+        if before is not None:
+            sent = measure.bytes_written() - before
+            ring = round(proofs.RING_FACTOR["all_reduce"](world_size) * expected.nbytes)
+            headers = 1000 * (world_size - 1) * calls  # up to 1,000 bytes for each step of a ring
+            source = "2(N-1)/N of them, and gloo's headers"
+            report.check(f"{name}: bytes sent", sent, ring, headers, source)
+        rows.append([name, str(calls), f"{counter.bytes['allreduce_']:,}"])
+        report.metrics[f"collectives_{name[0]}"] = calls
+    return rows
+
+
+def time_each(report, variants, batch, link, gradient_bytes, rows):
+    """Time steps of each way, in turn, and print them beside what an ideal overlap would take."""
+    timings = {name: [] for name in variants}
+    for _ in report.progress(range(report.args.max_steps), "timing"):
+        for name, (model, after_backward) in variants.items():  # a noisy moment meets all of them
+            dist.barrier()
+            timings[name].append(step(model, after_backward, batch))
+    alone = timings.pop("no communication")
+    forward, compute = (statistics.median(column) for column in zip(*alone, strict=True))
+    sending = link.seconds_for(gradient_bytes) * 1e3
+    for row, (name, times) in zip(rows, timings.items(), strict=True):
+        median = statistics.median(whole for _, whole in times)
+        ideal = compute + sending
+        if name[0] in "34":  # backward and sending at the same time
+            ideal = forward + max(compute - forward, sending)
+        row += [f"{median:.1f} ms", f"{ideal:.1f} ms" if sending else "-"]
+        report.metrics[f"step_time_ms_{name[0]}"] = median
+    report.metrics |= {"forward_ms": forward, "compute_ms": compute, "sending_ms": sending}
+    report.table(rows, ("way", "all-reduces", "bytes handed over", "step", "ideal"))
+    report.say(f"computing takes {compute:.1f} ms, of it {forward:.1f} ms forward")
+    if sending:
+        report.say(
+            f"sending takes {sending:.1f} ms: the sum is {compute + sending:.1f} ms, "
+            f"max(computing, sending) {max(compute, sending):.1f} ms"
+        )

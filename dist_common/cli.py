@@ -1,0 +1,223 @@
+"""The command line of a script: its flags, its errors in one line, its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch.distributed as dist
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+# A launcher ends the whole job when its first process exits. A rank that leaves the error message
+# to another rank waits this long, so that its own exit cannot cut the message short.
+GRACE_S = 3.0
+
+
+class UsageError(Exception):
+    """Bad input, or a machine that lacks what the script needs: one line, exit code 2."""
+
+
+class LostRank(Exception):
+    """Another rank died or stopped answering."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse with the flags that every script has; the first line of `doc` describes it.
+
+    With `resumes` there is --resume too. A bad flag raises UsageError, so that one rank reports it.
+    """
+
+    def __init__(self, doc: str, resumes: bool = False) -> None:
+        super().__init__(description=doc.splitlines()[0])
+        add = self.add_argument
+        add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
+        add("--seed", type=whole_number, default=0, help="of weights and order of samples (0)")
+        add("--timeout", type=positive_float, default=600, metavar="SECONDS",
+            help="how long a collective waits for the other ranks (600)")  # fmt: skip
+        add("--output-dir", metavar="DIR", help="write results.json and the like to this folder")
+        if resumes:
+            add("--resume", action="store_true", help="continue from --output-dir's checkpoint")
+
+    def error(self, message: str) -> None:
+        raise UsageError(message)
+
+    def parse_args(self, *args, **kwargs) -> argparse.Namespace:
+        parsed = super().parse_args(*args, **kwargs)
+        if getattr(parsed, "resume", False) and not parsed.output_dir:
+            self.error("--resume needs --output-dir, the folder of the run to continue")
+        return parsed
+
+
+def add_job_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
+    """Add the flags of the one job that every template trains: model, data, order, schedule."""
+    add = parser.add_argument
+    add("--preset", choices=presets, default="tiny", help="size of the model (tiny)")
+    add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
+    add("--seq-len", type=positive_int, default=128, help="tokens per sequence (128)")
+    add("--micro-batch-size", type=positive_int, default=8,
+        help="sequences per rank at a time (8)")  # fmt: skip
+    add("--grad-accum-steps", type=positive_int, help="micro-batches per rank and step (1)")
+    add("--global-batch-size", type=positive_int,
+        help="sequences per step on all ranks: sets --grad-accum-steps")  # fmt: skip
+    add("--max-steps", type=positive_int, default=60, help="optimizer steps of the whole run (60)")
+    add("--lr", type=positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
+    add("--warmup-steps", type=whole_number, default=10, help="steps of linear warmup (10)")
+    add("--precision", choices=PRECISIONS, default="32-true", help="(32-true)")
+
+
+def settle_batch_sizes(args: argparse.Namespace, dp_ranks: int) -> str:
+    """Set --grad-accum-steps and --global-batch-size, of which one follows from the other.
+
+    global = micro x accumulation x data-parallel ranks; returns that identity as a line to print.
+    Raises: UsageError when the three do not multiply.
+    """
+    together = args.micro_batch_size * dp_ranks
+    if args.global_batch_size is None:
+        args.global_batch_size = together * (args.grad_accum_steps or 1)
+    wanted = args.global_batch_size // together
+    if args.global_batch_size % together or args.grad_accum_steps not in (None, wanted):
+        raise UsageError(
+            f"--global-batch-size {args.global_batch_size} must be --micro-batch-size "
+            f"{args.micro_batch_size} x {dp_ranks} ranks x --grad-accum-steps "
+            f"{args.grad_accum_steps or 'N'}, a multiple of {together}"
+        )
+    args.grad_accum_steps = wanted
+    return (
+        f"global batch {args.global_batch_size} = {args.micro_batch_size} per rank x "
+        f"{wanted} micro-batches x {dp_ranks} ranks"
+    )
+
+
+def whole_number(text: str, low: int = 0) -> int:
+    """Parse a whole number from `low` to 2**31 - 1."""
+    if not (text.isdecimal() and low <= int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {low}, not {text!r}")
+    return int(text)
+
+
+def positive_int(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    return whole_number(text, low=1)
+
+
+def positive_float(text: str) -> float:
+    """Parse a number above 0, at most 1e9."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+
+
+def link_rate(text: str) -> float:
+    """Parse the speed of a link, such as 100mbit; return bytes/s."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(m|g)bit", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"must be like 100mbit or 1gbit, not {text!r}")
+    return float(match[1]) * {"m": 1e6, "g": 1e9}[match[2]] / 8
+
+
+def run(main: Callable[[], int]) -> None:
+    """Run a script's main and exit with its code: 2 for bad input, 1 for whatever else it raises.
+
+    Set DIST_COMMON_TRACEBACK=1 to see the whole traceback of an error.
+    """
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        code = BAD_INPUT if isinstance(explain(error), UsageError) else FAILED
+        tell(error)
+        tear_down()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError):  # nobody reads any more, as under `| head`
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # Not sys.exit: a DDP object keeps gloo's threads alive, and if one of them releases its last
+    # tensor while the interpreter shuts down, the process aborts although the run went well.
+    os._exit(code)
+
+
+def tell(error: BaseException) -> None:
+    """Print in one line, from one rank, what ended the run; safe to call more than once.
+
+    The first rank to claim the word in the group's store prints; the others mostly failed because
+    it did. Without a group every rank met the same error, and rank 0 prints.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit)) or hasattr(error, "told"):
+        return
+    error.told = True
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+    rank = next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdecimal()), 0)
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):  # the store died with its rank: this rank prints
+            if dist.group.WORLD.get_group_store().add("dist_common/told", 1) > 1:
+                time.sleep(GRACE_S)
+                return
+    elif rank:  # still running after this: rank 0 did not meet the error, so another rank prints
+        time.sleep(GRACE_S + 0.5 * (rank % 64))
+
+    if os.environ.get("DIST_COMMON_TRACEBACK"):
+        traceback.print_exception(error)
+    cause = explain(error)
+    if isinstance(cause, UsageError):
+        line = f"error: {cause}"
+    elif isinstance(cause, LostRank):
+        line = f"rank {rank}: {cause}"
+    elif isinstance(cause, FloatingPointError):  # all ranks found it together
+        line = str(cause)
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [f for f in frames if "site-packages" not in f.filename][-1]
+        line = (
+            f"rank {rank}: {type(error).__name__}: {error} "
+            f"({Path(frame.filename).name}:{frame.lineno} in {frame.name}; "
+            "DIST_COMMON_TRACEBACK=1 shows the traceback)"
+        )
+    print(f"{Path(sys.argv[0]).name}: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+def tear_down() -> None:
+    """Leave the group after an error, without waiting for collectives that never complete."""
+    if not dist.is_initialized():
+        return
+    store = dist.group.WORLD.get_group_store()
+    if dist.get_backend() == "nccl":
+        dist.group.WORLD.abort()
+    else:
+        dist.destroy_process_group()
+    if os.environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        time.sleep(1.0)  # the store in which the others look who printed lives in this process
+    del store
+
+
+def explain(error: BaseException) -> BaseException:
+    """Return a communication library's error in words that say what to do about it."""
+    text, env = str(error), os.environ.get
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return UsageError(
+            f"MASTER_PORT={env('MASTER_PORT')} is already taken on this machine: choose another, "
+            "or let torchrun --standalone pick a free one"
+        )
+    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out|[Tt]imeout", text)
+    ours = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
+    if not (ours and lost):
+        return error
+    if not dist.is_initialized():
+        return LostRank(
+            f"not all {env('WORLD_SIZE')} ranks met at {env('MASTER_ADDR')}:{env('MASTER_PORT')}: "
+            "was each of them started, and does it reach that address?"
+        )
+    return LostRank(
+        f"lost contact with another rank ({lost[0]}): it died or stopped answering. Look for the "
+        "rank that failed first: killed, out of memory, or an error of its own"
+    )

@@ -1,0 +1,80 @@
+"""The claims that many lessons make, a call each: it measures, and adds a check to the report."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dist_common.measure import CollectiveCounter
+from dist_common.report import Report
+from dist_common.runtime import gather
+
+# Bytes that a rank sends in a ring, for each byte of the whole tensor.
+# Source: Patarasuk and Yuan (2009); nccl-tests, PERFORMANCE.md.
+RING_FACTOR = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+}
+
+
+def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the gradient of the sum of `losses` as one vector, which no rank helps to compute.
+
+    `losses` are parts of the global batch's loss, best from a generator: one graph at a time.
+    `model` is the plain model, whose backward sends nothing; its `.grad` is left alone.
+    """
+    weights = [p for p in model.parameters() if p.requires_grad]
+    total = [torch.zeros_like(weight) for weight in weights]
+    for loss in losses:
+        for sum_, part in zip(total, torch.autograd.grad(loss, weights), strict=True):
+            sum_ += part
+    return flat(total)
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return tensors as one vector."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def same_gradient(
+    report: Report, model: nn.Module, expected: torch.Tensor, tolerance: float,
+    name: str = "gradient: relative error against one process", source: str = "one process",
+) -> None:  # fmt: skip
+    """Check every rank's `.grad` against a vector; the error is relative to the largest number."""
+    own = flat(p.grad for p in model.parameters() if p.requires_grad)
+    error = (own - expected).abs().max() / expected.abs().max()
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
+    report.check(name, error.item(), 0, tolerance, source)
+
+
+def same_losses(
+    report: Report, losses: torch.Tensor, expected: torch.Tensor, tolerance: float,
+    name: str = "largest error of a loss", source: str = "one process",
+) -> None:  # fmt: skip
+    """Check the losses of some steps against those of a reference. Shapes: (steps,) both."""
+    report.check(name, (losses - expected).abs().max().item(), 0, tolerance, source)
+
+
+def same_weights(report: Report, model: nn.Module) -> None:
+    """Check that all ranks hold the same weights, bit by bit, by a fingerprint."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().cpu().flatten().view(torch.uint8).numpy())
+    fingerprints = len(set(gather(digest.hexdigest())))
+    name, source = "distinct sets of weights over all ranks", "replicas stay equal"
+    report.check(name, fingerprints, 1, 0, source)
+
+
+def one_gradient_sent(
+    report: Report, model: nn.Module, counter: CollectiveCounter, other: int = 0,
+    name: str = "bytes all-reduced per step",
+) -> None:  # fmt: skip
+    """Check that a step all-reduced each gradient once, and `other` bytes."""
+    gradient = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    source = "one gradient per weight" + " and what the loop sums" * bool(other)
+    report.check(name, counter.bytes["allreduce_"], gradient + other, 0, source)
