@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 import digits
-from dist_common import checkpoint, cli, data, measure, proofs, runtime
+import replica_checkpoint
+from dist_common import cli, data, measure, proofs, runtime
 from dist_common.report import Report, figure
 
 # Relative. fp32 sums taken in another order differ in the last bits; bf16 keeps 8 bits a number.
@@ -94,17 +95,15 @@ def save(report, epoch, images, model, optimizer, history):
         "epoch": epoch,
         "data": images.name,
         "optimizer": optimizer.state_dict(),
-        "rng": runtime.gather(checkpoint.rng_state()),  # a collective, so not under the `if` below
         "history": history,
     }
-    if report.world.is_rank0:
-        folder = report.output / "checkpoints"
-        checkpoint.save(folder, len(history["losses"]), model, state)
+    steps = len(history["losses"])
+    replica_checkpoint.save(report.output / "checkpoints", steps, model, state)
 
 
 def resume(report, images, model, optimizer):
     """Load the newest checkpoint, if there is one; return the epochs done and their history."""
-    state = checkpoint.load(report.output / "checkpoints", model, report)
+    state = replica_checkpoint.load(report.output / "checkpoints", model, report)
     if state is None:
         return 0, {"losses": [], "accuracies": []}
     if state["data"] != images.name:
@@ -118,7 +117,7 @@ def resume(report, images, model, optimizer):
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     optimizer.param_groups[0]["lr"] = report.args.lr  # from the command line, not the checkpoint
-    checkpoint.restore_rng_state(state["rng"], report.world.rank)
+    replica_checkpoint.restore_rng_state(state["rng"], report.world.rank)
     return state["epoch"], state["history"]
 
 

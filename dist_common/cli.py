@@ -1,10 +1,9 @@
 """The command line of a script: its flags, its errors in one line, its exit code."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -17,8 +16,8 @@ import torch.distributed as dist
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
-# A launcher ends the whole job when its first process exits. A rank that leaves the error message
-# to another rank waits this long, so that its own exit cannot cut the message short.
+# A launcher ends the job when its first process exits: a rank that leaves the error message to
+# another rank waits this long, so as not to cut the message short.
 GRACE_S = 3.0
 
 
@@ -31,10 +30,7 @@ class LostRank(Exception):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with the flags that every script has; the first line of `doc` describes it.
-
-    With `resumes` there is --resume too. A bad flag raises UsageError, so that one rank reports it.
-    """
+    """argparse with the flags of every script, and --resume if it `resumes`; `doc` describes it."""
 
     def __init__(self, doc: str, resumes: bool = False) -> None:
         super().__init__(description=doc.splitlines()[0])
@@ -59,16 +55,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def add_job_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
     """Add the flags of the one job that every template trains: model, data, order, schedule."""
-    add = parser.add_argument
+    add, positive = parser.add_argument, positive_int
     add("--preset", choices=presets, default="tiny", help="size of the model (tiny)")
     add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
-    add("--seq-len", type=positive_int, default=128, help="tokens per sequence (128)")
-    add("--micro-batch-size", type=positive_int, default=8,
-        help="sequences per rank at a time (8)")  # fmt: skip
-    add("--grad-accum-steps", type=positive_int, help="micro-batches per rank and step (1)")
-    add("--global-batch-size", type=positive_int,
-        help="sequences per step on all ranks: sets --grad-accum-steps")  # fmt: skip
-    add("--max-steps", type=positive_int, default=60, help="optimizer steps of the whole run (60)")
+    add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
+    add("--micro-batch-size", type=positive, default=8, help="sequences per rank at a time (8)")
+    add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
+    add("--global-batch-size", type=positive, help="sequences per step: sets --grad-accum-steps")
+    add("--max-steps", type=positive, default=60, help="optimizer steps of the whole run (60)")
     add("--lr", type=positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
     add("--warmup-steps", type=whole_number, default=10, help="steps of linear warmup (10)")
     add("--precision", choices=PRECISIONS, default="32-true", help="(32-true)")
@@ -80,21 +74,16 @@ def settle_batch_sizes(args: argparse.Namespace, dp_ranks: int) -> str:
     global = micro x accumulation x data-parallel ranks; returns that identity as a line to print.
     Raises: UsageError when the three do not multiply.
     """
-    together = args.micro_batch_size * dp_ranks
-    if args.global_batch_size is None:
-        args.global_batch_size = together * (args.grad_accum_steps or 1)
-    wanted = args.global_batch_size // together
-    if args.global_batch_size % together or args.grad_accum_steps not in (None, wanted):
+    micro, steps = args.micro_batch_size, args.grad_accum_steps
+    total = args.global_batch_size or micro * dp_ranks * (steps or 1)
+    wanted = total // (micro * dp_ranks)
+    if total % (micro * dp_ranks) or steps not in (None, wanted):
         raise UsageError(
-            f"--global-batch-size {args.global_batch_size} must be --micro-batch-size "
-            f"{args.micro_batch_size} x {dp_ranks} ranks x --grad-accum-steps "
-            f"{args.grad_accum_steps or 'N'}, a multiple of {together}"
+            f"--global-batch-size {total} must be --micro-batch-size {micro} x {dp_ranks} ranks x "
+            f"--grad-accum-steps {steps or 'N'}, a multiple of {micro * dp_ranks}"
         )
-    args.grad_accum_steps = wanted
-    return (
-        f"global batch {args.global_batch_size} = {args.micro_batch_size} per rank x "
-        f"{wanted} micro-batches x {dp_ranks} ranks"
-    )
+    args.global_batch_size, args.grad_accum_steps = total, wanted
+    return f"global batch {total} = {micro} per rank x {wanted} micro-batches x {dp_ranks} ranks"
 
 
 def whole_number(text: str, low: int = 0) -> int:
@@ -104,9 +93,7 @@ def whole_number(text: str, low: int = 0) -> int:
     return int(text)
 
 
-def positive_int(text: str) -> int:
-    """Parse a whole number of at least 1."""
-    return whole_number(text, low=1)
+positive_int = functools.partial(whole_number, low=1)
 
 
 def positive_float(text: str) -> float:
@@ -126,10 +113,7 @@ def link_rate(text: str) -> float:
 
 
 def run(main: Callable[[], int]) -> None:
-    """Run a script's main and exit with its code: 2 for bad input, 1 for whatever else it raises.
-
-    Set DIST_COMMON_TRACEBACK=1 to see the whole traceback of an error.
-    """
+    """Run a script's main and exit with its code: 2 for bad input, 1 for any other error."""
     try:
         code = main()
     except KeyboardInterrupt:
@@ -150,7 +134,7 @@ def run(main: Callable[[], int]) -> None:
 def tell(error: BaseException) -> None:
     """Print in one line, from one rank, what ended the run; safe to call more than once.
 
-    The first rank to claim the word in the group's store prints; the others mostly failed because
+    The first rank to claim the word in the group's store prints: the others mostly failed because
     it did. Without a group every rank met the same error, and rank 0 prints.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit)) or hasattr(error, "told"):
@@ -169,20 +153,15 @@ def tell(error: BaseException) -> None:
     if os.environ.get("DIST_COMMON_TRACEBACK"):
         traceback.print_exception(error)
     cause = explain(error)
-    if isinstance(cause, UsageError):
-        line = f"error: {cause}"
-    elif isinstance(cause, LostRank):
-        line = f"rank {rank}: {cause}"
-    elif isinstance(cause, FloatingPointError):  # all ranks found it together
-        line = str(cause)
+    # All ranks find a FloatingPointError together: it names its rank itself.
+    line = {UsageError: "error: ", FloatingPointError: ""}.get(type(cause), f"rank {rank}: ")
+    if isinstance(cause, (UsageError, LostRank, FloatingPointError)):
+        line += str(cause)
     else:
         frames = traceback.extract_tb(error.__traceback__)
         frame = [f for f in frames if "site-packages" not in f.filename][-1]
-        line = (
-            f"rank {rank}: {type(error).__name__}: {error} "
-            f"({Path(frame.filename).name}:{frame.lineno} in {frame.name}; "
-            "DIST_COMMON_TRACEBACK=1 shows the traceback)"
-        )
+        where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+        line += f"{type(error).__name__}: {error} ({where}; DIST_COMMON_TRACEBACK=1 shows more)"
     print(f"{Path(sys.argv[0]).name}: {' '.join(line.split())}", file=sys.stderr, flush=True)
 
 
@@ -204,19 +183,15 @@ def explain(error: BaseException) -> BaseException:
     """Return a communication library's error in words that say what to do about it."""
     text, env = str(error), os.environ.get
     if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return UsageError(
-            f"MASTER_PORT={env('MASTER_PORT')} is already taken on this machine: choose another, "
-            "or let torchrun --standalone pick a free one"
-        )
+        port = f"MASTER_PORT={env('MASTER_PORT')} is already taken on this machine: choose another"
+        return UsageError(f"{port}, or let torchrun --standalone pick a free one")
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out|[Tt]imeout", text)
     ours = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
     if not (ours and lost):
         return error
     if not dist.is_initialized():
-        return LostRank(
-            f"not all {env('WORLD_SIZE')} ranks met at {env('MASTER_ADDR')}:{env('MASTER_PORT')}: "
-            "was each of them started, and does it reach that address?"
-        )
+        met = f"not all {env('WORLD_SIZE')} ranks met at {env('MASTER_ADDR')}:{env('MASTER_PORT')}"
+        return LostRank(f"{met}: was each of them started, and does it reach that address?")
     return LostRank(
         f"lost contact with another rank ({lost[0]}): it died or stopped answering. Look for the "
         "rank that failed first: killed, out of memory, or an error of its own"

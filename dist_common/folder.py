@@ -1,33 +1,28 @@
 """An output folder belongs to one job: claimed, locked, and never taken from a run in it."""
 
-from __future__ import annotations
-
 import atexit
-import json
 import os
 import socket
 import sys
 import tempfile
-import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
+import psutil
 from filelock import SoftFileLease, Timeout
 
 from dist_common.cli import BAD_INPUT, UsageError
 
 HEARTBEAT_S = 10.0  # how often a holder refreshes its lock
 LEASE_S = 60.0  # a holder on another machine that has not refreshed it for so long is gone
-POLL_S = 1.0
 LOCK, HOLDER = ".lock", ".holder"
 
 
 def claim(path: Path, resume: bool | None) -> None:
     """Make a folder and hold it until this process ends; refuse one in which a run would be lost.
 
-    `resume` is None for a script that cannot resume. The lock of a process that died on this
-    machine is taken over at once; on another machine (a shared disk) the lease decides.
+    `resume` is None for a script that cannot. A lock whose process died on this machine is taken
+    over at once; on another machine (a shared disk) the lease decides.
     Raises: UsageError when it cannot be written, is held by another job, or is not empty.
     """
     try:
@@ -36,64 +31,37 @@ def claim(path: Path, resume: bool | None) -> None:
             pass
     except OSError as error:
         raise UsageError(f"--output-dir {path} cannot be written: {error.strerror}") from error
-    lease = SoftFileLease(
-        path / LOCK, lease_duration=LEASE_S, heartbeat_interval=HEARTBEAT_S, on_compromise=_lost
-    )
+    times = {"lease_duration": LEASE_S, "heartbeat_interval": HEARTBEAT_S}
+    lease = SoftFileLease(path / LOCK, **times, on_compromise=_stop)
     _acquire(lease, path)
-    empty = not {entry.name for entry in path.iterdir()} - {LOCK, HOLDER}
+    atexit.register(lease.release)
     resumable = (path / "checkpoints").is_dir()
-    if not empty and not (resumable and resume):
-        release(lease, path)
+    if {entry.name for entry in path.iterdir()} - {LOCK, HOLDER} and not (resumable and resume):
+        lease.release()
         hint = ", or add --resume to continue the run in it" if resumable else ""
         raise UsageError(f"--output-dir {path} is not empty: name another folder{hint}")
     now = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    (path / HOLDER).write_text(json.dumps({"pid": os.getpid(), "since": now, **_machine()}))
-    atexit.register(release, lease, path)
+    (path / HOLDER).write_text(f"pid {os.getpid()} on {socket.gethostname()} since {now}")
+    atexit.register((path / HOLDER).unlink, missing_ok=True)
     if resume is not None:  # a run that is killed before its first checkpoint resumes too
         (path / "checkpoints").mkdir(exist_ok=True)
 
 
-def release(lease: SoftFileLease, path: Path) -> None:
-    """Give the folder back."""
-    (path / HOLDER).unlink(missing_ok=True)
-    lease.release()
-
-
 def _acquire(lease: SoftFileLease, path: Path) -> None:
-    refreshed = None
-    while True:
+    for patience in (0.0, LEASE_S + HEARTBEAT_S):
         try:
-            lease.acquire(timeout=0)
+            lease.acquire(timeout=patience)
             return
         except Timeout:
-            try:
-                holder = json.loads((path / HOLDER).read_text())
-                marker = (path / LOCK).stat().st_mtime_ns
-            except (OSError, ValueError):  # it is just being claimed or given back
-                time.sleep(POLL_S / 10)
-                continue
-        who = f"pid {holder['pid']} on {holder['host']} since {holder['since']}"
-        local = _machine().items() <= holder.items()
-        if local or refreshed not in (None, marker):
-            raise UsageError(
-                f"--output-dir {path} is in use by {who}: wait for it, end it, or name another"
-            )
-        if refreshed is None:
-            print(f"warning: {path} was claimed by {who}: waiting up to {LEASE_S:.0f} s for a sign "
-                  "that this job still runs", file=sys.stderr)  # fmt: skip
-        refreshed = marker
-        time.sleep(POLL_S)
+            holder = (path / HOLDER).read_text() if (path / HOLDER).exists() else "another job"
+            here = f" on {socket.gethostname()} " in holder and psutil.pid_exists(lease.pid or 0)
+        if here or patience:
+            held = f"--output-dir {path} is in use by {holder}"
+            raise UsageError(f"{held}: wait for it, end it, or name another folder")
+        print(f"warning: {path}: waiting {LEASE_S:.0f} s for a sign of {holder}", file=sys.stderr)
 
 
-def _machine() -> dict[str, Any]:
-    # Containers may share a host's name, but not its process numbers.
-    namespace = Path("/proc/self/ns/pid")
-    inode = namespace.stat().st_ino if namespace.exists() else 0
-    return {"host": socket.gethostname(), "pid_namespace": inode}
-
-
-def _lost(_: Any) -> None:
+def _stop(_: object) -> None:
     # This process stood still for longer than the lease, and another job has the folder now.
-    print(f"{Path(sys.argv[0]).name}: error: another job has taken over --output-dir: stopping",
-          file=sys.stderr, flush=True)  # fmt: skip
+    print("error: another job has taken over --output-dir: stopping", file=sys.stderr, flush=True)
     os._exit(BAD_INPUT)

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_common.cli import UsageError
 from dist_common.models import TransformerConfig
 
 GIB = 2**30  # bytes
-# Dense peak in TFLOP/s: float32 outside the tensor cores, and bfloat16 or float16 in them (V100:
-# float16 only). By the name that the driver gives, the first that fits. Source: NVIDIA data sheets.
+# Dense peak in TFLOP/s: float32 outside the tensor cores, bfloat16 in them (V100: float16). By the
+# name that the driver gives, the first that fits. Source: NVIDIA data sheets.
 PEAK_TFLOPS = {
     "B200": (75.0, 2250.0),
     "H200": (67.0, 989.4),
@@ -36,10 +35,7 @@ PEAK_TFLOPS = {
 
 
 class StepTimer:
-    """Time training steps; the first `warmup` of them stay out of the statistics.
-
-    Units: milliseconds. On a GPU a step ends when its kernels have, not when they are queued.
-    """
+    """Time steps in ms, on a GPU to the end of their kernels; the first `warmup` do not count."""
 
     def __init__(self, device: torch.device, warmup: int = 5) -> None:
         self.device, self.warmup = device, warmup
@@ -50,15 +46,10 @@ class StepTimer:
         self.started = time.perf_counter()
 
     def lap(self, steps: int) -> float:
-        """Return the mean time of the `steps` steps since `start` or the last lap, and keep it.
-
-        Does not wait for the device: call it after reading a result of the last step.
-        """
-        now = time.perf_counter()
-        mean_ms = (now - self.started) * 1e3 / steps
-        self.steps_ms += [mean_ms] * steps
-        self.started = now
-        return mean_ms
+        """Keep and return the mean time of the steps since `start`, once their results are read."""
+        self.steps_ms += [(time.perf_counter() - self.started) * 1e3 / steps] * steps
+        self.start()
+        return self.steps_ms[-1]
 
     def __enter__(self) -> StepTimer:
         self.start()
@@ -75,12 +66,9 @@ class StepTimer:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Count the collectives that this rank starts inside a `with` block, and their bytes.
+    """Count `calls` and `bytes` handed over by operation ("allreduce_") inside a `with` block.
 
-    `calls` and `bytes` are keyed by the name of the operation ("allreduce_",
-    "broadcast_"). Bytes are those of the tensors handed to the operation, which is what a
-    collective's cost formulas take; what crosses the wire is a factor of it. Sees what PyTorch
-    itself starts too, as DistributedDataParallel does in backward.
+    It sees what PyTorch itself starts, as DDP does; what crosses the wire is a factor of the bytes.
     """
 
     def __init__(self) -> None:
@@ -92,17 +80,15 @@ class CollectiveCounter(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
             self.calls[name] += 1
-            self.bytes[name] += sum(
-                leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
-            )
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
         return func(*args, **(kwargs or {}))
 
 
 def bytes_written() -> int | None:
-    """Return the bytes that this process has written so far, to files and to gloo's sockets.
+    """Return the bytes that this process has written, to files and gloo's sockets; None elsewhere.
 
-    None where that cannot be known: only Linux counts them, and NCCL does not use the system calls
-    that are counted. Source: proc(5), /proc/[pid]/io, wchar.
+    Only Linux counts them, and NCCL does not use those calls. Source: proc(5), /proc/[pid]/io.
     """
     if dist.get_backend() != "gloo" or not sys.platform.startswith("linux"):
         return None
@@ -134,8 +120,7 @@ def available_memory(device: torch.device) -> int:
 def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
     """Return the floating-point operations of forward and backward for one token.
 
-    6 for each weight that multiplies it, and 12 L D T for attention, as if it saw all T tokens.
-    Source: Chowdhery et al., PaLM (2022), appendix B.
+    6 per weight that multiplies it, and 12 L D T for attention. Source: PaLM (2022), appendix B.
     """
     looked_up = 0 if config.tied_embeddings else config.vocab_size * config.dim
     weights = config.num_parameters() - looked_up
@@ -143,38 +128,24 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
 
 
 def mfu(flops_per_second: float, device: torch.device, precision: str) -> float | None:
-    """Return the model FLOPs utilisation: the part of one device's peak that the model uses.
-
-    None where the peak is not known: on the CPU, and on a GPU that PEAK_TFLOPS does not name.
-    """
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    """Return the part of one device's peak that the model uses; None where it is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for known, peaks in PEAK_TFLOPS.items():
         if known in name:
-            return flops_per_second / (peaks[0 if precision == "32-true" else 1] * 1e12)
+            return flops_per_second / (peaks[precision != "32-true"] * 1e12)
     return None
 
 
 class StepLog:
-    """Keep each step's numbers: a line of JSON in metrics.jsonl; on request TensorBoard's file too.
+    """Keep each step's numbers as a line of JSON in metrics.jsonl; nothing without a folder.
 
-    Does nothing without a folder, as on ranks other than 0. Lines of `first_step` and later, which
-    a run wrote after the checkpoint that it is resumed from, are dropped: those steps come again.
-
-    Raises: UsageError when TensorBoard is asked for and not installed.
+    Lines of `first_step` and later are dropped: a resumed run takes those steps again.
     """
 
-    def __init__(self, folder: Path | None, first_step: int, tensorboard: bool = False) -> None:
-        self.file = self.tensorboard = None
+    def __init__(self, folder: Path | None, first_step: int) -> None:
+        self.file = None
         if folder is None:
             return
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise UsageError("--tensorboard: pip install tensorboard first") from error
-            self.tensorboard = SummaryWriter(folder / "tensorboard", purge_step=first_step)
         path, partial = folder / "metrics.jsonl", folder / "metrics.partial"
         kept = []
         for line in path.read_text().splitlines() if path.exists() else []:
@@ -191,8 +162,3 @@ class StepLog:
         if self.file:
             self.file.write(json.dumps({"step": step, **values}) + "\n")
             self.file.flush()
-        if self.tensorboard:
-            for name, value in values.items():
-                if value is not None:
-                    self.tensorboard.add_scalar(name, value, step)
-            self.tensorboard.flush()

@@ -1,7 +1,5 @@
 """The model that most scripts train: one Llama-style decoder, with presets from 1M to 70B."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -42,9 +40,7 @@ class TransformerConfig:
 PRESETS = {
     "tiny": TransformerConfig(256, 128, 4, 4, 2, 352, 256),
     "124m": TransformerConfig(50_257, 768, 12, 12, 12, 2048, 1024, tied_embeddings=True),
-    "1b": TransformerConfig(
-        128_256, 2048, 16, 32, 8, 8192, 131_072, rope_theta=5e5, tied_embeddings=True
-    ),
+    "1b": TransformerConfig(128_256, 2048, 16, 32, 8, 8192, 131_072, 5e5, tied_embeddings=True),
     "llama2-7b": TransformerConfig(32_000, 4096, 32, 32, 32, 11_008, 4096),
     "llama3-8b": TransformerConfig(128_256, 4096, 32, 32, 8, 14_336, 8192, rope_theta=5e5),
     "llama3-70b": TransformerConfig(128_256, 8192, 80, 64, 8, 28_672, 8192, rope_theta=5e5),
@@ -60,29 +56,20 @@ def preset(name: str, seq_len: int) -> TransformerConfig:
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float, device) -> tuple[torch.Tensor, ...]:
-    """Return cosines and sines for positions 0 .. T-1. Shapes: (T, head_dim / 2) each.
-
-    Source: Su et al., RoFormer (2021), section 3.2.2.
-    """
+    """Return cosines and sines of positions 0 .. T-1, (T, head_dim / 2) each (Su et al., 2021)."""
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     angles = torch.outer(torch.arange(seq_len, device=device).float(), theta**-exponents)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair of a head's dims by the angle of its position. Shape: x (B, H, T, head_dim).
-
-    The pairs are dim i and dim i + head_dim / 2, as in Hugging Face's Llama checkpoints.
-    """
+    """Turn dims i and i + head_dim / 2 by the angle of a position. Shape: x (B, H, T, head_dim)."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which several query heads share one key and value head.
-
-    Source: Ainslie et al., GQA (2023), section 2.2.
-    """
+    """Causal attention; several query heads share one key and value head (Ainslie et al., 2023)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -95,21 +82,15 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         B, T, _ = x.shape
-        q, k, v = (
-            weight(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, heads, T, head_dim)
-            for weight in (self.wq, self.wk, self.wv)
-        )
-        out = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True
-        )
+        heads = (weight(x).view(B, T, -1, self.head_dim) for weight in (self.wq, self.wk, self.wv))
+        q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, head_dim)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 
 
 class Block(nn.Module):
-    """One decoder layer: attention, then a SwiGLU feed-forward, each on a normalised input.
-
-    Sources: Zhang and Sennrich, RMSNorm (2019); Shazeer, GLU Variants (2020).
-    """
+    """Attention, then a SwiGLU feed-forward (Shazeer, 2020), each on an RMSNorm of its input."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -127,10 +108,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A Llama-style decoder; `PRESETS` names published shapes.
-
-    It holds parameters only and no buffers, so a model built on `meta` needs nothing but
-    `to_empty(device=...)` and `reset_parameters()`.
+    """A Llama-style decoder without buffers: from `meta`, to_empty() and reset_parameters() do.
 
     Shapes: tokens (B, T) int64 in, logits (B, T, V) out; T at most max_seq_len.
     """
@@ -152,11 +130,7 @@ class Transformer(nn.Module):
             self.draw(name, parameter)
 
     def draw(self, name: str, weight: torch.Tensor) -> None:
-        """Fill one weight: normal with deviation 0.02, smaller into the residual stream; norms 1.
-
-        Shape: that of the parameter `name`, which `weight` need not be itself.
-        Source: Radford et al., GPT-2 (2019), section 2.3.
-        """
+        """Fill a tensor as the parameter `name`: norms 1, others normal (GPT-2, section 2.3)."""
         if weight.dim() == 1:
             nn.init.ones_(weight)
         else:

@@ -1,7 +1,5 @@
 """The claims that many lessons make, a call each: it measures, and adds a check to the report."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 
@@ -23,10 +21,10 @@ RING_FACTOR = {
 
 
 def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the gradient of the sum of `losses` as one vector, which no rank helps to compute.
+    """Return the gradient of the sum of `losses` as one vector; `.grad` is left alone.
 
-    `losses` are parts of the global batch's loss, best from a generator: one graph at a time.
-    `model` is the plain model, whose backward sends nothing; its `.grad` is left alone.
+    `losses` are parts of the global batch's, best from a generator: one graph at a time. `model` is
+    the plain model, whose backward sends nothing.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     total = [torch.zeros_like(weight) for weight in weights]

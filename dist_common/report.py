@@ -1,7 +1,5 @@
 """What a script says and leaves: lines from rank 0, checks and a verdict, --output-dir, figures."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -36,24 +34,21 @@ class Check:
     source: str
 
     @property
-    def ok(self) -> bool:
-        return self.error <= self.tolerance  # False for NaN
-
-    @property
     def error(self) -> float:
         return abs(self.measured - self.expected)
 
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # False for NaN
+
 
 class Report:
-    """Print from rank 0, collect metrics and checks, and write results.json to --output-dir.
+    """Print from rank 0, collect metrics and checks, write results.json to `output`.
 
-    `output` is that folder on every rank, or None; `start` claims it. `metrics` is a dict to fill:
-    names with their unit, values in it.
+    `output` is --output-dir on every rank, or None. `metrics` is a dict to fill.
     """
 
-    def __init__(
-        self, script: str, args: argparse.Namespace, world: World, device: torch.device
-    ) -> None:
+    def __init__(self, script: str, args: argparse.Namespace, world: World, device) -> None:
         self.script, self.args, self.world, self.device = script, args, world, device
         self.metrics: dict[str, Any] = {}
         self.checks: list[Check] = []
@@ -61,20 +56,13 @@ class Report:
         self.output = Path(args.output_dir) if args.output_dir else None
 
     def start(self, *lines: str) -> None:
-        """Claim --output-dir, then print what runs where and the lines only this script can say.
-
-        Raises: UsageError when the folder cannot be written, is held by another job, or holds an
-        earlier run that --resume does not continue.
-        """
+        """Claim --output-dir (see folder.claim); print what runs where, and this script's lines."""
         if self.output and self.world.is_rank0:
             folder.claim(self.output, getattr(self.args, "resume", None))
         ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
         backend = dist.get_backend() if dist.is_initialized() else "no backend"
-        self.say(
-            f"{self.script}: {ranks} started by {self.world.launcher}, {self.device.type} with "
-            f"{backend}, torch {torch.__version__}"
-        )
-        for line in lines:
+        where = f"{self.device.type} with {backend}, torch {torch.__version__}"
+        for line in (f"{self.script}: {ranks} started by {self.world.launcher}, {where}", *lines):
             self.say(line)
 
     def say(self, line: str = "") -> None:
@@ -88,11 +76,10 @@ class Report:
         if self.world.is_rank0:
             tqdm.write(f"warning: {line}", file=sys.stderr)
 
-    def step(self, step: int, loss: float, step_time_ms: float, tokens_per_second: float,
-             mfu: float | None = None) -> None:  # fmt: skip
+    def step(self, step: int, loss: float, ms: float, tokens_per_second: float, mfu=None) -> None:
         """Print the one line that every training script has for a step; no MFU where it is None."""
         memory = measure.peak_memory_gib(self.device)
-        line = f"step {step} | loss {loss:.4f} | {step_time_ms:.1f} ms | "
+        line = f"step {step} | loss {loss:.4f} | {ms:.1f} ms | "
         line += f"{tokens_per_second:,.0f} tok/s | mem {memory:.2f} GiB"
         self.say(line if mfu is None else f"{line} | mfu {mfu:.1%}")
 
@@ -106,9 +93,7 @@ class Report:
         hidden = not (self.world.is_rank0 and sys.stderr.isatty())
         return tqdm(items, name, disable=hidden, leave=False)
 
-    def check(
-        self, name: str, measured: float, expected: float, tolerance: float, source: str
-    ) -> None:
+    def check(self, name: str, measured, expected, tolerance: float, source: str) -> None:
         """Add a check. Tolerance is absolute, in the unit of the two values."""
         self.checks.append(Check(name, measured, expected, tolerance, source))
 
@@ -117,31 +102,29 @@ class Report:
         return [check for check in self.checks if not check.ok]
 
     def finish(self, summary: str) -> int:
-        """Write results.json, print measured beside expected and a verdict; return the exit code.
-
-        More than eight checks are folded: those of one kind, named alike after the last colon,
-        into the one with the worst value.
-        """
+        """Write results.json, print all checks and a verdict; return the script's exit code."""
         if self.output and self.world.is_rank0:
             self._write(self.output / "results.json")
-        rows = [
-            (name, *map(_number, (check.measured, check.expected, check.tolerance)),
-             "yes" if check.ok else "NO")
-            for name, check in folded(self.checks)
-        ]  # fmt: skip
+        rows = []
+        for name, check in folded(self.checks):
+            numbers = map(_number, (check.measured, check.expected, check.tolerance))
+            rows.append((name, *numbers, "yes" if check.ok else "NO"))
         if rows:
             self.table(rows, ("check", "measured", "expected", "tolerance", "ok"))
         if self.failed:
             self.say("FAILED: " + "; ".join(check.name for check in self.failed))
             return cli.FAILED
-        passed = f"{len(self.checks)} check{'s' * (len(self.checks) != 1)} passed, " if rows else ""
+        passed = f"{len(self.checks)} check{'s' * (len(self.checks) != 1)} passed, " * bool(rows)
         self.say(f"OK: {passed}{summary}")
         return 0
 
     def _write(self, path: Path) -> None:
         cuda, now = self.device.type == "cuda", datetime.now(timezone.utc)
+        machine = {"system": platform.system(), "processor": platform.machine()}
+        machine |= {"cores": measure.core_count()}
+        machine |= {"gpu": torch.cuda.get_device_name(self.device) if cuda else None}
         loaded = {"dist_common": dist_common, **sys.modules}
-        names = ("torch", "dist_common", "deepspeed")
+        names = [name for name in ("torch", "dist_common", "deepspeed") if name in loaded]
         content = {
             "script": self.script,
             "args": vars(self.args),
@@ -152,13 +135,8 @@ class Report:
             "backend": dist.get_backend() if dist.is_initialized() else None,
             "launcher": self.world.launcher,
             "versions": {"python": platform.python_version()}
-            | {name: loaded[name].__version__ for name in names if name in loaded},
-            "machine": {
-                "cores": measure.core_count(),
-                "gpu": torch.cuda.get_device_name(self.device) if cuda else None,
-                "system": platform.system(),
-                "processor": platform.machine(),
-            },
+            | {name: loaded[name].__version__ for name in names},
+            "machine": machine,
             "metrics": self.metrics,
             "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
         }
@@ -168,18 +146,19 @@ class Report:
 
 
 def folded(checks: Sequence[Check]) -> list[tuple[str, Check]]:
-    """Return (name, check) to print: all, or the worst of each kind if they are more than ROWS."""
-    if len(checks) <= ROWS:
-        return [(check.name, check) for check in checks]
+    """Return (name, check) to print: all, or the worst of each kind if they are more than ROWS.
+
+    Checks of one kind are named alike after the last colon.
+    """
     kinds: dict[str, list[Check]] = {}
     for check in checks:
-        kinds.setdefault(check.name.rpartition(": ")[2], []).append(check)
+        kind = check.name.rpartition(": ")[2] if len(checks) > ROWS else check.name
+        kinds.setdefault(kind, []).append(check)
     rows = []
     for kind, alike in kinds.items():
-        # Of those that pass, the one that uses up most of its tolerance; a failure is always worse.
-        worst = max(alike, key=lambda c: (not c.ok, c.error / c.tolerance if c.tolerance else 0.0))
-        name = alike[0].name if len(alike) == 1 else f"{kind} (worst of {len(alike)})"
-        rows.append((name if worst.ok else worst.name, worst))
+        worst = max(alike, key=lambda check: (not check.ok, check.error / (check.tolerance or 1)))
+        name = f"{kind} (worst of {len(alike)})" if len(alike) > 1 and worst.ok else worst.name
+        rows.append((name, worst))
     return rows
 
 
@@ -189,10 +168,7 @@ def _number(value: float) -> str:
 
 @contextlib.contextmanager
 def figure(path: str | Path, *shape: int, **options) -> Iterator[Any]:
-    """Open matplotlib axes, of `shape` rows and columns, and save them as PNG.
-
-    The same run draws the same file: there is no date or version inside.
-    """
+    """Open axes in `shape` rows and columns, and save them: the same run draws the same PNG."""
     import matplotlib
 
     matplotlib.use("Agg")  # no display on a cluster

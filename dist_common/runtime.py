@@ -1,6 +1,4 @@
-"""Who am I: rank, world size, device and backend under any launcher; joining the process group."""
-
-from __future__ import annotations
+"""Who am I: rank, world size, device, backend under any launcher; joining the process group."""
 
 import contextlib
 import os
@@ -21,17 +19,13 @@ from dist_common.cli import UsageError, tear_down, tell
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among all processes of the job.
+    """This process's place among all processes of the job."""
 
-    rank: 0 .. world_size - 1, over all machines. local_rank: 0 .. local_world_size - 1, on this
-    machine; it picks the GPU. launcher: who started the process.
-    """
-
-    rank: int
-    local_rank: int
+    rank: int  # 0 .. world_size - 1, over all machines
+    local_rank: int  # 0 .. local_world_size - 1, on this machine: picks the GPU
     world_size: int
     local_world_size: int
-    launcher: str
+    launcher: str  # what started the process
 
     @property
     def is_rank0(self) -> bool:
@@ -39,125 +33,97 @@ class World:
 
 
 def discover() -> World:
-    """Read rank and world size from whatever started this process, and export them for PyTorch.
+    """Read rank and world size as torchrun, deepspeed, srun or mpirun set them; export them.
 
-    Knows torchrun (or RANK and WORLD_SIZE set by hand), the deepspeed launcher, SLURM's srun, Open
-    MPI's mpirun, and no launcher at all. Afterwards RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT are set, so that `init_process_group(init_method="env://")` works
-    under each of them.
-
-    Raises: UsageError when the variables are incomplete or contradict each other.
-    Source: torchrun, "Environment Variables"; srun(1), "OUTPUT ENVIRONMENT VARIABLES"; Open MPI
-    FAQ, "What environment variables does mpirun set".
+    Raises: UsageError when variables are missing or contradict each other. Source: torchrun,
+    "Environment Variables"; srun(1), "OUTPUT ENVIRONMENT VARIABLES"; Open MPI FAQ.
     """
+    launcher, names = _launcher()
+    rank, world_size = _number(names[0], 0), _number(names[2], 1)
+    if rank >= world_size:
+        raise UsageError(f"{names[0]}={rank} must be below {names[2]}={world_size}")
+    local = _number(names[1], rank), _number(names[3], world_size)
+    world = World(rank, local[0], world_size, local[1], launcher)
+    for name in ("rank", "local_rank", "world_size", "local_world_size"):
+        os.environ.setdefault(name.upper(), str(getattr(world, name)))
+    os.environ.setdefault("MASTER_ADDR", _master_address(world))
+    os.environ.setdefault("MASTER_PORT", str(_master_port(world)))
+    return world
+
+
+def _launcher() -> tuple[str, tuple[str, ...]]:
+    """Name the launcher and its variables for rank, local rank, world size, local world size."""
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
         for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
             if name not in env:
-                raise UsageError(
-                    f"{other} is set but {name} is not: start with torchrun, which sets both, "
-                    f"or unset {other}"
-                )
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+                half = f"{other} is set but {name} is not"
+                raise UsageError(f"{half}: start with torchrun, which sets both, or unset {other}")
         if "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env:
-            launcher, names = "deepspeed", (*names[:3], "LOCAL_SIZE")
-    elif "OMPI_COMM_WORLD_RANK" in env:  # before SLURM, under which mpirun may run
-        launcher = "mpirun"
+            return "deepspeed", ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
+        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+        return launcher, ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    if "OMPI_COMM_WORLD_RANK" in env:  # before SLURM, under which mpirun may run
         places = ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
-        names = tuple(f"OMPI_COMM_WORLD_{place}" for place in places)
-    elif "SLURM_PROCID" in env and not (
-        # The one process of a batch script, which srun did not start, has SLURM_PROCID=0 too.
-        env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
-    ):
-        launcher = "srun"
+        return "mpirun", tuple(f"OMPI_COMM_WORLD_{place}" for place in places)
+    # The one process of a batch script, which srun did not start, has SLURM_PROCID=0 too.
+    in_batch_script = env.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in env
+    if "SLURM_PROCID" in env and not in_batch_script:
         total = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-        names = ("SLURM_PROCID", "SLURM_LOCALID", total, "SLURM_STEP_TASKS_PER_NODE")
-    else:
-        launcher, names = "python", ()
+        return "srun", ("SLURM_PROCID", "SLURM_LOCALID", total, "SLURM_STEP_TASKS_PER_NODE")
+    return "python", ("",) * 4
 
-    def number(name: str, default: int) -> int:
-        # SLURM writes "4(x2),3": 4 tasks on each of the first two nodes. Nodes are filled alike
-        # in every launch line of this guide, so the first number stands for all.
-        digits = re.fullmatch(r"(\d+)((\(x\d+\))?(,.*)?)", env.get(name, str(default)))
-        if digits is None or (digits[2] and not name.endswith("PER_NODE")):
-            raise UsageError(f"{name}={env[name]!r} is not a number")
-        return int(digits[1])
 
-    rank = number(names[0], 0) if names else 0
-    world_size = number(names[2], 1) if names else 1
-    local_rank = number(names[1], rank) if names else 0
-    local_world_size = number(names[3], world_size) if names else 1
-    if rank >= world_size:
-        raise UsageError(f"{names[0]}={rank} must be below {names[2]}={world_size}")
-    world = World(rank, local_rank, world_size, local_world_size, launcher)
-    exports = {
-        "RANK": rank,
-        "LOCAL_RANK": local_rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": local_world_size,
-        "MASTER_ADDR": _master_address(world),
-        "MASTER_PORT": _master_port(world),
-    }
-    for name, value in exports.items():
-        env.setdefault(name, str(value))
-    return world
+def _number(name: str, default: int) -> int:
+    # SLURM writes "4(x2),3": 4 tasks on each of the first two nodes. Nodes are filled alike in
+    # every launch line of this guide, so the first number stands for all.
+    text = os.environ.get(name, str(default))
+    digits = re.fullmatch(r"(\d+)((\(x\d+\))?(,.*)?)", text)
+    if digits is None or (digits[2] and not name.endswith("PER_NODE")):
+        raise UsageError(f"{name}={text!r} is not a number")
+    return int(digits[1])
 
 
 def _master_address(world: World) -> str:
-    env = os.environ
-    if "MASTER_ADDR" in env:
-        return env["MASTER_ADDR"]
-    if world.launcher == "srun" and world.local_world_size < world.world_size:
-        nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))
-        first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)  # gpu[03-06,09] -> gpu03
-        if first:
-            return first[1] + (first[2] or "")
-    if world.local_world_size < world.world_size:
-        raise UsageError(
-            "MASTER_ADDR is not set: export the name of the machine that runs rank 0 "
-            "(mpirun -x MASTER_ADDR=...), or start with torchrun"
-        )
-    return "127.0.0.1"
+    if "MASTER_ADDR" in os.environ or world.local_world_size == world.world_size:
+        return "127.0.0.1"
+    nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
+    first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)  # gpu[03-06,09] -> gpu03
+    if world.launcher == "srun" and first:
+        return first[1] + (first[2] or "")
+    how = "export the name of the machine that runs rank 0 (mpirun -x MASTER_ADDR=...)"
+    raise UsageError(f"MASTER_ADDR is not set: {how}, or start with torchrun")
 
 
 def _master_port(world: World) -> int:
     if world.world_size == 1:
-        return 0  # any free one: nobody else has to find it
+        return 0  # any free one: no other rank has to find it
     # The same for all ranks of a job, another one for the next job, below the ephemeral range.
-    names = {
-        "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        "mpirun": ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"),
-    }.get(world.launcher, ())
+    slurm, mpi = ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE")
+    names = {"srun": slurm, "mpirun": mpi}.get(world.launcher, ())
     job = " ".join(os.environ[name] for name in names if name in os.environ)
     return 15000 + zlib.crc32(job.encode()) % 16000 if job else 29500
 
 
 def pick_device(name: str, world: World) -> torch.device:
-    """Give this rank its device: its own GPU, or the CPU.
-
-    name: auto | cpu | cuda. auto takes the GPUs when there is one for each rank of this machine.
+    """Give this rank its own GPU or the CPU; `auto` takes GPUs if there is one for each rank here.
 
     Raises: UsageError when `cuda` is asked for and there is no GPU for this rank.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # With one GPU bound to each task, srun shows every task its own GPU as number 0.
     bound = gpus == 1 and world.launcher == "srun" and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
-    index = 0 if bound else world.local_rank
     needed = 1 if bound else world.local_world_size
     if name == "cpu" or (name == "auto" and gpus < needed):
         return torch.device("cpu")
     if gpus == 0:
-        raise UsageError(
-            "--device cuda: PyTorch finds no GPU on this machine; use --device cpu, or see "
-            "whether nvidia-smi lists one and torch.version.cuda is not None"
-        )
+        see = "see whether nvidia-smi lists one and torch.version.cuda is not None"
+        raise UsageError(f"--device cuda: PyTorch finds no GPU here: use --device cpu, or {see}")
     if gpus < needed:
-        raise UsageError(
-            f"--device cuda: {needed} ranks on this machine but {gpus} GPU(s): start at most "
-            f"{gpus} here (torchrun --nproc-per-node={gpus}), or use --device cpu"
-        )
-    device = torch.device("cuda", index)
+        least = f"start at most {gpus} here (torchrun --nproc-per-node={gpus})"
+        ranks = f"{needed} ranks on this machine but {gpus} GPU(s)"
+        raise UsageError(f"--device cuda: {ranks}: {least}, or use --device cpu")
+    device = torch.device("cuda", 0 if bound else world.local_rank)
     torch.cuda.set_device(device)
     # Convolutions would otherwise round to TF32, and the answer depend on the batch per rank.
     torch.backends.cudnn.allow_tf32 = False
@@ -178,22 +144,16 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def init(device: str = "auto", timeout_s: float = 600.0) -> Iterator[tuple[World, torch.device]]:
-    """Join the process group for the length of a `with` block.
+    """Join the process group for a `with` block; every collective waits for timeout_s at most.
 
-    On an exception the error is told, then the group is torn down at once, so that ranks which
-    wait for this one fail too instead of waiting out the timeout.
-
-    Units: timeout_s in seconds, for every collective.
+    After an error the group is torn down at once: ranks that wait for this one need not time out.
     """
     world = discover()
     own = pick_device(device, world)
-    dist.init_process_group(
-        backend_for(own),
-        timeout=timedelta(seconds=timeout_s),
-        device_id=own if own.type == "cuda" else None,
-    )
-    dist.barrier()  # a rank that fails right away would cut gloo's connecting short for the others
+    timeout, gpu = timedelta(seconds=timeout_s), own if own.type == "cuda" else None
+    dist.init_process_group(backend_for(own), timeout=timeout, device_id=gpu)
     try:
+        dist.barrier()  # a rank that failed right away would cut short how gloo connects the rest
         yield world, own
     except BaseException as error:
         tell(error)
