@@ -1,10 +1,13 @@
 """The shared module: what it promises, and what it does when things go wrong."""
 
+import atexit
 import json
 import os
 import re
 import resource
 import signal
+import sys
+import time
 from argparse import Namespace
 from unittest import mock
 
@@ -14,11 +17,10 @@ import torch.distributed as dist
 from conftest import fork_ranks, free_port
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.data import DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_common import checkpoint, data, measure, models, runtime
-from dist_common.console import Console, plot_training
+from dist_common import checkpoint, cli, data, folder, measure, models, proofs, ranks, runtime
+from dist_common.report import Check, Report, figure
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ def test_slurm_ranks_agree_on_a_port_of_their_own(environ):
 )  # fmt: skip
 def test_a_half_set_environment_is_refused(environ, variables, says):
     environ.update(variables)
-    with pytest.raises(runtime.UsageError, match=says):
+    with pytest.raises(cli.UsageError, match=says):
         runtime.discover()
 
 
@@ -125,13 +127,13 @@ def test_devices(environ, monkeypatch):
     for rank in range(4):
         own = runtime.World(rank, rank, 4, 4, "torchrun")
         assert runtime.pick_device("auto", own) == torch.device("cpu")
-    with pytest.raises(runtime.UsageError, match=r"4 ranks.*1 GPU.*--nproc-per-node=1"):
+    with pytest.raises(cli.UsageError, match=r"4 ranks.*1 GPU.*--nproc-per-node=1"):
         runtime.pick_device("cuda", world)
     environ["SLURM_GPUS_PER_TASK"] = "1"
     bound = runtime.World(3, 3, 4, 4, "srun")
     assert runtime.pick_device("auto", bound) == torch.device("cuda", 0)
     gpus(0)
-    with pytest.raises(runtime.UsageError, match="no GPU"):
+    with pytest.raises(cli.UsageError, match="no GPU"):
         runtime.pick_device("cuda", world)
 
 
@@ -142,8 +144,8 @@ def _on_ranks_with_run(main, world_size, tmp_path, **options):
     def body(rank):
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = port
-        runtime.GRACE_S = 1.0
-        runtime.run(main)
+        cli.GRACE_S = 1.0
+        cli.run(main)
 
     port = str(free_port())
     return fork_ranks(body, world_size, tmp_path / "run", 30, **options)
@@ -168,7 +170,7 @@ def test_a_usage_error_on_one_rank_after_init_ends_all_with_one_line(tmp_path):
     def main():
         with runtime.init("cpu", timeout_s=20) as (world, _):
             if world.rank == 0:
-                raise runtime.UsageError("--text-file nowhere.txt does not exist")
+                raise cli.UsageError("--text-file nowhere.txt does not exist")
             dist.barrier()
         return 0
 
@@ -189,18 +191,6 @@ def test_a_clean_run_says_nothing_and_returns_its_code(tmp_path):
 
 
 # data
-
-
-def test_digits_split_is_fixed_and_disjoint():
-    images = data.load_digits()
-    assert (len(images.train), len(images.test)) == (1437, 360)
-    assert images.train.tensors[0].shape == (1437, 1, 8, 8)
-    pixels = images.train.tensors[0]
-    assert abs(pixels.mean()) < 0.02 and abs(pixels.std() - 1) < 0.02
-    before = torch.get_rng_state()
-    again = data.load_digits()
-    assert torch.equal(images.test.tensors[0], again.test.tensors[0])
-    assert torch.equal(before, torch.get_rng_state()), "loading data must not use up randomness"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -246,32 +236,11 @@ def test_a_sampler_resumes_mid_epoch_on_another_number_of_ranks():
 
 
 def test_more_ranks_than_samples_is_refused():
-    with pytest.raises(runtime.UsageError, match="3 samples cannot be dealt to 4 ranks"):
+    with pytest.raises(cli.UsageError, match="3 samples cannot be dealt to 4 ranks"):
         data.ShardedSampler(3, 0, 4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-def test_evaluation_counts_every_sample_once_where_distributed_sampler_does_not(world_size):
-    parts = [data.evaluation_indices(10, rank, world_size) for rank in range(world_size)]
-    assert sorted(torch.cat(parts).tolist()) == list(range(10))
-    assert len(data.evaluation_indices(3, 6, 7)) == 0
-    padded = [
-        i
-        for rank in range(world_size)
-        for i in DistributedSampler(range(10), world_size, rank, shuffle=False)
-    ]
-    assert len(padded) == -(-10 // world_size) * world_size
-    assert (sorted(padded) == list(range(10))) == (10 % world_size == 0)
-
-
 # models
-
-
-def test_small_cnn_has_the_documented_size_and_takes_both_image_sizes():
-    model = models.SmallCNN()
-    assert sum(p.numel() for p in model.parameters()) == 151_306
-    for size in (8, 28):
-        assert model(torch.zeros(2, 1, size, size)).shape == (2, 10)
 
 
 # Published totals: the papers and model cards named beside PRESETS.
@@ -349,9 +318,9 @@ def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
     assert bytes(data.load_text(str(tmp_path / "own.txt")).tolist()) == b"to be or not to be"
     (tmp_path / "empty.txt").touch()
     for name, says in (("none.txt", "No such file"), ("empty.txt", "is empty"), ("", "directory")):
-        with pytest.raises(runtime.UsageError, match=says):
+        with pytest.raises(cli.UsageError, match=says):
             data.load_text(str(tmp_path / name))
-    with pytest.raises(runtime.UsageError, match="18 bytes are fewer than one sequence of 8"):
+    with pytest.raises(cli.UsageError, match="18 bytes are fewer than one sequence of 8"):
         data.Sequences(data.load_text(str(tmp_path / "own.txt")), seq_len=8, world_size=3)
 
 
@@ -373,11 +342,15 @@ def test_whole_lines_fill_sequences_unequally_and_lose_nothing():
 # checkpoint
 
 
-class Recorder(Console):
-    """A console that keeps its lines instead of printing them."""
+WORLD = runtime.World(0, 0, 1, 1, "python")
+CPU = torch.device("cpu")
 
-    def __init__(self):
-        super().__init__(True)
+
+class Recorder(Report):
+    """A report that keeps its lines instead of printing them."""
+
+    def __init__(self, output_dir=None):
+        super().__init__("x.py", Namespace(output_dir=output_dir), WORLD, CPU)
         self.said, self.warned = [], []
 
     def say(self, line=""):
@@ -396,30 +369,70 @@ def single(tmp_path):
     dist.destroy_process_group()
 
 
+def save(directory, number, model, keep=2, **state):
+    """Write a checkpoint as the scripts of module 01 do."""
+    facts = {"tensors": checkpoint.shapes_of(model.state_dict())}
+    with (
+        checkpoint.sealed(directory, number, facts, keep, alone=True) as inside,
+        open(inside / "state.pt", "wb") as file,
+    ):
+        torch.save({"model": model.state_dict(), **state}, file)
+
+
+def load(directory, model, report=None):
+    """Return the newest usable state."""
+
+    def problem(facts):
+        return checkpoint.other_model(facts, model.state_dict())
+
+    found = checkpoint.newest(directory, report or Recorder(), problem)
+    return found and torch.load(found[0] / "state.pt", weights_only=True)
+
+
 @pytest.fixture
 def saved(tmp_path, single):
     """Three checkpoints of one model; its bias holds the step."""
     model = nn.Linear(3, 2)
     for step in (1, 2, 3):
         nn.init.constant_(model.bias, step)
-        checkpoint.save(tmp_path / "ck", step, model, {"step": step}, keep=3)
+        save(tmp_path / "ck", step, model, keep=3, step=step)
     return tmp_path / "ck", model
 
 
 def test_the_newest_checkpoint_is_loaded_and_old_ones_are_dropped(saved):
     folder, model = saved
-    assert checkpoint.load_newest(folder, model, Recorder())["model"]["bias"].tolist() == [3, 3]
-    checkpoint.save(folder, 4, model, {}, keep=2)
+    assert load(folder, model)["model"]["bias"].tolist() == [3, 3]
+    save(folder, 4, model)
     assert [path.name for path in sorted(folder.iterdir())] == ["step-00000003", "step-00000004"]
-    checkpoint.save(folder, 4, model, {"again": True}, keep=2)
-    assert checkpoint.load_newest(folder, model, Recorder())["again"]
+    save(folder, 4, model, again=True)
+    assert load(folder, model)["again"]
     # What is newer than the checkpoint just written, or not ours, is not counted and not removed.
     for other in ("step-00000009", "step-00000010", "step-00000001-copy"):
         (folder / other).mkdir()
-    checkpoint.save(folder, 5, model, {}, keep=2)
+    save(folder, 5, model)
     left = ["step-00000001-copy", *(f"step-000000{step:02d}" for step in (4, 5, 9, 10))]
     assert [path.name for path in sorted(folder.iterdir())] == left
-    assert checkpoint.load_newest(folder / "none", model, Recorder()) is None
+    assert load(folder / "none", model) is None
+
+
+def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
+    def body(rank, world_size):
+        with checkpoint.sealed(tmp_path / "ck", 7, {"note": "kept"}) as inside:
+            (inside / f"part-{rank}").write_text(str(rank))
+        report = Recorder()
+        whole = checkpoint.newest(tmp_path / "ck", report)
+        dist.barrier()
+        if rank == 0:
+            (tmp_path / "ck" / "step-00000007" / "part-1").write_text("altered")
+        dist.barrier()
+        try:
+            checkpoint.newest(tmp_path / "ck", report)
+        except cli.UsageError as error:
+            return whole[0].name, whole[1]["note"], sorted(whole[1]["files"]), str(error)
+
+    for name, note, files, error in on_ranks(body, 2):
+        assert (name, note, files) == ("step-00000007", "kept", ["part-0", "part-1"])
+        assert "part-1 does not match its checksum" in error
 
 
 def _flip_a_bit(path):
@@ -437,8 +450,10 @@ def _truncate(path):
     (path / "state.pt").write_bytes(content[: len(content) // 2])
 
 
-def _other_model(path):
-    checkpoint.save(path.parent, 3, nn.Linear(3, 4), {}, keep=3)
+def _of_the_old_format(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"] = manifest.pop("files")["state.pt"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize(
@@ -448,26 +463,27 @@ def _other_model(path):
         (_truncate, "truncated or altered"),
         (lambda path: (path / "state.pt").unlink(), "incomplete or damaged"),
         (lambda path: (path / "manifest.json").write_text("{"), "incomplete or damaged"),
+        (lambda path: (path / "manifest.json").write_text('{"files": 1}'), "incomplete or damaged"),
         (
-            lambda path: (path / "manifest.json").write_text('{"sha256": "", "tensors": null}'),
-            "incomplete or damaged",
+            lambda path: save(path.parent, 3, nn.Linear(3, 4), keep=3),
+            r"of another model \(bias is \[4\] there, \[2\] here\)",
         ),
-        (_other_model, r"of another model \(bias is \[4\] there, \[2\] here\)"),
+        (_of_the_old_format, "in the format of an older version of this guide"),
     ],
 )
 def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(saved, damage, says):
     folder, model = saved
     damage(folder / "step-00000003")
     recorder = Recorder()
-    assert checkpoint.load_newest(folder, model, recorder)["step"] == 2
+    assert load(folder, model, recorder)["step"] == 2
     (line,) = recorder.warned
     assert "step-00000003" in line and re.search(says, line)
 
     for step in (1, 2):
         (folder / f"step-0000000{step}" / "manifest.json").unlink()
     before = sorted(folder.rglob("*"))
-    with pytest.raises(runtime.UsageError, match=says) as refused:
-        checkpoint.load_newest(folder, model, Recorder())
+    with pytest.raises(cli.UsageError, match=says) as refused:
+        load(folder, model)
     assert all(f"step-0000000{step}" in str(refused.value) for step in (1, 2, 3))
     assert sorted(folder.rglob("*")) == before, "nothing may be removed"
 
@@ -475,7 +491,7 @@ def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(saved, damage, say
 def test_a_save_killed_at_any_moment_leaves_the_checkpoint_before(tmp_path, single):
     """Kill the writer at each file operation of a save in turn."""
     model = nn.Linear(3, 2)
-    checkpoint.save(tmp_path / "ck", 1, model, {"step": 1})
+    save(tmp_path / "ck", 1, model, step=1)
     operations = 0
     while True:
         pid = os.fork()
@@ -484,11 +500,10 @@ def test_a_save_killed_at_any_moment_leaves_the_checkpoint_before(tmp_path, sing
         _, status = os.waitpid(pid, 0)
         if os.waitstatus_to_exitcode(status) == 0:
             break  # it got through: there were no more moments to die at
-        state = checkpoint.load_newest(tmp_path / "ck", model, Recorder())
-        assert state["step"] in (1, 2)
+        assert load(tmp_path / "ck", model)["step"] in (1, 2)
         operations += 1
     assert operations >= 6
-    assert checkpoint.load_newest(tmp_path / "ck", model, Recorder())["step"] == 2
+    assert load(tmp_path / "ck", model)["step"] == 2
 
 
 def _save_and_die(folder, model, after):
@@ -503,54 +518,33 @@ def _save_and_die(folder, model, after):
 
         return wrapper
 
-    checkpoint.torch.save = counted(torch.save)
+    torch.save = counted(torch.save)
     checkpoint.flush = counted(checkpoint.flush)
     checkpoint.Path.rename = counted(checkpoint.Path.rename)
     checkpoint.shutil.rmtree = counted(checkpoint.shutil.rmtree)
-    checkpoint.save(folder, 2, model, {"step": 2})
+    save(folder, 2, model, step=2)
     os._exit(0)
 
 
 def test_a_checkpoint_that_cannot_be_written_says_why(tmp_path, single):
     (tmp_path / "file").write_text("")
-    with pytest.raises(runtime.UsageError, match="Not a directory"):
-        checkpoint.save(tmp_path / "file" / "ck", 1, nn.Linear(1, 1), {})
+    with pytest.raises(cli.UsageError, match="Not a directory"):
+        save(tmp_path / "file" / "ck", 1, nn.Linear(1, 1))
 
 
 def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, single):
     """A limit on the size of files stops torch.save in the middle, as a full disk does."""
     model = nn.Linear(300, 300)
-    checkpoint.save(tmp_path / "ck", 1, model, {"step": 1})
+    save(tmp_path / "ck", 1, model, step=1)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
     try:
-        with pytest.raises(runtime.UsageError, match="step-00000002: File too large$"):
-            checkpoint.save(tmp_path / "ck", 2, model, {"step": 2})
+        with pytest.raises(cli.UsageError, match="step-00000002: File too large$"):
+            save(tmp_path / "ck", 2, model, step=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000001"]
-    assert checkpoint.load_newest(tmp_path / "ck", model, Recorder())["step"] == 1
-
-
-def test_random_state_of_every_rank_comes_back(on_ranks, tmp_path):
-    def draw():
-        return torch.rand(1).item(), float(runtime.np.random.rand()), runtime.random.random()
-
-    def body(rank, world_size):
-        runtime.seed_everything(rank)
-        draw()
-        states = checkpoint.gather_rng_states()
-        torch.save(states, tmp_path / f"rng-{rank}")
-        expected = draw()
-        runtime.seed_everything(99)
-        loaded = torch.load(tmp_path / f"rng-{rank}", weights_only=True)
-        assert checkpoint.restore_rng_state(loaded, rank)
-        assert draw() == expected
-        assert not checkpoint.restore_rng_state(loaded, world_size)
-        return expected
-
-    first, second = on_ranks(body, 2)
-    assert first != second
+    assert load(tmp_path / "ck", model)["step"] == 1
 
 
 # measure and console
@@ -585,56 +579,234 @@ def test_flops_are_those_that_pytorch_counts(monkeypatch):
 
 
 def test_a_check_fails_when_it_should():
-    ok = [measure.Check("", *values, "").ok for values in ((1, 1, 0), (1.1, 1, 0.2))]
-    bad = [measure.Check("", *values, "").ok for values in ((2, 1, 0), (float("nan"), 1, 9))]
+    ok = [Check("", *values, "").ok for values in ((1, 1, 0), (1.1, 1, 0.2))]
+    bad = [Check("", *values, "").ok for values in ((2, 1, 0), (float("nan"), 1, 9))]
     assert ok == [True, True] and bad == [False, False]
 
 
-def test_results_have_the_documented_shape(tmp_path, single, capsys):
-    world, device = runtime.World(0, 0, 1, 1, "python"), torch.device("cpu")
-    results = measure.Results("x.py", Namespace(lr=0.1, output_dir=None), world, device)
-    results.metrics = {"final_loss": 1.5}
-    results.check("loss equals single process", 2.3021, 2.3021, 1e-5, "somewhere")
-    content = json.loads(results.write(tmp_path).read_text())
+def test_results_have_the_documented_shape(tmp_path, capsys):
+    report = Report("x.py", Namespace(lr=0.1, output_dir=tmp_path / "run"), WORLD, CPU)
+    report.start("a line of the script")
+    report.metrics = {"final_loss": 1.5}
+    report.check("loss equals single process", 2.3021, 2.3021, 1e-5, "somewhere")
+    assert report.finish("fine") == 0
+    content = json.loads((tmp_path / "run" / "results.json").read_text())
     assert list(content) == [
         "script", "args", "started", "seconds", "world_size", "device", "backend", "launcher",
         "versions", "machine", "metrics", "checks",
     ]  # fmt: skip
     assert content["checks"][0] == {
         "name": "loss equals single process", "measured": 2.3021, "expected": 2.3021,
-        "tolerance": 1e-5, "ok": True, "source": "somewhere",
+        "tolerance": 1e-5, "source": "somewhere", "ok": True,
     }  # fmt: skip
-    assert Console(True).verdict(results, "fine") == 0
-    results.check("broken", 1, 2, 0, "nowhere")
-    assert Console(True).verdict(results, "fine") == 1
+    report.check("broken", 1, 2, 0, "nowhere")
+    assert report.finish("fine") == 1
     said = capsys.readouterr().out.splitlines()
-    assert "OK: 1 checks passed, fine" in said and said[-1] == "FAILED: broken"
-    Console(False).verdict(results, "fine")
-    assert capsys.readouterr().out == "", "only rank 0 speaks"
+    assert said[1] == "a line of the script"
+    assert "OK: 1 check passed, fine" in said and said[-1] == "FAILED: broken"
+    other = Report("x.py", Namespace(output_dir=None), runtime.World(1, 1, 2, 2, "python"), CPU)
+    other.start("x")
+    other.finish("fine")
+    assert capsys.readouterr().out == "", "only rank 0 prints"
+
+
+def test_more_than_eight_checks_are_folded_to_the_worst_of_each_kind(capsys):
+    report = Report("x.py", Namespace(output_dir=None), WORLD, CPU)
+    for number in range(5):
+        report.check(f"way {number}: error", number * 1e-6, 0, 1e-5, "")
+        report.check(f"way {number}: bytes", 8, 8, 0, "")
+    report.check("alone", 1, 1, 0, "")
+    assert report.finish("fine") == 0
+    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [
+        "error (worst of 5)",
+        "bytes (worst of 5)",
+        "alone",
+        "OK: 11 checks passed, fine",
+    ]
+    report.checks[7].measured = 9
+    assert report.finish("fine") == 1
+    out = capsys.readouterr().out
+    assert "way 3: bytes" in out and "4e-06" in out and "FAILED: way 3: bytes" in out
+
+
+# the output folder
 
 
 def test_output_folders_are_claimed_without_losing_anything(tmp_path):
-    world = runtime.World(0, 0, 1, 1, "python")
-    claim = measure.claim_output_dir
-    assert claim(Namespace(output_dir=None), world) is None
-    folder = str(tmp_path / "a" / "b")
-    assert claim(Namespace(output_dir=folder), world).is_dir()
-    (tmp_path / "a" / "b" / "results.json").write_text("{}")
-    for own in ({}, {"resume": False}, {"resume": True}):
-        with pytest.raises(runtime.UsageError, match="is not empty: name another folder$"):
-            claim(Namespace(output_dir=folder, **own), world)
-    resumable = str(tmp_path / "c")
+    def claim(path, resume=None):
+        """Claim a folder as a process of its own, which gives it back when it ends."""
+
+        def body(_):
+            folder.claim(path, resume)
+            atexit._run_exitfuncs()
+
+        return ranks.fork(body, 1, tmp_path / "log", 60)[0].err
+
+    run, resumable = tmp_path / "a" / "b", tmp_path / "c"
+    assert claim(run) == ""
+    (run / "results.json").write_text("{}")
+    for resume in (None, False, True):
+        assert "is not empty: name another folder\n" in claim(run, resume)
     for _ in range(2):  # the second time as if the run had been killed before its first checkpoint
-        assert claim(Namespace(output_dir=resumable, resume=True), world).is_dir()
-    (tmp_path / "a" / "b" / "checkpoints").mkdir()
-    with pytest.raises(runtime.UsageError, match="is not empty.*--resume"):
-        claim(Namespace(output_dir=folder, resume=False), world)
-    assert claim(Namespace(output_dir=folder, resume=True), world).is_dir()
-    with pytest.raises(runtime.UsageError, match="cannot be written: Not a directory"):
-        claim(Namespace(output_dir=folder + "/results.json/x", resume=False), world)
+        assert claim(resumable, resume=True) == ""
+    (run / "checkpoints").mkdir()
+    assert "is not empty" in claim(run, False) and "--resume" in claim(run, False)
+    assert claim(run, True) == ""
+    assert "cannot be written: Not a directory" in claim(run / "results.json" / "x")
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "results.json"]
 
 
-def test_plots_are_the_same_when_drawn_again(tmp_path):
+def hold(path, release):
+    """Hold a folder in a process of its own until `release` is there."""
+
+    def body(rank):
+        folder.claim(path, True)
+        (path / "held").touch()
+        while not release.exists():
+            time.sleep(0.02)
+        return 0
+
+    pid = os.fork()
+    if pid == 0:
+        body(0)
+        os._exit(0)  # without giving it back, as when a process is killed
+    while not (path / "held").exists():
+        time.sleep(0.02)
+    return pid
+
+
+def test_a_folder_in_use_is_refused_with_its_holder_and_taken_over_when_that_is_dead(tmp_path):
+    path = tmp_path / "run"
+    pid = hold(path, tmp_path / "release")
+    with pytest.raises(cli.UsageError, match=rf"in use by pid {pid} on .* since 20\d\d-.* UTC: "):
+        folder.claim(path, True)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    took = ranks.fork(lambda _: folder.claim(path, True), 1, tmp_path / "log", 60)[0]
+    assert (took.code, took.err) == (0, ""), "taken over at once"
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_on_another_machine_the_lease_decides(tmp_path, monkeypatch, alive):
+    """A holder whose pid says nothing here: the lock that it refreshes, or does not, says it."""
+    monkeypatch.setattr(folder, "LEASE_S", 3.0)
+    monkeypatch.setattr(folder, "HEARTBEAT_S", 0.3)
+    monkeypatch.setattr("filelock._identity.host_name", lambda: "elsewhere")
+    monkeypatch.setattr("filelock._marker.host_name", lambda: "elsewhere", raising=False)
+    monkeypatch.setattr("filelock._soft.host_name", lambda: "elsewhere", raising=False)
+    monkeypatch.setattr(folder.socket, "gethostname", lambda: "elsewhere")
+    path, release = tmp_path / "run", tmp_path / "release"
+    pid = hold(path, release)
+    monkeypatch.undo()
+    monkeypatch.setattr(folder, "LEASE_S", 3.0)
+    monkeypatch.setattr(folder, "HEARTBEAT_S", 0.3)
+    if not alive:
+        os.kill(pid, signal.SIGSTOP)  # it neither refreshes its lock nor ends
+    ended = ranks.fork(lambda _: folder.claim(path, True), 1, tmp_path / "log", 120)[0]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    if alive:
+        assert f"in use by pid {pid} on elsewhere" in ended.err
+    else:
+        assert ended.code == 0, ended.err
+
+
+def test_figures_are_the_same_when_drawn_again(tmp_path):
     for name in ("a.png", "b.png"):
-        plot_training(tmp_path / name, [2.0, 1.0, 0.5], [0.3, 0.9])
+        with figure(tmp_path / name, 1, 2) as (left, right):
+            left.plot([2.0, 1.0, 0.5])
+            right.plot([0.3, 0.9])
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+# ranks
+
+
+def test_every_way_a_rank_can_end_is_told(tmp_path):
+    def body(rank):
+        print("rank", rank)
+        if rank == 1:
+            raise ValueError("shard 7 is empty")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 3:
+            sys.exit(7)
+        if rank == 4:
+            time.sleep(600)
+        return rank
+
+    ended = ranks.fork(body, 5, tmp_path, deadline_s=5)
+    words = ["exit code 0", "exit code 1", "SIGKILL", "exit code 7", "hangs"]
+    assert [rank.ended for rank in ended] == words
+    assert [rank.out for rank in ended] == [f"rank {number}\n" for number in range(5)]
+    assert ended[0].value == 0 and "ValueError: shard 7 is empty" in ended[1].err
+    assert "in body" in ended[4].err, "where it hangs"
+    ended = ranks.fork(body, 5, tmp_path, deadline_s=60, grace_s=0.1)
+    assert [rank.code for rank in ended] == [0, 1, -signal.SIGKILL, 7, -signal.SIGTERM]
+
+
+# proofs
+
+
+def test_proofs_hold_and_can_fail(on_ranks):
+    def body(rank, world_size):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        batch = torch.randn(4, 3)
+        losses = (model(part).pow(2).mean() / 2 for part in batch.split(2))
+        alone = proofs.gradient_of_one_process(model, losses)
+        assert model.weight.grad is None
+        ddp = nn.parallel.DistributedDataParallel(model)
+        with measure.CollectiveCounter() as counter:
+            ddp(batch[2 * rank : 2 * rank + 2]).pow(2).mean().backward()
+        report = Recorder()
+        proofs.same_gradient(report, model, alone, 1e-6)
+        proofs.one_gradient_sent(report, model, counter)
+        proofs.same_weights(report, model)
+        right = [check.ok for check in report.checks]
+        if rank == 1:
+            model.weight.grad[0, 0] += 1
+            model.weight.data[0, 0] += 1e-7
+        counter.bytes["allreduce_"] += 4
+        proofs.same_gradient(report, model, alone, 1e-6)
+        proofs.one_gradient_sent(report, model, counter)
+        proofs.same_weights(report, model)
+        proofs.same_losses(report, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), 1e-3)
+        return right, [check.ok for check in report.checks[3:]]
+
+    assert on_ranks(body, 2) == [([True] * 3, [False] * 4)] * 2
+
+
+# the one job
+
+
+def job_args(micro, accum, ranks):
+    return Namespace(micro_batch_size=micro, grad_accum_steps=accum, seq_len=4,
+                     global_batch_size=micro * accum * ranks)  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_job_has_the_same_global_batches_however_it_is_cut(workers):
+    text = torch.arange(4 * 26 + 1, dtype=torch.uint8)
+    sequences = data.Sequences(text, 4)  # 26: a third step of 12 is short
+
+    def steps(micro, accum, ranks):
+        dealt = []
+        for rank in range(ranks):
+            sampler = data.ShardedSampler(26, rank, ranks, seed=1)
+            batches = data.job_batches(sequences, sampler, job_args(micro, accum, ranks), workers)
+            own = []
+            for _ in range(4):  # the fourth is of the next epoch
+                step = next(batches)
+                assert len(step) == accum and all(x.shape == (micro, 4) for x, _ in step)
+                sampler.advance(min(12, 26 - sampler.position))
+                own.append([int(x[0]) for part in step for x in part[0][part[1][:, 0] >= 0]])
+            dealt.append(own)
+        return [sorted(sum(parts, [])) for parts in zip(*dealt, strict=True)]
+
+    whole = steps(12, 1, 1)
+    assert [len(step) for step in whole] == [12, 12, 2, 12]
+    assert sorted(sum(whole[:3], [])) == [4 * i for i in range(26)], "each sequence once"
+    for cut in ((6, 2, 1), (3, 2, 2), (4, 1, 3)):
+        assert steps(*cut) == whole

@@ -1,0 +1,505 @@
+"""Module 01, first steps and ddp_mnist.py: the same answer on any number of ranks, and resume."""
+
+import ast
+import gzip
+import os
+import re
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+MNIST = "01-ddp-basics/ddp_mnist.py"
+
+
+def losses_of(folder: Path) -> torch.Tensor:
+    return torch.tensor(newest_state(folder)["history"]["losses"])
+
+
+def newest_state(folder: Path) -> dict:
+    newest = sorted((folder / "checkpoints").iterdir())[-1]
+    return torch.load(newest / "state.pt", weights_only=True)
+
+
+# first steps: plain PyTorch
+
+
+FIRST_STEPS = ("hello_ranks.py", "single_process.py", "ddp_minimal.py")
+
+
+@pytest.mark.parametrize("name", FIRST_STEPS)
+def test_first_steps_import_nothing_of_ours(name):
+    tree = ast.parse((REPO / "01-ddp-basics" / name).read_text())
+    imported = [node.names[0].name for node in tree.body if isinstance(node, ast.Import)]
+    imported += [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert {module.split(".")[0] for module in imported} <= {"os", "torch", "sklearn"}
+
+
+def test_hello_ranks_adds_up_the_ranks(run_script):
+    ended = first_step(run_script, "hello_ranks.py", 3)
+    assert sorted(ended.stdout.splitlines()) == [
+        f"rank {rank} of 3 (local rank {rank}): the sum is 3" for rank in range(3)
+    ]
+
+
+def first_step(run_script, name, ranks, tmp_path=None, change=("", "")):
+    """Run a script without a main on forked ranks, with one text in it changed."""
+
+    def before(script):
+        if tmp_path:
+            os.chdir(tmp_path)
+        source = (REPO / "01-ddp-basics" / name).read_text()
+        assert change[0] in source
+        source = source.replace(*change) if change[0] else source
+        script.main = lambda: exec(compile(source, name, "exec"), {"__name__": "__main__"}) or 0
+
+    ended = run_script("01-ddp-basics/digits.py", world_size=ranks, before=before)
+    assert not any(ended.codes), ended.stderr
+    return ended
+
+
+def test_ddp_minimal_prints_the_same_losses_on_1_2_and_4_ranks(run_script, tmp_path):
+    """To the four digits that it prints: the network is smooth, and 110 steps are few."""
+    said = {}
+    for ranks in (1, 2, 4):
+        said[ranks] = first_step(run_script, "ddp_minimal.py", ranks, tmp_path).stdout
+        assert (tmp_path / "digits.pt").exists()
+        (tmp_path / "digits.pt").unlink()
+    losses = {ranks: torch.tensor(list(map(float, re.findall(r"loss (\S+)", lines))))
+              for ranks, lines in said.items()}  # fmt: skip
+    assert len(losses[1]) == 5 and losses[1][-1] < 0.2 * losses[1][0]
+    for ranks in (2, 4):
+        assert (losses[ranks] - losses[1]).abs().max() < 2e-4
+
+
+def test_ddp_minimal_trains_apart_without_ddp(run_script, tmp_path):
+    """Sabotage of the test above: without the wrapper, the losses on two ranks are others."""
+    whole = first_step(run_script, "ddp_minimal.py", 1, tmp_path).stdout
+    unwrapped = ("model = DDP(model)", "model.__dict__['module'] = model")
+    assert first_step(run_script, "ddp_minimal.py", 2, tmp_path, unwrapped).stdout != whole
+
+
+# the same answer
+
+
+def test_same_loss_on_1_2_3_and_4_ranks(run_script, tmp_path):
+    """Every step's loss, for the same global batch of 48 samples in the same order.
+
+    Tolerance: summing 48 fp32 terms in another order changes a loss near 2 by about 5e-7 at the
+    first step. The model is smooth (no ReLU, no max-pool, so no input near a kink where a last
+    bit flips a gradient), and over these steps the difference grows by less than a factor of 10.
+    """
+    curves = {}
+    for world_size in (1, 2, 3, 4):
+        folder = tmp_path / f"{world_size}-ranks"
+        ended = run_script(
+            MNIST, "--epochs", 3, "--micro-batch-size", 48 // world_size, "--output-dir", folder,
+            world_size=world_size,
+        )  # fmt: skip
+        assert ended.codes == [0] * world_size, ended.stderr
+        curves[world_size] = losses_of(folder)
+        assert len(curves[world_size]) == 3 * (1437 // 48)
+    assert curves[1][-1] < 0.5 * curves[1][0], "a loss that does not fall would prove little"
+    for world_size in (2, 3, 4):
+        difference = (curves[world_size] - curves[1]).abs()
+        assert difference[0] < 1e-6 and difference.max() < 1e-5, f"{world_size} ranks"
+
+
+@pytest.mark.full
+def test_torchrun_trains_to_96_percent_and_writes_what_it_says(torchrun, tmp_path):
+    ended = torchrun(MNIST, "--output-dir", tmp_path / "run")
+    assert ended.codes == [0], ended.stderr
+    assert re.search(r"^OK: 4 checks passed, test accuracy \d\d\.\d%$", ended.stdout, re.M)
+    content = results_of(tmp_path / "run")
+    assert content["metrics"]["test_accuracy"] >= 0.96
+    assert (content["world_size"], content["launcher"]) == (2, "torchrun")
+    assert content["args"]["micro_batch_size"] == 32
+    assert [check["ok"] for check in content["checks"]] == [True] * 4
+    assert (tmp_path / "run" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert ended.stdout.count("epoch  1 |") == 1, "one rank speaks for all"
+
+
+def test_bf16_stays_within_its_tolerance(run_script, tmp_path):
+    ended = run_script(
+        MNIST, "--epochs", 1, "--precision", "bf16-mixed", "--output-dir", tmp_path / "run",
+        world_size=2,
+    )  # fmt: skip
+    assert ended.codes == [0, 0], ended.stderr
+    error = results_of(tmp_path / "run")["checks"][0]
+    assert 1e-5 < error["measured"] <= error["tolerance"], "bf16 cannot be as exact as fp32"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "names"),
+    [
+        ("srun", ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")),
+        (
+            "mpirun",
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
+             "OMPI_MCA_ess_base_jobid"),
+        ),
+    ],
+)  # fmt: skip
+def test_other_launchers_need_no_other_script(run_script, tmp_path, launcher, names):
+    folder = tmp_path / "run"
+    job = str(os.getpid())  # picks the port
+    ended = run_script(
+        MNIST, "--epochs", 1, "--output-dir", folder, world_size=2,
+        environ=lambda rank: dict(zip(names, (rank, rank, 2, job), strict=True)),
+    )  # fmt: skip
+    assert ended.codes == [0, 0], ended.stderr
+    assert results_of(folder)["launcher"] == launcher
+
+
+# checks that can fail
+
+
+def skip_all_reduce(script):
+    class Unreduced(DistributedDataParallel):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.register_comm_hook(None, _leave_bucket_alone)
+
+    script.DDP = Unreduced
+
+
+def _leave_bucket_alone(
+    state, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def deal_all_ranks_the_same(script):
+    sampler = script.data.ShardedSampler
+    original = sampler.__init__
+
+    def as_rank_0(self, num_samples, rank, world_size, seed):
+        original(self, num_samples, 0, world_size, seed)
+
+    sampler.__init__ = as_rank_0
+
+
+def repeat_test_samples(script):
+    """Deal the test set as DistributedSampler does, which repeats samples to fill all ranks."""
+    evaluate = script.evaluate
+
+    def padded(model, test_set, device):
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        indices = list(DistributedSampler(range(len(test_set)), ranks, rank, shuffle=False))
+        arange = torch.arange
+        torch.arange = lambda count: Dealt(torch.tensor(indices))
+        try:
+            return evaluate(model, test_set, device)
+        finally:
+            torch.arange = arange
+
+    script.evaluate = padded
+
+
+class Dealt:
+    def __init__(self, indices):
+        self.indices = indices
+
+    def __getitem__(self, part):
+        return self.indices
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (
+            skip_all_reduce,
+            ["gradient: relative error against one process", "bytes all-reduced per step",
+             "distinct sets of weights over all ranks"],
+        ),
+        (deal_all_ranks_the_same, ["gradient: relative error against one process"]),
+        (repeat_test_samples, ["test samples counted exactly once"]),
+    ],
+)  # fmt: skip
+def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failing):
+    world_size = 7 if sabotage is repeat_test_samples else 2  # 360 is not a multiple of 7
+    ended = run_script(
+        MNIST, "--epochs", 1, "--output-dir", tmp_path / "run",
+        world_size=world_size, before=sabotage,
+    )  # fmt: skip
+    assert 1 in ended.codes and not set(ended.codes) - {1, -signal.SIGTERM}, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "FAILED: " + "; ".join(failing)
+    bad = [check["name"] for check in results_of(tmp_path / "run")["checks"] if not check["ok"]]
+    assert bad == failing
+
+
+# resume
+
+
+def test_a_resumed_run_gives_bitwise_the_same_losses(run_script, tmp_path):
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    run_script(MNIST, "--epochs", 3, "--output-dir", straight, world_size=2)
+    run_script(MNIST, "--epochs", 1, "--output-dir", resumed, world_size=2)
+    ended = run_script(MNIST, "--epochs", 3, "--output-dir", resumed, "--resume", world_size=2)
+    assert "resuming from" in ended.stdout
+    assert torch.equal(losses_of(straight), losses_of(resumed))
+    random_states = [newest_state(folder)["rng"][1]["torch"] for folder in (straight, resumed)]
+    assert torch.equal(*random_states), "dropout would differ from here on"
+    assert (
+        results_of(straight)["metrics"]["final_loss"]
+        == (results_of(resumed)["metrics"]["final_loss"])
+    )
+    again = run_script(MNIST, "--epochs", 3, "--output-dir", resumed, "--resume", world_size=2)
+    assert_one_line(again, "has 3 epochs: ask for more by --epochs")
+
+
+def test_resume_passes_over_a_damaged_checkpoint(run_script, tmp_path):
+    run_script(MNIST, "--epochs", 2, "--output-dir", tmp_path / "run", world_size=2)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000044" / "state.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    arguments = (MNIST, "--epochs", 2, "--output-dir", tmp_path / "run", "--resume")
+    ended = run_script(*arguments, world_size=2)
+    assert ended.codes == [0, 0], ended.stderr
+    assert re.search(r"warning: skipped .*step-00000044: truncated or altered", ended.stderr)
+    assert re.search(r"resuming from .*step-00000022", ended.stdout)
+
+    for state in (tmp_path / "run" / "checkpoints").glob("*/state.pt"):
+        state.write_bytes(b"")
+    assert_one_line(run_script(*arguments, world_size=2), "no checkpoint can be used: ")
+
+
+# bad input
+
+
+def fake_gpus(count):
+    def patch(script):
+        torch.cuda.is_available = lambda: count > 0
+        torch.cuda.device_count = lambda: count
+
+    return patch
+
+
+def one_training_sample(script):
+    images = script.digits.load_digits()
+    first = torch.utils.data.TensorDataset(*(tensor[:1] for tensor in images.train.tensors))
+    script.digits.load_digits = lambda: script.digits.Images("digits", first, images.test)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says", "before"),
+    [
+        (["--device", "cuda"], "2 ranks on this machine but 1 GPU(s): start at", fake_gpus(1)),
+        (["--device", "cuda"], "--device cuda: PyTorch finds no GPU", fake_gpus(0)),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu' (choose from", None),
+        (["--seed", "-1"], "--seed: must be a whole number of at least 0, not '-1'", None),
+        (["--timeout", "1e300"], "--timeout: must be a number above 0", None),
+        (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'", None),
+        (["--micro-batch-size", "0"], "--micro-batch-size: must be a whole number of", None),
+        (["--micro-batch-size", "1000"], "1000 x 2 ranks is more than the 1437 samples", None),
+        (["--lr", "nan"], "--lr: must be a number above 0, not 'nan'", None),
+        (["--data-dir", "{tmp}/file"], "/file is not a folder", None),
+        (["--data-dir", "{tmp}/none"], "/none does not exist; --download", None),
+        (["--data-dir", "{tmp}"], "holds no MNIST: add --download", None),
+        (["--download"], "--download needs --data-dir", None),
+        (["--resume"], "--resume needs --output-dir", None),
+        (["--output-dir", "{tmp}/file/run"], "cannot be written: Not a directory", None),
+        (["--output-dir", "{tmp}"], "is not empty: name another folder", None),
+        (["--output-dir", "{tmp}", "--resume"], "is not empty: name another folder", None),
+        (["--output-dir", "{tmp}/new", "--micro-batch-size", "999"], "999 x 2 ranks is", None),
+        ([], "1 samples cannot be dealt to 2 ranks: start fewer ranks", one_training_sample),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_line(run_script, tmp_path, argv, says, before):
+    folder = tmp_path / "given"
+    folder.mkdir()
+    (folder / "file").write_text("kept")
+    filled = [text.format(tmp=folder) for text in argv]
+    ended = run_script(MNIST, *filled, world_size=2, before=before)
+    assert_one_line(ended, says)
+    assert [path.name for path in folder.rglob("*")] == ["file"], "nothing written"
+    assert (folder / "file").read_text() == "kept", "nothing lost"
+
+
+def test_world_size_without_rank_and_a_taken_port(run_script):
+    ended = run_script(MNIST, environ={"WORLD_SIZE": "2"})
+    assert_one_line(ended, "WORLD_SIZE is set but RANK is not")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert_one_line(run_script(MNIST, environ=own), f"MASTER_PORT={port} is already taken")
+
+
+def write_mnist(folder: Path) -> None:
+    """Write files in MNIST's own format: 64 and 20 images of stripes, as many as the label."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 64), ("t10k", 20)):
+        labels = torch.arange(count) % 10
+        images = torch.zeros(count, 28, 28, dtype=torch.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[: 2 * int(label) : 2] = 255
+        header = struct.pack(">iiii", 0x803, count, 28, 28)
+        with gzip.open(raw / f"{part}-images-idx3-ubyte.gz", "wb") as file:
+            file.write(header + images.numpy().tobytes())
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(header + images.numpy().tobytes())
+        content = struct.pack(">ii", 0x801, count) + labels.to(torch.uint8).numpy().tobytes()
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(content)
+
+
+def test_mnist_is_read_from_its_folder_and_never_fetched_silently(run_script, tmp_path):
+    write_mnist(tmp_path / "data")
+    ended = run_script(
+        MNIST, "--data-dir", tmp_path / "data", "--micro-batch-size", 8, "--epochs", 2, world_size=2
+    )
+    assert ended.codes == [0, 0], ended.stderr
+    assert "MNIST: 64 to train on, 20 to test on" in ended.stdout
+
+    def nobody_answers(script):
+        from torchvision.datasets import MNIST as dataset
+
+        dataset.mirrors = ["http://127.0.0.1:9/"]
+
+    ended = run_script(
+        MNIST, "--data-dir", tmp_path / "new", "--download", world_size=2, before=nobody_answers
+    )
+    assert ended.codes[0] == 2
+    assert "--download: MNIST cannot be fetched" in ended.stderr.splitlines()[-1]
+
+
+# a rank that is lost
+
+
+def wait_for(condition, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ended_or_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_killed_rank_ends_the_others_at_once(run_script, tmp_path, victim):
+    def kill(pids):
+        wait_for((tmp_path / "run" / "checkpoints" / "step-00000044").exists)
+        os.kill(pids[victim], signal.SIGKILL)
+
+    ended = run_script(
+        MNIST, "--epochs", 1000, "--output-dir", tmp_path / "run",
+        world_size=2, during=kill, end_job_on_failure=False, timeout_s=60,
+    )  # fmt: skip
+    survivor = 1 - victim
+    assert ended.codes[victim] == -signal.SIGKILL and ended.codes[survivor] == 1
+    (line,) = ended.stderr.splitlines()
+    assert f"rank {survivor}: lost contact with another rank (Connection" in line
+
+
+def test_a_rank_that_stops_answering_ends_the_others_within_the_timeout(run_script, tmp_path):
+    def stop(pids):
+        wait_for((tmp_path / "run" / "checkpoints" / "step-00000022").exists)
+        os.kill(pids[1], signal.SIGSTOP)
+        stopped = time.monotonic()
+        wait_for(lambda: ended_or_zombie(pids[0]), timeout_s=60)
+        assert time.monotonic() - stopped < 60, "of the timeout of 600 s that is the default"
+        os.kill(pids[1], signal.SIGKILL)
+
+    ended = run_script(
+        MNIST, "--epochs", 1000, "--timeout", 4, "--output-dir", tmp_path / "run",
+        world_size=2, during=stop, end_job_on_failure=False,
+    )  # fmt: skip
+    assert ended.codes == [1, -signal.SIGKILL]
+    (line,) = ended.stderr.splitlines()
+    assert "rank 0: lost contact with another rank (Timed out)" in line
+
+
+# two jobs, one folder
+
+
+def test_a_second_job_in_the_same_folder_is_refused_and_named(run_script, tmp_path):
+    """Two jobs with --resume would both train to the end, and write their checkpoints in turn."""
+    folder = tmp_path / "run"
+    arguments = (MNIST, "--epochs", 1000, "--output-dir", folder, "--resume")
+    second = []
+
+    def start_a_second(pids):
+        wait_for((folder / "checkpoints" / "step-00000022").exists)
+        second.append(run_script(*arguments, world_size=2))
+        second.append(pids[0])
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    first = run_script(*arguments, world_size=2, during=start_a_second)
+    assert first.codes == [-signal.SIGKILL] * 2
+    refused, holder = second
+    assert_one_line(refused, f"is in use by pid {holder} on ")
+    again = run_script(MNIST, "--epochs", 1, "--output-dir", folder, "--resume", world_size=2)
+    assert "ask for more by --epochs" in again.stderr, "the lock of the dead job is taken over"
+
+
+# data and model
+
+
+def test_digits_split_is_fixed_and_disjoint():
+    digits = load_script("01-ddp-basics/digits.py")
+    images = digits.load_digits()
+    assert (len(images.train), len(images.test)) == (1437, 360)
+    assert images.train.tensors[0].shape == (1437, 1, 8, 8)
+    pixels = images.train.tensors[0]
+    assert abs(pixels.mean()) < 0.02 and abs(pixels.std() - 1) < 0.02
+    before = torch.get_rng_state()
+    again = digits.load_digits()
+    assert torch.equal(images.test.tensors[0], again.test.tensors[0])
+    assert torch.equal(before, torch.get_rng_state()), "loading data must not use up randomness"
+
+
+def test_small_cnn_has_the_documented_size_and_takes_both_image_sizes():
+    model = load_script("01-ddp-basics/digits.py").SmallCNN()
+    assert sum(p.numel() for p in model.parameters()) == 151_306
+    for size in (8, 28):
+        assert model(torch.zeros(2, 1, size, size)).shape == (2, 10)
+
+
+def test_distributed_sampler_repeats_samples_where_the_script_does_not():
+    for ranks in (1, 2, 3, 4, 7):
+        dealt = [torch.arange(10)[rank::ranks] for rank in range(ranks)]
+        assert sorted(torch.cat(dealt).tolist()) == list(range(10))
+        padded = [i for rank in range(ranks)
+                  for i in DistributedSampler(range(10), ranks, rank, shuffle=False)]  # fmt: skip
+        assert (sorted(padded) == list(range(10))) == (10 % ranks == 0)
+
+
+def test_random_state_of_every_rank_comes_back(on_ranks, tmp_path):
+    replica = load_script("01-ddp-basics/replica_checkpoint.py")
+
+    def draw():
+        return torch.rand(1).item(), float(replica.np.random.rand()), replica.random.random()
+
+    def body(rank, world_size):
+        replica.runtime.seed_everything(rank)
+        draw()
+        torch.save(replica.runtime.gather(replica.rng_state()), tmp_path / f"rng-{rank}")
+        expected = draw()
+        replica.runtime.seed_everything(99)
+        loaded = torch.load(tmp_path / f"rng-{rank}", weights_only=True)
+        assert replica.restore_rng_state(loaded, rank)
+        assert draw() == expected
+        assert not replica.restore_rng_state(loaded, world_size)
+        return expected
+
+    first, second = on_ranks(body, 2)
+    assert first != second
+
+
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_ddp_mnist_runs_on_a_gpu():
+    command = ["python", MNIST, "--epochs", "1", "--device", "cuda"]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0] and " cuda with nccl" in ended.stdout, ended.stdout + ended.stderr
