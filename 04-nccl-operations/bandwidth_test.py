@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_common import measure, runtime
-from dist_common.console import Console, plot_bandwidth
+from dist_common import cli, measure, runtime
+from dist_common.report import Report, figure
 
 # torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -240,9 +240,7 @@ def measure_one(name, size, in_place, args, group, device):
     dist.barrier()
     times = timed(lambda: collective.run(sent, received, op, group),
                   args.warmup_iters, args.iters, device)  # fmt: skip
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (times, wrong, written))
-    times, wrong, written = zip(*told, strict=True)
+    times, wrong, written = zip(*runtime.gather((times, wrong, written)), strict=True)
     times = sorted(sum(times, []))  # of all ranks: nccl-tests averages over them too
     mean, whole = statistics.mean(times), max(sent.nbytes, received.nbytes)
     p50, p95, p99 = (times[min(len(times) - 1, int(s * len(times)))] for s in (0.5, 0.95, 0.99))
@@ -277,44 +275,46 @@ def side(figures):
     return [narrow(figures["time_us"], 7), *speeds, figures["wrong"]]
 
 
-def sweep(console, name, args, group, device):
+def sweep(report, name, args, group):
     """Time one collective at every size, print a line for each; return the figures by size."""
-    console.say(
+    report.say(
         f"# Collective test starting: {name}\n"
         f"# minBytes {args.minbytes} maxBytes {args.maxbytes} step: {args.stepfactor}(factor) "
         f"warmup iters: {args.warmup_iters} iters: {args.iters} validation: 1\n#\n"
         f"#{'out-of-place':>72}{'in-place':>31}"
     )
     names, units = ("time", "algbw", "busbw", "#wrong"), ("(us)", "(GB/s)", "(GB/s)", "")
-    console.say("#" + columns(("size", "count", "type", "redop", "root"), names, names)[1:])
-    console.say("#" + columns(("(B)", "(elements)", "", "", ""), units, units)[1:])
+    report.say("#" + columns(("size", "count", "type", "redop", "root"), names, names)[1:])
+    report.say("#" + columns(("(B)", "(elements)", "", "", ""), units, units)[1:])
     size, rows, collective = args.minbytes, [], COLLECTIVES[name]
     while size <= args.maxbytes:
-        out, inside = (measure_one(name, size, way, args, group, device) for way in (False, True))
+        out, inside = (
+            measure_one(name, size, way, args, group, report.device) for way in (False, True)
+        )
         if out:
             redop, root = args.op if collective.reduces else "none", 0 if collective.rooted else -1
             left = (out["size"], out["count"], args.datatype, redop, root)
-            console.say(columns(left, side(out), side(inside)))
+            report.say(columns(left, side(out), side(inside)))
             rows.append({"out_of_place": out, "in_place": inside})
         size *= args.stepfactor
     if not rows:
-        raise runtime.UsageError(f"-e {args.maxbytes} leaves each rank of {name} nothing")
+        raise cli.UsageError(f"-e {args.maxbytes} leaves each rank of {name} nothing")
     both = [figures for row in rows for figures in row.values() if figures]
     wrong = sum(figures["wrong"] for figures in both)
     busbw = statistics.mean(figures["busbw_gb_s"] for figures in both)
-    console.say(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
-    console.say(f"# Avg bus bandwidth    : {busbw:g}")
+    report.say(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    report.say(f"# Avg bus bandwidth    : {busbw:g}")
     return rows
 
 
-def percentiles(console, rows):
+def percentiles(report, rows):
     keys, lines = ("p50_us", "p95_us", "p99_us", "max_us"), []
     for figures in best_side(rows):
         outliers = f"{figures['outliers']} of {figures['iterations']}"
         lines.append(
             (f"{figures['size']:,}", *(f"{figures[key]:.1f} us" for key in keys), outliers)
         )
-    console.table(lines, ("size", "p50", "p95", "p99", "max", f"above {OUTLIER:g} x p50"))
+    report.table(lines, ("size", "p50", "p95", "p99", "max", f"above {OUTLIER:g} x p50"))
 
 
 def best_side(rows):
@@ -342,15 +342,15 @@ def fit(sizes, times):
     return float(alpha), float(1e-3 / per_byte), float(error)
 
 
-def summarise(results, label, name, ranks, rows, args, copied):
+def summarise(report, label, name, ranks, rows, args, copied):
     """Check a sweep's data; return its lines of the last two tables: of times, and of bytes."""
     wrong = sum(figures["wrong"] for row in rows for figures in row.values() if figures)
-    results.check(f"{label}: wrong elements", wrong, 0, 0, "the collective's definition")
+    report.check(f"{label}: wrong elements", wrong, 0, 0, "the collective's definition")
     figures = best_side(rows)
     alpha, rate, error = fit([f["size"] for f in figures], [f["p50_us"] for f in figures])
     best, bus = max(f["busbw_gb_s"] for f in figures), COLLECTIVES[name].bus(ranks)
     sent, fitted = figures[-1]["sent_x_size"], ("n/a",) * 5
-    results.metrics.update({
+    report.metrics.update({
         f"{label} best_busbw_gb_s": best, f"{label} sent_x_size": sent, f"{label} alpha_us": alpha,
         f"{label} busbw_gb_s": rate and bus * rate,
         f"{label} crossover_bytes": rate and 1e3 * alpha * rate,
@@ -368,25 +368,24 @@ def copy_rate(size, device):
     source = torch.ones(max(size, 4) // 4, device=device)
     target = torch.empty_like(source)
     dist.barrier()
-    told = [None] * dist.get_world_size()
     times = timed(lambda: target.copy_(source), 2, 10, device)
-    dist.all_gather_object(told, statistics.median(times))
-    return source.nbytes / statistics.median(told) / 1e3
+    of_all = runtime.gather(statistics.median(times))
+    return source.nbytes / statistics.median(of_all) / 1e3
 
 
-def groups_of(console):
+def groups_of(report):
     """Return (name, group, groups at once) of what to time.
 
     That is all ranks; on several nodes with equally many ranks, also within and across nodes.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")  # containers may share a host's name
     own = socket.gethostname(), boot.exists() and boot.read_text(), os.environ.get("GROUP_RANK")
-    told = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    nodes = {place: [r for r, other in enumerate(told) if other == place] for place in told}
-    groups, nodes = [("", None, 1)], list(nodes.values())
+    places = runtime.gather(own)
+    nodes = [[r for r, other in enumerate(places) if other == place]
+             for place in dict.fromkeys(places)]  # fmt: skip
+    groups = [("", None, 1)]
     if len({len(node) for node in nodes}) > 1:
-        console.say(f"# nodes of {', '.join(str(len(n)) for n in nodes)} ranks: all ranks only")
+        report.say(f"# nodes of {', '.join(str(len(n)) for n in nodes)} ranks: all ranks only")
         return groups
     for name, split in (("within a node", nodes), ("across nodes", [*zip(*nodes, strict=True)])):
         if len(nodes) > 1 and len(split[0]) > 1:  # every rank makes every group
@@ -404,22 +403,22 @@ def byte_size(text):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, count = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add, count = parser.add_argument, cli.positive_int
     add("--collective", choices=[*COLLECTIVES, "all"], default="all_reduce", metavar="NAME",
         help=f"{', '.join(COLLECTIVES)} or all (all_reduce)")  # fmt: skip
     add("-b", "--minbytes", type=byte_size, default="8", metavar="SIZE", help="first size (8)")
     add("-e", "--maxbytes", type=byte_size, default="16M", metavar="SIZE", help="last size (16M)")
-    add("-f", "--stepfactor", type=lambda text: runtime.whole_number(text, 2), default=2,
+    add("-f", "--stepfactor", type=lambda text: cli.whole_number(text, 2), default=2,
         metavar="N", help="from one size to the next (2)")  # fmt: skip
     add("-o", "--op", choices=REDUCTIONS, default="sum", help="of a reduction (sum)")
     add("-d", "--datatype", choices=TYPES, default="float", help="(float)")
     add("-n", "--iters", type=count, default=20, help="timed iterations of each size (20)")
-    add("-w", "--warmup_iters", type=runtime.whole_number, default=3,
+    add("-w", "--warmup_iters", type=cli.whole_number, default=3,
         help="untimed ones before them (3)")  # fmt: skip
     add("-I", "--per_iter_timing", type=int, choices=(0, 1), default=0,
         help="1: print percentiles and outliers of each size too (0)")  # fmt: skip
-    add("--link", type=runtime.link_rate, help="each rank's link, as 400gbit: compare with it")
+    add("--link", type=cli.link_rate, help="each rank's link, as 400gbit: compare with it")
     args = parser.parse_args()
     smallest = TYPES[args.datatype].itemsize
     if args.minbytes > args.maxbytes:
@@ -437,62 +436,77 @@ def refuse(names, args, device, world):
     if dist.get_backend() == "gloo":
         for flag, value in (("-o", args.op), ("-d", args.datatype)):
             if value in NCCL_ONLY and (flag == "-d" or any(COLLECTIVES[n].reduces for n in names)):
-                raise runtime.UsageError(f"{flag} {value}: gloo has it not, nccl has")
+                raise cli.UsageError(f"{flag} {value}: gloo has it not, nccl has")
     free = measure.available_memory(device)
     free //= world.local_world_size if device.type == "cpu" else 1  # ranks share a machine's
-    everywhere = [0] * world.world_size
-    dist.all_gather_object(everywhere, free)
-    most = int(0.9 * min(everywhere)) // 2  # out of place, a rank has two buffers
+    most = int(0.9 * min(runtime.gather(free))) // 2  # out of place, a rank has two buffers
     if args.maxbytes > most:
-        raise runtime.UsageError(
+        raise cli.UsageError(
             f"-e {args.maxbytes}: two buffers of it do not fit into a rank's memory; at most "
             f"-e {most // 2**20}M does"
         )
 
 
+def plot_bandwidth(path, curves, bounds, title):
+    """Draw bus bandwidths (GB/s) against sizes (bytes), log-log, and lines that bound them, as PNG.
+
+    Shapes: a curve is (sizes, bandwidths), equally long.
+    """
+    with figure(path, figsize=(9, 4)) as axes:
+        for name, (sizes, bandwidths) in curves.items():
+            axes.plot(sizes, bandwidths, marker="o", markersize=3, label=name)
+        for number, (name, bound) in enumerate(bounds.items()):
+            axes.axhline(bound, color="grey", linestyle=("--", ":")[number % 2], label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(title=f"Bus bandwidth ({title})", xlabel="bytes", ylabel="GB/s")
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+
+
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console = Console(world.is_rank0)
-        results = measure.Results("04-nccl-operations/bandwidth_test.py", args, world, device)
+        report = Report("04-nccl-operations/bandwidth_test.py", args, world, device)
         if world.world_size == 1:
-            raise runtime.UsageError("one rank has nobody to talk to: start 2 or more (torchrun)")
+            raise cli.UsageError("one rank has nobody to talk to: start 2 or more (torchrun)")
         names = [*COLLECTIVES] if args.collective == "all" else [args.collective]
         refuse(names, args, device, world)
-        output = measure.claim_output_dir(args, world)
-        console.header(results)
+        report.start()
 
-        copied = results.metrics["copy_gb_s"] = copy_rate(args.maxbytes, device)
+        copied = copy_rate(args.maxbytes, device)
+        report.metrics["copy_gb_s"] = copied
         lines, sweeps = [], {}
-        for where, group, at_once in groups_of(console):
+        for where, group, at_once in groups_of(report):
             ranks = dist.get_world_size(group)
             for name in names:
                 label = f"{name} {where}".strip()
                 several = f", {at_once} such groups at once" if at_once > 1 else ""
-                console.say(f"\n# {label}: {ranks} ranks{several}")
-                rows = sweeps[label] = sweep(console, name, args, group, device)
+                report.say(f"\n# {label}: {ranks} ranks{several}")
+                rows = sweeps[label] = sweep(report, name, args, group)
                 if args.per_iter_timing:
-                    percentiles(console, rows)
-                lines.append(summarise(results, label, name, ranks, rows, args, copied))
+                    percentiles(report, rows)
+                lines.append(summarise(report, label, name, ranks, rows, args, copied))
         times, sizes = zip(*lines, strict=True)
         heads = ["time = alpha + beta x size", "alpha", "1/beta", "as busbw", "half speed at"]
         heads += ["fit off by", "best of a copy", *(["of the link"] if args.link else [])]
-        console.say()
-        console.table(times, heads)
-        console.say(f"a copy in memory, on all ranks at once: {copied:.2f} GB/s\n")
-        console.table(sizes, ("bytes by size", "busbw counts", "busiest rank sent"))
+        report.say()
+        report.table(times, heads)
+        report.say(f"a copy in memory, on all ranks at once: {copied:.2f} GB/s\n")
+        report.table(sizes, ("bytes by size", "busbw counts", "busiest rank sent"))
 
-        if output and world.is_rank0:
+        if report.output and world.is_rank0:
             curves = {
                 label: ([f["size"] for f in side], [f["busbw_gb_s"] for f in side])
                 for label, side in ((label, best_side(rows)) for label, rows in sweeps.items())
             }
             bounds = {"copy in memory": copied} | ({"link": args.link / 1e9} if args.link else {})
-            plot_bandwidth(output / "bandwidth.png", curves, bounds, f"{world.world_size} ranks")
-            results.metrics["sweeps"] = sweeps
-            results.write(output)
-        return console.verdict(results, f"{len(sweeps)} sweeps on {world.world_size} ranks")
+            title = f"{world.world_size} ranks"
+            plot_bandwidth(report.output / "bandwidth.png", curves, bounds, title)
+            report.metrics["sweeps"] = sweeps
+        several = "s" * (len(sweeps) != 1)
+        return report.finish(f"{len(sweeps)} sweep{several} on {world.world_size} ranks")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

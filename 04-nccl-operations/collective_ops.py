@@ -19,8 +19,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from dist_common import measure, runtime
-from dist_common.console import Console
+from dist_common import cli, runtime
+from dist_common.report import Report
 
 # torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -243,7 +243,7 @@ def picture(value):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
+    parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
     add("--op", choices=COLLECTIVES, metavar="NAME", help=f"one of {', '.join(COLLECTIVES)} (all)")
     return parser.parse_args()
@@ -252,17 +252,16 @@ def parse_args():
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, ranks = Console(world.is_rank0), world.world_size
-        results = measure.Results("04-nccl-operations/collective_ops.py", args, world, device)
+        ranks = world.world_size
+        report = Report("04-nccl-operations/collective_ops.py", args, world, device)
         if ranks == 1:
-            raise runtime.UsageError("one rank has nobody to talk to: start 2 or more (torchrun)")
-        lacking, other = LACKING[dist.get_backend()], {"gloo": "nccl", "nccl": "gloo"}
+            raise cli.UsageError("one rank has nobody to talk to: start 2 or more (torchrun)")
+        backend = dist.get_backend()
+        lacking = LACKING[backend]
+        other = {"gloo": "nccl", "nccl": "gloo"}[backend]
         if args.op in lacking:
-            raise runtime.UsageError(
-                f"--op {args.op}: {dist.get_backend()} has it not; {other[dist.get_backend()]} has"
-            )
-        output = measure.claim_output_dir(args, world)
-        console.header(results, f"each rank begins with {ranks} numbers")
+            raise cli.UsageError(f"--op {args.op}: {backend} has it not; {other} has")
+        report.start(f"each rank begins with {ranks} numbers")
         names = [args.op] if args.op else [name for name in COLLECTIVES if name not in lacking]
         for name in names:
             run, defined, used, dtype = COLLECTIVES[name]
@@ -274,26 +273,23 @@ def main():
             except RuntimeError as error:  # gloo had no all_to_all in torch 2.11: the same on all
                 if "does not support" not in str(error) or args.op:
                     raise
-                console.say(f"\n{name} is left out: {error}")
+                report.say(f"\n{name} is left out: {error}")
                 continue
 
-            told = [None] * ranks
-            dist.all_gather_object(told, [t.cpu() if isinstance(t, torch.Tensor) else t
-                                          for t in (begun, after)])  # fmt: skip
-            before, after = zip(*told, strict=True)
+            own = [t.cpu() if isinstance(t, torch.Tensor) else t for t in (begun, after)]
+            before, after = zip(*runtime.gather(own), strict=True)
             right = defined([buffer.clone() for buffer in before])
             wrong = sum(difference(*pair) for pair in zip(after, right, strict=True))
-            results.check(f"{name}: elements not as defined", wrong, 0, 0, "MPI 4.1, chapter 6")
-            console.say(f"\n{name}: {used}")
+            report.check(f"{name}: elements not as defined", wrong, 0, 0, "MPI 4.1, chapter 6")
+            report.say(f"\n{name}: {used}")
             rows = [
                 (str(rank), picture(before[rank]), picture(after[rank])) for rank in range(ranks)
             ]
-            console.table(rows, ("rank", "before", "after"), names=3)
-        console.say()
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"{len(results.checks)} collectives on {ranks} ranks")
+            report.table(rows, ("rank", "before", "after"), names=3)
+        report.say()
+        several = "s" * (len(report.checks) != 1)
+        return report.finish(f"{len(report.checks)} collective{several} on {ranks} ranks")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

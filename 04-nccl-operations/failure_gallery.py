@@ -19,7 +19,6 @@ import os
 import pickle
 import queue
 import re
-import resource
 import signal
 import socket
 import sys
@@ -35,12 +34,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
-from dist_common import measure, runtime
-from dist_common.console import Console
+from dist_common import cli, runtime
+from dist_common.ranks import Rank, fork
+from dist_common.report import Report
 
 RANKS = 2
 TIMEOUT_S = 2.0  # of every collective, so that a case takes seconds; PyTorch's own is 10 or 30 min
 DEADLINE_S = 15.0  # of a job, after which its ranks are ended; --timeout makes it shorter
+GRACE_S = 1.0  # after one rank failed, the other one still runs for so long where it would wait
 WIDTH = 100  # of what a rank says, in characters
 
 CASES = {}  # name: Case
@@ -74,7 +75,7 @@ def case(**facts):
 
 
 def join(timeout_s=TIMEOUT_S):
-    backend = runtime.backend_for(torch.get_default_device())
+    backend = "nccl" if torch.get_default_device().type == "cuda" else "gloo"
     if backend == "nccl":
         timeout_s *= 10  # its first collective connects the GPUs, which takes seconds
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -418,7 +419,7 @@ def port_in_use(rank, how):
                 say(f"rank 0: port {address[1]} is taken: {error.strerror}")
     if how == "cured":
         os.environ["MASTER_PORT"] = os.environ["SPARE_PORT"]
-    return joined_sum()
+    return joined_sum(timeout_s=60)  # rank 1 waits for so long, or until it is ended
 
 
 @case(wrong="GLOO_SOCKET_IFNAME names an interface that is not there",
@@ -485,8 +486,8 @@ def world_size_mismatch(rank, how):
     return joined_sum()
 
 
-def joined_sum():
-    join()
+def joined_sum(timeout_s=TIMEOUT_S):
+    join(timeout_s)
     total = torch.ones(1)
     dist.all_reduce(total)
     return total.item()
@@ -495,28 +496,46 @@ def joined_sum():
 # The machinery: run the two ranks of a job, see how they end, hold it against the case.
 
 
-@dataclass
-class Rank:
-    """How one rank ended ("exit code 1", "SIGKILL", "waits"), after how long, and what it said."""
+def run(case, how, deadline_s):
+    """Run a case's job in a folder of its own; return how its ranks ended."""
+    waits = "waits" in case.ends and how != "cured"
+    with tempfile.TemporaryDirectory() as folder:
+        for attempt in range(1 + (case.restarts if how == "cured" else 0)):
+            with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
+                ports = one.getsockname()[1], other.getsockname()[1]  # free ones
 
-    ended: str
-    seconds: float
-    lines: list[str]
+            def body(rank, attempt=attempt, ports=ports):
+                return be_rank(case, how, rank, attempt, ports, folder)
 
-    def said(self, pattern):
-        """Return the last match of a pattern in a line, or None."""
-        matches = [match for line in self.lines if (match := re.search(pattern, line))]
-        return matches[-1] if matches else None
+            logs = Path(folder, f"attempt-{attempt}")
+            ranks = fork(body, RANKS, logs, deadline_s, grace_s=GRACE_S if waits else None)
+            if all(rank.code == 0 for rank in ranks):
+                break
+    return ranks
 
-    def telling(self, pattern):
-        """Return the line that tells most: the one wanted, else the error, else the last one."""
-        match = self.said(pattern) or self.said(r"^[\w.]*(Error|Exception)\b") or self.said("$")
-        if match is None:
-            return "says nothing"
-        line = match.string
-        if len(line) > WIDTH and match.end() > WIDTH:
-            line = f"... {line[match.start() :]}"
-        return line if len(line) <= WIDTH else f"{line[:WIDTH].rsplit(' ', 1)[0]} ..."
+
+def be_rank(case, how, rank, attempt, ports, folder):
+    """Run a case's job as a rank that a launcher started; return what the job returns."""
+    faulthandler.disable()  # a rank that is ended would tell of that, and not of what it did
+    os.chdir(folder)
+    debug = "DETAIL" if how == "found" and case.tool == DETAIL else "OFF"
+    environment = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": ports[0], "SPARE_PORT": ports[1], "TORCHELASTIC_RESTART_COUNT": attempt,
+        "TORCH_DISTRIBUTED_DEBUG": debug,
+    }  # fmt: skip
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    dist.set_debug_level_from_env()
+    result = case.job(rank, how)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    say(f"result: {result}")
+    return result
+
+
+def ending(rank: Rank) -> str:
+    """Say how a rank ended; it waits where it still ran when it was ended from outside."""
+    return "waits" if rank.code in (None, -signal.SIGTERM) else rank.ended
 
 
 def shortened(line):
@@ -526,112 +545,56 @@ def shortened(line):
     line = re.sub(r"\[[\d.:]+\]:\d+", "PEER", line)
     line = re.sub(r"\. This is typically caused by .*", "", line)  # from torch 2.14 on
     line = re.sub(r'File ".*/(\w+\.py)", line \d+', r'File "\1"', line)
-    return " ".join(re.sub(r"\b\d{4,5}\b", "PORT", line).split())
+    return " ".join(re.sub(r"\b\d{4,5}\b(?! ms)", "PORT", line).split())
 
 
-def run(case, how, deadline_s):
-    """Run a case's job in a folder of its own; return how its ranks ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        for attempt in range(1 + (case.restarts if how == "cured" else 0)):
-            ranks = run_once(case, how, attempt, Path(folder), deadline_s)
-            if all(rank.ended == "exit code 0" for rank in ranks):
-                break
-    return ranks
+def said(rank: Rank, pattern):
+    """Return the last match of a pattern in a line of what a rank said, or None."""
+    lines = filter(None, map(shortened, rank.out.splitlines() + rank.err.splitlines()))
+    matches = [match for line in lines if (match := re.search(pattern, line))]
+    return matches[-1] if matches else None
 
 
-def run_once(case, how, attempt, folder, deadline_s):
-    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
-        ports = one.getsockname()[1], other.getsockname()[1]  # free ones
-    environment = {
-        "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports[0],
-        "SPARE_PORT": ports[1], "TORCHELASTIC_RESTART_COUNT": attempt,
-        "TORCH_DISTRIBUTED_DEBUG": "DETAIL" if how == "found" and case.tool == DETAIL else "OFF",
-    }  # fmt: skip
-    logs = [folder / f"rank-{rank}-{attempt}" for rank in range(RANKS)]
-    pids, ended, started = [], {}, time.monotonic()
-    for rank in range(RANKS):
-        pid = os.fork()  # PyTorch is imported already, and none of its threads runs yet
-        if pid == 0:
-            be_rank(case, how, {"RANK": rank, "LOCAL_RANK": rank, **environment}, logs[rank])
-        pids.append(pid)
-
-    def note(rank, how):
-        lines = logs[rank].read_text(errors="replace").splitlines() if logs[rank].exists() else []
-        lines = [short for line in lines if (short := shortened(line))]
-        ended[rank] = Rank(how, time.monotonic() - started, lines)
-
-    deadline = started + deadline_s
-    try:
-        while len(ended) < RANKS and time.monotonic() < deadline:
-            for rank in set(range(RANKS)) - set(ended):
-                done, status = os.waitpid(pids[rank], os.WNOHANG)
-                if done:
-                    code = os.waitstatus_to_exitcode(status)
-                    note(rank, f"exit code {code}" if code >= 0 else signal.Signals(-code).name)
-                    if "waits" in case.ends and how != "cured":
-                        deadline = time.monotonic() + 1.0  # would wait for ever: 1 s shows it
-            time.sleep(0.01)
-    finally:
-        for rank in set(range(RANKS)) - set(ended):
-            os.kill(pids[rank], signal.SIGKILL)
-            os.waitpid(pids[rank], 0)
-            note(rank, "waits")
-    return [ended[rank] for rank in range(RANKS)]
-
-
-def be_rank(case, how, environment, log):
-    """Be a rank, in a fork that never returns."""
-    code = 1
-    try:
-        signal.alarm(60)  # ends this rank if the process that should is gone
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an abort need not leave a file behind
-        faulthandler.disable()  # nor fill the terminal, where Python was started with -X dev
-        os.chdir(log.parent)
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.environ.update({name: str(value) for name, value in environment.items()})
-        dist.set_debug_level_from_env()
-        result = case.job(environment["RANK"], how)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        say(f"result: {result}")
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+def telling(rank: Rank, pattern):
+    """Return the line that tells most: the one wanted, else the error, else the last one."""
+    match = said(rank, pattern) or said(rank, r"^[\w.]*(Error|Exception)\b") or said(rank, "$")
+    if match is None:
+        return "says nothing"
+    line = match.string
+    if len(line) > WIDTH and match.end() > WIDTH:
+        line = f"... {line[match.start() :]}"
+    return line if len(line) <= WIDTH else f"{line[:WIDTH].rsplit(' ', 1)[0]} ..."
 
 
 def named(ranks, clue):
     """Return the rank that a clue names, or else the one that says it; -1 without a clue."""
     for number, rank in enumerate(ranks):
-        if match := rank.said(clue):
+        if match := said(rank, clue):
             return int(match[1]) if match.groups() else number
     return -1
 
 
-def show(console, title, ranks, pattern):
-    console.say(f"\n{title}")
+def show(report, title, ranks, pattern):
+    report.say(f"\n{title}")
     for number, rank in enumerate(ranks):
-        how = "still waiting" if rank.ended == "waits" else rank.ended
-        console.say(f"  rank {number}, {how} after {rank.seconds:.1f} s: {rank.telling(pattern)}")
+        how = "still waiting" if ending(rank) == "waits" else ending(rank)
+        report.say(f"  rank {number}, {how} after {rank.seconds:.1f} s: {telling(rank, pattern)}")
 
 
-def break_and_cure(case, results, console, deadline_s):
-    """Run a case broken, found and cured, and add what each run has to show to the results."""
+def break_and_cure(case, report, deadline_s):
+    """Run a case broken, found and cured, and check what each run has to show."""
     broken = run(case, "broken", deadline_s)
-    show(console, "broken:", broken, case.says)
+    show(report, "broken:", broken, case.says)
     found = run(case, "found", deadline_s)
-    show(console, f"found: {case.tool}", found, case.clue)
+    show(report, f"found: {case.tool}", found, case.clue)
     cured = run(case, "cured", deadline_s)
-    show(console, f"cured: {case.cure}", cured, "^result: ")
-    console.say()
+    show(report, f"cured: {case.cure}", cured, "^result: ")
+    report.say()
 
-    heard = [any(rank.said(case.says) for rank in ranks) for ranks in (broken, cured)]
-    as_told = sum(rank.ended == end for rank, end in zip(broken, case.ends, strict=True))
-    right = sum(rank.said(f"^result: {re.escape(str(case.right))}$") is not None for rank in cured)
-    well = sum(rank.ended == "exit code 0" for rank in cured)
+    heard = [any(said(rank, case.says) for rank in ranks) for ranks in (broken, cured)]
+    as_told = sum(ending(rank) == end for rank, end in zip(broken, case.ends, strict=True))
+    right = sum(rank.code == 0 and rank.value == case.right for rank in cured)
+    well = sum(rank.code == 0 for rank in cured)
     source = "the case's own description"
     for name, measured, expected in (
         ("broken: the message is there", int(heard[0]), 1),
@@ -641,31 +604,31 @@ def break_and_cure(case, results, console, deadline_s):
         ("cured: ranks that end by exit code 0", well, RANKS),
         ("cured: ranks with the right result", right, RANKS),
     ):
-        results.check(name, measured, expected, 0, source)
+        report.check(name, measured, expected, 0, source)
 
 
 def break_the_ranks_started(name, args, world):
     """Break the ranks that a launcher started, once, as in a job of one's own."""
     if world.world_size != RANKS:
-        raise runtime.UsageError(
+        raise cli.UsageError(
             f"--case {name} needs {RANKS} ranks, and there are {world.world_size}: start it with "
             "torchrun --standalone --nproc-per-node=2, or with python alone"
         )
     if CASES[name].launch:
-        raise runtime.UsageError(f"--case {name} breaks the launch itself: start it with python")
+        raise cli.UsageError(f"--case {name} breaks the launch itself: start it with python")
     os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")
     torch.set_default_device(runtime.pick_device(args.device, world))
     try:
         result = CASES[name].job(world.rank, "broken")
     except Exception:
         traceback.print_exc()  # the whole of it, as Python would
-        return runtime.FAILED
+        return cli.FAILED
     say(f"rank {world.rank}: result: {result}")
     return 0
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
+    parser = cli.ArgumentParser(__doc__)
     parser.add_argument(
         "--case", choices=CASES, metavar="NAME", help=f"one of {', '.join(CASES)} (list them)"
     )
@@ -673,28 +636,24 @@ def parse_args():
 
 
 def main():
-    args, world = parse_args(), runtime.discover()
-    console = Console(world.is_rank0)
+    args = parse_args()
+    world = runtime.discover()
+    report = Report("04-nccl-operations/failure_gallery.py", args, world, torch.device("cpu"))
     if args.case is None:
         rows = [(name, case.wrong, case.tool) for name, case in CASES.items()]
-        console.table(rows, ("case", "what is wrong", "what finds it"), names=3)
+        report.table(rows, ("case", "what is wrong", "what finds it"), names=3)
         return 0
     if args.case == "firewall-drops" and sys.platform != "linux":
-        raise runtime.UsageError("--case firewall-drops needs Linux, whose full queues drop")
+        raise cli.UsageError("--case firewall-drops needs Linux, whose full queues drop")
     if world.launcher != "python":
         return break_the_ranks_started(args.case, args, world)
     if args.device == "cuda":
-        raise runtime.UsageError("--device cuda: start it with torchrun; python forks CPU ranks")
-    results = measure.Results("04-nccl-operations/failure_gallery.py", args, world,
-                              torch.device("cpu"))  # fmt: skip
-    output = measure.claim_output_dir(args, world)
+        raise cli.UsageError("--device cuda: start it with torchrun; python forks CPU ranks")
     case = CASES[args.case]
-    console.say(f"{args.case}: {case.wrong}")
-    break_and_cure(case, results, console, min(DEADLINE_S, args.timeout))
-    if output:
-        results.write(output)
-    return console.verdict(results, f"{args.case} was broken, found and cured")
+    report.start(f"{args.case}: {case.wrong}")
+    break_and_cure(case, report, min(DEADLINE_S, args.timeout))
+    return report.finish(f"{args.case} was broken, found and cured")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

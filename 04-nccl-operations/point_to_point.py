@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dist_common import measure, runtime
-from dist_common.console import Console
+from dist_common import cli, measure, runtime
+from dist_common.report import Report
 
 SMALL = 64  # numbers in a message that is all latency: 256 bytes
 WARM_UP, ROUNDS = 2, 10  # of each timed operation; the median counts
@@ -69,14 +69,14 @@ def both_send_first(peer, group):
 
 
 class Mover:
-    """Send and receive in steps, and count the steps and the bytes that this rank sends.
+    """Send and receive in steps; count the steps and bytes of this rank, and its largest message.
 
     With a rate (bytes/s) and a latency (s), a message leaves no sooner than on such a link.
     """
 
     def __init__(self, rate=math.inf, latency_s=0.0):
         self.rate, self.latency_s = rate, latency_s
-        self.steps = self.bytes = 0
+        self.steps = self.bytes = self.largest = 0
 
     def __call__(self, sent=None, to=None, received=None, source=None):
         operations = []
@@ -84,6 +84,7 @@ class Mover:
             time.sleep(self.latency_s + sent.nbytes / self.rate)
             operations.append(dist.P2POp(dist.isend, sent, to))
             self.bytes += sent.nbytes
+            self.largest = max(self.largest, sent.nbytes)
         if received is not None and received.numel():
             operations.append(dist.P2POp(dist.irecv, received, source))
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -199,83 +200,75 @@ def ping_pong(numbers, device, move):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
+    parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--mib", type=runtime.positive_int, default=4, help="size of the large buffer, MiB (4)")
-    add(
-        "--link",
-        type=runtime.link_rate,
-        default=math.inf,
-        help="emulate a link: 100mbit, 1gbit (none)",
-    )
-    add("--latency-ms", type=runtime.positive_float, default=0.0, help="of that link, ms (0)")
+    add("--mib", type=cli.positive_int, default=4, help="size of the large buffer, MiB (4)")
+    add("--link", type=cli.link_rate, default=math.inf,
+        help="emulate a link: 100mbit, 1gbit (none)")  # fmt: skip
+    add("--latency-ms", type=cli.positive_float, default=0.0, help="of that link, ms (0)")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, rank, ranks = Console(world.is_rank0), world.rank, world.world_size
-        results = measure.Results("04-nccl-operations/point_to_point.py", args, world, device)
-        if ranks == 1:
-            raise runtime.UsageError("one rank has nobody to send to: start 2 or more (torchrun)")
-        output = measure.claim_output_dir(args, world)
-        large = args.mib * 2**20 // 4  # numbers of 4 bytes
-        console.header(results, f"messages of {SMALL * 4} bytes and of {args.mib} MiB")
-
-        link = args.link, args.latency_ms / 1e3
+        report = Report("04-nccl-operations/point_to_point.py", args, world, device)
+        if world.world_size == 1:
+            raise cli.UsageError("one rank has nobody to send to: start 2 or more (torchrun)")
         if device.type == "cuda" and (math.isfinite(args.link) or args.latency_ms):
             # Its sends are queued, and waited for by the GPU: the host would sleep beside them.
-            raise runtime.UsageError("--link and --latency-ms emulate on the CPU: --device cpu")
-        check_spellings(results, rank, ranks, device)
-        show_deadlock(console, results, rank, ranks)
-        alpha, rate = measure_link(console, results, large, device, link)
-        compare_all_reduces(console, results, large, device, link, alpha, rate)
+            raise cli.UsageError("--link and --latency-ms emulate on the CPU: --device cpu")
+        report.start(f"messages of {SMALL * 4} bytes and of {args.mib} MiB")
 
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"three all-reduces on {ranks} ranks")
+        large = args.mib * 2**20 // 4  # numbers of 4 bytes
+        link = args.link, args.latency_ms / 1e3
+        check_spellings(report)
+        show_deadlock(report)
+        alpha, rate = measure_link(report, large, link)
+        compare_all_reduces(report, large, link, alpha, rate)
+        return report.finish(f"three all-reduces on {world.world_size} ranks")
 
 
-def check_spellings(results, rank, ranks, device):
+def check_spellings(report):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     for spelling in (send_recv, isend_irecv, batch_isend_irecv):
-        mine = torch.tensor([rank + 1.0], device=device)
+        mine = torch.tensor([rank + 1.0], device=report.device)
         received = torch.zeros_like(mine)
         spelling(mine, received, (rank + 1) % ranks, (rank - 1) % ranks)
         wrong = (received != (rank - 1) % ranks + 1).float()
         dist.all_reduce(wrong)
         name = f"{spelling.__name__}: ranks with another number than the previous rank's"
-        results.check(name, int(wrong.item()), 0, 0, "PyTorch, Point-to-point communication")
+        report.check(name, int(wrong.item()), 0, 0, "PyTorch, Point-to-point communication")
 
 
-def show_deadlock(console, results, rank, ranks):
+def show_deadlock(report):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     # By gloo also where there are GPUs: a GPU that waits for ever takes its process along.
     watched = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLOCK_S))
     raised = both_send_first(rank ^ 1, watched) if (rank ^ 1) < ranks else None
-    stuck = [None] * ranks
-    dist.all_gather_object(stuck, raised)
-    errors = [error for error in stuck if error]
+    errors = [error for error in runtime.gather(raised) if error]
     # The first one to give up closes the connection, which is what the others may see.
     said = min(errors, key=lambda error: "imed out" not in error, default="no deadlock")
-    console.say(f"both send first: {said.rpartition('] ')[2]}")  # without gloo's source file
+    report.say(f"both send first: {said.rpartition('] ')[2]}")  # without gloo's source file
     pairs = 2 * (ranks // 2)
-    results.check("both send first: ranks whose send did not end", len(errors), pairs, 0,
-                  "both wait for a receive")  # fmt: skip
+    report.check("both send first: ranks whose send did not end", len(errors), pairs, 0,
+                 "both wait for a receive")  # fmt: skip
 
 
-def measure_link(console, results, large, device, link):
+def measure_link(report, large, link):
     """Return alpha in s and the rate in bytes/s, from a small and a large message."""
-    alpha = ping_pong(SMALL, device, Mover(*link))
-    rate = 4 * large / (ping_pong(large, device, Mover(*link)) - alpha)
-    console.say(f"ping-pong: {alpha * 1e6:.0f} us for nothing (alpha), then {rate / 1e6:,.0f} MB/s")
-    results.metrics.update(alpha_us=alpha * 1e6, link_mb_s=rate / 1e6)
-    if math.isfinite(link[0]):
-        results.check("ping-pong: rate by that of the link", rate / link[0], 1, 0.2, "--link")
+    alpha = ping_pong(SMALL, report.device, Mover(*link))
+    rate = 4 * large / (ping_pong(large, report.device, Mover(*link)) - alpha)
+    report.say(f"ping-pong: {alpha * 1e6:.0f} us for nothing (alpha), then {rate / 1e6:,.0f} MB/s")
+    report.metrics.update(alpha_us=alpha * 1e6, link_mb_s=rate / 1e6)
     return alpha, rate
 
 
-def compare_all_reduces(console, results, large, device, link, alpha, rate):
-    rank, ranks, rows = dist.get_rank(), dist.get_world_size(), []
+def compare_all_reduces(report, large, link, alpha, rate):
+    """Check what each all-reduce does and sends; print its time beside that of the cost model."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = report.device
+    rows = []
     for numbers in (SMALL, large):
         begun = (torch.arange(numbers, device=device) % 97 + rank).float()  # whole: sums are exact
         right = begun.clone()
@@ -287,37 +280,32 @@ def compare_all_reduces(console, results, large, device, link, alpha, rate):
             all_reduce(x, move)
 
             counted = move.bytes if before is None else measure.bytes_written() - before
-            most = torch.tensor(
-                [(x != right).sum().item(), move.steps, counted], dtype=torch.int64, device=device
-            )
+            wrong = (x != right).sum().item()
+            most = torch.tensor([wrong, move.steps, counted, move.largest], device=device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            wrong, steps, sent = most.tolist()
+            wrong, steps, sent, largest = most.tolist()
             steps_expected, factor, part = theory(name, ranks)
-            size, expected = f"{4 * numbers:,} bytes", factor * 4 * numbers
-            results.check(f"{name}, {size}: numbers unlike dist.all_reduce's", wrong, 0, 0,
-                          "dist.all_reduce")  # fmt: skip
-            results.check(f"{name}, {size}: steps", steps, steps_expected, 0, "Thakur et al. 4.5")
+            size, source = 4 * numbers, "Thakur et al. 4.5"
+            label = f"{name}, {size:,} bytes"
+            report.check(f"{label}: numbers unlike dist.all_reduce's", wrong, 0, 0,
+                         "dist.all_reduce")  # fmt: skip
+            report.check(f"{label}: steps", steps, steps_expected, 0, source)
+            # Parts of a buffer differ in length by one number, of 4 bytes.
+            report.check(f"{label}: bytes that one step sends", largest, round(part * size), 4,
+                         source)  # fmt: skip
             if numbers == large:  # gloo's headers would outweigh 256 bytes
-                results.check(
-                    f"{name}, {size}: bytes that the busiest rank sends",
-                    sent, round(expected), round(0.01 * expected), "Thakur et al. 4.5",
-                )  # fmt: skip
+                report.check(f"{label}: bytes that the busiest rank sends", sent,
+                             round(factor * size), round(0.01 * factor * size), source)  # fmt: skip
             scratch = begun.clone()
             took = median_s(lambda run=all_reduce, x=scratch: run(x, Mover(*link)), device)
-            predicted = steps_expected * (alpha + part * 4 * numbers / rate)
-            if math.isfinite(link[0]):  # of what the flags say, not of what was measured
-                least = 1e3 * steps_expected * (link[1] + part * 4 * numbers / link[0])
-                late = 0.5 * least + 3.0 * steps_expected  # 3 ms in each step for this machine
-                results.check(
-                    f"{name}, {size}: ms, from the least of the cost model on",
-                    1e3 * took, least + late / 2, late / 2, "Thakur et al. 4.5",
-                )  # fmt: skip
-            rows.append((name, size, f"{steps}", f"{factor:g}", f"{1e3 * predicted:.2f} ms",
-                         f"{1e3 * took:.2f} ms", f"{took / predicted:.2f}x"))  # fmt: skip
-            results.metrics[f"{name} {size} ms"] = 1e3 * took
+            predicted = steps_expected * (alpha + part * size / rate)
+            rows.append((name, f"{size:,} bytes", f"{steps}", f"{factor:g}",
+                         f"{1e3 * predicted:.2f} ms", f"{1e3 * took:.2f} ms",
+                         f"{took / predicted:.2f}x"))  # fmt: skip
+            report.metrics[f"{name} {size:,} bytes ms"] = 1e3 * took
     headers = ("all-reduce", "size", "steps", "sends x size", "predicted", "median", "ratio")
-    console.table(rows, headers, names=2)
+    report.table(rows, headers, names=2)
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

@@ -30,8 +30,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dist_common import measure, runtime
-from dist_common.console import Console
+from dist_common import cli, runtime
+from dist_common.report import Report
 
 GIB = 2**30  # bytes
 ROOT = Path("/")
@@ -370,7 +370,7 @@ def nccl_version():
     return None
 
 
-def report(world):
+def findings(world):
     """Return what this rank finds, as plain values that can be gathered and written."""
     settings, nics, hostname = read_settings(os.environ), read_nics(), socket.gethostname()
     affinity, links = getattr(os, "sched_getaffinity", lambda _: []), ""
@@ -507,9 +507,9 @@ def disagreements(hosts):
 # What is printed, and checked.
 
 
-def show_host(console, here):
+def show_host(report, here):
     one, cores, none = here[0], here[0]["cores"], "-"
-    say = console.say
+    say = report.say
     say(f"\nhost {one['host']}: ranks {' '.join(str(rank['rank']) for rank in here)}")
     may = " or ".join(sorted({f"{len(rank['allowed'])} cores" for rank in here}))
     say(f"CPU: {cores['online']} cores, sockets: {cores['sockets']}; a rank may use {may}")
@@ -524,7 +524,7 @@ def show_host(console, here):
             f"NUMA node {port['numa']}, {' '.join(port['nics'])}")  # fmt: skip
     if one["links"]:
         rows = [(name, *links.values()) for name, links in one["links"].items()]
-        console.table(rows, ("", *next(iter(one["links"].values()))))
+        report.table(rows, ("", *next(iter(one["links"].values()))))
         links = {re.sub(r"\d+", "#", link) for row in rows for link in row[1:]}
         say("; ".join(f"{link}: {words}" for link, words in LINKS.items() if link in links))
     if not gpus_of(here):
@@ -535,31 +535,32 @@ def show_host(console, here):
              *(none if cell is None else str(cell) for cell in (
                  next(iter(nic["addresses"]), None), nic["gbit_s"], nic["mtu"], nic["numa"],
              ))) for nic in one["nics"]]  # fmt: skip
-    console.table(rows, ("NIC", "kind", "state", "address", "Gbit/s", "MTU", "NUMA"), names=4)
+    report.table(rows, ("NIC", "kind", "state", "address", "Gbit/s", "MTU", "NUMA"), names=4)
     say()
     rows = [(library, name or none, address or none, " ".join(one["found"][library] or [none]), why)
             for library, (name, address, why) in one["chosen"].items()]  # fmt: skip
-    console.table(rows, ("library", "uses", "predicted", "listens at", "because"), names=5)
+    report.table(rows, ("library", "uses", "predicted", "listens at", "because"), names=5)
     known = variables()
     for name, (value, where) in sorted(one["settings"].items()):
         what = known[name][2] if name in known else "not in the list of --variables"
         say(f"{name}={value} ({where}): {what}")
 
 
-def show_variables(console):
+def show_variables():
     group = None
     for name, (own, default, does, when) in variables().items():
         if own != group:
-            console.say(own)
+            print(own)
         group = own
-        console.say(f"  {name} ({default}): {does}\n      set it: {when}")
+        print(f"  {name} ({default}): {does}\n      set it: {when}")
 
 
-def check_all(results, hosts):
+def check_all(report, hosts):
     """Add what was predicted and then seen, or counted twice."""
-    reports, check = [one for here in hosts for one in here], results.check
+    check = report.check
+    ranks = [one for here in hosts for one in here]
     for library, source in (("gloo", "ProcessGroupGloo.cpp"), ("nccl", "NCCL, socket.cc")):
-        pairs = [(one["found"][library], one["chosen"][library][1]) for one in reports]
+        pairs = [(one["found"][library], one["chosen"][library][1]) for one in ranks]
         wrong = [seen != ([wanted] if wanted else []) for seen, wanted in pairs if seen is not None]
         if wrong:
             check(f"{library}: ranks that listen elsewhere", sum(wrong), 0, 0, source)
@@ -576,7 +577,7 @@ def check_all(results, hosts):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
+    parser = cli.ArgumentParser(__doc__)
     what = "list the environment variables that matter, and stop"
     parser.add_argument("--variables", action="store_true", help=what)
     return parser.parse_args()
@@ -585,37 +586,34 @@ def parse_args():
 def main():
     args = parse_args()
     if args.variables:
-        show_variables(Console(os.environ.get("RANK", "0") == "0"))
+        if runtime.discover().is_rank0:
+            show_variables()
         return 0
     there = [nic["name"] for nic in read_nics() if nic["addresses"]]
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and there and name not in there:  # gloo would not start, and say less
-            raise runtime.UsageError(f"GLOO_SOCKET_IFNAME: {name} has no address, {there} have")
+            raise cli.UsageError(f"GLOO_SOCKET_IFNAME: {name} has no address, {there} have")
     with runtime.init(args.device, args.timeout) as (world, device):
-        console = Console(world.is_rank0)
-        results = measure.Results("04-nccl-operations/topology.py", args, world, device)
-        output = measure.claim_output_dir(args, world)
-        reports, by_host = [None] * world.world_size, defaultdict(list)
-        dist.all_gather_object(reports, report(world))
-        for one in reports:
+        report = Report("04-nccl-operations/topology.py", args, world, device)
+        ranks = runtime.gather(findings(world))
+        by_host = defaultdict(list)
+        for one in ranks:
             by_host[one["host"], one["boot"]].append(one)
         hosts = list(by_host.values())
-        console.header(results, f"hosts: {len(hosts)}")
+        report.start(f"hosts: {len(hosts)}")
         warnings = [f"between hosts: {line}" for line in disagreements(hosts)]
         for here in hosts:
-            show_host(console, here)
-            found = [*wrong_settings(here[0]), *wrong_network(here[0], len(hosts) > 1),
-                     *wrong_machine(here, world.world_size)]  # fmt: skip
-            warnings += [f"{here[0]['host']}: {line}" for line in found]
-        console.say()
+            show_host(report, here)
+            mistakes = [*wrong_settings(here[0]), *wrong_network(here[0], len(hosts) > 1),
+                        *wrong_machine(here, world.world_size)]  # fmt: skip
+            warnings += [f"{here[0]['host']}: {line}" for line in mistakes]
+        report.say()
         for line in warnings:
-            console.say(f"warning: {line}")
-        check_all(results, hosts)
-        results.metrics |= {"hosts": len(hosts), "warnings": warnings, "reports": reports}
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"warnings: {len(warnings)}")
+            report.say(f"warning: {line}")
+        check_all(report, hosts)
+        report.metrics |= {"hosts": len(hosts), "warnings": warnings, "reports": ranks}
+        return report.finish(f"warnings: {len(warnings)}")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

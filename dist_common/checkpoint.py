@@ -25,11 +25,10 @@ from dist_common.runtime import from_rank0, gather
 def sealed(
     directory: Path, step: int, facts: dict[str, Any], keep: int = 2, group=None, alone=False
 ) -> Iterator[Path]:
-    """Yield an empty folder to write to; afterwards hash it, flush it and give it its name.
+    """Yield an empty folder to write to; then hash it, and give it its name last of all.
 
     A collective on a disk that all ranks share, who split the hashing; or of one rank, `alone`. The
-    name comes last: a crash at any moment leaves the checkpoint before. The newest `keep` of this
-    and older ones stay. `facts` go to the manifest. Raises: UsageError when it cannot be written.
+    newest `keep` of this and older ones stay. Raises: UsageError when it cannot be written.
     """
     rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
     meet = (lambda: None) if alone else (lambda: dist.barrier(group))

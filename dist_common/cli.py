@@ -149,19 +149,18 @@ def tell(error: BaseException) -> None:
                 return
     elif rank:  # still running after this: rank 0 did not meet the error, so another rank prints
         time.sleep(GRACE_S + 0.5 * (rank % 64))
-
     if os.environ.get("DIST_COMMON_TRACEBACK"):
         traceback.print_exception(error)
     cause = explain(error)
     # All ranks find a FloatingPointError together: it names its rank itself.
     line = {UsageError: "error: ", FloatingPointError: ""}.get(type(cause), f"rank {rank}: ")
-    if isinstance(cause, (UsageError, LostRank, FloatingPointError)):
-        line += str(cause)
-    else:
+    line += str(cause)
+    if not isinstance(cause, (UsageError, LostRank, FloatingPointError)):
         frames = traceback.extract_tb(error.__traceback__)
         frame = [f for f in frames if "site-packages" not in f.filename][-1]
         where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-        line += f"{type(error).__name__}: {error} ({where}; DIST_COMMON_TRACEBACK=1 shows more)"
+        line = f"rank {rank}: {type(error).__name__}: {error} ({where}; DIST_COMMON_TRACEBACK=1 "
+        line += "shows the traceback)"
     print(f"{Path(sys.argv[0]).name}: {' '.join(line.split())}", file=sys.stderr, flush=True)
 
 
@@ -169,14 +168,10 @@ def tear_down() -> None:
     """Leave the group after an error, without waiting for collectives that never complete."""
     if not dist.is_initialized():
         return
-    store = dist.group.WORLD.get_group_store()
-    if dist.get_backend() == "nccl":
-        dist.group.WORLD.abort()
-    else:
-        dist.destroy_process_group()
+    store = dist.group.WORLD.get_group_store()  # noqa: F841  lives until this function returns
+    dist.group.WORLD.abort() if dist.get_backend() == "nccl" else dist.destroy_process_group()
     if os.environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
         time.sleep(1.0)  # the store in which the others look who printed lives in this process
-    del store
 
 
 def explain(error: BaseException) -> BaseException:
@@ -192,7 +187,6 @@ def explain(error: BaseException) -> BaseException:
     if not dist.is_initialized():
         met = f"not all {env('WORLD_SIZE')} ranks met at {env('MASTER_ADDR')}:{env('MASTER_PORT')}"
         return LostRank(f"{met}: was each of them started, and does it reach that address?")
-    return LostRank(
-        f"lost contact with another rank ({lost[0]}): it died or stopped answering. Look for the "
-        "rank that failed first: killed, out of memory, or an error of its own"
-    )
+    why = "Look for the rank that failed first: killed, out of memory, or an error of its own"
+    lost = f"lost contact with another rank ({lost[0]}): it died or stopped answering"
+    return LostRank(f"{lost}. {why}")

@@ -39,9 +39,8 @@ def load_text(text_file: str | None = None, max_bytes: int = 4_000_000) -> torch
 class Sequences(Dataset):
     """Cut text into sequences of at most T tokens to read and, one further, as many to predict.
 
-    Every sequence is full, unless `whole_lines` ends each one where a line of the text ends. Then
-    they hold different numbers of tokens (`lengths`) and are filled up with targets of IGNORED.
-    Shapes: an item is (inputs (T,), targets (T,)), int64; lengths is (number of sequences,).
+    All are full, unless `whole_lines` ends each where a line ends: then their `lengths` differ, and
+    targets of IGNORED fill them up. Shapes: an item is (inputs (T,), targets (T,)), int64.
     Raises: UsageError, naming `name`, for less text than a sequence for each of `world_size` ranks.
     """
 
@@ -63,10 +62,9 @@ class Sequences(Dataset):
             self.bounds = torch.arange(0, last + 1, seq_len)
         self.lengths = self.bounds.diff()
         if len(self) < world_size:
-            raise UsageError(
-                f"the {name}'s {len(text)} bytes are fewer than one sequence of {seq_len} tokens "
-                f"for each of {world_size} ranks: use a longer text or a smaller --seq-len"
-            )
+            few = f"the {name}'s {len(text)} bytes are fewer than one sequence of {seq_len} tokens"
+            need = f"for each of {world_size} ranks: use a longer text or a smaller --seq-len"
+            raise UsageError(f"{few} {need}")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -91,12 +89,11 @@ def batches_of(
 
 
 class ShardedSampler(Sampler[int]):
-    """Deal one seeded shuffle of a dataset to all ranks, and remember how far it got.
+    """Deal one seeded shuffle to all ranks as DistributedSampler does; resume it in mid-epoch.
 
-    Like torch's DistributedSampler, rank r gets every world_size-th index of one order, so a step's
-    global batch is the same on any number of ranks. Unlike it, it resumes in mid-epoch, also on
-    other ranks: `position` counts the samples of this epoch that all together have trained on. A
-    tail that does not fill all ranks is left out. Raises: UsageError for fewer samples than ranks.
+    Rank r gets every world_size-th index, so a global batch is the same on any number of ranks.
+    `position` counts the samples of this epoch that all ranks have trained on. A tail that does not
+    fill all ranks is left out. Raises: UsageError for fewer samples than ranks.
     """
 
     def __init__(self, num_samples: int, rank: int, world_size: int, seed: int = 0) -> None:
@@ -148,11 +145,10 @@ def job_text(args, ranks: int, whole_lines: bool = False) -> tuple[Sequences, Se
 def job_batches(
     sequences: Dataset, sampler: ShardedSampler, args, num_workers: int = 0, pin_memory=False
 ) -> Iterator[list[Sequence[torch.Tensor]]]:  # fmt: skip
-    """Yield each step's micro-batches on this rank, epoch after epoch.
+    """Yield each step's micro-batches on this rank, (inputs, targets) of (B, T), epoch after epoch.
 
-    Any number of ranks sees the same global batches. The last one of an epoch may be smaller: then
-    some micro-batches are short or empty, but every rank yields equally many, so no collective
-    waits. Shapes: a micro-batch is inputs and targets, (micro_batch_size, T) each.
+    Any number of ranks sees the same global batches. The last one of an epoch may be smaller: its
+    micro-batches may be short or empty, but every rank yields equally many: no collective waits.
     """
 
     def indices_of_micro_batches() -> Iterator[list[int]]:

@@ -1,7 +1,5 @@
 """How long a step takes, what it sends, what memory it needs, how well it uses the device."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -24,14 +22,10 @@ GIB = 2**30  # bytes
 # Dense peak in TFLOP/s: float32 outside the tensor cores, bfloat16 in them (V100: float16). By the
 # name that the driver gives, the first that fits. Source: NVIDIA data sheets.
 PEAK_TFLOPS = {
-    "B200": (75.0, 2250.0),
-    "H200": (67.0, 989.4),
-    "H100 PCIe": (51.0, 756.0),
-    "H100 80GB HBM3": (67.0, 989.4),
-    "A100": (19.5, 312.0),
-    "L40S": (91.6, 362.1),
+    "B200": (75.0, 2250.0), "H200": (67.0, 989.4), "H100 PCIe": (51.0, 756.0),
+    "H100 80GB HBM3": (67.0, 989.4), "A100": (19.5, 312.0), "L40S": (91.6, 362.1),
     "V100": (15.7, 125.0),
-}
+}  # fmt: skip
 
 
 class StepTimer:
@@ -51,7 +45,7 @@ class StepTimer:
         self.start()
         return self.steps_ms[-1]
 
-    def __enter__(self) -> StepTimer:
+    def __enter__(self) -> "StepTimer":
         self.start()
         return self
 
@@ -118,12 +112,9 @@ def available_memory(device: torch.device) -> int:
 
 
 def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
-    """Return the floating-point operations of forward and backward for one token.
-
-    6 per weight that multiplies it, and 12 L D T for attention. Source: PaLM (2022), appendix B.
-    """
+    """Return the operations of forward and backward for one token (PaLM, 2022, appendix B)."""
     looked_up = 0 if config.tied_embeddings else config.vocab_size * config.dim
-    weights = config.num_parameters() - looked_up
+    weights = config.num_parameters() - looked_up  # those that multiply it: 6 operations each
     return 6 * weights + 12 * config.num_layers * config.dim * seq_len
 
 

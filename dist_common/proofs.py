@@ -21,10 +21,9 @@ RING_FACTOR = {
 
 
 def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the gradient of the sum of `losses` as one vector; `.grad` is left alone.
+    """Return the gradient of a plain model for the sum of `losses`, as one vector; keep `.grad`.
 
-    `losses` are parts of the global batch's, best from a generator: one graph at a time. `model` is
-    the plain model, whose backward sends nothing.
+    `losses` are parts of the global batch's, best from a generator: one graph at a time.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     total = [torch.zeros_like(weight) for weight in weights]

@@ -1,26 +1,35 @@
 """What a script says and leaves: lines from rank 0, checks and a verdict, --output-dir, figures."""
 
 import argparse
+import atexit
 import contextlib
 import json
+import os
 import platform
+import socket
 import sys
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from filelock import SoftFileLease, Timeout
 from tabulate import tabulate
 from tqdm import tqdm
 
 import dist_common
-from dist_common import cli, folder, measure
+from dist_common import cli, measure
 from dist_common.runtime import World
 
 ROWS = 8  # of checks on the screen; results.json has them all
+HEARTBEAT_S = 10.0  # how often the holder of an output folder refreshes its lock
+LEASE_S = 60.0  # a holder on another machine that has not refreshed it for so long is gone
+LOCK, HOLDER = ".lock", ".holder"
 
 
 @dataclass
@@ -43,10 +52,7 @@ class Check:
 
 
 class Report:
-    """Print from rank 0, collect metrics and checks, write results.json to `output`.
-
-    `output` is --output-dir on every rank, or None. `metrics` is a dict to fill.
-    """
+    """Print from rank 0, collect checks and `metrics`, write results.json to `output`, if any."""
 
     def __init__(self, script: str, args: argparse.Namespace, world: World, device) -> None:
         self.script, self.args, self.world, self.device = script, args, world, device
@@ -56,9 +62,9 @@ class Report:
         self.output = Path(args.output_dir) if args.output_dir else None
 
     def start(self, *lines: str) -> None:
-        """Claim --output-dir (see folder.claim); print what runs where, and this script's lines."""
+        """Claim --output-dir; print what runs where, and the lines only this script can say."""
         if self.output and self.world.is_rank0:
-            folder.claim(self.output, getattr(self.args, "resume", None))
+            claim(self.output, getattr(self.args, "resume", None))
         ranks = "1 rank" if self.world.world_size == 1 else f"{self.world.world_size} ranks"
         backend = dist.get_backend() if dist.is_initialized() else "no backend"
         where = f"{self.device.type} with {backend}, torch {torch.__version__}"
@@ -107,7 +113,8 @@ class Report:
             self._write(self.output / "results.json")
         rows = []
         for name, check in folded(self.checks):
-            numbers = map(_number, (check.measured, check.expected, check.tolerance))
+            values = (check.measured, check.expected, check.tolerance)
+            numbers = [f"{v:,}" if isinstance(v, int) else f"{v:.6g}" for v in values]
             rows.append((name, *numbers, "yes" if check.ok else "NO"))
         if rows:
             self.table(rows, ("check", "measured", "expected", "tolerance", "ok"))
@@ -120,9 +127,8 @@ class Report:
 
     def _write(self, path: Path) -> None:
         cuda, now = self.device.type == "cuda", datetime.now(timezone.utc)
+        gpu = torch.cuda.get_device_name(self.device) if cuda else None
         machine = {"system": platform.system(), "processor": platform.machine()}
-        machine |= {"cores": measure.core_count()}
-        machine |= {"gpu": torch.cuda.get_device_name(self.device) if cuda else None}
         loaded = {"dist_common": dist_common, **sys.modules}
         names = [name for name in ("torch", "dist_common", "deepspeed") if name in loaded]
         content = {
@@ -136,7 +142,7 @@ class Report:
             "launcher": self.world.launcher,
             "versions": {"python": platform.python_version()}
             | {name: loaded[name].__version__ for name in names},
-            "machine": machine,
+            "machine": {"cores": measure.core_count(), "gpu": gpu, **machine},
             "metrics": self.metrics,
             "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
         }
@@ -146,10 +152,7 @@ class Report:
 
 
 def folded(checks: Sequence[Check]) -> list[tuple[str, Check]]:
-    """Return (name, check) to print: all, or the worst of each kind if they are more than ROWS.
-
-    Checks of one kind are named alike after the last colon.
-    """
+    """Return (name, check) to print; of more than ROWS the worst of those alike after a colon."""
     kinds: dict[str, list[Check]] = {}
     for check in checks:
         kind = check.name.rpartition(": ")[2] if len(checks) > ROWS else check.name
@@ -162,8 +165,52 @@ def folded(checks: Sequence[Check]) -> list[tuple[str, Check]]:
     return rows
 
 
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+def claim(path: Path, resume: bool | None) -> None:
+    """Make a folder and lock it until this process ends; refuse one in which a run would be lost.
+
+    The lock of a process that died on this machine is taken over at once; on another machine (a
+    shared disk) the lease decides. `resume` is None for a script that cannot resume.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise cli.UsageError(f"--output-dir {path} cannot be written: {error.strerror}") from error
+    times = {"lease_duration": LEASE_S, "heartbeat_interval": HEARTBEAT_S}
+    lease = SoftFileLease(path / LOCK, **times, on_compromise=_stop)
+    _acquire(lease, path)
+    atexit.register(lease.release)
+    resumable = (path / "checkpoints").is_dir()
+    if {entry.name for entry in path.iterdir()} - {LOCK, HOLDER} and not (resumable and resume):
+        lease.release()
+        hint = ", or add --resume to continue the run in it" if resumable else ""
+        raise cli.UsageError(f"--output-dir {path} is not empty: name another folder{hint}")
+    now = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    (path / HOLDER).write_text(f"pid {os.getpid()} on {socket.gethostname()} since {now}")
+    atexit.register((path / HOLDER).unlink, missing_ok=True)
+    if resume is not None:  # a run that is killed before its first checkpoint resumes too
+        (path / "checkpoints").mkdir(exist_ok=True)
+
+
+def _acquire(lease: SoftFileLease, path: Path) -> None:
+    for patience in (0.0, LEASE_S + HEARTBEAT_S):
+        try:
+            lease.acquire(timeout=patience)
+            return
+        except Timeout:
+            holder = (path / HOLDER).read_text() if (path / HOLDER).exists() else "another job"
+            here = f" on {socket.gethostname()} " in holder and psutil.pid_exists(lease.pid or 0)
+        if here or patience:
+            held = f"--output-dir {path} is in use by {holder}"
+            raise cli.UsageError(f"{held}: wait for it, end it, or name another folder")
+        print(f"warning: {path}: waiting {LEASE_S:.0f} s for a sign of {holder}", file=sys.stderr)
+
+
+def _stop(_: object) -> None:
+    # This process stood still for longer than the lease, and another job has the folder now.
+    print("error: another job has taken over --output-dir: stopping", file=sys.stderr, flush=True)
+    os._exit(cli.BAD_INPUT)
 
 
 @contextlib.contextmanager

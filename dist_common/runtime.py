@@ -130,11 +130,6 @@ def pick_device(name: str, world: World) -> torch.device:
     return device
 
 
-def backend_for(device: torch.device) -> str:
-    """Name the communication library for a device: NCCL between GPUs, gloo between CPUs."""
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and PyTorch (CPU and every GPU) alike."""
     random.seed(seed)
@@ -151,7 +146,7 @@ def init(device: str = "auto", timeout_s: float = 600.0) -> Iterator[tuple[World
     world = discover()
     own = pick_device(device, world)
     timeout, gpu = timedelta(seconds=timeout_s), own if own.type == "cuda" else None
-    dist.init_process_group(backend_for(own), timeout=timeout, device_id=gpu)
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, device_id=gpu)
     try:
         dist.barrier()  # a rank that failed right away would cut short how gloo connects the rest
         yield world, own

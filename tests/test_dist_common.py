@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_common import checkpoint, cli, data, folder, measure, models, proofs, ranks, runtime
+from dist_common import checkpoint, cli, data, measure, models, proofs, ranks, runtime
+from dist_common import report as folder
 from dist_common.report import Check, Report, figure
 
 
