@@ -101,4 +101,5 @@ def ddp_of(name, device, **options):
 def part_of(batch, world):
     """Return this rank's share of a global batch."""
     size = len(batch[0]) // world.world_size
-    return [tensor[world.rank * size : (world.rank + 1) * size] for tensor in batch]
+    start = world.rank * size
+    return [tensor[start : start + size] for tensor in batch]

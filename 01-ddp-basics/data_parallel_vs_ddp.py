@@ -13,6 +13,7 @@ CUDA semantics; Li et al., PyTorch Distributed (VLDB 2020), section 2.2.
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,36 +21,24 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import cli, data, measure, models, runtime
+from dist_common import cli, data, measure, models, proofs, runtime
 from dist_common.report import Report
 
 
-def need_two_gpus():
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        raise cli.UsageError(
-            f"nn.DataParallel spreads one process over several GPUs, and this machine has {gpus}: "
-            "run this where there are two or more; the guide says what it shows"
-        )
+@dataclass
+class Training:
+    """What a training took: losses (steps,), median step time in ms, peak memory by GPU in GiB."""
 
-
-def build(args, device):
-    runtime.seed_everything(args.seed)
-    return models.Transformer(models.preset(args.preset, args.seq_len)).to(device)
-
-
-def batch_of(args, step, ranks, sequences, device):
-    """Return one rank's part of a step's global batch, or all of it. Shapes: (B, T) each."""
-    first = step * args.global_batch_size
-    items = [sequences[first + i] for i in range(args.global_batch_size)]
-    parts = [torch.stack(part).to(device) for part in zip(*items, strict=True)]
-    return [part[ranks] for part in parts]
+    losses: torch.Tensor
+    step_time_ms: float
+    peaks: list[float]
 
 
 def train(model, batches, device):
     """Train on the batches; return each step's loss, and the median time of a step in ms."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
-    timer, losses = measure.StepTimer(device), []
+    timer = measure.StepTimer(device)
+    losses = []
     for inputs, targets in batches:
         with timer:
             optimizer.zero_grad()
@@ -65,6 +54,32 @@ def train(model, batches, device):
     return torch.stack(losses), timer.median_ms()
 
 
+def train_data_parallel(args, sequences, device):
+    """Train in one process, whose DataParallel spreads each global batch over all GPUs."""
+    whole = args.global_batch_size
+    batches = data.batches_of(sequences, args.max_steps, whole, 0, whole, device)
+    losses, step_time_ms = train(nn.DataParallel(build(args, device)), batches, device)
+    gpus = range(torch.cuda.device_count())
+    peaks = [peak_gib(torch.device("cuda", gpu)) for gpu in gpus] or [0.0]
+    return Training(losses, step_time_ms, peaks)
+
+
+def train_ddp(args, sequences, device):
+    """Train in a process per GPU, each on its part of the global batch."""
+    rank, ranks, whole = dist.get_rank(), dist.get_world_size(), args.global_batch_size
+    part = whole // ranks
+    batches = data.batches_of(sequences, args.max_steps, whole, rank * part, part, device)
+    model = DDP(build(args, device), [device.index] if device.type == "cuda" else None)
+    losses, step_time_ms = train(model, batches, device)
+    dist.all_reduce(losses)
+    return Training(losses / ranks, step_time_ms, runtime.gather(peak_gib(device)))
+
+
+def build(args, device):
+    runtime.seed_everything(args.seed)
+    return models.Transformer(models.preset(args.preset, args.seq_len)).to(device)
+
+
 def peak_gib(device):
     """Return the most memory allocated on a GPU since the last call, by this process."""
     if device.type != "cuda":
@@ -75,6 +90,15 @@ def peak_gib(device):
     return peak
 
 
+def need_two_gpus():
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        raise cli.UsageError(
+            f"nn.DataParallel spreads one process over several GPUs, and this machine has {gpus}: "
+            "run this where there are two or more; data_parallel_vs_ddp.md says what it shows"
+        )
+
+
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add, positive = parser.add_argument, cli.positive_int
@@ -83,6 +107,21 @@ def parse_args():
     add("--global-batch-size", type=positive, default=32, help="sequences per step (32)")
     add("--max-steps", type=positive, default=20, help="steps of each kind (20)")
     return parser.parse_args()
+
+
+def compare(report, spread, ddp):
+    """Print both trainings side by side, and check that their losses are equal."""
+    rows = []
+    for name, key, training in (("DataParallel", "data_parallel", spread), ("DDP", "ddp", ddp)):
+        first, last = training.peaks[0], training.peaks[-1]
+        numbers = (f"{training.step_time_ms:.1f} ms", f"{first:.2f} GiB", f"{last:.2f} GiB")
+        rows.append((name, *numbers))
+        report.metrics[f"{key}_step_time_ms"] = training.step_time_ms
+        report.metrics[f"{key}_gpu0_peak_memory_gib"] = first
+    report.table(rows, ("", "step", "GPU 0", "last GPU"))
+    name, source = "largest difference of losses", "the same global batches"
+    proofs.same_losses(report, spread.losses, ddp.losses, 1e-3, name, source)
+    return f"{ddp.step_time_ms:.1f} ms a step, not {spread.step_time_ms:.1f} ms"
 
 
 def main():
@@ -101,38 +140,11 @@ def main():
         report.start(f"{args.preset}, global batch {args.global_batch_size}")
         # Ranks that wait for rank 0 leave their GPUs to it: a barrier of NCCL's keeps them busy.
         waiting = dist.new_group(backend="gloo")
-        steps, mine = range(args.max_steps), slice(world.rank, None, world.world_size)
-
-        spread, alone_ms, memory = torch.zeros(args.max_steps, device=device), 0.0, [0.0]
-        if world.is_rank0:
-            batches = (batch_of(args, i, slice(None), sequences, device) for i in steps)
-            spread, alone_ms = train(nn.DataParallel(build(args, device)), batches, device)
-            gpus = range(torch.cuda.device_count())
-            memory = [peak_gib(torch.device("cuda", gpu)) for gpu in gpus] or [0.0]
+        spread = train_data_parallel(args, sequences, device) if world.is_rank0 else None
         dist.barrier(waiting)
-        model = DDP(build(args, device), [device.index] if device.type == "cuda" else None)
-        batches = (batch_of(args, i, mine, sequences, device) for i in steps)
-        losses, step_ms = train(model, batches, device)
-        dist.all_reduce(losses)
-        losses /= world.world_size
-        peaks = runtime.gather(peak_gib(device))
-
-        rows = [
-            ("DataParallel", f"{alone_ms:.1f} ms", f"{memory[0]:.2f} GiB", f"{memory[-1]:.2f} GiB"),
-            ("DDP", f"{step_ms:.1f} ms", f"{peaks[0]:.2f} GiB", f"{peaks[-1]:.2f} GiB"),
-        ]
-        report.table(rows, ("", "step", "GPU 0", "last GPU"))
-        report.metrics = {
-            "data_parallel_step_time_ms": alone_ms,
-            "ddp_step_time_ms": step_ms,
-            "data_parallel_gpu0_peak_memory_gib": memory[0],
-            "ddp_gpu0_peak_memory_gib": peaks[0],
-        }
-        if world.is_rank0:
-            error = (spread - losses).abs().max().item()
-            name, source = "largest difference of losses", "the same global batches"
-            report.check(name, error, 0, 1e-3, source)
-        return report.finish(f"{step_ms:.1f} ms a step, not {alone_ms:.1f} ms")
+        ddp = train_ddp(args, sequences, device)
+        summary = compare(report, spread, ddp) if world.is_rank0 else ""
+        return report.finish(summary)
 
 
 if __name__ == "__main__":

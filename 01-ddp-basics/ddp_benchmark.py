@@ -1,10 +1,10 @@
-"""Measure how DDP scales, and what is lost to what; or what the template costs over bare DDP.
+"""Measure how DDP scales and where the time goes; or what the template costs over bare DDP.
 
     CPU   python 01-ddp-basics/ddp_benchmark.py
     GPU   the same: one process for each GPU, as far as --max-ranks goes
 
-It starts the processes itself, with torchrun. (Started by a launcher, it measures that number of
-ranks alone.) Look for: the parts of the time that is lost, and the efficiency they leave.
+It starts the processes itself, with torchrun. (Started by torchrun, it measures that number of
+ranks only.) Look for: what a step loses, part by part, and the efficiency that is left.
 
     --model resnet50     instead of the transformer
     --buckets 0.1 1 25   compare sizes of DDP's buckets, in MiB, on --max-ranks ranks
@@ -69,8 +69,7 @@ def compare_buckets(report, args):
     for _ in report.progress(range(args.rounds), "timing"):
         for name, (model, _) in built.items():
             dist.barrier()
-            seconds = timed(lambda model=model: compute(model, batch), report.device)
-            times[name].append(seconds)
+            times[name].append(timed(lambda model=model: compute(model, batch), report.device))
     rows = []
     for name in built:
         median = statistics.median(times[name])
@@ -141,8 +140,8 @@ def parse_args():
     add("--overhead", action="store_true", help="of ddp_training.py over bare DDP")
     args = parser.parse_args()
     args.rounds = args.rounds or (60 if args.overhead else 8)
-    if args.overhead and args.rounds < 2 * BLOCK:
-        parser.error(f"--overhead needs --rounds of at least {2 * BLOCK}")
+    if args.overhead and args.rounds < 3 * BLOCK:
+        parser.error(f"--overhead needs --rounds of at least {3 * BLOCK}")
     return args
 
 
@@ -154,14 +153,19 @@ def launch(ranks, *flags, **options):
     return subprocess.run(command, env=environ, text=True, check=False, **options)
 
 
-def measure_all(report, args):
-    """Measure 1, 2, 4, ... ranks one after the other. Return the metrics by number of ranks."""
+def numbers_of_ranks(args):
+    """Return 1, 2, 4, ... and --max-ranks. Raises: UsageError when the batch cannot be divided."""
     sizes = [2**power for power in range(32) if 2**power < args.max_ranks] + [args.max_ranks]
     for ranks in sizes:
         if args.global_batch_size % ranks:
             raise cli.UsageError(
                 f"--global-batch-size {args.global_batch_size} cannot be dealt to {ranks} ranks"
             )
+    return sizes
+
+
+def measure_all(report, sizes):
+    """Measure each number of ranks, one after the other. Return the metrics by number of ranks."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in report.progress(sizes, "numbers of ranks"):
@@ -183,8 +187,9 @@ def main():
         ranks = args.max_ranks
         device = runtime.pick_device(args.device, runtime.World(0, 0, ranks, ranks, "python"))
         report = Report("01-ddp-basics/ddp_benchmark.py", args, world, device)
+        sizes = numbers_of_ranks(args)
         start(report, args, ranks)
-        show_scaling(report, args, measure_all(report, args))
+        show_scaling(report, args, measure_all(report, sizes))
         return report.finish("measured")
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("01-ddp-basics/ddp_benchmark.py", args, world, device)
@@ -199,10 +204,11 @@ def main():
 
 
 def start(report, args, ranks):
+    """Print the header; warn where the figures say nothing about DDP."""
     cores = measure.core_count()
     report.start(f"{args.model}; {cores} cores for at most {ranks} ranks")
     if report.device.type == "cpu" and ranks > cores:
-        report.say("more ranks than cores: this shows them share, and not how DDP scales")
+        report.say("more ranks than cores: they share cores, so this does not show how DDP scales")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ Sources: docs.pytorch.org, DistributedDataParallel (notes), torch.utils.data.dis
 SyncBatchNorm; Goyal et al., ImageNet in 1 Hour (2017), section 3, for batch norm.
 """
 
+import contextlib
 import resource
 import time
-from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,7 +42,8 @@ def samples(count, device):
 
 def train(model, batches):
     """Take a step on each batch; return the losses of this rank."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
     for images, labels in batches:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), labels)
@@ -55,11 +57,11 @@ def hang_at_a_step(args, world, device, report):
     """Rank 1 has one batch less. The others wait for it in the all-reduce of the last step."""
     images, labels = samples(40, device)
     batches = list(zip(images.split(10), labels.split(10), strict=True))
-    fewer = batches[:-1] if world.rank == 1 and not args.cured else batches
-    losses = train(ddp(nn.Linear(64, 10), device), fewer)
+    mine = batches[:-1] if world.rank == 1 and not args.cured else batches
+    losses = train(ddp(nn.Linear(64, 10), device), mine)
     if len(losses) < len(batches):
         time.sleep(2 * args.timeout)  # it is elsewhere: evaluates, saves, or has ended
-    # Cure: deal equally many batches to all ranks, as ShardedSampler does, or use the Join context.
+    # Cure: deal equally many samples to all ranks, as ShardedSampler and DistributedSampler do.
     report.check("steps of this rank", len(losses), len(batches), 0, "the other ranks")
 
 
@@ -69,7 +71,8 @@ def unused_parameters(args, world, device, report):
     class Branched(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.unused = nn.Linear(64, 10), nn.Linear(64, 10)
+            self.used = nn.Linear(64, 10)
+            self.unused = nn.Linear(64, 10)
 
         def forward(self, images):
             return self.used(images)
@@ -78,6 +81,16 @@ def unused_parameters(args, world, device, report):
     model = ddp(Branched(), device, find_unused_parameters=args.cured)
     losses = train(model, [samples(32, device)] * 2)
     report.check("steps taken", len(losses), 2, 0, "two batches")
+
+
+def bypassed_wrapper(args, world, device, report):
+    """The loop calls the model inside the wrapper: DDP averages nothing, and ranks drift apart."""
+    plain = nn.Linear(64, 10)
+    ddp_model = ddp(plain, device)
+    images, labels = samples(32 * world.world_size, device)
+    own = slice(world.rank, None, world.world_size)
+    train(ddp_model if args.cured else ddp_model.module, [(images[own], labels[own])])
+    proofs.same_weights(report, plain)
 
 
 def losses_differ(args, world, device, report):
@@ -95,7 +108,8 @@ def losses_differ(args, world, device, report):
 
 def forgotten_set_epoch(args, world, device, report):
     """PyTorch's sampler shuffles by seed and epoch; nobody tells it the epoch."""
-    sampler, orders = DistributedSampler(range(1000), world.world_size, world.rank), set()
+    sampler = DistributedSampler(range(1000), world.world_size, world.rank)
+    orders = set()
     for epoch in range(3):
         if args.cured:
             sampler.set_epoch(epoch)
@@ -111,32 +125,39 @@ def batch_norm(args, world, device, report):
     plain = nn.Sequential(nn.Linear(64, 32), norm, nn.GELU(), nn.Linear(32, 10)).to(device)
     images, labels = samples(16 * world.world_size, device)
     alone = proofs.gradient_of_one_process(plain, [F.cross_entropy(plain(images), labels)])
-    model, own = ddp(plain, device), slice(world.rank, None, world.world_size)
+    model = ddp(plain, device)
+    own = slice(world.rank, None, world.world_size)
     F.cross_entropy(model(images[own]), labels[own]).backward()
     proofs.same_gradient(report, plain, alone, 1e-5)
 
 
 def out_of_memory(args, world, device, report):
     """The last rank has not enough memory for its batch. The others lose it."""
-    batch, steps = (32_768, 1) if not args.cured else (1024, 32)  # cure: accumulate over parts
+    wanted = 32_768  # samples
+    batch = 1024 if args.cured else wanted  # cure: accumulate over parts
+    steps = wanted // batch
     model = ddp(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 10)), device)
     images, labels = (tensor[torch.arange(batch) % 1000] for tensor in samples(1000, device))
     if world.rank == world.world_size - 1:
-        if device.type == "cuda":
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(100 * MIB / total, device)
-        else:  # 100 MiB more than this process has by now
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            limit = pages * resource.getpagesize() + 100 * MIB
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        leave_only(100 * MIB, device)
     for step in range(steps):
-        with model.no_sync() if step < steps - 1 else torch.enable_grad():
+        with model.no_sync() if step < steps - 1 else contextlib.nullcontext():
             (F.cross_entropy(model(images), labels) / steps).backward()
-    report.check("samples", batch * steps, 32_768, 0, "the batch that was wanted")
+    report.check("samples", batch * steps, wanted, 0, "the batch that was wanted")
+
+
+def leave_only(more, device):
+    """Let this process have `more` bytes than it holds now (on a GPU: in all)."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(more / total, device)
+    else:
+        limit = psutil.Process().memory_info().vms + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
 class SlowDigits(Dataset):
-    """Digits that take 2 ms each to arrive, as from a disk far away."""
+    """Digits that take 1 ms each to arrive, as from a disk far away; and when loading one began."""
 
     def __init__(self):
         self.images, self.labels = samples(512, "cpu")
@@ -145,34 +166,35 @@ class SlowDigits(Dataset):
         return len(self.images)
 
     def __getitem__(self, index):
-        time.sleep(0.002)
-        return self.images[index], self.labels[index]
+        begun = time.monotonic()  # the same clock in all processes of a machine
+        time.sleep(0.001)
+        return self.images[index], self.labels[index], begun
 
 
 def slow_input(args, world, device, report):
-    """The step waits for its data. Processes that load ahead have it there in time."""
-    loader = DataLoader(SlowDigits(), 16, num_workers=2 if args.cured else 0)
+    """Each step waits for its data: nobody loads the next batch while this one is trained on."""
     model = ddp(nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 10)), device)
-    waited, computed, batches = 0.0, 0.0, iter(loader)
+    batches = iter(DataLoader(SlowDigits(), 16, num_workers=2 if args.cured else 0))
     next(batches)  # workers need a while to start
+    waited = 0.0  # seconds
+    not_begun = 0
+    started = time.monotonic()
     for _ in range(20):
-        started = time.perf_counter()
-        images, labels = next(batches)
-        there = time.perf_counter()
-        for _ in range(4):
-            train(model, [(images.to(device), labels.to(device))])
-        waited += there - started
-        computed += time.perf_counter() - there
-    times = torch.tensor([waited, computed], device=device)
-    dist.all_reduce(times)
-    share = (times[0] / times.sum()).item()
-    report.check("share of the time that steps wait for data", share, 0, 0.25, "loaded ahead")
+        asked = time.monotonic()
+        images, labels, begun = next(batches)
+        waited += time.monotonic() - asked
+        not_begun += int(begun.min() >= asked)
+        train(model, [(images.to(device), labels.to(device))] * 4)
+    share = waited / (time.monotonic() - started)
+    report.say(f"rank 0 waited for data {share:.0%} of the time")
+    name = "of 20 batches, begun only when they were asked for"
+    report.check(name, max(runtime.gather(not_begun)), 0, 10, "loaded ahead")
 
 
 PITFALLS = {
     function.__name__.replace("_", "-"): function
-    for function in (hang_at_a_step, unused_parameters, losses_differ, forgotten_set_epoch,
-                     batch_norm, out_of_memory, slow_input)
+    for function in (hang_at_a_step, unused_parameters, bypassed_wrapper, losses_differ,
+                     forgotten_set_epoch, batch_norm, out_of_memory, slow_input)
 }  # fmt: skip
 
 

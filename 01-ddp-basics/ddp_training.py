@@ -4,12 +4,14 @@
     GPU   torchrun --standalone --nproc-per-node=gpu 01-ddp-basics/ddp_training.py --preset 124m
 
 With --output-dir and --resume it can be killed at any moment and started again. Look for: the same
-losses on any number of ranks while --global-batch-size is the same, and the checks at the end.
+losses on any number of ranks while --global-batch-size stays the same, and the checks at the end.
 
-To copy: delete what you do not need (`evaluate`, `compile`, `scaler`, `catch_preemption`,
-`checkpoint`, `log`, the checks), each with what uses it. A test deletes each and runs the rest.
+To copy: delete what you do not need (`evaluate`, `compile`, `scaler`, `catch_preemption`, `log`,
+`replica_checkpoint`, `check_gradient`, `check_trained_tokens`, `same_weights`,
+`stop_unless_finite`), each with what uses it. A test deletes each and all, and runs the rest.
 
-Sources: Li et al., PyTorch Distributed (VLDB 2020); Goyal et al., ImageNet in 1 Hour (2017).
+Sources: Li et al., PyTorch Distributed (VLDB 2020); Goyal et al., ImageNet in 1 Hour (2017);
+Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms (NeurIPS 2022).
 """
 
 import contextlib
@@ -22,15 +24,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import checkpoint, cli, data, measure, models, proofs, runtime
+import replica_checkpoint
+from dist_common import cli, data, measure, models, proofs, runtime
 from dist_common.report import Report
-from training_checks import check_gradient, check_tokens
+from tensorboard_log import TensorBoardLog
+from training_checks import (
+    changed_settings,
+    check_gradient,
+    check_test_tokens,
+    check_trained_tokens,
+    settings_of,
+    stop_unless_finite,
+)
 
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 LR_SCALING = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
-SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed")  # what the order of the data depends on
-# Flags that do not change the result, so a resumed run may change them without a word.
-FREE = ("device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every")
 
 
 def summed_loss(model, inputs, targets, precision):
@@ -41,15 +49,21 @@ def summed_loss(model, inputs, targets, precision):
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+def count_tokens(micro_batches, device):
+    """Start to add up all ranks' tokens; return their number, and the handle to wait for first."""
+    own = sum(int((targets != data.IGNORED).sum()) for _, targets in micro_batches)
+    tokens = torch.full((), own, device=device)  # not .to(device), which would wait for the device
+    return tokens, dist.all_reduce(tokens, async_op=True)  # 8 bytes, while forward computes
+
+
 def accumulate_gradient(ddp_model, micro_batches, precision, scaler=None):
     """Leave the mean gradient over all tokens of the global batch in the model, on every rank.
 
-    Return this rank's sum of losses, and all ranks' number of tokens. Both stay on the device:
-    nothing here waits for it. Shapes: a micro-batch is inputs and targets, (B, T) each.
+    Return this rank's sum of losses, and all ranks' number of tokens, both still on the device.
+    Shapes: a micro-batch is inputs and targets, (B, T) each.
     """
     device = next(ddp_model.parameters()).device
-    tokens = sum((targets != data.IGNORED).sum() for _, targets in micro_batches).to(device)
-    counting = dist.all_reduce(tokens, async_op=True)  # 8 bytes, while forward computes
+    tokens, counting = count_tokens(micro_batches, device)
     loss_sum = torch.zeros((), device=device)
     for number, (inputs, targets) in enumerate(micro_batches, 1):
         inputs = inputs.to(device, non_blocking=True)
@@ -59,10 +73,10 @@ def accumulate_gradient(ddp_model, micro_batches, precision, scaler=None):
         with contextlib.nullcontext() if last else ddp_model.no_sync():
             loss = summed_loss(ddp_model, inputs, targets, precision)
             counting.wait()
-            # Divided by all tokens, each counts alike, in whatever micro-batch; in a mean of
-            # micro-batches' means it would not. DDP divides by the ranks, hence the factor.
+            # Divided by the tokens of all ranks: each token counts alike, whichever micro-batch it
+            # is in. DDP takes the mean over ranks where a sum is meant, hence the factor.
             mean_loss = loss * dist.get_world_size() / tokens
-            if scaler:  # float16 loses small gradients: this makes them larger, for a while
+            if scaler:  # small gradients would round to 0 in float16: enlarge them for backward
                 mean_loss = scaler.scale(mean_loss)
 
             mean_loss.backward()
@@ -78,11 +92,11 @@ def train_step(run, micro_batches, lr):
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     if scaler:
-        scaler.unscale_(run.optimizer)  # clip the gradient itself, not its enlargement
+        scaler.unscale_(run.optimizer)  # clip the gradient itself, not the enlarged one
     norm = torch.nn.utils.clip_grad_norm_(run.ddp_model.parameters(), run.args.max_grad_norm)
     if scaler:
-        scaler.step(run.optimizer)  # takes no step where float16 overflowed, and scales less then
-        scaler.update()
+        scaler.step(run.optimizer)  # leaves the step out where float16 overflowed
+        scaler.update()  # and enlarges less from then on
     else:
         run.optimizer.step()
     return *sums, norm
@@ -98,75 +112,68 @@ def lr_at(step, args):
 
 
 def train(run, steps):
-    """Take steps; every --log-every of them read their results, evaluate and save when due."""
-    args, waiting = run.args, []
+    """Take steps; at least every --log-every of them read results, evaluate and save when due."""
+    args, report = run.args, run.report
+    unread = []
     signals = catch_preemption()
     run.timer.start()
     for run.step in steps:
         lr = lr_at(run.step, args)
-        waiting.append((run.step, lr, *train_step(run, next(run.batches), lr)))
+        unread.append((run.step, lr, *train_step(run, next(run.batches), lr)))
         run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
         last = run.step == args.max_steps
-        save_due = run.report.output and (run.step % args.save_every == 0 or last)
-        eval_due = run.step % args.eval_every == 0 or last
-        if run.step % args.log_every and not save_due and not eval_due:
-            continue  # the device computes on; nobody waits for it
+        save_due = report.output and (last or run.step % args.save_every == 0)
+        eval_due = last or run.step % args.eval_every == 0
+        if not (save_due or eval_due or run.step % args.log_every == 0):
+            continue  # the next step is queued while the device still computes this one
 
-        run.stopped = read_results(run, waiting, len(signals))
-        waiting.clear()
-        if eval_due and not run.stopped:
+        run.stopped = read_results(run, unread, signals)
+        unread.clear()
+        if eval_due and (last or not run.stopped):
             run.test_loss, run.test_tokens = evaluate(run)
             run.log.write(run.step, test_loss=run.test_loss)
-            run.report.say(f"step {run.step} | test loss {run.test_loss:.4f}")
-        if save_due or (run.report.output and run.stopped):
+            report.say(f"step {run.step} | test loss {run.test_loss:.4f}")
+        if save_due or (report.output and run.stopped):
             save(run)
         if run.stopped:
             break
-        run.timer.start()  # what evaluating and saving took is no part of a step
+        run.timer.start()  # the time of evaluating and saving belongs to no step
 
 
-def read_results(run, waiting, signals):
-    """Wait for the device, log the steps since the last time, and say whether any rank must stop.
+def read_results(run, unread, signals=()):
+    """Log the steps since the last time; return whether any rank was asked to stop.
 
-    Reading a number makes the host wait until the device has computed it, so it is done seldom.
+    To read a number the host has to wait until the device has computed it: so it is done seldom.
     """
-    steps, rates, own_sums, tokens, norms = zip(*waiting, strict=True)
-    own_sums = torch.stack(own_sums)
-    sums = torch.cat([own_sums.double(), own_sums.new_full((1,), signals)])
+    steps, rates, *columns = zip(*unread, strict=True)
+    own_sums, tokens, norms = (torch.stack(column).double() for column in columns)
+    sums = torch.zeros(len(steps) + 1, dtype=torch.float64, device=own_sums.device)
+    sums[:-1] = own_sums
+    sums[-1] = len(signals)
     dist.all_reduce(sums)
-    tokens = torch.stack(tokens).tolist()
-    norms = torch.stack(norms).tolist()
+    rows = torch.stack([sums[:-1] / tokens, own_sums, tokens, norms], dim=1).tolist()
     time_ms = run.timer.lap(len(steps))
-    losses = [total / count for total, count in zip(sums.tolist()[:-1], tokens, strict=True)]
-    for number, step in enumerate(steps):
-        stop_unless_finite(run, step, losses[number], own_sums[number].item(), norms[number])
-        speed = tokens[number] / time_ms * 1e3
-        run.log.write(step, loss=losses[number], lr=rates[number], grad_norm=norms[number],
-                      tokens_per_second=speed)  # fmt: skip
-    run.trained_tokens += sum(tokens)
-    run.loss, run.speed = losses[-1], sum(tokens) / len(tokens) / time_ms * 1e3
-    flops = run.speed / dist.get_world_size() * run.flops_per_token
-    run.mfu = measure.mfu(flops, run.report.device, run.args.precision)
-    run.report.step(step, run.loss, time_ms, run.speed, run.mfu)
+    for step, lr, (run.loss, own_sum, count, norm) in zip(steps, rates, rows, strict=True):
+        stop_unless_finite(run.args, step, run.loss, own_sum, norm)
+        run.trained_tokens += int(count)
+        speed = count / time_ms * 1e3
+        run.log.write(step, loss=run.loss, lr=lr, grad_norm=norm, tokens_per_second=speed)
+    run.step_tokens = tokens.mean().item()
+    run.report.step(run.step, run.loss, time_ms, *speed_of(run, time_ms))
     return sums[-1].item() > 0
 
 
-def stop_unless_finite(run, step, loss, own_sum, norm):
-    """End the run when loss or gradient is infinite or no number; say on which ranks it was so."""
-    if math.isfinite(loss) and (run.scaler or math.isfinite(norm)):  # a scaler looks at the norm
-        return
-    ranks = [str(r) for r, own in enumerate(runtime.gather(own_sum)) if not math.isfinite(own)]
-    where = f"on rank {', '.join(ranks)} of {dist.get_world_size()}" if ranks else "over all ranks"
-    raise FloatingPointError(
-        f"stopped: in step {step} the loss is {loss:.4g} {where}, gradient norm {norm:.4g}: try a "
-        "lower --lr, or look at that data; the newest checkpoint may already be diverging: try the "
-        "one before"
-    )
+def speed_of(run, step_time_ms):
+    """Return tokens/s of all ranks, and the MFU of a device; None where its peak is unknown."""
+    speed = run.step_tokens / step_time_ms * 1e3
+    flops = speed / dist.get_world_size() * run.flops_per_token
+    return speed, measure.mfu(flops, run.report.device, run.args.precision)
 
 
 @torch.no_grad()
 def evaluate(run):
     """Return the mean loss over all tokens of the test set, and how many tokens were counted."""
+    # The plain model: DDP's forward may communicate, and ranks may differ in the number of batches.
     model, rank, ranks = run.ddp_model.module, dist.get_rank(), dist.get_world_size()
     model.eval()  # no dropout here, if there is any
     sums = torch.zeros(2, device=run.report.device, dtype=torch.float64)  # losses, tokens
@@ -177,7 +184,7 @@ def evaluate(run):
         sums[0] += summed_loss(model, inputs.to(sums.device), targets, run.args.precision)
         sums[1] += (targets != data.IGNORED).sum()
     model.train()
-    dist.all_reduce(sums)  # after the loop: ranks may have taken different numbers of turns in it
+    dist.all_reduce(sums)
     return (sums[0] / sums[1]).item(), int(sums[1])
 
 
@@ -190,7 +197,7 @@ def catch_preemption():
 
 
 def save(run):
-    """Write a checkpoint of all that the next step depends on."""
+    """Write a checkpoint of all that the next step depends on; all ranks call it."""
     state = {
         "step": run.step,
         "trained_tokens": run.trained_tokens,
@@ -198,24 +205,17 @@ def save(run):
         "sampler": run.sampler.state_dict(),
         "optimizer": run.optimizer.state_dict(),
         "scaler": run.scaler.state_dict() if run.scaler else None,
-        "rng": runtime.gather(checkpoint.rng_state()),  # a collective: not under the next `if`
     }
-    if dist.get_rank() == 0:
-        checkpoint.save(run.report.output / "checkpoints", run.step, run.ddp_model.module, state)
+    folder = run.report.output / "checkpoints"
+    replica_checkpoint.save(folder, run.step, run.ddp_model.module, state)
 
 
 def resume(run, model):
     """Load the newest checkpoint if there is one: same order of data, on any number of ranks."""
-    state = checkpoint.load(run.report.output / "checkpoints", model, run.report)
+    state = replica_checkpoint.load(run.report.output / "checkpoints", model, run.report)
     if state is None:
         return
-    old = state["settings"]
-    for name in SAME_DATA:
-        if old[name] != run.settings[name]:
-            raise cli.UsageError(
-                f"--{name.replace('_', '-')} is {run.settings[name]} here and {old[name]} in the "
-                "checkpoint: its place in the data would mean nothing"
-            )
+    changes = changed_settings(state["settings"], run.settings)
     model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     if run.scaler and state["scaler"]:
@@ -223,11 +223,8 @@ def resume(run, model):
     run.sampler.load_state_dict(state["sampler"])
     run.step, run.trained_tokens = state["step"], state["trained_tokens"]
     run.rng = state["rng"]
-    changes = [f"{n} {old.get(n)} -> {new}" for n, new in run.settings.items() if old.get(n) != new]
-    run.report.say(
-        f"at step {run.step}, sample {run.sampler.position:,} of epoch {run.sampler.epoch + 1}; "
-        f"changed since then: {', '.join(changes) or 'nothing'}"
-    )
+    place = f"sample {run.sampler.position:,} of epoch {run.sampler.epoch + 1}"
+    run.report.say(f"at step {run.step}, {place}; {changes}")
 
 
 def parse_args():
@@ -238,7 +235,8 @@ def parse_args():
     add("--lr-scaling", choices=LR_SCALING, default="none", help="with the global batch (none)")
     add("--base-batch-size", type=positive, default=32, help="for which --lr is meant (32)")
     add("--max-grad-norm", type=cli.positive_float, default=1.0, help="clip longer gradients (1)")
-    add("--log-every", type=positive, default=10, help="steps between two looks at the loss (10)")
+    add("--log-every", type=positive, default=10,
+        help="most steps between two looks at losses and stop signals (10)")  # fmt: skip
     add("--eval-every", type=positive, default=30, help="steps (30)")
     add("--save-every", type=positive, default=20, help="steps, with --output-dir (20)")
     add("--num-workers", type=cli.whole_number, default=0,
@@ -250,35 +248,35 @@ def parse_args():
     args = parser.parse_args()
     if args.parity_steps is None:
         args.parity_steps = int(args.preset == "tiny")
+    if args.tensorboard and not args.output_dir:
+        parser.error("--tensorboard needs --output-dir, the folder to write to")
     return args
 
 
 def set_up(args, report):
     """Return the run: model, optimizer, data and its place in it, ready for the first step."""
     world, device = report.world, report.device
+    run = SimpleNamespace(args=args, report=report, step=0, trained_tokens=0)
     runtime.seed_everything(args.seed)
     identity = cli.settle_batch_sizes(args, world.world_size)
     config = models.preset(args.preset, args.seq_len)
-    train_set, test_set, checksum = data.job_text(args, world.world_size, args.whole_lines)
-    sampler = data.ShardedSampler(len(train_set), world.rank, world.world_size, args.seed)
+    run.train_set, run.test_set, checksum = data.job_text(args, world.world_size, args.whole_lines)
+    run.sampler = data.ShardedSampler(len(run.train_set), world.rank, world.world_size, args.seed)
     report.start(
-        f"{args.preset}: {config.num_parameters():,} weights; {len(train_set):,} sequences of text "
-        f"to train on, {len(test_set):,} to test on",
+        f"{args.preset}: {config.num_parameters():,} weights; {len(run.train_set):,} sequences of "
+        f"text to train on, {len(run.test_set):,} to test on",
         identity,
     )
     model = models.Transformer(config).to(device)
     torch.manual_seed(args.seed + world.rank)  # from here on ranks draw apart, as for dropout
-    run = SimpleNamespace(args=args, report=report, train_set=train_set, test_set=test_set)
-    run.sampler = sampler
     pinned = device.type == "cuda"  # a GPU fetches from such memory while it computes
-    run.batches = data.job_batches(train_set, sampler, args, args.num_workers, pinned)
+    run.batches = data.job_batches(run.train_set, run.sampler, args, args.num_workers, pinned)
     run.optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
     run.scaler = torch.amp.GradScaler(device.type) if args.precision == "16-mixed" else None
-    run.settings = {name: value for name, value in vars(args).items() if name not in FREE}
-    run.settings |= {"ranks": world.world_size, "text_file": f"sha256 {checksum}"}
-    run.step, run.trained_tokens, run.stopped, run.rng = 0, 0, False, None
+    run.settings = settings_of(args, world.world_size, checksum)
     run.flops_per_token = measure.flops_per_token(config, args.seq_len)
     run.timer = measure.StepTimer(device, warmup=args.log_every)
+    run.rng = None
     if args.resume:
         resume(run, model)
     run.ddp_model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
@@ -295,30 +293,33 @@ def main():
         if run.step >= args.max_steps:
             report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
             return 0
-        if not args.parity_steps:
-            report.say("not compared with one process (--parity-steps 0)")
         check_gradient(run, accumulate_gradient, summed_loss)
         if report.failed:  # now, and not after days
             return report.finish("")
         if run.rng:
-            checkpoint.restore_rng_state(run.rng, world.rank)
-        output = report.output if world.is_rank0 else None
-        run.log = measure.StepLog(output, run.step + 1, args.tensorboard)
+            replica_checkpoint.restore_rng_state(run.rng, world.rank)
+        log = TensorBoardLog if args.tensorboard else measure.StepLog
+        run.log = log(report.output if world.is_rank0 else None, run.step + 1)
 
         train(run, report.progress(range(run.step + 1, args.max_steps + 1), "training"))
 
         proofs.same_weights(report, run.ddp_model.module)
-        check_tokens(run)
+        check_trained_tokens(run)
+        finished = run.step == args.max_steps
+        if finished:
+            check_test_tokens(report, run.test_set, run.test_tokens)
+            report.metrics["test_loss"] = run.test_loss
+        step_time_ms = run.timer.median_ms()
+        speed, mfu = speed_of(run, step_time_ms)
         report.metrics |= {
             "final_loss": run.loss,
-            "step_time_ms": run.timer.median_ms(),
-            "tokens_per_second": run.speed,
-            "mfu": run.mfu,
+            "step_time_ms": step_time_ms,
+            "tokens_per_second": speed,
+            "mfu": mfu,
             "peak_memory_gib": measure.peak_memory_gib(device),
         }
-        end = "trained to the end"
-        if run.stopped and run.step < args.max_steps:
-            end = f"asked to stop, {'' if report.output else 'not '}saved"
+        saved = "saved" if report.output else "not saved"
+        end = "trained to the end" if finished else f"asked to stop, {saved}"
         return report.finish(f"loss {run.loss:.4f} after step {run.step}, {end}")
 
 

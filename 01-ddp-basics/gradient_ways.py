@@ -1,4 +1,7 @@
-"""Hold several ways to one averaged gradient against one process, and time them."""
+"""Hold several ways to one averaged gradient against one process, and time them.
+
+`ways` is {name: (model, what to call after backward)}; the first one does not communicate.
+"""
 
 import statistics
 import time
@@ -16,41 +19,44 @@ def loss_of(model, batch):
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def step(model, after_backward, batch):
+def take_step(model, after_backward, batch):
     """Compute one averaged gradient; return the milliseconds of forward, and of the whole step."""
-    model.zero_grad(set_to_none=False)
-    started = now(batch)
+    model.zero_grad()
+    started = clock(batch)
     loss = loss_of(model, batch)
-    forward = now(batch)
+    forward = clock(batch)
     loss.backward()
     after_backward()
-    return (forward - started) * 1e3, (now(batch) - started) * 1e3
+    return (forward - started) * 1e3, (clock(batch) - started) * 1e3
 
 
-def now(batch):
+def clock(batch):
+    """Return seconds, once the device has done what it was told to."""
     if batch[0].is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def check_each(report, variants, batch, expected):
+def check_each(report, ways, batch, expected):
     """Take one counted step of each way, and add its checks; return rows of what it sent."""
     rows = []
     world_size = dist.get_world_size()
-    for name, (model, after_backward) in list(variants.items())[1:]:
-        step(model, after_backward, batch)  # DDP settles its buckets in its first step
+    for name, way in list(ways.items())[1:]:
+        take_step(*way, batch)  # DDP settles its buckets in its first step
         dist.barrier()
         before = measure.bytes_written()
         with measure.CollectiveCounter() as counter:
-            step(model, after_backward, batch)
+            take_step(*way, batch)
         calls = counter.calls["allreduce_"]
+        model = way[0]
         source = f"DDP paper, section 3.2.{name[0]}" if name[0] != "4" else "one process"
         proofs.same_gradient(report, model, expected, 1e-5, f"{name}: gradient error", source)
         proofs.one_gradient_sent(report, model, counter, name=f"{name}: bytes handed over")
         if before is not None:
             sent = measure.bytes_written() - before
             ring = round(proofs.RING_FACTOR["all_reduce"](world_size) * expected.nbytes)
-            headers = 1000 * (world_size - 1) * calls  # up to 1,000 bytes for each step of a ring
+            # Up to 1,000 bytes for each message of a ring, and as much from the barrier before.
+            headers = 1000 * (world_size - 1) * (calls + 1)
             source = "2(N-1)/N of them, and gloo's headers"
             report.check(f"{name}: bytes sent", sent, ring, headers, source)
         rows.append([name, str(calls), f"{counter.bytes['allreduce_']:,}"])
@@ -58,13 +64,34 @@ def check_each(report, variants, batch, expected):
     return rows
 
 
-def time_each(report, variants, batch, link, gradient_bytes, rows):
+def check_overlap(report, name, way, overlap, batch):
+    """Take a step; check that all-reduces begin while gradients are still missing.
+
+    All but the last bucket's can: the last bucket waits for the last gradient.
+    """
+    parameters = [p for p in way[0].parameters() if p.requires_grad]
+    all_reduce = overlap.all_reduce
+    early = []
+
+    def noted(tensor):
+        early.append(any(parameter.grad is None for parameter in parameters))
+        return all_reduce(tensor)
+
+    overlap.all_reduce = noted
+    take_step(*way, batch)
+    overlap.all_reduce = all_reduce
+    all_but_one = report.metrics[f"collectives_{name[0]}"] - 1
+    name = f"{name}: all-reduces begun before the last gradient"
+    report.check(name, sum(early), all_but_one, 0, "DDP paper, section 3.2.3")
+
+
+def time_each(report, ways, batch, link, gradient_bytes, rows):
     """Time steps of each way, in turn, and print them beside what an ideal overlap would take."""
-    timings = {name: [] for name in variants}
+    timings = {name: [] for name in ways}
     for _ in report.progress(range(report.args.max_steps), "timing"):
-        for name, (model, after_backward) in variants.items():  # a noisy moment meets all of them
+        for name, way in ways.items():  # in turn: a noisy moment meets all of them
             dist.barrier()
-            timings[name].append(step(model, after_backward, batch))
+            timings[name].append(take_step(*way, batch))
     alone = timings.pop("no communication")
     forward, compute = (statistics.median(column) for column in zip(*alone, strict=True))
     sending = link.seconds_for(gradient_bytes) * 1e3

@@ -1,4 +1,4 @@
-"""Start the same four-line job in five ways, and show what each way tells a process.
+"""Start the same four-line job in six ways, and show which variables each way gives a process.
 
     CPU   python 01-ddp-basics/launchers.py
     GPU   the same: the job adds up rank numbers, which needs no GPU
@@ -25,21 +25,23 @@ import torch.multiprocessing as mp
 from dist_common import cli, ranks, runtime
 from dist_common.report import Report
 
-WAYS = ("python", "mp.spawn", "torchrun", "as srun does", "as mpirun does")
-PLACES = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|SLURM_\w+|OMPI_\w+")
+WAYS = ("python", "mp.spawn", "torchrun", "torchrun on each node", "as srun does", "as mpirun does")
+PLACES = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_\w+|SLURM_\w+|OMPI_\w+")
+GRACE_S = 1.0  # after one process failed, until the others are told to end
 
 
 def job():
     """Join the group, add up the numbers of all ranks, leave: the same under each launcher."""
-    found = {name: value for name, value in os.environ.items() if PLACES.fullmatch(name)}
+    variables = {name: value for name, value in os.environ.items() if PLACES.fullmatch(name)}
 
-    runtime.discover()  # whatever the launcher calls it: from here on it is RANK, WORLD_SIZE, ...
+    runtime.discover()  # whatever the launcher calls them: from here on RANK, WORLD_SIZE, ...
     dist.init_process_group("gloo")
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)
 
     dist.destroy_process_group()
-    print(json.dumps({"rank": int(os.environ["RANK"]), "found": found, "sum": int(total)}))
+    answer = {"rank": int(os.environ["RANK"]), "variables": variables, "sum": int(total)}
+    print(json.dumps(answer), flush=True)
 
 
 def spawned(rank, world_size, port):
@@ -49,51 +51,64 @@ def spawned(rank, world_size, port):
     job()
 
 
-def commands_of(way, world_size):
-    """Return the processes to start for one way: (command, variables that the launcher sets)."""
-    me = [sys.executable, str(Path(__file__).resolve()), "--role"]
+def processes_of(way, world_size):
+    """Return the processes to start for one way: (arguments of Python, variables to set).
+
+    Without arguments the process is the job itself, as a scheduler would start it.
+    """
+    here = str(Path(__file__).resolve())
+    torchrun = ["-m", "torch.distributed.run"]
     if way == "python":
-        return [([*me, "job"], {})]
+        return [([], {})]
     if way == "mp.spawn":
-        return [([*me, "spawn", "--nproc-per-node", str(world_size)], {})]
+        return [([here, "--role", "spawn", "--nproc-per-node", str(world_size)], {})]
     if way == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return [([*torchrun, f"--nproc-per-node={world_size}", *me[1:], "job"], {})]
-    # srun and mpirun need not be here: this is the environment in which they start a process.
-    if way == "as srun does":
-        names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID")
-    else:
-        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE",
-                 "OMPI_MCA_ess_base_jobid")  # fmt: skip
-    values = [(rank, rank, world_size, os.getpid()) for rank in range(world_size)]
-    return [([*me, "job"], dict(zip(names, map(str, own), strict=True))) for own in values]
+        one_machine = ["--standalone", f"--nproc-per-node={world_size}"]
+        return [([*torchrun, *one_machine, here, "--role", "job"], {})]
+    if way == "torchrun on each node":  # here each node is this machine, under another torchrun
+        nodes = [f"--nnodes={world_size}", "--nproc-per-node=1", "--rdzv-backend=c10d"]
+        nodes += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
+        return [([*torchrun, *nodes, here, "--role", "job"], {})] * world_size
+    # SLURM and Open MPI need not be installed: these are the variables that they would set.
+    names = {
+        "as srun does": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_JOB_ID"),
+        "as mpirun does": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+                           "OMPI_COMM_WORLD_SIZE", "OMPI_MCA_ess_base_jobid"),
+    }[way]  # fmt: skip
+    places = [(rank, rank, world_size, os.getpid()) for rank in range(world_size)]
+    return [([], dict(zip(names, map(str, place), strict=True))) for place in places]
 
 
 def start(way, world_size, timeout_s):
-    """Run the job in one way; return what each rank reported, by rank."""
-    commands = commands_of(way, world_size)
+    """Run the job in one way; return what each rank answered, by rank."""
+    processes = processes_of(way, world_size)
 
-    def be_process(number):
-        command, variables = commands[number]
+    def become(number):
+        arguments, variables = processes[number]
         for name in [n for n in os.environ if PLACES.fullmatch(n) or n.startswith("TORCHELASTIC")]:
             del os.environ[name]  # what started this script is not what starts the job
-        os.execvpe(command[0], command, {**os.environ, "OMP_NUM_THREADS": "1", **variables})
+        os.environ.update(variables, OMP_NUM_THREADS="1")
+        if arguments:
+            os.execv(sys.executable, [sys.executable, *arguments])
+        job()
 
     with tempfile.TemporaryDirectory() as folder:
-        ended = ranks.fork(be_process, len(commands), Path(folder), timeout_s)
+        ended = ranks.fork(become, len(processes), Path(folder), timeout_s, GRACE_S)
     failed = [process for process in ended if process.code != 0]
     if failed:
         raise RuntimeError(
             f"the job failed when started by {way}: {failed[0].ended}: {failed[0].err[-500:]}"
         )
     lines = [line for process in ended for line in process.out.splitlines() if line[:1] == "{"]
-    return sorted(map(json.loads, lines), key=lambda said: said["rank"])
+    return sorted(map(json.loads, lines), key=lambda answer: answer["rank"])
 
 
-def show(found):
+def as_text(variables):
     """Write variables as NAME=value; addresses and job numbers, which change, by name alone."""
     changing = re.compile(r"MASTER_\w+|SLURM_JOB_ID|OMPI_MCA_\w+")
-    words = [name if changing.match(name) else f"{name}={value}" for name, value in found.items()]
+    words = [
+        name if changing.match(name) else f"{name}={value}" for name, value in variables.items()
+    ]
     return " ".join(sorted(words)) or "nothing"
 
 
@@ -131,13 +146,13 @@ def main():
     for way in report.progress(WAYS, "starting"):
         world_size = 1 if way == "python" else args.nproc_per_node
         last = start(way, world_size, args.timeout)[-1]
-        found = "set by hand: " * (way == "mp.spawn") + show(last["found"])
-        rows.append((way, str(world_size), str(last["sum"]), found))
+        by_hand = "set by hand: " * (way == "mp.spawn")
+        rows.append((way, str(world_size), str(last["sum"]), by_hand + as_text(last["variables"])))
         name, source = f"{way}: sum of the ranks", "0 + 1 + ... + (N - 1)"
         report.check(name, last["sum"], world_size * (world_size - 1) // 2, 0, source)
     report.say("what the last rank finds in its environment:")
     report.table(rows, ("started", "ranks", "sum", "variables"), names=4)
-    return report.finish("one job, five ways to start it")
+    return report.finish(f"one job, {len(WAYS)} ways to start it")
 
 
 if __name__ == "__main__":

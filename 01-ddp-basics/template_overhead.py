@@ -37,15 +37,20 @@ class BareLoop:
         self.batches = iter(DataLoader(train_set, args.micro_batch_size, sampler=sampler))
         self.device = device
 
+    def gradient(self, inputs, targets):
+        """Leave the mean gradient in the model; return the loss of this rank."""
+        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        return loss.detach()
+
     def step(self):
         inputs, targets = (tensor.to(self.device) for tensor in next(self.batches))
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
+        loss = self.gradient(inputs, targets)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
-        return loss.detach()
+        return loss
 
     def take(self, steps):
         """Take steps; return their losses on this rank."""
@@ -71,9 +76,12 @@ def load_template():
 def start_template(template, rounds, world, device, folder):
     """Return the template's run, ready for its first step; it neither evaluates nor saves."""
     never = str(rounds + 1)
-    sys.argv = ["ddp_training.py", "--device", device.type, "--max-steps", never]
-    sys.argv += ["--log-every", str(BLOCK), "--eval-every", never, "--save-every", never]
+    flags = ["--device", device.type, "--max-steps", never, "--log-every", str(BLOCK)]
+    flags += ["--eval-every", never, "--save-every", never]
+    own_argv = sys.argv
+    sys.argv = ["ddp_training.py", *flags]
     args = template.parse_args()
+    sys.argv = own_argv
     run = template.set_up(args, Quiet("01-ddp-basics/ddp_training.py", args, world, device))
     if rounds * args.global_batch_size > len(run.train_set):
         raise cli.UsageError(
@@ -102,8 +110,8 @@ def measure_overhead(report, rounds):
         bare = {
             name: BareLoop(template, run.args, world, device) for name in ("bare", "bare again")
         }
-        for first in report.progress(range(1, rounds + 1, BLOCK), "alternating"):
-            steps = range(first, min(first + BLOCK, rounds + 1))
+        for first in report.progress(range(1, rounds - BLOCK + 2, BLOCK), "alternating"):
+            steps = range(first, first + BLOCK)
             _, seconds = timed(lambda steps=steps: template.train(run, steps))
             times["template"].append(seconds)
             for name, loop in bare.items():

@@ -1,11 +1,17 @@
-"""What ddp_training.py proves: the gradient of one process, and every token counted once."""
+"""What ddp_training.py proves, and when it refuses to go on."""
+
+import math
 
 import torch.distributed as dist
 
-from dist_common import data, measure, proofs
+from dist_common import cli, data, measure, proofs, runtime
 
 # Relative. fp32 sums in another order differ in the last bits; the others keep 8 and 11 bits.
 GRADIENT_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2, "16-mixed": 1e-2}
+SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed")  # what the order of the data depends on
+# Flags that do not change the weights: a resumed run may change them without a word.
+FREE = ("device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every",
+        "eval_every", "save_every", "parity_steps")  # fmt: skip
 
 
 def check_gradient(run, accumulate_gradient, summed_loss):
@@ -13,7 +19,7 @@ def check_gradient(run, accumulate_gradient, summed_loss):
 
     With --parity-steps 0 only the bytes are checked.
     """
-    args, model, ranks = run.args, run.ddp_model.module, dist.get_world_size()
+    args, model, sampler = run.args, run.ddp_model.module, run.sampler
 
     def collated(items):
         return data.collate(args.micro_batch_size, args.seq_len, items)
@@ -24,8 +30,9 @@ def check_gradient(run, accumulate_gradient, summed_loss):
             inputs, targets = (tensor.to(run.report.device) for tensor in batch)
             yield summed_loss(model, inputs, targets, args.precision) / tokens
 
-    for indices in run.sampler.global_order().split(2 * ranks)[: max(1, args.parity_steps)]:
-        mine = [run.train_set[index] for index in indices[dist.get_rank() :: ranks]]
+    steps = sampler.global_order().split(2 * sampler.world_size)
+    for indices in steps[: max(1, args.parity_steps)]:
+        mine = [run.train_set[index] for index in indices[sampler.rank :: sampler.world_size]]
         micro_batches = [collated(mine[:1]), collated(mine[1:])]
         run.optimizer.zero_grad()
         with measure.CollectiveCounter() as counter:
@@ -34,16 +41,55 @@ def check_gradient(run, accumulate_gradient, summed_loss):
             tokens = int(run.train_set.lengths[indices].sum())
             alone = proofs.gradient_of_one_process(model, losses_alone(indices, tokens))
             proofs.same_gradient(run.report, model, alone, GRADIENT_TOLERANCE[args.precision])
+        else:
+            run.report.say("not compared with one process (--parity-steps 0)")
     proofs.one_gradient_sent(run.report, model, counter, other=8)  # and the number of tokens
 
 
-def check_tokens(run):
-    """Check that every token was trained on once per epoch, and every test token counted once."""
+def check_trained_tokens(run):
+    """Check that every token up to the sampler's place was trained on, once per epoch."""
     lengths, part = run.train_set.lengths, run.sampler.global_order()[: run.sampler.position]
     expected = int(run.sampler.epoch * lengths.sum() + lengths[part].sum())
     name = "tokens trained on, from step 1"
     run.report.check(name, run.trained_tokens, expected, 0, "each once")
-    if run.step == run.args.max_steps:
-        expected = int(run.test_set.lengths.sum())
-        run.report.check("test tokens counted", run.test_tokens, expected, 0, "each once")
-        run.report.metrics["test_loss"] = run.test_loss
+
+
+def check_test_tokens(report, test_set, counted):
+    """Check that the evaluation counted every token of the test set once."""
+    report.check("test tokens counted", counted, int(test_set.lengths.sum()), 0, "each once")
+
+
+def stop_unless_finite(args, step, loss, own_sum, norm):
+    """End the run when loss or gradient is infinite or no number; say on which ranks it was so.
+
+    In float16 a norm may be infinite: GradScaler leaves out such a step.
+    """
+    if math.isfinite(loss) and (args.precision == "16-mixed" or math.isfinite(norm)):
+        return
+    ranks = [str(r) for r, own in enumerate(runtime.gather(own_sum)) if not math.isfinite(own)]
+    where = f"on rank {', '.join(ranks)} of {dist.get_world_size()}" if ranks else "over all ranks"
+    raise FloatingPointError(
+        f"stopped: in step {step} the loss is {loss:.4g} {where}, gradient norm {norm:.4g}: try a "
+        "lower --lr, or look at that data; the newest checkpoint may already be diverging: try the "
+        "one before"
+    )
+
+
+def settings_of(args, ranks, text_checksum):
+    """Return what a checkpoint says about its run: the flags that its weights depend on."""
+    settings = {name: value for name, value in vars(args).items() if name not in FREE}
+    return settings | {"ranks": ranks, "text_file": f"sha256 {text_checksum}"}
+
+
+def changed_settings(old, new):
+    """Say which settings differ from the checkpoint's. Raises: UsageError for those of the data."""
+    for name in SAME_DATA:
+        if old[name] != new[name]:
+            raise cli.UsageError(
+                f"--{name.replace('_', '-')} is {new[name]} here and {old[name]} in the "
+                "checkpoint: its place in the data would mean nothing"
+            )
+    changes = [
+        f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]
+    ]
+    return f"changed since then: {', '.join(changes) or 'nothing'}"

@@ -29,9 +29,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from dist_common import data, measure, runtime
-from dist_common.console import Console
-from dist_common.models import PRESETS, Block, Transformer
+from dist_common import cli, data, measure, models, proofs, runtime
+from dist_common.models import Block, Transformer
+from dist_common.proofs import RING_FACTOR
+from dist_common.report import Report
 
 FSDP1_NAMES = {
     "full": "FULL_SHARD",
@@ -160,12 +161,14 @@ def expected_of(units, sharding, shards, precision, api):
     Sources: ZeRO paper, sections 5 and 7. The rest is not freed after forward: backward begins
     with it.
     """
-    replicas, weights = dist.get_world_size() // shards, sum(units)
+    replicas = dist.get_world_size() // shards
+    weights = sum(units)
     twice = sharding in ("full", "hybrid")  # gathered for forward, and again for backward
     gathered = 2 * weights - units[-1] if twice else weights
     gathered //= 2 if precision == "bf16-mixed" else 1
-    sent = (gathered + weights) * (shards - 1) / shards
-    sent += weights / shards * 2 * (replicas - 1) / replicas
+    sent = gathered * RING_FACTOR["all_gather"](shards)
+    sent += weights * RING_FACTOR["reduce_scatter"](shards)
+    sent += weights / shards * RING_FACTOR["all_reduce"](replicas)
     return {
         "bytes of parameters": weights // shards,
         "bytes of gradients": weights // shards,
@@ -180,13 +183,19 @@ def expected_of(units, sharding, shards, precision, api):
 
 def measured_of(model, optimizer, counter, shards):
     """Return the same from the tensors that are there and the collectives that a step started."""
-    calls, handed = counter.calls, counter.bytes
-    gathers, scatters = ("_allgather_base_", "allgather_"), ("_reduce_scatter_base_",)
-    whole_and_part = sum(handed[name] for name in gathers + scatters)  # of (shards + 1) parts
-    replicas = dist.get_world_size() // shards
-    sent = whole_and_part * (shards - 1) / (shards + 1)
-    sent += handed["allreduce_"] * 2 * (replicas - 1) / replicas
-    counts = [sum(calls[n] for n in names) for names in (gathers, scatters, ("allreduce_",))]
+    kinds = {
+        "all_gather": ("_allgather_base_", "allgather_"),
+        "reduce_scatter": ("_reduce_scatter_base_",),
+        "all_reduce": ("allreduce_",),
+    }
+    counts = [sum(counter.calls[name] for name in names) for names in kinds.values()]
+    sent = 0
+    for kind, names in kinds.items():
+        handed = sum(counter.bytes[name] for name in names)
+        if kind == "all_reduce":
+            sent += handed * RING_FACTOR[kind](dist.get_world_size() // shards)
+        else:  # a whole and a rank's part of it: shards + 1 parts
+            sent += handed * shards / (shards + 1) * RING_FACTOR[kind](shards)
     return [*held_bytes(model, optimizer), *counts, round(sent)]
 
 
@@ -216,12 +225,13 @@ def parse_sharding(text):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
     names = "one or several of full, grad-op, hybrid, none, or FSDP1's names of them (full)"
     add("--sharding", type=parse_sharding, nargs="+", default=["full"], metavar="NAME", help=names)
     group = "ranks between which hybrid shards (2; on several machines, those of one)"
-    at_least_2 = functools.partial(runtime.whole_number, low=2)
+    at_least_2 = functools.partial(cli.whole_number, low=2)
     add("--shard-group-size", type=at_least_2, help=group)
     add("--api", choices=("fsdp2", "fsdp1"), default="fsdp2", help="(fsdp2)")
     add("--auto-wrap", choices=("block", "size"), default="block", help="FSDP1's units (block)")
@@ -237,7 +247,7 @@ def group_size_of(args, world):
     several = world.local_world_size < world.world_size
     size = args.shard_group_size or min(world.local_world_size if several else 2, world.world_size)
     if "hybrid" in args.sharding and world.world_size % size:
-        raise runtime.UsageError(
+        raise cli.UsageError(
             f"--sharding hybrid: --shard-group-size {size} does not divide {world.world_size} ranks"
         )
     return size
@@ -246,14 +256,17 @@ def group_size_of(args, world):
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, config = Console(world.is_rank0), PRESETS["tiny"]
-        results = measure.Results("02-fsdp/fsdp_basics.py", args, world, device)
+        report = Report("02-fsdp/fsdp_basics.py", args, world, device)
         group_size = group_size_of(args, world)
-        if args.seq_len > config.max_seq_len:
-            raise runtime.UsageError(f"--seq-len must be at most {config.max_seq_len}")
+        config = models.preset("tiny", args.seq_len)
         global_batch = args.micro_batch_size * world.world_size
         text = data.Sequences(data.load_text(), args.seq_len, global_batch * args.max_steps)
-        output = measure.claim_output_dir(args, world)
+        weights = config.num_parameters()
+        report.start(
+            f"{weights:,} weights, {4 * weights:,} bytes in float32",
+            f"global batch {global_batch} = {args.micro_batch_size} per rank x "
+            f"{world.world_size} ranks",
+        )
 
         def build():
             runtime.seed_everything(args.seed)
@@ -264,17 +277,13 @@ def main():
         every = data.batches_of(text, *together, 0, global_batch, device)
         expected_losses = train(alone, adam(alone), every)
         own = world.rank * args.micro_batch_size, args.micro_batch_size
-        mine, rows = list(data.batches_of(text, *together, *own, device)), []
-        weights = config.num_parameters()
-        console.header(
-            results,
-            f"{weights:,} weights, {4 * weights:,} bytes in float32",
-            f"global batch {global_batch} = {args.micro_batch_size} per rank x "
-            f"{world.world_size} ranks",
-        )
+        mine = list(data.batches_of(text, *together, *own, device))
+        rows = []
         for sharding in args.sharding:
-            mesh, model = mesh_of(sharding, group_size, device), build()
-            shards, built = mesh.size(mesh.ndim - 1), describe(model.blocks[0].down.weight)
+            mesh = mesh_of(sharding, group_size, device)
+            model = build()
+            shards = mesh.size(mesh.ndim - 1)
+            built = describe(model.blocks[0].down.weight)
             if args.api == "fsdp2":
                 shard(model, sharding, mesh, args.precision)
             else:
@@ -290,28 +299,26 @@ def main():
             units = unit_bytes(config, args.api, args.auto_wrap, shards)
             name = f"{args.api} {sharding}"
             if len(args.sharding) == 1:
-                console.say(f"{len(units)} units, {world.world_size // shards} x {shards} ranks")
+                report.say(f"{len(units)} units, {world.world_size // shards} x {shards} ranks")
                 rows = [["block 0's down.weight as built", *built], *moments]
             measured = measured_of(model, optimizer, counter, shards)
             expected = expected_of(units, sharding, shards, args.precision, args.api)
             for (what, right), value in zip(expected.items(), measured, strict=True):
                 tolerance = 0.01 * right if what.startswith("bytes") else 0
-                results.check(f"{name}: {what}", value, right, tolerance, "ZeRO, sections 5 and 7")
-            drift = (losses - expected_losses).abs().max().item()
+                report.check(f"{name}: {what}", value, right, tolerance, "ZeRO, sections 5 and 7")
             tolerance = LOSS_TOLERANCE[args.precision]
-            results.check(f"{name}: largest error of a loss", drift, 0, tolerance, "one process")
+            what = f"{name}: largest error of a loss"
+            proofs.same_losses(report, losses, expected_losses, tolerance, what)
             if len(args.sharding) > 1:
                 rows.append([sharding, *(f"{value:,}" for value in measured)])
-            results.metrics[f"final_loss_{sharding}"] = losses[-1].item()
+            report.metrics[f"final_loss_{sharding}"] = losses[-1].item()
         if len(args.sharding) == 1:
-            console.table(rows, ("moment", "kind", "shape on rank 0", "bytes"), names=2)
+            report.table(rows, ("moment", "kind", "shape on rank 0", "bytes"), names=2)
         else:
             headers = ("sharding", "parameters", "gradients", "Adam moments", "all-gathers",
                        "reduce-scatters", "all-reduces", "bytes sent")  # fmt: skip
-            console.table(rows, headers)
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"loss {losses[-1].item():.4f} after step {args.max_steps}")
+            report.table(rows, headers)
+        return report.finish(f"loss {losses[-1].item():.4f} after step {args.max_steps}")
 
 
 def adam(model):
@@ -319,4 +326,4 @@ def adam(model):
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

@@ -12,9 +12,11 @@ Sources: docs.pytorch.org, "Getting Started with Distributed Checkpoint (DCP)" a
 Saving with Distributed Checkpoint (DCP)"; huggingface.co/docs, "Llama" and "Safetensors".
 """
 
+import contextlib
 import json
 import re
 import shutil
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -34,12 +36,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import checkpoint, data, measure, runtime
-from dist_common.console import Console
+from dist_common import checkpoint, cli, data, models, proofs, runtime
+from dist_common.cli import UsageError
 from dist_common.models import PRESETS, Transformer
-from dist_common.runtime import UsageError
+from dist_common.report import Report
+from dist_common.runtime import from_rank0
 
-KINDS, FULL, MANIFEST = ("sharded", "full", "async"), "full.pt", "manifest.json"
+KINDS = ("sharded", "full", "async")
+FULL = "full.pt"
+KEPT = sys.maxsize  # checkpoints in a folder: all
 TP = {"fsdp": 1, "ddp": 1, "tp-fsdp": 2}  # strategy: ranks that share a layer's rows and columns
 SEQ_LEN = 64  # tokens
 LOSS_TOLERANCE = 1e-5  # of losses near 5, whose terms are added in another order
@@ -61,31 +66,41 @@ HF_SHAPE = {
 
 
 def save(kind, directory, run, files):
-    """Write a checkpoint; return a future, done when it is whole. A collective."""
-    partial = fresh_folder(directory, run.progress["step"], files)
+    """Write a checkpoint; return a future, done when it is whole. A collective.
+
+    All goes to a folder under another name, which `sealed` hashes and renames when it is left.
+    """
     # To gather a state on rank 0 takes all ranks: under `if rank == 0` it would wait for ever.
-    state, upload = state_of(run, **(TO_RANK0 if kind == "full" else {})), None
-    if kind == "sharded":
-        dcp.save(state, checkpoint_id=partial, process_group=files)
+    state = state_of(run, **(TO_RANK0 if kind == "full" else {}))
+    facts = {"tensors": checkpoint.shapes_of(state["model"])}
+    step = run.progress["step"]
+    upload = None
+    with contextlib.ExitStack() as stack:
+        sealed = checkpoint.sealed(Path(directory), step, facts, KEPT, files)
+        partial = stack.enter_context(sealed)
+        if kind == "sharded":
+            dcp.save(state, checkpoint_id=partial, process_group=files)
 
-    elif kind == "async":
-        upload = dcp.async_save(state, checkpoint_id=partial, process_group=files)
+        elif kind == "async":
+            upload = dcp.async_save(state, checkpoint_id=partial, process_group=files)
 
-    elif dist.get_rank() == 0:
-        torch.save(state, partial / FULL)
-        checkpoint.flush(partial / FULL)
+        elif dist.get_rank() == 0:
+            with open(partial / FULL, "wb") as file:  # a path would lose the reason of a failure
+                torch.save(state, file)
+        rest = stack.pop_all()  # to leave the folder, in a thread
 
     def finish():
-        if upload:
-            upload.result()
-        return seal(partial, state["model"], files)
+        with rest:
+            if upload:
+                upload.result()
+        return time.perf_counter()
 
     thread = ThreadPoolExecutor(1)
-    sealed = thread.submit(finish)
+    done = thread.submit(finish)
     thread.shutdown(wait=False)
     if kind != "async":  # that one has copied the state: training may go on and change it
-        sealed.result()
-    return sealed
+        done.result()
+    return done
 
 
 def state_of(run, **options):
@@ -101,60 +116,24 @@ def state_of(run, **options):
 def restore(found, run, files):
     """Load a checkpoint into a run that may be cut up in another way. A collective."""
     if FULL in found.files:
-        state, options = {"model": {}, "optimizer": {}, "progress": None}, FROM_RANK0
+        state = {"model": {}, "optimizer": {}, "progress": None}
+        options = FROM_RANK0
         if dist.get_rank() == 0:
             state = torch.load(found.folder / FULL, "cpu", weights_only=True, mmap=True)
         state["progress"] = from_rank0(state["progress"], files)
     else:
-        state, options = state_of(run), {}  # what this rank holds, it reads, whoever wrote it
+        state = state_of(run)  # what this rank holds, it reads, whoever wrote it
+        options = {}
 
         dcp.load(state, checkpoint_id=found.folder, process_group=files)
 
     # Not both by set_state_dict: a rank that brings {} would skip the weights, and rank 0 wait.
-    model, optimizer, options = run.model, run.optimizer, StateDictOptions(**options)
-    dcp_state.set_model_state_dict(model, state["model"], options=options)
-    dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    options = StateDictOptions(**options)
+    dcp_state.set_model_state_dict(run.model, state["model"], options=options)
+    dcp_state.set_optimizer_state_dict(
+        run.model, run.optimizer, state["optimizer"], options=options
+    )
     run.progress = state["progress"]
-
-
-def fresh_folder(directory, step, files):
-    """Return an empty folder to write to, without what killed saves left there. A collective."""
-    partial = Path(directory) / f".partial-{step:08d}"
-    if dist.get_rank() == 0:
-        for old in partial.parent.glob(".partial-*"):
-            shutil.rmtree(old)
-        partial.mkdir(parents=True)
-    dist.barrier(files)
-    return partial
-
-
-def seal(partial, weights, files):
-    """Hash the files, write the manifest last, and only then give the folder its name.
-
-    A collective: each rank hashes the files it wrote. A save that is killed before leaves a folder
-    that nothing takes for a checkpoint, and the previous checkpoint as it was.
-    """
-    own = {}
-    for path in partial.iterdir():
-        writer = re.match(r"__(\d+)_", path.name)  # __3_0.distcp is by rank 3
-        if (int(writer[1]) if writer else 0) == dist.get_rank():
-            own[path.name] = {"bytes": path.stat().st_size, "sha256": checkpoint.sha256(path)}
-    parts = all_gather(own, files)
-    if dist.get_rank() == 0:
-        listed = {name: entry for part in parts for name, entry in sorted(part.items())}
-        manifest = {"tensors": shapes_of(weights), "files": listed}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in (partial / MANIFEST, partial):
-            checkpoint.flush(path)
-        final = partial.with_name(partial.name.replace(".partial", "step"))
-        # Only a damaged one can stand here: a run goes on from the newest that is whole.
-        shutil.rmtree(final, ignore_errors=True)
-
-        partial.rename(final)
-
-        checkpoint.flush(final.parent)
-    dist.barrier(files)
-    return time.perf_counter()
 
 
 def newest(job, directory, may_be_none=False):
@@ -162,63 +141,20 @@ def newest(job, directory, may_be_none=False):
 
     A collective. Raises: UsageError when there is none that can be used.
     """
-    directory, skipped = Path(directory), []
-    names = from_rank0(sorted(path.name for path in directory.glob("step-*")), job.files)
-    for folder in (directory / name for name in reversed(names)):
-        try:
-            found = SimpleNamespace(folder=folder, **json.loads((folder / MANIFEST).read_text()))
-            problem = problem_of(found, job.config)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            problem = f"{MANIFEST} is missing or damaged ({error})"
-        problem = next(filter(None, all_gather(problem, job.files)), None)
-        if problem is None:
-            for line in skipped:
-                job.console.warn(f"skipped {line}")
-            shards = sum(name.endswith(".distcp") for name in found.files)
-            job.console.say(f"{folder} is whole: {f'{shards} shard(s)' if shards else 'one file'}")
-            return found
-        skipped.append(f"{folder}: {problem}")
-    if skipped:
-        raise UsageError(f"no checkpoint can be used: {'; '.join(skipped)}")
+    with torch.device("meta"):
+        ours = Transformer(job.config).state_dict()
+
+    def problem(facts):
+        return checkpoint.other_model(facts, ours)
+
+    chosen = checkpoint.newest(Path(directory), job.report, problem, job.files)
+    if chosen:
+        folder, facts = chosen
+        shards = sum(name.endswith(".distcp") for name in facts["files"])
+        job.report.say(f"{folder.name} holds {f'{shards} shard(s)' if shards else 'one file'}")
+        return SimpleNamespace(folder=folder, **facts)
     if not may_be_none:
         raise UsageError(f"there is no checkpoint in {directory}")
-
-
-def problem_of(found, config):
-    """Return what is wrong with the model, or with the files that fall to this rank, or None.
-
-    DCP keeps no checksum: it loads altered bytes without a word.
-    """
-    with torch.device("meta"):
-        shapes = shapes_of(Transformer(config).state_dict())
-    for name in sorted(shapes.keys() | found.tensors.keys()):
-        here, there = shapes.get(name, "missing"), found.tensors.get(name, "missing")
-        if here != there:
-            return f"of another model ({name} is {there} there, {here} here)"
-    for name in sorted(found.files)[dist.get_rank() :: dist.get_world_size()]:
-        path, entry = found.folder / name, found.files[name]
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"]:
-            return f"{name} has {path.stat().st_size:,} of {entry['bytes']:,} bytes"
-        if checkpoint.sha256(path) != entry["sha256"]:
-            return f"{name} is damaged: these are not the bytes that were written"
-
-
-def shapes_of(weights):
-    return {name: list(tensor.shape) for name, tensor in weights.items()}
-
-
-def from_rank0(value, files):
-    box = [value]
-    dist.broadcast_object_list(box, group=files)
-    return box[0]
-
-
-def all_gather(value, files):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=files)
-    return values
 
 
 def distribute(model, strategy, device):
@@ -252,7 +188,9 @@ def start(job, seed, strategy=None):
 
 def train(job, run, steps):
     """Take steps; return the losses of the global batches. A batch follows from its step."""
-    tp, ranks, losses = TP.get(run.strategy), job.world.world_size, []
+    tp = TP.get(run.strategy)
+    ranks = job.world.world_size
+    losses = []
     part, parts = (job.world.rank // tp, ranks // tp) if tp else (0, 1)
     batch = run.progress["global_batch_size"]
     size = batch // parts
@@ -287,7 +225,9 @@ def losses_alone(job, begin, steps, found=None):
 
 def compare(job):
     """Save in each way; go on from each, and without having stopped."""
-    steps, seconds, own = job.args.max_steps, {}, job.args.dir
+    steps = job.args.max_steps
+    seconds = {}
+    own = job.args.dir
     if not own and job.world.is_rank0:
         own = tempfile.mkdtemp()
     folder = Path(from_rank0(own, job.files))
@@ -297,18 +237,17 @@ def compare(job):
     for kind in KINDS:  # async comes last: the training goes on while it is written
         dist.barrier(job.files)
         begun = time.perf_counter()
-        sealed = save(kind, folder / kind, run, job.files)
+        saved = save(kind, folder / kind, run, job.files)
         seconds[kind] = [time.perf_counter() - begun]
         if kind == "async":
             straight = train(job, run, steps)
-        seconds[kind].append(max(seconds[kind][0], sealed.result() - begun))
+        seconds[kind].append(max(seconds[kind][0], saved.result() - begun))
     alone = losses_alone(job, start(job, job.args.seed).progress, 2 * steps)
-    drift = (torch.cat([before, straight]) - alone).abs().max().item()
     name = "never stopped: largest error of a loss"
-    job.results.check(name, drift, 0, LOSS_TOLERANCE, "one process")
+    proofs.same_losses(job.report, torch.cat([before, straight]), alone, LOSS_TOLERANCE, name)
     rows = [row_of(job, kind, folder / kind, seconds[kind], straight) for kind in KINDS]
     names = ("training stood still", "until on disk", "to load", "MB in all", "by one rank")
-    job.console.table(rows, ("kind", *names))
+    job.report.table(rows, ("kind", *names))
     if not job.args.dir and job.world.is_rank0:
         shutil.rmtree(folder)
     return f"loss {straight[-1]:.4f} after step {2 * steps}, stopped or not"
@@ -322,10 +261,12 @@ def row_of(job, kind, folder, seconds, straight):
     begun = time.perf_counter()
     restore(found, run, job.files)
     seconds.append(time.perf_counter() - begun)
-    drift = (train(job, run, len(straight)) - straight).abs().max().item()
+    losses = train(job, run, len(straight))
     tolerance = 0 if job.device.type == "cpu" else LOSS_TOLERANCE  # GPUs add in any order
-    job.results.check(f"{kind}: largest error of a loss", drift, 0, tolerance, "never stopped")
-    sizes = [entry["bytes"] for entry in found.files.values()]  # one file for each rank that wrote
+    name = f"{kind}: largest error of a loss"
+    proofs.same_losses(job.report, losses, straight, tolerance, name, "never stopped")
+    # one file for each rank that wrote
+    sizes = [(found.folder / name).stat().st_size for name in found.files]
     whole = 12 * job.config.num_parameters()  # 4 bytes for a weight, 8 for Adam's two moments
     if job.config.tied_embeddings:  # one weight of two names is written under each
         whole += 4 * job.config.vocab_size * job.config.dim
@@ -336,16 +277,18 @@ def row_of(job, kind, folder, seconds, straight):
         ("by one rank", max(sizes), whole // parts, around),
     ):
         size, right, slack = size / 1e6, right / 1e6, (right / 50 + slack) / 1e6
-        job.results.check(f"{kind}: MB {who}", size, right, slack, "12 bytes for a weight")
+        job.report.check(f"{kind}: MB {who}", size, right, slack, "12 bytes for a weight")
     for name, value in zip(("stall_ms", "on_disk_ms", "load_ms"), seconds, strict=True):
-        job.results.metrics[f"{kind}_{name}"] = 1e3 * value
+        job.report.metrics[f"{kind}_{name}"] = 1e3 * value
     times = [f"{1e3 * value:,.0f} ms" for value in seconds]
     return [kind, *times, f"{sum(sizes) / 1e6:.2f}", f"{max(sizes) / 1e6:.2f}"]
 
 
 def go_on(job):
     """Train on from the newest whole checkpoint, `save` saving; compare with one process."""
-    args, losses, sealed = job.args, [], None
+    args = job.args
+    losses = []
+    saved = None
     saving = args.action == "save"
     found = newest(job, args.dir, may_be_none=saving)
     run = start(job, args.seed + bool(found), args.strategy)
@@ -355,20 +298,20 @@ def go_on(job):
     for number in range(1, args.max_steps + 1):
         losses.append(train(job, run, 1))
         if saving and (number % args.save_every == 0 or number == args.max_steps):
-            if sealed:
-                sealed.result()  # one at a time
-            sealed = save(args.kind, args.dir, run, job.files)
-    if sealed:
-        sealed.result()  # a process that ends earlier has saved nothing
-    losses, alone = torch.cat(losses), losses_alone(job, begin, args.max_steps, found)
+            if saved:
+                saved.result()  # one at a time
+            saved = save(args.kind, args.dir, run, job.files)
+    if saved:
+        saved.result()  # a process that ends earlier has saved nothing
+    losses = torch.cat(losses)
+    alone = losses_alone(job, begin, args.max_steps, found)
     rows = [
         (str(begin["step"] + number), f"{own:.6f}", f"{right:.6f}")
         for number, (own, right) in enumerate(zip(losses, alone, strict=True), 1)
     ]
     here = f"loss, {args.strategy} on {job.world.world_size} rank(s)"
-    job.console.table(rows, ("step", here, "one process that never stopped"))
-    drift = (losses - alone).abs().max().item()
-    job.results.check("largest error of a loss", drift, 0, LOSS_TOLERANCE, "one process")
+    job.report.table(rows, ("step", here, "one process that never stopped"))
+    proofs.same_losses(job.report, losses, alone, LOSS_TOLERANCE)
     return f"loss {losses[-1]:.4f} after step {run.progress['step']}"
 
 
@@ -378,13 +321,14 @@ def convert(job):
     run = start(job, job.args.seed, "fsdp")
     restore(found, run, job.files)
     save("sharded" if FULL in found.files else "full", job.args.to, run, job.files).result()
-    made, equal = newest(job, job.args.to), None
+    made = newest(job, job.args.to)
+    equal = None
     if job.world.is_rank0:
         theirs = tensors_of(found)
         equal = sum(torch.equal(own, theirs[name]) for name, own in tensors_of(made).items())
     equal = from_rank0(equal, job.files)
     expected = len(found.tensors) + 3 * len(list(run.model.parameters()))
-    job.results.check("tensors equal, bitwise", equal, expected, 0, "weights, and 3 of Adam each")
+    job.report.check("tensors equal, bitwise", equal, expected, 0, "weights, and 3 of Adam each")
     return f"written to {job.args.to}"
 
 
@@ -405,7 +349,8 @@ def tensors_of(found):
 
 def export(job):
     """Write the weights in Hugging Face's format."""
-    found, to = newest(job, job.args.dir), Path(job.args.to)
+    found = newest(job, job.args.dir)
+    to = Path(job.args.to)
     weights = whole_weights(job, found)
     if job.world.is_rank0:
         from safetensors.torch import save_file
@@ -419,9 +364,11 @@ def export(job):
 
 def import_(job):
     """Make a checkpoint to go on from, of weights in Hugging Face's format."""
-    source, config = Path(vars(job.args)["from"]), job.config
+    source = Path(vars(job.args)["from"])
+    config = job.config
     if job.world.is_rank0:
-        ours, path = hf_config(config), source / "config.json"
+        ours = hf_config(config)
+        path = source / "config.json"
         content = path.read_text()
         try:
             theirs = type(ours)(**json.loads(content))
@@ -497,8 +444,8 @@ def check_logits(job, folder, weights):
             drift = (theirs(tokens).logits - ours(tokens)).abs().max().item()
         seen = drift, sum(len(names) for names in said.values())
     drift, strange = from_rank0(seen, job.files)
-    job.results.check("largest difference of a logit", drift, 0, 1e-5, "transformers")
-    job.results.check("weights missing or not expected", strange, 0, 0, "transformers")
+    job.report.check("largest difference of a logit", drift, 0, 1e-5, "transformers")
+    job.report.check("weights missing or not expected", strange, 0, 0, "transformers")
 
 
 # What an action does, the folders it needs, and the one that must not have anything in it.
@@ -513,8 +460,9 @@ ACTIONS = {
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
     add("action", nargs="?", choices=ACTIONS, default="compare", help="(compare)")
     add("--dir", help="folder of checkpoints, which all machines see")
     add("--to", metavar="DIR", help="folder that convert and export write")
@@ -532,28 +480,24 @@ def parse_args():
     return args
 
 
-def claim(folder, flag, world):
-    if folder and world.is_rank0:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        if any(Path(folder).iterdir()):
-            raise UsageError(f"--{flag} {folder} is not empty: name another folder")
-
-
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        results = measure.Results("02-fsdp/fsdp_checkpoint.py", args, world, device)
-        job = SimpleNamespace(args=args, world=world, device=device, results=results)
-        job.console, job.config = Console(world.is_rank0), PRESETS[args.preset]
+        report = Report("02-fsdp/fsdp_checkpoint.py", args, world, device)
+        job = SimpleNamespace(args=args, world=world, device=device, report=report)
+        job.config = models.preset(args.preset, SEQ_LEN)
         job.text = data.Sequences(data.load_text(), SEQ_LEN)
         # For files a group of its own: async_save calls collectives from a thread, which on the
         # training's group would get between the training's. And NCCL's cannot be used for it.
         job.files = dist.new_group(backend="gloo")
         action, _, empty = ACTIONS[args.action]
-        output = measure.claim_output_dir(args, world)
-        job.console.header(results, f"{args.preset}: {job.config.num_parameters():,} weights")
+        to_fill = vars(args)[empty] if empty and world.is_rank0 else None
         try:
-            claim(vars(args)[empty] if empty else None, empty, world)
+            if to_fill and Path(to_fill).exists() and any(Path(to_fill).iterdir()):
+                raise UsageError(f"--{empty} {to_fill} is not empty: name another folder")
+            report.start(f"{args.preset}: {job.config.num_parameters():,} weights")
+            if to_fill:
+                Path(to_fill).mkdir(parents=True, exist_ok=True)
             summary = action(job)
         except ImportError as error:
             raise UsageError(f"{args.action}: {error}: pip install transformers") from error
@@ -566,10 +510,8 @@ def main():
                 raise
             where = vars(args)["from"] or args.dir
             raise UsageError(f"{args.action}, {where}: rank {rank}: {cause}") from error
-        if output and world.is_rank0:
-            results.write(output)
-        return job.console.verdict(results, summary)
+        return report.finish(summary)
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

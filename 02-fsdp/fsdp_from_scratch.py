@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 
-from dist_common import data, measure, runtime
-from dist_common.console import Console, plot_levels
-from dist_common.models import PRESETS, Transformer
+from dist_common import cli, data, measure, models, proofs, runtime
+from dist_common.models import Transformer
+from dist_common.report import Report, figure
 
 # torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -105,7 +105,8 @@ class Watch:
     """Write down the bytes that all units have gathered together, after each gather and free."""
 
     def __init__(self, units):
-        self.log, self.units = [], units
+        self.log = []
+        self.units = units
         for unit in units:
             unit.gather = functools.partial(self.note, unit.gather)
             unit.free = functools.partial(self.note, unit.free)
@@ -123,7 +124,8 @@ def loss_of(model, batch):
 
 def train(model, weights, batches):
     """Take a step of AdamW on each batch; return this rank's losses and the last step's traffic."""
-    optimizer, losses = torch.optim.AdamW(weights, lr=1e-3), []
+    optimizer = torch.optim.AdamW(weights, lr=1e-3)
+    losses = []
     for batch in batches:
         optimizer.zero_grad()
         with measure.CollectiveCounter() as counter:
@@ -136,9 +138,22 @@ def train(model, weights, batches):
     return torch.stack(losses), counter, held
 
 
+def plot_levels(path, levels, title):
+    """Draw how many bytes are held after each gather and free, a line for each kind, as PNG."""
+    with figure(path, figsize=(9, 3)) as axes:
+        for name, values in levels.items():
+            axes.step(range(len(values)), [v / 2**20 for v in values], where="post", label=name)
+        axes.set(title=title, xlabel="gathers and frees, in order", ylabel="MiB")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_ylim(bottom=0)
+        axes.legend()
+        axes.grid(alpha=0.3)
+
+
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
     add("--micro-batch-size", type=positive, default=8, help="per rank and step (8)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     add("--max-steps", type=positive, default=8, help="training steps (8)")
@@ -148,13 +163,12 @@ def parse_args():
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, config = Console(world.is_rank0), PRESETS["tiny"]
-        results = measure.Results("02-fsdp/fsdp_from_scratch.py", args, world, device)
-        if args.seq_len > config.max_seq_len:
-            raise runtime.UsageError(f"--seq-len must be at most {config.max_seq_len}")
+        report = Report("02-fsdp/fsdp_from_scratch.py", args, world, device)
+        config = models.preset("tiny", args.seq_len)
         global_batch = args.micro_batch_size * world.world_size
         text = data.Sequences(data.load_text(), args.seq_len, global_batch * args.max_steps)
-        output = measure.claim_output_dir(args, world)
+        weights = config.num_parameters()
+        report.start(f"{weights:,} weights, {config.num_layers} blocks and the rest")
 
         def build():
             runtime.seed_everything(args.seed)
@@ -166,8 +180,6 @@ def main():
         expected, _, whole = train(alone, list(alone.parameters()), every)
         own = world.rank * args.micro_batch_size, args.micro_batch_size
         mine = list(data.batches_of(text, *together, *own, device))
-        weights = config.num_parameters()
-        console.header(results, f"{weights:,} weights, {config.num_layers} blocks and the rest")
 
         model = build()
         units = shard_from_scratch(model)
@@ -190,34 +202,33 @@ def main():
             numbers = [f"{kind[n]:,}" for n in names for kind in (seen.calls, seen.bytes)]
             rows.append([way, *numbers, f"{curve[-1].item():.6f}"])
         headers = ("way", "all-gathers", "bytes", "reduce-scatters", "bytes", "last loss")
-        console.table(rows, headers)
-        source, N = "FSDP paper, section 3.2", world.world_size
+        report.table(rows, headers)
+        source = "FSDP paper, section 3.2"
+        N = world.world_size
         flat = [unit.whole.nbytes for unit in units]
         # A call hands over a unit and a rank's part of it; the rest is gathered once only.
         for what, name, calls, moved in (
             ("all-gathers", names[0], 2 * len(units) - 1, 2 * sum(flat) - flat[-1]),
             ("reduce-scatters", names[1], len(units), sum(flat)),
         ):
-            results.check(f"{what} per step", counter.calls[name], calls, 0, source)
+            report.check(f"{what} per step", counter.calls[name], calls, 0, source)
             handed = moved + moved // N
-            results.check(f"bytes handed to {what}", counter.bytes[name], handed, 0, source)
-        results.check("bytes held between steps", held, whole // N, 0.01 * whole // N, source)
-        most, held_most = flat[-1] + max(flat[:-1]), max(watch.log)
-        results.check("most bytes gathered at once", held_most, most, 0, "the rest and one block")
+            report.check(f"bytes handed to {what}", counter.bytes[name], handed, 0, source)
+        report.check("bytes held between steps", held, whole // N, 0.01 * whole // N, source)
+        most = flat[-1] + max(flat[:-1])
+        held_most = max(watch.log)
+        report.check("most bytes gathered at once", held_most, most, 0, "the rest and one block")
         for name, right in (("fully_shard", their_losses), ("one process", expected)):
-            drift = (losses - right).abs().max().item()
-            results.check(f"largest difference of a loss from {name}", drift, 0, 1e-5, name)
-        results.metrics["final_loss"] = losses[-1].item()
-        if output and world.is_rank0:
-            results.write(output)
+            what = f"largest difference of a loss from {name}"
+            proofs.same_losses(report, losses, right, 1e-5, what, name)
+        report.metrics["final_loss"] = losses[-1].item()
+        if report.output and world.is_rank0:
             last = watch.log[-len(watch.log) // args.max_steps :]
             levels = {"gathered by a rank": last, "the whole model": [sum(flat)] * len(last)}
             title = f"A step: {config.num_layers} blocks forward, {config.num_layers} backward"
-            xlabel = "gathers and frees, in order"
-            plot_levels(output / "gathered.png", levels, title, xlabel)
-        summary = f"loss {losses[-1].item():.4f} after step {args.max_steps}"
-        return console.verdict(results, summary)
+            plot_levels(report.output / "gathered.png", levels, title)
+        return report.finish(f"loss {losses[-1].item():.4f} after step {args.max_steps}")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

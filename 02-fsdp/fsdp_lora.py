@@ -30,9 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dist_common import data, measure, runtime
-from dist_common.console import Console
+from dist_common import cli, data, measure, models, proofs, runtime
 from dist_common.models import PRESETS, Transformer
+from dist_common.proofs import RING_FACTOR
+from dist_common.report import Report
 
 WEIGHTS_FILE = "adapter_model.safetensors"  # as peft names it
 LAYERS = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # the linear layers of a block
@@ -51,9 +52,11 @@ class LoRA(nn.Module):
 
     def __init__(self, base_layer, lora_rank, lora_alpha):
         super().__init__()
-        inputs, outputs = base_layer.in_features, base_layer.out_features
+        inputs = base_layer.in_features
+        outputs = base_layer.out_features
         device = next(base_layer.parameters()).device
-        self.base_layer, self.scale = base_layer, lora_alpha / lora_rank
+        self.base_layer = base_layer
+        self.scale = lora_alpha / lora_rank
         self.lora_A = nn.Linear(inputs, lora_rank, bias=False, device=device)
         self.lora_B = nn.Linear(lora_rank, outputs, bias=False, device=device)
         nn.init.zeros_(self.lora_B.weight)  # so that training begins at the base's answers
@@ -96,28 +99,27 @@ def load_adapters(folder, model, args):
 
     Raises: UsageError when they cannot be read, or fit neither this model nor these flags.
     """
-    adapters = [None]
+    adapters = None
     if dist.get_rank() == 0:
         try:
             config = json.loads((folder / "adapter_config.json").read_text())
             stored = load_file(folder / WEIGHTS_FILE).items()
-            adapters = [{name.removeprefix(PREFIX): weight for name, weight in stored}]
+            adapters = {name.removeprefix(PREFIX): weight for name, weight in stored}
             there = {name: config[name] for name in ("r", "lora_alpha")}
         except Exception as error:  # each library has its own for a file that is damaged
-            raise runtime.UsageError(f"--adapter {folder} cannot be read: {error}") from error
+            raise cli.UsageError(f"--adapter {folder} cannot be read: {error}") from error
         there["use_rslora"] = config.get("use_rslora", False)  # divides by the root of r
-        there |= {name: list(weight.shape) for name, weight in adapters[0].items()}
+        there |= {name: list(weight.shape) for name, weight in adapters.items()}
         here = {"r": args.lora_rank, "lora_alpha": args.lora_alpha, "use_rslora": False}
         here |= {n: list(w.shape) for n, w in model.named_parameters() if "lora_" in n}
         for name in (*here, *there):
             found, needed = (side.get(name, "missing") for side in (there, here))
             if found != needed:
-                raise runtime.UsageError(
+                raise cli.UsageError(
                     f"--adapter {folder} does not fit --preset, --lora-* and --target-modules: "
                     f"{name} is {found} there, {needed} here"
                 )
-    dist.broadcast_object_list(adapters, src=0)
-    model.load_state_dict(adapters[0], strict=False)
+    model.load_state_dict(runtime.from_rank0(adapters), strict=False)
 
 
 def merge(model):
@@ -220,7 +222,8 @@ def loss_of(model, batch):
 def train(model, batches, lr):
     """Take a step of AdamW on each batch; return this rank's losses, and the optimizer."""
     # Frozen weights cost nothing here: there is state only where there was a gradient.
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
     for batch in batches:
         optimizer.zero_grad()
         loss = loss_of(model, batch)
@@ -236,30 +239,39 @@ def expected_of(config, way, args, shards):
     def part(shapes, size=4):  # FSDP2 cuts each tensor by rows; parts are filled up to be equal
         return size * sum(-(-rows // shards) * columns for rows, columns in shapes)
 
-    V, D, wide, L = config.vocab_size, config.dim, config.ffn_dim, config.num_layers
-    kv, r = D // config.num_heads * config.num_kv_heads, args.lora_rank
+    V = config.vocab_size
+    D = config.dim
+    wide = config.ffn_dim
+    L = config.num_layers
+    kv = D // config.num_heads * config.num_kv_heads
+    r = args.lora_rank
     sides = [(D, D), (kv, D), (kv, D), (D, D), (wide, D), (wide, D), (D, wide)]  # (out, in)
     shapes = dict(zip(LAYERS, sides, strict=True))
     targets = [shape for name, shape in shapes.items() if name in args.target_modules]
     adapters = [shape for rows, columns in targets for shape in ((r, columns), (rows, r))]
-    block, rest = part([(D, 1)] * 2), part([(V, D)] * (2 - config.tied_embeddings) + [(D, 1)])
+    block = part([(D, 1)] * 2)
+    rest = part([(V, D)] * (2 - config.tied_embeddings) + [(D, 1)])
     if way == "QLoRA":
         block += part([(a * b // 2, 1) for a, b in sides], size=1)
         block += part([(-(-a * b // NF4_BLOCK), 1) for a, b in sides])
     else:
         block += part(sides)
-    weights, trained = config.num_parameters(), L * block + rest
+    weights = config.num_parameters()
+    trained = L * block + rest
     if way != "full":
-        weights, trained = L * sum(a * b for a, b in adapters), L * part(adapters)
+        weights = L * sum(a * b for a, b in adapters)
+        trained = L * part(adapters)
         block += part(adapters)
+    # Blocks are gathered for forward and again for backward; the rest stays in between.
+    gathered = shards * (2 * L * block + rest)
+    scattered = shards * trained
     return {
         "trained weights": weights,
         "bytes of parameters": L * block + rest,
         "bytes of gradients": trained,
         "bytes of Adam moments": 2 * trained,
-        "bytes sent in reduce-scatters": (shards - 1) * trained,
-        # Blocks are gathered for forward and again for backward; the rest stays in between.
-        "bytes sent in all-gathers": (shards - 1) * (2 * L * block + rest),
+        "bytes sent in reduce-scatters": round(scattered * RING_FACTOR["reduce_scatter"](shards)),
+        "bytes sent in all-gathers": round(gathered * RING_FACTOR["all_gather"](shards)),
     }
 
 
@@ -276,10 +288,13 @@ def measured_of(model, optimizer, batch, shards):
     own = torch.tensor([sum(t.to_local().nbytes for t in tensors) for tensors in kinds])
     own = own.to(kinds[0][0].device)
     dist.all_reduce(own, op=dist.ReduceOp.MAX)
-    # Handed over were a whole and a part of it; a ring has each rank send the other parts.
+    # Handed over were a whole and a rank's part of it: shards + 1 parts.
+    scattered = counter.bytes["_reduce_scatter_base_"] * shards / (shards + 1)
+    gathered = counter.bytes["_allgather_base_"] + counter.bytes["allgather_"]
+    gathered *= shards / (shards + 1)
     sent = [
-        sum(counter.bytes[name] for name in names) * (shards - 1) // (shards + 1)
-        for names in (("_reduce_scatter_base_",), ("_allgather_base_", "allgather_"))
+        round(scattered * RING_FACTOR["reduce_scatter"](shards)),
+        round(gathered * RING_FACTOR["all_gather"](shards)),
     ]
     return [sum(parameter.numel() for parameter in optimizer.state), *own.tolist(), *sent]
 
@@ -326,8 +341,9 @@ def rounding_of(model, base):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
     add("--preset", choices=PRESETS, default="tiny", help="(tiny)")
     add("--lora-rank", type=positive, default=8, help="rows of A, columns of B (8)")
     add("--lora-alpha", type=positive, default=16, help="B A counts alpha / rank times (16)")
@@ -340,7 +356,7 @@ def parse_args():
     add("--pretrain-steps", type=positive, default=20, help="steps that make the base (20)")
     add("--max-steps", type=positive, default=8, help="steps of fine-tuning (8)")
     rate = "of the adapters (0.003); where losses jump, rounding errors grow with them"
-    add("--lr", type=runtime.positive_float, default=3e-3, help=rate)
+    add("--lr", type=cli.positive_float, default=3e-3, help=rate)
     return parser.parse_args()
 
 
@@ -349,16 +365,14 @@ def check_flags(args, config, device):
     kv = config.dim // config.num_heads * config.num_kv_heads
     smallest = kv if {"wk", "wv"} & set(args.target_modules) else min(config.dim, config.ffn_dim)
     if args.lora_rank > smallest:
-        raise runtime.UsageError(
+        raise cli.UsageError(
             f"--lora-rank must be at most {smallest}, the smallest side of a layer to adapt"
         )
-    if args.seq_len > config.max_seq_len:
-        raise runtime.UsageError(f"--seq-len must be at most {config.max_seq_len}")
     try:
         if args.quantize:
             NF4Linear(nn.Linear(64, 64).to(device))(torch.ones(1, 64, device=device))
     except Exception as error:  # not there, or not for this machine: each fails in its own way
-        raise runtime.UsageError(
+        raise cli.UsageError(
             f"--quantize nf4 needs bitsandbytes, which does not run on {device.type} here: "
             f"pip install bitsandbytes ({type(error).__name__}: {error})"
         ) from error
@@ -370,15 +384,17 @@ def main():
         runtime.init(args.device, args.timeout) as (world, device),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        console, config, N = Console(world.is_rank0), PRESETS[args.preset], world.world_size
-        results = measure.Results("02-fsdp/fsdp_lora.py", args, world, device)
+        report = Report("02-fsdp/fsdp_lora.py", args, world, device)
+        config = models.preset(args.preset, args.seq_len)
         check_flags(args, config, device)
-        mesh, global_batch = init_device_mesh(device.type, (N,)), args.micro_batch_size * N
-        steps, text = max(args.pretrain_steps, args.max_steps), data.load_text()
+        N = world.world_size
+        mesh = init_device_mesh(device.type, (N,))
+        global_batch = args.micro_batch_size * N
+        steps = max(args.pretrain_steps, args.max_steps)
+        text = data.load_text()
         swapped = torch.frombuffer(bytearray(text.numpy().tobytes().swapcase()), dtype=torch.uint8)
         texts = [data.Sequences(t, args.seq_len, global_batch * steps + HELD_OUT)
                  for t in (text, swapped)]  # fmt: skip
-        output = measure.claim_output_dir(args, world)
         base = None
 
         def build(way):
@@ -397,21 +413,22 @@ def main():
 
         if args.adapter:
             build("LoRA")  # a folder that does not fit is refused before anything is trained
+        report.start(
+            f"{args.preset}: {config.num_parameters():,} weights; global batch {global_batch} = "
+            f"{args.micro_batch_size} per rank x {N} ranks"
+        )
         model = shard(build("full"), mesh)
         micro = global_batch, world.rank * args.micro_batch_size, args.micro_batch_size, device
         train(model, data.batches_of(texts[0], args.pretrain_steps, *micro), FULL_LR)
-        base, rows = whole(model), []
+        base = whole(model)
         held_out = next(data.batches_of(texts[1], 1, 1, global_batch * steps, HELD_OUT, device))
-        console.header(
-            results,
-            f"{args.preset}: {config.num_parameters():,} weights; global batch {global_batch} = "
-            f"{args.micro_batch_size} per rank x {N} ranks",
-            f"fine-tuned to swapped capitals; loss before: {loss_of(build('full'), held_out):.4f}",
-        )
+        before = loss_of(build("full"), held_out).item()
+        report.say(f"fine-tuned to swapped capitals; loss before: {before:.4f}")
+        rows = []
         for way in ("full", "LoRA", "QLoRA")[: 3 if args.quantize else 2]:
 
             def check(name, *numbers, way=way):
-                results.check(f"{way}: {name}", *numbers)
+                report.check(f"{way}: {name}", *numbers)
 
             every = global_batch, 0, global_batch, device
             alone = data.batches_of(texts[1], args.max_steps, *every)
@@ -428,26 +445,25 @@ def main():
             measured = measured_of(model, optimizer, mine[0], N)
             for (name, right), value in zip(expected.items(), measured, strict=True):
                 check(name, value, right, 0, "ZeRO, section 5; LoRA, section 4")
-            drift = (losses - expected_losses).abs().max().item()
-            check("largest error of a loss", drift, 0, 1e-5, "one process")
+            name = f"{way}: largest error of a loss"
+            proofs.same_losses(report, losses, expected_losses, 1e-5, name)
             with torch.no_grad():
                 loss = loss_of(model, held_out).item()
-            results.metrics[f"loss_{way}"] = loss
+            report.metrics[f"loss_{way}"] = loss
             rows.append([way, *(f"{value:,}" for value in measured), f"{loss:.4f}"])
             if way == "QLoRA":
-                worst, source = rounding_of(build(way), base), "QLoRA, appendix E"
+                worst = rounding_of(build(way), base)
+                source = "QLoRA, appendix E"
                 check("error of a weight, of its block's largest", worst, 0, NF4_HALF_GAP, source)
-                check("loss after", loss, results.metrics["loss_LoRA"], 0.1, "that of LoRA")
+                check("loss after", loss, report.metrics["loss_LoRA"], 0.1, "that of LoRA")
             if way != "full":
-                folder = (output or Path(scratch)) / way.lower()
+                folder = (report.output or Path(scratch)) / way.lower()
                 check_adapters(check, model, build(way), folder, args, held_out)
         headers = ("way", "trained", "parameters", "gradients", "moments", "scattered", "gathered",
                    "loss after")  # fmt: skip
-        console.table(rows, headers)
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"loss {loss:.4f} after step {args.max_steps}")
+        report.table(rows, headers)
+        return report.finish(f"loss {loss:.4f} after step {args.max_steps}")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

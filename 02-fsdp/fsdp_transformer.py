@@ -24,13 +24,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import Subset
 
-from dist_common import data, measure, runtime
-from dist_common.console import Console
+from dist_common import cli, data, measure, models, proofs, runtime
 from dist_common.models import PRESETS, Transformer
+from dist_common.report import Report
+from fsdp_memory import AllocationPeak, require_memory
 
 # How a preset is trained unless flags say otherwise.
 DEFAULTS = ("seq_len", "micro_batch_size", "precision", "activation_checkpointing")
-LAPTOP, CLUSTER = (128, 4, "32-true", "none"), (4096, 1, "bf16-mixed", "full")
+LAPTOP = (128, 4, "32-true", "none")
+CLUSTER = (4096, 1, "bf16-mixed", "full")
 # What selective activation checkpointing keeps: matrix products and attention, which take the time.
 # It computes norms and activation functions again, which take memory only.
 KEPT = [torch.ops.aten.mm.default] + [
@@ -108,8 +110,8 @@ def draw_weights(model, device, seed):
         whole = torch.empty(parameter.shape, device=device)
         model.draw(name, whole)
         if isinstance(parameter, DTensor):
-            mesh, places = parameter.device_mesh, parameter.placements
-            whole = here(distribute_tensor(whole, mesh, places, src_data_rank=None))
+            mesh = parameter.device_mesh
+            whole = here(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
         here(parameter).copy_(whole)
 
 
@@ -201,30 +203,29 @@ def dry_run(args):
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if runtime.discover().world_size > 1:
-        raise runtime.UsageError("--dry-run is one process: start it with python, not torchrun")
+        raise cli.UsageError("--dry-run is one process: start it with python, not torchrun")
     world = runtime.World(0, 0, args.world_size, min(8, args.world_size), "python")
-    console, device = Console(True), torch.device("cpu")
-    results = measure.Results(SCRIPT, args, world, device)
-    output = measure.claim_output_dir(args, world)
+    device = torch.device("cpu")
+    report = Report(SCRIPT, args, world, device)
+    config = models.preset(args.preset, args.seq_len)
+    weights = config.num_parameters() / shards_of(args, world)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
-    weights = describe(console, results, args) / shards_of(args, world)
+    start(report, args, config)
     peak = predict(args, mesh_of(args, world, device))
     rows = [[kind, f"{size:,}", f"{size / measure.GIB:.2f}"] for kind, size in peak.items()]
-    console.table(rows, ("held at the peak by one rank", "bytes", "GiB"))
+    report.table(rows, ("held at the peak by one rank", "bytes", "GiB"))
     for kind, times in (("Sharded Param", 4), ("OptState", 8)):
-        formula, source = round(times * weights), "ZeRO paper, section 3.1"
-        results.check(f"bytes of {kind}", peak[kind], formula, 0.01 * formula, source)
-    results.metrics |= {f"{kind}_gib": size / measure.GIB for kind, size in peak.items()}
-    if output:
-        results.write(output)
-    return console.verdict(
-        results, f"{peak['Total'] / measure.GIB:.2f} GiB at the peak of each GPU"
-    )
+        formula = round(times * weights)
+        source = "ZeRO paper, section 3.1"
+        report.check(f"bytes of {kind}", peak[kind], formula, 0.01 * formula, source)
+    report.metrics |= {f"{kind}_gib": size / measure.GIB for kind, size in peak.items()}
+    return report.finish(f"{peak['Total'] / measure.GIB:.2f} GiB at the peak of each GPU")
 
 
 def expected_collectives(args, num_layers, shards, replicas):
     """Return by formula how many collectives a step takes (FSDP paper, section 3.2)."""
-    units, turns = num_layers + 1, args.grad_accum_steps
+    units = num_layers + 1
+    turns = args.grad_accum_steps
     again = 0 if args.sharding == "grad-op" else num_layers  # in backward; the rest is still there
     gathers = (1 if args.accumulate == "gathered" else turns) * units + turns * again
     reductions = turns * units if args.accumulate == "sharded" else units
@@ -239,7 +240,7 @@ def shards_of(args, world):
     """Return between how many ranks the model is sharded."""
     size = args.shard_group_size or world.local_world_size
     if args.sharding == "hybrid" and world.world_size % size:
-        raise runtime.UsageError(
+        raise cli.UsageError(
             f"--sharding hybrid: --shard-group-size {size} does not divide {world.world_size} ranks"
         )
     return size if args.sharding == "hybrid" else world.world_size
@@ -254,12 +255,12 @@ def mesh_of(args, world, device):
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def refuse_what_cannot_fit(args, world, device):
+def refuse_what_cannot_fit(args, config, world, device):
     """Stop before anything is allocated when not even weights, gradients and Adam's state fit."""
     where = torch.device("cpu") if args.cpu_offload else device
     # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments
-    needed, shards = 16 * PRESETS[args.preset].num_parameters(), shards_of(args, world)
-    measure.require_memory(f"--preset {args.preset}", needed, shards, where, world)
+    needed = 16 * config.num_parameters()
+    require_memory(f"--preset {args.preset}", needed, shards_of(args, world), where, world)
 
 
 def parse_kind(text):
@@ -270,8 +271,10 @@ def parse_kind(text):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive, real = parser.add_argument, runtime.positive_int, runtime.positive_float
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
+    real = cli.positive_float
     add("--preset", choices=PRESETS, default="tiny", help="size of the model (tiny)")
     add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
     add("--seq-len", type=positive, help="tokens per sequence (4096 or the preset's; tiny 128)")
@@ -287,7 +290,7 @@ def parse_args():
     add("--activation-checkpointing", type=parse_kind, metavar="KIND", help=kinds)
     between = "keep gradients sharded, whole, or whole and weights gathered too (sharded)"
     add("--accumulate", choices=KEEPING, default="sharded", help=f"between micro-batches {between}")
-    add("--prefetch", type=runtime.whole_number, default=0, help="blocks gathered ahead (0)")
+    add("--prefetch", type=cli.whole_number, default=0, help="blocks gathered ahead (0)")
     add("--cpu-offload", action="store_true", help="keep shards and optimizer in host memory")
     add("--compile", action="store_true", help="translate each block by torch.compile")
     add("--dry-run", action="store_true", help="train nothing, say what --world-size GPUs need")
@@ -298,8 +301,6 @@ def parse_args():
     chosen = LAPTOP if args.preset == "tiny" else (min(longest, CLUSTER[0]), *CLUSTER[1:])
     for name, value in zip(DEFAULTS, chosen, strict=True):
         setattr(args, name, getattr(args, name) or value)
-    if args.seq_len > longest:
-        parser.error(f"--seq-len must be at most {longest}")
     if args.dry_run and args.cpu_offload:
         parser.error("--dry-run knows one kind of memory only: leave out --cpu-offload")
     if args.check_dry_run and args.max_steps < 2:
@@ -307,24 +308,24 @@ def parse_args():
     return args
 
 
-def describe(console, results, args):
-    """Print what is trained; return its number of weights."""
-    weights, ranks = PRESETS[args.preset].num_parameters(), results.world.world_size
+def start(report, args, config):
+    """Claim --output-dir, and print what is trained."""
+    ranks = report.world.world_size
     sequences = args.micro_batch_size * args.grad_accum_steps * ranks
-    console.header(
-        results,
-        f"{args.preset}: {weights:,} weights; {args.sharding} sharding, {args.precision}, "
-        f"activation checkpointing {args.activation_checkpointing}",
+    report.start(
+        f"{args.preset}: {config.num_parameters():,} weights; {args.sharding} sharding, "
+        f"{args.precision}, activation checkpointing {args.activation_checkpointing}",
         f"global batch {sequences} = {args.micro_batch_size} per rank x {args.grad_accum_steps} "
         f"micro-batches x {ranks} ranks, of {args.seq_len:,} tokens each",
     )
-    return weights
 
 
 def train(model, args, device, batches, after_step=lambda *_: None):
     """Draw the weights and train; return this rank's losses, times, and the last step's traffic."""
     draw_weights(model, device, args.seed)
-    optimizer, losses, timer = adamw(model, args, device), [], measure.StepTimer(device, warmup=2)
+    optimizer = adamw(model, args, device)
+    losses = []
+    timer = measure.StepTimer(device, warmup=2)
     counter = measure.CollectiveCounter()
     for step in range(1, args.max_steps + 1):
         micro_batches = [next(batches) for _ in range(args.grad_accum_steps)]
@@ -339,16 +340,17 @@ def main():
     if args.dry_run:
         return dry_run(args)
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, config = Console(world.is_rank0), PRESETS[args.preset]
-        results = measure.Results(SCRIPT, args, world, device)
-        shards, ranks = shards_of(args, world), world.world_size
-        refuse_what_cannot_fit(args, world, device)
+        report = Report(SCRIPT, args, world, device)
+        config = models.preset(args.preset, args.seq_len)
+        shards = shards_of(args, world)
+        ranks = world.world_size
+        refuse_what_cannot_fit(args, config, world, device)
         text = data.Sequences(data.load_text(args.text_file), args.seq_len, ranks)
         shuffled = torch.randperm(len(text), generator=torch.Generator().manual_seed(args.seed))
         text = Subset(text, shuffled.tolist())
-        output = measure.claim_output_dir(args, world)
-        describe(console, results, args)
-        size, flops = args.micro_batch_size, measure.flops_per_token(config, args.seq_len)
+        start(report, args, config)
+        size = args.micro_batch_size
+        flops = measure.flops_per_token(config, args.seq_len)
         together = args.max_steps * args.grad_accum_steps, size * ranks
         if args.preset == "tiny":  # one process, on the global batch
             every = data.batches_of(text, *together, 0, size * ranks, device)
@@ -363,11 +365,9 @@ def main():
                 allocated.stop()
             if step % 5 == 0 or step == args.max_steps:
                 dist.all_reduce(loss)
-                tokens, usage = speed(time_ms)
-                memory = measure.peak_memory_gib(device)
-                console.step(step, loss.item() / ranks, time_ms, tokens, memory, usage)
+                report.step(step, loss.item() / ranks, time_ms, *speed(time_ms))
 
-        allocated = measure.AllocationPeak(device)
+        allocated = AllocationPeak(device)
         if args.check_dry_run:
             allocated.start()
         model = build(args, mesh_of(args, world, device), device)
@@ -378,23 +378,25 @@ def main():
 
         calls = expected_collectives(args, config.num_layers, shards, ranks // shards)
         for name, kind, right in calls:
-            results.check(f"{name} per step", counter.calls[kind], right, 0, "FSDP paper, 3.2")
+            report.check(f"{name} per step", counter.calls[kind], right, 0, "FSDP paper, 3.2")
         if args.preset == "tiny":
-            drift, tolerance = (losses - expected).abs().max(), LOSS_TOLERANCE[args.precision]
-            results.check("largest error of a loss", drift.item(), 0, tolerance, "one process")
+            proofs.same_losses(report, losses, expected, LOSS_TOLERANCE[args.precision])
         if args.check_dry_run:
             mesh = mesh_of(args, world, torch.device("cpu"))
-            dist.broadcast_object_list(dry := [world.is_rank0 and predict(args, mesh)["Total"]])
-            name, real, right = "peak of MB allocated", allocated.bytes / 1e6, dry[0] / 1e6
-            results.check(name, real, right, 0.05 * right, "--dry-run")
-        names = ("tokens_per_second", "mfu")
-        results.metrics |= dict(zip(names, speed(timer.median_ms()), strict=True))
-        results.metrics |= {"final_loss": losses[-1].item(), "step_time_ms": timer.median_ms()}
-        results.metrics["peak_memory_gib"] = measure.peak_memory_gib(device)
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"loss {losses[-1].item():.4f} after step {args.max_steps}")
+            dry = runtime.from_rank0(world.is_rank0 and predict(args, mesh)["Total"])
+            real = allocated.bytes / 1e6
+            right = dry / 1e6
+            report.check("peak of MB allocated", real, right, 0.05 * right, "--dry-run")
+        tokens_per_second, mfu = speed(timer.median_ms())
+        report.metrics |= {
+            "tokens_per_second": tokens_per_second,
+            "mfu": mfu,
+            "final_loss": losses[-1].item(),
+            "step_time_ms": timer.median_ms(),
+            "peak_memory_gib": measure.peak_memory_gib(device),
+        }
+        return report.finish(f"loss {losses[-1].item():.4f} after step {args.max_steps}")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

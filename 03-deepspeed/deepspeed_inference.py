@@ -24,12 +24,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import zero
 from torch import nn
 
-from dist_common import data, measure, runtime, zero
-from dist_common.console import Console
+from dist_common import cli, data, measure, runtime
+from dist_common.cli import UsageError
 from dist_common.models import PRESETS
-from dist_common.runtime import UsageError
+from dist_common.report import Report
 
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 # Of the largest logit. A sum over N parts is added in another order; in bf16, which keeps 8 bits,
@@ -244,7 +245,7 @@ def prompts_of(args, config, tokenizer):
     return tokens.view(-1, T).expand(B, T) % config.vocab_size
 
 
-def speeds_of(results, pairs, ranks, batch_size, new_tokens):
+def speeds_of(report, pairs, ranks, batch_size, new_tokens):
     """Return rows of times and speeds, from the medians, and note them as metrics."""
     rows, units = [], ("time_to_first_token_ms", "time_per_token_ms", "tokens_per_second")
     names = {"plain_": "plain model on rank 0 alone", "": f"DeepSpeed on {ranks} rank(s)"}
@@ -254,7 +255,7 @@ def speeds_of(results, pairs, ranks, batch_size, new_tokens):
             speed = 1e3 * batch_size * new_tokens / (first + (new_tokens - 1) * further)
             rows.append((name, f"{first:.1f} ms", f"{further:.1f} ms", f"{speed:,.1f} tok/s"))
             values = zip(units, (first, further, speed), strict=True)
-            results.metrics |= {f"{prefix}{unit}": value for unit, value in values}
+            report.metrics |= {f"{prefix}{unit}": value for unit, value in values}
     return rows
 
 
@@ -265,14 +266,15 @@ def text_of(ids, tokenizer):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     add("--model", metavar="DIR", help="a Hugging Face folder (a Llama with weights of --seed)")
     add("--preset", choices=PRESETS, default="tiny", help="that Llama's shape (tiny)")
     add("--prompt", metavar="TEXT", help="text to go on from")
     add("--prompt-tokens", type=positive, default=64, help="without --prompt: bytes of one (64)")
-    at_least_2 = functools.partial(runtime.whole_number, low=2)
+    at_least_2 = functools.partial(cli.whole_number, low=2)
     add("--max-new-tokens", type=at_least_2, default=32, help="to generate (32)")
     add("--batch-size", type=positive, default=1, help="prompts at a time (1)")
     add("--precision", choices=DTYPES, default="32-true", help="(32-true)")
@@ -282,9 +284,10 @@ def parse_args():
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device), torch.no_grad():
-        console, ranks, dtype = Console(world.is_rank0), world.world_size, DTYPES[args.precision]
-        results = measure.Results("03-deepspeed/deepspeed_inference.py", args, world, device)
-        output, new = measure.claim_output_dir(args, world), args.max_new_tokens
+        report = Report("03-deepspeed/deepspeed_inference.py", args, world, device)
+        ranks = world.world_size
+        dtype = DTYPES[args.precision]
+        new = args.max_new_tokens
         try:
             zero.prepare(device)
             import transformers
@@ -300,37 +303,34 @@ def main():
         B, T = prompt.shape
 
         model = load(args, config, dtype)
-        plain = copy.deepcopy(model).to(device) if world.is_rank0 else None
-        engine = cut(model, ranks, dtype)
-
-        console.header(
-            results,
+        report.start(
             f"{what}: {skeleton.num_parameters():,} weights, {args.precision}",
             f"{B} prompt(s) of {T} tokens, {new} new ones each",
         )
-        console.table(how_cut(skeleton, engine), ("weight", "cut by", "whole", "rank 0"), names=2)
+        plain = copy.deepcopy(model).to(device) if world.is_rank0 else None
+        engine = cut(model, ranks, dtype)
+
+        report.table(how_cut(skeleton, engine), ("weight", "cut by", "whole", "rank 0"), names=2)
         tokens, right, cache, counter, pairs = take_turns(engine, plain, prompt, new, device)
 
         expected = expected_of(skeleton, config, ranks, B, T, new, dtype.itemsize).items()
         measured = measured_of(engine, cache, counter)
         for (name, formula), value in zip(expected, measured, strict=True):
-            results.check(name, value, formula, 0, "Megatron-LM, section 3")
+            report.check(name, value, formula, 0, "Megatron-LM, section 3")
         drift, largest = largest_difference(engine, plain, right)
         tolerance = LOGIT_TOLERANCE[args.precision] * largest
-        results.check("largest difference of a logit", drift, 0, tolerance, "plain model")
+        report.check("largest difference of a logit", drift, 0, tolerance, "plain model")
         differ = (tokens != right).sum()
         dist.all_reduce(differ, op=dist.ReduceOp.MAX)
-        results.metrics["tokens_that_differ"] = differ.item()
+        report.metrics["tokens_that_differ"] = differ.item()
         if dtype == torch.float32:  # rounded to bf16, two logits may be equal
-            results.check("tokens that differ", differ.item(), 0, 0, "plain model")
-        rows = speeds_of(results, pairs, ranks, B, new)
-        console.table(rows, ("median", "first token", "each further one", "speed"))
-        console.say(f"{text_of(prompt[0, -64:].tolist(), tokenizer)} goes on")
-        console.say(text_of(tokens[0, T:].tolist(), tokenizer))
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"{B * new} tokens generated")
+            report.check("tokens that differ", differ.item(), 0, 0, "plain model")
+        rows = speeds_of(report, pairs, ranks, B, new)
+        report.table(rows, ("median", "first token", "each further one", "speed"))
+        report.say(f"{text_of(prompt[0, -64:].tolist(), tokenizer)} goes on")
+        report.say(text_of(tokens[0, T:].tolist(), tokenizer))
+        return report.finish(f"{B * new} tokens generated")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

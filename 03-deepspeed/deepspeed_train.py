@@ -22,10 +22,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zero
+from tensor_bytes import live_bytes
 
-from dist_common import checkpoint, data, measure, runtime, zero
-from dist_common.console import Console
+from dist_common import checkpoint, cli, data, measure, models, runtime
 from dist_common.models import PRESETS, Transformer
+from dist_common.proofs import same_losses
+from dist_common.report import Report
 
 CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
 # Of losses near 5. float32 sums in another order; bf16 rounds sums of gradients to 8 bits.
@@ -175,16 +178,14 @@ def bytes_per_weight(config, args, ranks):
 
 def save(engine, folder, step, facts):
     """Write a checkpoint. All ranks call it, and see the same folder."""
-    partial = checkpoint.fresh_folder(folder, step)
+    with checkpoint.sealed(folder, step, facts) as partial:  # killed within, it leaves none
+        engine.save_checkpoint(str(folder), tag=partial.name, client_state=facts, save_latest=False)
 
-    engine.save_checkpoint(str(folder), tag=partial.name, client_state=facts, save_latest=False)
-
-    final = checkpoint.seal(partial, facts)  # a save that is killed before leaves none
     if dist.get_rank() == 0:
-        (folder / "latest").write_text(final.name)  # where DeepSpeed's own tools look
+        (folder / "latest").write_text(f"step-{step:08d}")  # where DeepSpeed's own tools look
 
 
-def fit(folder, name, facts, own, config, world):
+def fit(path, facts, own, config, world):
     """Return the name of a checkpoint that this number of ranks can load: converted, if need be.
 
     Refuse one of other data. DeepSpeed's files hold what each rank had; its universal format holds
@@ -192,33 +193,34 @@ def fit(folder, name, facts, own, config, world):
     """
     for what, flag in SAME.items():
         if facts[what] != own[what]:
-            raise runtime.UsageError(f"{folder / name} was saved with another {flag}: take that")
+            raise cli.UsageError(f"{path} was saved with another {flag}: take that")
     stage, saved = own["stage"], facts["stage"]
     if stage == saved == 0 and own["precision"] == "32-true":
-        return name  # the whole state, in one file
+        return path.name  # the whole state, in one file
     if (stage, world.world_size) == (saved, facts["ranks"]):
-        return name
+        return path.name
     if {stage, saved} not in ({1}, {2}, {1, 2}, {3}):
-        raise runtime.UsageError(
-            f"{folder / name} was saved by {facts['ranks']} ranks in stage {saved}: "
+        raise cli.UsageError(
+            f"{path} was saved by {facts['ranks']} ranks in stage {saved}: "
             f"{world.world_size} ranks in stage {stage} cannot go on from it. DeepSpeed converts "
             "between numbers of ranks in stages 1 to 3, and between stages 1 and 2"
         )
-    universal, box = f".universal-{name}", [None]
+    universal = path.with_name(f".universal-{path.name}")
+    failure = None
     if world.is_rank0:
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
         command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
-        command += [f"--input_folder={folder / name}", f"--output_folder={folder / universal}"]
-        for stale in folder.glob(".universal-*"):  # of a run that was killed
+        command += [f"--input_folder={path}", f"--output_folder={universal}"]
+        for stale in path.parent.glob(".universal-*"):  # of a run that was killed
             shutil.rmtree(stale)
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
-            box = [(ended.stderr.strip().splitlines() or ["it was killed"])[-1]]
-    dist.broadcast_object_list(box, src=0)
-    if box[0]:
-        raise runtime.UsageError(f"{folder / name} cannot be converted: {box[0]}")
+            failure = (ended.stderr.strip().splitlines() or ["it was killed"])[-1]
+    failure = runtime.from_rank0(failure)
+    if failure:
+        raise cli.UsageError(f"{path} cannot be converted: {failure}")
     config["checkpoint"] = {"load_universal": True}
-    return universal
+    return universal.name
 
 
 def consolidate(folder, path, module=None):
@@ -252,14 +254,15 @@ def largest_spread(model):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__, resumes=True)
+    parser = cli.ArgumentParser(__doc__, resumes=True)
     zero.add_arguments(parser, CONFIG)
-    add, positive = parser.add_argument, runtime.positive_int
+    add = parser.add_argument
+    positive = cli.positive_int
     add("--preset", choices=PRESETS, default="tiny", help="size of the model (tiny)")
     add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     add("--save-every", type=positive, default=10, help="steps, with --output-dir (10)")
-    add("--parity-steps", type=runtime.whole_number, default=6,
+    add("--parity-steps", type=cli.whole_number, default=6,
         help="steps to compare with one process, which must hold the whole model (6)")  # fmt: skip
     add("--consolidate", action="store_true", help="write float32 weights to --output-dir at last")
     args = parser.parse_args()
@@ -271,15 +274,15 @@ def parse_args():
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, shape, ranks = Console(world.is_rank0), PRESETS[args.preset], world.world_size
-        results = measure.Results("03-deepspeed/deepspeed_train.py", args, world, device)
+        report = Report("03-deepspeed/deepspeed_train.py", args, world, device)
+        ranks = world.world_size
+        shape = models.preset(args.preset, args.seq_len)
+        weights = shape.num_parameters()
         zero.prepare(device)
         config = zero.load_config(args, world, shape)
-        stage, weights = config["zero_optimization"].get("stage", 0), shape.num_parameters()
-        if args.seq_len > shape.max_seq_len:
-            raise runtime.UsageError(f"--seq-len must be at most {shape.max_seq_len}")
+        stage = config["zero_optimization"].get("stage", 0)
         if "async_io" in zero.ops_needed(config) and args.output_dir:
-            raise runtime.UsageError(
+            raise cli.UsageError(
                 f"{args.deepspeed_config}: a run that DeepSpeed resumes with an optimizer on nvme "
                 "takes other losses than one that never stopped, so none is saved here: offload "
                 "to cpu, or leave out --output-dir"
@@ -295,29 +298,29 @@ def main():
             )
         )
         sampler = data.ShardedSampler(len(train_set), world.rank, ranks, args.seed)
-        output = measure.claim_output_dir(args, world)
-        folder = output / "checkpoints" if output else None
-        found = checkpoint.newest_sealed(folder, console) if args.resume else None
-        facts = {"ranks": ranks, "stage": stage, "global_batch": global_batch}
-        facts |= {name: getattr(args, name) for name in ("preset", "precision", "seed", "seq_len")}
-        facts["text"] = hashlib.sha256(text.numpy()).hexdigest()
-        if found and found[1]["global_batch"] != global_batch:
-            console.warn(f"the global batch was {found[1]['global_batch']} until here")
-        if found and found[1]["step"] >= args.max_steps:
-            if args.consolidate and found[1]["stage"] and world.is_rank0:
-                consolidate(folder, output / "weights-fp32.pt")
-            console.say(f"{output} has all {args.max_steps} steps: nothing to train")
-            return 0
-        tag = fit(folder, *found, facts, config, world) if found else None
-        zero.build_ops(zero.ops_needed(config), world, console)
-        console.header(
-            results,
+        report.start(
             f"{args.deepspeed_config.name}: stage {stage}, {args.precision}; {args.preset}: "
             f"{weights:,} weights",
             f"global batch {global_batch} = {args.micro_batch_size} per rank x "
             f"{args.grad_accum_steps} micro-batches x {ranks} ranks",
         )
-        alone, first_step = [], 1
+        output = report.output
+        folder = output / "checkpoints" if output else None
+        found = checkpoint.newest(folder, report) if args.resume else None
+        facts = {"ranks": ranks, "stage": stage, "global_batch": global_batch}
+        facts |= {name: getattr(args, name) for name in ("preset", "precision", "seed", "seq_len")}
+        facts["text"] = hashlib.sha256(text.numpy()).hexdigest()
+        if found and found[1]["global_batch"] != global_batch:
+            report.warn(f"the global batch was {found[1]['global_batch']} until here")
+        if found and found[1]["step"] >= args.max_steps:
+            if args.consolidate and found[1]["stage"] and world.is_rank0:
+                consolidate(folder, output / "weights-fp32.pt")
+            report.say(f"{output} has all {args.max_steps} steps: nothing to train")
+            return 0
+        tag = fit(*found, facts, config, world) if found else None
+        zero.build_ops(zero.ops_needed(config), report)
+        alone = []
+        first_step = 1
         # In float16 the loss is scaled, and steps that overflow are left out: nothing to compare.
         if args.parity_steps and not found and args.precision != "16-mixed":
             whole = data.ShardedSampler(len(train_set), 0, 1, args.seed)
@@ -330,7 +333,7 @@ def main():
 
         if device.type == "cuda":  # the peak shall be training's
             torch.cuda.reset_peak_memory_stats(device)
-        before = measure.live_bytes()
+        before = live_bytes()
         model = build(shape, config, args.seed, device)
         engine, *_ = deepspeed.initialize(model=model, config=config)
         if found:
@@ -338,18 +341,20 @@ def main():
             first_step = found[1]["step"] + 1
             sampler.load_state_dict(found[1]["sampler"])
             dist.barrier()  # all have read it
-            if tag != found[0] and world.is_rank0:
+            if tag != found[0].name and world.is_rank0:
                 shutil.rmtree(folder / tag)
                 (folder / "latest_universal").unlink()
-            console.say(f"resumed from {folder / found[0]}, saved by {found[1]['ranks']} ranks "
-                        f"in stage {found[1]['stage']}")  # fmt: skip
-        held, losses, timer = [], [], measure.StepTimer(device)
+            report.say(f"loaded {found[0].name}, saved by {found[1]['ranks']} ranks in stage "
+                       f"{found[1]['stage']}")  # fmt: skip
+        held = []
+        losses = []
+        timer = measure.StepTimer(device)
         log = measure.StepLog(output if world.is_rank0 else None, first_step)
         flops = measure.flops_per_token(shape, args.seq_len)
         steps = steps_of(sampler, train_set, args, device)
-        for step in console.progress(range(first_step, args.max_steps + 1), "training"):
+        for step in report.progress(range(first_step, args.max_steps + 1), "training"):
             # In the second step: Adam's moments are made in the first.
-            look = (lambda: held.append(measure.live_bytes())) if step == first_step + 1 else None
+            look = (lambda: held.append(live_bytes())) if step == first_step + 1 else None
             lr = engine.get_lr()[0]
             with timer:
                 loss = train_step(engine, next(steps), look) / ranks
@@ -362,47 +367,45 @@ def main():
             log.write(step, loss=losses[-1], lr=lr, grad_norm=float(norm or 0))
             last = step == args.max_steps
             if step % 5 == 0 or last:
-                peak = measure.peak_memory_gib(device)
-                console.step(step, losses[-1], timer.steps_ms[-1], speed, peak, usage)
+                report.step(step, losses[-1], timer.steps_ms[-1], speed, usage)
             if output and (step % args.save_every == 0 or last):
-                facts |= {"step": step, "sampler": sampler.state_dict()}
+                facts["sampler"] = sampler.state_dict()
                 save(engine, folder, step, facts)
 
         engine.eval()
         test_loss = test_loss_of(engine, test_set, args, device, world.rank, ranks)
         tolerance = LOSS_TOLERANCE[args.precision]
         if alone:
-            drift = max(abs(a - b) for a, b in zip(losses, alone, strict=False))
+            first = torch.tensor(losses[: len(alone)])
             what = f"largest error of the first {len(alone)} losses"
-            results.check(what, drift, 0, tolerance, "one process")
-        name, source = "difference of a weight between ranks", "ZeRO paper, section 5"
-        results.check(name, largest_spread(engine.module), 0, 0, source)
+            same_losses(report, first, torch.tensor(alone), tolerance, what)
+        name = "difference of a weight between ranks"
+        source = "ZeRO paper, section 5"
+        report.check(name, largest_spread(engine.module), 0, 0, source)
         if held:
             own = torch.tensor((held[0] - before).total() / weights, device=device)
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
             right = bytes_per_weight(config, args, ranks)
             if right:
-                results.check("bytes per weight", own.item(), right, 0.02 * right, source)
+                report.check("bytes per weight", own.item(), right, 0.02 * right, source)
             else:
-                console.say(f"{own.item():.2f} bytes per weight, buffers and all")
+                report.say(f"{own.item():.2f} bytes per weight, buffers and all")
         if args.consolidate and world.is_rank0:
             consolidate(folder, output / "weights-fp32.pt", None if stage else engine.module)
             plain = Transformer(shape)
             plain.load_state_dict(torch.load(output / "weights-fp32.pt"))
             again = test_loss_of(plain.to(device), test_set, args, device)
             what = "test loss of the consolidated weights, in a plain model"
-            results.check(what, again, test_loss, tolerance, "the engine's")
-        results.metrics |= {
+            report.check(what, again, test_loss, tolerance, "the engine's")
+        report.metrics |= {
             "final_loss": losses[-1],
             "test_loss": test_loss,
             "step_time_ms": timer.median_ms(),
             "tokens_per_second": global_batch * args.seq_len / timer.median_ms() * 1e3,
             "peak_memory_gib": measure.peak_memory_gib(device),
         }
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"test loss {test_loss:.4f} after step {args.max_steps}")
+        return report.finish(f"test loss {test_loss:.4f} after step {args.max_steps}")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

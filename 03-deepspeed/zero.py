@@ -73,6 +73,8 @@ def prepare(device: torch.device) -> None:
     os.environ["DS_ACCELERATOR"] = device.type
     if device.index is not None:  # DeepSpeed sets the device by it; srun may show each rank one GPU
         os.environ["LOCAL_RANK"] = str(device.index)
+    if device.type == "cpu":  # without it, DeepSpeed starts numactl for each gradient of stage 3
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     here = str(Path(sys.executable).parent)  # ninja, which a compiled op needs, is there
     if here not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join((here, os.environ["PATH"]))
@@ -190,7 +192,7 @@ def _settle_precision(path: Path, config: dict, args: argparse.Namespace) -> Non
 
         if not get_accelerator().is_fp16_supported():
             raise UsageError(
-                "float16 is nothing that DeepSpeed trains in on this device: take a GPU, or bf16"
+                "DeepSpeed cannot train in float16 on this device: use a GPU or bf16-mixed"
             )
     for name, part in sections.items():
         want, has = name == args.precision, stated[name]

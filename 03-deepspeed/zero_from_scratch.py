@@ -16,10 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zero
+from tensor_bytes import live_bytes
 
-from dist_common import data, measure, runtime, zero
-from dist_common.console import Console
-from dist_common.models import PRESETS, Transformer
+from dist_common import cli, data, measure, models, runtime
+from dist_common.models import Transformer
+from dist_common.proofs import RING_FACTOR, flat, same_losses
+from dist_common.report import Report
 
 CONFIGS = Path(__file__).parent / "configs"
 LR = 2e-3
@@ -125,7 +128,7 @@ def train(engine, steps):
                 losses.append(loss.detach())
                 del loss
                 if number == len(steps) and place == 0:  # moments and a gradient are there
-                    held = measure.live_bytes().total()
+                    held = live_bytes().total()
                 engine.step()
     losses = torch.stack(losses)
     dist.all_reduce(losses)
@@ -139,12 +142,13 @@ def loss_of(model, batch):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     add("--micro-batch-size", type=positive, default=4, help="sequences per rank at a time (4)")
     add("--grad-accum-steps", type=positive, default=2, help="micro-batches per step (2)")
-    at_least_2 = functools.partial(runtime.whole_number, low=2)  # moments come with the first
+    at_least_2 = functools.partial(cli.whole_number, low=2)  # moments come with the first
     add("--max-steps", type=at_least_2, default=5, help="training steps (5)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     return parser.parse_args()
@@ -153,28 +157,25 @@ def parse_args():
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, shape, ranks = Console(world.is_rank0), PRESETS["tiny"], world.world_size
-        results = measure.Results("03-deepspeed/zero_from_scratch.py", args, world, device)
+        report = Report("03-deepspeed/zero_from_scratch.py", args, world, device)
+        ranks = world.world_size
+        accumulate = args.grad_accum_steps
+        size = args.micro_batch_size
+        shape = models.preset("tiny", args.seq_len)
         zero.prepare(device)
-        if args.seq_len > shape.max_seq_len:
-            raise runtime.UsageError(f"--seq-len must be at most {shape.max_seq_len}")
-        accumulate, size = args.grad_accum_steps, args.micro_batch_size
         count = args.max_steps * accumulate, size * ranks
         text = data.Sequences(data.load_text(), args.seq_len, count[0] * count[1])
-        output = measure.claim_output_dir(args, world)
         mine = list(data.batches_of(text, *count, world.rank * size, size, device))
         steps = [mine[i : i + accumulate] for i in range(0, len(mine), accumulate)]
         weights = shape.num_parameters()
-        console.header(
-            results, f"{weights:,} weights in float32, {accumulate} micro-batches a step"
-        )
+        report.start(f"{weights:,} weights in float32, {accumulate} micro-batches a step")
 
         def run(start):
             runtime.seed_everything(args.seed)
-            before, model = measure.live_bytes().total(), Transformer(shape).to(device)
+            before = live_bytes().total()
+            model = Transformer(shape).to(device)
             losses, held, counter = train(start(model), steps)
-            final = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-            return losses, (held - before) / weights, counter, final
+            return losses, (held - before) / weights, counter, flat(model.parameters())
 
         rows = []
         for stage in (1, 2):
@@ -194,26 +195,22 @@ def main():
             # Bytes of a weight, its gradient and its two moments, in float32.
             right = 4 + 4 / (ranks if stage == 2 else 1) + 8 / ranks
             source = "ZeRO paper, section 5"
-            results.check(f"stage {stage}: bytes per weight", ours[1], right, 0.01 * right, source)
+            report.check(f"stage {stage}: bytes per weight", ours[1], right, 0.01 * right, source)
             # A call is handed the whole and a part of it; a ring sends all of it but that part.
             handed = sum(ours[2].bytes[n] for n in ("_reduce_scatter_base_", "_allgather_base_"))
             times = (accumulate if stage == 2 else 1) + 1
-            right, source = times * (ranks - 1) / ranks, "ZeRO paper, section 7.2"
-            sent = handed * (ranks - 1) / (ranks + 1) / (4 * weights)
+            right = times * RING_FACTOR["all_gather"](ranks)
+            sent = handed * ranks / (ranks + 1) * RING_FACTOR["all_gather"](ranks) / (4 * weights)
             what = f"stage {stage}: models sent per step"
-            results.check(what, sent, right, 0.01 * right, source)
-            drift = (ours[0] - theirs[0]).abs().max().item()
-            what, source = f"stage {stage}: largest difference of a", "DeepSpeed"
-            results.check(f"{what} loss", drift, 0, 1e-5, source)
-            drift = (ours[3] - theirs[3]).abs().max().item()
-            results.check(f"{what} weight", drift, 0, 1e-4, source)
+            report.check(what, sent, right, 0.01 * right, "ZeRO paper, section 7.2")
+            what = f"stage {stage}: largest difference of a"
+            same_losses(report, ours[0], theirs[0], 1e-5, f"{what} loss", "DeepSpeed")
+            same_losses(report, ours[3], theirs[3], 1e-4, f"{what} weight", "DeepSpeed")
         headers = ("", "reduce-scatters", "reduces", "all-gathers", "bytes per weight", "last loss")
-        console.table(rows, headers)
-        results.metrics["final_loss"] = ours[0][-1].item()
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"loss {ours[0][-1]:.4f} after step {args.max_steps}")
+        report.table(rows, headers)
+        report.metrics["final_loss"] = ours[0][-1].item()
+        return report.finish(f"loss {ours[0][-1]:.4f} after step {args.max_steps}")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

@@ -16,16 +16,20 @@ import functools
 import shutil
 import statistics
 import subprocess
-from collections import Counter
+import sys
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zero
+from tensor_bytes import bytes_by_place, live_bytes
 
-from dist_common import data, measure, runtime, zero
-from dist_common.console import Console
+from dist_common import cli, data, measure, runtime
 from dist_common.models import Transformer, TransformerConfig
+from dist_common.proofs import same_losses
+from dist_common.report import Report
 
 CONFIGS = {
     "none-2": (2, "zero2_config.json"),
@@ -51,7 +55,8 @@ class Run:
 
         self.name, self.zero, self.device = name, config["zero_optimization"], device
         self.losses, self.traffic, self.timer = [], [], measure.StepTimer(device, WARMUP)
-        self.before, model = measure.live_bytes(), build()
+        self.before = live_bytes()
+        model = build()
         if self.target("offload_param") == "nvme":
             # Left to itself, DeepSpeed on a CPU makes these files bfloat16, whatever is configured.
             deepspeed.zero.Init(module=model, config_dict_or_path=config)
@@ -78,7 +83,11 @@ class Run:
         adam = self.engine.optimizer.optimizer  # PyTorch's, inside DeepSpeed's
         state = [t for master, own in adam.state.items() for t in (master, *own.values())]
         kinds = bytes_by_place(weights), bytes_by_place(state)
-        return *kinds, measure.live_bytes() - self.before - kinds[0] - kinds[1]
+        return *kinds, live_bytes() - self.before - kinds[0] - kinds[1]
+
+    def losses_of_all_ranks(self):
+        """Return each rank's own losses. Shape: (ranks, steps)."""
+        return torch.tensor(runtime.gather(torch.stack(self.losses).tolist()))
 
     def target(self, part):
         """Return where the config moves offload_param or offload_optimizer: cpu, nvme or none."""
@@ -139,20 +148,12 @@ def loss_of(model, batch):
     return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
 
 
-def bytes_by_place(tensors):
-    """Return the bytes behind tensors by type of device; memory that several share counts once."""
-    held, storages = Counter(), {t.untyped_storage().data_ptr(): t for t in tensors}
-    for tensor in storages.values():
-        held[tensor.device.type] += tensor.untyped_storage().nbytes()
-    return held
-
-
 def disk_traffic():
     """Return the bytes that this process has had read from disks and written to them so far."""
-    counters = Path("/proc/self/io")  # proc(5); where it is missing, libaio is too
-    lines = counters.read_text().splitlines() if counters.exists() else []
-    counted = dict(line.split(": ") for line in lines)
-    return [int(counted.get(name, 0)) for name in ("read_bytes", "write_bytes")]
+    if not sys.platform.startswith("linux"):  # which alone has libaio, and counts
+        return [0, 0]
+    counters = psutil.Process().io_counters()
+    return [counters.read_bytes, counters.write_bytes]
 
 
 def groups_of(shards, size):
@@ -169,8 +170,9 @@ def swapped(sizes, width):
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     names, default = f"one or several of {', '.join(CONFIGS)}", ["optimizer-cpu", "all-cpu"]
     add("--offload", nargs="+", choices=CONFIGS, metavar="WHAT", default=default,
@@ -180,7 +182,7 @@ def parse_args():
     add("--precision", choices=DTYPES, default="bf16-mixed", help="(bf16-mixed)")
     add("--micro-batch-size", type=positive, default=4, help="sequences per rank and step (4)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
-    more = functools.partial(runtime.whole_number, low=WARMUP + 1)
+    more = functools.partial(cli.whole_number, low=WARMUP + 1)
     add("--max-steps", type=more, default=6, help=f"training steps, {WARMUP} of warm-up (6)")
     args = parser.parse_args()
     args.dim = args.dim or (1024 if any("nvme" in name for name in args.offload) else 512)
@@ -215,40 +217,42 @@ def require_disk(args, world, shards):
     kind = subprocess.run(find, capture_output=True, text=True).stdout.strip()
     if kind in ("tmpfs", "ramfs"):
         why = f"--nvme-path {args.nvme_path} is a {kind}, which is memory: name a folder on a disk"
-        raise runtime.UsageError(why)
+        raise cli.UsageError(why)
     width = DTYPES[args.precision].itemsize
     runs = world.local_world_size * sum("nvme" in name for name in args.offload)
     # DeepSpeed does not notice that a write failed, and aborts at the next read.
     needed, free = runs * (K + FP32 + width) * sum(shards), shutil.disk_usage(args.nvme_path).free
     if needed > free:
         gib = f"{needed / measure.GIB:.1f} GiB, and {free / measure.GIB:.1f} are free"
-        raise runtime.UsageError(f"--nvme-path {args.nvme_path}: the files take {gib}")
+        raise cli.UsageError(f"--nvme-path {args.nvme_path}: the files take {gib}")
     size = max(shards) * width
     if size < SMALLEST:
-        raise runtime.UsageError(
+        raise cli.UsageError(
             f"--dim {args.dim}: a rank's part of the largest weight has {size:,} bytes, and "
             f"DeepSpeed swaps nothing below {SMALLEST:,}: take more, or fewer ranks"
         )
 
 
-def compare(run, baselines, shapes, args, results):
+def compare(run, baselines, shapes, args, report):
     """Check a run against the formulas and the run without offload; return its row of the table."""
-    weights, baseline = sum(shapes), baselines[run.zero["stage"]]
+    weights = sum(shapes)
+    baseline = baselines[run.zero["stage"]]
     swaps = run.target("offload_optimizer") == "nvme"
     measured = [number / weights for number in run.measured()]
-    drift = (torch.stack(run.losses) - torch.stack(baseline.losses)).abs().max()
-    dist.all_reduce(drift, op=dist.ReduceOp.MAX)
-    results.metrics[f"step_time_ms_{run.name}"] = milliseconds = run.timer.median_ms()
-    results.metrics[f"bytes_per_weight_{run.name}"] = sum(measured[:3])
+    milliseconds = run.timer.median_ms()
+    report.metrics[f"step_time_ms_{run.name}"] = milliseconds
+    report.metrics[f"bytes_per_weight_{run.name}"] = sum(measured[:3])
     if run is not baseline:
         expected = run.expected(shapes, DTYPES[args.precision].itemsize)
         expected = [number / weights for number in expected]
         names = (*KINDS, "files", "read per step", "written per step")[: 6 if swaps else 3]
         for name, value, right in zip(names, measured, expected, strict=False):
             name, tolerance = f"{run.name}: {name}, bytes per weight", 0.02 * max(right, 1)
-            results.check(name, value, right, tolerance, "ZeRO-Infinity, section 3")
-        name, tolerance = f"{run.name}: largest error of a loss", LOSS_TOLERANCE[args.precision]
-        results.check(name, drift.item(), 0, tolerance, baseline.name)
+            report.check(name, value, right, tolerance, "ZeRO-Infinity, section 3")
+        name = f"{run.name}: largest error of a loss"
+        tolerance = LOSS_TOLERANCE[args.precision]
+        losses = run.losses_of_all_ranks()
+        same_losses(report, losses, baseline.losses_of_all_ranks(), tolerance, name, baseline.name)
     cells = [
         " + ".join(f"{n / weights:.2f} {place}" for place, n in sorted(kind.items()) if n)
         for kind in run.held
@@ -261,8 +265,9 @@ def compare(run, baselines, shapes, args, results):
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, ranks, dim = Console(world.is_rank0), world.world_size, args.dim
-        results = measure.Results("03-deepspeed/zero_offload.py", args, world, device)
+        report = Report("03-deepspeed/zero_offload.py", args, world, device)
+        ranks = world.world_size
+        dim = args.dim
         shape = TransformerConfig(256, dim, 2, dim // 64, dim // 64, 2 * dim, args.seq_len)
         with torch.device("meta"):
             shapes = [weight.numel() for weight in Transformer(shape).parameters()]
@@ -272,9 +277,6 @@ def main():
         swaps = any("nvme" in name for name in configs)
         if swaps:
             require_disk(args, world, shards)
-        output = measure.claim_output_dir(args, world)
-        ops = {op for config in configs.values() for op in zero.ops_needed(config)}
-        zero.build_ops(sorted(ops), world, console)
         count = args.micro_batch_size
         text = data.Sequences(data.load_text(), args.seq_len, count * ranks)
         own = args.max_steps, count * ranks, world.rank * count, count
@@ -284,13 +286,14 @@ def main():
             runtime.seed_everything(args.seed)
             return Transformer(shape).to(device, DTYPES[args.precision])
 
-        console.header(
-            results,
+        report.start(
             f"{sum(shapes):,} weights, {args.precision}; global batch {count * ranks} = {count} "
             f"per rank x {ranks} ranks",
         )
+        ops = {op for config in configs.values() for op in zero.ops_needed(config)}
+        zero.build_ops(sorted(ops), report)
         if device.type == "cpu":
-            console.say(
+            report.say(
                 "without a GPU, the device's memory is the CPU's: what moves to the CPU changes "
                 "owner, not place; only a GPU shows its own memory freed, and the copies' time"
             )
@@ -300,18 +303,16 @@ def main():
             for batch in batches[:WARMUP]:
                 runs[-1].step(batch)
         # Step by step in turn, so that what else the machine does meets all of them alike.
-        for batch in console.progress(batches[WARMUP:], "steps"):
+        for batch in report.progress(batches[WARMUP:], "steps"):
             for run in runs:
                 run.step(batch)
         baselines = {run.zero["stage"]: run for run in reversed(runs)}  # each stage's first
-        rows = [compare(run, baselines, shapes, args, results) for run in runs]
-        console.say("bytes per weight on a rank: in memory, in files, to and from disk per step")
+        rows = [compare(run, baselines, shapes, args, report) for run in runs]
+        report.say("bytes per weight on a rank: in memory, in files, to and from disk per step")
         headers = ("offload", *KINDS, "files", "read", "written", "step", "of none's")
-        console.table(rows, headers)
-        if output and world.is_rank0:
-            results.write(output)
-        return console.verdict(results, f"loss {runs[0].losses[-1].item():.4f} at the end")
+        report.table(rows, headers)
+        return report.finish(f"loss {runs[0].losses[-1].item():.4f} at the end")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

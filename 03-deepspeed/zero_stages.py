@@ -17,11 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zero
+from tensor_bytes import bytes_by_place, live_bytes
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from dist_common import data, measure, runtime, zero
-from dist_common.console import Console, plot_bars
-from dist_common.models import PRESETS, Transformer
+from dist_common import cli, data, measure, models, runtime
+from dist_common.models import Transformer
+from dist_common.proofs import RING_FACTOR, same_losses
+from dist_common.report import Report, figure
 
 CONFIGS = Path(__file__).parent / "configs"
 K = 12  # bytes per weight: a float32 copy of it and Adam's two moments
@@ -51,7 +54,7 @@ def train(engine, steps):
                 losses.append(loss.detach())
                 del loss  # and with it what forward kept
                 if number == len(steps) and place == 0:  # moments and a gradient are there
-                    held = measure.live_bytes().total()
+                    held = live_bytes().total()
 
                 engine.step()  # acts after a step's last micro-batch: DeepSpeed counts them
 
@@ -118,33 +121,58 @@ def expected_sent(stage, accumulate, ranks):
     Source: ZeRO paper, section 7, which has one micro-batch: 2, 2, 2 and 3.
     """
     times = {0: 2, 1: 1 + 1, 2: accumulate + 1, 3: 3 * accumulate}[stage]
-    return times * (ranks - 1) / ranks
+    return times * RING_FACTOR["all_gather"](ranks)
 
 
 def models_sent(counter, model_bytes, ranks):
     """Return the same from the collectives that were counted, as if sent in rings."""
-    handed, part = counter.bytes, (ranks - 1) / ranks
-    whole_and_part = handed["_allgather_base_"] + handed["_reduce_scatter_base_"]
-    sent = (2 * handed["allreduce_"] + handed["reduce_"]) * part
-    return (sent + whole_and_part * part * ranks / (ranks + 1)) / model_bytes
+    handed = counter.bytes
+    # These are handed the whole and a part of it, 1 + 1/N wholes.
+    whole = (handed["_allgather_base_"] + handed["_reduce_scatter_base_"]) * ranks / (ranks + 1)
+    whole += handed["reduce_"]  # to one owner: each rank sends on what it has summed, but the owner
+    sent = whole * RING_FACTOR["all_gather"](ranks)
+    return (sent + handed["allreduce_"] * RING_FACTOR["all_reduce"](ranks)) / model_bytes
 
 
 def weight_bytes(model):
     """Return the bytes of weights that this rank holds; stage 3 keeps its part in `ds_tensor`."""
     weights = [getattr(weight, "ds_tensor", weight) for weight in model.parameters()]
     weights = [getattr(weight, "to_local", lambda own=weight: own)() for weight in weights]
-    storages = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights}
-    return sum(storages.values())
+    return bytes_by_place(weights).total()
+
+
+def plot_bars(path, names, parts, expected, title):
+    """Draw a bar of stacked parts for each name, and a line where its height should be, as PNG.
+
+    Shapes: each part and `expected` are as long as `names`.
+    """
+    with figure(path, figsize=(9, 3.4)) as axes:
+        floor = [0.0] * len(names)
+        for part, heights in parts.items():
+            axes.bar(names, heights, 0.6, bottom=floor, label=part)
+            floor = [below + height for below, height in zip(floor, heights, strict=True)]
+        places = range(len(names))
+        axes.hlines(
+            expected, [p - 0.4 for p in places], [p + 0.4 for p in places],
+            colors="black", linestyles="dashed", label="expected",
+        )  # fmt: skip
+        for place, height in zip(places, floor, strict=True):
+            axes.text(place, height, f"{height:.2f}", ha="center", va="bottom", fontsize=9)
+        axes.set(title=title, ylabel="bytes per weight")
+        axes.set_ylim(0, 1.15 * max(*floor, *expected))
+        axes.legend()
+        axes.grid(axis="y", alpha=0.3)
 
 
 def parse_args():
-    parser = runtime.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, runtime.positive_int
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    positive = cli.positive_int
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     add("--stages", type=int, nargs="+", choices=range(4), default=[0, 1, 2, 3], help="(all)")
     add("--micro-batch-size", type=positive, default=4, help="sequences per rank at a time (4)")
     add("--grad-accum-steps", type=positive, default=2, help="micro-batches per step (2)")
-    at_least_2 = functools.partial(runtime.whole_number, low=2)  # moments come with the first
+    at_least_2 = functools.partial(cli.whole_number, low=2)  # moments come with the first
     add("--max-steps", type=at_least_2, default=3, help="training steps (3)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     return parser.parse_args()
@@ -168,16 +196,15 @@ def load_configs(args, world, shape):
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        console, shape, ranks = Console(world.is_rank0), PRESETS["tiny"], world.world_size
-        results = measure.Results("03-deepspeed/zero_stages.py", args, world, device)
+        report = Report("03-deepspeed/zero_stages.py", args, world, device)
+        ranks = world.world_size
+        accumulate = args.grad_accum_steps
+        shape = models.preset("tiny", args.seq_len)
         zero.prepare(device)
-        configs, accumulate = load_configs(args, world, shape), args.grad_accum_steps
-        if args.seq_len > shape.max_seq_len:
-            raise runtime.UsageError(f"--seq-len must be at most {shape.max_seq_len}")
+        configs = load_configs(args, world, shape)
         together = args.micro_batch_size * ranks
         count = args.max_steps * accumulate, together
         text = data.Sequences(data.load_text(), args.seq_len, count[0] * together)
-        output = measure.claim_output_dir(args, world)
 
         def steps(first, size):
             batches = list(data.batches_of(text, *count, first, size, device))
@@ -188,8 +215,7 @@ def main():
             return Transformer(shape).to(device)
 
         weights = shape.num_parameters()
-        console.header(
-            results,
+        report.start(
             f"{weights:,} weights; global batch {together * accumulate} = {args.micro_batch_size} "
             f"per rank x {accumulate} micro-batches x {ranks} ranks",
         )
@@ -198,7 +224,8 @@ def main():
         rows, bars = [], []
         for stage in (*args.stages, "FSDP"):
             for precision in ("32-true", "bf16-mixed"):
-                before, model = measure.live_bytes().total(), build()
+                before = live_bytes().total()
+                model = build()
                 if stage == "FSDP":
                     engine = fsdp(model, accumulate, precision)
                 else:
@@ -206,38 +233,38 @@ def main():
                 losses, held, counter = train(engine, mine)
                 if precision == "32-true":
                     dist.all_reduce(losses)
-                    drift = (losses / ranks - alone).abs().max().item()
                     del engine, model
+                    means = losses / ranks
             # Of the rank that holds most: shards of odd sizes differ by a few weights.
             own = torch.tensor([held - before, weight_bytes(model)], device=device)
             dist.all_reduce(own, op=dist.ReduceOp.MAX)
             held, in_weights = (own / weights).tolist()
-            sent, source = models_sent(counter, 2 * weights, ranks), "ZeRO paper, section 5"
+            sent = models_sent(counter, 2 * weights, ranks)
             name, right = str(stage), 16 / ranks
             if stage != "FSDP":
                 name, right = f"stage {stage}", expected_bytes(stage, accumulate, ranks)
-            results.check(f"{name}: bytes per weight", held, right, 0.02 * right, source)
+            source = "ZeRO paper, section 5"
+            report.check(f"{name}: bytes per weight", held, right, 0.02 * right, source)
             if stage != "FSDP":
-                models, source = expected_sent(stage, accumulate, ranks), "ZeRO paper, section 7"
+                formula = expected_sent(stage, accumulate, ranks)
                 what = f"{name}: models sent per step"
-                results.check(what, sent, models, 0.02 * models, source)
-            results.check(f"{name}: largest error of a loss", drift, 0, 1e-5, "one process")
+                report.check(what, sent, formula, 0.02 * formula, "ZeRO paper, section 7")
+            same_losses(report, means, alone, 1e-5, f"{name}: largest error of a loss")
             rows.append((name, f"{in_weights:.2f}", f"{held - in_weights:.2f}", f"{held:.2f}",
-                         f"{right:.2f}", f"{sent:.2f}", f"{drift:.1e}"))  # fmt: skip
+                         f"{right:.2f}", f"{sent:.2f}"))  # fmt: skip
             bars.append((in_weights, held - in_weights, right))
-            results.metrics[f"bytes_per_weight_{name}"] = held
+            report.metrics[f"bytes_per_weight_{name}"] = held
             del engine, model
-        headers = ("", "weights", "the rest", "bytes per weight", "by formula", "models sent",
-                   "loss error")  # fmt: skip
-        console.table(rows, headers)
-        if output and world.is_rank0:
-            results.write(output)
+        headers = ("", "weights", "the rest", "bytes per weight", "by formula", "models sent")
+        report.table(rows, headers)
+        if report.output and world.is_rank0:
             *parts, expected = zip(*bars, strict=True)
             kinds = dict(zip(("weights", "gradients and optimizer state"), parts, strict=True))
-            names, title = [row[0] for row in rows], f"Held by each of {ranks} ranks in bf16"
-            plot_bars(output / "stages.png", names, kinds, expected, title, "bytes per weight")
-        return console.verdict(results, f"loss {alone[-1].item():.4f} at the end")
+            names = [row[0] for row in rows]
+            title = f"Held by each of {ranks} ranks in bf16"
+            plot_bars(report.output / "stages.png", names, kinds, expected, title)
+        return report.finish(f"loss {alone[-1].item():.4f} at the end")
 
 
 if __name__ == "__main__":
-    runtime.run(main)
+    cli.run(main)

@@ -9,10 +9,27 @@ from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from dist_common import models
+
 BASICS = "02-fsdp/fsdp_basics.py"
 SCRATCH = "02-fsdp/fsdp_from_scratch.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 4, "--max-steps", 3)
 ALL = ("full", "grad-op", "hybrid", "none")
+TINY = models.PRESETS["tiny"]
+NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)  # takes half of tiny's time
+full = pytest.mark.full
+
+
+def narrow(script):
+    models.PRESETS["tiny"] = NARROW
+
+
+def narrow_and(sabotage):
+    def before(script):
+        narrow(script)
+        sabotage(script)
+
+    return before
 
 
 def measured_in(folder: Path) -> dict[str, float]:
@@ -23,41 +40,57 @@ def measured_in(folder: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"),
+    ("world_size", "options", "before"),
     [
-        (2, ()),
-        (4, ()),
-        (2, ("--precision", "bf16-mixed")),
-        (4, ("--precision", "bf16-mixed")),
-        (2, ("--api", "fsdp1", "--auto-wrap", "size", "--precision", "bf16-mixed")),
-        (4, ("--api", "fsdp1")),
+        (4, (), narrow),
+        (2, ("--precision", "bf16-mixed"), narrow),
+        pytest.param(2, (), None, marks=full),
+        pytest.param(4, ("--precision", "bf16-mixed"), None, marks=full),
+        pytest.param(
+            2, ("--api", "fsdp1", "--auto-wrap", "size", "--precision", "bf16-mixed"), None,
+            marks=full,
+        ),
+        pytest.param(4, ("--api", "fsdp1"), None, marks=full),
     ],
-)
-def test_every_sharding_mode_trains_as_one_process(run_script, tmp_path, world_size, options):
+)  # fmt: skip
+def test_every_sharding_mode_trains_as_one_process(
+    run_script, tmp_path, world_size, options, before
+):
     """Losses, bytes held, collectives and bytes sent; the script's checks state the tolerances."""
     ended = run_script(
         BASICS, "--sharding", *ALL, *options, *SMALL, "--output-dir", tmp_path / "run",
-        world_size=world_size,
+        world_size=world_size, before=before,
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     checks = results_of(tmp_path / "run")["checks"]
     assert len(checks) == 8 * len(ALL)
     if world_size == 4 and not options:
-        weights, measured = 803_968 * 4, measured_in(tmp_path / "run")  # of the preset tiny
+        weights = 4 * (NARROW if before else TINY).num_parameters()
+        measured = measured_in(tmp_path / "run")
         for sharding, parts in zip(ALL, (4, 4, 2, 1), strict=True):
             for kind, copies in (("parameters", 1), ("gradients", 1), ("Adam moments", 2)):
                 held = measured[f"fsdp2 {sharding}: bytes of {kind}"]
                 assert abs(held / (copies * weights / parts) - 1) < 0.01, (sharding, kind)
     losses = results_of(tmp_path / "run")["metrics"].values()
-    assert max(losses) < 5.4, "they start at ln 256 = 5.55, and would prove little there"
+    least = 5.5 if before else 5.4
+    assert max(losses) < least, "they start at ln 256 = 5.55, and would prove little there"
 
 
-def test_one_process_and_a_number_of_ranks_that_divides_no_dimension(run_script):
-    for world_size, sharding, api in ((1, ALL, "fsdp2"), (1, ALL, "fsdp1"), (3, ALL[:2], "fsdp2")):
-        ended = run_script(
-            BASICS, "--sharding", *sharding, "--api", api, *SMALL, world_size=world_size
-        )
-        assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+@pytest.mark.parametrize(
+    ("world_size", "sharding", "api", "before"),
+    [
+        (3, ALL[:2], "fsdp2", narrow),
+        pytest.param(1, ALL, "fsdp2", None, marks=full),
+        pytest.param(1, ALL, "fsdp1", None, marks=full),
+    ],
+)
+def test_one_process_and_a_number_of_ranks_that_divides_no_dimension(
+    run_script, world_size, sharding, api, before
+):
+    ended = run_script(
+        BASICS, "--sharding", *sharding, "--api", api, *SMALL, world_size=world_size, before=before
+    )
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
 
 
 def test_a_weight_is_a_shard_but_for_the_time_it_is_needed(run_script):
@@ -119,16 +152,18 @@ HELD = [f"bytes of {kind}" for kind in ("parameters", "gradients", "Adam moments
             "full",
             [*HELD, "all-gathers", "reduce-scatters", "bytes sent", "largest error of a loss"],
         ),
-        (one_unit_for_all, "full", ["all-gathers", "reduce-scatters", "bytes sent"]),
         (keep_replicas_apart, "hybrid", ["all-reduces", "bytes sent", "largest error of a loss"]),
-        (shift_a_shard, "full", ["largest error of a loss"]),
-        (keep_what_was_gathered, "full", ["all-gathers", "bytes sent"]),
+        pytest.param(
+            one_unit_for_all, "full", ["all-gathers", "reduce-scatters", "bytes sent"], marks=full
+        ),
+        pytest.param(shift_a_shard, "full", ["largest error of a loss"], marks=full),
+        pytest.param(keep_what_was_gathered, "full", ["all-gathers", "bytes sent"], marks=full),
     ],
 )
 def test_sabotage_of_fsdp_fails_a_check(run_script, tmp_path, sabotage, sharding, failing):
     ended = run_script(
         BASICS, "--sharding", sharding, *SMALL, "--output-dir", tmp_path / "run",
-        world_size=4 if sharding == "hybrid" else 2, before=sabotage,
+        world_size=4 if sharding == "hybrid" else 2, before=narrow_and(sabotage),
     )  # fmt: skip
     assert ended.codes[0] == 1, ended.stdout + ended.stderr
     checks = results_of(tmp_path / "run")["checks"]
@@ -152,18 +187,27 @@ def test_basics_refuses_bad_input(run_script, world_size, argv, says):
 # fsdp_from_scratch.py
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fsdp_from_scratch_is_fully_shard(run_script, tmp_path, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "before"),
+    [
+        (2, narrow),
+        (3, narrow),
+        *(pytest.param(world_size, None, marks=full) for world_size in (1, 4)),
+    ],
+)
+def test_fsdp_from_scratch_is_fully_shard(run_script, tmp_path, world_size, before):
     ended = run_script(
-        SCRATCH, "--seq-len", 32, "--output-dir", tmp_path / "run", world_size=world_size
-    )
+        SCRATCH, "--seq-len", 32, "--output-dir", tmp_path / "run", world_size=world_size,
+        before=before,
+    )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     if world_size in (2, 4):  # which divide every dimension: no padding, the same traffic
         ours, theirs = (
             [line.split()[-6:-1] for line in ended.stdout.splitlines() if line.startswith(way)]
             for way in ("from scratch", "fully_shard")
         )
-        assert ours[0][1:] == theirs[0][1:] and ours[0][1] == "9", ended.stdout
+        gathers = 2 * (NARROW if before else TINY).num_layers + 1
+        assert ours[0][1:] == theirs[0][1:] and ours[0][1] == str(gathers), ended.stdout
 
 
 def keep_own_gradient(script):
@@ -187,7 +231,8 @@ def keep_a_third_moment(script):
     made = torch.optim.AdamW
 
     def with_maximum(weights, **options):
-        return made(weights, amsgrad=len(weights) == 5, **options)  # the five units' shards
+        units = NARROW.num_layers + 1  # one weight each: its shard
+        return made(weights, amsgrad=len(weights) == units, **options)
 
     torch.optim.AdamW = with_maximum
 
@@ -200,15 +245,16 @@ def never_free(script):
     ("sabotage", "failing"),
     [
         (keep_own_gradient, {"reduce-scatters", "bytes handed to reduce", "largest difference"}),
-        (take_the_next_shard, {"largest difference"}),
+        pytest.param(take_the_next_shard, {"largest difference"}, marks=full),
         (keep_a_third_moment, {"bytes held"}),
         (never_free, {"all-gathers", "bytes handed", "most bytes", "largest difference"}),
     ],
 )
 def test_sabotage_of_fsdp_from_scratch_fails_a_check(run_script, tmp_path, sabotage, failing):
     ended = run_script(
-        SCRATCH, "--seq-len", 32, "--output-dir", tmp_path / "run", world_size=2, before=sabotage
-    )
+        SCRATCH, "--seq-len", 32, "--output-dir", tmp_path / "run", world_size=2,
+        before=narrow_and(sabotage),
+    )  # fmt: skip
     assert ended.codes[0] == 1, ended.stdout + ended.stderr
     failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
     assert {next((f for f in failing if name.startswith(f)), name) for name in failed} == failing
@@ -217,7 +263,7 @@ def test_sabotage_of_fsdp_from_scratch_fails_a_check(run_script, tmp_path, sabot
 # fsdp_transformer.py
 
 TRANSFORMER = "02-fsdp/fsdp_transformer.py"
-FEW = ("--seq-len", 32, "--micro-batch-size", 2, "--max-steps", 4)
+FEW = ("--seq-len", 32, "--micro-batch-size", 2, "--max-steps", 4, "--lr", 0.003)
 
 
 def translate_without_a_compiler(script):
@@ -229,18 +275,26 @@ def translate_without_a_compiler(script):
 @pytest.mark.parametrize(
     ("world_size", "options", "before"),
     [
-        (1, (), None),
-        (2, ("--activation-checkpointing", "full", "--prefetch", 2), None),
-        (2, ("--activation-checkpointing", 2, "--sharding", "grad-op"), None),
-        (2, ("--activation-checkpointing", "selective", "--precision", "bf16-mixed"), None),
-        (2, ("--cpu-offload", "--grad-accum-steps", 2, "--max-grad-norm", 0.1), None),
-        (2, ("--grad-accum-steps", 3, "--accumulate", "whole"), None),
-        (2, ("--grad-accum-steps", 3, "--accumulate", "gathered"), None),
-        (2, ("--grad-accum-steps", 2, "--accumulate", "gathered", "--sharding", "grad-op"), None),
-        (4, ("--sharding", "hybrid", "--shard-group-size", 2, "--grad-accum-steps", 2), None),
-        (2, ("--compile", "--activation-checkpointing", "full"), translate_without_a_compiler),
+        (2, ("--activation-checkpointing", "full", "--prefetch", 2), narrow),
+        (2, ("--activation-checkpointing", 2, "--sharding", "grad-op"), narrow),
+        (2, ("--activation-checkpointing", "selective", "--precision", "bf16-mixed"), narrow),
+        (2, ("--cpu-offload", "--grad-accum-steps", 2, "--max-grad-norm", 0.1), narrow),
+        (2, ("--grad-accum-steps", 3, "--accumulate", "whole"), narrow),
+        (3, ("--grad-accum-steps", 3, "--accumulate", "gathered"), narrow),
+        *(
+            pytest.param(world_size, options, before, marks=full)
+            for world_size, options, before in (
+                (1, (), None),
+                (2, ("--grad-accum-steps", 2, "--accumulate", "gathered", "--sharding", "grad-op"),
+                 narrow),
+                (4, ("--sharding", "hybrid", "--shard-group-size", 2, "--grad-accum-steps", 2),
+                 None),
+                (2, ("--compile", "--activation-checkpointing", "full"),
+                 narrow_and(translate_without_a_compiler)),
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_whatever_saves_memory_trains_as_one_process(
     run_script, tmp_path, world_size, options, before
 ):
@@ -250,6 +304,12 @@ def test_whatever_saves_memory_trains_as_one_process(
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     assert "largest error of a loss" in measured_in(tmp_path / "run")
+
+
+@pytest.fixture
+def dry_run_imports():
+    """What a dry run imports, and takes seconds: here, so that no fork has to."""
+    import torch.distributed._tools.fsdp2_mem_tracker  # noqa: F401
 
 
 def drop_a_micro_batch(script):
@@ -294,12 +354,13 @@ def forget_activation_checkpointing_in_the_dry_run(script):
     [
         (drop_a_micro_batch, ("--grad-accum-steps", 2), {"all-gathers", "reduce-scatters", "loss"}),
         (clip_to_the_norm_of_a_part, ("--max-grad-norm", 0.1), {"all-reduces", "loss"}),
-        (
+        pytest.param(
             reduce_every_micro_batch,
             ("--grad-accum-steps", 2, "--accumulate", "whole"),
             {"reduce-scatters"},
+            marks=full,
         ),
-        (draw_apart, (), {"loss"}),
+        pytest.param(draw_apart, (), {"loss"}, marks=full),
         (
             forget_activation_checkpointing_in_the_dry_run,
             ("--activation-checkpointing", "full", "--check-dry-run", "--seq-len", 128),
@@ -308,11 +369,11 @@ def forget_activation_checkpointing_in_the_dry_run(script):
     ],
 )
 def test_sabotage_of_the_transformer_fails_a_check(
-    run_script, tmp_path, sabotage, options, failing
+    run_script, tmp_path, dry_run_imports, sabotage, options, failing
 ):
     ended = run_script(
         TRANSFORMER, *FEW, *options, "--output-dir", tmp_path / "run", world_size=2,
-        before=sabotage,
+        before=sabotage if "--check-dry-run" in options else narrow_and(sabotage),
     )  # fmt: skip
     assert ended.codes[0] == 1, ended.stdout + ended.stderr
     failed = {c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]}
@@ -324,12 +385,20 @@ def test_sabotage_of_the_transformer_fails_a_check(
     ("world_size", "options"),
     [
         (2, ()),
-        (4, ("--sharding", "hybrid", "--shard-group-size", 2)),
-        (2, ("--activation-checkpointing", "selective")),
-        (2, ("--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate", "gathered")),
+        *(
+            pytest.param(*case, marks=full)
+            for case in (
+                (4, ("--sharding", "hybrid", "--shard-group-size", 2)),
+                (2, ("--activation-checkpointing", "selective")),
+                (2, ("--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate",
+                     "gathered")),
+            )
+        ),
     ],
-)
-def test_a_dry_run_predicts_the_peak_of_a_real_run(run_script, tmp_path, world_size, options):
+)  # fmt: skip
+def test_a_dry_run_predicts_the_peak_of_a_real_run(
+    run_script, tmp_path, dry_run_imports, world_size, options
+):
     """To 5 percent, on a batch whose activations are larger than what gloo's threads free late."""
     large = ("--seq-len", 128, "--micro-batch-size", 8, "--max-steps", 2, "--check-dry-run")
     ended = run_script(
@@ -348,33 +417,35 @@ def test_a_dry_run_predicts_the_peak_of_a_real_run(run_script, tmp_path, world_s
     assert abs(predicted / real - 1) < 0.05
 
 
-def test_a_dry_run_knows_what_each_saving_saves(run_script, tmp_path):
+def test_a_dry_run_knows_what_each_saving_saves(run_script, tmp_path, dry_run_imports):
     def classes(name, *options):
         ended = run_script(
             TRANSFORMER, "--dry-run", "--seq-len", 256, *options,
-            "--output-dir", tmp_path / name, environ={},
+            "--output-dir", tmp_path / name, environ={}, before=narrow,
         )  # fmt: skip
         assert ended.codes == [0], ended.stdout + ended.stderr
         return results_of(tmp_path / name)["metrics"]
 
-    total = {
-        kind: classes(kind, "--activation-checkpointing", kind)["Total_gib"]
+    eight_ranks = {
+        kind: classes(kind, "--activation-checkpointing", kind)
         for kind in ("none", "selective", "2", "full")
     }
+    total = {kind: held["Total_gib"] for kind, held in eight_ranks.items()}
     assert total["none"] > total["2"] > total["full"]
     assert total["none"] > total["selective"] > total["full"]
-    few, many = (classes(f"{n}-ranks", "--world-size", n)["Sharded Param_gib"] for n in (4, 8))
-    assert few == pytest.approx(2 * many, rel=0.01)
+    four_ranks = classes("four-ranks", "--world-size", 4)["Sharded Param_gib"]
+    assert four_ranks == pytest.approx(2 * eight_ranks["none"]["Sharded Param_gib"], rel=0.01)
 
 
-def test_a_dry_run_that_shards_over_too_few_ranks_fails(run_script, tmp_path):
+def test_a_dry_run_that_shards_over_too_few_ranks_fails(run_script, tmp_path, dry_run_imports):
     def two_of_eight(script):
         arrange = script.init_device_mesh
         script.mesh_of = lambda *_: arrange("cpu", (4, 2), mesh_dim_names=("replicate", "shard"))
 
     ended = run_script(
-        TRANSFORMER, "--dry-run", "--output-dir", tmp_path / "run", environ={}, before=two_of_eight
-    )
+        TRANSFORMER, "--dry-run", "--output-dir", tmp_path / "run", environ={},
+        before=narrow_and(two_of_eight),
+    )  # fmt: skip
     assert ended.codes == [1], ended.stdout + ended.stderr
     failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
     assert failed == ["bytes of Sharded Param", "bytes of OptState"]
@@ -384,8 +455,7 @@ def test_tied_embeddings_stay_tied(run_script, tmp_path):
     """After the model got its memory: as one process, which ties them itself."""
 
     def tie(script):
-        tiny = script.PRESETS["tiny"]
-        script.PRESETS["tiny"] = dataclasses.replace(tiny, tied_embeddings=True)
+        models.PRESETS["tiny"] = dataclasses.replace(NARROW, tied_embeddings=True)
 
     ended = run_script(TRANSFORMER, *FEW, world_size=2, before=tie)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
@@ -426,8 +496,9 @@ def gather_on_one_rank_only(script):
     script.train = broken
 
 
+@full
 def test_gathering_on_one_rank_only_hangs_until_the_timeout(run_script):
-    ended = run_script(BASICS, *SMALL, "--timeout", 3, world_size=2, before=gather_on_one_rank_only)
+    ended = run_script(BASICS, *SMALL, "--timeout", 5, world_size=2, before=gather_on_one_rank_only)
     assert 1 in ended.codes and "lost contact with another rank" in ended.stderr, ended.stderr
 
 
@@ -447,7 +518,7 @@ def make_the_optimizer_first(script):
 def test_an_optimizer_made_before_sharding_trains_nothing(run_script, tmp_path):
     ended = run_script(
         BASICS, *SMALL, "--output-dir", tmp_path / "run", world_size=2,
-        before=make_the_optimizer_first,
+        before=narrow_and(make_the_optimizer_first),
     )  # fmt: skip
     assert ended.codes[0] == 1, ended.stdout + ended.stderr
     failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
@@ -470,6 +541,7 @@ def test_fsdp1_takes_no_frozen_weights_among_trained_ones(on_ranks):
 # on a GPU: one process, NCCL
 
 
+@full
 @pytest.mark.skipif(not GPUS, reason="needs a GPU")
 @pytest.mark.parametrize(
     "command",

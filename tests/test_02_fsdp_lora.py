@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from conftest import assert_one_line, load_script, results_of
 from torch import nn
 
+from dist_common import models
+
 LORA = "02-fsdp/fsdp_lora.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 4, "--pretrain-steps", 2, "--max-steps", 2)
 TINY = ("--seq-len", 16, "--micro-batch-size", 2, "--pretrain-steps", 1, "--max-steps", 2)
+full = pytest.mark.full
 # in + out of the seven layers of a block of the preset tiny
 SIDES = {"wq": 256, "wk": 192, "wv": 192, "wo": 256, "gate": 480, "up": 480, "down": 480}
 
@@ -49,7 +52,7 @@ def adapted(**flags) -> nn.Module:
     script = load_script(LORA)
     given = {"lora_rank": 8, "lora_alpha": 16, "target_modules": list(SIDES), **flags}
     torch.manual_seed(1)
-    model = script.Transformer(script.PRESETS["tiny"])
+    model = script.Transformer(models.PRESETS["tiny"])
     script.add_adapters(model, Namespace(**given))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -79,16 +82,22 @@ def write_adapters(folder: Path, **flags) -> Path:
 
 def two_layers(script):
     """Make the model half as deep: a run of four ranks on two cores then takes seconds."""
-    script.PRESETS["tiny"] = dataclasses.replace(script.PRESETS["tiny"], num_layers=2)
+    models.PRESETS["tiny"] = dataclasses.replace(models.PRESETS["tiny"], num_layers=2)
+
+
+def narrow(script):
+    models.PRESETS["tiny"] = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)
 
 
 @pytest.mark.parametrize(
     ("world_size", "options", "per_layer"),
     [
-        (1, (), 8 * sum(SIDES.values())),
-        (2, (), 8 * sum(SIDES.values())),
+        pytest.param(1, (), 8 * sum(SIDES.values()), marks=full),
+        pytest.param(2, (), 8 * sum(SIDES.values()), marks=full),
         # Fewer rows of A than ranks, and a number of ranks that divides no dimension.
-        (4, ("--lora-rank", 2, "--target-modules", "wq", "wv"), 2 * (256 + 192)),
+        pytest.param(
+            4, ("--lora-rank", 2, "--target-modules", "wq", "wv"), 2 * (256 + 192), marks=full
+        ),
         (3, ("--lora-alpha", 5), 8 * sum(SIDES.values())),
     ],
 )
@@ -118,7 +127,12 @@ def test_lora_trains_as_one_process(run_script, tmp_path, world_size, options, p
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"), [(1, ()), (2, ()), (4, ("--target-modules", "wq", "down"))]
+    ("world_size", "options"),
+    [
+        (2, ()),
+        pytest.param(1, (), marks=full),
+        pytest.param(4, ("--target-modules", "wq", "down"), marks=full),
+    ],
 )
 def test_qlora_trains_as_one_process(run_script, tmp_path, nf4, world_size, options):
     """As above; the frozen layers take 4 bits and 1/64 of a float32 for each weight."""
@@ -174,10 +188,10 @@ def in_peft(rank, world_size, folder):
         {name.removeprefix(script.PREFIX): weight for name, weight in weights.items()}, strict=False
     )
     torch.manual_seed(1)
-    theirs = peft.PeftModel.from_pretrained(script.Transformer(script.PRESETS["tiny"]), folder)
+    theirs = peft.PeftModel.from_pretrained(script.Transformer(models.PRESETS["tiny"]), folder)
     tokens = torch.arange(64).view(2, 32)
     with torch.no_grad():
-        before = script.Transformer(script.PRESETS["tiny"])(tokens)
+        before = script.Transformer(models.PRESETS["tiny"])(tokens)
         equal = [torch.equal(ours(tokens), theirs(tokens)), not torch.equal(before, ours(tokens))]
         script.merge(ours)
         theirs = theirs.merge_and_unload().state_dict()
@@ -186,6 +200,7 @@ def in_peft(rank, world_size, folder):
     return [*equal, *(torch.equal(merged[name], theirs[name]) for name in merged)]
 
 
+@full
 def test_peft_loads_the_adapters_and_merges_them_alike(run_script, on_ranks, tmp_path):
     if importlib.util.find_spec("peft") is None:
         pytest.skip("pip install peft")
@@ -226,8 +241,8 @@ def test_bad_input_is_one_line(run_script, argv, says):
 
 
 def of_another_preset(script):
-    config = script.PRESETS["tiny"]
-    script.PRESETS["tiny"] = dataclasses.replace(config, ffn_dim=320)
+    config = models.PRESETS["tiny"]
+    models.PRESETS["tiny"] = dataclasses.replace(config, ffn_dim=320)
 
 
 @pytest.mark.parametrize(
@@ -365,18 +380,20 @@ MERGED = [
     [
         (train_the_base_too, 2,
          [*TRAINED, *REDUCED, "frozen weights that changed", *LOADED, MERGED[0]]),
-        (reduce_nothing, 2, [*TRAINED, *REDUCED, "largest error of a loss"]),
         (draw_apart, 2, ["largest error of a loss"]),
         (one_unit_for_all, 2, ["bytes sent in all-gathers"]),
         (merge_without_the_scale, 1, MERGED),
-        (merge_without_b, 1, MERGED),
         (save_in_float64, 1, ["bytes of the adapters' file"]),
-        (lose_an_adapter, 1, [*LOADED, *MERGED]),
+        pytest.param(
+            reduce_nothing, 2, [*TRAINED, *REDUCED, "largest error of a loss"], marks=full
+        ),
+        pytest.param(merge_without_b, 1, MERGED, marks=full),
+        pytest.param(lose_an_adapter, 1, [*LOADED, *MERGED], marks=full),
     ],
 )  # fmt: skip
 def test_sabotage_of_lora_fails_a_check(run_script, tmp_path, sabotage, world_size, failing):
     def before(script):
-        two_layers(script)
+        narrow(script)
         sabotage(script)
 
     ended = run_script(
@@ -390,7 +407,7 @@ def test_sabotage_of_lora_fails_a_check(run_script, tmp_path, sabotage, world_si
 
 def test_sabotage_of_qlora_fails_a_check(run_script, tmp_path, nf4):
     def before(script):
-        two_layers(script)
+        narrow(script)
         scale_by_the_wrong_block(script)
 
     ended = run_script(

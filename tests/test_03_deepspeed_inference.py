@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_one_line, fork_ranks, results_of
+from helpers_03 import deepspeed_in_the_parent
+
+# One worker imports transformers, which takes seconds, and not each of them.
+pytestmark = pytest.mark.xdist_group("transformers")
 
 SCRIPT = "03-deepspeed/deepspeed_inference.py"
 CHECKPOINT = "02-fsdp/fsdp_checkpoint.py"
@@ -25,15 +29,9 @@ UNEVEN = {
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """Import here what each fork would take 9 s to import; nothing of it computes here."""
-    before = os.environ.get("DS_ACCELERATOR")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed  # noqa: F401
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM  # noqa: F401
-
-    if before is None:
-        del os.environ["DS_ACCELERATOR"]
+    families = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2"))
+    with deepspeed_in_the_parent("transformers.models.auto.modeling_auto", *families):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +86,7 @@ def run_quietly(run_script, *argv, world_size=2, before=once):
     return ended
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_cut_or_whole_the_same_logits(run_script, tmp_path, world_size, precision):
     run = tmp_path / "run"
@@ -106,8 +104,6 @@ def test_cut_or_whole_the_same_logits(run_script, tmp_path, world_size, precisio
     several = world_size > 1
     assert measured["collectives"] == several * 6 * (2 * 4 + 1)
     assert measured["bytes all-reduced"] == several * bits * 2 * (8 * 21 * 128 + 6 * 256)
-    if several:
-        assert measured["largest difference of a logit"] > 0, "compared with itself?"
     kinds = ("time_to_first_token_ms", "time_per_token_ms", "tokens_per_second")
     metrics = {f"{prefix}{kind}" for prefix in ("", "plain_") for kind in kinds}
     assert set(results["metrics"]) == metrics | {"tokens_that_differ"}
@@ -118,6 +114,7 @@ def test_cut_or_whole_the_same_logits(run_script, tmp_path, world_size, precisio
     assert " ".join(row.split()[1:]) == " ".join(cut.split())
 
 
+@pytest.mark.full
 def test_a_model_that_module_02_exports(run_script, tmp_path):
     """It goes on from a prompt as its text goes: bytes are tokens there."""
     for argv in (
@@ -133,7 +130,10 @@ def test_a_model_that_module_02_exports(run_script, tmp_path):
     assert f"--model {tmp_path / 'exported'}: 803,968 weights" in ended.stdout
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("uneven", 2), ("uneven", 3), ("qwen2", 2)])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("uneven", 3), ("qwen2", 2), pytest.param("uneven", 2, marks=pytest.mark.full)],
+)
 def test_other_shapes_and_families(run_script, folders, name, world_size):
     """Heads and widths that the ranks do not divide, biases, a head tied to the embedding."""
     run_quietly(run_script, "--model", folders / name, *SMALL, world_size=world_size)
@@ -254,14 +254,19 @@ LOGITS, TOKENS = "largest difference of a logit", "tokens that differ"
 @pytest.mark.parametrize(
     ("sabotage", "failing"),
     [
-        (sum_nothing, [CALLS, SUMMED, LOGITS, TOKENS]),
         (after_cut(on_rank1(shift_a_shard)), [LOGITS]),
-        (after_cut(keep_a_whole_weight_too), [WEIGHTS]),
-        (after_cut(sum_the_logits_of_all_tokens), [SUMMED]),
         (leave_the_head_whole, [WEIGHTS, CALLS, SUMMED]),
-        (wide_grain, [WEIGHTS]),
         (after_generating(another_last_token), [TOKENS]),
         (after_generating(keep_twice_the_values), [CACHE]),
+    ]
+    + [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (
+            (sum_nothing, [CALLS, SUMMED, LOGITS, TOKENS]),
+            (after_cut(keep_a_whole_weight_too), [WEIGHTS]),
+            (after_cut(sum_the_logits_of_all_tokens), [SUMMED]),
+            (wide_grain, [WEIGHTS]),
+        )
     ],
 )
 def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failing):
@@ -278,6 +283,7 @@ def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failing):
     assert wrong == failing or wrong == [*failing, TOKENS]
 
 
+@pytest.mark.full
 def test_rounded_rotary_frequencies_fail_a_check_far_from_the_start(run_script, folders, tmp_path):
     """As DeepSpeed leaves them in bf16. Near the start they would pass."""
     argv = ("--model", folders / "long", "--precision", "bf16-true", "--max-new-tokens", 2)
@@ -286,6 +292,7 @@ def test_rounded_rotary_frequencies_fail_a_check_far_from_the_start(run_script, 
         ended = run_script(
             SCRIPT, *argv, "--prompt-tokens", 2000, "--output-dir", tmp_path / name, world_size=2,
             before=lambda script, change=change: (once(script), after_cut(change)(script)),
+            end_job_on_failure=False,
         )  # fmt: skip
         differences.append(measured_in(tmp_path / name)[LOGITS])
         assert ended.codes[0] == (name == "cast"), ended.stdout + ended.stderr
@@ -387,8 +394,9 @@ def test_without_transformers_it_says_what_to_install(run_script):
     assert_one_line(ended, "pip install deepspeed transformers", "deepspeed_inference.py")
 
 
+@pytest.mark.full
 def test_it_runs_as_its_reader_would_run_it(torchrun):
-    ended = torchrun(SCRIPT)
+    ended = torchrun(SCRIPT, timeout_s=200)
     assert ended.codes == [0], ended.stdout + ended.stderr
     assert "OK: 6 checks passed, 32 tokens generated" in ended.stdout
     assert ended.stderr == ""

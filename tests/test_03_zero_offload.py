@@ -1,6 +1,5 @@
 """Module 03: whatever goes to the CPU or a disk, the same losses, and it is where it is said."""
 
-import gc
 import importlib
 import os
 import shutil
@@ -12,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, fork_ranks, results_of, run_command
+from helpers_03 import deepspeed_in_the_parent
+
+import zero
 
 OFFLOAD = "03-deepspeed/zero_offload.py"
 SMALL = ("--dim", 64, "--seq-len", 32, "--micro-batch-size", 2, "--max-steps", 4)
@@ -23,20 +25,8 @@ FILES = ("files", "read per step", "written per step")
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """Import here what each fork would take 5 s to import; nothing of it computes here.
-
-    Frozen, it is not gone through, and so copied, by each fork that looks for its live tensors.
-    """
-    before = os.environ.get("DS_ACCELERATOR")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    for name in ("deepspeed", "torch._inductor.compile_fx", "deepspeed.runtime.zero.stage3"):
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    if before is None:
-        del os.environ["DS_ACCELERATOR"]
+    with deepspeed_in_the_parent():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +34,6 @@ def op(tmp_path_factory):
     """Load DeepSpeed's op for disks for all forks, or skip: compiling it would take minutes."""
 
     def find(_rank: int) -> dict[str, str] | None:
-        from dist_common import zero
-
         zero.prepare(torch.device("cpu"))  # in a fork: it changes the environment
         if zero.op_library("async_io").exists():
             return {name: os.environ[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")}
@@ -88,7 +76,12 @@ def failed_checks(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world_size", "precision", "width"),
-    [(2, "bf16-mixed", 2), (2, "32-true", 4), (1, "bf16-mixed", 2), (3, "bf16-mixed", 2)],
+    [
+        (2, "bf16-mixed", 2),
+        pytest.param(2, "32-true", 4, marks=pytest.mark.full),
+        pytest.param(1, "bf16-mixed", 2, marks=pytest.mark.full),
+        pytest.param(3, "bf16-mixed", 2, marks=pytest.mark.full),
+    ],
 )
 def test_offload_to_the_cpu_trains_alike(run_script, tmp_path, world_size, precision, width):
     """And the bytes are those of the papers, but for buffers as large as a weight."""
@@ -157,12 +150,17 @@ def keep_the_last_weights(script):
 @pytest.mark.parametrize(
     ("sabotage", "mode", "failing"),
     [
-        (given_to_deepspeed(leave_the_optimizer), "optimizer-cpu", KINDS[2:]),
-        (given_to_deepspeed(leave_the_optimizer), "all-cpu", KINDS[2:]),
         (given_to_deepspeed(leave_the_weights_whole), "all-cpu", (KINDS[0], KINDS[2])),
-        (given_to_deepspeed(keep_a_third_moment), "all-cpu", KINDS[1:2]),
         (given_to_deepspeed(take_longer_strides), "optimizer-cpu", ("largest error of a loss",)),
-        (keep_the_last_weights, "optimizer-cpu", KINDS[2:]),
+    ]
+    + [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (
+            (given_to_deepspeed(leave_the_optimizer), "optimizer-cpu", KINDS[2:]),
+            (given_to_deepspeed(leave_the_optimizer), "all-cpu", KINDS[2:]),
+            (given_to_deepspeed(keep_a_third_moment), "all-cpu", KINDS[1:2]),
+            (keep_the_last_weights, "optimizer-cpu", KINDS[2:]),
+        )
     ],
 )
 def test_sabotage_of_offload_fails_a_check(run_script, tmp_path, sabotage, mode, failing):
@@ -181,6 +179,7 @@ def test_sabotage_of_offload_fails_a_check(run_script, tmp_path, sabotage, mode,
     ("world_size", "options", "width"),
     [(2, (), 2), (1, ("--precision", "32-true", "--dim", 512), 4)],
 )
+@pytest.mark.full
 def test_offload_to_a_disk_trains_alike(run_script, tmp_path, disk, world_size, options, width):
     """Bytes in files, read and written, from the shapes of the weights."""
     ended = run_script(
@@ -236,6 +235,7 @@ def lose_a_file(script):
     script.Run.measured = broken
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "failing"),
     [
@@ -265,6 +265,7 @@ def fail_in_the_third_step(script):
     script.Run.step = broken
 
 
+@pytest.mark.full
 def test_swap_files_go_after_an_error(run_script, disk):
     """Which the fixture sees."""
     ended = run_script(
@@ -274,6 +275,7 @@ def test_swap_files_go_after_an_error(run_script, disk):
     assert 1 in ended.codes and "no such luck" in ended.stderr, ended.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_swap_files_go_with_a_rank_that_is_ended(run_script, disk, number):
     def end_rank_1(pids):
@@ -285,7 +287,7 @@ def test_swap_files_go_with_a_rank_that_is_ended(run_script, disk, number):
 
     ended = run_script(
         OFFLOAD, "--offload", "all-nvme", "--nvme-path", disk, *DISK, "--max-steps", 500,
-        world_size=2, during=end_rank_1,
+        world_size=2, during=end_rank_1, timeout_s=200,
     )  # fmt: skip
     assert ended.codes[1] == -number
 

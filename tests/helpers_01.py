@@ -1,0 +1,136 @@
+"""What the tests of several lessons of module 01 share: a small job, what it wrote, sabotage."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_common import models
+
+MNIST = "01-ddp-basics/ddp_mnist.py"
+TRAINING = "01-ddp-basics/ddp_training.py"
+BENCHMARK = "01-ddp-basics/ddp_benchmark.py"
+
+# What ddp_training.py checks.
+GRADIENT = "gradient: relative error against one process"
+BYTES = "bytes all-reduced per step"
+WEIGHTS = "distinct sets of weights over all ranks"
+TRAINED = "tokens trained on, from step 1"
+TESTED = "test tokens counted"
+
+
+def small_job(folder: Path) -> tuple:
+    """Return arguments of ddp_training.py: 24 short steps on 12 kB of text, in unequal sequences.
+
+    Every step writes its line to metrics.jsonl at once, so a test can wait for a step.
+    """
+    text = (Path(os.__file__).parent / "argparse.py").read_bytes()[:12_000]
+    (folder / "text").write_bytes(text)
+    fixed = ("--text-file", folder / "text", "--seq-len", 32, "--whole-lines", "--log-every", 1)
+    return (*fixed, "--max-steps", 24, "--warmup-steps", 4, "--save-every", 5, "--lr", 1e-2)
+
+
+def with_a_small_model(*changes):
+    """Return `before` for run_script: make `tiny` one layer, then make the changes."""
+
+    def before(script) -> None:
+        models.PRESETS["tiny"] = models.TransformerConfig(256, 32, 1, 4, 2, 64, 256)
+        for change in changes:
+            change(script)
+
+    return before
+
+
+# what a run wrote
+
+
+def newest_state(folder: Path) -> dict:
+    newest = sorted((folder / "checkpoints").iterdir())[-1]
+    return torch.load(newest / "state.pt", weights_only=True)
+
+
+def steps_in(folder: Path, name: str = "loss") -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [(line["step"], line[name]) for line in lines if name in line]
+    assert len(found) == len(dict(found)), "a step is there twice"
+    return dict(found)
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    a, b = steps_in(one), steps_in(other)
+    assert list(a) == list(b) == list(range(1, len(a) + 1)), "a step is missing"
+    return max(abs(a[step] - b[step]) for step in a)
+
+
+# while it runs
+
+
+def wait_for(condition, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def at_random_step(folder: Path, act):
+    """Return what to do `during` a run: act(pids) once it has taken a random number of steps."""
+    wanted = random.randint(1, 20)
+    print(f"to be stopped after step {wanted}")  # which pytest shows where the test fails
+
+    def wait_and_act(pids) -> None:
+        metrics = folder / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= wanted)
+        act(pids)
+
+    return wait_and_act
+
+
+def ask_to_stop_in(step: int):
+    """Send SIGTERM from within that step: to test what follows, not when it comes."""
+
+    def before(script) -> None:
+        lr_at = script.lr_at
+
+        def asked(current, args):
+            if current == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return lr_at(current, args)
+
+        script.lr_at = asked
+
+    return before
+
+
+# sabotage
+
+
+def skip_all_reduce(script) -> None:
+    class Unreduced(DistributedDataParallel):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.register_comm_hook(None, _leave_bucket_alone)
+
+    script.DDP = Unreduced
+
+
+def _leave_bucket_alone(
+    state, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def deal_all_ranks_the_same(script) -> None:
+    sampler = script.data.ShardedSampler
+    original = sampler.__init__
+
+    def as_rank_0(self, num_samples, rank, world_size, seed):
+        original(self, num_samples, 0, world_size, seed)
+
+    sampler.__init__ = as_rank_0

@@ -1,0 +1,341 @@
+"""Read the Markdown pages and run the commands that they show.
+
+test_guides.py says what a page must look like.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import REPO, Ended, compiled, run_command
+from matplotlib import image as png
+from outputs import difference
+
+DEADLINE_S = 300  # of one command, for a hang: ten times what the slowest takes on a quiet machine
+
+
+def files_of_the_repository() -> list[str]:
+    asked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPO, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if asked.returncode == 0:
+        return [path for path in asked.stdout.splitlines() if (REPO / path).exists()]
+    made = {".venv", "runs", "data", "__pycache__"}  # a copy without git, from an archive
+    files = (path.relative_to(REPO) for path in REPO.rglob("*") if path.is_file())
+    return [str(path) for path in files if not made & set(path.parts)]
+
+
+TRACKED = files_of_the_repository()
+PAGES = [path for path in TRACKED if path.endswith(".md")]
+
+# reading
+
+
+@dataclass
+class Block:
+    """A fenced block: its language, its lines, the line it starts at, the prose leading to it."""
+
+    language: str
+    text: str
+    line: int
+    lead: str = ""
+
+
+@dataclass
+class Page:
+    path: str
+    prose: str = ""
+    blocks: list[Block] = field(default_factory=list)
+    rest: str = ""  # the prose after the last block
+
+
+@dataclass
+class Step:
+    """A block of commands, the output that is shown right after it, the prose after both."""
+
+    commands: Block
+    output: Block | None
+    after: str
+    recorded: bool  # on a machine that the tests do not have
+
+    def has(self, comment: str) -> bool:
+        return f"<!-- {comment} -->" in self.commands.lead
+
+    def needs(self) -> str | None:
+        """Return the operation of DeepSpeed that has to be compiled for this."""
+        named = re.search(r"<!-- needs: (\w+) -->", self.commands.lead)
+        return named[1] if named else None
+
+    def lacks(self) -> str | None:
+        """Say why this machine cannot run these commands; None where it can."""
+        if self.recorded:
+            return "recorded on another machine"
+        op = self.needs()
+        return None if op is None or compiled(op) else f"{op} is not compiled"
+
+    def fails(self) -> bool:
+        """Say whether the paragraph before the commands names an exit code other than 0."""
+        prose = re.sub(r"<!--.*?-->", "", self.commands.lead, flags=re.S).strip()
+        paragraph = " ".join(prose.split("\n\n")[-1].split())
+        return bool(re.search(r"exit codes?\b(?!\W{1,3}0\b)", paragraph))
+
+
+RECORDED = re.compile(r"<!-- recorded: (\S+) -->")
+
+
+@cache
+def read(path: str | Path) -> Page:
+    """Read a page, by its path in the repository."""
+    page, block, between = Page(str(path)), None, []
+    for number, line in enumerate((REPO / path).read_text().splitlines(), 1):
+        fence = re.match(r"```(\w*)$", line)
+        if block is None and fence:
+            block = Block(fence[1], "", number, "\n".join(between).strip())
+        elif block is not None and line == "```":
+            page.blocks.append(block)
+            block, between = None, []
+        elif block is not None:
+            block.text += line + "\n"
+        else:
+            between.append(line)
+            page.prose += line + "\n"
+    if block is not None:
+        page.blocks.append(Block("never closed", block.text, block.line))
+    page.rest = "\n".join(between)
+    return page
+
+
+def steps(page: Page) -> list[Step]:
+    found = []
+    for position, block in enumerate(page.blocks):
+        if block.language != "bash":
+            continue
+        after = [*page.blocks[position + 1 :], Block("end", "", 0, page.rest)]
+        output = after[0] if after[0].language == "text" and not after[0].lead else None
+        recorded = after[0].language == "text" and RECORDED.fullmatch(after[0].lead)
+        found.append(Step(block, output, after[1 if output else 0].lead, bool(recorded)))
+    return found
+
+
+def commands(block: Block) -> list[tuple[int, str]]:
+    """Return the commands of a block, each with the line of the page where it begins."""
+    found, pieces, start = [], [], 0
+    for number, line in enumerate(block.text.splitlines(), block.line + 1):
+        if not pieces:
+            start = number
+            if not line.strip() or line.startswith("#"):
+                continue
+        pieces.append(line.removesuffix("\\").strip())
+        if not line.endswith("\\"):
+            found.append((start, " ".join(pieces)))
+            pieces = []
+    return found
+
+
+def all_of(language: str) -> list:
+    """Return (page, block) for each block of a language, as parameters of a test."""
+    return [
+        pytest.param(page, block, id=f"{page}:{block.line}")
+        for page in PAGES for block in read(page).blocks if block.language == language
+    ]  # fmt: skip
+
+
+# running
+
+# What makes the environment that a test runs in is not done again inside it, and tests do not
+# start themselves.
+NOT_RUN = re.compile(r"git clone|cd |source |python3? -m venv|(python3? -m )?pip install|uv ")
+TESTS = re.compile(r"\bpytest\b|python tests/")
+PLAIN = re.compile(
+    r"(?:OMP_NUM_THREADS=1 )?(?:torchrun --standalone --nproc-per-node=(\d+)|python) (\S+\.py)(.*)"
+)
+SHELL = re.compile(r"(mkdir|echo|printf|sed|cp|mv|rm|touch|truncate|ls|cat|head|tail|grep) ")
+STARTS_PYTHON = re.compile(r"(^| )(python|torchrun|deepspeed) ")
+# What a script of ours says on stderr: neither torchrun's report nor PyTorch's logging.
+OWN_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
+
+
+def runnable(command: str) -> str | None:
+    """Return what a test runs in place of a command, or None.
+
+    Two ranks stand for a GPU each, the plan of a cluster job for the job.
+    """
+    command = command.replace(".venv/bin/", "").replace("-per-node=gpu", "-per-node=2")
+    if NOT_RUN.match(command) or TESTS.search(command):
+        return None
+    on_a_cluster = re.search(r"launch_\w+\.sh (multi-node|hostfile|slurm|elastic)", command)
+    return f"{command} --dry-run" if on_a_cluster or command.startswith("make ") else command
+
+
+def plain(command: str) -> tuple[int | None, str, list[str]] | None:
+    """Take apart a command that only starts a script: ranks (None: python), script, arguments."""
+    match = PLAIN.fullmatch(command)
+    if not match or match[2] not in TRACKED or re.search(r"[|&;<>$`*~]", match[3]):
+        return None
+    return int(match[1]) if match[1] else None, match[2], shlex.split(match[3])
+
+
+def is_quick(command: str) -> bool:
+    """Say whether a test may run a command without the time that starting Python takes."""
+    planned = re.match(r"(bash|make) ", command) and command.endswith("--dry-run")
+    shell = (planned or SHELL.match(command)) and not STARTS_PYTHON.search(command)
+    return bool(plain(command) or shell)
+
+
+def can_be_forked(script: str) -> bool:
+    """Say whether a script has a main to call; first steps are plain code from top to bottom."""
+    return bool(re.search(r"^def main\(", (REPO / script).read_text(), re.M))
+
+
+def folders(command: str) -> set[str]:
+    """Return what a command names below runs/: it writes there, or reads what another one wrote."""
+    return set(re.findall(r"\bruns/[^/\s\"']+", command))
+
+
+def copy_repository(folder: Path) -> Path:
+    """Copy the repository for one page's commands: none finds what another page's wrote."""
+    folder.mkdir(parents=True)
+    for path in TRACKED:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPO / path, folder / path)
+    return folder
+
+
+@dataclass
+class Printed:
+    """What a command printed: a terminal mixes both streams, a page shows one after the other."""
+
+    failed: bool
+    out: str
+    err: str  # what a script of ours said
+    everything: str
+
+    def orders(self) -> tuple[str, str]:
+        """Return both orders, the likelier one first: an error ends a run, a warning does not."""
+        orders = (self.err + self.out, self.out + self.err)
+        return orders[::-1] if self.failed else orders
+
+
+def printed_by(ended: Ended, copy: Path) -> Printed:
+    out, err = (text.replace(f"{copy}/", "") for text in (ended.stdout, ended.stderr))
+    own = "".join(line for line in err.splitlines(True) if OWN_LINE.match(line))
+    return Printed(any(ended.codes), out, own, err + out)
+
+
+def launch(command: str, copy: Path) -> Printed:
+    """Run a command as a reader would."""
+    environ = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    return printed_by(run_command(["bash", "-c", command], copy, DEADLINE_S, **environ), copy)
+
+
+def fork(command: str, copy: Path, run_script: Callable[..., Ended]) -> Printed:
+    """Run a plain command's script on forks of this process, which start at once."""
+    ranks, script, arguments = plain(command)
+
+    def enter(_) -> None:
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = str(copy)  # of what the script itself starts
+
+    ended = run_script(
+        script, *arguments, world_size=ranks or 1, environ=None if ranks else {},
+        before=enter, timeout_s=DEADLINE_S,
+    )  # fmt: skip
+    return printed_by(ended, copy)
+
+
+# figures and recorded outputs
+
+FIGURE = re.compile(
+    r"!\[[^\]]+\]\(([^)]+)\)\n<!-- drawn by the command above(, times differ)?: (\S+) -->"
+)
+
+
+def fault_of_figure(figure: Path, drawn: Path, times_differ: bool) -> str | None:
+    """Say why a page's figure is not the one that its command drew; None where it is."""
+    if not drawn.exists():
+        return f"no command drew {drawn} for {figure}"
+    if figure.suffix == ".svg":  # coordinates are measured or rounded; the shapes and words are not
+        one, two = (re.sub(r"[\d.]+", "N", file.read_text()) for file in (figure, drawn))
+        same = one == two or (times_differ and one.count("<") == two.count("<"))
+    else:
+        one, two = png.imread(figure), png.imread(drawn)
+        # Another picture of the same kind differs in a few hundredths, a blank one in more.
+        limit = 0.15 if times_differ else 0.01
+        same = one.shape == two.shape and (
+            abs(one - two).mean() < limit and two.std() > 0.5 * one.std()
+        )
+    return None if same else f"{figure} is not what {drawn} shows: draw it again"
+
+
+def fault_of_record(text: str, file: Path) -> str | None:
+    """Say why a block is not what a recorded file holds; None where it is."""
+    if not file.exists():
+        return f"{file} is not there"
+    record = json.loads(file.read_text())
+    missing = {"machine", "versions", "date", "output"} - set(record)
+    if missing:
+        return f"{file} has no {sorted(missing)}"
+    if record["output"] != text.splitlines():
+        return difference(text, "\n".join(record["output"])) or f"{file} has other digits"
+    return None
+
+
+def quick_commands(path: str) -> list[str]:
+    runs = [runnable(command) for step in steps(read(path)) if not step.has("slow")
+            for _, command in commands(step.commands)]  # fmt: skip
+    return [run for run in runs if run and is_quick(run)]
+
+
+def follow(path: str, copy: Path, run_script, quick: bool) -> None:
+    """Run a page's commands and compare what they print and draw with what it shows.
+
+    Quick: forks only. Otherwise the first run of a script is launched, the next ones are forked.
+    """
+    __tracebackhide__ = True  # the message says it all
+    launched, missing = set(), set()  # scripts; folders that commands left out would have filled
+    for step in steps(read(path)):
+        later = quick and step.has("slow")
+        lacks = None if later else step.lacks()
+        if lacks and not step.recorded:
+            warnings.warn(f"{path}:{step.commands.line} was not run: {lacks}", stacklevel=1)
+        printed, left_out = None, False
+        for line, command in commands(step.commands):
+            run = runnable(command)
+            if run is None:
+                continue
+            left_out = bool(later or lacks or (quick and not is_quick(run)))
+            left_out |= bool(missing & folders(run))
+            if left_out:
+                missing |= folders(run)
+                continue
+            where = f"{path}:{line}: {command}\n"
+            script = plain(run) and plain(run)[1]
+            forked = script and can_be_forked(script) and (quick or script in launched)
+            launched.add(script)
+            try:
+                printed = fork(run, copy, run_script) if forked else launch(run, copy)
+            except (Exception, pytest.fail.Exception) as error:
+                raise AssertionError(f"{where}{error}") from error
+            fault = "did not fail" if step.fails() else "failed"
+            assert printed.failed == step.fails(), f"{where}{fault}:\n{printed.everything}"
+        if left_out:
+            continue
+        if step.output:
+            assert printed, f"{path}:{step.output.line}: output without a command"
+            wrong = difference(step.output.text, *printed.orders(), first_line=step.output.line + 1)
+            assert not wrong, f"{where}{path}: {wrong}\nprinted was:\n{printed.everything}"
+        for figure, times_differ, drawn in FIGURE.findall(step.after):
+            fault = fault_of_figure((REPO / path).parent / figure, copy / drawn, bool(times_differ))
+            assert not fault, f"{where}{fault}"

@@ -1,0 +1,47 @@
+"""data_parallel_vs_ddp.py: it needs two GPUs and says so; all but copying is tested on the CPU."""
+
+import pytest
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from helpers_01 import skip_all_reduce, with_a_small_model
+
+DATA_PARALLEL = "01-ddp-basics/data_parallel_vs_ddp.py"
+
+
+def test_it_needs_two_gpus_and_says_so(run_script):
+    ended = run_script(DATA_PARALLEL, environ={})
+    assert ended.codes == [2]
+    assert_one_line(ended, "and this machine has 0: run this where", "data_parallel_vs_ddp.py")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_data_parallel_and_ddp_train_alike(run_script, tmp_path, broken):
+    """On the CPU, where DataParallel is the model itself: all but the copying between GPUs."""
+
+    def without_gpus(script):
+        script.need_two_gpus = lambda: None
+        if broken:
+            skip_all_reduce(script)
+
+    ended = run_script(
+        DATA_PARALLEL, "--preset", "tiny", "--seq-len", 32, "--global-batch-size", 4,
+        "--max-steps", 20, "--output-dir", tmp_path / "run", world_size=2,
+        before=with_a_small_model(without_gpus),
+    )  # fmt: skip
+    assert [check["ok"] for check in results_of(tmp_path / "run")["checks"]] == [not broken]
+    assert ended.codes[0] == broken, ended.stdout + ended.stderr
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(run_script):
+    def without_gpus(script):
+        script.need_two_gpus = lambda: None
+
+    arguments = ("--global-batch-size", 5, "--preset", "tiny")
+    ended = run_script(DATA_PARALLEL, *arguments, world_size=2, before=without_gpus)
+    assert_one_line(ended, "--global-batch-size must divide by 2", "data_parallel_vs_ddp.py")
+
+
+@pytest.mark.full
+@pytest.mark.skipif("," not in GPUS, reason="needs two GPUs")
+def test_it_runs_on_two_gpus():
+    ended = run_command(["python", DATA_PARALLEL], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr

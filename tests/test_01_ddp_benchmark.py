@@ -1,0 +1,199 @@
+"""ddp_benchmark.py: the parts of a step add up, loops that are compared train alike."""
+
+import argparse
+import re
+import signal
+
+import pytest
+import torch
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from helpers_01 import BENCHMARK, skip_all_reduce, with_a_small_model
+from torch.nn.parallel import DistributedDataParallel
+
+import bench_steps
+import template_overhead
+from dist_common import models, runtime
+from dist_common.report import Report
+
+full = pytest.mark.full
+
+
+def metrics_of(times: dict, norm: float) -> dict:
+    kinds = ("strong", "weak")
+    found = {f"{kind}_{name}_ms": value for name, value in times.items() for kind in kinds}
+    return found | {"gradient_norm": norm}
+
+
+# scaling
+
+
+def test_a_step_is_the_sum_of_ideal_and_what_is_lost(tmp_path, capsys):
+    """Times in which every loss is known: of 100 ms on one rank, 50 are ideal on two."""
+    script = load_script(BENCHMARK)
+    one = {"full": 101, "slowest": 100, "mean": 100, "alone": 100, "ideal": 100}
+    two = {"full": 80, "slowest": 70, "mean": 65, "alone": 52, "ideal": 50}
+    args = argparse.Namespace(
+        model="transformer", global_batch_size=8, output_dir=str(tmp_path), resume=None
+    )
+    report = Report(BENCHMARK, args, runtime.World(0, 0, 1, 1, "python"), torch.device("cpu"))
+    script.show_scaling(report, args, {1: metrics_of(one, 1.0), 2: metrics_of(two, 1.1)})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    numbers = [words[::2] for words in lines if words[:2] == ["strong", "2"]]
+    assert numbers == [["strong", "80.0", "50.0", "2.0", "13.0", "5.0", "10.0", "62%"]]
+    assert report.metrics["strong_efficiency_2"] == 50 / 80
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert [check.ok for check in report.checks] == [False], "another gradient on two ranks"
+
+
+@pytest.mark.parametrize("model", ["transformer", pytest.param("resnet50", marks=full)])
+def test_the_training_is_the_same_on_any_number_of_ranks(run_script, tmp_path, model):
+    norms = []
+    arguments = (BENCHMARK, "--model", model, "--global-batch-size", 2, "--rounds", 1)
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        ended = run_script(
+            *arguments, "--output-dir", folder, world_size=ranks, before=with_a_small_model()
+        )
+        assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
+        metrics = results_of(folder)["metrics"]
+        assert metrics["strong_slowest_ms"] >= metrics["strong_mean_ms"] > 0
+        norms.append(metrics["gradient_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_a_step_that_does_not_send_the_gradient_fails_a_check(run_script):
+    ended = run_script(
+        BENCHMARK, "--global-batch-size", 2, "--rounds", 1, world_size=2,
+        before=with_a_small_model(lambda script: skip_all_reduce(bench_steps)),
+    )  # fmt: skip
+    assert ended.stdout.splitlines()[-1] == "FAILED: step: bytes all-reduced"
+
+
+def test_it_says_when_cores_are_shared(run_script):
+    def one_core(script):
+        script.measure.core_count = lambda: 1
+        times = dict.fromkeys(("full", "slowest", "mean", "alone", "ideal"), 1.0)
+        found = {ranks: metrics_of(times, 1.0) for ranks in (1, 2)}
+        script.measure_all = lambda report, sizes: found
+
+    ended = run_script(BENCHMARK, before=one_core, environ={})
+    assert ended.codes == [0], ended.stderr
+    assert "more ranks than cores: they share cores, so this does not show" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--max-ranks", 3], "--global-batch-size 8 cannot be dealt to 3 ranks"),
+        (["--overhead", "--rounds", 14], "--overhead needs --rounds of at least 15"),
+        (["--buckets", 0], "--buckets: must be a number above 0"),
+        (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
+    ],
+)
+def test_bad_input_gets_one_line_and_writes_nothing(run_script, tmp_path, argv, says):
+    ended = run_script(BENCHMARK, *argv, "--output-dir", tmp_path / "new", environ={})
+    assert_one_line(ended, says, "ddp_benchmark.py")
+    assert not ended.stdout and not (tmp_path / "new").exists()
+
+
+def test_a_failed_launch_is_an_error_that_says_why(run_script):
+    def fail(script):
+        script.launch = lambda *args, **options: argparse.Namespace(
+            returncode=1, stdout="", stderr="ddp_benchmark.py: rank 0: the reason"
+        )
+
+    ended = run_script(BENCHMARK, before=fail, environ={})
+    assert ended.codes == [1]
+    assert "1 ranks failed: ddp_benchmark.py: rank 0: the reason" in ended.stderr
+
+
+# buckets
+
+
+def test_bucket_sizes_change_the_number_of_all_reduces_only(run_script):
+    ended = run_script(
+        BENCHMARK, "--buckets", 0.1, 1, 25, "--global-batch-size", 2, "--rounds", 1, world_size=2
+    )
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1] == "OK: 4 checks passed, measured"
+    rows = dict(re.findall(r"^(default|[\d.]+) +(\d+) +[\d.]+ ms$", ended.stdout, re.M))
+    calls = {name: int(count) for name, count in rows.items()}
+    assert calls["0.1"] > calls["1"] > calls["default"] > calls["25"] == 1
+
+
+def test_only_the_default_has_a_small_first_bucket(on_ranks):
+    """As the page says: of 1 MiB or the first gradient above it, so that sending starts early."""
+    default, explicit = on_ranks(bytes_of_buckets, 2)[0]
+    assert len(default) == 2 and 2**20 <= default[0] < default[1]
+    assert explicit == [sum(default)]
+
+
+def bytes_of_buckets(rank, world_size):
+    found = []
+    for options in ({}, {"bucket_cap_mb": 25}):
+        model = DistributedDataParallel(models.Transformer(models.PRESETS["tiny"]), **options)
+        sizes = []
+
+        def note(sizes, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            sizes.append(bucket.buffer().nbytes)
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model.register_comm_hook(sizes, note)
+        for _ in range(2):  # DDP settles its buckets in the first step
+            sizes.clear()
+            model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+        found.append(sizes)
+    return found
+
+
+# the template's overhead
+
+
+def quick_overhead(run_script, folder, *changes):
+    return run_script(
+        BENCHMARK, "--overhead", "--rounds", 15, "--output-dir", folder, world_size=2,
+        before=with_a_small_model(*changes),
+    )  # fmt: skip
+
+
+def test_overhead_compares_loops_that_train_alike(run_script, tmp_path):
+    ended = quick_overhead(run_script, tmp_path / "run")
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    content = results_of(tmp_path / "run")
+    assert [check["ok"] for check in content["checks"]] == [True]
+    ratios = ("overhead_ratio", "overhead_ratio_wall", "bare_ratio", "bare_ratio_wall")
+    assert set(content["metrics"]) == set(ratios)
+
+
+def test_overhead_of_a_loop_that_trains_otherwise_fails_a_check(run_script, tmp_path):
+    def other_losses(script):
+        step = template_overhead.BareLoop.step
+        template_overhead.BareLoop.step = lambda self: step(self) + 1e-4
+
+    ended = quick_overhead(run_script, tmp_path / "run", other_losses)
+    assert 1 in ended.codes and not set(ended.codes) - {0, 1, -signal.SIGTERM}, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "FAILED: largest difference of losses"
+
+
+def test_rounds_that_are_no_multiple_of_a_block_are_cut_to_one(run_script, tmp_path):
+    ended = run_script(
+        BENCHMARK, "--overhead", "--rounds", 18, world_size=1, before=with_a_small_model()
+    )
+    assert ended.codes == [0], ended.stdout + ended.stderr
+
+
+def test_more_rounds_than_an_epoch_has_steps_are_refused(run_script):
+    ended = run_script(
+        BENCHMARK, "--overhead", "--rounds", 10**6, world_size=2, before=with_a_small_model()
+    )
+    assert_one_line(ended, "--rounds 1000000 is more than the 463 steps", "ddp_benchmark.py")
+
+
+@full
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_it_runs_on_a_gpu():
+    command = ["python", BENCHMARK, "--max-ranks", "1", "--device", "cuda"]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr

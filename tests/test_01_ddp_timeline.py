@@ -1,0 +1,110 @@
+"""The timeline: drawn from a trace that has every all-reduce, at its place."""
+
+import json
+
+import pytest
+import torch
+from conftest import load_script, results_of
+from torch.nn.parallel import DistributedDataParallel
+
+TIMELINE = "01-ddp-basics/ddp_timeline.py"
+SMALL = ("--seq-len", 32, "--micro-batch-size", 2)
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_timeline_is_drawn_from_a_trace_that_has_every_all_reduce(run_script, tmp_path, world_size):
+    folder = tmp_path / "run"
+    ended = run_script(TIMELINE, *SMALL, "--output-dir", folder, world_size=world_size)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    checks = {check["name"]: check["measured"] for check in results_of(folder)["checks"]}
+    for name, buckets in (("one bucket", 1), ("0.5 MiB", 6)):
+        assert checks[f"{name}: numbers all-reduced"] == 803_968
+        assert checks[f"{name}: spans of all-reduce"] == buckets
+        assert checks[f"{name}: begun before the last gradient"] == buckets - 1
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((folder / "trace-0.5.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "gloo:all_reduce" for event in events) == 6
+
+
+def skip_all_reduce(script):
+    def leave_bucket_alone(
+        state: object, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    class Unreduced(DistributedDataParallel):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.register_comm_hook(None, leave_bucket_alone)
+
+    script.DDP = Unreduced
+
+
+def reduce_after_backward(script):
+    """Average the gradients when backward has ended, as step 2 of ddp_from_scratch.py does."""
+    take_step = script.take_step
+
+    def late(model, batch):
+        zero_grad = model.zero_grad
+
+        def average_then_zero():
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad.flatten())
+            zero_grad()
+
+        model.zero_grad = average_then_zero
+        take_step(model, batch)
+        model.zero_grad = zero_grad
+
+    script.take_step = late
+    script.DDP = lambda model, *args, **kwargs: model
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failed"),
+    [
+        (skip_all_reduce, "one bucket: numbers all-reduced; 0.5 MiB: numbers all-reduced"),
+        (reduce_after_backward, "one bucket: begun before the last gradient; "
+                                "0.5 MiB: begun before the last gradient"),
+    ],
+)  # fmt: skip
+def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failed):
+    folder = tmp_path / "run"
+    run_script(TIMELINE, *SMALL, "--output-dir", folder, world_size=2, before=sabotage)
+    bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+    assert set(failed.split("; ")) <= bad
+
+
+def test_what_is_hidden_is_what_lies_within_backward():
+    script = load_script(TIMELINE)
+    spans = {"backward": [(10.0, 20.0)], "all-reduce": [(5.0, 6.0), (15.0, 5.0), (29.0, 4.0)]}
+    assert script.hidden_ms(spans) == 1.0 + 5.0 + 1.0
+
+
+def event(name: str, ts: float, dur: float, kind: str = "cpu_op") -> dict:
+    return {"name": name, "ts": ts, "dur": dur, "cat": kind}
+
+
+def test_spans_are_those_of_the_trace():
+    """A trace in which every time is known, in µs: the last gradient is there at 9,000."""
+    script = load_script(TIMELINE)
+    function = "autograd::engine::evaluate_function: "
+    events = [
+        event("forward", 1000, 2000, "user_annotation"),
+        event("backward", 3000, 8000, "user_annotation"),
+        event(f"{function}MmBackward0", 3000, 2000),
+        event("c10d::allreduce_", 4500, 100),
+        event("gloo:all_reduce", 5000, 1500),
+        event(f"{function}AccumulateGrad", 8000, 1000),
+        event("c10d::allreduce_", 8500, 100),
+        event("gloo:all_reduce", 9000, 1500),
+    ]
+    assert script.spans_of(events) == {
+        "forward": [(0.0, 2.0)],
+        "backward": [(2.0, 6.0)],
+        "all-reduce": [(4.0, 1.5), (8.0, 1.5)],
+        "DDP waits": [(8.0, 2.0)],
+    }
+    assert script.begun_early(events) == 1

@@ -1,0 +1,739 @@
+"""ddp_training.py: the losses of one process, checks that can fail, a run that survives its end."""
+
+import argparse
+import ast
+import functools
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+
+import psutil
+import pytest
+import torch
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from helpers_01 import (
+    BYTES,
+    GRADIENT,
+    MNIST,
+    TESTED,
+    TRAINED,
+    TRAINING,
+    WEIGHTS,
+    ask_to_stop_in,
+    at_random_step,
+    deal_all_ranks_the_same,
+    largest_difference,
+    newest_state,
+    skip_all_reduce,
+    small_job,
+    steps_in,
+    with_a_small_model,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+full = pytest.mark.full
+
+
+@pytest.fixture
+def small(tmp_path):
+    return small_job(tmp_path)
+
+
+@pytest.fixture
+def train(run_script, small):
+    """Run the template on the small job and a small model, with more arguments and changes."""
+
+    def run(*argv, ranks=2, changes=(), **options):
+        before = with_a_small_model(*changes)
+        return run_script(TRAINING, *small, *argv, world_size=ranks, before=before, **options)
+
+    return run
+
+
+@pytest.fixture
+def straight(train, tmp_path):
+    """A run that is never stopped, as the others are to be."""
+    ended = train("--output-dir", tmp_path / "straight")
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    return tmp_path / "straight"
+
+
+# the same answer
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch"), [(2, 4), (3, 8), pytest.param(4, 3, marks=full)]
+)  # fmt: skip
+def test_training_gives_the_losses_of_one_process(train, tmp_path, ranks, micro_batch):
+    """24 sequences a step in micro-batches of unequal token counts, over the end of an epoch.
+
+    Tolerance: summing fp32 terms in another order changes a loss near 5 in its last bits. The model
+    is smooth, so the difference stays small over 24 steps.
+    """
+    for world_size, size in ((1, 8), (ranks, micro_batch)):
+        ended = train(
+            "--global-batch-size", 24, "--micro-batch-size", size,
+            "--output-dir", tmp_path / str(world_size), ranks=world_size,
+        )  # fmt: skip
+        assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+        assert ended.stdout.splitlines()[-1].startswith("OK: 5 checks passed, loss ")
+    alone, together = tmp_path / "1", tmp_path / str(ranks)
+    losses = steps_in(alone)
+    assert losses[24] < 0.8 * losses[1], "a loss that does not fall would prove little"
+    assert newest_state(alone)["sampler"]["epoch"] == 1, "the end of an epoch is in it"
+    assert largest_difference(alone, together) < 2e-5
+    assert newest_state(alone)["trained_tokens"] == newest_state(together)["trained_tokens"]
+
+
+def test_how_often_results_are_read_does_not_change_them(train, tmp_path):
+    for every in (1, 7):
+        ended = train("--log-every", every, "--output-dir", tmp_path / str(every), "--max-steps", 9)
+        assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert largest_difference(tmp_path / "1", tmp_path / "7") == 0.0
+    # It looks at steps 5 (saves), 7 and 9 (the last).
+    assert re.findall(r"^step (\d+) \| loss", ended.stdout, re.M) == ["5", "7", "9"]
+
+
+class ScalarReads(TorchDispatchMode):
+    """Count what makes the host wait for a device: numbers that leave a tensor, as in `item`."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_nothing_that_the_device_computes(train):
+    """Tokens are counted on the host, before the micro-batch leaves it: one read for each."""
+
+    def watch(script):
+        accumulate, step = script.accumulate_gradient, script.train_step
+
+        def watched(ddp_model, micro_batches, *rest):
+            with ScalarReads() as reads:
+                returned = accumulate(ddp_model, micro_batches, *rest)
+            assert reads.count == len(micro_batches)
+            return returned
+
+        def watched_step(*args):
+            returned = step(*args)
+            assert all(isinstance(value, torch.Tensor) for value in returned)
+            return returned
+
+        script.accumulate_gradient, script.train_step = watched, watched_step
+
+    ended = train("--grad-accum-steps", 3, "--max-steps", 2, changes=[watch])
+    assert ended.codes == [0, 0], ended.stderr
+
+
+def test_the_model_is_evaluated_in_eval_mode_and_trained_in_train_mode(train):
+    seen = []
+
+    def watch(script):
+        summed = script.summed_loss
+
+        def watched(model, *rest):
+            evaluating = sys._getframe(1).f_code.co_name == "evaluate"
+            assert model.training != evaluating
+            seen.append(evaluating)
+            return summed(model, *rest)
+
+        script.summed_loss = watched
+
+    def say_what_was_seen(script):
+        evaluate = script.evaluate
+
+        def told(run):
+            value = evaluate(run)
+            run.report.say(f"evaluated {sum(seen)} of {len(seen)} times")
+            return value
+
+        script.evaluate = told
+
+    arguments = ("--max-steps", 4, "--eval-every", 2)
+    ended = train(*arguments, changes=[watch, say_what_was_seen])
+    assert ended.codes == [0, 0], ended.stderr
+    first, second = re.findall(r"^evaluated (\d+) of (\d+) times$", ended.stdout, re.M)
+    assert 0 < int(first[0]) < int(first[1]) and 2 * int(first[0]) == int(second[0])
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", pytest.param("bf16-mixed", marks=full)])
+def test_mixed_precisions_learn_and_resume_bitwise(train, tmp_path, precision):
+    arguments = ("--max-steps", 8, "--precision", precision, "--resume", "--output-dir")
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    train(*arguments, straight)
+    train(*arguments, stopped, changes=[ask_to_stop_in(4)])
+    ended = train(*arguments, stopped)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    losses = steps_in(straight)
+    assert losses[8] < 0.95 * losses[1]
+    assert largest_difference(straight, stopped) == 0.0
+    assert results_of(stopped)["checks"][0]["measured"] > 1e-5, "fp32 would be more exact"
+    if precision == "16-mixed":
+        assert newest_state(stopped)["scaler"] == newest_state(straight)["scaler"]
+
+
+def test_tensorboard_shows_the_numbers_of_metrics_jsonl(train, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "run"
+    ended = train("--max-steps", 4, "--tensorboard", "--output-dir", folder)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    written = EventAccumulator(str(folder / "tensorboard")).Reload()
+    for name in ("loss", "grad_norm", "test_loss"):
+        shown = {event.step: event.value for event in written.Scalars(name)}
+        assert shown == pytest.approx(steps_in(folder, name), rel=1e-6)
+
+
+def without_cpp(script):
+    # The default back end works too, and takes half a minute.
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+
+
+@full
+def test_compiling_does_not_change_the_training(train, tmp_path):
+    plain, folder = tmp_path / "plain", tmp_path / "run"
+    arguments = ("--max-steps", 8, "--grad-accum-steps", 2, "--output-dir")
+    train(*arguments, plain)
+    ended = train(*arguments, folder, "--compile", changes=[without_cpp])
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert largest_difference(plain, folder) < 2e-5
+
+
+@full
+def test_compiling_the_model_or_ddp_cuts_the_graph_alike(on_ranks):
+    """DDPOptimizer cuts the graph where buckets end, whichever of the two is compiled."""
+    graphs = on_ranks(count_graphs, 2)
+    assert graphs == [graphs[0]] * 2 and len(set(graphs[0])) == 1 and graphs[0][0] > 1
+
+
+def count_graphs(rank, world_size):
+    from dist_common import models
+
+    counts = []
+    for compile_model in (True, False):
+        torch._dynamo.reset()
+        graphs = []
+
+        def keep(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        model = models.Transformer(models.PRESETS["tiny"])
+        if compile_model:
+            compiled = DistributedDataParallel(torch.compile(model, backend=keep))
+        else:
+            compiled = torch.compile(DistributedDataParallel(model), backend=keep)
+        compiled(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+        counts.append(len(graphs))
+    return counts
+
+
+def test_learning_rates_scale_warm_up_and_decay():
+    script = load_script(TRAINING)
+    args = argparse.Namespace(
+        lr=1.0, lr_scaling="none", global_batch_size=128, base_batch_size=32,
+        warmup_steps=4, max_steps=12,
+    )  # fmt: skip
+    rates = [script.lr_at(step, args) for step in range(1, 13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[7] == pytest.approx(0.55) and rates[11] == pytest.approx(0.1)
+    for scaling, factor in (("linear", 4.0), ("sqrt", 2.0)):
+        args.lr_scaling = scaling
+        assert script.lr_at(4, args) == factor
+    args.warmup_steps, args.max_steps = 0, 1
+    assert script.lr_at(1, args) == pytest.approx(0.2)
+
+
+# checks that can fail
+
+
+def average_the_averages(script):
+    """Do what most loops do: mean over each micro-batch, then over micro-batches and ranks."""
+    summed = script.summed_loss
+
+    def scaled(model, inputs, targets, precision):
+        loss = summed(model, inputs, targets, precision)
+        if not isinstance(model, DistributedDataParallel):
+            return loss
+        counted = (targets != -100).sum()
+        everywhere = counted.clone()
+        torch.distributed.all_reduce(everywhere)
+        return loss / counted * everywhere / torch.distributed.get_world_size()
+
+    script.summed_loss = scaled
+
+
+def reduce_every_micro_batch(script):
+    import contextlib
+
+    script.DDP = type(
+        "Eager", (DistributedDataParallel,), {"no_sync": lambda self: contextlib.nullcontext()}
+    )
+
+
+def drop_a_micro_batch(script):
+    deal = script.data.job_batches
+
+    def short(sequences, sampler, args, *rest):
+        for number, step in enumerate(deal(sequences, sampler, args, *rest)):
+            if number == 1:
+                step[-1] = script.data.collate(args.micro_batch_size, args.seq_len, [])
+            yield step
+
+    script.data.job_batches = short
+
+
+def evaluate_all_but_three(script):
+    evaluate = script.evaluate
+
+    def shorter(run):
+        whole = run.test_set
+        run.test_set = torch.utils.data.Subset(whole, range(len(whole) - 3))
+        counted = evaluate(run)
+        run.test_set = whole
+        return counted
+
+    script.evaluate = shorter
+
+
+def train_rank_1_further(script):
+    original = script.proofs.same_weights
+
+    def drifted(report, model):
+        with torch.no_grad():
+            next(model.parameters()).add_(1e-7 * torch.distributed.get_rank())
+        original(report, model)
+
+    script.proofs.same_weights = drifted
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (average_the_averages, [GRADIENT, BYTES]),
+        (reduce_every_micro_batch, [BYTES]),
+        (train_rank_1_further, [WEIGHTS]),
+        (drop_a_micro_batch, [TRAINED]),
+        (evaluate_all_but_three, [TESTED]),
+        pytest.param(skip_all_reduce, [GRADIENT, BYTES], marks=full),
+        pytest.param(deal_all_ranks_the_same, [GRADIENT], marks=full),
+    ],
+)
+def test_sabotage_fails_a_check(train, sabotage, failing):
+    ended = train("--max-steps", 3, "--grad-accum-steps", 2, changes=[sabotage])
+    assert 1 in ended.codes and not set(ended.codes) - {1, -signal.SIGTERM}, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "FAILED: " + "; ".join(failing)
+
+
+MEAN_OF_MEANS = (
+    "mean_loss = loss * dist.get_world_size() / tokens",
+    "mean_loss = loss / (targets != data.IGNORED).sum() / len(micro_batches)",
+)
+SYNC_ALWAYS = (
+    "contextlib.nullcontext() if last else ddp_model.no_sync()",
+    "contextlib.nullcontext()",
+)
+NO_FACTOR = ("loss * dist.get_world_size() / tokens", "loss / tokens")
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "ranks", "failing"),
+    [
+        (MEAN_OF_MEANS, ["--whole-lines"], 2, GRADIENT),
+        (MEAN_OF_MEANS, [], 2, None),
+        pytest.param(SYNC_ALWAYS, [], 2, BYTES, marks=full),
+        pytest.param(NO_FACTOR, [], 2, GRADIENT, marks=full),
+        pytest.param(NO_FACTOR, [], 1, None, marks=full),
+    ],
+)
+def test_the_exercises_of_the_page_turn_their_checks_red(
+    run_script, tmp_path, change, flags, ranks, failing
+):
+    """Edits as the page asks for; the text is its default one, in sequences of equal length."""
+    source = (REPO / TRAINING).read_text()
+    assert source.count(change[0]) == 1
+    (tmp_path / "edited.py").write_text(source.replace(*change))
+    ended = run_script(
+        str(tmp_path / "edited.py"), *flags, "--max-steps", 1, "--seq-len", 32,
+        world_size=ranks, before=with_a_small_model(),
+    )  # fmt: skip
+    last = ended.stdout.splitlines()[-1]
+    assert last == f"FAILED: {failing}" if failing else last.startswith("OK: 5 checks passed")
+
+
+# a run that is stopped
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=full),
+     pytest.param(signal.SIGUSR1, marks=full)],
+)  # fmt: skip
+def test_a_stopped_run_resumes_bitwise(train, tmp_path, straight, stop):
+    """SIGKILL takes all ranks; the others come to one rank alone, as a scheduler may do it."""
+    folder = tmp_path / "stopped"
+    arguments = ("--num-workers", 1, "--output-dir", folder, "--resume")
+
+    def act(pids):
+        for pid in pids if stop == signal.SIGKILL else pids[1:]:
+            os.kill(pid, stop)
+
+    ended = train(*arguments, during=at_random_step(folder, act))
+    if stop == signal.SIGKILL:
+        assert ended.codes == [-signal.SIGKILL] * 2
+        assert "no checkpoint in" in ended.stdout, "--resume in a new folder starts at the start"
+    else:
+        assert ended.codes == [0, 0], ended.stderr
+        (step,) = re.findall(r"^OK: 4 .* after step (\d+), asked to stop", ended.stdout, re.M)
+        assert newest_state(folder)["step"] == int(step) == max(steps_in(folder)) < 24
+    again = train(*arguments)
+    assert again.codes == [0, 0], again.stdout + again.stderr
+    assert largest_difference(straight, folder) == 0.0, "bitwise"
+    assert steps_in(straight, "test_loss") == steps_in(folder, "test_loss")
+    finished = train(*arguments)
+    assert finished.codes == [0, 0] and "has all 24 steps: nothing to do" in finished.stdout
+
+
+@full
+def test_sigterm_to_a_rank_and_its_data_workers_saves_too(train, tmp_path):
+    """torchrun and SLURM signal a rank's whole process group, or all of its processes."""
+    folder = tmp_path / "run"
+
+    def act(pids):
+        for pid in pids:
+            for process in (*psutil.Process(pid).children(), psutil.Process(pid)):
+                process.terminate()
+
+    during = at_random_step(folder, act)
+    ended = train("--num-workers", 2, "--output-dir", folder, during=during)
+    assert ended.codes == [0, 0], ended.stderr
+    assert newest_state(folder)["step"] == max(steps_in(folder)) < 24
+
+
+def test_a_signal_is_noticed_at_the_next_look_and_saves(train, tmp_path):
+    folder = tmp_path / "run"
+    arguments = ("--log-every", 4, "--save-every", 100, "--output-dir", folder)
+    ended = train(*arguments, changes=[ask_to_stop_in(5)])
+    assert ended.codes == [0, 0], ended.stderr
+    assert newest_state(folder)["step"] == 8
+    assert ended.stdout.splitlines()[-1].endswith("after step 8, asked to stop, saved")
+
+
+def test_a_signal_in_the_last_step_still_evaluates_and_ends_well(train, tmp_path):
+    ended = train("--max-steps", 3, changes=[ask_to_stop_in(3)])
+    assert ended.codes == [0, 0], ended.stderr
+    assert re.fullmatch(
+        r"OK: 5 checks passed, loss \S+ after step 3, trained to the end",
+        ended.stdout.splitlines()[-1],
+    )
+
+
+def test_a_signal_without_a_folder_says_that_nothing_is_saved(train):
+    ended = train(ranks=1, changes=[ask_to_stop_in(2)])
+    assert ended.codes == [0]
+    assert ended.stdout.splitlines()[-1].endswith("asked to stop, not saved")
+
+
+@pytest.mark.parametrize("last_ranks", [3, pytest.param(4, marks=full)])
+def test_resuming_on_other_ranks_keeps_the_data_order_and_says_what_changed(
+    train, tmp_path, last_ranks
+):
+    straight, folder = tmp_path / "straight", tmp_path / "moved"
+    shared = ("--global-batch-size", 24, "--output-dir")
+    assert train(*shared, straight, "--micro-batch-size", 12).codes == [0, 0]
+    arguments = (*shared, folder, "--resume", "--micro-batch-size")
+    train(*arguments, 12, changes=[ask_to_stop_in(7)])
+    one = train(*arguments, 8, ranks=1, changes=[ask_to_stop_in(12)])
+    assert "at step 7, sample 168 of epoch 1; changed since then: " in one.stdout
+    assert "micro_batch_size 12 -> 8" in one.stdout and "ranks 2 -> 1" in one.stdout
+    assert "grad_accum_steps 1 -> 3" in one.stdout
+    assert "global_batch" not in one.stdout, "what has not changed"
+    more = train(*arguments, 2, ranks=last_ranks)
+    assert more.codes == [0] * last_ranks, more.stdout + more.stderr
+    assert re.search(r"at step 12, sample \d+ of epoch \d; changed since then: ", more.stdout)
+    assert f"ranks 1 -> {last_ranks}" in more.stdout
+    assert largest_difference(straight, folder) < 2e-5
+    assert results_of(folder)["checks"][3]["ok"], "no token twice, none left out"
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("16-mixed", marks=full)])
+def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_rank(train, tmp_path, precision):
+    """It is found some steps later, at the next look; no checkpoint is written in between."""
+
+    def poison(script):
+        summed, calls = script.summed_loss, []
+
+        def poisoned(*args):
+            calls.append(args)
+            # Two calls check the gradient, one more alone; then there is one in each step.
+            bad = torch.distributed.get_rank() == 1 and len(calls) == 3 + 4
+            return summed(*args) * (float("nan") if bad else 1.0)
+
+        script.summed_loss = poisoned
+
+    ended = train(
+        "--precision", precision, "--save-every", 3, "--log-every", 10,
+        "--output-dir", tmp_path / "run", changes=[poison],
+    )  # fmt: skip
+    assert 1 in ended.codes
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(
+        "ddp_training.py: stopped: in step 4 the loss is nan on rank 1 of 2, gradient norm"
+    )
+    assert newest_state(tmp_path / "run")["step"] == 3, "no checkpoint of what is lost"
+    assert list(steps_in(tmp_path / "run")) == [1, 2, 3]
+
+
+def test_a_gradient_that_is_no_number_stops_too(train):
+    def explode(script):
+        clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+        def infinite(*args):
+            calls.append(1)
+            return clip(*args) * (float("inf") if len(calls) == 3 else 1.0)
+
+        torch.nn.utils.clip_grad_norm_ = infinite
+
+    ended = train(changes=[explode])
+    (line,) = ended.stderr.splitlines()
+    assert re.search(r"in step 3 the loss is [\d.]+ over all ranks, gradient norm inf", line)
+
+
+def test_a_disk_that_fills_up_is_named_and_the_last_good_checkpoint_stays(train, tmp_path):
+    def fill_after_first(script):
+        save = script.replica_checkpoint.save
+
+        def limited(*args):
+            save(*args)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+
+        script.replica_checkpoint.save = limited
+
+    arguments = ("--max-steps", 11, "--output-dir", tmp_path / "run")
+    ended = train(*arguments, changes=[fill_after_first], end_job_on_failure=False)
+    assert ended.codes[0] == 2
+    assert_one_line(ended, "step-00000010: File too large", "ddp_training.py")
+    again = train(*arguments, "--resume")
+    assert again.codes == [0, 0] and "step-00000005" in again.stdout
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--preset", "13b"], "llama3-70b"),  # the list of what there is
+        (["--global-batch-size", 24], "24 must be --micro-batch-size 8 x 2 ranks x --grad-accum"),
+        (["--global-batch-size", 32, "--grad-accum-steps", 3], "32 must be --micro-batch-size 8"),
+        (["--text-file", "{tmp}/none"], "--text-file {tmp}/none: No such file"),
+        (["--text-file", "{tmp}/empty"], "--text-file {tmp}/empty is empty"),
+        (["--text-file", "{tmp}/short"], "are fewer than one sequence of 128 tokens for each of 2"),
+        (["--text-file", "{tmp}/lines"], "the test text's 15 bytes are fewer than one"),
+        (["--seq-len", 300], "--seq-len must be at most 256"),
+        (["--tensorboard"], "--tensorboard needs --output-dir"),
+        (["--output-dir", "{tmp}/short/x"], "short/x cannot be written: Not a directory"),
+    ],
+)
+def test_bad_input_gets_one_line_and_writes_nothing(run_script, tmp_path, argv, says):
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_text("x" * 2000)
+    (tmp_path / "lines").write_text("a line of text\n" * 21)
+    filled = [str(word).format(tmp=tmp_path) for word in argv]
+    if "--output-dir" not in argv and "--tensorboard" not in argv:
+        filled += ["--output-dir", str(tmp_path / "new")]
+    ended = run_script(TRAINING, *filled, world_size=2)
+    assert_one_line(ended, says.format(tmp=tmp_path), "ddp_training.py")
+    assert not (tmp_path / "new").exists(), "nothing written"
+
+
+@pytest.fixture
+def stopped_early(train, tmp_path):
+    folder = tmp_path / "run"
+    assert train("--max-steps", 1, "--output-dir", folder, ranks=1).codes == [0]
+    return folder
+
+
+def age(folder):
+    """Make a checkpoint look as those of this guide's first version: one checksum for one file."""
+    manifest = folder / "checkpoints" / "step-00000001" / "manifest.json"
+    facts = json.loads(manifest.read_text())
+    del facts["files"]
+    manifest.write_text(json.dumps({**facts, "sha256": "0" * 64}))
+
+
+def replace_by_another_script(folder, run_script):
+    shutil.rmtree(folder)
+    assert run_script(MNIST, "--epochs", 1, "--output-dir", folder).codes == [0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "damage", "says"),
+    [
+        ([], None, "is not empty: name another folder, or add --resume"),
+        (["--resume", "--seq-len", 64], None, "--seq-len is 64 here and 32 in the checkpoint"),
+        (["--resume"], age, "in the format of an older version of this guide: start anew"),
+        (["--resume"], replace_by_another_script, "of another model (blocks.0.attention"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_and_left_alone(
+    train, run_script, stopped_early, argv, damage, says
+):
+    if damage:
+        damage(*(stopped_early, run_script)[: damage.__code__.co_argcount])
+    before = {path: path.stat().st_mtime_ns for path in stopped_early.rglob("*.*")}
+    ended = train("--output-dir", stopped_early, *argv)
+    assert_one_line(ended, says, "ddp_training.py")
+    assert before == {path: path.stat().st_mtime_ns for path in stopped_early.rglob("*.*")}
+
+
+# the template cut down
+
+
+class Without(ast.NodeTransformer):
+    """Delete what a person deletes: definitions, imports, arguments, and statements that use them.
+
+    `unset` collects the attributes that deleted statements would have set.
+    """
+
+    def __init__(self, words):
+        self.words, self.gone, self.unset = words, set(words), set()
+
+    def uses(self, *nodes):
+        flags = {f"--{name}" for name in self.words}
+        found = (n for node in nodes if node for n in ast.walk(node))
+        return any(
+            (isinstance(n, ast.Name) and n.id in self.gone)
+            or (isinstance(n, ast.Attribute) and n.attr in self.words)
+            or (isinstance(n, ast.Constant) and n.value in flags)
+            for n in found
+        )
+
+    def visit_arguments(self, node):
+        if node.args and node.args[-1].arg in self.words:
+            node.defaults = node.defaults[:-1]
+        node.args = [argument for argument in node.args if argument.arg not in self.words]
+        return node
+
+    def visit_Import(self, node):
+        node.names = [alias for alias in node.names if alias.name not in self.words]
+        return node if node.names else None
+
+    visit_ImportFrom = visit_Import
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name):  # a function of the script
+            node.args = [a for a in node.args if not self.uses(a) or not isinstance(a, ast.Name)]
+        return node
+
+    def visit_FunctionDef(self, node):
+        if node.name in self.words:
+            return None
+        outside, self.gone = self.gone, set(self.gone)
+        self.generic_visit(node)
+        self.gone = outside  # a local name says nothing about other functions
+        return node
+
+    def visit_compound(self, node):
+        header = getattr(node, "test", None) or getattr(node, "iter", None)
+        if self.uses(header):
+            return [kept for s in node.orelse if (kept := self.visit(s))]
+        self.generic_visit(node)
+        return node if node.body else None
+
+    visit_If = visit_For = visit_While = visit_compound
+
+    def visit_simple(self, node):
+        self.generic_visit(node)
+        if not self.uses(node):
+            return node
+        for target in getattr(node, "targets", []):  # what it would have set is gone too
+            for n in target.elts if isinstance(target, ast.Tuple) else [target]:
+                self.gone |= {n.id} if isinstance(n, ast.Name) else set()
+                self.unset |= {n.attr} if isinstance(n, ast.Attribute) else set()
+        return None
+
+    def visit_Dict(self, node):
+        kept = [(k, v) for k, v in zip(node.keys, node.values, strict=True) if not self.uses(v)]
+        node.keys, node.values = map(list, zip(*kept, strict=True)) if kept else ([], [])
+        return self.generic_visit(node)
+
+    visit_Assign = visit_AugAssign = visit_Expr = visit_simple
+
+
+def without(tree, word):
+    """Delete a name; then the attributes that nothing sets any more, until all is set."""
+    words = {word}
+    while words:
+        cut = Without(words)
+        tree = cut.visit(tree)
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        words = cut.unset - {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+        words &= {node.attr for node in attributes}
+    return tree
+
+
+def test_the_mechanical_deletion_deletes():
+    source = (
+        "import x, m\n"
+        "def f(a, x):\n  g(a, x)\n  if x:\n    h()\n  else:\n    k()\n  y = {1: x, 2: a}\n  z(y)\n"
+        "  a.one, a.two = x(), 1\n  a.two = 2\n  b = a.one\n  p(a.two)\n  m.q(b)\n"
+        "def r(b):\n  s(b)"
+    )
+    cut = ast.unparse(without(ast.parse(source), "x"))
+    assert cut == (
+        "import m\n\ndef f(a):\n    g(a)\n    k()\n    y = {2: a}\n    z(y)\n    a.two = 2\n"
+        "    p(a.two)\n\ndef r(b):\n    s(b)"
+    )
+
+
+def optional_parts():
+    """Return the names that the docstring says can be deleted."""
+    docstring = ast.get_docstring(ast.parse((REPO / TRAINING).read_text()))
+    return re.findall(r"`(\w+)`", re.search(r"To copy: .*?\n\n", docstring, re.S)[0])
+
+
+@pytest.mark.parametrize(
+    "words", ["all", *(pytest.param(word, marks=full) for word in optional_parts())]
+)
+def test_what_a_user_does_not_need_can_be_deleted(train, run_script, tmp_path, small, words):
+    """Without any one of these, and without all, the rest trains on to the same loss."""
+    words = optional_parts() if words == "all" else [words]
+    assert len(optional_parts()) == 10
+    tree = ast.parse((REPO / TRAINING).read_text())
+    for word in words:
+        tree = without(tree, word)
+        assert word not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    cut = tmp_path / "cut.py"
+    cut.write_text(ast.unparse(tree))
+    whole = train("--max-steps", 4, "--output-dir", tmp_path / "whole")
+    ended = run_script(
+        str(cut), *small, "--max-steps", 4, "--output-dir", tmp_path / "run",
+        world_size=2, before=with_a_small_model(),
+    )  # fmt: skip
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    losses = [re.search(r"loss [\d.]+ after step 4", run.stdout)[0] for run in (whole, ended)]
+    assert losses[0] == losses[1]
+
+
+# on a GPU
+
+
+@full
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+@pytest.mark.parametrize(
+    "flags", [["--precision", "bf16-mixed"], ["--precision", "16-mixed", "--compile"]]
+)
+def test_it_runs_on_a_gpu(flags):
+    command = ["python", TRAINING, *flags, "--device", "cuda"]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout
