@@ -117,7 +117,7 @@ def draw(path, ranks, parts, efficiency, title):
             left.bar(names, heights, 0.6, bottom=floor, label=name)
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
         left.set(title=f"A step of strong scaling\n({title})", xlabel="ranks", ylabel="ms")
-        left.legend(fontsize=8)
+        left.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)  # beside the bars
         right.axhline(100, color="grey", linestyle="--", linewidth=1)
         for name, percents in efficiency.items():
             right.plot(names, percents, marker="o", label=name)

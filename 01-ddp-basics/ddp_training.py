@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import replica_checkpoint
+import text_job
 from dist_common import cli, data, measure, models, proofs, runtime
 from dist_common.report import Report
 from tensorboard_log import TensorBoardLog
@@ -258,9 +259,9 @@ def set_up(args, report):
     world, device = report.world, report.device
     run = SimpleNamespace(args=args, report=report, step=0, trained_tokens=0)
     runtime.seed_everything(args.seed)
-    identity = cli.settle_batch_sizes(args, world.world_size)
+    identity = text_job.settle_batch_sizes(args, world.world_size)
     config = models.preset(args.preset, args.seq_len)
-    run.train_set, run.test_set, checksum = data.job_text(args, world.world_size, args.whole_lines)
+    run.train_set, run.test_set, checksum = text_job.job_text(args, world.world_size)
     run.sampler = data.ShardedSampler(len(run.train_set), world.rank, world.world_size, args.seed)
     report.start(
         f"{args.preset}: {config.num_parameters():,} weights; {len(run.train_set):,} sequences of "

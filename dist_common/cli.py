@@ -68,24 +68,6 @@ def add_job_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
     add("--precision", choices=PRECISIONS, default="32-true", help="(32-true)")
 
 
-def settle_batch_sizes(args: argparse.Namespace, dp_ranks: int) -> str:
-    """Set --grad-accum-steps and --global-batch-size, of which one follows from the other.
-
-    global = micro x accumulation x data-parallel ranks; returns that identity as a line to print.
-    Raises: UsageError when the three do not multiply.
-    """
-    micro, steps = args.micro_batch_size, args.grad_accum_steps
-    total = args.global_batch_size or micro * dp_ranks * (steps or 1)
-    wanted = total // (micro * dp_ranks)
-    if total % (micro * dp_ranks) or steps not in (None, wanted):
-        raise UsageError(
-            f"--global-batch-size {total} must be --micro-batch-size {micro} x {dp_ranks} ranks x "
-            f"--grad-accum-steps {steps or 'N'}, a multiple of {micro * dp_ranks}"
-        )
-    args.global_batch_size, args.grad_accum_steps = total, wanted
-    return f"global batch {total} = {micro} per rank x {wanted} micro-batches x {dp_ranks} ranks"
-
-
 def whole_number(text: str, low: int = 0) -> int:
     """Parse a whole number from `low` to 2**31 - 1."""
     if not (text.isdecimal() and low <= int(text) < 2**31):

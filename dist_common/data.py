@@ -1,7 +1,6 @@
 """Text without a download, and how it is dealt to ranks: the batches of the one job."""
 
 import functools
-import hashlib
 import itertools
 import signal
 import sysconfig
@@ -18,10 +17,9 @@ IGNORED = -100  # a target that no loss counts: the default ignore_index of cros
 
 
 def load_text(text_file: str | None = None, max_bytes: int = 4_000_000) -> torch.Tensor:
-    """Load a file as bytes, or the first max_bytes of the sources of Python's standard library.
+    """Load a file as bytes, (N,) uint8, or max_bytes of the sources of Python's standard library.
 
-    Shape: (N,) uint8; a byte is a token, so the vocabulary is 256.
-    Raises: UsageError when the file is missing, empty or unreadable.
+    A byte is a token. Raises: UsageError when the file is missing, empty or unreadable.
     """
     try:
         if text_file:
@@ -37,34 +35,24 @@ def load_text(text_file: str | None = None, max_bytes: int = 4_000_000) -> torch
 
 
 class Sequences(Dataset):
-    """Cut text into sequences of at most T tokens to read and, one further, as many to predict.
+    """Cut text into sequences of T tokens to read and, one further, as many to predict.
 
-    All are full, unless `whole_lines` ends each where a line ends: then their `lengths` differ, and
-    targets of IGNORED fill them up. Shapes: an item is (inputs (T,), targets (T,)), int64.
+    Shapes: an item is (inputs (T,), targets (T,)), int64; `lengths` are their numbers of tokens.
     Raises: UsageError, naming `name`, for less text than a sequence for each of `world_size` ranks.
     """
 
-    def __init__(
-        self, text: torch.Tensor, seq_len: int, world_size: int = 1,
-        whole_lines: bool = False, name: str = "text",
-    ) -> None:  # fmt: skip
+    def __init__(self, text: torch.Tensor, seq_len: int, world_size: int = 1, name="text") -> None:
         self.text, self.seq_len = text, seq_len
-        last = len(text) - 1  # a token to predict, with none behind it
-        if whole_lines:
-            content = text.numpy().tobytes()
-            bounds = [0]
-            while bounds[-1] < last:
-                start = bounds[-1]
-                line_end = content.rfind(b"\n", start, start + seq_len) + 1
-                bounds.append(min(line_end or start + seq_len, last))
-            self.bounds = torch.tensor(bounds)
-        else:
-            self.bounds = torch.arange(0, last + 1, seq_len)
+        self.bounds = self.cut(text)
         self.lengths = self.bounds.diff()
         if len(self) < world_size:
             few = f"the {name}'s {len(text)} bytes are fewer than one sequence of {seq_len} tokens"
             need = f"for each of {world_size} ranks: use a longer text or a smaller --seq-len"
             raise UsageError(f"{few} {need}")
+
+    def cut(self, text: torch.Tensor) -> torch.Tensor:
+        """Return where sequences begin, and the end of the last one: (number + 1,)."""
+        return torch.arange(0, len(text), self.seq_len)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -131,15 +119,6 @@ class ShardedSampler(Sampler[int]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume where `state` was taken, on this sampler's own number of ranks."""
         vars(self).update(state)
-
-
-def job_text(args, ranks: int, whole_lines: bool = False) -> tuple[Sequences, Sequences, str]:
-    """Return the one job's training and test sequences (a twentieth), and the text's checksum."""
-    text = load_text(args.text_file, max_bytes=1_000_000)
-    cut = len(text) - len(text) // 20
-    train = Sequences(text[:cut], args.seq_len, ranks, whole_lines, "training text")
-    test = Sequences(text[cut:], args.seq_len, ranks, whole_lines, "test text")
-    return train, test, hashlib.sha256(text.numpy()).hexdigest()[:8]
 
 
 def job_batches(

@@ -35,19 +35,18 @@ class StepTimer:
         self.device, self.warmup = device, warmup
         self.steps_ms: list[float] = []
 
-    def start(self) -> None:
+    def start(self) -> "StepTimer":
         """Begin the time that `lap` measures."""
         self.started = time.perf_counter()
+        return self
+
+    __enter__ = start
 
     def lap(self, steps: int) -> float:
         """Keep and return the mean time of the steps since `start`, once their results are read."""
         self.steps_ms += [(time.perf_counter() - self.started) * 1e3 / steps] * steps
         self.start()
         return self.steps_ms[-1]
-
-    def __enter__(self) -> "StepTimer":
-        self.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
@@ -60,10 +59,7 @@ class StepTimer:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Count `calls` and `bytes` handed over by operation ("allreduce_") inside a `with` block.
-
-    It sees what PyTorch itself starts, as DDP does; what crosses the wire is a factor of the bytes.
-    """
+    """Count `calls` and `bytes` handed over by operation ("allreduce_"), those of DDP's own too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,10 +76,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def bytes_written() -> int | None:
-    """Return the bytes that this process has written, to files and gloo's sockets; None elsewhere.
-
-    Only Linux counts them, and NCCL does not use those calls. Source: proc(5), /proc/[pid]/io.
-    """
+    """Return the bytes written to files and gloo's sockets (Linux, proc(5)); elsewhere None."""
     if dist.get_backend() != "gloo" or not sys.platform.startswith("linux"):
         return None
     return psutil.Process().io_counters().write_chars
@@ -91,9 +84,8 @@ def bytes_written() -> int | None:
 
 def core_count() -> int | None:
     """Return the cores that this process may use, or that there are where macOS does not say."""
-    if hasattr(psutil.Process, "cpu_affinity"):
-        return len(psutil.Process().cpu_affinity())
-    return psutil.cpu_count()
+    known = hasattr(psutil.Process, "cpu_affinity")
+    return len(psutil.Process().cpu_affinity()) if known else psutil.cpu_count()
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -128,10 +120,7 @@ def mfu(flops_per_second: float, device: torch.device, precision: str) -> float 
 
 
 class StepLog:
-    """Keep each step's numbers as a line of JSON in metrics.jsonl; nothing without a folder.
-
-    Lines of `first_step` and later are dropped: a resumed run takes those steps again.
-    """
+    """Keep steps' numbers in folder/metrics.jsonl; drop older ones from `first_step` on."""
 
     def __init__(self, folder: Path | None, first_step: int) -> None:
         self.file = None

@@ -35,8 +35,7 @@ class TransformerConfig:
 
 
 # Sources: Touvron et al., Llama 2 (2023); Grattafiori et al., The Llama 3 Herd of Models (2024),
-# table 3; the config.json published with each model. 1b is Llama 3.2 1B. 124m has the shape of
-# GPT-2 small (Radford et al., 2019) in these blocks; tiny is for bytes and a laptop.
+# table 3; each model's config.json. 1b is Llama 3.2 1B; 124m has the shape of GPT-2 small.
 PRESETS = {
     "tiny": TransformerConfig(256, 128, 4, 4, 2, 352, 256),
     "124m": TransformerConfig(50_257, 768, 12, 12, 12, 2048, 1024, tied_embeddings=True),

@@ -11,8 +11,7 @@ from dist_common.measure import CollectiveCounter
 from dist_common.report import Report
 from dist_common.runtime import gather
 
-# Bytes that a rank sends in a ring, for each byte of the whole tensor.
-# Source: Patarasuk and Yuan (2009); nccl-tests, PERFORMANCE.md.
+# Bytes that a rank sends in a ring, per byte of the whole tensor (Patarasuk and Yuan, 2009).
 RING_FACTOR = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: (ranks - 1) / ranks,
@@ -21,10 +20,7 @@ RING_FACTOR = {
 
 
 def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the gradient of a plain model for the sum of `losses`, as one vector; keep `.grad`.
-
-    `losses` are parts of the global batch's, best from a generator: one graph at a time.
-    """
+    """Return a plain model's gradient of the sum of `losses`, one graph at a time, as one vector."""
     weights = [p for p in model.parameters() if p.requires_grad]
     total = [torch.zeros_like(weight) for weight in weights]
     for loss in losses:

@@ -1,7 +1,4 @@
-"""Run a function on several ranks of this machine, with a deadline, and tell how each ended.
-
-A rank that hangs is a finding, and never hangs the process that asked.
-"""
+"""Run a function on several ranks of this machine, with a deadline, and tell how each ended."""
 
 import faulthandler
 import gc
@@ -33,9 +30,9 @@ class Rank:
     @property
     def ended(self) -> str:
         """Say it in words: "exit code 1", "SIGKILL" or "hangs"."""
-        if self.code is None:
-            return "hangs"
-        return f"exit code {self.code}" if self.code >= 0 else signal.Signals(-self.code).name
+        if self.code is None or self.code >= 0:
+            return "hangs" if self.code is None else f"exit code {self.code}"
+        return signal.Signals(-self.code).name
 
 
 def fork(

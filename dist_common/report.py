@@ -27,8 +27,7 @@ from dist_common import cli, measure
 from dist_common.runtime import World
 
 ROWS = 8  # of checks on the screen; results.json has them all
-HEARTBEAT_S = 10.0  # how often the holder of an output folder refreshes its lock
-LEASE_S = 60.0  # a holder on another machine that has not refreshed it for so long is gone
+HEARTBEAT_S, LEASE_S = 10.0, 60.0  # a lock is refreshed so often; it lapses when it is not
 LOCK, HOLDER = ".lock", ".holder"
 
 
@@ -126,8 +125,8 @@ class Report:
         return 0
 
     def _write(self, path: Path) -> None:
-        cuda, now = self.device.type == "cuda", datetime.now(timezone.utc)
-        gpu = torch.cuda.get_device_name(self.device) if cuda else None
+        now = datetime.now(timezone.utc)
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
         machine = {"system": platform.system(), "processor": platform.machine()}
         loaded = {"dist_common": dist_common, **sys.modules}
         names = [name for name in ("torch", "dist_common", "deepspeed") if name in loaded]
@@ -168,8 +167,8 @@ def folded(checks: Sequence[Check]) -> list[tuple[str, Check]]:
 def claim(path: Path, resume: bool | None) -> None:
     """Make a folder and lock it until this process ends; refuse one in which a run would be lost.
 
-    The lock of a process that died on this machine is taken over at once; on another machine (a
-    shared disk) the lease decides. `resume` is None for a script that cannot resume.
+    The lock of a process that died on this machine is taken over at once; on another (a shared
+    disk) the lease decides. `resume` is None for a script that cannot resume.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -35,8 +35,8 @@ class World:
 def discover() -> World:
     """Read rank and world size as torchrun, deepspeed, srun or mpirun set them; export them.
 
-    Raises: UsageError when variables are missing or contradict each other. Source: torchrun,
-    "Environment Variables"; srun(1), "OUTPUT ENVIRONMENT VARIABLES"; Open MPI FAQ.
+    Raises: UsageError when variables are missing or contradict each other. Sources: torchrun's
+    page, srun(1), Open MPI's FAQ: environment variables.
     """
     launcher, names = _launcher()
     rank, world_size = _number(names[0], 0), _number(names[2], 1)
@@ -75,8 +75,7 @@ def _launcher() -> tuple[str, tuple[str, ...]]:
 
 
 def _number(name: str, default: int) -> int:
-    # SLURM writes "4(x2),3": 4 tasks on each of the first two nodes. Nodes are filled alike in
-    # every launch line of this guide, so the first number stands for all.
+    # SLURM writes "4(x2)" for 4 tasks on each of two nodes; this guide fills all nodes alike.
     text = os.environ.get(name, str(default))
     digits = re.fullmatch(r"(\d+)((\(x\d+\))?(,.*)?)", text)
     if digits is None or (digits[2] and not name.endswith("PER_NODE")):
@@ -139,10 +138,7 @@ def seed_everything(seed: int) -> None:
 
 @contextlib.contextmanager
 def init(device: str = "auto", timeout_s: float = 600.0) -> Iterator[tuple[World, torch.device]]:
-    """Join the process group for a `with` block; every collective waits for timeout_s at most.
-
-    After an error the group is torn down at once: ranks that wait for this one need not time out.
-    """
+    """Join the process group for a `with` block; an error tears it down, so that no rank waits."""
     world = discover()
     own = pick_device(device, world)
     timeout, gpu = timedelta(seconds=timeout_s), own if own.type == "cuda" else None

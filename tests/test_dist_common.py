@@ -325,21 +325,6 @@ def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
         data.Sequences(data.load_text(str(tmp_path / "own.txt")), seq_len=8, world_size=3)
 
 
-def test_whole_lines_fill_sequences_unequally_and_lose_nothing():
-    content = b"one\ntwo\n\na line of more than 12 bytes\nthe end"
-    text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    sequences = data.Sequences(text, seq_len=12, whole_lines=True)
-    predicted, lengths = b"", []
-    for inputs, targets in sequences:
-        counted = targets != data.IGNORED
-        lengths.append(int(counted.sum()))
-        assert counted[: lengths[-1]].all(), "filled up at the end"
-        assert torch.equal(inputs[1 : lengths[-1]], targets[: lengths[-1] - 1])
-        predicted += bytes(targets[counted].tolist())
-    assert predicted == content[1:], "every byte but the first is predicted exactly once"
-    assert sequences.lengths.tolist() == lengths == [9, 12, 12, 5, 6]
-
-
 # checkpoint
 
 
