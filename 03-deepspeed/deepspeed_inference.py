@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import zero
 from torch import nn
 
+import zero
 from dist_common import cli, data, measure, runtime
 from dist_common.cli import UsageError
 from dist_common.models import PRESETS

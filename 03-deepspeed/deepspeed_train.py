@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import zero
-from tensor_bytes import live_bytes
 
+import zero
 from dist_common import checkpoint, cli, data, measure, models, runtime
 from dist_common.models import PRESETS, Transformer
 from dist_common.proofs import same_losses
 from dist_common.report import Report
+from tensor_bytes import live_bytes
 
 CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
 # Of losses near 5. float32 sums in another order; bf16 rounds sums of gradients to 8 bits.

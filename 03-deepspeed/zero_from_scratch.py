@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import zero
-from tensor_bytes import live_bytes
 
+import zero
 from dist_common import cli, data, measure, models, runtime
 from dist_common.models import Transformer
 from dist_common.proofs import RING_FACTOR, flat, same_losses
 from dist_common.report import Report
+from tensor_bytes import live_bytes
 
 CONFIGS = Path(__file__).parent / "configs"
 LR = 2e-3

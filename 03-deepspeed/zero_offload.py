@@ -23,13 +23,13 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import zero
-from tensor_bytes import bytes_by_place, live_bytes
 
+import zero
 from dist_common import cli, data, measure, runtime
 from dist_common.models import Transformer, TransformerConfig
 from dist_common.proofs import same_losses
 from dist_common.report import Report
+from tensor_bytes import bytes_by_place, live_bytes
 
 CONFIGS = {
     "none-2": (2, "zero2_config.json"),

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import zero
-from tensor_bytes import bytes_by_place, live_bytes
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import zero
 from dist_common import cli, data, measure, models, runtime
 from dist_common.models import Transformer
 from dist_common.proofs import RING_FACTOR, same_losses
 from dist_common.report import Report, figure
+from tensor_bytes import bytes_by_place, live_bytes
 
 CONFIGS = Path(__file__).parent / "configs"
 K = 12  # bytes per weight: a float32 copy of it and Adam's two moments

@@ -20,7 +20,7 @@ RING_FACTOR = {
 
 
 def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return a plain model's gradient of the sum of `losses`, one graph at a time, as one vector."""
+    """Return a plain model's gradient of the sum of `losses`, graph by graph, as one vector."""
     weights = [p for p in model.parameters() if p.requires_grad]
     total = [torch.zeros_like(weight) for weight in weights]
     for loss in losses:

@@ -5,13 +5,14 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import GPUS, REPO, assert_one_line, compiled, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, compiled, load_script, results_of, run_command
 from helpers_03 import SMALL, deepspeed_in_the_parent, on_small, small
 
 import zero
@@ -165,57 +166,88 @@ def changed(**sections) -> dict:
     return own
 
 
+# A config, flags, and what is said about them.
+MISREAD = [
+    ('{\n  "bf16": {"enabled": true},\n  "zero_optimization": {"stage" 2}\n}', (),
+     "is not JSON: line 3, column 33: Expecting ':' delimiter"),
+    ('{"bf16": {}, "bf16": {}}', (), "bf16 is there twice"),
+    ("[1]", (), "must hold an object"),
+    (changed(zero_optimisation={"stage": 3}), (),
+     "unknown key zero_optimisation: did you mean zero_optimization?"),
+    (changed(zero_optimization={"overlap_com": True}), (),
+     "unknown key zero_optimization.overlap_com: did you mean overlap_comm?"),
+    (changed(xyzzy=1), (), "unknown key xyzzy: DeepSpeed knows no such key"),
+    (changed(zero_optimization={"stage": 5}), (), "stage must be 0, 1, 2 or 3, not 5"),
+    (changed(zero_optimization={"stage": "2"}), (), "stage must be 0, 1, 2 or 3, not '2'"),
+    (changed(train_batch_size=30, train_micro_batch_size_per_gpu=4), ("--grad-accum-steps", 2),
+     "train_batch_size 30 is not train_micro_batch_size_per_gpu 4 x "
+     "gradient_accumulation_steps 2 x 1 ranks = 8"),
+    (changed(train_micro_batch_size_per_gpu=4), ("--micro-batch-size", 2),
+     "--micro-batch-size 2, but"),
+    (changed(train_micro_batch_size_per_gpu=0), (), "whole number of at least 1, not 0"),
+    (changed(bf16={"enabled": True}), ("--precision", "32-true"),
+     "has bf16.enabled true: change one, or write \"auto\" there"),
+    (changed(bf16={"enabled": True}, fp16={"enabled": True}), (), "both enabled"),
+    (changed(gradient_clipping="auto"), (), 'gradient_clipping is "auto", which this script'),
+    (changed(optimizer={"params": {"lr": "1e-3"}}), (), 'must be a number above 0, not "1e-3"'),
+    (changed(optimizer={"params": None}), (), "optimizer.params must be an object"),
+    (changed(optimizer={"type": "AdamWw"}), (), "must be Adam or AdamW here, not 'AdamWw'"),
+    (changed(scheduler={"type": "WarmupDecayLRR"}), (), "did you mean WarmupDecayLR?"),
+    (changed(aio={"queue_dept": 8}), (), "key aio.queue_dept: did you mean queue_depth?"),
+    (changed(checkpoint={"load_universall": True}), (), "did you mean load_universal?"),
+    (changed(bf16={"enabled": "true"}), (), 'bf16.enabled must be true, false or "auto"'),
+    ('{"gradient_clipping": NaN}', (), "NaN is no number that JSON has"),
+    (changed(gradient_clipping="1.0"), (), "gradient_clipping must be a number of at least 0"),
+    (changed(zero_optimization={"stage": 3, "offload_param": {"device": "nvme",
+     "nvme_path": "/a"}}), ("--nvme-path", "/b"), "has offload_param.nvme_path /a: change one"),
+    (changed(optimizer={"params": {"learning_rate": 1}}), (), "unknown key optimizer.params.l"),
+    ({"zero_optimization": {"stage": 1}}, (), "no optimizer: add"),
+    (changed(zero_optimization={"offload_param": {"device": "cpu"}}), (),
+     "offload_param to cpu needs stage 3, not 2"),
+    (changed(zero_optimization={"offload_optimizer": {"device": "disk"}}), (),
+     "Input should be 'none', 'cpu' or 'nvme'"),
+    (None, (), "No such file or directory"),
+]  # fmt: skip
+
+
+def write_config(path: Path, config: dict | str | None) -> None:
+    path.unlink(missing_ok=True)
+    if config is not None:
+        path.write_text(config if isinstance(config, str) else json.dumps(config))
+
+
+def read_what_deepspeed_would_misread(rank, world_size, path):
+    """Return what is said about each of MISREAD; a second line would be a second element."""
+    zero.prepare(torch.device("cpu"))
+    script = load_script(TRAIN)
+    said = []
+    for config, argv, _ in MISREAD:
+        write_config(path, config)
+        sys.argv = [TRAIN, "--deepspeed_config", str(path), *map(str, argv)]
+        try:
+            world = runtime.World(0, 0, 1, 1, "python")
+            zero.load_config(script.parse_args(), world, models.PRESETS["tiny"])
+            said.append(["accepted"])
+        except UsageError as error:
+            said.append(str(error).splitlines())
+    return said
+
+
+def test_a_config_that_deepspeed_would_misread_is_refused(on_ranks, tmp_path):
+    [said] = on_ranks(read_what_deepspeed_would_misread, 1, tmp_path / "own.json")
+    for (config, argv, says), lines in zip(MISREAD, said, strict=True):
+        assert len(lines) == 1 and says in lines[0], (config, argv, lines)
+
+
 @pytest.mark.parametrize(
     ("config", "argv", "says"),
-    [
-        ('{\n  "bf16": {"enabled": true},\n  "zero_optimization": {"stage" 2}\n}', (),
-         "is not JSON: line 3, column 33: Expecting ':' delimiter"),
-        ('{"bf16": {}, "bf16": {}}', (), "bf16 is there twice"),
-        ("[1]", (), "must hold an object"),
-        (changed(zero_optimisation={"stage": 3}), (),
-         "unknown key zero_optimisation: did you mean zero_optimization?"),
-        (changed(zero_optimization={"overlap_com": True}), (),
-         "unknown key zero_optimization.overlap_com: did you mean overlap_comm?"),
-        (changed(xyzzy=1), (), "unknown key xyzzy: DeepSpeed knows no such key"),
-        (changed(zero_optimization={"stage": 5}), (), "stage must be 0, 1, 2 or 3, not 5"),
-        (changed(zero_optimization={"stage": "2"}), (), "stage must be 0, 1, 2 or 3, not '2'"),
-        (changed(train_batch_size=30, train_micro_batch_size_per_gpu=4), ("--grad-accum-steps", 2),
-         "train_batch_size 30 is not train_micro_batch_size_per_gpu 4 x "
-         "gradient_accumulation_steps 2 x 1 ranks = 8"),
-        (changed(train_micro_batch_size_per_gpu=4), ("--micro-batch-size", 2),
-         "--micro-batch-size 2, but"),
-        (changed(train_micro_batch_size_per_gpu=0), (), "whole number of at least 1, not 0"),
-        (changed(bf16={"enabled": True}), ("--precision", "32-true"),
-         "has bf16.enabled true: change one, or write \"auto\" there"),
-        (changed(bf16={"enabled": True}, fp16={"enabled": True}), (), "both enabled"),
-        (changed(gradient_clipping="auto"), (), 'gradient_clipping is "auto", which this script'),
-        (changed(optimizer={"params": {"lr": "1e-3"}}), (), 'must be a number above 0, not "1e-3"'),
-        (changed(optimizer={"params": None}), (), "optimizer.params must be an object"),
-        (changed(optimizer={"type": "AdamWw"}), (), "must be Adam or AdamW here, not 'AdamWw'"),
-        (changed(scheduler={"type": "WarmupDecayLRR"}), (), "did you mean WarmupDecayLR?"),
-        (changed(aio={"queue_dept": 8}), (), "key aio.queue_dept: did you mean queue_depth?"),
-        (changed(checkpoint={"load_universall": True}), (), "did you mean load_universal?"),
-        (changed(bf16={"enabled": "true"}), (), 'bf16.enabled must be true, false or "auto"'),
-        ('{"gradient_clipping": NaN}', (), "NaN is no number that JSON has"),
-        (changed(gradient_clipping="1.0"), (), "gradient_clipping must be a number of at least 0"),
-        (changed(zero_optimization={"stage": 3, "offload_param": {"device": "nvme",
-         "nvme_path": "/a"}}), ("--nvme-path", "/b"), "has offload_param.nvme_path /a: change one"),
-        (changed(optimizer={"params": {"learning_rate": 1}}), (), "unknown key optimizer.params.l"),
-        ({"zero_optimization": {"stage": 1}}, (), "no optimizer: add"),
-        (changed(zero_optimization={"offload_param": {"device": "cpu"}}), (),
-         "offload_param to cpu needs stage 3, not 2"),
-        (changed(zero_optimization={"offload_optimizer": {"device": "disk"}}), (),
-         "Input should be 'none', 'cpu' or 'nvme'"),
-        (None, (), "No such file or directory"),
-    ],
-)  # fmt: skip
+    [MISREAD[0], *(pytest.param(*case, marks=pytest.mark.full) for case in MISREAD[1:])],
+)
 def test_a_config_that_deepspeed_would_misread_is_one_line(
     run_script, tmp_path, config, argv, says
 ):
-    path = tmp_path / "own.json"
-    if config is not None:
-        path.write_text(config if isinstance(config, str) else json.dumps(config))
-    ended = run_script(TRAIN, "--deepspeed_config", path, *argv)
+    write_config(tmp_path / "own.json", config)
+    ended = run_script(TRAIN, "--deepspeed_config", tmp_path / "own.json", *argv)
     assert_one_line(ended, says, "deepspeed_train.py")
 
 
