@@ -26,9 +26,11 @@ $(STAMP): requirements.txt pyproject.toml
 	  || { echo "Python 3.10 or later is needed; python3 is $$(python3 --version 2>&1)"; exit 1; }
 	@echo "Installing PyTorch and the rest into $(VENV): one to six minutes, once."
 	test -x $(BIN)/python || python3 -m venv $(VENV)
-	test -x $(UV) || $(BIN)/python -m pip install --quiet uv
+	test -x $(UV) || $(BIN)/python -m pip install --quiet uv || true
 	$(UV) pip install --python $(BIN)/python $(addprefix --torch-backend=,$(TORCH_BACKEND)) \
-	  --requirement requirements.txt
+	  --requirement requirements.txt \
+	  || { echo "uv failed; trying pip, which may be set up for this network"; \
+	       $(BIN)/python -m pip install --requirement requirements.txt; }
 	@touch $@
 
 quickstart: $(STAMP)
