@@ -18,6 +18,7 @@ ALL = ("full", "grad-op", "hybrid", "none")
 TINY = models.PRESETS["tiny"]
 NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)  # takes half of tiny's time
 full = pytest.mark.full
+dry_runs = pytest.mark.xdist_group("dry-runs")  # one worker imports what they take
 
 
 def narrow(script):
@@ -361,19 +362,23 @@ def forget_activation_checkpointing_in_the_dry_run(script):
             marks=full,
         ),
         pytest.param(draw_apart, (), {"loss"}, marks=full),
-        (
+        pytest.param(
             forget_activation_checkpointing_in_the_dry_run,
             ("--activation-checkpointing", "full", "--check-dry-run", "--seq-len", 128),
             {"peak"},
+            marks=dry_runs,
         ),
     ],
 )
 def test_sabotage_of_the_transformer_fails_a_check(
-    run_script, tmp_path, dry_run_imports, sabotage, options, failing
+    run_script, tmp_path, request, sabotage, options, failing
 ):
+    dry = "--check-dry-run" in options
+    if dry:
+        request.getfixturevalue("dry_run_imports")
     ended = run_script(
         TRANSFORMER, *FEW, *options, "--output-dir", tmp_path / "run", world_size=2,
-        before=sabotage if "--check-dry-run" in options else narrow_and(sabotage),
+        before=sabotage if dry else narrow_and(sabotage),
     )  # fmt: skip
     assert ended.codes[0] == 1, ended.stdout + ended.stderr
     failed = {c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]}
@@ -381,6 +386,7 @@ def test_sabotage_of_the_transformer_fails_a_check(
     assert len(failed) == len(failing), failed
 
 
+@dry_runs
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
@@ -417,6 +423,8 @@ def test_a_dry_run_predicts_the_peak_of_a_real_run(
     assert abs(predicted / real - 1) < 0.05
 
 
+@full
+@dry_runs
 def test_a_dry_run_knows_what_each_saving_saves(run_script, tmp_path, dry_run_imports):
     def classes(name, *options):
         ended = run_script(
@@ -437,6 +445,7 @@ def test_a_dry_run_knows_what_each_saving_saves(run_script, tmp_path, dry_run_im
     assert four_ranks == pytest.approx(2 * eight_ranks["none"]["Sharded Param_gib"], rel=0.01)
 
 
+@dry_runs
 def test_a_dry_run_that_shards_over_too_few_ranks_fails(run_script, tmp_path, dry_run_imports):
     def two_of_eight(script):
         arrange = script.init_device_mesh

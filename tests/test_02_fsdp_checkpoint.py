@@ -24,6 +24,7 @@ SAVE = ("save", *BATCH, "--max-steps", 2, "--save-every", 1)
 LOAD = ("load", "--max-steps", 2)
 NEWEST = "step-00000002"
 full = pytest.mark.full
+with_transformers = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 
 @pytest.fixture
@@ -343,6 +344,7 @@ def transformers():
     return module
 
 
+@with_transformers
 @pytest.mark.parametrize(
     ("preset", "kind"), [("tied", "full"), pytest.param("tiny", "sharded", marks=full)]
 )
@@ -486,6 +488,7 @@ def lose_a_weight(script):
     script.to_hf = lambda *args: {k: v for k, v in to_hf(*args).items() if k != "lm_head.weight"}
 
 
+@with_transformers
 @pytest.mark.parametrize(
     ("action", "sabotage", "failing"),
     [
@@ -546,6 +549,7 @@ def test_bad_input_is_one_line(run, saved, monkeypatch, world_size, argv, says):
 
 
 @full
+@with_transformers
 def test_an_export_that_cannot_be_imported_says_why(run, saved, tmp_path, transformers):
     theirs, back = tmp_path / "theirs", tmp_path / "back"
     assert_ok(run("export", "--dir", saved, "--to", theirs))

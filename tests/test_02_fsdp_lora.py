@@ -20,6 +20,7 @@ LORA = "02-fsdp/fsdp_lora.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 4, "--pretrain-steps", 2, "--max-steps", 2)
 TINY = ("--seq-len", 16, "--micro-batch-size", 2, "--pretrain-steps", 1, "--max-steps", 2)
 full = pytest.mark.full
+in_4_bits = pytest.mark.xdist_group("bitsandbytes")  # one worker imports it
 # in + out of the seven layers of a block of the preset tiny
 SIDES = {"wq": 256, "wk": 192, "wv": 192, "wo": 256, "gate": 480, "up": 480, "down": 480}
 
@@ -126,6 +127,7 @@ def test_lora_trains_as_one_process(run_script, tmp_path, world_size, options, p
     assert max(metrics.values()) < 5.4, "it starts at ln 256 = 5.55, and would prove little there"
 
 
+@in_4_bits
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
@@ -169,6 +171,7 @@ def kept_for_backward(rank, world_size):
     return kept(layer), plain, (gradient - right).abs().max().item()
 
 
+@in_4_bits
 def test_a_4_bit_layer_keeps_no_float_copy_for_backward(on_ranks, nf4):
     """The trap that MultiplyNF4 is there for."""
     kept, plain, error = on_ranks(kept_for_backward, 1)[0]
@@ -405,6 +408,7 @@ def test_sabotage_of_lora_fails_a_check(run_script, tmp_path, sabotage, world_si
     assert failed == [f"LoRA: {name}" for name in failing], ended.stdout
 
 
+@in_4_bits
 def test_sabotage_of_qlora_fails_a_check(run_script, tmp_path, nf4):
     def before(script):
         narrow(script)
