@@ -19,5 +19,6 @@ total = torch.tensor([rank])
 
 dist.all_reduce(total)  # every process gives its number and gets the sum of all
 
-print(f"rank {rank} of {world_size} (local rank {local_rank}): the sum is {total.item()}")
+line = f"rank {rank} of {world_size} (local rank {local_rank}): the sum is {total.item()}\n"
+print(line, end="")  # in one piece: the processes share a terminal
 dist.destroy_process_group()
