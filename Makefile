@@ -38,7 +38,7 @@ quickstart: $(STAMP)
 	  01-ddp-basics/ddp_mnist.py --output-dir $(RUN)
 	@echo
 	@echo "Loss and accuracy are drawn in $(RUN)/training.png"
-	@echo "Read next:  01-ddp-basics/README.md, which begins with 15 lines of code"
+	@echo "Read next:  01-ddp-basics/README.md, which begins with a dozen lines of code"
 	@echo "Run next:   $(BIN)/torchrun --standalone --nproc-per-node=4 \\"
 	@echo "              01-ddp-basics/ddp_mnist.py --micro-batch-size 16"
 	@echo "            (the same global batch on twice the processes: compare the losses)"
