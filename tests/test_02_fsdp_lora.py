@@ -40,7 +40,7 @@ def nf4(on_ranks):
         except Exception as error:
             return str(error)
 
-    if reason := on_ranks(why_not, 1)[0]:
+    if reason := on_ranks(why_not, 1, timeout_s=180)[0]:
         pytest.skip(f"bitsandbytes does not run here: {reason}")
 
 
@@ -210,7 +210,7 @@ def test_peft_loads_the_adapters_and_merges_them_alike(run_script, on_ranks, tmp
     flags = ("--lora-rank", 4, "--target-modules", "wq", "down")
     ended = run_script(LORA, *TINY, *flags, "--output-dir", tmp_path / "run", world_size=2)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert all(on_ranks(in_peft, 1, tmp_path / "run" / "lora")[0])
+    assert all(on_ranks(in_peft, 1, tmp_path / "run" / "lora", timeout_s=180)[0])
 
 
 def test_training_goes_on_from_saved_adapters(run_script, tmp_path):
