@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
-from torch.nn.parallel import DistributedDataParallel
+from helpers_01 import deal_all_ranks_the_same, skip_all_reduce
 from torch.utils.data import DistributedSampler
 
 MNIST = "01-ddp-basics/ddp_mnist.py"
@@ -159,33 +159,6 @@ def test_other_launchers_need_no_other_script(run_script, tmp_path, launcher, na
 
 
 # checks that can fail
-
-
-def skip_all_reduce(script):
-    class Unreduced(DistributedDataParallel):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.register_comm_hook(None, _leave_bucket_alone)
-
-    script.DDP = Unreduced
-
-
-def _leave_bucket_alone(
-    state, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def deal_all_ranks_the_same(script):
-    sampler = script.data.ShardedSampler
-    original = sampler.__init__
-
-    def as_rank_0(self, num_samples, rank, world_size, seed):
-        original(self, num_samples, 0, world_size, seed)
-
-    sampler.__init__ = as_rank_0
 
 
 def repeat_test_samples(script):
