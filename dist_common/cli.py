@@ -15,7 +15,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 # A launcher ends the job when its first process exits: a rank that leaves the error message to
 # another rank waits this long, so as not to cut the message short.
 GRACE_S = 3.0
@@ -65,7 +64,8 @@ def add_job_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
     add("--max-steps", type=positive, default=60, help="optimizer steps of the whole run (60)")
     add("--lr", type=positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
     add("--warmup-steps", type=whole_number, default=10, help="steps of linear warmup (10)")
-    add("--precision", choices=PRECISIONS, default="32-true", help="(32-true)")
+    precisions = ("32-true", "bf16-mixed", "16-mixed")
+    add("--precision", choices=precisions, default="32-true", help="(32-true)")
 
 
 def whole_number(text: str, low: int = 0) -> int:

@@ -67,10 +67,7 @@ class Sequences(Dataset):
 def batches_of(
     sequences: Dataset, steps: int, global_batch: int, first: int, count: int, device
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield `count` sequences of each step's global batch, from its `first` on: (count, T) x 2.
-
-    A rank trains on (rank * count, count), one process on (0, global_batch). It starts over.
-    """
+    """Yield `count` sequences of each step's global batch, from its `first` on: (count, T) x 2."""
     for start in range(first, first + steps * global_batch, global_batch):
         items = [sequences[place % len(sequences)] for place in range(start, start + count)]
         yield [torch.stack(part).to(device) for part in zip(*items, strict=True)]
@@ -144,8 +141,7 @@ def job_batches(
             batch_sampler=indices_of_micro_batches(),
             collate_fn=functools.partial(collate, args.micro_batch_size, args.seq_len),
             num_workers=num_workers,
-            # Launchers send SIGTERM to data workers too: only their rank may act on it.
-            worker_init_fn=lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+            worker_init_fn=_ignore_sigterm,
             pin_memory=pin_memory,
             generator=torch.Generator(),  # else each epoch would draw from the model's numbers
         ))  # fmt: skip
@@ -161,3 +157,7 @@ def collate(rows: int, seq_len: int, items: Sequence) -> tuple[torch.Tensor, tor
     for row, item in enumerate(items):
         inputs[row], targets[row] = item
     return inputs, targets
+
+
+def _ignore_sigterm(worker: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to data workers too
