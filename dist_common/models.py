@@ -54,10 +54,10 @@ def preset(name: str, seq_len: int) -> TransformerConfig:
     return config
 
 
-def rotary_tables(seq_len: int, head_dim: int, theta: float, device) -> tuple[torch.Tensor, ...]:
-    """Return cosines and sines of positions 0 .. T-1, (T, head_dim / 2) each (Su et al., 2021)."""
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    angles = torch.outer(torch.arange(seq_len, device=device).float(), theta**-exponents)
+def rotary_tables(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, ...]:
+    """Return cosines and sines of positions (T,), (T, head_dim / 2) each (Su et al., 2021)."""
+    pairs = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = torch.outer(positions.float(), theta ** (-pairs / head_dim))
     return angles.cos(), angles.sin()
 
 
@@ -67,8 +67,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Attend to this token and those before it. Shapes: (B, heads, T, head_dim)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
-    """Causal attention; several query heads share one key and value head (Ainslie et al., 2023)."""
+    """Several query heads share one key and value head (Ainslie et al., 2023)."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -78,13 +83,14 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.attend = causal_attention  # context parallelism puts its own in this place
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         B, T, _ = x.shape
         heads = (weight(x).view(B, T, -1, self.head_dim) for weight in (self.wq, self.wk, self.wv))
         q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, head_dim)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out = self.attend(q, k, v)
         return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 
 
@@ -109,7 +115,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A Llama-style decoder without buffers: from `meta`, to_empty() and reset_parameters() do.
 
-    Shapes: tokens (B, T) int64 in, logits (B, T, V) out; T at most max_seq_len.
+    Shapes: tokens (B, T) int64 in, logits (B, T, V) out; T at most max_seq_len. `positions` (T,)
+    are the tokens' places in their sequence where they are not 0 .. T-1.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -137,12 +144,13 @@ class Transformer(nn.Module):
             scale = 1 / math.sqrt(2 * self.config.num_layers) if into_residual else 1.0
             nn.init.normal_(weight, std=0.02 * scale)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         T, config = tokens.shape[1], self.config
         if config.max_seq_len < T:
             raise ValueError(f"{T} tokens are more than the model's {config.max_seq_len}")
         head_dim = config.dim // config.num_heads
-        cos, sin = rotary_tables(T, head_dim, config.rope_theta, tokens.device)
+        places = torch.arange(T, device=tokens.device) if positions is None else positions
+        cos, sin = rotary_tables(places, head_dim, config.rope_theta)
         x = self.embedding(tokens)  # (B, T, D)
         for block in self.blocks:
             x = block(x, cos, sin)
