@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import replica_checkpoint
-import text_job
 from dist_common import cli, data, measure, models, proofs, runtime
 from dist_common.report import Report
 from tensorboard_log import TensorBoardLog
+from text_job import LineSequences
 from training_checks import (
     changed_settings,
     check_gradient,
@@ -259,9 +259,10 @@ def set_up(args, report):
     world, device = report.world, report.device
     run = SimpleNamespace(args=args, report=report, step=0, trained_tokens=0)
     runtime.seed_everything(args.seed)
-    identity = text_job.settle_batch_sizes(args, world.world_size)
+    identity = data.settle_batch_sizes(args, world.world_size)
     config = models.preset(args.preset, args.seq_len)
-    run.train_set, run.test_set, checksum = text_job.job_text(args, world.world_size)
+    kind = LineSequences if args.whole_lines else data.Sequences
+    run.train_set, run.test_set, checksum = data.job_text(args, world.world_size, kind)
     run.sampler = data.ShardedSampler(len(run.train_set), world.rank, world.world_size, args.seed)
     report.start(
         f"{args.preset}: {config.num_parameters():,} weights; {len(run.train_set):,} sequences of "

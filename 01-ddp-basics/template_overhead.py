@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-import text_job
 from dist_common import cli, data, measure, models, runtime
 from dist_common.report import Report
 
@@ -33,7 +32,7 @@ class BareLoop:
             self.optimizer, lambda done: template.lr_at(done + 1, args)
         )
         self.model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
-        train_set, _, _ = text_job.job_text(args, world.world_size)
+        train_set, _, _ = data.job_text(args, world.world_size)
         sampler = data.ShardedSampler(len(train_set), world.rank, world.world_size, args.seed)
         self.batches = iter(DataLoader(train_set, args.micro_batch_size, sampler=sampler))
         self.device = device

@@ -1,6 +1,7 @@
 """Text without a download, and how it is dealt to ranks: the batches of the one job."""
 
 import functools
+import hashlib
 import itertools
 import signal
 import sysconfig
@@ -116,6 +117,31 @@ class ShardedSampler(Sampler[int]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume where `state` was taken, on this sampler's own number of ranks."""
         vars(self).update(state)
+
+
+def job_text(args, ranks: int, kind=Sequences) -> tuple[Sequences, Sequences, str]:
+    """Return sequences to train on and to test on (the last twentieth), and the text's checksum."""
+    text = load_text(args.text_file, max_bytes=1_000_000)
+    cut = len(text) - len(text) // 20
+    train = kind(text[:cut], args.seq_len, ranks, "training text")
+    test = kind(text[cut:], args.seq_len, ranks, "test text")
+    return train, test, hashlib.sha256(text.numpy()).hexdigest()[:8]
+
+
+def settle_batch_sizes(args, dp_ranks: int) -> str:
+    """Set --grad-accum-steps and --global-batch-size from each other; return how they multiply.
+
+    Raises: UsageError unless global = micro x accumulation x data-parallel ranks.
+    """
+    one, steps = args.micro_batch_size * dp_ranks, args.grad_accum_steps
+    total = args.global_batch_size or one * (steps or 1)
+    product = f"--micro-batch-size {args.micro_batch_size} x {dp_ranks} ranks"
+    if total % one or steps not in (None, total // one):
+        whole = f"{product} x --grad-accum-steps {steps or 'N'}, a multiple of {one}"
+        raise UsageError(f"--global-batch-size {total} must be {whole}")
+    args.global_batch_size, args.grad_accum_steps = total, total // one
+    micro = f"{args.micro_batch_size} per rank x {args.grad_accum_steps} micro-batches"
+    return f"global batch {total} = {micro} x {dp_ranks} ranks"
 
 
 def job_batches(

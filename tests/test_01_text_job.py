@@ -26,13 +26,12 @@ def test_whole_lines_fill_sequences_unequally_and_lose_nothing():
 
 
 def test_batch_sizes_follow_from_one_another():
-    text_job = load_script("01-ddp-basics/text_job.py")
     for total, accum, settled in ((None, None, (16, 1)), (None, 3, (48, 3)), (32, None, (32, 2))):
         args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)
-        line = text_job.settle_batch_sizes(args, dp_ranks=2)
+        line = data.settle_batch_sizes(args, dp_ranks=2)
         assert (args.global_batch_size, args.grad_accum_steps) == settled
         assert line.startswith(f"global batch {settled[0]} = 8 per rank x {settled[1]} micro")
     for total, accum in ((24, None), (32, 3)):
         args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)
         with pytest.raises(cli.UsageError, match="must be --micro-batch-size 8 x 2 ranks"):
-            text_job.settle_batch_sizes(args, dp_ranks=2)
+            data.settle_batch_sizes(args, dp_ranks=2)
