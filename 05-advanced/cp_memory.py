@@ -1,0 +1,73 @@
+"""How many bytes of tensors are alive, counted: the same on every run, on a CPU or a GPU."""
+
+import contextlib
+import weakref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def storages(values) -> dict[int, torch.UntypedStorage]:
+    """Return the memory behind all tensors in `values`, by address; views share theirs."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return {storage._cdata: storage for storage in (x.untyped_storage() for x in tensors)}
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of tensors made in the block: `alive` now, `peak` at most.
+
+    What a kernel allocates for itself and frees before it returns is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        before = storages((args, kwargs))
+        result = func(*args, **kwargs)
+        for address, storage in storages(result).items():
+            if address not in before and address not in self.known:
+                self.known.add(address)
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self.release, address, storage.nbytes())
+        self.peak = max(self.peak, self.alive)
+        return result
+
+    def release(self, address: int, size: int) -> None:
+        self.known.discard(address)
+        self.alive -= size
+
+
+@contextlib.contextmanager
+def kept_for_backward(model):
+    """Collect in a dict the bytes that autograd keeps, by address; weights do not count."""
+    weights = storages(list(model.parameters()))
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        for address, storage in storages(tensor).items():
+            if address not in weights:
+                kept[address] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def memory_of_step(model, loss_of, batch, positions) -> tuple[int, int]:
+    """Return (peak, kept) bytes of a forward and backward, without weights and gradients.
+
+    `loss_of(model, batch, positions)` is sharded_loss.
+    """
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # there already: backward adds to it
+    with LiveBytes() as live:
+        with kept_for_backward(model) as kept:
+            loss = loss_of(model, batch, positions)
+        loss.backward()
+    return live.peak, sum(kept.values())

@@ -1,0 +1,163 @@
+"""Which rank sits where: axes that fit model and ranks, each rank's place, the picture of it."""
+
+import itertools
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dist_common.cli import UsageError
+from dist_common.models import Transformer
+from dist_common.report import figure
+
+AXES = ("pp", "dp", "cp", "tp")  # in the order of ranks: the last one's are neighbours
+
+
+def resolve_axes(args, world_size, config, stages_per_rank):
+    """Set --dp to what the other axes leave; check that all of them divide what they cut.
+
+    Raises: UsageError naming the flag, with the numbers.
+    """
+    others = args.tp * args.pp * args.cp
+    args.dp = args.dp or max(1, world_size // others)
+    product = args.dp * others
+    if product != world_size:
+        axes = f"--dp {args.dp} x --tp {args.tp} x --pp {args.pp} x --cp {args.cp}"
+        raise UsageError(f"{axes} = {product} ranks, but {world_size} were started")
+    stages = args.pp * stages_per_rank
+    cuts = [
+        ("--tp", args.tp, config.num_heads, "attention heads"),
+        ("--tp", args.tp, config.num_kv_heads, "key and value heads"),
+        ("--tp", args.tp, config.ffn_dim, "columns of the feed-forward"),
+        ("--tp", args.tp, config.vocab_size, "entries of the vocabulary"),
+        (f"--schedule {args.schedule}: --pp", stages, config.num_layers, "layers"),
+        ("--cp", args.cp, args.seq_len, "tokens of --seq-len"),
+    ]
+    for flag, parts, whole, what in cuts:
+        if whole % parts:
+            per_rank = f" ({stages_per_rank} stages per rank)" if stages != args.pp else ""
+            per_rank = per_rank if what == "layers" else ""
+            raise UsageError(
+                f"{flag} {args.pp if what == 'layers' else parts}{per_rank} does not divide the "
+                f"{whole} {what} of --preset {args.preset}"
+                if what != "tokens of --seq-len"
+                else f"{flag} {parts} does not divide --seq-len {whole}"
+            )
+    if not (args.grad_accum_steps or args.global_batch_size):
+        args.grad_accum_steps = args.pp  # a pipeline of fewer micro-batches has idle stages
+
+
+def drop_other_stages(model, stages):
+    """Leave only this rank's blocks in the model, under the names that they have in the whole."""
+    own = {id(block) for stage in stages for block in stage.blocks}
+    for index, block in enumerate(model.blocks):
+        if id(block) not in own:
+            model.blocks[index] = nn.Identity()
+    if stages[0].embedding is None:
+        model.embedding = nn.Identity()
+    if stages[-1].head is None:
+        model.norm, model.head = nn.Identity(), nn.Identity()
+
+
+@torch.no_grad()
+def draw_weights(model, config, seed):
+    """Draw every weight of the whole model, one at a time, as one process would; keep our part.
+
+    So the weights are those of ddp_training.py with the same seed, whatever the layout is.
+    """
+    with torch.device("meta"):
+        whole = Transformer(config)
+    own = dict(model.named_parameters())
+    torch.manual_seed(seed)
+    for layer in whole.modules():  # PyTorch draws when it makes a layer, before the model does
+        if isinstance(layer, (nn.Embedding, nn.Linear)):
+            layer.to_empty(device="cpu").reset_parameters()
+            layer.to("meta")
+    for name, weight in whole.named_parameters():
+        drawn = torch.empty(weight.shape)
+        whole.draw(name, drawn)
+        if name in own:
+            part = local(own[name])
+            part.copy_(cut_like(drawn.to(part.device), own[name]))
+
+
+def cut_like(whole, weight):
+    """Return this rank's part of a tensor that is cut as `weight` is."""
+    if not isinstance(weight, DTensor):
+        return whole
+    mesh, placements = weight.device_mesh, weight.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+
+def local(tensor):
+    """Return what this rank holds of a tensor, cut up or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def copies_of(weight, args):
+    """Return how many ranks hold the same part of a weight as this one."""
+    parts = 1
+    if isinstance(weight, DTensor):
+        sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
+        parts = math.prod(ranks for ranks, placement in sizes if not placement.is_replicate())
+    return args.dp * args.cp * args.tp // parts
+
+
+def places(args):
+    """Return each rank's coordinates as {axis: number}, indexed by rank."""
+    sizes = [getattr(args, axis) for axis in AXES]
+    return [dict(zip(AXES, place, strict=True)) for place in itertools.product(*map(range, sizes))]
+
+
+def peers(args, rank, axis):
+    """Return the ranks that differ from `rank` in `axis` alone, itself included."""
+    all_places = places(args)
+    same = {name: number for name, number in all_places[rank].items() if name != axis}
+    return [r for r, place in enumerate(all_places) if {**place, **same} == place]
+
+
+def say_layout(report, args, world):
+    """Print for each axis its size, the group of rank 0, and whether that group leaves a node."""
+    rows = []
+    for axis in AXES:
+        group = peers(args, 0, axis)
+        nodes = {rank // world.local_world_size for rank in group}
+        link = "-" if len(group) == 1 else "within a node" if len(nodes) == 1 else "between nodes"
+        rows.append((axis, str(len(group)), " ".join(map(str, group[:8])), link))
+    report.table(rows, ("axis", "ranks", "group of rank 0", "its link"), names=1)
+
+
+COLOURS = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#cdb4db", "#e9c46a", "#a8dadc", "#d4a373")
+
+
+def draw_layout(path, args, world, bytes_per_axis):
+    """Draw nodes as rows of ranks, coloured by stage, with what each axis sends per step."""
+    nodes = max(1, world.world_size // world.local_world_size)
+    wide = min(world.local_world_size, 8)
+    lines = -(-world.local_world_size // wide)
+    size = (1.5 * wide + 1, 1.15 * nodes * lines + 1.6)
+    with figure(path, figsize=size) as axes:
+        for rank, place in enumerate(places(args)):
+            node, slot = divmod(rank, world.local_world_size)
+            x, y = slot % wide, -(node * lines + slot // wide) * 1.15
+            colour = COLOURS[place["pp"] % len(COLOURS)]
+            axes.add_patch(_box(x, y, colour))
+            axes.text(x + 0.47, y + 0.68, f"rank {rank}", ha="center", weight="bold", size=10)
+            words = [f"{axis} {place[axis]}" for axis in AXES]
+            text = f"{'  '.join(words[:2])}\n{'  '.join(words[2:])}"
+            axes.text(x + 0.47, y + 0.28, text, ha="center", va="center", size=8)
+            if slot % wide == 0:
+                axes.text(x - 0.1, y + 0.45, f"node {node}", ha="right", va="center", size=9)
+        sent = [f"{axis} {size:,} bytes" for axis, size in bytes_per_axis.items() if size]
+        axes.set_title("sent per rank and step:  " + ",   ".join(sent), size=9)
+        axes.set_xlim(-0.9, wide + 0.1)
+        axes.set_ylim(-(nodes * lines - 1) * 1.15 - 0.15, 1.05)
+        axes.axis("off")
+
+
+def _box(x, y, colour):
+    from matplotlib.patches import FancyBboxPatch
+
+    style = "round,pad=0.01"
+    return FancyBboxPatch((x, y), 0.94, 0.92, boxstyle=style, facecolor=colour, edgecolor="#555555")

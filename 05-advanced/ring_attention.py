@@ -1,0 +1,216 @@
+"""Ring attention: each rank holds a part of the sequence; keys and values travel past all ranks.
+
+    CPU   torchrun --standalone --nproc-per-node=4 05-advanced/ring_attention.py
+    GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/ring_attention.py
+
+Look for: output and gradients of full attention, although no rank ever holds all keys; the work per
+rank, contiguous against zig-zag; the memory of a rank, which stays flat when ranks grow with the
+sequence. Sources: Liu et al., Ring Attention with Blockwise Transformers (2023); Milakov and
+Gimelshein, Online normalizer calculation for softmax (2018), for the merge.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from cp_checks import (
+    batch_of,
+    build,
+    check_attention,
+    check_bytes,
+    check_transformer,
+    refuse_uneven,
+    tiny,
+)
+from cp_costs import ring_bytes
+from cp_kernels import attend_block, attend_block_backward
+from cp_ring import check_balance, draw, measure_memory, print_balance
+from dist_common import cli, runtime
+from dist_common.report import Report
+
+LAYOUTS = {"contiguous": 1, "zig-zag": 2}  # chunks of the sequence per rank
+
+
+def merge(out, lse, part, part_lse):
+    """Add attention to one more block, in place. Shapes: out (B, heads, T, d), lse without d."""
+    total = torch.logaddexp(lse, part_lse)
+
+    out.mul_((lse - total).exp()[..., None])  # the sum below the fraction has grown
+    out.add_((part_lse - total).exp()[..., None] * part)
+
+    lse.copy_(total)
+
+
+class Block(NamedTuple):
+    """A square of the attention matrix: a chunk of queries by a chunk of keys."""
+
+    query: int  # number of the chunk, in the order of the sequence
+    key: int
+    rows: slice  # where these queries are among this rank's
+    columns: slice  # where these keys are among those that visit
+
+    @property
+    def causal(self):
+        return self.query == self.key
+
+
+class Ring:
+    """The ranks that share a sequence: who holds which chunk, and who sends to whom."""
+
+    def __init__(self, layout, group=None):
+        self.layout, self.group = layout, group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.record = []  # (step, query chunk, key chunk) of each block computed in forward
+
+    def chunks_of(self, rank):
+        """Return the numbers of a rank's chunks; zig-zag pairs an early one with a late one."""
+        return [rank, 2 * self.size - 1 - rank] if self.layout == "zig-zag" else [rank]
+
+    def positions(self, seq_len, device=None):
+        """Return the places of this rank's tokens in the sequence. Shape: (seq_len / size,)."""
+        chunks = torch.arange(seq_len, device=device).chunk(self.size * LAYOUTS[self.layout])
+        return torch.cat([chunks[number] for number in self.chunks_of(self.rank)])
+
+    def blocks(self, step, length):
+        """Yield the blocks to compute in a step; `length` is the number of tokens per rank."""
+        owner = (self.rank - step) % self.size  # whose keys are here now
+        own, visiting = self.chunks_of(self.rank), self.chunks_of(owner)
+        size = length // len(own)
+        for i, query in enumerate(own):
+            for j, key in enumerate(visiting):
+                if key <= query:  # otherwise all of its keys are in the future of its queries
+                    rows, columns = (slice(n * size, (n + 1) * size) for n in (i, j))
+                    yield Block(query, key, rows, columns)
+
+    def neighbours(self):
+        """Return whom this rank sends to and whom it receives from."""
+        return (self.rank + 1) % self.size, (self.rank - 1) % self.size
+
+    def pass_on(self, tensor):
+        """Start sending to the next rank and receiving; return what waits for the received one."""
+        received = torch.empty_like(tensor)
+        to_rank, from_rank = self.neighbours()
+        send = dist.P2POp(dist.isend, tensor, group=self.group, group_peer=to_rank)
+        receive = dist.P2POp(dist.irecv, received, group=self.group, group_peer=from_rank)
+        handles = dist.batch_isend_irecv([send, receive])
+
+        def wait():
+            for handle in handles:
+                handle.wait()
+            return received
+
+        return wait
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention to the whole sequence; each rank has its own tokens' q, k and v."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, ring):
+        out = torch.zeros_like(q, dtype=torch.float32)
+        lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+        kv = torch.stack((k, v))  # (2, B, kv heads, T/N, head_dim): one message
+        for step in range(ring.size):
+            last = step == ring.size - 1
+            wait = None if last else ring.pass_on(kv)  # travels while this rank computes
+            for block in ring.blocks(step, q.shape[2]):
+                keys, values = kv[..., block.columns, :]
+                queries = q[:, :, block.rows]
+                part = attend_block(queries, keys, values, block.causal)
+                merge(out[:, :, block.rows], lse[:, :, block.rows], *part)
+                ring.record.append((step, block.query, block.key))
+            kv = kv if last else wait()
+        out = out.to(q.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse)  # this rank's tokens only, on any number of ranks
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        ring = ctx.ring
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        kv = torch.stack((k, v))
+        returning = None
+        for step in range(ring.size):
+            last = step == ring.size - 1
+            wait = None if last else ring.pass_on(kv)
+            dkv = torch.zeros_like(kv, dtype=torch.float32)
+            for block in ring.blocks(step, q.shape[2]):
+                keys, values = kv[..., block.columns, :]
+                own = (x[:, :, block.rows] for x in (grad_out, q, out, lse))
+                parts = attend_block_backward(*own, keys, values, block.causal)
+                dq[:, :, block.rows] += parts[0]
+                dkv[..., block.columns, :] += torch.stack(parts[1:])
+            if step == 0:
+                own_dkv = dkv  # of this rank's own keys: they stay at home
+            else:
+                if returning:
+                    dkv += returning()
+                returning = ring.pass_on(dkv)  # follows its keys round the ring
+            kv = kv if last else wait()
+        if returning:
+            own_dkv += returning()  # what all other ranks added: its last hop is home
+        return dq.to(q.dtype), *own_dkv.to(k.dtype), None
+
+
+def ring_attention(q, k, v, ring):
+    """Replace causal_attention. Shapes: (B, heads, T/N, head_dim); k and v with their own heads."""
+    return RingAttention.apply(q, k, v, ring)
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    add, positive = parser.add_argument, cli.positive_int
+    add("--seq-len", type=positive, default=256, help="tokens per sequence, over all ranks (256)")
+    add(
+        "--batch-size",
+        type=positive,
+        default=2,
+        help="sequences, of which each rank has a part (2)",
+    )
+    add("--layout", choices=("both", *LAYOUTS), default="both", help="of tokens on ranks (both)")
+    add("--memory-tokens", type=positive, default=256, help="per rank, to measure memory (256)")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    with runtime.init(args.device, args.timeout) as (world, device):
+        report = Report("05-advanced/ring_attention.py", args, world, device)
+        layouts = list(LAYOUTS) if args.layout == "both" else [args.layout]
+        for layout in reversed(layouts):  # zig-zag, which needs more, first
+            parts = world.world_size * LAYOUTS[layout]
+            refuse_uneven("--seq-len", args.seq_len, parts, f"{layout} on {world.world_size} ranks")
+            refuse_uneven("--memory-tokens", args.memory_tokens, LAYOUTS[layout], layout)
+        config = tiny(args.seq_len)
+        model = build(args.seed, config, device)
+        batch = batch_of(args.seq_len, args.batch_size, device)
+        report.start(
+            f"{args.seq_len} tokens per sequence, {args.seq_len // world.world_size} per rank"
+        )
+
+        records, rows = {}, []
+        expected = ring_bytes(config, args.batch_size * args.seq_len, world.world_size)
+        for layout in layouts:
+            ring = Ring(layout)
+            attend = partial(ring_attention, ring=ring)
+            positions = ring.positions(args.seq_len, device)
+            check_attention(report, layout, attend, positions, config, args.batch_size)
+            records[layout] = runtime.gather(ring.record)
+            counted = check_transformer(report, layout, model, attend, positions, batch)
+            sent = [count.bytes["send"] // config.num_layers for count in counted]
+            check_bytes(report, layout, sent, expected, "hops of k, v, dk, dv")
+            rows.append(check_balance(report, layout, records[layout], args.seq_len))
+        print_balance(report, rows)
+
+        measured = measure_memory(report, partial(Ring, layouts[-1]), ring_attention)
+        if report.output and world.is_rank0:
+            draw(report.output, records, args.seq_len, measured)
+        return report.finish("full attention, and no rank held all keys")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,293 @@
+"""Combining the axes: formulas against counts, schedules that are stepped through, papers."""
+
+from dataclasses import replace
+
+import pytest
+from conftest import results_of
+
+import cp_costs
+import layout_counts
+import layout_model
+import layout_published
+import layout_search
+import layout_traffic
+from dist_common import proofs
+from layout_model import LLAMA3_405B, MODELS, Cluster, Job, Layout
+from layout_traffic import link_of, predict
+
+COMBINING = "05-advanced/combining.py"
+FULL = pytest.mark.full
+CLUSTER = Cluster(8, 600, 350, 45, 20, 80)
+ON_16K = ("--model", "llama3-405b", "--gpus", 16_384, "--seq-len", 8192,
+          "--global-batch-size", 2048)  # fmt: skip
+AS_PUBLISHED = (*ON_16K, "--tp", 8, "--pp", 16, "--dp", 128, "--fsdp", "grad-op",
+                "--recompute", "swiglu", "--schedule", "interleaved",
+                "--virtual-stages", 8)  # fmt: skip
+
+
+def job_of(name="llama3-8b", batch=64, **options) -> Job:
+    return Job(MODELS[name], 4096, batch, 1, **options)
+
+
+# the tool
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_best_layouts_are_listed(run_script, tmp_path, world_size):
+    ended = run_script(COMBINING, "--output-dir", tmp_path / "run", world_size=world_size)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    content = results_of(tmp_path / "run")
+    assert len(content["checks"]) == 8 and all(check["ok"] for check in content["checks"])
+    assert content["metrics"]["fits"] and (tmp_path / "run/combining.png").exists()
+    assert ended.stdout.count("OK: ") == 1, "rank 0 prints"
+    times = [float(line.split()[15]) for line in ended.stdout.splitlines() if " GiB  " in line
+             and line.startswith("tp ")]  # fmt: skip
+    assert len(times) == 5 and times == sorted(times)
+
+
+def test_the_published_layout_of_405b_fits_with_uneven_stages(run_script, tmp_path):
+    ended = run_script(COMBINING, *AS_PUBLISHED, "--output-dir", tmp_path / "run")
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    metrics = results_of(tmp_path / "run")["metrics"]
+    assert metrics["layout"] == "tp 8 x cp 1 x dp 128 x pp 16" and metrics["fits"]
+
+
+def test_a_layout_that_does_not_fit_is_said_to(run_script):
+    ended = run_script(COMBINING, "--model", "llama3-70b", "--dp", 8)
+    assert ended.codes == [0] and "DOES NOT FIT: " in ended.stdout
+    ended = run_script(COMBINING, *AS_PUBLISHED, "--recompute", "none")
+    assert ended.codes == [0] and "DOES NOT FIT: " in ended.stdout
+    ended = run_script(COMBINING, "--model", "llama3-405b")
+    assert ended.codes == [0] and ": 0 fit (the five smallest:)" in ended.stdout
+
+
+def test_predictions_lie_around_published_runs(run_script, tmp_path):
+    ended = run_script(COMBINING, "--published", "--output-dir", tmp_path / "run")
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    checks = results_of(tmp_path / "run")["checks"]
+    assert len(checks) == 37 and all(check["ok"] for check in checks)
+
+
+BAD_INPUT = [
+    (("--tp", 2, "--dp", 2), "tp 2 x cp 1 x dp 2 x pp 1 is 4 GPUs, but --gpus is 8"),
+    (("--gpus", 24, "--tp", 3, "--dp", 8), "--tp 3 must divide the model's 32 heads"),
+    (("--model", "llama3-8b", "--gpus", 16, "--tp", 16), "the model's 8 key-value heads"),
+    (("--pp", 8, "--model", "tiny", "--seq-len", 64), "--pp 8 must divide the model's 4 layers"),
+    (("--gpus", 24, "--pp", 24), "--pp 24 must divide the model's 32 layers, or 34 where first"),
+    (("--cp", 8, "--seq-len", 100), "--seq-len 100 must be divisible by --cp 8 (zig-zag"),
+    (("--dp", 8, "--global-batch-size", 12), "--global-batch-size 12 must be divisible by --dp 8"),
+    (("--pp", 8, "--schedule", "interleaved", "--global-batch-size", 4), "at least --pp 8 micro"),
+    (("--gpus", 12), "--gpus 12 must be a multiple of --gpus-per-node 8"),
+    (("--seq-len", 8192), "--seq-len must be at most 4096 for llama2-7b"),
+    (("--virtual-stages", 4), "--virtual-stages above 1 and --schedule interleaved"),
+    (("--order", "tp-dp"), "--order must name tp, cp, dp and pp once each"),
+    (("--gpus", 48, "--global-batch-size", 1, "--seq-len", 7), "no layout of 48 GPUs divides"),
+    (("--fsdp", "zero3"), "--fsdp: invalid choice"),
+]
+
+
+@pytest.mark.parametrize(("argv", "says"), BAD_INPUT)
+def test_bad_input_gets_one_line(run_script, argv, says):
+    ended = run_script(COMBINING, *argv)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("combining.py: error: ") and ended.codes == [2]
+    assert says in line
+
+
+# sabotage, one per kind of check
+
+
+def give_two_ranks_one_place(_):
+    place = layout_traffic.place
+    layout_counts.place = lambda rank, *rest: place(rank - rank % 2, *rest)
+
+
+def forget_the_embedding(_):
+    weights = layout_model.weights_of_stage
+    layout_counts.weights_of_stage = lambda config, layout, stage: (
+        weights(config, layout, stage) - (stage == 0) * config.dim * config.vocab_size
+    )
+
+
+def forget_attention(_):
+    flops = layout_model.forward_flops
+    layout_counts.forward_flops = lambda *args: {**flops(*args), "attention": 0}
+
+
+def forget_what_swiglu_keeps(_):
+    layout_counts.activation_bytes = lambda config: layout_model.activation_bytes(config, "swiglu")
+
+
+def forget_the_backward_of_tp(_):
+    whole = layout_traffic.tensor_traffic
+
+    def half(*args):
+        traffic = whole(*args)
+        return replace(traffic, layer_bytes=traffic.layer_bytes / 2)
+
+    layout_traffic.tensor_traffic = half
+
+
+def leave_no_bubble(_):
+    layout_traffic.bubble_of = lambda job, layout: 0
+
+
+def recompute_for_nothing(_):
+    parts = layout_published.predict
+    layout_published.predict = lambda job, cluster, layout: parts(
+        job, cluster, replace(layout, recompute="none")
+    )
+
+
+def hold_no_master_copy(_):
+    layout_model.OPTIMIZER = 8
+
+
+def compute_twice_as_fast(_):
+    seconds = layout_model.compute_seconds
+    layout_traffic.compute_seconds = lambda *args: seconds(*args) / 2
+
+
+def count_matrices_twice(_):
+    flops = layout_model.forward_flops
+    layout_traffic.forward_flops = lambda *args: {
+        name: value * (1 + (name == "matrices")) for name, value in flops(*args).items()
+    }
+
+
+SOME = ("--model", "llama3-8b", "--tp", 2, "--dp", 2, "--pp", 2)
+PUBLISHED = ("--published",)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "argv", "failing"),
+    [
+        (give_two_ranks_one_place, SOME, "ranks with a place of their own"),
+        (forget_the_embedding, SOME, "weights of all stages"),
+        (forget_attention, SOME, "operations, one layer and head"),
+        (forget_what_swiglu_keeps, SOME, "bytes kept per token and layer"),
+        (forget_the_backward_of_tp, SOME, "bytes tp sends per layer"),
+        (leave_no_bubble, PUBLISHED, "Llama 3: 32 over 16 micro-batches"),
+        (recompute_for_nothing, PUBLISHED, "530B: recompute none over full"),
+        (hold_no_master_copy, PUBLISHED, "Korthikanti, 48 layers: GiB of weights"),
+        (compute_twice_as_fast, PUBLISHED, "SC21 1.7B, 32 GPUs: predicted over published"),
+        (count_matrices_twice, PUBLISHED, "SC21 1.7B, 32 GPUs: operations over closed form"),
+    ],
+)
+def test_a_broken_formula_fails_its_check(run_script, tmp_path, sabotage, argv, failing):
+    arguments = (*argv, "--output-dir", tmp_path / "run")
+    ended = run_script(COMBINING, *arguments, before=sabotage)
+    assert ended.codes == [1], ended.stdout + ended.stderr
+    bad = [check["name"] for check in results_of(tmp_path / "run")["checks"] if not check["ok"]]
+    assert any(name.startswith(failing) for name in bad), bad
+
+
+# formulas, derived once more
+
+
+def step_through(stages: int, micro_batches: int, schedule: str) -> tuple[float, list[int]]:
+    """Run a pipeline whose forward takes 1 and backward 2; return time and most in flight."""
+    orders = []
+    for stage in range(stages):
+        warm_up = micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
+        order = [("F", i) for i in range(warm_up)]
+        for i in range(micro_batches):
+            order.append(("B", i))
+            if warm_up + i < micro_batches:
+                order.append(("F", warm_up + i))
+        orders.append(order)
+    done, clock, flying, most = {}, [0] * stages, [0] * stages, [0] * stages
+    while any(orders):
+        for stage, order in enumerate(orders):
+            if not order:
+                continue
+            kind, i = order[0]
+            before = ("F", stage - 1, i) if kind == "F" else ("B", stage + 1, i)
+            if 0 <= before[1] < stages and before not in done:
+                continue
+            clock[stage] = max(clock[stage], done.get(before, 0)) + (1 if kind == "F" else 2)
+            done[(kind, stage, i)] = clock[stage]
+            flying[stage] += 1 if kind == "F" else -1
+            most[stage] = max(most[stage], flying[stage])
+            order.pop(0)
+    return max(clock), most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_bubble_and_activations_are_those_of_a_schedule_stepped_through(schedule):
+    for stages in (1, 2, 4, 8):
+        for micro_batches in (1, 2, 8, 16):
+            layout = Layout(pp=stages)
+            job = job_of(batch=micro_batches, schedule=schedule)
+            took, flying = step_through(stages, micro_batches, schedule)
+            busy = 3 * micro_batches
+            assert took == pytest.approx(busy * (1 + layout_traffic.bubble_of(job, layout)))
+            assert flying == [layout_model.in_flight(job, layout, s) for s in range(stages)]
+
+
+def test_interleaved_holds_what_korthikanti_derives():
+    layout = Layout(pp=8)
+    job = job_of(batch=64, schedule="interleaved", virtual_stages=4)
+    assert layout_model.in_flight(job, layout, 0) == pytest.approx(8 * (1 + 7 / (8 * 4)))
+    assert layout_traffic.bubble_of(job, layout) == pytest.approx(7 / (4 * 64))
+
+
+def test_weights_are_sent_as_rings_send_them():
+    ring, job = proofs.RING_FACTOR, job_of(batch=16)
+    for n in (2, 8):
+        weights = layout_model.weights_of_stage(job.config, Layout(dp=n), 0)
+        sent = {}
+        for kind in layout_model.SHARDINGS:
+            sent[kind] = predict(job, CLUSTER, Layout(dp=n, sharding=kind)).traffic[2].step_bytes
+        gather = ring["all_gather"](n) * 2 * weights
+        reduce = ring["reduce_scatter"](n) * 4 * weights
+        assert sent["none"] == pytest.approx(ring["all_reduce"](n) * 4 * weights)
+        assert sent["grad-op"] == pytest.approx(gather + reduce)
+        assert sent["full"] == pytest.approx(16 / n * (2 * gather + reduce))
+
+
+def test_keys_and_values_are_sent_as_ring_attention_sends_them():
+    job = job_of()
+    sent = predict(job, CLUSTER, Layout(cp=4)).traffic[1].layer_bytes
+    assert sent == sum(cp_costs.ring_bytes(job.config, job.seq_len, 4, width=2))
+
+
+def test_a_group_has_the_link_that_its_ranks_need():
+    job, layout = job_of(), Layout(tp=4, cp=2, dp=4, pp=2)
+    assert link_of(job, CLUSTER, layout, ("tp",)) == ("NVLink", 350)
+    assert link_of(job, CLUSTER, layout, ("cp",), hops=True) == ("NVLink", 350)
+    assert link_of(job, CLUSTER, layout, ("cp", "dp")) == ("network x2", 90)
+    assert link_of(job, CLUSTER, layout, ("pp",), hops=True) == ("network x1", 45)
+    outer = job_of(order=("pp", "dp", "cp", "tp"))
+    assert link_of(outer, CLUSTER, layout, ("pp",), hops=True) == ("NVLink", 350)
+    assert link_of(outer, CLUSTER, layout, ("tp",)) == ("network x1", 45)
+    # All ranks of a node in one group: NVLink is slower than their eight cards together.
+    assert link_of(job, CLUSTER, Layout(dp=64), ("cp", "dp")) == ("network x8", 350)
+
+
+def test_first_and_last_stage_of_405b_have_one_layer_less():
+    assert layout_model.layers_of_stages(126, 16) == [7, *[8] * 14, 7]
+    assert layout_model.layers_of_stages(80, 4) == [20] * 4
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", pytest.param("llama3-70b", marks=FULL)])
+def test_every_layout_of_the_list_could_run(name):
+    job = job_of(name, batch=128)
+    found = list(layout_search.layouts_of(job, 64))
+    assert len(found) == len(set(found)) and {layout.gpus for layout in found} == {64}
+    for layout in found:
+        assert job.config.num_kv_heads % layout.tp == 0 and 128 % layout.dp == 0
+        assert sum(layout_model.layers_of_stages(job.config.num_layers, layout.pp)) == (
+            job.config.num_layers
+        )
+    ranked = layout_search.ranked(job, CLUSTER, 64)
+    fitting = [prediction.step_s for prediction in ranked if prediction.fits]
+    assert fitting == sorted(fitting) and len(ranked) == len(found)
+
+
+def test_the_authors_layout_is_among_the_first_of_the_list():
+    job = Job(LLAMA3_405B, 8192, 2048, 1, "interleaved", 8)
+    ranked = layout_search.ranked(job, layout_published.H100, 16_384)
+    theirs = next(p for p in ranked if str(p.layout) == "tp 8 x cp 1 x dp 128 x pp 16")
+    faster = {str(p.layout) for p in ranked if p.fits and p.step_s < theirs.step_s}
+    assert len(faster) < 10 and theirs.step_s < 1.2 * ranked[0].step_s

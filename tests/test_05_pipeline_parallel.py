@@ -1,0 +1,271 @@
+"""A pipeline of ranks: every schedule gives the loss and gradient of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining
+from conftest import assert_one_line, load_script, results_of
+
+import pp_mail
+from pp_schedules import Instruction
+
+SCRIPT = "05-advanced/pipeline_parallel.py"
+# --sleep-ms 0: no test reads a clock
+SMALL = ("--micro-batch-size", 1, "--seq-len", 8, "--sleep-ms", 0)
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layers", "m"),
+    [
+        (2, 4, 4),
+        (3, 6, 3),
+        pytest.param(1, 2, 4, marks=FULL),
+        pytest.param(2, 8, 6, marks=FULL),
+        pytest.param(4, 8, 8, marks=FULL),
+    ],
+)
+def test_each_schedule_gives_the_loss_and_gradient_of_one_process(
+    run_script, tmp_path, world_size, layers, m
+):
+    folder = tmp_path / "run"
+    sizes = ("--num-layers", layers, "-m", m)
+    ended = run_script(SCRIPT, *SMALL, *sizes, "--output-dir", folder, world_size=world_size)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    content = results_of(folder)
+    # Five schedules with six checks each; four of them done by PyTorch too, with two.
+    assert len(content["checks"]) == 38 and all(check["ok"] for check in content["checks"])
+    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
+        boundaries = world_size * v - 1 if world_size > 1 else 0
+        message = 1 * 8 * 128 * 4  # B x T x D x 4 bytes
+        assert content["metrics"][name]["bytes_sent"] == 2 * boundaries * m * message
+    assert content["metrics"]["1f1b"]["kept"] == [min(m, world_size - r) for r in range(world_size)]
+    assert (folder / "pipeline.png").exists()
+
+
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("gpipe", marks=FULL)])
+def test_fewer_micro_batches_than_stages(run_script, name):
+    """Both work; PyTorch's 1F1B is left out, since it refuses them."""
+    arguments = (*SMALL, "--num-layers", 3, "-m", 2, "--schedule", name)
+    ended = run_script(SCRIPT, *arguments, world_size=3)
+    assert ended.codes == [0] * 3, ended.stdout + ended.stderr
+    assert f"OK: {6 if name == '1f1b' else 8} checks passed" in ended.stdout
+
+
+@FULL
+def test_three_virtual_stages(run_script):
+    arguments = (*SMALL, "--num-layers", 6, "-m", 4, "-v", 3, "--schedule", "interleaved")
+    ended = run_script(SCRIPT, *arguments, world_size=2)
+    assert ended.codes == [0] * 2, ended.stdout + ended.stderr
+
+
+@FULL
+def test_a_launch_as_a_reader_would(torchrun):
+    ended = torchrun(SCRIPT, *SMALL, "-m", 4, world_size=4, timeout_s=300)
+    assert ended.codes == [0] and "OK: 38 checks passed" in ended.stdout
+
+
+# sabotage
+
+
+def forget_the_mean_over_micro_batches(script):
+    one = script.loss_of
+    original = script.run_ours
+
+    def patched(*args):
+        script.loss_of = lambda logits, targets: 4 * one(logits, targets)
+        try:
+            return original(*args)
+        finally:
+            script.loss_of = one
+
+    script.run_ours = patched
+
+
+def forget_weight_gradients(script):
+    original = script.Pipeline.W
+
+    def W(self, stage, k, arrived):
+        if k:
+            return original(self, stage, k, arrived)
+        self.kept.pop((stage, k))
+
+    script.Pipeline.W = W
+
+
+def send_gradients_of_other_micro_batches(script):
+    """Each rank takes the second gradient that arrives for the first, and the other way round."""
+    init = script.Mail.__init__
+
+    def swapped(self, *args):
+        init(self, *args)
+        for queue in self.expected:
+            gradients = [i for i in queue if i.kind in "BI"]
+            if len(gradients) > 1 and self.rank == 0:
+                one, two = queue.index(gradients[0]), queue.index(gradients[1])
+                queue[one], queue[two] = queue[two], queue[one]
+
+    script.Mail.__init__ = swapped
+
+
+def send_everything_twice(script):
+    """One more message each way at the end of a step."""
+    finish = script.Mail.finish
+
+    def twice(self):
+        finish(self)
+        extra = torch.zeros(self.shape)
+        work = dist.isend(extra, 1 - self.rank, self.channels[self.rank, 1 - self.rank])
+        dist.irecv(
+            torch.zeros(self.shape), 1 - self.rank, self.channels[1 - self.rank, self.rank]
+        ).wait()
+        work.wait()
+
+    script.Mail.finish = twice
+
+
+def keep_what_is_done(script):
+    class Never(dict):
+        def pop(self, key):
+            return self[key]
+
+    init = script.Pipeline.__init__
+
+    def hoard(self, *args):
+        init(self, *args)
+        self.kept = Never()
+
+    script.Pipeline.__init__ = hoard
+
+
+def carry_out_in_another_order(script):
+    """Rank 0 does F0 B0 F1 B1, as the naive schedule; rank 1 waits for each."""
+    run = script.Pipeline.run
+
+    def sorted_run(self, instructions, seconds):
+        forwards = [i for i in instructions if i.kind == "F"]
+        if self.mail.rank == 0:
+            backwards = [i for i in instructions if i.kind != "F"]
+            instructions = [i for pair in zip(forwards, backwards, strict=True) for i in pair]
+        return run(self, instructions, seconds)
+
+    script.Pipeline.run = sorted_run
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "schedule", "failing"),
+    [
+        (forget_the_mean_over_micro_batches, "gpipe", {"loss error", "gradient error"}),
+        (send_everything_twice, "1f1b", {"bytes sent"}),
+        (keep_what_is_done, "1f1b", {"stage inputs kept at most"}),
+        (carry_out_in_another_order, "1f1b", {"bubble of the recorded order"}),
+        pytest.param(forget_weight_gradients, "zb-h1", {"gradient error"}, marks=FULL),
+        pytest.param(
+            send_gradients_of_other_micro_batches, "gpipe", {"gradient error"}, marks=FULL
+        ),
+    ],
+)
+def test_sabotage_of_the_pipeline_fails_a_check(run_script, tmp_path, sabotage, schedule, failing):
+    folder = tmp_path / "run"
+    arguments = (*SMALL, "--num-layers", 4, "-m", 4, "--schedule", schedule)
+    ended = run_script(
+        SCRIPT, *arguments, "--output-dir", folder, world_size=2, before=sabotage
+    )  # fmt: skip
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+    assert {f"{schedule}: {name}" for name in failing} <= bad
+    assert not any(" by Schedule" in name for name in bad), "PyTorch's are left alone"
+
+
+def swap_backwards(script):
+    """The last stage does F1 before B0: no rule is broken, nothing deadlocks."""
+    build = script.pp_schedules.build
+
+    def swapped(*args):
+        schedule = build(*args)
+        last = schedule[-1]
+        one = last.index(Instruction("B", len(schedule) - 1, 0))
+        two = last.index(Instruction("F", len(schedule) - 1, 1))
+        last[one], last[two] = last[two], last[one]
+        return schedule
+
+    script.pp_schedules.build = swapped
+
+
+def test_a_swapped_backward_is_another_order_but_the_same_gradient(run_script, tmp_path):
+    """So the loss, gradient and bytes stay right; the bubble and what is kept tell."""
+    folder = tmp_path / "run"
+    arguments = (*SMALL, "--num-layers", 4, "-m", 4, "--schedule", "1f1b")
+    ended = run_script(
+        SCRIPT, *arguments, "--output-dir", folder, world_size=2, before=swap_backwards
+    )
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+    assert bad == {"1f1b: bubble of the recorded order", "1f1b: stage inputs kept at most"}
+
+
+# what the page says
+
+
+def both_directions(rank: int, world_size: int) -> list[float]:
+    """Send ten large messages each way before receiving one."""
+    channels = pp_mail.open_channels(world_size)
+    other = 1 - rank
+    sends = [
+        dist.isend(torch.full((300_000,), float(n)), other, channels[rank, other])
+        for n in range(10)
+    ]
+    received = []
+    for _ in range(10):
+        buffer = torch.empty(300_000)
+        dist.irecv(buffer, other, channels[other, rank]).wait()
+        received.append(buffer[0].item())
+    for work in sends:
+        work.wait()
+    return received
+
+
+def test_a_channel_keeps_its_order_whatever_the_other_one_does(on_ranks):
+    assert on_ranks(both_directions, 2) == [[float(n) for n in range(10)]] * 2
+
+
+def split_backward(rank: int, world_size: int) -> float:
+    """Return how far I and W together are from one backward, on one stage."""
+    script = load_script(SCRIPT)
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+
+    class Nothing:
+        last_stage = 2
+
+    gradients, sent = [], []
+    gradient = torch.randn(2, 4)
+    for kinds in (("B",), ("I", "W")):
+        pipeline = script.Pipeline({1: layers}, Nothing, [None], [None])
+        layers.zero_grad()
+        pipeline.F(1, 0, torch.ones(2, 4))
+        results = [getattr(pipeline, kind)(1, 0, gradient) for kind in kinds]
+        sent.append(results[0])
+        gradients.append(torch.cat([p.grad.flatten() for p in layers.parameters()]))
+        assert not pipeline.kept
+    return max((one - two).abs().max().item() for one, two in (sent, gradients))
+
+
+def test_two_halves_of_a_backward_are_one_backward(on_ranks):
+    assert on_ranks(split_backward, 1) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (3, ("--num-layers", 8, "--schedule", "1f1b"), "--num-layers 8 is no multiple of 3 stages"),
+        (2, ("--num-layers", 6), "is no multiple of 4 stages (2 ranks x 2 virtual stages)"),
+        (2, ("-m", 3), "interleaved: 3 micro-batches must be a multiple of 2 ranks"),
+        pytest.param(3, ("-m", 2, "--num-layers", 6, "--schedule", "zb-h1"),
+                     "zb-h1: 2 micro-batches are fewer than 3 stages", marks=FULL),
+        pytest.param(2, ("--seq-len", 300), "--seq-len must be at most 256", marks=FULL),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_line(run_script, world_size, argv, says):
+    ended = run_script(SCRIPT, *argv, world_size=world_size)
+    assert_one_line(ended, says, "pipeline_parallel.py")
