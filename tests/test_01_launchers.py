@@ -28,6 +28,7 @@ OTHERS = (
     "02-fsdp/launch_fsdp.sh",
     "03-deepspeed/launch_deepspeed.sh",
     "04-nccl-operations/launch_nccl.sh",
+    "05-advanced/launch_advanced.sh",
 )
 full = pytest.mark.full
 
