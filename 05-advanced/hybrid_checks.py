@@ -205,7 +205,8 @@ def check_bytes(run, sent):
     run.bytes_per_axis = {}
     for number, axis in enumerate(expected):
         measured, wanted = max(
-            (rank[number] for rank in every_rank), key=lambda pair: abs(pair[0] - pair[1])
+            (rank[number] for rank in every_rank),
+            key=lambda pair: (abs(pair[0] - pair[1]), pair[0]),
         )
         run.bytes_per_axis[axis] = max(rank[number][0] for rank in every_rank)
         if run.args.precision == "32-true" and wanted:

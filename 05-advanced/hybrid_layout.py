@@ -117,47 +117,64 @@ def peers(args, rank, axis):
     return [r for r, place in enumerate(all_places) if {**place, **same} == place]
 
 
-def say_layout(report, args, world):
+def say_layout(report, args):
     """Print for each axis its size, the group of rank 0, and whether that group leaves a node."""
     rows = []
     for axis in AXES:
         group = peers(args, 0, axis)
-        nodes = {rank // world.local_world_size for rank in group}
+        nodes = {rank // args.ranks_per_node for rank in group}
         link = "-" if len(group) == 1 else "within a node" if len(nodes) == 1 else "between nodes"
-        rows.append((axis, str(len(group)), " ".join(map(str, group[:8])), link))
+        shown = " ".join(map(str, group[:8])) + " ..." * (len(group) > 8)
+        rows.append((axis, str(len(group)), shown, link))
     report.table(rows, ("axis", "ranks", "group of rank 0", "its link"), names=1)
 
 
-COLOURS = ("#8ecae6", "#ffb703", "#90be6d", "#f28482", "#cdb4db", "#e9c46a", "#a8dadc", "#d4a373")
+STAGES = ("#cfe8f3", "#ffe8b3", "#d9ead3", "#f8d7d6", "#e6dcf2", "#f5e6c8", "#d5eeee", "#ecdcc8")
+LINES = {"tp": "#c1121f", "cp": "#6a4c93", "dp": "#2a6f97", "pp": "#bc6c25"}
+BOX = (0.9, 0.6)  # width and height of a rank, 1 and 1.1 apart
 
 
-def draw_layout(path, args, world, bytes_per_axis):
-    """Draw nodes as rows of ranks, coloured by stage, with what each axis sends per step."""
-    nodes = max(1, world.world_size // world.local_world_size)
-    wide = min(world.local_world_size, 8)
-    lines = -(-world.local_world_size // wide)
-    size = (1.5 * wide + 1, 1.15 * nodes * lines + 1.6)
-    with figure(path, figsize=size) as axes:
-        for rank, place in enumerate(places(args)):
-            node, slot = divmod(rank, world.local_world_size)
-            x, y = slot % wide, -(node * lines + slot // wide) * 1.15
-            colour = COLOURS[place["pp"] % len(COLOURS)]
-            axes.add_patch(_box(x, y, colour))
-            axes.text(x + 0.47, y + 0.68, f"rank {rank}", ha="center", weight="bold", size=10)
-            words = [f"{axis} {place[axis]}" for axis in AXES]
-            text = f"{'  '.join(words[:2])}\n{'  '.join(words[2:])}"
-            axes.text(x + 0.47, y + 0.28, text, ha="center", va="center", size=8)
-            if slot % wide == 0:
-                axes.text(x - 0.1, y + 0.45, f"node {node}", ha="right", va="center", size=9)
-        sent = [f"{axis} {size:,} bytes" for axis, size in bytes_per_axis.items() if size]
-        axes.set_title("sent per rank and step:  " + ",   ".join(sent), size=9)
-        axes.set_xlim(-0.9, wide + 0.1)
-        axes.set_ylim(-(nodes * lines - 1) * 1.15 - 0.15, 1.05)
+def draw_layout(path, args, bytes_per_axis):
+    """Draw nodes as rows of ranks, coloured by stage, and rank 0's group along each axis."""
+    ranks = places(args)
+    per_node = min(args.ranks_per_node, len(ranks))
+    rows = -(-len(ranks) // per_node)
+    corners = [(rank % per_node, -1.1 * (rank // per_node)) for rank in range(len(ranks))]
+    with figure(path, figsize=(1.35 * per_node + 2.5, 1.5 * rows + 1)) as axes:
+        for rank, (place, (x, y)) in enumerate(zip(ranks, corners, strict=True)):
+            axes.add_patch(_box(x, y, STAGES[place["pp"] % len(STAGES)]))
+            axes.text(x + 0.45, y + 0.43, f"rank {rank}", ha="center", weight="bold", size=10)
+            words = "  ".join(f"{axis} {place[axis]}" for axis in AXES if getattr(args, axis) > 1)
+            axes.text(x + 0.45, y + 0.14, words, ha="center", size=9 if len(words) < 20 else 7)
+            if rank % per_node == 0:
+                axes.text(-0.1, y + 0.3, f"node {rank // per_node}", ha="right", size=10)
+        for axis, size in bytes_per_axis.items():
+            name = axis.split()[0]
+            for number, peer in enumerate(peers(args, 0, name)[1:] if size else []):
+                label = f"{axis}: {size / 1e6:,.1f} MB" if number == 0 else None
+                axes.add_patch(_line(corners[0], corners[peer], LINES[name], label))
+        axes.legend(
+            title="rank 0's groups,\nsent per rank and step",
+            loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9,
+        )  # fmt: skip
+        axes.set_xlim(-0.9, per_node)
+        axes.set_ylim(-1.1 * (rows - 1) - 0.1, 1.15)
         axes.axis("off")
 
 
 def _box(x, y, colour):
-    from matplotlib.patches import FancyBboxPatch
+    from matplotlib.patches import Rectangle
 
-    style = "round,pad=0.01"
-    return FancyBboxPatch((x, y), 0.94, 0.92, boxstyle=style, facecolor=colour, edgecolor="#555555")
+    return Rectangle((x, y), *BOX, facecolor=colour, edgecolor="#555555")
+
+
+def _line(start, end, colour, label):
+    from matplotlib.patches import FancyArrowPatch
+
+    same_row = start[1] == end[1]
+    down = 0.0 if same_row else BOX[1]
+    begin = (start[0] + 0.45, start[1] + BOX[1] - down)
+    finish = (end[0] + 0.45, end[1] + BOX[1])
+    bend = -0.5 / max(1, end[0] - start[0]) if same_row else 0.15
+    style = {"arrowstyle": "-", "linewidth": 2.5, "color": colour, "label": label}
+    return FancyArrowPatch(begin, finish, connectionstyle=f"arc3,rad={bend}", **style)

@@ -270,6 +270,7 @@ def parse_args():
     add("--data-parallel", choices=("replicate", "grad-op", "full"), default="replicate",
         help="all-reduce gradients, or FSDP over dp and cp (replicate)")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (1f1b)")
+    add("--ranks-per-node", type=positive, help="in table and picture (as started)")
     add("--max-grad-norm", type=cli.positive_float, default=1.0, help="clip longer gradients (1)")
     add("--log-every", type=positive, default=10, help="most steps between two looks (10)")
     add("--save-every", type=positive, default=20, help="steps, with --output-dir (20)")
@@ -287,6 +288,7 @@ def set_up(args, report):
     world, device = report.world, report.device
     run = SimpleNamespace(args=args, report=report, step=0, losses=[])
     config = models.preset(args.preset, args.seq_len)
+    args.ranks_per_node = args.ranks_per_node or world.local_world_size
     resolve_axes(args, world.world_size, config, SCHEDULES[args.schedule][1])
     identity = data.settle_batch_sizes(args, args.dp)
     hybrid_checks.refuse(args)
@@ -304,7 +306,7 @@ def set_up(args, report):
     dp_rank = run.mesh["dp"].get_local_rank()
     run.sampler = data.ShardedSampler(len(run.train_set), dp_rank, args.dp, args.seed)
     report.start(f"{args.preset}: {config.num_parameters():,} weights", identity)
-    say_layout(report, args, world)
+    say_layout(report, args)
     build(run, config)
     run.files = hybrid_checkpoint.file_group()
     hybrid_checks.check_gradient(run, accumulate_gradient)

@@ -35,4 +35,4 @@ def leave(run):
         "bytes_per_axis": run.bytes_per_axis,
     }
     if report.output and report.world.is_rank0:
-        draw_layout(report.output / "layout.png", run.args, report.world, run.bytes_per_axis)
+        draw_layout(report.output / "layout.png", run.args, run.bytes_per_axis)
