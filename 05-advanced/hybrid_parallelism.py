@@ -89,8 +89,10 @@ def split_sequence(model, mesh, positions, seq_len):
     past = positions[:, None] >= torch.arange(seq_len, device=positions.device)  # (T / cp, T)
 
     def attend(q, k, v):
-        k, v = GatherSequence.apply(k, group), GatherSequence.apply(v, group)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=past, enable_gqa=True)
+        shared_by = q.shape[1] // k.shape[1]  # GPU kernels that take a mask want equal heads
+        k = GatherSequence.apply(k, group).repeat_interleave(shared_by, dim=1)
+        v = GatherSequence.apply(v, group).repeat_interleave(shared_by, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=past)
 
     for block in model.blocks:
         block.attention.attend = attend
