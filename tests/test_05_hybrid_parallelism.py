@@ -27,9 +27,9 @@ def losses_of(folder):
 LAYOUTS = [
     (1, "--grad-accum-steps 2", ""),
     (2, "--cp 2", "cp"),
-    (4, "--tp 2 --pp 2", "tp pp"),
     (8, "--dp 2 --tp 2 --pp 2 --data-parallel grad-op", "tp pp dp"),
     pytest.param(2, "--tp 2", "tp", marks=FULL),
+    pytest.param(4, "--tp 2 --pp 2", "tp pp", marks=FULL),
     pytest.param(3, "--dp 3", "dp", marks=FULL),
     pytest.param(4, "--tp 2 --dp 2 --data-parallel full --grad-accum-steps 2", "tp dp", marks=FULL),
     pytest.param(4, "--cp 2 --dp 2 --data-parallel grad-op", "cp dp", marks=FULL),
@@ -96,9 +96,9 @@ def test_the_job_has_the_losses_of_ddp_training(run_script, tmp_path, world_size
 def test_another_layout_loads_the_checkpoint(run_script, tmp_path, first, second):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     arguments = (*SMALL, "--global-batch-size", 4, "--max-steps", 4, "--save-every", 2)
-    for (world_size, layout), folder in ((first, straight), (first, resumed)):
-        own = (*arguments, *flags(layout), "--output-dir", folder, "--parity-steps", 0)
-        assert run_script(HYBRID, *own, world_size=world_size).codes == [0] * world_size
+    own = (*arguments, *flags(first[1]), "--output-dir", straight, "--parity-steps", 0)
+    assert run_script(HYBRID, *own, world_size=first[0]).codes == [0] * first[0]
+    shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-00000004")
     own = (*arguments, *flags(second[1]), "--output-dir", resumed, "--resume")
     ended = run_script(HYBRID, *own, world_size=second[0])
