@@ -26,24 +26,21 @@ def resolve_axes(args, world_size, config, stages_per_rank):
         axes = f"--dp {args.dp} x --tp {args.tp} x --pp {args.pp} x --cp {args.cp}"
         raise UsageError(f"{axes} = {product} ranks, but {world_size} were started")
     stages = args.pp * stages_per_rank
+    several = f" ({stages_per_rank} stages per rank)" if stages_per_rank > 1 else ""
+    of_model = f"of --preset {args.preset}"
+    tp, pp, cp = f"--tp {args.tp}", f"--pp {args.pp}{several}", f"--cp {args.cp}"
     cuts = [
-        ("--tp", args.tp, config.num_heads, "attention heads"),
-        ("--tp", args.tp, config.num_kv_heads, "key and value heads"),
-        ("--tp", args.tp, config.ffn_dim, "columns of the feed-forward"),
-        ("--tp", args.tp, config.vocab_size, "entries of the vocabulary"),
-        (f"--schedule {args.schedule}: --pp", stages, config.num_layers, "layers"),
-        ("--cp", args.cp, args.seq_len, "tokens of --seq-len"),
+        (tp, args.tp, config.num_heads, f"{config.num_heads} attention heads {of_model}"),
+        (tp, args.tp, config.num_kv_heads, f"{config.num_kv_heads} key and value heads {of_model}"),
+        (tp, args.tp, config.ffn_dim, f"{config.ffn_dim} columns of the feed-forward {of_model}"),
+        (tp, args.tp, config.dim, f"{config.dim} columns of the embedding {of_model}"),
+        (tp, args.tp, config.vocab_size, f"vocabulary of {config.vocab_size} {of_model}"),
+        (pp, stages, config.num_layers, f"{config.num_layers} layers {of_model}"),
+        (cp, args.cp, args.seq_len, f"{args.seq_len} tokens of --seq-len"),
     ]
-    for flag, parts, whole, what in cuts:
+    for axis, parts, whole, what in cuts:
         if whole % parts:
-            per_rank = f" ({stages_per_rank} stages per rank)" if stages != args.pp else ""
-            per_rank = per_rank if what == "layers" else ""
-            raise UsageError(
-                f"{flag} {args.pp if what == 'layers' else parts}{per_rank} does not divide the "
-                f"{whole} {what} of --preset {args.preset}"
-                if what != "tokens of --seq-len"
-                else f"{flag} {parts} does not divide --seq-len {whole}"
-            )
+            raise UsageError(f"{axis} does not divide the {what}")
     if not (args.grad_accum_steps or args.global_batch_size):
         args.grad_accum_steps = args.pp  # a pipeline of fewer micro-batches has idle stages
 

@@ -202,7 +202,7 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(run_script):
         ("--dp 2 --tp 2", "--dp 2 x --tp 2 x --pp 1 x --cp 1 = 4 ranks, but 2 were started"),
         ("--tp 3", "--dp 1 x --tp 3 x --pp 1 x --cp 1 = 3 ranks, but 2 were started"),
         ("--schedule gpipe --pp 2 --cp 2", "= 4 ranks, but 2 were started"),
-        ("--cp 2 --seq-len 33", "--cp 2 does not divide --seq-len 33"),
+        ("--cp 2 --seq-len 33", "--cp 2 does not divide the 33 tokens of --seq-len"),
         ("--pp 2 --grad-accum-steps 1", "needs at least as many micro-batches as stages"),
         ("--pp 2 --schedule interleaved --grad-accum-steps 3", "is no multiple of it"),
         ("--dp 2 --global-batch-size 3", "--global-batch-size 3 must be --micro-batch-size 2"),
