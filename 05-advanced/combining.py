@@ -16,6 +16,7 @@ from itertools import permutations
 from dist_common import cli, runtime
 from dist_common.measure import GIB
 from dist_common.report import Report, figure
+from layout_cheaper import list_changes
 from layout_counts import check_layout
 from layout_model import MODELS, RECOMPUTE, SHARDINGS, Cluster, Job, Layout
 from layout_published import H100, compare
@@ -190,6 +191,7 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add, count, rate = parser.add_argument, cli.positive_int, cli.positive_float
     add("--published", action="store_true", help="compare predictions with published runs")
+    add("--cheaper", action="store_true", help="show what the module's cheaper steps would change")
     add("--model", choices=MODELS, default="llama2-7b", help="shape of the model (llama2-7b)")
     add("--gpus", type=count, default=8, help="GPUs of the job (8)")
     add("--gpus-per-node", type=count, default=8, help="that NVLink connects (8)")
@@ -268,6 +270,8 @@ def main():
         describe_traffic(report, job, best)
         describe_memory(report, job, best)
         describe_step(report, cluster, best)
+        if args.cheaper:
+            list_changes(report, job, cluster, best.layout)
         check_layout(report, job, args.gpus, best)
         report.metrics |= {
             "layout": str(best.layout), "step_time_s": best.step_s, "tflops_per_gpu": best.tflops,

@@ -9,8 +9,9 @@
 source "$(dirname "$0")/../launch.sh"
 
 script=hybrid_parallelism.py
-known="expert_parallel hybrid_parallelism pipeline_parallel ring_attention tensor_parallel"
-known+=" tensor_parallel_dtensor ulysses"
+known="activation_checkpointing communication_overlap expert_parallel gradient_accumulation"
+known+=" gradient_compression hybrid_parallelism local_sgd low_precision pipeline_parallel"
+known+=" ring_attention tensor_parallel tensor_parallel_dtensor ulysses"
 read_mode "local, multi-node or slurm" "$@"
 shift
 if [[ ${1:-} == *.py ]]; then

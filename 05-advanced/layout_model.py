@@ -55,6 +55,7 @@ class Job:
     virtual_stages: int = 1
     order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
     causal_share: float = 0.5  # of the scores that attention computes: flash skips the others
+    reduce_bytes: float = FP32  # of a gradient on its way
 
     def micro_batches(self, layout: Layout) -> int:
         return self.global_batch_size // (layout.dp * self.micro_batch_size)

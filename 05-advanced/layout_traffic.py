@@ -154,7 +154,8 @@ def weight_traffic(job: Job, cluster: Cluster, layout: Layout, forward_s: float)
     layer = layer_matrices(job.config) / layout.tp + 2 * job.config.dim
     # Bytes per weight on the way: an all-reduce sends 2 (n - 1) / n of its tensor.
     in_forward = {"none": 0, "grad-op": BF16, "full": BF16}[kind]
-    in_backward = {"none": 2 * FP32, "grad-op": FP32, "full": BF16 + FP32}[kind]
+    reduced = job.reduce_bytes
+    in_backward = {"none": 2 * reduced, "grad-op": reduced, "full": BF16 + reduced}[kind]
     share = (n - 1) / n
     times = job.micro_batches(layout) if kind == "full" else 1
     gather_s = cluster.seconds(share * in_forward * weights, rate, 0)

@@ -6,6 +6,7 @@ import pytest
 from conftest import results_of
 
 import cp_costs
+import layout_cheaper
 import layout_counts
 import layout_model
 import layout_published
@@ -59,6 +60,17 @@ def test_a_layout_that_does_not_fit_is_said_to(run_script):
     assert ended.codes == [0] and "DOES NOT FIT: " in ended.stdout
     ended = run_script(COMBINING, "--model", "llama3-405b")
     assert ended.codes == [0] and ": 0 fit (the five smallest:)" in ended.stdout
+
+
+def test_cheaper_steps_are_listed_for_a_layout(run_script, tmp_path):
+    ended = run_script(COMBINING, *CHEAPER, "--network-gb-s", 1, "--output-dir", tmp_path / "run")
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    steps = results_of(tmp_path / "run")["metrics"]["step_time_s_by_change"]
+    assert len(steps) == 11
+    lossy = {"bf16 gradients", "PowerSGD, rank 4", "top 1%", "DiLoCo, 50 steps"}
+    for name in lossy:
+        assert steps[name] < steps["as above"] < steps["without overlap"]
+    assert steps["without no_sync"] == max(steps.values())
 
 
 def test_predictions_lie_around_published_runs(run_script, tmp_path):
@@ -155,6 +167,12 @@ def count_matrices_twice(_):
     }
 
 
+def send_only_half_of_powersgd(_):
+    numbers = layout_cheaper.powersgd_numbers
+    layout_cheaper.powersgd_numbers = lambda *args: numbers(*args) // 2
+
+
+CHEAPER = ("--model", "1b", "--gpus", 16, "--dp", 16, "--fsdp", "none", "--cheaper")
 SOME = ("--model", "llama3-8b", "--tp", 2, "--dp", 2, "--pp", 2)
 PUBLISHED = ("--published",)
 
@@ -167,6 +185,7 @@ PUBLISHED = ("--published",)
         (forget_attention, SOME, "operations, one layer and head"),
         (forget_what_swiglu_keeps, SOME, "bytes kept per token and layer"),
         (forget_the_backward_of_tp, SOME, "bytes tp sends per layer"),
+        (send_only_half_of_powersgd, CHEAPER, "numbers PowerSGD sends per layer"),
         (leave_no_bubble, PUBLISHED, "Llama 3: 32 over 16 micro-batches"),
         (recompute_for_nothing, PUBLISHED, "530B: recompute none over full"),
         (hold_no_master_copy, PUBLISHED, "Korthikanti, 48 layers: GiB of weights"),
@@ -244,6 +263,31 @@ def test_weights_are_sent_as_rings_send_them():
         assert sent["none"] == pytest.approx(ring["all_reduce"](n) * 4 * weights)
         assert sent["grad-op"] == pytest.approx(gather + reduce)
         assert sent["full"] == pytest.approx(16 / n * (2 * gather + reduce))
+
+
+def test_changes_send_what_their_lessons_derive():
+    """Each by its own formula: the all-reduce of DDP, n ranks, m micro-batches."""
+    n, m = 16, 8
+    job = job_of("1b", batch=n * m)
+    layout = Layout(dp=n, sharding="none")
+    found = {each.name: each for each in layout_cheaper.changes(job, CLUSTER, layout)}
+    weights = job.config.num_parameters()
+    ddp = 2 * (n - 1) / n * 4 * weights
+    assert found["as above"].sent == pytest.approx(ddp)
+    assert found["without no_sync"].sent == pytest.approx(m * ddp)
+    assert found["bf16 gradients"].sent == pytest.approx(ddp / 2)
+    assert found["DiLoCo, 50 steps"].sent == pytest.approx(ddp / 50)
+    assert found["top 1%"].sent == pytest.approx((n - 1) * weights / 100 * (4 + 4))
+    whole = found["without overlap"]
+    assert whole.exposed == whole.takes == found["as above"].takes
+    kept = found["as above"].memory
+    assert found["PowerSGD, rank 4"].memory - kept == pytest.approx(4 * weights)
+    assert found["DiLoCo, 50 steps"].memory - kept == pytest.approx(8 * weights)
+    assert (
+        layout_cheaper.changes(job_of("1b", batch=8), CLUSTER, Layout())[-1].name == "fp8 matmuls"
+    )
+    sharded = layout_cheaper.changes(job, CLUSTER, Layout(dp=n))
+    assert not any("PowerSGD" in each.name for each in sharded), "hooks are DDP's"
 
 
 def test_keys_and_values_are_sent_as_ring_attention_sends_them():
