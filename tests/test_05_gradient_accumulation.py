@@ -1,0 +1,273 @@
+"""Gradient accumulation: one step in many micro-batches, with the result of one large batch."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from conftest import GPUS, REPO, load_script, results_of, run_command
+
+from dist_common import data
+
+SCRIPT = "05-advanced/gradient_accumulation.py"
+SMALL = ("--global-batch-size", 12, "--seq-len", 8)
+FULL = pytest.mark.full
+
+
+def shrink():
+    """One layer, width 32: the checks are the same."""
+    steps = sys.modules["acc_steps"]
+    small = {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64}
+    steps.MODEL = dataclasses.replace(steps.MODEL, **small)
+    steps.BUCKET_MIB = 0.03
+
+
+def run_small(run_script, folder, world_size, sabotage=lambda script: None, *argv):
+    def before(script):
+        shrink()
+        sabotage(script)
+
+    arguments = (*SMALL, *argv, "--output-dir", folder)
+    return run_script(SCRIPT, *arguments, world_size=world_size, before=before)
+
+
+PARTS = ("check_factorizations", "check_sending", "check_weighings", "check_optimizers",
+         "check_remainder", "profile_steps", "draw_steps")  # fmt: skip
+
+
+def leave_out(script, parts):
+    for part in set(PARTS) - set(parts):
+        setattr(script, part, lambda *_: None)
+
+
+def measured(folder) -> dict:
+    return {check["name"]: check["measured"] for check in results_of(folder)["checks"]}
+
+
+# the script
+
+
+@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=FULL) for n in (1, 4))])
+def test_every_factorization_is_one_process(run_script, tmp_path, world_size):
+    """Tolerance 1e-5: float32 keeps 1.2e-7 of a number; SGD enlarges no rounding."""
+    folder = tmp_path / "run"
+    parts = PARTS[:-2] if world_size == 3 else PARTS  # another one draws the timeline
+    ended = run_small(run_script, folder, world_size, lambda script: leave_out(script, parts))
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    content = results_of(folder)
+    assert all(check["ok"] for check in content["checks"])
+    share = 12 // world_size
+    sizes = [size for size in range(1, share + 1) if share % size == 0]
+    found = measured(folder)
+    for size in sizes:
+        name = f"{size} x {share // size} x {world_size}"
+        assert found[f"{name}: weights, relative error"] < 1e-5
+        assert found[f"{name}: largest error of a loss"] < 1e-5
+    metrics = content["metrics"]
+    assert metrics["factorizations"] == len(sizes) and len(metrics["losses"]) == 3
+    # Embedding and head, a block of 2 x 32 x 16 x (2 + 1) + 3 x 32 x 64 + 2 x 32, a norm.
+    weights = 2 * 256 * 32 + 2 * 32 * 16 * 3 + 3 * 32 * 64 + 2 * 32 + 32
+    steps = max(n for n in range(1, 5) if share % n == 0)
+    assert metrics["no_sync: bytes"] == 4 * weights
+    assert metrics["send each: bytes"] == metrics["forward outside: bytes"] == 4 * weights * steps
+    assert metrics["forward inside: calls"] == 0 < metrics["no_sync: calls"] == metrics["buckets"]
+    assert metrics["buckets"] > 1
+    assert metrics["send each: calls"] == steps * metrics["buckets"]
+    assert (folder / "gradient_accumulation.png").exists() or parts != PARTS
+    if world_size > 1:
+        check_wrong_divisors(metrics, steps)
+
+
+def check_wrong_divisors(metrics, steps):
+    """What the page says of means, of Adam, and of the last step of an epoch."""
+    for name in ("mean over all tokens", "mean of micro-batch means", "mean of rank means"):
+        assert metrics[f"{name}, full sequences"] < 1e-5
+    assert metrics["mean over all tokens, 1 to T tokens"] < 1e-5
+    for name in ("mean of micro-batch means", "mean of rank means"):
+        assert metrics[f"{name}, 1 to T tokens"] > 1e-3
+    assert metrics["sum of micro-batch means, full sequences"] == pytest.approx(steps - 1, abs=1e-4)
+    hidden = [metrics[f"unscaled: AdamW, {name}"] for name in ("eps 1e-8", "weight decay 0.1")]
+    assert max(hidden) < 0.05 < metrics["unscaled: Adam, L2 weight decay 0.1"]
+    assert metrics["unscaled: SGD"] == pytest.approx(steps - 1, abs=1e-3)
+    assert metrics["unscaled: AdamW, norm clipped"] > 1e-3
+    assert metrics["remainder by what it holds"] < 1e-5
+    assert metrics["remainder by a whole step"] == pytest.approx(1 - 1 / steps, abs=1e-5)
+    assert metrics["remainder carried"] == pytest.approx(1 / steps, abs=1e-5)
+
+
+@FULL
+def test_without_accumulation_there_is_nothing_to_leave_over(run_script, tmp_path):
+    folder = tmp_path / "run"
+    argv = ("--grad-accum-steps", 1)
+    ended = run_small(run_script, folder, 2, lambda script: None, *argv)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "no step of an epoch is left incomplete" in ended.stdout
+    metrics = results_of(folder)["metrics"]
+    assert metrics["send each: bytes"] == metrics["no_sync: bytes"]
+
+
+# sabotage: one per kind of check
+
+
+def forget_to_scale(script):
+    script.by_tokens = script.sum_of_means
+
+
+def drop_a_micro_batch(script):
+    """Leave out the first one; the number of tokens still counts it."""
+    right = script.accumulate
+    script.accumulate = lambda model, batches, factors: right(
+        model, batches[1:] or batches, factors[1:] or factors
+    )
+
+
+def skip_the_last_all_reduce(script):
+    script.accumulate = lambda model, batches, factors: sum_quietly(script, model, batches, factors)
+
+
+def sum_quietly(script, model, batches, factors):
+    total = 0.0
+    with model.no_sync():
+        for number, batch in enumerate(batches):
+            loss = factors[number] * script.summed_loss(model, *batch)
+            loss.backward()
+            total += loss.detach()
+    return total
+
+
+def send_in_every_backward(script):
+    right = script.accumulate
+
+    def accumulate(model, batches, factors):
+        pairs = zip(batches, factors, strict=True)
+        return sum(right(model, [batch], [factor]) for batch, factor in pairs)
+
+    script.accumulate = accumulate
+
+
+def keep_the_logits_twice(script):
+    """Keep for backward as many bytes more as micro-batches are squared."""
+    right = script.summed_loss
+
+    def greedy(model, inputs, targets):
+        more = torch.zeros(len(inputs) ** 2, 100, requires_grad=True, device=inputs.device)
+        return right(model, inputs, targets) + 0 * more.exp().sum()
+
+    script.summed_loss = greedy
+
+
+def start_an_epoch_clean(script):
+    """The carried micro-batch is lost instead: another bug, with another gradient."""
+    right = script.carry_over
+
+    def clean(model, optimizer, epochs, steps):
+        for micro_batches in epochs:
+            right(model, optimizer, [micro_batches], steps)
+            optimizer.zero_grad()
+
+    script.carry_over = clean
+
+
+WEIGHTS = ": weights, relative error"
+SENT = ": bytes all-reduced"
+SABOTAGES = [
+    (forget_to_scale, PARTS[:1], {"2 x 3 x 2: largest error of a loss", f"2 x 3 x 2{WEIGHTS}"}, ()),
+    (drop_a_micro_batch, PARTS[:1],
+     {"2 x 3 x 2: samples not seen exactly once", f"2 x 3 x 2{WEIGHTS}"}, ()),
+    (skip_the_last_all_reduce, PARTS[:2],
+     {"no_sync: all-reduces per step", f"no_sync, a step{SENT}", f"6 x 1 x 2, an epoch{SENT}",
+      f"6 x 1 x 2{WEIGHTS}", "no_sync: gradient, relative error"}, ()),
+    (forget_to_scale, PARTS,
+     {"mean over all tokens, 1 to T tokens: gradient, relative error"}, FULL),
+    (send_in_every_backward, PARTS,
+     {"no_sync: all-reduces per step", f"1 x 6 x 2, an epoch{SENT}",
+      "no_sync, before the last forward: all-reduces per step"}, FULL),
+    (keep_the_logits_twice, PARTS, {"2 x 3 x 2: bytes kept for backward"}, FULL),
+    (start_an_epoch_clean, PARTS,
+     {"carried into the next epoch: distance from the right one"}, FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "parts", "failing"),
+    [pytest.param(*case[:3], marks=case[3]) for case in SABOTAGES],
+)
+def test_sabotage_of_accumulation_fails_a_check(run_script, tmp_path, sabotage, parts, failing):
+    folder = tmp_path / "run"
+
+    def before(script):
+        leave_out(script, parts)
+        sabotage(script)
+
+    ended = run_small(run_script, folder, 2, before, "--grad-accum-steps", 3)
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+    assert failing <= bad, bad
+    if sabotage in (keep_the_logits_twice, start_an_epoch_clean):
+        kind = next(iter(failing)).rpartition(": ")[2]
+        assert all(name.endswith(kind) for name in bad), "nothing else is wrong"
+    if sabotage is send_in_every_backward:
+        assert not any(name.endswith(("error", "loss")) for name in bad), "its gradient is right"
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (3, ("--global-batch-size", 16), "--global-batch-size 16 must be --micro-batch-size 1 x 3 "
+                                         "ranks x --grad-accum-steps N, a multiple of 3"),
+        pytest.param(
+         2, ("--micro-batch-size", 5), "--micro-batch-size 5 x 2 ranks x --grad-accum-steps "
+         "N, a multiple of 10", marks=FULL),
+        (2, ("--micro-batch-size", 4, "--grad-accum-steps", 2),
+         "must be --micro-batch-size 4 x 2 ranks x --grad-accum-steps 2, a multiple of 8"),
+        (2, ("--grad-accum-steps", 5), "must be a micro-batch size x 2 ranks x "
+                                       "--grad-accum-steps 5, a multiple of 10"),
+        (1, ("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
+        (1, ("--seq-len", 4_000_001), "fewer than one sequence of 4000001 tokens"),
+    ],
+)  # fmt: skip
+def test_accumulation_refuses_bad_input(run_script, world_size, argv, says):
+    ended = run_script(SCRIPT, *argv, world_size=world_size)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("gradient_accumulation.py: error: ") and says in line
+    assert 2 in ended.codes
+
+
+# its parts
+
+
+def test_an_empty_micro_batch_has_a_sum_but_no_mean():
+    """A rank whose part of the last step is short gets such: 0/0 is no number, 0/tokens is 0."""
+    script = load_script(SCRIPT)
+    targets = torch.full((2, 4), data.IGNORED)
+    model = torch.nn.Embedding(8, 8)
+    loss = script.summed_loss(model, torch.zeros(2, 4, dtype=torch.int64), targets)
+    loss.backward()
+    assert loss.item() == 0 and not model.weight.grad.any()
+    assert script.counted(targets).item() == 0
+    assert torch.isnan(loss / script.counted(targets))
+
+
+@FULL
+def test_a_slow_link_delays_but_does_not_change(run_script, tmp_path):
+    folder = tmp_path / "run"
+    ended = run_small(run_script, folder, 2, lambda script: None, "--link", "200mbit")
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "link: 200 Mbit/s per rank" in ended.stdout
+    metrics = results_of(folder)["metrics"]
+    # 4 bytes per weight over 25 MB/s, in each of 3 backwards, or in one.
+    once = metrics["no_sync: bytes"] / 25e6 * 1e3
+    assert metrics["no_sync: sending ms"] == pytest.approx(once)
+    assert metrics["send each: sending ms"] == pytest.approx(3 * once)
+
+
+@FULL
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_accumulation_runs_on_a_gpu():
+    command = ["python", SCRIPT, "--device", "cuda"]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout
