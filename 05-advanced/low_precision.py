@@ -1,0 +1,199 @@
+"""Low precision: the same training in float32, bfloat16, float16 and float8, under DDP and FSDP2.
+
+    CPU   torchrun --standalone --nproc-per-node=2 05-advanced/low_precision.py
+    GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/low_precision.py --precision fp8
+
+`fp8` is torchao's float8 on a GPU of compute capability 8.9 or later; `fp8-emulated` rounds the
+same numbers on any device, and multiplies them in float32. Look for: what each format can hold;
+the gradients that float16 rounds to 0; the updates that bfloat16 weights lose; each precision's
+loss, memory and bytes. Sources: Micikevicius et al., Mixed Precision Training (2018) and FP8
+Formats for Deep Learning (2022); torchao.float8.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from dist_common import cli, runtime
+from dist_common.report import Report
+from lowp_checks import (
+    Job,
+    check_fsdp_bytes,
+    check_lost_updates,
+    check_memory,
+    check_parity,
+    check_rounding_off,
+    check_scaling,
+    check_skips,
+    check_underflow,
+    draw,
+    loss_of,
+    refuse_fp8,
+    refuse_scale,
+)
+from lowp_formats import RoundedAdamW, check_formats, check_sums
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "fp8": torch.bfloat16}
+BF16_WEIGHTS = ("bf16-true", "bf16-stochastic", "bf16-masters")
+HERE = ("32-true", "bf16-mixed", "16-mixed", *BF16_WEIGHTS, "fp8-emulated")  # on every device
+
+
+def train_step(model, optimizer, scaler, precision, loss_of, batch):
+    """Take one step; return its loss. Without float16 the scaler is disabled and does nothing."""
+    optimizer.zero_grad()
+    device = next(model.parameters()).device.type
+    with torch.autocast(device, AUTOCAST.get(precision), enabled=precision in AUTOCAST):
+        loss = loss_of(model, *batch)
+
+    scaler.scale(loss).backward()  # DDP averages the scaled gradients
+    scaler.unscale_(optimizer)  # before anything reads them: clipping does
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)  # skips, on all ranks or on none: it looks at the average
+    scaler.update()
+
+    return loss.detach()
+
+
+# float8
+
+
+def quantize(x, dtype):
+    """Round to float8; one scale per tensor makes its largest number the format's largest."""
+    largest = torch.finfo(dtype).max
+    scale = largest / x.abs().max().clamp(min=1e-12)
+    return (x * scale).clamp(-largest, largest).to(dtype), scale
+
+
+def dequantize(numbers, scale):
+    return numbers.float() / scale
+
+
+class Float8Product(torch.autograd.Function):
+    """y = x W^T of rounded x and W; backward multiplies them with a rounded gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, rounding):
+        x, weight = rounding(x, E4M3), rounding(weight, E4M3)
+        ctx.rounding = rounding
+        ctx.save_for_backward(*x, *weight)  # float8: a byte per number
+        return F.linear(dequantize(*x), dequantize(*weight))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        x, weight = dequantize(x, x_scale), dequantize(weight, weight_scale)
+        grad = dequantize(*ctx.rounding(grad, E5M2))
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2), None
+
+
+def in_a_block(module, name):
+    """Choose the linear layers of the blocks: the head decides between near-equal logits."""
+    return isinstance(module, nn.Linear) and name != "head"
+
+
+def emulate_float8(model, rounding):
+    for name, module in model.named_modules():
+        if in_a_block(module, name):
+            module.forward = lambda x, w=module.weight: Float8Product.apply(x, w, rounding)
+
+
+def use_torchao(model):
+    """Have a GPU multiply in float8: per-tensor scales, as above."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name("tensorwise")
+    convert_to_float8_training(model, config=config, module_filter_fn=in_a_block)
+
+
+# training
+
+
+def prepare(model, precision, args):
+    """Turn a float32 model into one that trains in this precision; return optimizer and scaler."""
+    if precision in BF16_WEIGHTS:
+        model.bfloat16()
+    elif precision == "fp8-emulated":
+        emulate_float8(model, quantize)
+    elif precision == "fp8":
+        use_torchao(model)
+    weights = list(model.parameters())
+    if precision in ("bf16-stochastic", "bf16-masters"):
+        optimizer = RoundedAdamW(weights, args.lr, precision == "bf16-masters", args.seed)
+    else:
+        optimizer = torch.optim.AdamW(weights, lr=args.lr)
+    device, enabled = weights[0].device.type, precision == "16-mixed"
+    return optimizer, torch.amp.GradScaler(device, init_scale=args.loss_scale, enabled=enabled)
+
+
+def train(job, precision, steps, loss_of=loss_of):
+    """Train under DDP; return model, optimizer, this rank's losses, and the steps it skipped."""
+    model = job.build()
+    optimizer, scaler = prepare(model, precision, job.args)
+    ddp = DDP(model)
+    losses, skipped = [], []
+    for step, batch in enumerate(job.batches(steps, job.rank)):
+        scale = scaler.get_scale()
+        losses.append(train_step(ddp, optimizer, scaler, precision, loss_of, batch))
+        skipped += [step] * (scaler.get_scale() < scale)
+    return model, optimizer, torch.stack(losses), skipped
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    add, positive = parser.add_argument, cli.positive_int
+    add("--precision", choices=("all", *HERE, "fp8"), default="all",
+        help="one of these, beside 32-true (all that this device has)")  # fmt: skip
+    add("--micro-batch-size", type=positive, default=4, help="sequences per rank and step (4)")
+    add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
+    add("--num-layers", type=positive, default=2, help="blocks of the tiny preset (2)")
+    add("--max-steps", type=positive, default=30, help="training steps of each precision (30)")
+    add("--lr", type=cli.positive_float, default=2e-3, help="learning rate of AdamW (0.002)")
+    add("--loss-scale", type=cli.positive_float, default=65536, help="first scale, float16 (65536)")
+    return parser.parse_args()
+
+
+def chosen(args, device, report):
+    """Return the precisions to train in, float32 first."""
+    if args.precision != "all":
+        return list(dict.fromkeys(["32-true", args.precision]))
+    try:
+        refuse_fp8(device)
+    except cli.UsageError as error:
+        report.say(f"skipped: {error}")
+        return list(HERE)
+    return [*HERE, "fp8"]
+
+
+def main():
+    args = parse_args()
+    with runtime.init(args.device, args.timeout) as (world, device):
+        report = Report("05-advanced/low_precision.py", args, world, device)
+        job = Job(args, world, device)
+        refuse_scale(args.loss_scale)
+        if args.precision == "fp8":
+            refuse_fp8(device)
+        report.start(f"{job.config.num_parameters():,} weights")
+
+        check_formats(report)
+        check_sums(report)
+        precisions = chosen(args, device, report)
+        trained = {name: train(job, name, args.max_steps) for name in precisions}
+        check_memory(report, job, trained, train, AUTOCAST)
+        check_fsdp_bytes(report, job)
+        for name in precisions:
+            if name != "fp8":  # its rounding is in torchao's kernels
+                check_parity(report, job, name, train, prepare)
+        check_rounding_off(report, job, emulate_float8)
+        check_scaling(report, job)
+        check_skips(report, job, train)
+        check_underflow(report, job, trained["32-true"][0])
+        check_lost_updates(report, job)
+        if report.output and world.is_rank0:
+            draw(report, job, trained)
+        return report.finish("each precision trains as one process does with the same rounding")
+
+
+if __name__ == "__main__":
+    cli.run(main)

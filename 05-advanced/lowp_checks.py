@@ -1,0 +1,500 @@
+"""What low_precision.py claims, measured: parity with one process, underflow, memory, bytes."""
+
+import copy
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from dist_common import cli, data, models, proofs, runtime
+from dist_common.measure import CollectiveCounter
+from dist_common.report import Report
+from lowp_formats import FORMATS, OTHER_SEED, RoundedAdamW, draw_losses, draw_ranges
+
+SHOWN_STEPS = 3  # compared with one process
+FLOAT32_SUM = 1e-5  # relative: float32 keeps 6e-8 of a number; other order of a sum of N ranks
+
+
+def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss per token, computed in float32. Shapes: (B, T) both."""
+    return F.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+
+class Job:
+    """The model and the batches that every precision trains on."""
+
+    def __init__(self, args, world, device) -> None:
+        self.args, self.device = args, device
+        self.seed = args.seed  # of the weights
+        self.rank, self.ranks = world.rank, world.world_size
+        tiny = models.preset("tiny", args.seq_len)
+        self.config = replace(tiny, num_layers=args.num_layers)
+        steps = max(args.max_steps, SHOWN_STEPS)
+        count = steps * self.ranks * args.micro_batch_size
+        self.text = data.Sequences(data.load_text(), args.seq_len, count)
+
+    def build(self) -> models.Transformer:
+        """Return the model with the weights of `seed`, in float32."""
+        runtime.seed_everything(self.seed)
+        return models.Transformer(self.config).to(self.device)
+
+    def batches(self, steps: int, rank: int) -> Iterator[list[torch.Tensor]]:
+        """Yield a rank's micro-batch of each step. Shapes: inputs and targets (B, T)."""
+        size = self.args.micro_batch_size
+        return data.batches_of(
+            self.text, steps, size * self.ranks, rank * size, size, self.device
+        )  # fmt: skip
+
+
+def refuse_scale(scale: float) -> None:
+    """Raise UsageError unless a loss scale is a power of two."""
+    if math.frexp(scale)[0] != 0.5:
+        raise cli.UsageError(f"--loss-scale must be a power of two, not {scale:g}: others round")
+
+
+def refuse_fp8(device: torch.device) -> None:
+    """Raise UsageError where this device or installation cannot multiply in float8."""
+    needs = "--precision fp8 needs a GPU of compute capability 8.9 or later (L40S, H100)"
+    if device.type != "cuda":
+        raise cli.UsageError(f"{needs}, not the CPU")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise cli.UsageError(f"{needs}: {name} has {capability[0]}.{capability[1]}")
+    if not importlib.util.find_spec("torchao"):
+        raise cli.UsageError("--precision fp8 needs torchao: pip install torchao")
+
+
+# one process
+
+
+class Rounded(torch.autograd.Function):
+    """Forward: round as a format with a scale per tensor does. Backward: pass on."""
+
+    @staticmethod
+    def forward(ctx, x, name):
+        return round_scaled(x, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class RoundedGradient(torch.autograd.Function):
+    """Forward: pass on. Backward: round."""
+
+    @staticmethod
+    def forward(ctx, x, name):
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return round_scaled(grad, ctx.name), None
+
+
+def round_scaled(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Round by the format's arithmetic, so that the largest number becomes the format's largest."""
+    form = FORMATS[name]
+    scale = form.largest / x.abs().max().clamp(min=1e-12)
+    return form.round((x * scale).clamp(-form.largest, form.largest)) / scale
+
+
+def simulate_float8(model: nn.Module) -> None:
+    """Give the blocks' linear layers factors and gradients on float8's grid, in float32 only."""
+    for layer in model.blocks.modules():
+        if isinstance(layer, nn.Linear):
+
+            def forward(x, weight=layer.weight):
+                x, weight = Rounded.apply(x, "fp8 e4m3"), Rounded.apply(weight, "fp8 e4m3")
+                return RoundedGradient.apply(F.linear(x, weight), "fp8 e5m2")
+
+            layer.forward = forward
+
+
+def train_alone(job: Job, name: str, prepare: Callable) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Train in one process: each rank's micro-batch in turn, averaged in the gradient's dtype.
+
+    Returns losses (SHOWN_STEPS, ranks), the first gradient without overflow, clipped to length 1,
+    and its step.
+    """
+    model = job.build()
+    optimizer, _ = prepare(model, "32-true" if name == "fp8-emulated" else name, job.args)
+    if name == "fp8-emulated":
+        simulate_float8(model)
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(name)
+    scale = job.args.loss_scale if name == "16-mixed" else 1.0
+    weights, losses, first = list(model.parameters()), [], None
+    streams = (job.batches(SHOWN_STEPS, rank) for rank in range(job.ranks))
+    for step, micro_batches in enumerate(zip(*streams, strict=True)):
+        total = [torch.zeros_like(weight) for weight in weights]
+        for batch in micro_batches:
+            with torch.autocast(job.device.type, dtype, enabled=dtype is not None):
+                loss = loss_of(model, *batch)
+            losses.append(loss.detach())
+            for sum_, part in zip(total, torch.autograd.grad(loss * scale, weights), strict=True):
+                sum_ += part / job.ranks
+        length = math.sqrt(sum((part.double() / scale).square().sum() for part in total))
+        if not math.isfinite(length):  # float16 overflowed: skip the step, halve the scale
+            scale /= 2
+            continue
+        for weight, part in zip(weights, total, strict=True):
+            weight.grad = part / scale / max(length, 1.0)
+        first = first or (proofs.flat(weight.grad for weight in weights), step)
+        optimizer.step()
+    if first is None:
+        many = f"float16 overflows in the first {SHOWN_STEPS} steps: take a smaller one"
+        raise cli.UsageError(f"--loss-scale {job.args.loss_scale:g}: {many}")
+    return torch.stack(losses).view(SHOWN_STEPS, job.ranks), *first
+
+
+def tolerances(name: str, ranks: int) -> tuple[float, float]:
+    """Return what gradient and loss may differ by, relative, from one process.
+
+    Gradients in bfloat16 are summed over the ranks in another order: an error of half a spacing
+    for each addition. A later step starts from weights that differ by as much.
+    """
+    if name in ("bf16-true", "bf16-stochastic", "bf16-masters"):
+        return ranks * FORMATS["bf16"].spacing, 1e-2
+    return FLOAT32_SUM, FLOAT32_SUM if name == "32-true" else 1e-3
+
+
+def check_parity(report: Report, job: Job, name: str, train: Callable, prepare: Callable) -> None:
+    """Check the first step's gradient, and losses under DDP, against one process."""
+    expected_losses, expected, step = train_alone(job, name, prepare)
+    model = train(job, name, step + 1)[0]
+    losses = train(job, name, SHOWN_STEPS)[2]
+    gradient, loss = tolerances(name, job.ranks)
+    source = "one process, each rank's micro-batch in turn, rounded alike"
+    error = relative(proofs.flat(p.grad for p in model.parameters()), expected)
+    worst = max(runtime.gather(error))
+    report.check(f"{name}: gradient, relative error", worst, 0, gradient, source)
+    error = ((losses - expected_losses[:, job.rank]).abs() / expected_losses[:, job.rank]).max()
+    worst = max(runtime.gather(error.item()))
+    report.check(f"{name}: losses, relative error", worst, 0, loss, source)
+
+
+def relative(measured: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest error, relative to the largest number."""
+    return ((measured - expected).abs().max() / expected.abs().max()).float().item()
+
+
+def gradient_of(job: Job, model: nn.Module, dtype=None, scale: float = 1.0, loss_factor=1.0):
+    """Return a plain model's gradient of this rank's first batch, after unscaling."""
+    with torch.autocast(job.device.type, dtype, enabled=dtype is not None):
+        loss = loss_of(model, *next(job.batches(1, job.rank))) * loss_factor
+    grads = torch.autograd.grad(loss * scale, list(model.parameters()))
+    return proofs.flat(grad / scale for grad in grads)
+
+
+def check_rounding_off(report: Report, job: Job, emulate: Callable) -> None:
+    """Check that float8 products without their rounding give the gradient of float32."""
+    model = job.build()
+    expected = gradient_of(job, model)
+    emulate(model, lambda x, dtype: (x, torch.ones((), device=x.device)))
+    worst = max(runtime.gather(relative(gradient_of(job, model), expected)))
+    name = "fp8-emulated without rounding: gradient, relative error"
+    report.check(name, worst, 0, FLOAT32_SUM, "float32")
+
+
+def check_scaling(report: Report, job: Job) -> None:
+    """Check that loss scaling by a power of two changes no bit, unless numbers under- or overflow.
+
+    float16 is where they do: the share of gradients that differ is its metric.
+    """
+    model, scale = job.build(), job.args.loss_scale
+    kinds = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    for name, dtype in kinds.items():
+        plain, scaled = (gradient_of(job, model, dtype, by) for by in (1.0, scale))
+        differ = sum(runtime.gather((plain != scaled).sum().item()))
+        if name == "16-mixed":
+            report.metrics["16-mixed: gradients changed by scaling"] = (
+                differ / job.ranks / len(plain)
+            )
+        else:
+            report.check(f"{name}: gradients changed by loss scaling", differ, 0, 0,
+                         "a power of two changes the exponent alone")  # fmt: skip
+
+
+def check_skips(report: Report, job: Job, train: Callable) -> None:
+    """Spoil one rank's loss in the second step: every rank must skip it, and the same others."""
+    calls = []
+
+    def spoiled(model, *batch):
+        calls.append(0)
+        spoil = len(calls) == 2 and job.rank == job.ranks - 1
+        return loss_of(model, *batch) * (float("inf") if spoil else 1.0)
+
+    model, _, _, skipped = train(job, "16-mixed", SHOWN_STEPS, spoiled)
+    lists = runtime.gather(skipped)
+    right = sum(1 in steps and steps == lists[0] for steps in lists)
+    source = "the overflow is in the average that all ranks hold"
+    report.check("16-mixed: ranks that skip the step one rank spoiled", right, job.ranks, 0, source)
+    proofs.same_weights(report, model)
+
+
+# what float16 loses, and bfloat16 weights
+
+
+def tensors_of_a_step(job: Job, model: nn.Module, dtype=None, factor: float = 1.0):
+    """Return weights, inputs of the blocks' linear layers, and gradients of their outputs.
+
+    Each as one vector; in 16 bits under autocast. `factor` multiplies the loss.
+    """
+    inputs, outputs = [], []
+    layers = [layer for layer in model.blocks.modules() if isinstance(layer, nn.Linear)]
+
+    def note(layer, received, returned):
+        inputs.append(received[0])
+        outputs.append(returned)
+
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    with torch.autocast(job.device.type, dtype, enabled=dtype is not None):
+        loss = loss_of(model, *next(job.batches(1, job.rank)))
+    grads = torch.autograd.grad(loss * factor, outputs)
+    for hook in hooks:
+        hook.remove()
+    return [proofs.flat(kind) for kind in ([layer.weight for layer in layers], inputs, grads)]
+
+
+def check_underflow(report: Report, job: Job, model: nn.Module) -> None:
+    """Print which share of activations' gradients float16 rounds to 0, with and without scaling.
+
+    Check it against a cast of float32's gradients. A loss is a mean: a batch of 64 times the
+    tokens has gradients of a 64th; the second half of the table multiplies the loss so.
+    """
+    rows, source = [], "float32's gradients, cast"
+    step = job.ranks * job.args.micro_batch_size * job.args.seq_len
+    for tokens in (1, 64):
+        for scale in (1.0, job.args.loss_scale):
+            factor = scale / tokens
+            exact = tensors_of_a_step(job, model, factor=factor)[2]
+            nonzero = exact != 0
+            cast = (exact.half() == 0)[nonzero].float().mean().item()
+            flushed = tensors_of_a_step(job, model, torch.float16, factor)[2]
+            zero = (flushed == 0)[nonzero].float().mean().item()
+            zero, cast = (sum(runtime.gather(share)) / job.ranks for share in (zero, cast))
+            rows.append((f"{tokens * step:,}", f"{scale:g}", f"{zero:.2%}", f"{cast:.2%}"))
+            name = f"tokens x {tokens}, scale {scale:g}: share that float16 rounds to 0"
+            report.metrics[name] = zero
+            report.check(name, zero, cast, 0.02, source)
+    headers = ("tokens per step", "loss scale", "float16 gradients of 0", "float32's, cast")
+    report.table(rows, headers)
+
+
+def check_lost_updates(report: Report, job: Job) -> None:
+    """Print which share of bfloat16 weights one AdamW step leaves as they are, by learning rate.
+
+    Adam's first step changes every weight by the learning rate. A change below half the distance
+    to the next bfloat16 is rounded away; stochastic rounding makes it a whole distance, seldom.
+    """
+    rows = []
+    for lr in (1e-3, 1e-4, 1e-5):
+        before, after, gradient = first_step(job, lr, torch.optim.AdamW)
+        exponent = torch.frexp(before)[1] - 1
+        half_spacing = torch.exp2((exponent - FORMATS["bf16"].mantissa - 1).float())
+        same = (after == before).float().mean().item()
+        expected = (lr < half_spacing).float().mean().item()
+        report.metrics[f"updates lost at lr {lr:g}"] = same
+        source = "weights of which half a spacing is above the learning rate"
+        worst = max(runtime.gather(abs(same - expected)))
+        report.check(f"lr {lr:g}: updates lost, error of the share", worst, 0, 0.01, source)
+
+        before, after, gradient = first_step(
+            job, lr, lambda weights, lr: RoundedAdamW(weights, lr, False, job.args.seed)
+        )
+        arrives = ((before - after) * gradient.sign() / lr).mean().item()
+        name, source = "stochastic rounding: updates that arrive", "right on average"
+        report.check(f"lr {lr:g}, {name}", arrives, 1, 0.05, source)
+        rows.append((f"{lr:g}", f"{same:.1%}", f"{expected:.1%}", f"{arrives:.1%}"))
+    headers = (
+        "learning rate",
+        "weights unchanged",
+        "half spacing > rate",
+        "stochastic: mean update",
+    )
+    report.table(rows, headers)
+
+
+def first_step(job: Job, lr: float, make: Callable) -> list[torch.Tensor]:
+    """Return bfloat16 weights before and after a step, and gradients, as float32 vectors."""
+    model = job.build().bfloat16()
+    weights = list(model.parameters())
+    optimizer = make(weights, lr)
+    loss_of(model, *next(job.batches(1, job.rank))).backward()
+    before = proofs.flat(weights).float()
+    optimizer.step()
+    gradient = proofs.flat(weight.grad for weight in weights).float()
+    moved = gradient.abs() > 1e-6  # below, Adam's eps of 1e-8 shortens the step
+    return [numbers[moved] for numbers in (before, proofs.flat(weights).float(), gradient)]
+
+
+# memory and bytes
+
+
+# Bytes per weight of weights, gradients and optimizer state: bf16-masters keeps float32 weights
+# beside Adam's two float32 moments; RoundedAdamW holds them for bf16-stochastic too, in a step.
+STATE = {
+    "32-true": (4, 4, 8), "bf16-mixed": (4, 4, 8), "16-mixed": (4, 4, 8), "fp8": (4, 4, 8),
+    "fp8-emulated": (4, 4, 8), "bf16-true": (2, 2, 4), "bf16-masters": (2, 2, 12),
+    "bf16-stochastic": (2, 2, 8),
+}  # fmt: skip
+
+
+def kept_formula(config: models.TransformerConfig, name: str) -> tuple[int, int]:
+    """Return the bytes that the blocks' linear layers keep for backward: per token, and copies.
+
+    Inputs: D numbers for query, key and value together, D for output, D for gate and up together,
+    F for down. What casts each layer's input by itself keeps D for each of these six, and a copy
+    of the weights.
+    """
+    D, F_, layers = config.dim, config.ffn_dim, config.num_layers
+    weights = 2 * D * (D + D // config.num_heads * config.num_kv_heads) + 3 * D * F_
+    if name in ("bf16-mixed", "16-mixed"):
+        return layers * 2 * (6 * D + F_), layers * 2 * weights
+    if name == "fp8-emulated":  # 7 layers, 2 scales in float32
+        return layers * (6 * D + F_), layers * (weights + 7 * 2 * 4)
+    return layers * (3 * D + F_) * (4 if name == "32-true" else 2), 0
+
+
+def kept_bytes(job: Job, model: nn.Module, dtype, times: int) -> tuple[int, int]:
+    """Count what autograd keeps of a batch, `times` over: of the blocks' linear layers, of all."""
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    everything, of_linears, inside = {}, {}, []
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:  # each storage counts once, and stays alive
+            everything[storage.data_ptr()] = storage
+            if inside:
+                of_linears[storage.data_ptr()] = storage
+        return tensor
+
+    hooks = []
+    for layer in model.blocks.modules():
+        if isinstance(layer, nn.Linear):
+            hooks.append(layer.register_forward_pre_hook(lambda *_: inside.append(0)))
+            hooks.append(layer.register_forward_hook(lambda *_: inside.clear()))
+    batch = [part.repeat(times, 1) for part in next(job.batches(1, job.rank))]
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast(job.device.type, dtype, enabled=dtype is not None),
+    ):
+        loss_of(model, *batch)
+    for hook in hooks:
+        hook.remove()
+    return tuple(sum(s.nbytes() for s in kept.values()) for kept in (of_linears, everything))
+
+
+def state_bytes(model: nn.Module, optimizer) -> tuple[int, int, int]:
+    """Sum the bytes of weights, gradients, and optimizer state with masters, if there are any."""
+    weights = list(model.parameters())
+    adam = getattr(optimizer, "adamw", optimizer)
+    state = [t for s in adam.state.values() for name, t in s.items() if name != "step"]
+    if getattr(optimizer, "keep_masters", False):
+        state += optimizer.masters
+    gradients = [w.grad for w in weights]
+    return tuple(sum(t.nbytes for t in kind) for kind in (weights, gradients, state))
+
+
+def check_memory(report: Report, job: Job, trained: dict, train: Callable, autocast: dict) -> None:
+    """Print each precision's loss, bytes per weight, kept bytes per token, and DDP's bytes."""
+    rows, N = [], job.config.num_parameters()
+    other = copy.copy(job)
+    other.seed += 1
+    noise = train(other, "32-true", job.args.max_steps)[2]
+    tokens = job.args.micro_batch_size * job.args.seq_len
+    for name, (model, optimizer, losses, _) in trained.items():
+        held = state_bytes(model, optimizer)
+        source = "bytes of each number"
+        for kind, measured, each in zip(
+            ("weights", "gradients", "optimizer"), held, STATE[name], strict=True
+        ):
+            report.check(f"{name}, {kind}: bytes held", measured, each * N, 0, source)
+        once, twice = (kept_bytes(job, model, autocast.get(name), times) for times in (1, 2))
+        linears, everything = ((b - a) // tokens for a, b in zip(once, twice, strict=True))
+        copies = 2 * once[0] - twice[0]  # what does not grow with the batch
+        if name != "fp8":  # torchao decides what it keeps
+            formula, source = kept_formula(job.config, name), "inputs and casts of 7 layers a block"
+            kind = f"{name}: bytes kept by linear layers"
+            report.check(f"{kind} per token", linears, formula[0], 0, source)
+            report.check(f"{name}: bytes of weights cast and kept", copies, formula[1], 0, source)
+        with CollectiveCounter() as counter:
+            train(job, name, 1)
+        sent = counter.bytes["allreduce_"]
+        gradient = STATE[name][1] * N
+        report.check(f"{name}: bytes all-reduced by DDP", sent, gradient, 0, "dtype of weights")
+        loss = final_loss(report, job, name, losses)
+        report.metrics[f"{name}: bytes kept per token"] = everything
+        per_weight = " + ".join(str(size // N) for size in held)
+        rows.append((name, f"{loss:.3f}", f"{per_weight} = {sum(held) // N}", sent // N,
+                     f"{linears:,}", f"{copies:,}", f"{everything:,}"))  # fmt: skip
+    rows.append((OTHER_SEED, f"{final_loss(report, job, OTHER_SEED, noise):.3f}", *[""] * 5))
+    report.say("bytes per weight, held and all-reduced by DDP; bytes kept for backward:")
+    headers = ("precision", "loss", "weights + grads + Adam", "DDP", "linears/token",
+               "weights cast", "all/token")  # fmt: skip
+    report.table(rows, headers)
+
+
+def final_loss(report: Report, job: Job, name: str, losses: torch.Tensor) -> float:
+    """Return the mean loss of the last ten steps over all ranks; keep all of them as a metric."""
+    mean = sum(runtime.gather(losses.float())) / job.ranks
+    report.metrics[f"{name}: losses"] = mean.tolist()
+    report.metrics[f"{name}: loss"] = mean[-10:].mean().item()
+    return report.metrics[f"{name}: loss"]
+
+
+def check_fsdp_bytes(report: Report, job: Job) -> None:
+    """Print what FSDP2 gathers and reduces under three MixedPrecisionPolicies, on several ranks."""
+    if job.ranks == 1:
+        return
+    bf16 = torch.bfloat16
+    policies = {
+        "float32": (MixedPrecisionPolicy(), 4, 4),
+        "bf16, reduce in float32": (MixedPrecisionPolicy(bf16, torch.float32), 2, 4),
+        "bf16, reduce in bf16": (MixedPrecisionPolicy(bf16, bf16), 2, 2),
+    }
+    rows, mesh = [], init_device_mesh(job.device.type, (job.ranks,))
+    for name, (policy, gather, reduce) in policies.items():
+        model = job.build()
+        groups = [[p.shape for p in block.parameters()] for block in model.blocks]
+        root = [p.shape for p in (model.embedding.weight, model.norm.weight, model.head.weight)]
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        with CollectiveCounter() as counter:
+            loss_of(model, *next(job.batches(1, job.rank))).backward()
+        blocks, root = (sum(padded(shape, job.ranks) for shape in shapes)
+                        for shapes in (sum(groups, []), root))  # fmt: skip
+        # The counter sees a collective's whole tensor and the rank's part of it.
+        seen = (job.ranks + 1) / job.ranks
+        gathered = counter.bytes["_allgather_base_"] / seen
+        reduced = counter.bytes["_reduce_scatter_base_"] / seen
+        source = "blocks twice, the rest once" if name == "float32" else "param_dtype"
+        expected = gather * (2 * blocks + root)
+        report.check(f"FSDP2, {name}: bytes gathered", int(gathered), expected, 0, source)
+        source, expected = "reduce_dtype", reduce * (blocks + root)
+        report.check(f"FSDP2, {name}: bytes reduced", int(reduced), expected, 0, source)
+        total = blocks + root
+        rows.append((name, f"{gathered / total:.2f}", f"{reduced / total:.2f}"))
+    report.table(rows, ("FSDP2's policy", "gathered, B/weight", "reduced, B/weight"))
+
+
+def padded(shape: torch.Size, ranks: int) -> int:
+    """Return the numbers of a weight whose first dimension is filled up to a multiple of ranks."""
+    return math.ceil(shape[0] / ranks) * ranks * math.prod(shape[1:])
+
+
+def draw(report: Report, job: Job, trained: dict) -> None:
+    """Draw ranges beside a trained step's numbers, and each precision's loss less float32's."""
+    step = tensors_of_a_step(job, trained["32-true"][0])
+    draw_ranges(report.output / "low_precision_ranges.png", step, job.args.loss_scale)
+    losses = {name: torch.tensor(report.metrics[f"{name}: losses"])
+              for name in (*trained, OTHER_SEED)}  # fmt: skip
+    draw_losses(report.output / "low_precision_loss.png", losses)

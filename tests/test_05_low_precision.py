@@ -1,0 +1,308 @@
+"""Low precision: each one trains as one process with the same rounding; formats, bytes, memory."""
+
+import sys
+
+import pytest
+import torch
+from conftest import GPUS, REPO, load_script, results_of, run_command
+
+import lowp_checks
+import lowp_formats
+from dist_common import cli, models
+
+SCRIPT = "05-advanced/low_precision.py"
+FULL = pytest.mark.full
+SMALL = ("--micro-batch-size", 2, "--seq-len", 32, "--num-layers", 1, "--max-steps", 3)
+E4M3, E5M2 = lowp_formats.FORMATS["fp8 e4m3"], lowp_formats.FORMATS["fp8 e5m2"]
+
+
+def narrow(script=None):
+    models.PRESETS["tiny"] = models.TransformerConfig(256, 32, 1, 4, 2, 64, 256)
+
+
+def failed_checks(folder) -> set[str]:
+    return {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=FULL) for n in (1, 4))])
+def test_each_precision_trains_as_one_process_rounded_alike(run_script, tmp_path, world_size):
+    """Tolerances: see lowp_checks.tolerances. On 3 ranks embedding and head are padded in FSDP2."""
+    folder = tmp_path / "run"
+    arguments = (*SMALL, "--output-dir", folder)
+    ended = run_script(SCRIPT, *arguments, world_size=world_size, before=narrow)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert ended.stderr == ""
+    assert "skipped: --precision fp8 needs a GPU of compute capability 8.9" in ended.stdout
+    content = results_of(folder)
+    checks = {check["name"]: check for check in content["checks"]}
+    for name in load_script(SCRIPT).HERE:
+        assert {f"{name}: gradient, relative error", f"{name}: losses, relative error"} <= set(
+            checks
+        )
+    # Weights of width 32: two tables of 256 rows, a block of 4 attention matrices (k and v half as
+    # wide), 3 of 64 columns, and 3 norms.
+    weights = 2 * 256 * 32 + 3 * 32 * 32 + 3 * 32 * 64 + 3 * 32
+    names = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "fp8-emulated")
+    measured = {name: check["measured"] for name, check in checks.items()}
+    sent = [measured[f"{name}: bytes all-reduced by DDP"] / weights for name in names]
+    assert sent == [4, 4, 4, 2, 4]
+    # 3 x 32 + 64 numbers per token where layers share their input, 6 x 32 + 64 where each casts it.
+    kept = [measured[f"{name}: bytes kept by linear layers per token"] for name in names]
+    assert kept == [4 * 160, 2 * 256, 2 * 256, 2 * 160, 256]
+    if world_size == 2:  # blocks are gathered twice, the tables and the last norm once
+        gathered = 2 * (2 * weights - 2 * 256 * 32 - 32)
+        assert measured["FSDP2, bf16, reduce in float32: bytes gathered"] == gathered
+        assert measured["FSDP2, bf16, reduce in float32: bytes reduced"] == 4 * weights
+    for image in ("ranges", "loss"):
+        assert (folder / f"low_precision_{image}.png").exists()
+
+
+@FULL
+def test_losses_of_rounding_at_full_width(run_script, tmp_path):
+    """The page's model: more tokens, two blocks, float16 gradients of 0."""
+    folder = tmp_path / "run"
+    ended = run_script(SCRIPT, "--max-steps", 10, "--output-dir", folder, world_size=2)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    metrics = results_of(folder)["metrics"]
+    without, scaled = (metrics[f"tokens x 64, scale {s}: share that float16 rounds to 0"]
+                       for s in (1, 65536))  # fmt: skip
+    assert without > 0.1 > 0.01 > scaled
+    assert metrics["updates lost at lr 1e-05"] > 0.5 > 0.2 > metrics["updates lost at lr 0.001"]
+
+
+# formats, without ranks
+
+
+@pytest.mark.parametrize("form", lowp_formats.FORMATS.values(), ids=lowp_formats.FORMATS)
+def test_rounding_by_formula_is_the_cast_of_the_dtype(form):
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(20_000, generator=generator).double()
+    # Magnitudes from 1e-6 to 1e6: subnormal and overflowing ones of the small formats too.
+    numbers = (numbers * 10 ** (4 * torch.randn(20_000, generator=generator).double())).float()
+    numbers = numbers.clamp(-form.largest, form.largest)
+    assert torch.equal(form.round(numbers), numbers.to(form.dtype).float())
+    info = torch.finfo(form.dtype)
+    assert (form.largest, form.normal, form.spacing) == (info.max, info.tiny, info.eps)
+
+
+def test_a_wrong_layout_is_found():
+    found = lowp_formats.explore(torch.float8_e4m3fn)
+    wrong = lowp_formats.Format(torch.float8_e4m3fn, 4, 3)  # as if it had an infinity
+    assert found["largest"] == 448 and wrong.largest == 240
+    wrong = lowp_formats.Format(torch.float8_e4m3fn, 5, 2)
+    assert all(found[kind] != getattr(wrong, kind) for kind in found)
+
+
+def test_float8_of_extreme_tensors():
+    """One outlier pushes the rest under; zeros and numbers beyond the format stay finite."""
+    script = load_script(SCRIPT)
+    for numbers in (torch.zeros(4), torch.full((4,), 1e30), torch.tensor([1e-30, -1e-30])):
+        rounded = script.dequantize(*script.quantize(numbers, torch.float8_e5m2))
+        assert torch.isfinite(rounded).all()
+    outlier = torch.tensor([1.0, 1e-3, 1e6])
+    rounded = script.dequantize(*script.quantize(outlier, torch.float8_e4m3fn))
+    assert rounded[0] == rounded[1] == 0 and rounded[2] == pytest.approx(1e6)
+
+
+def test_stochastic_rounding_takes_both_neighbours_by_distance():
+    generator = torch.Generator().manual_seed(0)
+    for sign in (1, -1):
+        third = torch.full((20_000,), sign * (1 + 0.25 * 2**-7))  # a quarter of the way up
+        rounded = lowp_formats.round_stochastically(third, generator).float()
+        assert rounded.unique().numel() == 2
+        # 4 standard deviations of a mean of 20,000 coins: 4 x sqrt(0.1875 / 20000) = 0.012.
+        assert (rounded != sign).float().mean().item() == pytest.approx(0.25, abs=0.012)
+
+
+# sabotage: one per kind of check
+
+
+def forget_to_unscale(script):
+    def train_step(model, optimizer, scaler, precision, loss_of, batch):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
+            loss = loss_of(model, *batch)
+        scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    script.train_step = train_step
+
+
+def one_rank_skips_alone(script):
+    """As where overflow is looked for in a rank's own gradient, before the average."""
+    right, begun = torch.amp.GradScaler.unscale_, []
+
+    def unscale_(scaler, optimizer):
+        right(scaler, optimizer)
+        if scaler.is_enabled() and script.Job.spoils and scaler not in begun:
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            next(iter(found.values())).fill_(1.0)
+        begun.append(scaler)
+
+    build = script.Job.build
+
+    def note_rank(job):
+        script.Job.spoils = job.rank == 1
+        return build(job)
+
+    script.Job.build = note_rank
+    torch.amp.GradScaler.unscale_ = unscale_
+
+
+def do_not_scale_float8(script):
+    script.quantize = lambda x, dtype: (x.to(dtype), torch.ones(()))
+
+
+def keep_float32_for_backward(script):
+    right = script.quantize
+
+    def quantize(x, dtype):
+        numbers, scale = right(x, dtype)
+        return numbers.float(), scale
+
+    script.quantize = quantize
+
+
+def leave_gradients_unaveraged(script):
+    script.DDP = lambda model: model
+
+
+def double_a_gradient_in_backward(script):
+    right = script.Float8Product.backward
+
+    def backward(ctx, grad):
+        x, weight, _ = right(ctx, grad)
+        return x, 2 * weight, None
+
+    script.Float8Product.backward = staticmethod(backward)
+
+
+def gather_in_float32(script):
+    sys.modules["lowp_checks"].MixedPrecisionPolicy = lambda *dtypes: (
+        torch.distributed.fsdp.MixedPrecisionPolicy()
+    )
+
+
+def cut_instead_of_rounding(script):
+    sys.modules["lowp_formats"].round_stochastically = lambda x, generator: (
+        (x.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
+    )
+
+
+def scale_by_another_number(script):
+    right = lowp_checks.gradient_of
+    sys.modules["lowp_checks"].gradient_of = lambda job, model, dtype=None, scale=1.0: right(
+        job, model, dtype, scale if scale == 1 else 3 * scale
+    )
+
+
+def lose_part_of_the_loss_scale(script):
+    right = lowp_checks.tensors_of_a_step
+    sys.modules["lowp_checks"].tensors_of_a_step = lambda job, model, dtype=None, factor=1.0: right(
+        job, model, dtype, factor / 2**20 if dtype else factor
+    )
+
+
+def keep_masters_in_adam(script):
+    right = script.prepare
+
+    def prepare(model, precision, args):
+        optimizer, scaler = right(model, precision, args)
+        if precision == "bf16-true":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, amsgrad=True)
+        return optimizer, scaler
+
+    script.prepare = prepare
+
+
+SKIPS = "16-mixed: ranks that skip the step one rank spoiled"
+SABOTAGES = [
+    (forget_to_unscale, "16-mixed", {"16-mixed: gradient, relative error"}, ()),
+    (one_rank_skips_alone, "16-mixed", {SKIPS, "distinct sets of weights over all ranks"}, ()),
+    (do_not_scale_float8, "fp8-emulated", {"fp8-emulated: gradient, relative error"}, ()),
+    (keep_float32_for_backward, "fp8-emulated",
+     {"fp8-emulated: bytes kept by linear layers per token"}, FULL),
+    (leave_gradients_unaveraged, "bf16-true",
+     {"bf16-true: gradient, relative error", "bf16-true: bytes all-reduced by DDP"}, FULL),
+    (double_a_gradient_in_backward, "fp8-emulated",
+     {"fp8-emulated without rounding: gradient, relative error"}, FULL),
+    (gather_in_float32, "32-true", {"FSDP2, bf16, reduce in bf16: bytes gathered",
+                                    "FSDP2, bf16, reduce in bf16: bytes reduced"}, FULL),
+    (cut_instead_of_rounding, "32-true",
+     {"lr 1e-05, stochastic rounding: updates that arrive"}, FULL),
+    (scale_by_another_number, "32-true",
+     {"32-true: gradients changed by loss scaling"}, FULL),
+    (lose_part_of_the_loss_scale, "32-true",
+     {"tokens x 64, scale 65536: share that float16 rounds to 0"}, FULL),
+    (keep_masters_in_adam, "bf16-true", {"bf16-true, optimizer: bytes held"}, FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "precision", "failing"),
+    [pytest.param(*case[:3], marks=case[3]) for case in SABOTAGES],
+)
+def test_sabotage_of_a_precision_fails_a_check(
+    run_script, tmp_path, sabotage, precision, failing
+):  # fmt: skip
+    def before(script):
+        narrow()
+        sabotage(script)
+
+    folder = tmp_path / "run"
+    arguments = (*SMALL, "--precision", precision, "--output-dir", folder)
+    ended = run_script(SCRIPT, *arguments, world_size=2, before=before)
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    bad = failed_checks(folder)
+    assert failing <= bad, bad
+    assert not any(name.startswith("32-true: gradient, ") for name in bad) or (
+        sabotage is leave_gradients_unaveraged
+    )
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--precision", "fp8"), "compute capability 8.9 or later (L40S, H100), not the CPU"),
+        (("--precision", "fp4"), "--precision: invalid choice: 'fp4'"),
+        (("--loss-scale", "60000"), "--loss-scale must be a power of two, not 60000"),
+    ],
+)
+def test_low_precision_refuses_bad_input(run_script, argv, says):
+    ended = run_script(SCRIPT, *argv)
+    assert ended.codes == [2] and ended.stdout == ""
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 1 and says in lines[0], ended.stderr
+
+
+def test_fp8_says_which_requirement_is_missing(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(cli.UsageError, match=r"8\.9 or later \(L40S, H100\): NVIDIA A100 has 8\.0"):
+        lowp_checks.refuse_fp8(device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(lowp_checks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(cli.UsageError, match="needs torchao: pip install torchao"):
+        lowp_checks.refuse_fp8(device)
+    monkeypatch.setattr(lowp_checks.importlib.util, "find_spec", lambda name: "found")
+    lowp_checks.refuse_fp8(device)
+
+
+@FULL
+@pytest.mark.skipif(not GPUS, reason="needs a GPU of compute capability 8.9 or later, and torchao")
+@pytest.mark.parametrize("precision", ["all", "fp8"])
+def test_low_precision_on_gpus(precision):
+    ranks = min(len(GPUS.split(",")), 2)
+    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", SCRIPT, "--device", "cuda"]
+    ended = run_command([*command, "--precision", precision], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    if precision == "fp8" and ended.codes == [1] and "--precision fp8 needs" in ended.stderr:
+        pytest.skip(ended.stderr.splitlines()[0])
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout
