@@ -32,7 +32,9 @@ SENT = {
     "reduce_scatter": lambda n, out, given: (n - 1) * out,
     "all_to_all": lambda n, out, given: (n - 1) / n * given,
 }
-# ProcessGroup's methods; those with an underscore, and alltoall_base, are from before torch 2.14.
+# ProcessGroup's methods, in the words of torch 2.14 and of those before. Functional collectives,
+# as DTensor.full_tensor calls, come as the coalesced ones. One that is missing here would not be
+# slowed, and could hang: C++ holds Python's lock then, while gloo needs it to free a tensor.
 METHODS = {
     "allreduce": "all_reduce",
     "broadcast": "broadcast",
@@ -43,6 +45,11 @@ METHODS = {
     "_reduce_scatter_base": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "alltoall_base": "all_to_all",
+    "allreduce_coalesced": "all_reduce",
+    "all_gather_single_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
 }
 
 
@@ -157,8 +164,7 @@ class LateGroup(dist.ProcessGroup):
 
     def __init__(self, real: dist.ProcessGroup, bytes_per_second: float) -> None:
         super().__init__(real.rank(), real.size())
-        # Functional collectives, as DTensor.full_tensor calls, do not come by here: not slowed.
-        cpu = torch.device("cpu")
+        cpu = torch.device("cpu")  # a group has a name only if it has a backend
         self._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, real._get_backend(cpu))
         self.real, self.bytes_per_second = real, bytes_per_second
         self.handed_over: queue.SimpleQueue = queue.SimpleQueue()
@@ -189,10 +195,11 @@ class LateGroup(dist.ProcessGroup):
         # In the profiler's trace, from the moment it is handed over until it completes.
         span = record_function(f"link:{name}")
         span.__enter__()
-        span._call_end_callbacks_on_future(done)
+        # What is waited for completes after the span has ended: the profiler may stop then.
+        ended = span._call_end_callbacks_on_future(done).then(lambda _: done.wait())
         result = output if isinstance(output, list) else [output]
         self.handed_over.put((work, result, sent / self.bytes_per_second, started, done))
-        return LateWork(done)
+        return LateWork(ended)
 
     def barrier(self, *options):
         return self.real.barrier(*options)

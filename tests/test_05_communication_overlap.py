@@ -1,0 +1,222 @@
+"""Overlap: one gradient in five ways, each of which hands over when it says it does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+
+OVERLAP = "05-advanced/communication_overlap.py"
+FULL = pytest.mark.full
+SMALL = ("--seq-len", 16, "--micro-batch-size", 1, "--layer-ms", 1, "--link", "1gbit",
+         "--bucket-cap-mb", 0.02)  # fmt: skip
+LAYERS, DIM, FFN, VOCABULARY, KV = 2, 32, 88, 256, 16
+BLOCK = DIM * (2 * DIM + 2 * KV) + 3 * DIM * FFN + 2 * DIM  # weights
+REST = 2 * VOCABULARY * DIM + DIM
+
+
+def shrink(script):
+    """Make the model small."""
+    tiny = script.models.TransformerConfig(VOCABULARY, DIM, LAYERS, 4, 2, FFN, 256)
+    script.models.PRESETS["tiny"] = tiny
+
+
+def complete_late(script):
+    """Take the link that needs no root."""
+    shrink(script)
+    script.slow_group.__globals__["_group_in_namespaces"] = lambda rate: (None, "as a test asks")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "before"),
+    [
+        (2, shrink),
+        (3, complete_late),
+        *(
+            pytest.param(*case, marks=FULL)
+            for case in ((1, shrink), (2, complete_late), (3, shrink))
+        ),
+    ],
+)
+def test_each_way_gives_the_gradient_of_one_process(run_script, tmp_path, world_size, before):
+    """Loss and gradient within 1e-5: float32 sums of the same numbers, in another order."""
+    folder = tmp_path / "run"
+    argv = (*SMALL, "--output-dir", folder)
+    ended = run_script(OVERLAP, *argv, world_size=world_size, before=before)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert "Warning" not in ended.stderr, ended.stderr
+    content = results_of(folder)
+    checks = {check["name"]: check["measured"] for check in content["checks"]}
+    assert all(check["ok"] for check in content["checks"])
+    assert len(checks) == (40 if world_size > 1 else 20)
+    assert checks["1 no overlap, all_reduce: calls"] == 1
+    assert checks["2 start early, all_reduce: calls"] == 9 * LAYERS + 3
+    assert 3 <= checks["3 DDP buckets, all_reduce: calls"] < 9 * LAYERS + 3
+    for way in ("1 no overlap", "2 start early", "3 DDP buckets"):
+        handed = checks[f"{way}, all_reduce: bytes handed over"]
+        assert handed == 4 * (LAYERS * BLOCK + REST)
+    if world_size == 1:
+        return
+    assert checks["3 DDP buckets: handed over before the last gradient"] >= 2
+    for way in ("4 FSDP", "5 FSDP, prefetch"):
+        assert checks[f"{way}, all_gather: calls"] == 2 * LAYERS + 1
+        assert checks[f"{way}, reduce_scatter: calls"] == LAYERS + 1
+    if world_size == 2:  # nothing to fill up: the whole, and half of it on each rank
+        handed = checks["5 FSDP, prefetch, all_gather: bytes handed over"]
+        assert handed == 4 * 3 * (2 * LAYERS * BLOCK + REST) / 2
+    metrics = content["metrics"]
+    for way in range(1, 6):
+        # The link cannot be faster than its speed: no timing, a lower bound.
+        assert metrics[f"predicted_ms_{way}"] >= metrics["sending_ms_1"]
+    assert (folder / "communication_overlap.png").exists()
+    assert (folder / "trace-5.json").exists()
+
+
+def test_predictions_follow_a_timeline_drawn_by_hand(monkeypatch):
+    """Two blocks that compute 10 and 20 ms, beside collectives of 8 and of 100 ms each."""
+    script = load_script(OVERLAP)
+    predicted = script.check_way.__globals__["predicted_ms"]
+    model = script.models.Transformer(script.models.TransformerConfig(256, 32, 2, 4, 2, 88, 256))
+    arrived = list(reversed(list(model.parameters())))
+    job = script.Job(model, None, 1.0, 1, arrived, forward_ms=10, backward_ms=20, rest_ms=0)
+    monkeypatch.setattr(script.Job, "ranks", 2)
+    monkeypatch.setattr(script.Job, "ms", lambda job, kind, size: 8)
+    # The rest's gather, the first block's, both blocks beside gathers; a gather, then each block
+    # and its reduce-scatter, and the rest's.
+    assert predicted(job, "5 FSDP, prefetch") == 8 + 8 + 20 + 8 + 28 + 28 + 8
+    monkeypatch.setattr(script.Job, "ms", lambda job, kind, size: 100)
+    # Slower than computing: the link is busy from the first gradient on, the head's.
+    assert predicted(job, "2 start early") == 20 + 100 * len(arrived)
+    # As fast as nothing: what is left is computing.
+    monkeypatch.setattr(script.Job, "ms", lambda job, kind, size: 0)
+    assert predicted(job, "3 DDP buckets") == 60
+
+
+# sabotage: one per kind of check
+
+
+def wait_at_once(script):
+    def start_early_wait_late(model, group):
+        def start(parameter):
+            dist.all_reduce(parameter.grad, group=group, async_op=True).wait()
+            parameter.grad /= dist.get_world_size()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(start)
+        return lambda batch: script.forward_and_backward(model, batch)
+
+    script.start_early_wait_late = start_early_wait_late
+    script.check_way.__globals__["PATIENCE_S"] = 3.0  # for sums that nobody else will complete
+
+
+def remove_prefetch(script):
+    right = script.sharded
+    script.sharded = lambda model, group, prefetch: right(model, group, prefetch=False)
+
+
+def prefetch_and_wait_at_once(script):
+    right = script.sharded
+
+    def sharded(model, group, prefetch):
+        step = right(model, group, prefetch)
+        model._set_unshard_async_op(False)
+        return step
+
+    script.sharded = sharded
+
+
+def leave_a_gradient_out(script):
+    right = script.DDP
+
+    def ddp(model, **options):
+        right._set_params_and_buffers_to_ignore_for_model(model, ["head.weight"])
+        return right(model, **options)
+
+    script.DDP = ddp
+
+
+def all_in_one_bucket(script):
+    right = script.DDP
+    script.DDP = lambda model, process_group, bucket_cap_mb: right(model, bucket_cap_mb=100)
+
+
+def read_after_wait(script):
+    script.read_before_wait = lambda group, device: (3.0, 3.0)
+
+
+WAITS = {"2 start early: backward ends while a rank is missing"}
+LACKS = {
+    "3 DDP buckets: gradient, relative error",
+    "3 DDP buckets, all_reduce: bytes handed over",
+}
+EARLY = {"5 FSDP, prefetch: gathers begun before the block before computes"}
+LATE = {"5 FSDP, prefetch: gathers begun after the block before has ended"}
+
+
+@pytest.mark.parametrize(
+    ("sabotages", "failing"),
+    [
+        # Each spoils another way.
+        ((wait_at_once, leave_a_gradient_out, remove_prefetch), WAITS | LACKS | EARLY | LATE),
+        pytest.param((wait_at_once,), WAITS, marks=FULL),
+        pytest.param((leave_a_gradient_out,), LACKS, marks=FULL),
+        pytest.param((remove_prefetch,), EARLY | LATE, marks=FULL),
+        pytest.param((prefetch_and_wait_at_once,), EARLY, marks=FULL),
+        pytest.param(
+            (all_in_one_bucket,),
+            {"3 DDP buckets: handed over before the last gradient"},
+            marks=FULL,
+        ),
+        pytest.param((read_after_wait,), {"sum is there before wait()"}, marks=FULL),
+    ],
+)
+def test_sabotage_of_overlap_fails_a_check(run_script, tmp_path, sabotages, failing):
+    def before(script):
+        complete_late(script)
+        for sabotage in sabotages:
+            sabotage(script)
+
+    folder = tmp_path / "run"
+    ended = run_script(OVERLAP, *SMALL, "--output-dir", folder, world_size=2, before=before)
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+    assert failing <= bad
+    # The other ways are as they were.
+    assert {name[0] for name in bad} == {name[0] for name in failing}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
+        (("--link", "0mbit"), "--link: must be like 100mbit"),
+        (("--bucket-cap-mb", 0), "--bucket-cap-mb: must be a number above 0"),
+        (("--layer-ms", -1), "--layer-ms: must be a number above 0"),
+    ],
+)
+def test_overlap_refuses_bad_input(run_script, argv, says):
+    assert_one_line(run_script(OVERLAP, *argv), says, "communication_overlap.py")
+
+
+def test_gpus_get_no_emulation():
+    script = load_script(OVERLAP)
+    gpu = torch.device("cuda", 0)
+    assert script.emulation_of(None, None, gpu) == (0, 0)
+    with pytest.raises(script.cli.UsageError, match="leave them out"):
+        script.emulation_of(12.5e6, None, gpu)
+
+
+@FULL
+def test_as_a_reader_starts_it(torchrun, tmp_path):
+    ended = torchrun(OVERLAP, "--output-dir", tmp_path / "run")
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "OK: 40 checks passed" in ended.stdout
+
+
+@FULL
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_overlap_runs_on_gpus(tmp_path):
+    ranks = len(GPUS.split(","))
+    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", OVERLAP]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout

@@ -1,0 +1,241 @@
+"""Compressed gradients: each method equals one process that compresses, and sends its formula."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+SCRIPT = "05-advanced/gradient_compression.py"
+SMALL = ("--micro-batch-size", 8, "--max-steps", 4)
+FULL = pytest.mark.full
+ALONE, AS_DDP = "weights against one process", "weights against DDP"
+FAMILY = "weights against powerSGD_hook"
+
+
+def failed_checks(folder) -> set[str]:
+    return {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+
+
+def leave_out_times(script):
+    script.slow_group = lambda rate: (None, "")
+    script.draw = lambda report: None
+    script.time_methods = lambda report, *_: dict.fromkeys(report.metrics["methods"], 1.0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=FULL) for n in (1, 4))])
+def test_methods_equal_one_process_and_send_their_formula(run_script, tmp_path, world_size):
+    folder = tmp_path / "run"
+    before = None if world_size == 2 else leave_out_times  # one run crosses the emulated link
+    arguments = (*SMALL, "--link", "1gbit", "--output-dir", folder)
+    ended = run_script(SCRIPT, *arguments, world_size=world_size, before=before)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert not ended.stderr
+    content = results_of(folder)
+    assert len(content["checks"]) == 25 and all(check["ok"] for check in content["checks"])
+    # An embedding 256 x 32, weights 256 x 512 and 256 x 256, two biases of 256.
+    n = 256 * 32 + 256 * 512 + 256 * 256 + 2 * 256
+    k = math.ceil(n / 100)
+    low_rank = 2 * (256 + 32 + 256 + 512 + 256 + 256) + 2 * 256
+    handed_over = {"float32": 4 * n, "float16": 2 * n, "bfloat16": 2 * n, "top-k": 8 * k,
+                   "PowerSGD": 4 * low_rank}  # fmt: skip
+    methods = content["metrics"]["methods"]
+    assert {name: methods[name]["handed_over"] for name in handed_over} == handed_over
+    assert methods["top-k"]["sent"] == (world_size - 1) * 8 * k
+    ring = 2 * (world_size - 1) / world_size
+    assert methods["PowerSGD"]["sent"] == pytest.approx(ring * 4 * low_rank)
+    assert content["metrics"]["ranks at which top-k sends as much as float32"] == 100
+    assert content["metrics"]["ranks at which top-k sends as much as bfloat16"] == 50
+    assert (folder / "gradient_compression.png").exists() == (before is None)
+
+
+@FULL
+def test_other_settings(run_script):
+    """A rank at which P and Q are larger than a weight: powerSGD_hook is not compared."""
+    arguments = (*SMALL, "--powersgd-rank", 256, "--top-k-fraction", 1)
+    ended = run_script(SCRIPT, *arguments, world_size=2, before=leave_out_times)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "not compared" in ended.stdout and "OK: 23 checks passed" in ended.stdout
+
+
+@FULL
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_what_the_page_says_of_the_losses(run_script, tmp_path, optimizer):
+    folder = tmp_path / "run"
+    arguments = ("--optimizer", optimizer, "--output-dir", folder)
+    ended = run_script(SCRIPT, *arguments, world_size=2, before=leave_out_times, timeout_s=300)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    loss = {n: m["test_loss"] for n, m in results_of(folder)["metrics"]["methods"].items()}
+    assert abs(loss["bfloat16"] - loss["float32"]) < 0.02
+    assert abs(loss["float16"] - loss["float32"]) < 0.02
+    for lossy in ("top-k", "PowerSGD"):
+        assert loss[f"{lossy}, no feedback"] > loss[lossy] + 0.05
+        assert loss[lossy] > loss["float32"]
+    if optimizer == "adamw":
+        assert loss["top-k"] > loss["float32"] + 0.15
+    else:
+        assert loss["top-k"] < loss["float32"] + 0.1
+
+
+# sabotage: one per kind of check
+
+
+def drop_what_top_k_did_not_send(script):
+    script.TopK.keep = lambda self, parameters, unsent: None
+
+
+def shift_indices(script):
+    gather = script.TopK.gather
+    script.TopK.gather = lambda self, own: (
+        gather(self, own) if own.is_floating_point() else gather(self, own).sub(1).clamp(min=0)
+    )
+
+
+def forget_to_divide(script):
+    average = script.average
+
+    def add(tensors, group):
+        average(tensors, group)
+        for tensor in tensors:
+            tensor *= dist.get_world_size(group)
+
+    script.average = add
+
+
+def send_indices_twice(script):
+    gather = script.TopK.gather
+
+    def twice(self, own):
+        if not own.is_floating_point():
+            gather(self, own)
+        return gather(self, own)
+
+    script.TopK.gather = twice
+
+
+def keep_a_rank_apart(script):
+    right = script.Half.hook
+
+    def hook(self, state, bucket):
+        future = right(self, state, bucket)
+        return future.then(lambda mean: mean.value() * (1 + dist.get_rank()))
+
+    script.Half.hook = hook
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (drop_what_top_k_did_not_send, {f"top-k: {ALONE}"}),
+        pytest.param(
+            shift_indices,
+            {f"top-k: {ALONE}", f"top-k, no feedback: {ALONE}", f"top-k of all: {AS_DDP}"},
+            marks=FULL,
+        ),
+        (forget_to_divide, {f"PowerSGD: {ALONE}", f"PowerSGD, no feedback: {ALONE}",
+                            f"PowerSGD, full rank: {AS_DDP}", f"PowerSGD: {FAMILY}"}),
+        (send_indices_twice, {"top-k: bytes handed over", "top-k, no feedback: bytes handed over"}),
+        pytest.param(
+            keep_a_rank_apart,
+            {"distinct sets of weights over all ranks", f"float16: {ALONE}", f"bfloat16: {ALONE}",
+             f"float32 as half: {AS_DDP}"},
+            marks=FULL,
+        ),
+    ],
+)  # fmt: skip
+def test_sabotage_of_compression_fails_a_check(run_script, tmp_path, sabotage, failing):
+    folder = tmp_path / "run"
+
+    def before(script):
+        leave_out_times(script)
+        sabotage(script)
+
+    arguments = (*SMALL, "--output-dir", folder)
+    ended = run_script(SCRIPT, *arguments, world_size=2, before=before)
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    assert failed_checks(folder) == failing
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--powersgd-rank", 257), "--powersgd-rank 257: no weight has it: the largest is "
+                                   "256, of a weight 256 x 512"),
+        (("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
+        pytest.param(
+            ("--top-k-fraction", 1.5), "--top-k-fraction 1.5 must be at most 1", marks=FULL
+        ),
+    ],
+)  # fmt: skip
+def test_compression_refuses_bad_input(run_script, argv, says):
+    ended = run_script(SCRIPT, *argv, world_size=2)
+    assert_one_line(ended, says, "gradient_compression.py")
+
+
+# what the page says
+
+
+class LastFirst(nn.Module):
+    """Uses its layers in the reverse of the order in which it has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.early = nn.Linear(8, 4), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.late(self.early(x))
+
+
+def rebuilt_buckets(rank: int, world_size: int) -> tuple[list, float]:
+    """Return each step's order of parameters; how far sent and unsent are from the gradients."""
+    script = load_script(SCRIPT)
+    torch.manual_seed(0)
+    model = LastFirst()
+    names = {p: name for name, p in model.named_parameters()}
+    method = script.TopK(list(model.parameters()), 0.1, None)
+    orders, received = [], {p: torch.zeros_like(p) for p in model.parameters()}
+
+    def hook(state, bucket):
+        orders.append([names[p] for p in bucket.parameters()])
+        return method.hook(state, bucket)
+
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, hook)
+    for _ in range(3):
+        model.zero_grad()
+        ddp(torch.ones(1, 4)).sum().backward()
+        for p in received:
+            received[p] += p.grad
+    model.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()  # all ranks have this gradient
+    errors = [(received[p].flatten() + method.unsent[p] - 3 * p.grad.flatten()).abs().max()
+              for p in received]  # fmt: skip
+    return orders, max(errors).item()
+
+
+def test_what_is_unsent_survives_that_ddp_deals_parameters_anew(on_ranks):
+    for orders, error in on_ranks(rebuilt_buckets, 2):
+        assert orders[0] != orders[1] == orders[2]
+        assert error < 1e-5, "what was sent and what is unsent are the sum of all gradients"
+
+
+def test_float16_of_a_sum_overflows_where_the_mean_does_not():
+    share = torch.tensor([60_000.0])
+    assert (share.half() + share.half()).isinf()
+    assert ((share / 2).half() + (share / 2).half()).item() == 60_000
+
+
+@FULL
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_compression_runs_on_gpus():
+    ranks = min(len(GPUS.split(",")), 4)
+    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", SCRIPT]
+    ended = run_command([*command, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout

@@ -1,0 +1,215 @@
+"""Local SGD and DiLoCo: each equals itself in one process, DDP with its loss off, and its bytes."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import GPUS, REPO, load_script, results_of, run_command
+
+import local_checks
+from dist_common import models
+
+LOCAL = "05-advanced/local_sgd.py"
+SMALL = ("--max-steps", 6, "--seq-len", 16, "--micro-batch-size", 1)
+TWO = (*SMALL, "--every", 2, 3)
+ONE = (*SMALL, "--every", 2)
+FULL = pytest.mark.full
+
+
+def no_link(script):
+    local_checks.ROUNDS = 2  # fewer than a reader's run has
+    script.slow_group = lambda rate: (dist.group.WORLD, "link: none emulated")
+
+
+# the script
+
+
+@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=FULL) for n in (1, 4))])
+def test_each_method_equals_itself_in_one_process(run_script, tmp_path, world_size):
+    """Within 1e-5 of the way that the weights went; float32 keeps 1.2e-7 of a weight."""
+    folder = tmp_path / "run"
+    arguments = (*TWO, "--output-dir", folder)
+    ended = run_script(LOCAL, *arguments, world_size=world_size, before=no_link)
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    content = results_of(folder)
+    assert all(check["ok"] for check in content["checks"])
+    kinds = [check["name"].rpartition(": ")[2] for check in content["checks"]]
+    assert kinds.count("weights, relative error") == 4
+    assert kinds.count("equals DDP, relative error") == 2
+    assert kinds.count("bytes in 6 steps") == 12
+    metrics = content["metrics"]
+    # Embedding and head; q and out, k and v of half the width; three matrices; three norms.
+    weights = 2 * 256 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 88 + 3 * 32
+    per_step = {name: metrics[f"{name}: bytes per step"] / 4 / weights for name in (
+        "alone", "DDP", "DDP, accumulating 3", "averaging, H = 2", "DiLoCo, H = 3, momentum 0.9",
+        "averaging, H = 3, moments averaged", "averaging, H = 3, moments reset",
+    )}  # fmt: skip
+    assert list(per_step.values()) == pytest.approx([0, 1, 1 / 3, 1 / 2, 1 / 3, 1, 1 / 3])
+    for name in ("local_sgd_bytes", "local_sgd_drift"):
+        assert (folder / f"{name}.png").exists()
+    apart = metrics["DiLoCo drift"][0::2], metrics["DiLoCo drift"][1::2]
+    # The first list is taken before each step: a round has ended before every sixth.
+    assert max(apart[0][0::6]) < 1e-6, "rounding of the mean of equal numbers"
+    if world_size > 1:
+        assert min(apart[1]) > 1e-4
+        for moments in ("kept", "averaged"):
+            assert metrics[f"AdamW differs from DDP, moments {moments}"] > 0.01
+
+
+# sabotage: one per kind of check
+
+
+def step_along_ones_own_gradient(script):
+    """Send the same bytes, and use none of what came."""
+    right = script.mean_over_ranks
+    script.mean_over_ranks = lambda tensors, group: right([t.clone() for t in tensors], group)
+
+
+def use_plain_momentum(script):
+    script.make_outer = lambda model, lr, momentum: torch.optim.SGD(
+        [p.detach().clone() for p in model.parameters()], lr, momentum
+    )
+
+
+def skip_one_round(script):
+    right, calls = script.mean_over_ranks, itertools.count()
+    script.mean_over_ranks = lambda *args: right(*args) if next(calls) != 1 else None
+
+
+def skip_rounds_of_the_table(script):
+    """Send nothing where bytes are counted; the proofs before are right."""
+    count = script.run_setting
+
+    def run_setting(*args):
+        script.mean_over_ranks = lambda tensors, group: None
+        return count(*args)
+
+    script.run_setting = run_setting
+
+
+def forget_to_divide(script):
+    def sum_over_ranks(tensors, group):
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+
+    script.mean_over_ranks = sum_over_ranks
+
+
+def keep_the_moments(script):
+    right = script.average
+    script.average = lambda model, optimizer, moments, group: right(model, optimizer, "kept", group)
+
+
+WEIGHTS, AFTER = "weights, relative error", "sets of weights after a round"
+SABOTAGES = [
+    (step_along_ones_own_gradient, {f"averaging: {WEIGHTS}", f"DiLoCo: {WEIGHTS}",
+                                    f"averaging: {AFTER}", f"DiLoCo: {AFTER}"}, ()),
+    (use_plain_momentum, {f"DiLoCo: {WEIGHTS}"}, FULL),
+    (skip_one_round, {f"averaging: {WEIGHTS}", f"averaging: {AFTER}"}, FULL),
+    (skip_rounds_of_the_table, {"averaging, H = 2: bytes in 2 steps"}, ()),
+    (forget_to_divide, {"averaging, H = 1, SGD: equals DDP, relative error",
+                        "DiLoCo, outer step 1, H = 4: equals averaging, relative error"}, FULL),
+    (keep_the_moments, {f"averaging, moments reset: {WEIGHTS}"}, FULL),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [pytest.param(*case[:2], marks=case[2]) for case in SABOTAGES],
+)
+def test_sabotage_of_local_sgd_fails_a_check(run_script, tmp_path, sabotage, failing):
+    folder = tmp_path / "run"
+
+    def before(script):
+        no_link(script)
+        script.draw_losses = lambda *args: None
+        right = script.settings_of  # DDP's and one of averaging
+        script.settings_of = lambda args: [right(args)[1], right(args)[3]]
+        sabotage(script)
+
+    ended = run_script(LOCAL, *ONE, "--output-dir", folder, world_size=2, before=before)
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
+    assert failing <= bad
+    if sabotage in (use_plain_momentum, skip_rounds_of_the_table):
+        assert bad == failing, "nothing else is wrong"
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
+        (("--every", 7), "--max-steps 400 is not a multiple of --every 7: take 399 or 406"),
+        (("--every", 500), "is not a multiple of --every 500: take 500"),
+        (("--every", 0), "--every: must be a whole number of at least 1, not '0'"),
+        (("--outer-momentum", 1), "--outer-momentum 1 must be from 0 to below 1"),
+        (("--outer-momentum", "nan"), "--outer-momentum nan must be from 0 to below 1"),
+        (("--seq-len", 30_000), "--seq-len 30000 cuts the text into 33 sequences, 2 ranks need 40"),
+        (("--micro-batch-size", 10**6), "--micro-batch-size must be at most 7421"),
+    ],
+)
+def test_local_sgd_refuses_bad_input(run_script, argv, says):
+    ended = run_script(LOCAL, *argv, world_size=2)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("local_sgd.py: error: ") and says in line and 2 in ended.codes
+
+
+# its parts
+
+
+def two_outer_steps(rank: int, world_size: int) -> list[float]:
+    """Return one weight after each of two rounds in which rank r moved it by -(1 + r)."""
+    script = load_script(LOCAL)
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 10.0)
+    outer = script.make_outer(model, 0.7, 0.9)
+    weights = []
+    for _ in range(2):
+        with torch.no_grad():
+            model.weight -= 1 + rank
+        script.outer_step(model, outer, None)
+        weights.append(model.weight.item())
+    return weights
+
+
+def test_outer_steps_by_hand(on_ranks):
+    """The outer gradient is 1.5, the velocity 1.5 and then 0.9 x 1.5 + 1.5 = 2.85."""
+    first = 10 - 0.7 * (1.5 + 0.9 * 1.5)
+    second = first - 0.7 * (1.5 + 0.9 * 2.85)
+    assert on_ranks(two_outer_steps, 2) == [pytest.approx([first, second])] * 2
+
+
+def test_rounds_to_hide_by_hand():
+    """8 bytes per weight at 1 GB/s; 6 x 524,288 operations per weight at 8 x 395.6 TFLOP/s."""
+    parameters = models.PRESETS["llama3-8b"].num_parameters()
+    sending, step, ddp, rounds = local_checks.rounds_to_hide(parameters, 8e9)
+    assert sending == pytest.approx(8 * parameters / 1e9)
+    assert step == pytest.approx(6 * 524_288 * parameters / 3.1648e15)
+    assert ddp == pytest.approx(step / 3 + sending), "slower than backward"
+    assert rounds - 1 < sending / step / 0.05 <= rounds
+    assert local_checks.rounds_to_hide(parameters, 8e13)[2:] == (pytest.approx(step), 1)
+    # Neither the model nor its precision of weights matters to H, as the page says.
+    assert local_checks.rounds_to_hide(10 * parameters, 8e9)[3] == rounds
+
+
+@FULL
+def test_local_sgd_on_an_emulated_link(torchrun, tmp_path):
+    folder = tmp_path / "run"
+    ended = torchrun(LOCAL, *ONE, "--link", "200mbit", "--output-dir", folder)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "link: 200 Mbit/s per rank" in ended.stdout
+    metrics = results_of(folder)["metrics"]
+    assert metrics["DDP: sending_ms"] == pytest.approx(28_000 * 4 * 8 / 200e6 * 1e3)
+
+
+@FULL
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_local_sgd_runs_on_gpus():
+    command = ["torchrun", "--standalone", f"--nproc-per-node={len(GPUS.split(','))}", LOCAL]
+    ended = run_command([*command, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout
