@@ -85,11 +85,11 @@ def profile_step(step, batch, path: Path | None) -> list[dict]:
     gpu = batch[0].is_cuda
     dist.barrier()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu
-    with profile(activities=activities, record_shapes=True) as profiler:
-        with record_function("step"):
-            step(batch)
-            if gpu:
-                torch.cuda.synchronize()  # else it ends when its kernels are queued
+    recording = profile(activities=activities, record_shapes=True)
+    with recording as profiler, record_function("step"):
+        step(batch)
+        if gpu:
+            torch.cuda.synchronize()  # else it ends when its kernels are queued
     with tempfile.TemporaryDirectory() as folder:
         file = path or Path(folder, "trace.json")
         profiler.export_chrome_trace(str(file))
