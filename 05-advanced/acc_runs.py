@@ -76,7 +76,7 @@ def check_factorizations(job: Job, train) -> list[torch.Tensor]:
     shown = ", ".join(f"{loss:.4f}" for loss in losses)
     report.say(f"{len(losses)} steps, {job.samples} sequences of 1 to {args.seq_len} tokens, "
                f"losses {shown}")  # fmt: skip
-    errors, sizes = ("loss error", "weights error"), ("bytes sent", "bytes kept", "speed")
+    errors, sizes = ("loss error", "weights error"), ("handed over", "bytes kept", "speed")
     headers = ("micro x acc. x ranks", *errors, *sizes)
     report.table(rows, headers)
     return gradients
