@@ -75,11 +75,15 @@ def checkpoint_but(blocks, new_policy):
     checkpoint_each(blocks, context_fn=contexts)
 
 
-class Segment(nn.ModuleList):
+class Segment(nn.Module):
     """Consecutive blocks under one checkpoint, which keeps the first one's input only."""
 
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
     def forward(self, x, cos, sin):
-        for block in self:
+        for block in self.blocks:
             x = block(x, cos, sin)
         return x
 
