@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import GPUS, REPO, load_script, results_of, run_command
 
+import link_group
 from dist_common import data
 
 SCRIPT = "05-advanced/gradient_accumulation.py"
@@ -251,10 +252,16 @@ def test_an_empty_micro_batch_has_a_sum_but_no_mean():
     assert torch.isnan(loss / script.counted(targets))
 
 
+def complete_late(script):
+    link_group._group_in_namespaces = lambda rate: (None, "told to")
+
+
 @FULL
-def test_a_slow_link_delays_but_does_not_change(run_script, tmp_path):
+@pytest.mark.parametrize("before", [lambda script: None, complete_late])
+def test_a_slow_link_delays_but_does_not_change(run_script, tmp_path, before):
+    """A trace of the late group holds its spans and gloo's: each all-reduce counts once."""
     folder = tmp_path / "run"
-    ended = run_small(run_script, folder, 2, lambda script: None, "--link", "200mbit")
+    ended = run_small(run_script, folder, 2, before, "--link", "200mbit")
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
     assert "link: 200 Mbit/s per rank" in ended.stdout
     metrics = results_of(folder)["metrics"]
