@@ -230,7 +230,7 @@ def check_pytorch(proof: Proof, method: partial) -> None:
         bucket_order[:] = bucket.parameters()
         return pytorch.powerSGD_hook(state, bucket)
 
-    ddp = DDP(model, bucket_cap_mb=1000)  # gloo: one bucket, or its chained all-reduces mix up
+    ddp = DDP(model, bucket_cap_mb=1000)  # gloo aborts with several buckets
     ddp.register_comm_hook(state, hook)
     batches = [step[proof.world.rank] for step in proof.batches]
     for _ in range(2):  # it compresses from the third backward on: DDP rebuilds buckets before

@@ -19,9 +19,7 @@ from dist_common import cli, runtime
 from dist_common.report import Report
 from lowp_checks import (
     Job,
-    check_fsdp_bytes,
     check_lost_updates,
-    check_memory,
     check_parity,
     check_rounding_off,
     check_scaling,
@@ -33,6 +31,7 @@ from lowp_checks import (
     refuse_scale,
 )
 from lowp_formats import RoundedAdamW, check_formats, check_sums
+from lowp_memory import check_fsdp_bytes, check_memory
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "fp8": torch.bfloat16}

@@ -181,7 +181,7 @@ def double_a_gradient_in_backward(script):
 
 
 def gather_in_float32(script):
-    sys.modules["lowp_checks"].MixedPrecisionPolicy = lambda *dtypes: (
+    sys.modules["lowp_memory"].MixedPrecisionPolicy = lambda *dtypes: (
         torch.distributed.fsdp.MixedPrecisionPolicy()
     )
 
