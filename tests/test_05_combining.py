@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from conftest import results_of
+from conftest import load_script, results_of
 
 import cp_costs
 import layout_cheaper
@@ -12,7 +12,7 @@ import layout_model
 import layout_published
 import layout_search
 import layout_traffic
-from dist_common import proofs
+from dist_common import models, proofs
 from layout_model import LLAMA3_405B, MODELS, Cluster, Job, Layout
 from layout_traffic import link_of, predict
 
@@ -288,6 +288,19 @@ def test_changes_send_what_their_lessons_derive():
     )
     sharded = layout_cheaper.changes(job, CLUSTER, Layout(dp=n))
     assert not any("PowerSGD" in each.name for each in sharded), "hooks are DDP's"
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_powersgd_sends_what_its_hook_holds(rank):
+    """Q by the hook of the lesson: (m, r) of each matrix; P is (n, r), vectors are whole."""
+    script = load_script("05-advanced/gradient_compression.py")
+    weights = list(models.Transformer(MODELS["tiny"]).parameters())
+    hook = script.PowerSGD(weights, rank, None)
+    sent = 0
+    for weight in weights:
+        q = hook.q.get(weight)
+        sent += weight.numel() if q is None else (len(weight) + len(q)) * q.shape[1]
+    assert layout_cheaper.powersgd_numbers(MODELS["tiny"], rank) == sent
 
 
 def test_keys_and_values_are_sent_as_ring_attention_sends_them():
