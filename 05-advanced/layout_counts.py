@@ -4,6 +4,7 @@ The layer is dist_common's own, at full size on the device `meta`: shapes and by
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -45,13 +46,20 @@ class FusedNorm(torch.autograd.Function):
     """What the fused RMSNorm of a GPU keeps; `meta` has only the unfused one, which keeps more."""
 
     @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx, _):
-        raise NotImplementedError("only what is kept is counted")
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def fuse_norms(block: Block) -> None:
+    """Have a block on `meta` keep of its norms what a GPU would."""
+    for norm in (block.attention_norm, block.ffn_norm):
+        norm.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), norm)
 
 
 def layer_on_meta(config: TransformerConfig) -> tuple[Block, tuple[torch.Tensor, ...]]:
@@ -65,8 +73,7 @@ def layer_on_meta(config: TransformerConfig) -> tuple[Block, tuple[torch.Tensor,
         head_dim = config.dim // config.num_heads
         tables = rotary_tables(torch.empty(SEQ_LEN), head_dim, config.rope_theta)
     block.attention.attend = Flash.apply
-    for norm in (block.attention_norm, block.ffn_norm):
-        norm.forward = FusedNorm.apply
+    fuse_norms(block)
     return block, (x, *tables)
 
 

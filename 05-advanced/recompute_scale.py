@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -10,6 +9,7 @@ from cp_memory import LiveBytes, storages
 from dist_common import models
 from dist_common.measure import GIB
 from dist_common.report import figure
+from layout_counts import fuse_norms
 from layout_model import BF16, activation_bytes
 from recompute_checks import (
     flops_of_blocks,
@@ -19,20 +19,6 @@ from recompute_checks import (
     repeated_flops,
     run_blocks,
 )
-
-
-class FusedNorm(torch.autograd.Function):
-    """What a GPU's fused RMSNorm keeps; without a GPU PyTorch has the unfused one only."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
 
 
 def flash_attention(q, k, v):
@@ -53,8 +39,7 @@ def on_meta(config, tokens: tuple[int, int], layers: int, way):
         tables = models.rotary_tables(torch.arange(T), head_dim, config.rope_theta)
     for block in model.blocks:
         block.attention.attend = flash_attention
-        for norm in (block.attention_norm, block.ffn_norm):
-            norm.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), norm)
+        fuse_norms(block)
     way(model)
     return model, x, tables
 
