@@ -92,7 +92,7 @@ def changes_of_ddp(job: Job, cluster: Cluster, layout: Layout, base: Prediction)
     """Return what only replicas that hold all weights can do."""
     config, dp, n = job.config, base.traffic[2], layout.replicas
     weights = weights_of_stage(config, layout, 0)
-    plain = as_change("", base, "")
+    kept, limit = sum(base.memory.values()), base.memory_limit
     copy = FP32 * weights  # what error feedback did not send yet, or a set of weights
 
     share = powersgd_numbers(config, POWERSGD_RANK) / weights
@@ -103,8 +103,7 @@ def changes_of_ddp(job: Job, cluster: Cluster, layout: Layout, base: Prediction)
         takes = sent / dp.rate_gb_s / 1e9
         exposed = max(0.0, takes - hidden)
         step = base.step_s - dp.exposed_s + exposed
-        held = plain.memory + memory, plain.limit
-        return Change(name, sent, takes, exposed, *held, step, price)
+        return Change(name, sent, takes, exposed, kept + memory, limit, step, price)
 
     m = job.micro_batches(layout)
     rows = [
