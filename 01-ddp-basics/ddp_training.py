@@ -25,16 +25,14 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import replica_checkpoint
-from dist_common import cli, data, measure, models, proofs, runtime
+from dist_common import checkpoint, cli, data, measure, models, proofs, runtime
 from dist_common.report import Report
 from tensorboard_log import TensorBoardLog
 from text_job import LineSequences
 from training_checks import (
-    changed_settings,
     check_gradient,
     check_test_tokens,
     check_trained_tokens,
-    settings_of,
     stop_unless_finite,
 )
 
@@ -216,7 +214,7 @@ def resume(run, model):
     state = replica_checkpoint.load(run.report.output / "checkpoints", model, run.report)
     if state is None:
         return
-    changes = changed_settings(state["settings"], run.settings)
+    changes = checkpoint.changed_settings(state["settings"], run.settings)
     model.load_state_dict(state["model"])
     run.optimizer.load_state_dict(state["optimizer"])
     if run.scaler and state["scaler"]:
@@ -275,7 +273,7 @@ def set_up(args, report):
     run.batches = data.job_batches(run.train_set, run.sampler, args, args.num_workers, pinned)
     run.optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
     run.scaler = torch.amp.GradScaler(device.type) if args.precision == "16-mixed" else None
-    run.settings = settings_of(args, world.world_size, checksum)
+    run.settings = checkpoint.settings_of(args, world.world_size, checksum)
     run.flops_per_token = measure.flops_per_token(config, args.seq_len)
     run.timer = measure.StepTimer(device, warmup=args.log_every)
     run.rng = None

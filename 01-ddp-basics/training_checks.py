@@ -8,10 +8,6 @@ from dist_common import cli, data, measure, proofs, runtime
 
 # Relative. fp32 sums in another order differ in the last bits; the others keep 8 and 11 bits.
 GRADIENT_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2, "16-mixed": 1e-2}
-SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed")  # what the order of the data depends on
-# Flags that do not change the weights: a resumed run may change them without a word.
-FREE = ("device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every",
-        "eval_every", "save_every", "parity_steps")  # fmt: skip
 
 
 def check_gradient(run, accumulate_gradient, summed_loss):
@@ -67,29 +63,5 @@ def stop_unless_finite(args, step, loss, own_sum, norm):
     if math.isfinite(loss) and (args.precision == "16-mixed" or math.isfinite(norm)):
         return
     ranks = [str(r) for r, own in enumerate(runtime.gather(own_sum)) if not math.isfinite(own)]
-    where = f"on rank {', '.join(ranks)} of {dist.get_world_size()}" if ranks else "over all ranks"
-    raise FloatingPointError(
-        f"stopped: in step {step} the loss is {loss:.4g} {where}, gradient norm {norm:.4g}: try a "
-        "lower --lr, or look at that data; the newest checkpoint may already be diverging: try the "
-        "one before"
-    )
-
-
-def settings_of(args, ranks, text_checksum):
-    """Return what a checkpoint says about its run: the flags that its weights depend on."""
-    settings = {name: value for name, value in vars(args).items() if name not in FREE}
-    return settings | {"ranks": ranks, "text_file": f"sha256 {text_checksum}"}
-
-
-def changed_settings(old, new):
-    """Say which settings differ from the checkpoint's. Raises: UsageError for those of the data."""
-    for name in SAME_DATA:
-        if old[name] != new[name]:
-            raise cli.UsageError(
-                f"--{name.replace('_', '-')} is {new[name]} here and {old[name]} in the "
-                "checkpoint: its place in the data would mean nothing"
-            )
-    changes = [
-        f"{name} {old.get(name)} -> {new[name]}" for name in new if old.get(name) != new[name]
-    ]
-    return f"changed since then: {', '.join(changes) or 'nothing'}"
+    which = f"on rank {', '.join(ranks)} of {dist.get_world_size()}" if ranks else "over all ranks"
+    cli.stop_unless_finite(step, loss, norm, f" {which}")

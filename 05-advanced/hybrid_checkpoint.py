@@ -6,19 +6,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 
 from dist_common import checkpoint, models
-from dist_common.cli import UsageError
 
 # By name of the weight, not by its place in the optimizer: that differs from layout to layout.
 BY_NAME = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
-SAME_DATA = ("text_file", "seq_len", "seed")  # what the order of the data depends on
 
 
 def save(run):
     """Write what this rank holds of weights and moments, and where the run is. A collective."""
     weights = whole_shapes(run)
-    settings = {name: getattr(run.args, name) for name in SAME_DATA}
-    facts = {"tensors": checkpoint.shapes_of(weights), "sampler": run.sampler.state_dict()}
-    facts["settings"] = settings | {"text_file": run.checksum}
+    facts = {
+        "tensors": checkpoint.shapes_of(weights),
+        "sampler": run.sampler.state_dict(),
+        "settings": checkpoint.settings_of(run.args, dist.get_world_size(), run.checksum),
+    }
     folder = run.report.output / "checkpoints"
     with checkpoint.sealed(folder, run.step, facts, group=run.files) as partial:
         dcp.save(state_of(run), checkpoint_id=partial, process_group=run.files)
@@ -33,14 +33,8 @@ def resume(run):
     if chosen is None:
         return
     path, facts = chosen
-    for name in SAME_DATA:
-        there = facts["settings"][name]
-        here = run.checksum if name == "text_file" else getattr(run.args, name)
-        if there != here:
-            raise UsageError(
-                f"--{name.replace('_', '-')} is {here} here and {there} in the checkpoint: its "
-                "place in the data would mean nothing"
-            )
+    settings = checkpoint.settings_of(run.args, dist.get_world_size(), run.checksum)
+    run.report.say(checkpoint.changed_settings(facts["settings"], settings))
     state = state_of(run)
 
     dcp.load(state, checkpoint_id=path, process_group=run.files)

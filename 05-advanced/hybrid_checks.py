@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-import math
 from collections import Counter
 
 import torch
@@ -234,12 +233,3 @@ def check_replicas(run):
     differing = sum(len(found) > 1 for found in digests.values())
     name = "parts of weights whose copies differ between ranks"
     run.report.check(name, differing, 0, 0, "replicas stay equal")
-
-
-def stop_unless_finite(step, loss, norm):
-    """End the run when loss or gradient is infinite or no number."""
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise FloatingPointError(
-            f"stopped: in step {step} the loss is {loss:.4g}, gradient norm {norm:.4g}: try a "
-            "lower --lr; the newest checkpoint may already be diverging: try the one before"
-        )

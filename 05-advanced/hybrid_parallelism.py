@@ -17,7 +17,6 @@ Models (2024), section 3.3.2, for the all-gather of keys and values.
 
 import contextlib
 import functools
-import math
 from types import SimpleNamespace
 
 import torch
@@ -206,14 +205,6 @@ def clip_gradients(run):
     return norm
 
 
-def lr_at(step, args):
-    """Return the learning rate of a step, counted from 1: linear warmup, then cosine to a tenth."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
-    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
 def train(run, steps):
     """Take steps; read losses every --log-every of them, and save when it is due."""
     args, unread = run.args, []
@@ -223,7 +214,7 @@ def train(run, steps):
         loss = accumulate_gradient(run, next(run.batches))
         norm = clip_gradients(run)
         for group in run.optimizer.param_groups:
-            group["lr"] = lr_at(run.step, args)
+            group["lr"] = cli.lr_at(run.step, args)
         run.optimizer.step()
         run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
         unread.append((run.step, loss, norm))

@@ -3,8 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from dist_common import measure
-from hybrid_checks import stop_unless_finite
+from dist_common import cli, measure
 from hybrid_layout import draw_layout
 
 
@@ -16,7 +15,7 @@ def read(run, unread):
     time_ms = run.timer.lap(len(steps))
     speed = run.tokens.item() / time_ms * 1e3
     for step, loss, norm in zip(steps, losses.tolist(), torch.stack(norms).tolist(), strict=True):
-        stop_unless_finite(step, loss, norm)
+        cli.stop_unless_finite(step, loss, norm)
         run.log.write(step, loss=loss, grad_norm=norm, tokens_per_second=speed)
         run.losses.append(loss)
     flops = speed / dist.get_world_size() * run.flops_per_token

@@ -3,6 +3,7 @@
 One folder each, `step-00000220/`, with a manifest of checksums: PyTorch accepts flipped bits.
 """
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -19,6 +20,11 @@ import torch.distributed as dist
 from dist_common.cli import UsageError
 from dist_common.report import Report
 from dist_common.runtime import from_rank0, gather
+
+SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed")  # what the order of the data depends on
+# Flags that do not change the weights: a resumed run may change them without a word.
+FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every",
+        "eval_every", "save_every", "parity_steps"}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -123,6 +129,25 @@ def other_model(facts: dict[str, Any], weights: dict[str, torch.Tensor]) -> str 
 def shapes_of(weights: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     """Return each tensor's shape by name, for a manifest."""
     return {name: list(tensor.shape) for name, tensor in weights.items()}
+
+
+def settings_of(args: argparse.Namespace, ranks: int, text_checksum: str) -> dict[str, Any]:
+    """Return what a manifest says about its run: the flags that its weights depend on."""
+    settings = {name: value for name, value in vars(args).items() if name not in FREE}
+    return settings | {"ranks": ranks, "text_file": f"sha256 {text_checksum}"}
+
+
+def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Say which settings differ from the checkpoint's. Raises: UsageError for those of the data."""
+    for name in [name for name in SAME_DATA if name in new]:
+        if old[name] != new[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is {new[name]} here and {old[name]} in the "
+                "checkpoint: its place in the data would mean nothing"
+            )
+    changed = [name for name in new if old.get(name) != new[name]]
+    changes = [f"{name} {old.get(name)} -> {new[name]}" for name in changed]
+    return f"changed since then: {', '.join(changes) or 'nothing'}"
 
 
 def found(directory: Path) -> list[Path]:

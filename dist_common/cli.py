@@ -4,6 +4,7 @@ import argparse
 import atexit
 import contextlib
 import functools
+import math
 import os
 import re
 import sys
@@ -66,6 +67,24 @@ def add_job_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
     add("--warmup-steps", type=whole_number, default=10, help="steps of linear warmup (10)")
     precisions = ("32-true", "bf16-mixed", "16-mixed")
     add("--precision", choices=precisions, default="32-true", help="(32-true)")
+
+
+def lr_at(step: int, args: argparse.Namespace) -> float:
+    """Return the job's learning rate in a step, counted from 1: warmup, then cosine to a tenth."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+def stop_unless_finite(step: int, loss: float, norm: float, where: str = "") -> None:
+    """End the run, on all ranks together, when loss or gradient norm is infinite or no number."""
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise FloatingPointError(
+            f"stopped: in step {step} the loss is {loss:.4g}{where}, gradient norm {norm:.4g}: try "
+            "a lower --lr, or look at that data; the newest checkpoint may already be diverging: "
+            "try the one before"
+        )
 
 
 def whole_number(text: str, low: int = 0) -> int:
@@ -151,7 +170,7 @@ def tear_down() -> None:
     if not dist.is_initialized():
         return
     store = dist.group.WORLD.get_group_store()  # noqa: F841  lives until this function returns
-    dist.group.WORLD.abort() if dist.get_backend() == "nccl" else dist.destroy_process_group()
+    dist.group.WORLD.abort() if "nccl" in dist.get_backend() else dist.destroy_process_group()
     if os.environ["RANK"] == "0" and "TORCHELASTIC_RUN_ID" not in os.environ:
         time.sleep(1.0)  # the store in which the others look who printed lives in this process
 

@@ -137,12 +137,18 @@ def seed_everything(seed: int) -> None:
 
 
 @contextlib.contextmanager
-def init(device: str = "auto", timeout_s: float = 600.0) -> Iterator[tuple[World, torch.device]]:
-    """Join the process group for a `with` block; an error tears it down, so that no rank waits."""
+def init(
+    device: str = "auto", timeout_s: float = 600.0, cpu_tensors: bool = False
+) -> Iterator[tuple[World, torch.device]]:
+    """Join the process group for a `with` block; an error tears it down, so that no rank waits.
+
+    With `cpu_tensors` gloo serves tensors in host memory beside NCCL.
+    """
     world = discover()
     own = pick_device(device, world)
     timeout, gpu = timedelta(seconds=timeout_s), own if own.type == "cuda" else None
-    dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout, device_id=gpu)
+    backend = "cpu:gloo,cuda:nccl" if cpu_tensors else "nccl"
+    dist.init_process_group(backend if gpu else "gloo", timeout=timeout, device_id=gpu)
     try:
         dist.barrier()  # a rank that failed right away would cut short how gloo connects the rest
         yield world, own

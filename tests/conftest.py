@@ -47,6 +47,22 @@ LAUNCHER_VARIABLES = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_|SLURM_|OMP
 for name in [name for name in os.environ if LAUNCHER_VARIABLES.match(name)]:
     del os.environ[name]
 
+PYTEST_PID = os.getpid()
+run_backward = torch.autograd._engine_run_backward
+
+
+def run_backward_in_forks(*args: Any, **kwargs: Any) -> Any:
+    """Refuse a backward pass in pytest's own process: no fork after it could run one.
+
+    Which tests come after it differs from run to run, so the test that is wrong has to say so.
+    """
+    if os.getpid() == PYTEST_PID:
+        raise RuntimeError("a backward pass in pytest's own process; run it with on_ranks")
+    return run_backward(*args, **kwargs)
+
+
+torch.autograd._engine_run_backward = run_backward_in_forks
+
 
 @dataclass
 class Ended:

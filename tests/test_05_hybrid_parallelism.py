@@ -151,8 +151,8 @@ def reduce_each_matrix_apart(script):
 def step_further_on_rank_1(script):
     import torch.distributed as dist
 
-    rate = script.lr_at
-    script.lr_at = lambda step, args: rate(step, args) * (1 + dist.get_rank())
+    rate = script.cli.lr_at
+    script.cli.lr_at = lambda step, args: rate(step, args) * (1 + dist.get_rank())
 
 
 def drop_a_micro_batch(script):
