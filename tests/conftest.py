@@ -57,7 +57,7 @@ def run_backward_in_forks(*args: Any, **kwargs: Any) -> Any:
     Which tests come after it differs from run to run, so the test that is wrong has to say so.
     """
     if os.getpid() == PYTEST_PID:
-        raise RuntimeError("a backward pass in pytest's own process; run it with on_ranks")
+        raise RuntimeError("a backward pass in pytest's own process: run it by in_a_fork")
     return run_backward(*args, **kwargs)
 
 
@@ -174,6 +174,12 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
+def in_a_fork(on_ranks: Callable) -> Callable[[Callable[[], Any]], Any]:
+    """Call function() in a process of its own, as a backward pass has to be; return its value."""
+    return lambda function: on_ranks(lambda rank, world_size: function(), 1)[0]
+
+
+@pytest.fixture
 def run_script(tmp_path: Path) -> Callable[..., Ended]:
     """Run a script's main on N forked ranks, with the environment that torchrun would set.
 
@@ -255,9 +261,9 @@ def run_command(
 def compiled(op: str) -> bool:
     """Say whether DeepSpeed's op is in the cache; asked in a process of its own."""
     asked = (
-        "import sys, torch; sys.path.append('03-deepspeed'); import zero; "
-        "zero.prepare(torch.device('cpu')); "
-        f"sys.exit(not zero.op_library('{op}').exists())"
+        "import sys, torch; sys.path.append('03-deepspeed'); import ds_setup; "
+        "ds_setup.prepare(torch.device('cpu')); "
+        f"sys.exit(not ds_setup.op_library('{op}').exists())"
     )
     return run_command(["python", "-c", asked], REPO, 60).codes == [0]
 

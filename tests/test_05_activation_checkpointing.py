@@ -270,32 +270,38 @@ def test_bad_input_gets_one_line(run_script, argv, says):
 # what the page says of pitfalls
 
 
-def test_reentrant_checkpoints_lose_gradients_where_no_input_needs_one():
-    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
-    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
-        out = checkpoint(layer, x, use_reentrant=True)
-    assert not out.requires_grad
-    checkpoint(layer, x, use_reentrant=False).sum().backward()
-    assert layer.weight.grad is not None
+def test_reentrant_checkpoints_lose_gradients_where_no_input_needs_one(in_a_fork):
+    def gradient():
+        layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+        with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True"):
+            out = checkpoint(layer, x, use_reentrant=True)
+        assert not out.requires_grad
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+        return layer.weight.grad
+
+    assert in_a_fork(gradient) is not None
 
 
-def test_a_recomputation_of_other_shapes_is_refused_and_of_other_values_is_not():
-    layer, calls = nn.Linear(4, 4), []
+def test_a_recomputation_of_other_shapes_is_refused_and_of_other_values_is_not(in_a_fork):
+    def gradient_is_finite():
+        layer, calls = nn.Linear(4, 4), []
 
-    def fickle(x, shorter):
-        calls.append(None)
-        again = len(calls) == 2
-        return layer(x[1:] if again and shorter else x * (1 + again)).exp()
+        def fickle(x, shorter):
+            calls.append(None)
+            again = len(calls) == 2
+            return layer(x[1:] if again and shorter else x * (1 + again)).exp()
 
-    x = torch.ones(2, 4, requires_grad=True)
-    with pytest.raises(CheckpointError, match="different metadata"):
-        checkpoint(fickle, x, True, use_reentrant=False).sum().backward()
-    calls.clear()
-    checkpoint(fickle, x, False, use_reentrant=False).sum().backward()
-    assert torch.isfinite(layer.weight.grad).all()
+        x = torch.ones(2, 4, requires_grad=True)
+        with pytest.raises(CheckpointError, match="different metadata"):
+            checkpoint(fickle, x, True, use_reentrant=False).sum().backward()
+        calls.clear()
+        checkpoint(fickle, x, False, use_reentrant=False).sum().backward()
+        return torch.isfinite(layer.weight.grad).all().item()
+
+    assert in_a_fork(gradient_is_finite)
 
 
-def test_a_checkpoint_around_the_loss_saves_nothing_at_the_peak():
+def test_a_checkpoint_around_the_loss_saves_nothing_at_the_peak(in_a_fork):
     """Its tensors come back at once: backward begins there."""
     live = load_script("05-advanced/cp_memory.py").LiveBytes
     head = nn.Linear(8, 1000, bias=False)
@@ -303,14 +309,15 @@ def test_a_checkpoint_around_the_loss_saves_nothing_at_the_peak():
     def loss(x):
         return nn.functional.cross_entropy(head(x), torch.zeros(64, dtype=torch.int64))
 
-    peaks = []
-    for options in (None, {"use_reentrant": False}):
+    def peak(around):
         head.weight.grad = torch.zeros_like(head.weight)
         x = torch.ones(64, 8, requires_grad=True)
         with live() as counted:
-            (checkpoint(loss, x, **options) if options else loss(x)).backward()
-        peaks.append(counted.peak)
-    assert peaks[1] >= peaks[0]
+            (checkpoint(loss, x, use_reentrant=False) if around else loss(x)).backward()
+        return counted.peak
+
+    without, around = in_a_fork(lambda: [peak(False), peak(True)])
+    assert around >= without
 
 
 @FULL
