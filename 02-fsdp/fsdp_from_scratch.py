@@ -1,54 +1,49 @@
-"""Build FSDP from two collectives and four moves: shard, gather, free, reduce.
+"""Build FSDP for any model from two collectives and four moves: shard, gather, free, reduce.
 
     CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_from_scratch.py
     GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_from_scratch.py
 
-Look for: the losses and collectives of PyTorch's `fully_shard`; between steps 1/N of the model on
-each rank, during a step never more than two units of it whole.
+Look for: the losses, collectives and bytes of PyTorch's `fully_shard`, in float32 and bf16-mixed;
+between steps 1/N of the model on each rank, during a step the rest and one unit whole.
 
+`Sharded` does it to any nn.Module: the page shows how, in a script of your own.
 Source: Zhao et al., PyTorch FSDP (VLDB 2023), sections 3.2 and 4.2: its FlatParameter is `Unit`.
 """
 
-import functools
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from dist_common import cli, data, measure, models, proofs, runtime
-from dist_common.models import Transformer
-from dist_common.report import Report, figure
+from dist_common import cli, models, runtime
+from dist_common.report import Report
+from scratch_checks import MoveLog, check_one_process, check_run, draw_moves, job_of, train
+from scratch_tools import all_gather, flatten, gradient_of, groups_of, part_of, reduce_scatter
 
-# torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16}  # what weights are gathered in
 
 
 class Unit:
     """Parameters that are sharded together: one flat vector, of which each rank keeps a part."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, dtype):
         self.parameters = parameters
-        self.sizes = [parameter.numel() for parameter in parameters]
-        parts = dist.get_world_size()
-        padding = -sum(self.sizes) % parts  # so that all parts are equally long
-        flat = torch.cat([p.detach().flatten() for p in parameters])
-        self.whole = F.pad(flat, (0, padding))
-        self.missing = len(parameters)  # gradients that this step's backward still owes
-        # The parameters become views of the vector: filled when it is, empty when it is.
-        for parameter, view in zip(parameters, self.views(self.whole), strict=True):
-            parameter.data = view
-            parameter.register_post_accumulate_grad_hook(self.count)
+        self.shapes = [parameter.shape for parameter in parameters]
+        flat = flatten(parameters)  # and zeros, so that all parts are equally long
 
-        self.shard = self.whole.chunk(parts)[dist.get_rank()].clone()  # Move 1. This is kept.
+        self.shard = part_of(flat).clone()  # Move 1. All that this rank keeps.
 
+        self.whole = flat.to(dtype if dtype and flat.is_floating_point() else flat.dtype)
+        self.views = self.cut(self.whole)
         self.free()
 
-    def views(self, vector):
+    def cut(self, vector):
         """Return a vector's pieces in the shapes of the parameters."""
-        pieces = vector[: sum(self.sizes)].split(self.sizes)
-        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+        sizes = [shape.numel() for shape in self.shapes]
+        pieces = vector[: sum(sizes)].split(sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def gather(self):
         """Move 2. Fill the vector with the parts of all ranks, unless it is full already."""
@@ -56,107 +51,138 @@ class Unit:
         if storage.nbytes() == 0:
             storage.resize_(self.whole.nbytes)
 
-            all_gather(self.whole, self.shard)
+            all_gather(self.whole, self.shard.to(self.whole.dtype))
+
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                parameter.data = view
 
     def free(self):
-        """Move 3. Give the memory back, and keep the vector: autograd remembers its views."""
+        """Move 3. Give the memory back, but keep the vector: autograd has saved views of it."""
         self.whole.untyped_storage().resize_(0)
-
-    def count(self, _):
-        """Note that one more gradient is there; after the last one, reduce them."""
-        self.missing -= 1
-        if self.missing == 0:
-            self.missing = len(self.parameters)
-            self.reduce()
+        for parameter in self.parameters:
+            parameter.data = self.whole.new_empty(0)  # an error instead of a crash, if used now
 
     def reduce(self):
-        """Move 4. Add up all ranks' gradients, each rank its own part, and drop the whole."""
-        flat = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
-        flat = F.pad(flat, (0, self.whole.numel() - flat.numel()))
-        self.shard.grad = torch.empty_like(self.shard)
+        """Move 4. Add up all ranks' gradients, each rank its own part, and drop the whole ones."""
+        if all(parameter.grad is None for parameter in self.parameters):
+            return  # frozen, or not used
+        whole = flatten([gradient_of(parameter) for parameter in self.parameters])
+        mean = torch.empty_like(self.shard)
 
-        reduce_scatter(self.shard.grad, flat)
+        reduce_scatter(mean, whole.to(self.shard.dtype))
 
-        self.shard.grad /= dist.get_world_size()
+        mean /= dist.get_world_size()
+        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         for parameter in self.parameters:
             parameter.grad = None
-        self.free()
 
 
-def shard_from_scratch(model):
-    """Make a unit of each block and one of the rest, moved by hooks; return them, the rest last.
+class AfterBackward(torch.autograd.Function):
+    """Pass a module's inputs on; call a function when the gradients of all of them are there."""
 
-    The rest stays gathered from the start of forward to the end of backward: it holds the layer
-    that forward begins with, and the one that backward begins with.
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.function = function
+        return inputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.function()
+        return None, *gradients
+
+
+class Sharded:
+    """Shard a model in place: each of `modules` is gathered by itself, the rest once a step.
+
+    Give the optimizer `shards()`. `dtype` is what weights are gathered and computed in.
     """
-    units = [Unit(list(block.parameters())) for block in model.blocks]
-    inside = {parameter for unit in units for parameter in unit.parameters}
-    rest = Unit([parameter for parameter in model.parameters() if parameter not in inside])
-    model.register_forward_pre_hook(lambda *_: rest.gather())
-    for block, unit in zip(model.blocks, units, strict=True):
-        block.register_forward_pre_hook(lambda *_, unit=unit: unit.gather())
-        block.register_forward_hook(lambda *_, unit=unit: unit.free())
-        # Before backward enters the block; by `count` it is freed again.
-        block.register_full_backward_pre_hook(lambda *_, unit=unit: unit.gather())
-    return [*units, rest]
 
+    def __init__(self, model, modules, dtype=None):
+        self.model = model
+        self.dtype = dtype
+        self.in_backward = False
+        units_of = {module: [] for module in (*modules, model)}
+        for (module, *_), parameters in groups_of(model, modules).items():
+            units_of[module].append(Unit(parameters, dtype))
+        for module, units in units_of.items():
+            module.register_forward_pre_hook(partial(self.before_forward, units), with_kwargs=True)
+            module.register_forward_hook(partial(self.after_forward, units))
+        self.units = [unit for units in units_of.values() for unit in units]
 
-class Watch:
-    """Write down the bytes that all units have gathered together, after each gather and free."""
+    def shards(self):
+        """Return what the optimizer steps on: the shards that get a gradient."""
+        return [unit.shard for unit in self.units if unit.parameters[0].requires_grad]
 
-    def __init__(self, units):
-        self.log = []
-        self.units = units
+    def before_forward(self, units, module, args, kwargs):
         for unit in units:
-            unit.gather = functools.partial(self.note, unit.gather)
-            unit.free = functools.partial(self.note, unit.free)
+            unit.gather()
+        if module is self.model and self.dtype:
+            args, kwargs = tree_map_only(torch.Tensor, self.cast, (args, kwargs))
+        leaves, tree = tree_flatten((args, kwargs))
+        inputs = {i: leaf for i, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)}
+        if inputs and torch.is_grad_enabled():
+            outputs = AfterBackward.apply(partial(self.after_backward, units), *inputs.values())
+            for place, output in zip(inputs, outputs, strict=True):
+                leaves[place] = output
+        return tree_unflatten(leaves, tree)
 
-    def note(self, move):
-        move()
-        self.log.append(sum(unit.whole.untyped_storage().nbytes() for unit in self.units))
+    def cast(self, tensor):
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def after_forward(self, units, module, args, output):
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            kind = type(output).__name__
+            raise TypeError(f"{type(module).__name__} returns a {kind}, not tensors or a dict")
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(partial(self.before_backward, units))
+        # The rest stays: backward begins with it. So does what activation checkpointing computes
+        # again in backward.
+        if not self.in_backward and not (module is self.model and tensors):
+            for unit in units:
+                unit.free()
+
+    def before_backward(self, units, gradient):
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        for unit in units:
+            unit.gather()
+
+    def after_backward(self, units):
+        for unit in units:
+            unit.reduce()
+            unit.free()
+
+    def finish(self):
+        """At the end of backward: the rest, and units none of whose inputs has a gradient."""
+        self.after_backward(self.units)
+        self.in_backward = False
 
 
-def loss_of(model, batch):
-    """Return the mean cross-entropy. Shapes: batch is inputs and targets, (B, T) each."""
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+def modules_of(model):
+    """Choose the units of the lesson's model."""
+    return list(model.blocks)
 
 
-def train(model, weights, batches):
-    """Take a step of AdamW on each batch; return this rank's losses and the last step's traffic."""
-    optimizer = torch.optim.AdamW(weights, lr=1e-3)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        with measure.CollectiveCounter() as counter:
-            loss = loss_of(model, batch)
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    held = sum(w.nbytes + w.grad.nbytes for w in weights)
-    held += sum(t.nbytes for state in optimizer.state.values() for t in state.values() if t.dim())
-    return torch.stack(losses), counter, held
-
-
-def plot_levels(path, levels, title):
-    """Draw how many bytes are held after each gather and free, a line for each kind, as PNG."""
-    with figure(path, figsize=(9, 3)) as axes:
-        for name, values in levels.items():
-            axes.step(range(len(values)), [v / 2**20 for v in values], where="post", label=name)
-        axes.set(title=title, xlabel="gathers and frees, in order", ylabel="MiB")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_ylim(bottom=0)
-        axes.legend()
-        axes.grid(alpha=0.3)
+def shard_by_pytorch(model, modules, dtype):
+    """Do the same with PyTorch's own; return the parameters for the optimizer."""
+    reduce_dtype = torch.float32 if dtype else None
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype, cast_forward_inputs=False)
+    for module in (*modules, model):
+        fully_shard(module, mp_policy=policy)
+    return list(model.parameters())
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
     positive = cli.positive_int
-    add("--micro-batch-size", type=positive, default=8, help="per rank and step (8)")
+    add("--micro-batch-size", type=positive, default=4, help="sequences per rank at a time (4)")
+    add("--grad-accum-steps", type=positive, default=2, help="micro-batches per step (2)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
-    add("--max-steps", type=positive, default=8, help="training steps (8)")
+    add("--max-steps", type=positive, default=4, help="training steps (4)")
     return parser.parse_args()
 
 
@@ -165,69 +191,33 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_from_scratch.py", args, world, device)
         config = models.preset("tiny", args.seq_len)
-        global_batch = args.micro_batch_size * world.world_size
-        text = data.Sequences(data.load_text(), args.seq_len, global_batch * args.max_steps)
-        weights = config.num_parameters()
-        report.start(f"{weights:,} weights, {config.num_layers} blocks and the rest")
+        job = job_of(args, world, device)
+        report.start(f"{config.num_parameters():,} weights; {job.sizes}")
 
         def build():
             runtime.seed_everything(args.seed)
-            return Transformer(config).to(device)
+            return models.Transformer(config).to(device)
 
         alone = build()
-        together = args.max_steps, global_batch
-        every = data.batches_of(text, *together, 0, global_batch, device)
-        expected, _, whole = train(alone, list(alone.parameters()), every)
-        own = world.rank * args.micro_batch_size, args.micro_batch_size
-        mine = list(data.batches_of(text, *together, *own, device))
-
-        model = build()
-        units = shard_from_scratch(model)
-        watch = Watch(units)
-        losses, counter, held = train(model, [unit.shard for unit in units], mine)
-        theirs = build()
-        for module in (*theirs.blocks, theirs):
-            fully_shard(module)
-        their_losses, their_counter, _ = train(theirs, list(theirs.parameters()), mine)
-        for measured in (losses, their_losses):
-            measured /= world.world_size
-            dist.all_reduce(measured)
-
-        names = ("_allgather_base_", "_reduce_scatter_base_")
-        rows = [["one process", *["0"] * 4, f"{expected[-1].item():.6f}"]]
-        for way, seen, curve in (
-            ("from scratch", counter, losses),
-            ("fully_shard", their_counter, their_losses),
-        ):
-            numbers = [f"{kind[n]:,}" for n in names for kind in (seen.calls, seen.bytes)]
-            rows.append([way, *numbers, f"{curve[-1].item():.6f}"])
-        headers = ("way", "all-gathers", "bytes", "reduce-scatters", "bytes", "last loss")
+        expected = train(alone, list(alone.parameters()), job.whole)
+        rows = [["one process", "0", "0", "0", "0.00", f"{expected.losses[-1]:.6f}"]]
+        for precision, dtype in PRECISIONS.items():
+            model = build()
+            modules = modules_of(model)
+            sizes = [sum(p.numel() for p in module.parameters()) for module in modules]
+            sizes.append(config.num_parameters() - sum(sizes))  # the rest
+            sharded = Sharded(model, modules, dtype)
+            log = MoveLog(sharded)
+            ours = train(model, sharded.shards(), job.own, log)
+            twin = build()
+            theirs = train(twin, shard_by_pytorch(twin, modules_of(twin), dtype), job.own)
+            rows += check_run(report, precision, sizes, ours, theirs, log)
+            check_one_process(report, precision, sharded, ours, alone, expected)
+        headers = ("way", "all-gathers", "reduce-scatters", "bytes sent", "per weight", "last loss")
         report.table(rows, headers)
-        source = "FSDP paper, section 3.2"
-        N = world.world_size
-        flat = [unit.whole.nbytes for unit in units]
-        # A call hands over a unit and a rank's part of it; the rest is gathered once only.
-        for what, name, calls, moved in (
-            ("all-gathers", names[0], 2 * len(units) - 1, 2 * sum(flat) - flat[-1]),
-            ("reduce-scatters", names[1], len(units), sum(flat)),
-        ):
-            report.check(f"{what} per step", counter.calls[name], calls, 0, source)
-            handed = moved + moved // N
-            report.check(f"bytes handed to {what}", counter.bytes[name], handed, 0, source)
-        report.check("bytes held between steps", held, whole // N, 0.01 * whole // N, source)
-        most = flat[-1] + max(flat[:-1])
-        held_most = max(watch.log)
-        report.check("most bytes gathered at once", held_most, most, 0, "the rest and one block")
-        for name, right in (("fully_shard", their_losses), ("one process", expected)):
-            what = f"largest difference of a loss from {name}"
-            proofs.same_losses(report, losses, right, 1e-5, what, name)
-        report.metrics["final_loss"] = losses[-1].item()
         if report.output and world.is_rank0:
-            last = watch.log[-len(watch.log) // args.max_steps :]
-            levels = {"gathered by a rank": last, "the whole model": [sum(flat)] * len(last)}
-            title = f"A step: {config.num_layers} blocks forward, {config.num_layers} backward"
-            plot_levels(report.output / "gathered.png", levels, title)
-        return report.finish(f"loss {losses[-1].item():.4f} after step {args.max_steps}")
+            draw_moves(report.output / "gathered.png", log)
+        return report.finish(f"loss {ours.losses[-1]:.4f} after step {args.max_steps}")
 
 
 if __name__ == "__main__":

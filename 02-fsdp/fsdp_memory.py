@@ -1,73 +1,217 @@
-"""The memory of fsdp_transformer.py: is there enough, and how much was held at its peak."""
+"""Predict on a laptop what each rank of a large FSDP job would hold at its peak, by class.
 
-from __future__ import annotations
+    any   python 02-fsdp/fsdp_memory.py --preset llama3-8b --world-size 8 --precision bf16-mixed
+    CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_memory.py --check
+    GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_memory.py --check
 
-import json
-import tempfile
+It takes two steps of fsdp_transformer.py, or of your copy of it (--template), with tensors that
+have shapes and no content. Flags are the template's. Look for: which class is the largest; with
+--compare how the choices change it; with --check the peak of two real steps against the prediction.
+
+Sources: Rajbhandari et al., ZeRO (SC 2020), section 3.1; PyTorch's FSDPMemTracker.
+"""
+
+import argparse
+import importlib.util
+import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
-from dist_common.cli import UsageError
-from dist_common.measure import GIB, available_memory
-from dist_common.runtime import World, gather
+import fsdp_job
+from dist_common import cli, data, measure, models, runtime
+from dist_common.report import Report
+from memory_tools import AllocationPeak, draw_peaks, show_peak, show_peaks
+from shard_tools import draw_weights, mesh_of, shards_of
+
+# What --compare changes, each beside the flags as they are.
+CHOICES = {
+    "grad-op": {"sharding": "grad-op"},
+    "hybrid": {"sharding": "hybrid"},
+    "full": {"sharding": "full"},
+    "+ checkpoints": {"sharding": "full", "activation_checkpointing": "full"},
+    "+ loss slices": {"sharding": "full", "activation_checkpointing": "full", "loss_chunks": 8},
+}
 
 
-def require_memory(what: str, needed: int, shards: int, device: torch.device, world: World) -> None:
-    """Refuse what takes more bytes than all ranks have; call it on all, before allocating.
+def predict(template, args, config, mesh):
+    """Take a step of the template on tensors without content; return what one rank would hold.
 
-    Units: bytes, `needed` of all `shards` ranks together, which hold equal parts.
-    Raises: UsageError with what is needed, what there is, and how many ranks would do.
+    At its peak, in bytes by class. No kernel runs: what a kernel takes for itself, and what an
+    allocator leaves unused, is not counted.
     """
-    free = available_memory(device)
-    free //= world.local_world_size if device.type == "cpu" else 1  # ranks share a machine's
-    least = min(gather(free))
-    if needed / shards > least:
-        raise UsageError(
-            f"{what} needs {needed / GIB:,.1f} GiB for weights, gradients and optimizer state, "
-            f"{needed / shards / GIB:,.1f} GiB on each of {shards} ranks, and activations on top; "
-            f"a rank has {least / GIB:,.1f} GiB: shard over more than {needed // least:,} such "
-            "ranks, or take a smaller model"
-        )
+    # Private to PyTorch, and so may move: imported for nothing else.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    device = torch.device("cpu")
+    with FakeTensorMode(), warnings.catch_warnings():
+        # Of a tensor without content it cannot tell; the real run has no such view.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+
+        run = start(template, args, config, mesh, device)
+
+        settle(run, template)
+        tracker = FSDPMemTracker(run.model, run.optimizer)
+        tracker.track_inputs(run.batch)
+        with tracker:
+            # It takes one forward only, and is told before each that it is the first.
+            run.model.register_forward_pre_hook(lambda *_: tracker.reset_mod_stats(), prepend=True)
+            take_step(template, run)
+    peak = tracker.get_tracker_snapshot("peak")[device]
+    return {getattr(kind, "value", kind): size for kind, size in peak.items() if size}
 
 
-class AllocationPeak:
-    """Measure the most bytes that tensors held at once between `start` and `stop`: `bytes`.
+def start(template, args, config, mesh, device):
+    """Build the template's model and optimizer, and a micro-batch of zeros."""
+    run = SimpleNamespace(args=args, device=device, config=config)
+    run.model = template.build(args, config, mesh, device)
+    run.optimizer = template.make_optimizer(run.model, args)
+    shape = (2, args.micro_batch_size, args.seq_len)
+    run.batch = torch.zeros(shape, dtype=torch.int64, device=device).unbind()
+    run.tokens = torch.ones((), device=device)
+    return run
 
-    On the CPU from the log of PyTorch's profiler, which slows a step down. What another thread
-    frees, as gloo's do, is not in it: it is noticed when its address is given out again.
+
+def settle(run, template):
+    """Take an optimizer step on gradients of 0, which is not to be counted.
+
+    Adam makes its state, and DTensor tries each operation once on tensors of the whole size, which
+    hold no memory but would be counted. PyTorch's fused kernel has no shapes without content.
     """
+    for group in run.optimizer.param_groups:
+        group["fused"] = False
+        group["foreach"] = False
+    for weight in run.model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    template.update(run, lr=1e-3)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.bytes = 0
 
-    def start(self) -> None:
-        """Begin; what was allocated before counts on a GPU, and does not on the CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        self.profiler = torch.profiler.profile(activities=kinds, profile_memory=True)
-        self.profiler.start()
+def take_step(template, run):
+    """Take the template's step, on the same micro-batch --grad-accum-steps times."""
+    template.accumulate_gradient(run, [run.batch] * run.args.grad_accum_steps, run.tokens)
+    template.update(run, lr=1e-3)
 
-    def stop(self) -> None:
-        """End, and work out `bytes`."""
-        if self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self.device)
-            return
-        self.profiler.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            self.profiler.export_chrome_trace(str(path))
-            events = [e for e in json.loads(path.read_text())["traceEvents"] if "args" in e]
-        live: dict[int, int] = {}
-        total = 0
-        events = [event for event in events if "Addr" in event["args"]]
-        for event in sorted(events, key=lambda event: event["ts"]):
-            address = event["args"]["Addr"]
-            size = event["args"]["Bytes"]
-            total += max(size, 0) - live.pop(address, 0)
-            if size > 0:
-                live[address] = size
-            self.bytes = max(self.bytes, total)
+
+def measure_peak(template, args, config, mesh, device):
+    """Take two real steps; return the most bytes that were allocated at once."""
+    allocated = AllocationPeak(device)
+    allocated.start()
+    run = start(template, args, config, mesh, device)
+    draw_weights(run.model, device, args.seed)
+    for _ in range(2):  # Adam makes its state in the first one
+        take_step(template, run)
+    allocated.stop()
+    return allocated.bytes
+
+
+def load_template(path):
+    """Import a script by its path. It is no helper here, but the thing to be measured."""
+    try:
+        spec = importlib.util.spec_from_file_location("template", path)
+        template = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = template  # which a dataclass in it asks for
+        spec.loader.exec_module(template)
+        for name in ("build", "make_optimizer", "accumulate_gradient", "update"):
+            getattr(template, name)
+    except (AttributeError, OSError, SyntaxError) as error:
+        raise cli.UsageError(f"--template {path}: {error}") from error
+    return template
+
+
+def check_shards(report, name, peak, config, shards):
+    """Hold weights and optimizer state against the formula: 4 and 8 bytes per weight, sharded."""
+    for kind, size in (("Sharded Param", 4), ("OptState", 8)):
+        formula = round(size * config.num_parameters() / shards)
+        source = "ZeRO paper, section 3.1"
+        prefix = f"{name}: " if name else ""
+        report.check(f"{prefix}bytes of {kind}", peak.get(kind, 0), formula, 0.01 * formula, source)
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    cli.add_job_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --seq-len, ...
+    fsdp_job.add_flags(parser)  # --sharding, --activation-checkpointing, --loss-chunks, ...
+    add = parser.add_argument
+    template = Path(__file__).with_name("fsdp_transformer.py")
+    add("--template", metavar="FILE", default=template, help="the script (fsdp_transformer.py)")
+    add("--world-size", type=cli.positive_int, default=8, help="ranks, 8 on a machine (8)")
+    add(
+        "--compare", action="store_true", help="predict for several choices; draw with --output-dir"
+    )
+    add("--check", action="store_true", help="take two real steps on the ranks started, compare")
+    args = parser.parse_args()
+    if args.cpu_offload:
+        parser.error("a prediction knows one kind of memory only: leave out --cpu-offload")
+    for flag in ("compile", "float8"):
+        if getattr(args, flag):
+            parser.error(f"a prediction calls PyTorch's own operations: leave out --{flag}")
+    if args.check and args.compare:
+        parser.error("--check takes the flags as they are: leave out --compare")
+    return args
+
+
+def predict_all(report, template, config):
+    """Predict for the flags as they are, or for each of CHOICES; print, check and draw."""
+    args, world = report.args, report.world
+    peaks = {}
+    for name, change in (CHOICES if args.compare else {"": {}}).items():
+        own = argparse.Namespace(**{**vars(args), **change})
+        shards = shards_of(own.sharding, own.shard_group_size, world)
+        peaks[name] = predict(template, own, config, mesh_of(shards, torch.device("cpu")))
+        check_shards(report, name, peaks[name], config, shards)
+    if not args.compare:
+        show_peak(report, peaks[""])
+        return f"{peaks['']['Total'] / measure.GIB:.2f} GiB at the peak of each rank"
+    show_peaks(report, peaks)
+    if report.output:
+        draw_peaks(report.output / "memory.png", peaks, fsdp_job.describe_size(args))
+    least = min(peaks, key=lambda name: peaks[name]["Total"])
+    return f"least with {least!r}: {peaks[least]['Total'] / measure.GIB:.2f} GiB at the peak"
+
+
+def check(args, template):
+    """Compare two real steps with the prediction, on every rank; the worst one counts."""
+    with runtime.init(args.device, args.timeout, cpu_tensors=True) as (world, device):
+        report = Report("02-fsdp/fsdp_memory.py", args, world, device)
+        identity = data.settle_batch_sizes(args, world.world_size)
+        config = models.preset(args.preset, args.seq_len)
+        shards = shards_of(args.sharding, args.shard_group_size, world)
+        fsdp_job.refuse(args, config, shards, world, device)
+        report.start(fsdp_job.describe(args, config), identity)
+
+        real = measure_peak(template, args, config, mesh_of(shards, device), device)
+
+        peak = predict(template, args, config, mesh_of(shards, torch.device("cpu")))
+        show_peak(report, peak)
+        pairs = runtime.gather((real / 1e6, peak["Total"] / 1e6))
+        real, predicted = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+        report.check("peak of MB allocated", real, predicted, 0.05 * predicted, "the prediction")
+        report.metrics |= {"predicted_mb": predicted, "peak_mb": real}
+        return report.finish(f"{real:.1f} MB at the peak, {predicted:.1f} MB predicted")
+
+
+def main():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    args = parse_args()
+    template = load_template(args.template)
+    if args.check:
+        return check(args, template)
+    if runtime.discover().world_size > 1:
+        raise cli.UsageError("a prediction is one process: start it with python, not torchrun")
+    # A process group that answers by itself, as one of many ranks.
+    world = runtime.World(0, 0, args.world_size, min(8, args.world_size), "python")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
+    report = Report("02-fsdp/fsdp_memory.py", args, world, torch.device("cpu"))
+    identity = data.settle_batch_sizes(args, args.world_size)
+    config = models.preset(args.preset, args.seq_len)
+    report.start(fsdp_job.describe(args, config), f"{identity}, of {args.seq_len:,} tokens each")
+    return report.finish(predict_all(report, template, config))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -6,7 +6,7 @@
 #   launch_fsdp.sh slurm       --nnodes N --nproc-per-node N [--cpus-per-task N] ...
 #   launch_fsdp.sh predict     --nnodes N --nproc-per-node N ...
 #
-#   predict      needs no GPU; says what each of the job's ranks would hold at its peak
+#   predict      runs fsdp_memory.py, which needs no GPU: what each rank would hold at its peak
 source "$(dirname "$0")/../launch.sh"
 
 read_mode "local, multi-node, slurm or predict" "$@"
@@ -16,7 +16,7 @@ compose fsdp "$here/fsdp_transformer.py"
 case "$mode" in
   predict)
     ranks="$((nnodes * nproc_per_node))"
-    command=(python "$here/fsdp_transformer.py" --dry-run --world-size="$ranks")
+    command=(python "$here/fsdp_memory.py" --world-size="$ranks")
     ;;
   slurm) batch fsdp ;;
 esac

@@ -1,4 +1,4 @@
-"""Module 03: cut by DeepSpeed or whole, the same logits, and no more held or sent than said."""
+"""deepspeed_inference.py: cut or whole, the same logits, and no more held or sent than said."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from helpers_03 import deepspeed_in_the_parent
 pytestmark = pytest.mark.xdist_group("transformers")
 
 SCRIPT = "03-deepspeed/deepspeed_inference.py"
-CHECKPOINT = "02-fsdp/fsdp_checkpoint.py"
+CHECKPOINT, TO_HF = "02-fsdp/fsdp_checkpoint.py", "02-fsdp/fsdp_to_hf.py"
 SMALL = ("--prompt-tokens", 16, "--max-new-tokens", 6)
 SHAPE = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -117,11 +117,11 @@ def test_cut_or_whole_the_same_logits(run_script, tmp_path, world_size, precisio
 @pytest.mark.full
 def test_a_model_that_module_02_exports(run_script, tmp_path):
     """It goes on from a prompt as its text goes: bytes are tokens there."""
-    for argv in (
-        ("save", "--dir", tmp_path / "run", "--max-steps", 12, "--save-every", 12),
-        ("export", "--dir", tmp_path / "run", "--to", tmp_path / "exported"),
+    for script, *argv in (
+        (CHECKPOINT, "save", "--dir", tmp_path / "run", "--max-steps", 12, "--save-every", 12),
+        (TO_HF, "export", "--dir", tmp_path / "run", "--to", tmp_path / "exported"),
     ):
-        ended = run_script(CHECKPOINT, *argv, world_size=2)
+        ended = run_script(script, *argv, world_size=2)
         assert ended.codes == [0, 0], ended.stdout + ended.stderr
     ended = run_quietly(
         run_script, "--model", tmp_path / "exported", "--prompt", "import os", "--max-new-tokens", 9

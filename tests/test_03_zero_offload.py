@@ -1,5 +1,6 @@
-"""Module 03: whatever goes to the CPU or a disk, the same losses, and it is where it is said."""
+"""zero_offload.py: wherever the bytes go, the same losses, and no more bytes than the papers say."""
 
+import copy
 import importlib
 import os
 import shutil
@@ -13,12 +14,14 @@ import torch
 from conftest import GPUS, REPO, assert_one_line, fork_ranks, results_of, run_command
 from helpers_03 import deepspeed_in_the_parent
 
-import zero
+import ds_setup
 
 OFFLOAD = "03-deepspeed/zero_offload.py"
 SMALL = ("--dim", 64, "--seq-len", 32, "--micro-batch-size", 2, "--max-steps", 4)
+TORCH = (*SMALL, "--torch-adam")
 # The narrowest model of which 2 ranks have shards of at least 1 MiB; smaller are never swapped.
-DISK = ("--dim", 768, "--seq-len", 32, "--micro-batch-size", 2, "--max-steps", 3)
+DISK = ("--dim", 768, "--seq-len", 32, "--micro-batch-size", 2, "--max-steps", 3,
+        "--torch-adam")  # fmt: skip
 KINDS = ("weights", "optimizer state", "gradients and buffers")
 FILES = ("files", "read per step", "written per step")
 
@@ -29,23 +32,33 @@ def imported():
         yield
 
 
-@pytest.fixture(scope="module")
-def op(tmp_path_factory):
-    """Load DeepSpeed's op for disks for all forks, or skip: compiling it would take minutes."""
+def use_compiled(op: str, builder: str, tmp_path_factory):
+    """Load one of DeepSpeed's ops for all forks, or skip: compiling it would take minutes."""
 
     def find(_rank: int) -> dict[str, str] | None:
-        zero.prepare(torch.device("cpu"))  # in a fork: it changes the environment
-        if zero.op_library("async_io").exists():
+        ds_setup.prepare(torch.device("cpu"))  # in a fork: it changes the environment
+        if ds_setup.op_library(op).exists():
             return {name: os.environ[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")}
         return None
 
     (found,) = fork_ranks(find, 1, tmp_path_factory.mktemp("op"), 60, True).returned
     if found is None:
-        pytest.skip("DeepSpeed's async_io is not in the cache: run zero_offload.py to disk once")
+        pytest.skip(f"DeepSpeed's {op} is not in the cache: run zero_offload.py with it once")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in found.items():
             patch.setenv(name, value)
-        importlib.import_module("deepspeed.ops.op_builder.cpu").AsyncIOBuilder().load(verbose=False)
+        builders = importlib.import_module("deepspeed.ops.op_builder.cpu")
+        getattr(builders, builder)().load(verbose=False)
+
+
+@pytest.fixture(scope="module")
+def op(tmp_path_factory):
+    use_compiled("async_io", "AsyncIOBuilder", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def cpu_adam(tmp_path_factory):
+    use_compiled("cpu_adam", "CPUAdamBuilder", tmp_path_factory)
 
 
 @pytest.fixture
@@ -86,7 +99,7 @@ def failed_checks(folder: Path) -> list[str]:
 def test_offload_to_the_cpu_trains_alike(run_script, tmp_path, world_size, precision, width):
     """And the bytes are those of the papers, but for buffers as large as a weight."""
     ended = run_script(
-        OFFLOAD, *SMALL, "--precision", precision, "--output-dir", tmp_path / "run",
+        OFFLOAD, *TORCH, "--precision", precision, "--output-dir", tmp_path / "run",
         world_size=world_size,
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
@@ -102,20 +115,45 @@ def test_offload_to_the_cpu_trains_alike(run_script, tmp_path, world_size, preci
         assert 0 < buffers < 0.4 * width, "the widest weight is 0.07 of this small model"
 
 
+@pytest.mark.parametrize(
+    ("world_size", "precision"),
+    [(2, "bf16-mixed"), pytest.param(2, "32-true", marks=pytest.mark.full)],
+)
+def test_deepspeed_s_own_adam_trains_alike(run_script, tmp_path, cpu_adam, world_size, precision):
+    """Without offload PyTorch's Adam takes the steps: so this compares the two."""
+    ended = run_script(
+        OFFLOAD, *SMALL, "--precision", precision, "--output-dir", tmp_path / "run",
+        world_size=world_size,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size and not ended.stderr, ended.stdout + ended.stderr
+    assert len(checks_of(tmp_path / "run")) == 2 * 4
+
+
+def without_a_compiler(script):
+    os.environ["CXX"] = "missing-compiler"
+
+
+def test_without_a_compiler_pytorch_s_adam_takes_the_steps(run_script):
+    argv = ("--offload", "optimizer-cpu", *SMALL, "--max-steps", 3)
+    ended = run_script(OFFLOAD, *argv, before=without_a_compiler)
+    assert ended.codes == [0] and not ended.stderr, ended.stdout + ended.stderr
+    assert "install g++ (Debian, Ubuntu)" in ended.stdout
+    assert "until then PyTorch's Adam takes the steps" in ended.stdout
+
+
 def given_to_deepspeed(change):
     """Return a sabotage that hands DeepSpeed another config than the one that was checked."""
 
     def sabotage(script):
-        made = script.Run.__init__
+        start = script.start_engine
 
-        def broken(self, name, config, *rest):
-            other = {**config, "zero_optimization": {**config["zero_optimization"]}}
-            if not name.startswith("none"):
+        def broken(config, build):
+            other = copy.deepcopy(config)
+            if "offload_optimizer" in config["zero_optimization"]:
                 change(other, other["zero_optimization"])
-            made(self, name, other, *rest)
-            self.zero = config["zero_optimization"]
+            return start(other, build)
 
-        script.Run.__init__ = broken
+        script.start_engine = broken
 
     return sabotage
 
@@ -138,13 +176,13 @@ def take_longer_strides(config, zero):
 
 
 def keep_the_last_weights(script):
-    took = script.Run.step
+    step = script.train_step
 
-    def broken(self, batch):
-        self.kept = [p.detach().clone() for p in self.engine.parameters()]
-        took(self, batch)
+    def broken(engine, batch, look=None):
+        engine.kept = [weight.detach().clone() for weight in engine.parameters()]
+        return step(engine, batch, look)
 
-    script.Run.step = broken
+    script.train_step = broken
 
 
 @pytest.mark.parametrize(
@@ -165,7 +203,7 @@ def keep_the_last_weights(script):
 )
 def test_sabotage_of_offload_fails_a_check(run_script, tmp_path, sabotage, mode, failing):
     ended = run_script(
-        OFFLOAD, "--offload", mode, *SMALL, "--output-dir", tmp_path / "run", world_size=2,
+        OFFLOAD, "--offload", mode, *TORCH, "--output-dir", tmp_path / "run", world_size=2,
         before=sabotage,
     )  # fmt: skip
     assert 1 in ended.codes, ended.stdout + ended.stderr  # the first to end ends the other
@@ -223,16 +261,15 @@ def forget_to_write_the_weights(script):
 
 
 def lose_a_file(script):
-    counted = script.Run.measured
+    counted = script.offload_formulas.measured_bytes
 
-    def broken(self):
-        for path in Path(self.zero.get("offload_optimizer", {}).get("nvme_path", "/none")).rglob(
-            "*exp_avg*"
-        ):
+    def broken(run, device):
+        folder = Path(run.zero.get("offload_optimizer", {}).get("nvme_path", "/none"))
+        for path in folder.rglob("*exp_avg*"):
             path.unlink(missing_ok=True)
-        return counted(self)
+        return counted(run, device)
 
-    script.Run.measured = broken
+    script.offload_formulas.measured_bytes = broken
 
 
 @pytest.mark.full
@@ -335,7 +372,9 @@ def test_an_op_that_cannot_be_compiled_or_loaded(run_script, tmp_path, lack, cac
 
 
 def fill_the_disk(script):
-    script.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1, 1, 100 * 2**20)
+    script.offload_formulas.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(
+        1, 1, 100 * 2**20
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,304 @@
+"""What a sharding strategy holds, calls and sends: by formula, and as counted in a step."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FlatParameter
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from dist_common import data, measure, proofs, runtime
+from dist_common.cli import UsageError
+from dist_common.report import Report
+from shard_tools import held_bytes, local
+
+# What --sharding takes, and FSDP1's names of it.
+NAMES = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD",
+         "none": "NO_SHARD", "hpz": None}  # fmt: skip
+KINDS = {"_allgather_base_": "all-gathers", "allgather_": "all-gathers",
+         "_reduce_scatter_base_": "reduce-scatters", "allreduce_": "all-reduces"}  # fmt: skip
+LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-2}  # of losses near 5; bf16 keeps 8 bits
+GRADIENT_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}  # of the gradient's largest number
+SOURCE = "ZeRO paper, sections 5 and 7"
+MIB = 2**20  # bytes
+
+
+def parse_sharding(text: str) -> str:
+    """Parse a strategy by its own or FSDP1's name."""
+    aliases = {name: name for name in NAMES} | {old: new for new, old in NAMES.items() if old}
+    if text not in aliases:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(aliases)}, not {text!r}")
+    return aliases[text]
+
+
+def group_size_of(args: argparse.Namespace, world: runtime.World) -> int:
+    """Settle --shard-group-size: by default the ranks of one machine, and 2 on a single one.
+
+    Raises: UsageError when the groups would not be equally large.
+    """
+    several = world.local_world_size < world.world_size
+    size = args.shard_group_size or min(world.local_world_size if several else 2, world.world_size)
+    for sharding in args.sharding:
+        if sharding in ("hybrid", "hpz") and world.world_size % size:
+            raise UsageError(
+                f"--sharding {sharding}: --shard-group-size {size} does not divide "
+                f"{world.world_size} ranks"
+            )
+    return size
+
+
+def steps_of(
+    args: argparse.Namespace, world: runtime.World, device: torch.device
+) -> tuple[list[list], list[list]]:
+    """Return this rank's micro-batches, a list for each step, and the same for one process."""
+    m = args.grad_accum_steps
+    size = args.micro_batch_size
+    together = size * world.world_size
+    text = data.Sequences(data.load_text(), args.seq_len, together * m * args.max_steps)
+    count = args.max_steps * m, together
+    mine = list(data.batches_of(text, *count, world.rank * size, size, device))
+    every = list(data.batches_of(text, *count, 0, together, device))
+    starts = range(0, len(mine), m)
+    return [mine[i : i + m] for i in starts], [every[i : i + m] for i in starts]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy, and what its bytes depend on."""
+
+    sharding: str  # one of NAMES
+    precision: str  # 32-true: gather 4 bytes per weight; bf16-mixed: 2. Gradients are float32
+    micro_batches: int  # of a step, on each rank
+    ranks: int
+    group: int  # ranks that hybrid shards over, and that hpz gathers from for backward
+
+    @property
+    def shards(self) -> int:
+        """Return over how many ranks the weights are sharded between steps."""
+        return {"hybrid": self.group, "none": 1}.get(self.sharding, self.ranks)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return the bytes of a weight while it is whole."""
+        return 2 if self.precision == "bf16-mixed" else 4
+
+
+def sent_per_weight(plan: Plan, rest: float) -> float:
+    """Return the bytes that a rank sends in a step, per weight, in rings.
+
+    `rest`, from 0 to 1, is the last unit's part of all weights: it stays whole from forward to
+    backward, which begins with it, so `full` gathers it once. Source: ZeRO paper, section 7.
+    """
+
+    def others(ranks: int) -> float:  # the part of a tensor that is not a rank's own
+        return (ranks - 1) / ranks
+
+    m, N, G, w = plan.micro_batches, plan.ranks, plan.group, plan.gathered_bytes
+    again = 1 - rest
+    return {
+        "none": 2 * 4 * others(N),
+        "grad-op": m * (w + 4) * others(N),
+        "full": m * (w + w * again + 4) * others(N),
+        "hpz": m * ((w + 4) * others(N) + w * again * others(G)),
+        "hybrid": m * (w + w * again + 4) * others(G) + 2 * 4 / G * others(N // G),
+    }[plan.sharding]
+
+
+def held_per_weight(way: str, precision: str, ranks: int) -> tuple[float, float, float]:
+    """Return bytes per weight between steps: of weights, gradients, optimizer state (Adam).
+
+    ZeRO is DeepSpeed's: weights and gradients in the precision of computing, and beside Adam's
+    moments a float32 copy of the weights. Source: ZeRO paper, section 5 and figure 1.
+    """
+    w = 2 if precision == "bf16-mixed" else 4
+    weight, gradient, state = (w, w, 4 + 8) if way.startswith("ZeRO") else (4, 4, 8)
+    sharded = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2}.get(way, 3)  # of the three, from the last
+    return (
+        weight / ranks if sharded == 3 else weight,
+        gradient / ranks if sharded >= 2 else gradient,
+        state / ranks if sharded >= 1 else state,
+    )
+
+
+def unit_weights(modules: Sequence[nn.Module], shards: int, flat: bool = False) -> list[int]:
+    """Return each unit's weights with its padding; a module's unit is what none before it has.
+
+    FSDP2 cuts each parameter into equally many rows, FSDP1 (`flat`) a unit's as one vector.
+    """
+    seen: set[nn.Parameter] = set()
+    units = []
+    for module in modules:
+        unit = [parameter for parameter in module.parameters() if parameter not in seen]
+        seen.update(unit)
+        if flat:
+            units.append(shards * -(-sum(p.numel() for p in unit) // shards))
+        else:
+            units.append(shards * sum(-(-len(p) // shards) * p[0].numel() for p in unit))
+    return units
+
+
+def whole_at_once(plan: Plan, units: Sequence[int]) -> int:
+    """Return the bytes of gathered weights on a rank at the worst moment of a step.
+
+    That is in backward: the rest, a block that computes, and the next one on its way.
+    """
+    if plan.sharding == "none":
+        return 0
+    *blocks, rest = units
+    least = sorted(blocks)[-2:] if plan.sharding != "grad-op" else blocks
+    return plan.gathered_bytes * (sum(least) + rest)
+
+
+def expected_of(
+    plan: Plan, units: Sequence[int], all_reduces: int | None = None
+) -> dict[str, float]:
+    """Return by formula what a rank holds, and calls and sends in a step.
+
+    `all_reduces` by default: one per unit of replicas, under DDP one per bucket of 25 MiB.
+    """
+    weights, count, m = sum(units), len(units), plan.micro_batches
+    way = "DDP" if plan.sharding == "none" else "FSDP"
+    held = [weights * b for b in held_per_weight(way, plan.precision, plan.shards)]
+    twice = plan.sharding not in ("grad-op", "none")  # gathered for forward, again for backward
+    gathers = m * (2 * count - 1 if twice else count) * (plan.shards > 1)
+    if all_reduces is None:
+        replicated = count if plan.sharding != "none" else -(-4 * weights // (25 * MIB))
+        all_reduces = replicated * (plan.shards < plan.ranks or plan.sharding == "none")
+    return {
+        "parameters: bytes held": round(held[0]),
+        "gradients: bytes held": round(held[1]),
+        "Adam moments: bytes held": round(held[2]),
+        "all-gathers: collectives": gathers,
+        "reduce-scatters: collectives": m * count * (plan.shards > 1),
+        "all-reduces: collectives": all_reduces,
+        "bytes sent": round(weights * sent_per_weight(plan, units[-1] / weights)),
+    }
+
+
+class TrafficCounter(measure.CollectiveCounter):
+    """Count collectives by kind and size of their group, and the bytes a ring has this rank send.
+
+    `groups[kind, ranks]` are calls. A gathered tensor costs what was not this rank's own part.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: Counter[tuple[str, int]] = Counter()
+        self.sent = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in KINDS:
+            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+            ranks = dist.ProcessGroup.unbox(group).size()
+            self.groups[KINDS[name], ranks] += 1
+            sizes = [leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            # The two others are handed the whole and a rank's part of it, ranks + 1 parts.
+            whole = sum(sizes) * (1 if name == "allreduce_" else ranks / (ranks + 1))
+            self.sent += whole * proofs.RING_FACTOR[KINDS[name][:-1].replace("-", "_")](ranks)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def count(self, kind: str, ranks: int | None = None) -> int:
+        """Return the calls of a kind, in all groups or in those of this many ranks."""
+        return sum(n for (k, size), n in self.groups.items() if k == kind and ranks in (None, size))
+
+
+def check_step(
+    report: Report, name: str, plan: Plan, units: Sequence[int], model: nn.Module,
+    optimizer: torch.optim.Optimizer, counter: TrafficCounter, all_reduces: int | None = None,
+) -> list[float]:  # fmt: skip
+    """Check what is held after a step and what the step sent; return the measured numbers."""
+    expected = expected_of(plan, units, all_reduces)
+    calls = [counter.count(kind) for kind in ("all-gathers", "reduce-scatters", "all-reduces")]
+    measured = [*held_bytes(model, optimizer), *calls, round(counter.sent)]
+    for (what, right), value in zip(expected.items(), measured, strict=True):
+        joined = ", " if ": " in what else ": "
+        report.check(f"{name}{joined}{what}", value, right, 0, SOURCE)
+    if plan.sharding == "hpz":
+        small = counter.count("all-gathers", plan.group)
+        blocks = plan.micro_batches * (len(units) - 1)  # the rest is still whole
+        every = (
+            expected["all-gathers: collectives"]
+            if plan.group == plan.ranks
+            else blocks * (plan.group > 1)
+        )
+        what = f"{name}, all-gathers within a group: collectives"
+        report.check(what, small, every, 0, "ZeRO++, section 3.2")
+    per_weight = measured[-1] / sum(units) * plan.ranks / max(1, plan.ranks - 1)
+    report.metrics[f"sent_per_weight_{name}"] = per_weight
+    return [*measured, per_weight]
+
+
+def print_strategies(report: Report, seen: dict[str, list[float]]) -> None:
+    """Print what check_step measured of each strategy, by name."""
+    headers = ("", "parameters", "gradients", "moments", "all-gathers", "reduce-scatters",
+               "all-reduces", "bytes sent", "per weight")  # fmt: skip
+    rows = [
+        [name, *(f"{value:,}" for value in measured[:-1]), f"{measured[-1]:.2f}"]
+        for name, measured in seen.items()
+    ]
+    report.table(rows, headers)
+    report.say("per weight: bytes sent per weight and step, in units of (N-1)/N")
+
+
+def print_moments(report: Report, moments: Sequence[list], of_fsdp1: Sequence[list] = ()) -> None:
+    """Print what a weight is at each moment, and beside it what it is under FSDP1."""
+    headers = ["moment", "block 0's down.weight", "shape on rank 0", "bytes"]
+    if of_fsdp1:
+        headers += ["under FSDP1: in a", "shape", "bytes"]
+        moments = [[*new, *old[1:]] for new, old in zip(moments, of_fsdp1, strict=True)]
+    report.table(moments, headers, names=2)
+
+
+def same_gradient(
+    report: Report, name: str, model: nn.Module, expected: torch.Tensor, tolerance: float
+) -> None:
+    """Check the gradient, gathered from all ranks, against a vector; relative to its largest."""
+    gradients = (parameter.grad for parameter in model.parameters())
+    whole = proofs.flat(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients)
+    error = (whole - expected).abs().max() / expected.abs().max()
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
+    report.check(f"{name}: gradient, relative error", error.item(), 0, tolerance, "one process")
+
+
+def describe(tensor: torch.Tensor) -> tuple[str, str, str]:
+    """Return a tensor's kind, the shape that this rank holds, and its bytes, to be printed."""
+    # FSDP1's parameter says of itself only that it is a Parameter.
+    kind = "FlatParameter" if isinstance(tensor, FlatParameter) else type(tensor).__name__
+    if isinstance(tensor, DTensor):
+        kind = f"DTensor, {', '.join(str(place) for place in tensor.placements)}"
+    held = local(tensor)
+    return kind, " x ".join(str(size) for size in held.shape), f"{held.nbytes:,}"
+
+
+def watch(
+    model: nn.Module, layer: nn.Module, weight: Callable[[], torch.Tensor],
+    optimizer: torch.optim.Optimizer, step: Callable[[], Any],
+) -> list[list[str]]:  # fmt: skip
+    """Take a step; return what a layer's weight is at each moment of its last micro-batch."""
+    moments: dict[str, tuple[str, str, str]] = {}
+
+    def note(moment: str) -> None:
+        moments[moment] = describe(weight())
+
+    hooks = [
+        layer.register_forward_pre_hook(lambda *_: note("in the forward of block 0")),
+        model.register_forward_hook(lambda *_: note("after the forward")),
+        layer.register_full_backward_pre_hook(lambda *_: note("in its backward")),
+        optimizer.register_step_pre_hook(lambda *_: note("after the backward")),
+    ]
+    note("before the step")
+    step()
+    moments["its gradient"] = describe(weight().grad)
+    moments["each Adam moment"] = describe(optimizer.state[weight()]["exp_avg"])
+    for hook in hooks:
+        hook.remove()
+    return [[moment, *described] for moment, described in moments.items()]

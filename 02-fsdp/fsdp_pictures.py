@@ -1,0 +1,330 @@
+"""When FSDP2 gathers and frees each unit, who holds what, and what it all weighs: drawn."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# Private to PyTorch, and so may move: only there is a gather that has begun but not ended seen.
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from dist_common import models, runtime
+from dist_common.cli import UsageError
+from dist_common.report import Report, figure
+from fsdp_bytes import SOURCE, Plan, held_per_weight, whole_at_once
+from shard_tools import local, mesh_of
+
+SHARDED, LARGER, GATHERING, WHOLE = range(4)
+PALETTE = ("#b5cbe0", "#7fa7cc", "#f2b263", "#2f6690")  # of these four
+STATES = ("this rank's shard only", "a larger shard, of its group", "all-gather begun", "whole")
+ABSENT = "#f1f1f1"
+GIB = 2**30  # bytes
+MAX_LIVE = 10**9  # weights that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters
+KINDS_HELD = ("weights", "gradients", "optimizer state", "whole in a step")
+
+
+class GatherLog:
+    """Note for a `with` block when each unit is gathered and freed: per moment, and at the worst.
+
+    `moments` are (name, state of each unit) in the order of computing; of several micro-batches
+    the last one's. Units: the blocks in order, then the rest.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = getattr(model, "module", model)  # under DDP nothing is ever sharded
+        self.units = [*self.model.blocks, self.model]
+        self.state = [SHARDED if is_sharded(unit) else WHOLE for unit in self.units]
+        self.bytes = [0] * len(self.units)  # of a unit while it is whole, once known
+        self.moments: dict[str, list[int]] = {}
+        self.history: list[list[int]] = []
+
+    def __enter__(self) -> GatherLog:
+        patches = {"unshard": GATHERING, "_to_unsharded": WHOLE, "_to_sharded": SHARDED,
+                   "_to_sharded_post_forward": LARGER}  # fmt: skip
+        self.originals = {name: getattr(FSDPParamGroup, name) for name in patches}
+        for name, state in patches.items():
+            setattr(FSDPParamGroup, name, self.noting(self.originals[name], state))
+        self.hooks = []
+        for number, block in enumerate(self.model.blocks):
+            self.hook(block.down, f"forward {number}", f"backward {number}")
+        self.hook(self.model.embedding, "embedding")
+        # Not the head itself: its output is the model's, on which FSDP2 has a hook of its own.
+        self.hook(self.model.norm, "head", "backward head")
+        self.note("before")
+        return self
+
+    def hook(self, layer: nn.Module, forward: str, backward: str = "") -> None:
+        """Note the states when a layer, in the middle of its unit, computes."""
+        self.hooks.append(layer.register_forward_pre_hook(lambda *_: self.note(forward)))
+        if backward:
+            note = lambda *_: self.note(backward)  # noqa: E731
+            self.hooks.append(layer.register_full_backward_pre_hook(note))
+
+    def note(self, moment: str) -> None:
+        self.moments.pop(moment, None)  # of the last micro-batch, and so in its order
+        self.moments[moment] = list(self.state)
+
+    def noting(self, original: Callable, state: int) -> Callable:
+        def method(group: FSDPParamGroup, *args, **kwargs):
+            value = original(group, *args, **kwargs)
+            unit = next(n for n, u in enumerate(self.units) if u is group.modules[0])
+            if state == WHOLE:
+                gathered = (t for p in group.fsdp_params for t in p.all_gather_outputs)
+                self.bytes[unit] = sum(tensor.nbytes for tensor in gathered)  # padding too
+            # It is also told to gather what is whole already, and then does nothing.
+            if not (state == GATHERING and self.state[unit] == WHOLE):
+                self.state[unit] = state
+            self.history.append(list(self.state))
+            return value
+
+        return method
+
+    def __exit__(self, *_: object) -> None:
+        self.note("after")
+        for hook in self.hooks:
+            hook.remove()
+        for name, original in self.originals.items():
+            setattr(FSDPParamGroup, name, original)
+
+    def most_bytes(self) -> int:
+        """Return the bytes of gathered weights, or of those on their way, at the worst moment."""
+        sizes = [
+            sum(size for size, state in zip(self.bytes, states, strict=True) if state >= GATHERING)
+            for states in self.history
+        ]
+        return max(sizes, default=0)
+
+
+def is_sharded(unit: nn.Module) -> bool:
+    """Say whether a unit's parameters are shards at this moment."""
+    return isinstance(list(unit.parameters())[-1], DTensor)
+
+
+def check_gathers(report: Report, plan: Plan, units: Sequence[int], log: GatherLog) -> None:
+    """Check how much was whole at once, and that all ranks gathered and freed in one order."""
+    source = "two blocks and the rest, by fully_shard's prefetch"
+    worst = whole_at_once(plan, units)
+    report.check(f"{plan.sharding}: most bytes whole at once", log.most_bytes(), worst, 0, source)
+    report.metrics[f"states_{plan.sharding}"] = log.moments
+    others = sum(history != log.history for history in runtime.gather(log.history))
+    what = f"{plan.sharding}: ranks that gather and free in another order"
+    report.check(what, others, 0, 0, "collectives are called alike")
+
+
+def draw_timeline(report: Report, logs: Mapping[str, GatherLog]) -> None:
+    """Draw for each strategy which units are whole at each moment, on each rank. A collective."""
+    moments = {name: runtime.gather(log.moments) for name, log in logs.items()}
+    if report.output is None or dist.get_rank():
+        return
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    ranks = dist.get_world_size()
+    blocks = len(next(iter(logs.values())).units) - 1
+    names = [*(f"block {n}" for n in range(blocks)), "rest"]
+    size = (9, 1 + len(logs) * (0.9 + 0.1 * ranks * len(names)))
+    options = {"figsize": size, "sharex": True, "squeeze": False}
+    with figure(report.output / "timeline.png", len(logs), 1, **options) as axes:
+        for ax, (name, of_ranks) in zip(axes.flat, moments.items(), strict=True):
+            cells = [
+                [states[unit] for states in log.values()]
+                for unit in range(len(names)) for log in of_ranks
+            ]  # fmt: skip
+            ax.imshow(cells, ListedColormap(PALETTE), vmin=0, vmax=3, aspect="auto")
+            ax.set_title(name, loc="left", fontsize=10)
+            ax.set_yticks([ranks * (n + 0.5) - 0.5 for n in range(len(names))], names)
+            columns = [key.replace(" ", "\n") for key in of_ranks[0]]
+            ax.set_xticks(range(len(columns)), columns, fontsize=8)
+            for n in range(1, len(names) * ranks):
+                ax.axhline(n - 0.5, color="white", linewidth=0.6 if n % ranks else 4)
+            for n in range(1, len(columns)):
+                ax.axvline(n - 0.5, color="white", linewidth=1)
+            ax.tick_params(length=0)
+            ax.spines[:].set_visible(False)
+        seen = {state for log in logs.values() for row in log.moments.values() for state in row}
+        handles = [Patch(color=PALETTE[state], label=STATES[state]) for state in sorted(seen)]
+        title = f"each unit: a line for each of {ranks} ranks; columns: what computes"
+        canvas = axes[0, 0].figure
+        canvas.legend(handles=handles, loc="outside upper center", ncols=4, title=title)
+
+
+def parse_layout(text: str) -> tuple[int, int]:
+    """Parse machines x ranks on each, such as 2x4."""
+    match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", text)
+    if not match or not 2 <= int(match[1]) * int(match[2]) <= 64:
+        raise argparse.ArgumentTypeError(f"must be like 2x4, for 2 to 64 ranks, not {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def show_layout(script: str, args: argparse.Namespace, shard: Callable) -> int:
+    """Say and draw who holds what on `args.layout`, and what that weighs for `args.preset`.
+
+    One process plays all ranks in turn, in a process group that answers by itself.
+    """
+    if runtime.discover().world_size > 1:
+        raise UsageError("--layout is one process: start it with python, not torchrun")
+    machines, per_machine = args.layout
+    ranks = machines * per_machine
+    world = runtime.World(0, 0, ranks, per_machine, "python")
+    report = Report(script, args, world, torch.device("cpu"))
+    report.start(f"{machines} machines of {per_machine} ranks, in one process")
+    held = {}
+    for sharding in ("full", "grad-op", "hybrid"):
+        plan = Plan(sharding, args.precision, 1, ranks, per_machine)
+        held[sharding] = who_holds(report, plan, shard)
+    if report.output:
+        draw_layout(report.output / "layout.png", held, machines)
+    weigh(report, models.PRESETS[args.preset], args.preset, ranks)
+    return report.finish("who holds what, as fully_shard placed it")
+
+
+def who_holds(report: Report, plan: Plan, shard: Callable) -> list[torch.Tensor]:
+    """Shard a small model as each rank in turn; return what it holds between and in steps.
+
+    Shapes: an entry per rank, (2, units, N): between steps, and while block 1 computes forward;
+    N parts of each unit's first dim. 1 is held as a shard, 2 as part of a whole unit, 0 not held.
+    """
+    # Private to PyTorch, and so may move: imported for nothing else.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    N = plan.ranks
+    config = models.TransformerConfig(4 * N, 4 * N, 3, 2, 2, 8 * N, 8)
+    held = []
+    for rank in range(N):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=N)
+        model = models.Transformer(config)
+        weights = [*(block.down for block in model.blocks), model.head]
+        for layer in weights:  # its rows say which they are
+            rows = len(layer.weight)
+            layer.weight.data[:] = torch.arange(rows)[:, None] // (rows // N)
+        mesh = mesh_of(plan.shards, torch.device("cpu"))
+        shard(model, plan.sharding, mesh, plan.group, plan.precision)
+        own = sum(local(weight).nbytes for weight in model.parameters())
+        between = torch.zeros(len(weights), N)
+        for unit, layer in enumerate(weights):
+            between[unit, local(layer.weight)[:, 0].long()] = 1
+        during = between.clone()
+
+        def note(*_, weights=weights, during=during):
+            for unit, layer in enumerate(weights):
+                if not isinstance(layer.weight, DTensor):
+                    during[unit] = 2
+
+        model.blocks[1].down.register_forward_pre_hook(note)
+        with torch.no_grad():
+            model(torch.zeros(1, 8, dtype=torch.int64))
+        held.append(torch.stack((between, during)))
+        dist.destroy_process_group()
+    formula = held_per_weight("FSDP", plan.precision, plan.shards)[0] * config.num_parameters()
+    name = plan.sharding
+    report.check(f"{name}: bytes of parameters, last rank", own, round(formula), 0, SOURCE)
+    copies = sum(held)[0]  # of each part of each unit
+    source = "ranks / shards"
+    for what, number in (("fewest", copies.min()), ("most", copies.max())):
+        value = int(number)
+        report.check(f"{name}: {what} ranks with a part", value, N // plan.shards, 0, source)
+    whole = int((held[0][1] == 2).all(dim=1).sum())
+    right = 3 if name == "grad-op" else 2  # block 0 too, which grad-op keeps
+    report.check(f"{name}: units whole in block 1's forward", whole, right, 0, "fully_shard")
+    return held
+
+
+def draw_layout(path: Path, held: Mapping[str, list[torch.Tensor]], machines: int) -> None:
+    """Draw for each strategy, between steps and in one, which parts of which units a rank holds."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    columns = ("between steps", "in a step: block 1 computes its forward")
+    with figure(path, len(held), 2, figsize=(11, 1.2 + 1.5 * len(held)), squeeze=False) as axes:
+        for row, (name, of_ranks) in zip(axes, held.items(), strict=True):
+            for moment, ax in enumerate(row):
+                pieces, ticks, at = [], [], 0
+                for rank, states in enumerate(of_ranks):
+                    cells = states[moment].T + 1  # (N, units)
+                    if rank and rank % (len(of_ranks) // machines) == 0:
+                        pieces.append(torch.zeros(len(cells), 3))  # between machines
+                        at += 3
+                    ticks.append(at + (cells.shape[1] - 1) / 2)
+                    pieces += [cells, torch.zeros(len(cells), 1)]
+                    at += cells.shape[1] + 1
+                colors = ListedColormap(("#ffffff", ABSENT, PALETTE[0], PALETTE[WHOLE]))
+                ax.imshow(torch.cat(pieces, 1)[:, :-1], colors, vmin=0, vmax=3, aspect="auto")
+                ax.set_xlim(-3, at + 1)
+                ax.set_xticks(ticks, [str(rank) for rank in range(len(of_ranks))])
+                ax.set_yticks([])
+                ax.tick_params(length=0)
+                ax.spines[:].set_visible(False)
+            row[0].set_ylabel(name, fontsize=11)
+        for ax, title in zip(axes[0], columns, strict=True):
+            ax.set_title(title, fontsize=11)
+        for ax in axes[-1]:
+            ax.set_xlabel(f"rank; the gap lies between the {machines} machines")
+        kinds = "not here", "this rank's shard: with its gradient and moments", "gathered, whole"
+        colors = ABSENT, PALETTE[0], PALETTE[WHOLE]
+        handles = [Patch(color=c, label=text) for c, text in zip(colors, kinds, strict=True)]
+        units = len(next(iter(held.values()))[0][0])
+        title = f"each rank: {units} units (3 blocks, the rest) side by side, cut into N parts"
+        axes[0, 0].figure.legend(handles=handles, loc="outside upper center", ncols=3, title=title)
+
+
+def weigh(report: Report, config: models.TransformerConfig, preset: str, ranks: int) -> None:
+    """Print, and draw, by formula what a rank holds of a model: weights, gradients, state, whole.
+
+    Left out: activations, gradients before they are reduced, the buffers of collectives.
+    """
+    weights = config.num_parameters()
+    rest = replace(config, num_layers=0).num_parameters()
+    block = (weights - rest) // config.num_layers
+    units = [block] * config.num_layers + [rest]
+    ways = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP grad-op", "FSDP full")
+    bars: dict[str, list[list[float]]] = {}
+    rows = []
+    for precision in ("32-true", "bf16-mixed"):
+        for way in ways:
+            held = [weights * b / GIB for b in held_per_weight(way, precision, ranks)]
+            if way.startswith("FSDP"):
+                plan = Plan(way.split()[1], precision, 1, ranks, ranks)
+                whole = whole_at_once(plan, units)
+            elif way == "ZeRO-3":
+                whole = (2 if precision == "bf16-mixed" else 4) * min(weights, MAX_LIVE)
+            elif way == "DDP" and precision == "bf16-mixed":
+                whole = 2 * (weights - config.vocab_size * config.dim)  # autocast's copies
+            else:
+                whole = 0
+            held.append(whole / GIB)
+            bars.setdefault(precision, []).append(held)
+            rows.append([precision, way, *(f"{part:.1f}" for part in (*held, sum(held)))])
+            report.metrics[f"{way}_{precision}_gib"] = sum(held)
+    report.say(f"{preset}, {weights:,} weights, on {ranks} ranks: GiB on each, by formula")
+    report.table(rows, ("", "", *KINDS_HELD, "sum"), names=2)
+    if report.output:
+        draw_memory(report.output / "memory.png", bars, ways, f"{preset} on {ranks} ranks")
+
+
+def draw_memory(path: Path, bars: Mapping[str, list], ways: Sequence[str], title: str) -> None:
+    """Draw what a rank holds as stacked bars, in GiB, in each precision."""
+    colors = "#2f6690", "#81a4cd", "#f2b263", "#9bc53d"
+    with figure(path, 1, len(bars), figsize=(11, 3.8), sharey=True) as axes:
+        for ax, (precision, held) in zip(axes, bars.items(), strict=True):
+            floor = [0.0] * len(ways)
+            for kind, parts, color in zip(KINDS_HELD, zip(*held, strict=True), colors, strict=True):
+                ax.bar(ways, parts, 0.65, bottom=floor, label=kind, color=color)
+                floor = [below + part for below, part in zip(floor, parts, strict=True)]
+            for place, height in enumerate(floor):
+                ax.text(place, height, f"{height:.0f}", ha="center", va="bottom", fontsize=9)
+            ax.set_title(precision)
+            ax.margins(y=0.08)
+            ax.tick_params(axis="x", rotation=30)
+            ax.grid(axis="y", alpha=0.3)
+            ax.set_axisbelow(True)
+        axes[0].set_ylabel("GiB on each rank")
+        axes[-1].legend()
+        axes[0].figure.suptitle(f"{title}: without activations and buffers")

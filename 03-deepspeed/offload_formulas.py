@@ -1,0 +1,173 @@
+"""What zero_offload.py checks: which bytes lie where, by the papers and as they were measured."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from dist_common import cli, measure, runtime
+from dist_common.proofs import same_losses
+from dist_common.report import Report
+from dist_common.runtime import World
+from tensor_bytes import bytes_by_place
+
+KINDS = ("weights", "optimizer state", "gradients and buffers")
+DISK = ("files", "read per step", "written per step")
+DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}  # of weights and gradients
+FP32, K = 4, 12  # bytes per weight: a float32 gradient; a float32 copy and Adam's two moments
+SMALLEST = 2**20  # bytes: smaller tensors are never swapped to disk, and DeepSpeed does not say so
+LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-2}  # of losses near 5; bf16 keeps 8 bits
+
+
+def target(zero: dict, part: str) -> str:
+    """Return where a config's section moves offload_param or offload_optimizer: cpu, nvme, none."""
+    return zero.get(part, {}).get("device", "none")
+
+
+def expected_bytes(zero: dict, shapes: Sequence[int], width: int, ranks: int) -> list[float]:
+    """Return by formula a rank's bytes of each of KINDS in memory, then of each of DISK.
+
+    `zero` is a config's section, `shapes` a number of elements for each weight, `width` the bytes
+    of one. Beside its 12 bytes, an offloaded optimizer has a float32 gradient of its own
+    (ZeRO-Infinity, section 3: 20 bytes in all, where ZeRO-Offload, section 3, counts 16). The
+    buffers are DeepSpeed's.
+    """
+    shards = [-(-numel // ranks) for numel in shapes]
+    own, files, read, written = sum(shards), 0, 0, 0
+    weights, state = width * (own if zero["stage"] == 3 else sum(shapes)), K * own
+    rest = width * own
+    if zero["stage"] == 3:
+        rest += width * zero["reduce_bucket_size"]
+    if target(zero, "offload_optimizer") == "cpu":
+        rest += FP32 * own
+        if zero["stage"] == 2:  # and room for one whole gradient on each side of the copy
+            rest += 2 * width * max(shapes)
+    if target(zero, "offload_optimizer") == "nvme":
+        groups = groups_of(shards, zero["sub_group_size"])
+        moved, gradients = K * swapped(groups, FP32), FP32 * swapped(shards, FP32)
+        state, files = state - moved, moved + gradients
+        read, written = files, files
+        rest += FP32 * zero["offload_optimizer"]["buffer_count"] * max(groups)
+        rest += FP32 * own - gradients
+    if target(zero, "offload_param") == "nvme":
+        moved, buffers = width * swapped(shards, width), zero["offload_param"]
+        # Read for forward and for backward; written once, by the optimizer.
+        weights, files = weights - moved, files + moved
+        read, written = read + 2 * moved, written + moved
+        rest += width * buffers["buffer_count"] * buffers["buffer_size"]
+        rest += width * ranks * max(groups)  # the group's shards, in room for whole weights
+    return [weights, state, rest, files, read, written]
+
+
+def groups_of(shards: Iterable[int], size: int) -> list[int]:
+    """Gather shards to groups of at least `size` elements: DeepSpeed updates a group at a time."""
+    groups = [0]
+    for shard in shards:
+        groups = [*groups, shard] if groups[-1] >= size else [*groups[:-1], groups[-1] + shard]
+    return groups
+
+
+def swapped(sizes: Iterable[int], width: int) -> int:
+    """Return how many elements, of tensors of these sizes, are large enough to go to disk."""
+    return sum(size for size in sizes if size * width >= SMALLEST)
+
+
+def kinds_held(engine, everything: Counter) -> tuple[Counter, ...]:
+    """Return the bytes of each of KINDS by place; the last is all of `everything` that is left."""
+    weights = [getattr(weight, "ds_tensor", weight) for weight in engine.parameters()]
+    adam = engine.optimizer.optimizer  # Adam itself, inside DeepSpeed's
+    state = [t for master, own in adam.state.items() for t in (master, *own.values())]
+    state = [tensor for tensor in state if isinstance(tensor, torch.Tensor)]  # no count of steps
+    kinds = bytes_by_place(weights), bytes_by_place(state)
+    return *kinds, everything - kinds[0] - kinds[1]
+
+
+def disk_traffic() -> list[int]:
+    """Return the bytes that this process has had read from disks and written to them so far."""
+    if not sys.platform.startswith("linux"):  # which alone has libaio, and counts
+        return [0, 0]
+    counters = psutil.Process().io_counters()
+    return [counters.read_bytes, counters.write_bytes]
+
+
+def measured_bytes(run, device: torch.device) -> list[float]:
+    """Return what `expected_bytes` does; weights and state count only where they should lie.
+
+    Of the rank that has most: shards of odd sizes differ by a few weights.
+    """
+    own = []
+    for held, part in zip(run.held, ("offload_param", "offload_optimizer"), strict=False):
+        own.append(held[device.type if target(run.zero, part) == "none" else "cpu"])
+    folder = run.zero.get("offload_optimizer", {}).get("nvme_path")
+    files = Path(folder).rglob("*.swp") if folder else []
+    own += [run.held[2].total(), sum(path.stat().st_size for path in files)]
+    own += [statistics.median(step) for step in zip(*run.traffic, strict=True)]
+    most = torch.tensor(own, device=device, dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return most.tolist()
+
+
+def require_disk(args, world: World, shards: Sequence[int]) -> None:
+    """Refuse a folder in memory, a full disk, and a model that DeepSpeed would never swap.
+
+    Raises: UsageError.
+    """
+    find = ["stat", "-f", "-c", "%T", args.nvme_path]
+    kind = subprocess.run(find, capture_output=True, text=True).stdout.strip()
+    if kind in ("tmpfs", "ramfs"):
+        why = f"--nvme-path {args.nvme_path} is a {kind}, which is memory: name a folder on a disk"
+        raise cli.UsageError(why)
+    width = DTYPES[args.precision].itemsize
+    runs = world.local_world_size * sum("nvme" in name for name in args.offload)
+    # DeepSpeed does not notice that a write failed, and aborts at the next read.
+    needed, free = runs * (K + FP32 + width) * sum(shards), shutil.disk_usage(args.nvme_path).free
+    if needed > free:
+        gib = f"{needed / measure.GIB:.1f} GiB, and {free / measure.GIB:.1f} are free"
+        raise cli.UsageError(f"--nvme-path {args.nvme_path}: the files take {gib}")
+    size = max(shards) * width
+    if size < SMALLEST:
+        raise cli.UsageError(
+            f"--dim {args.dim}: a rank's part of the largest weight has {size:,} bytes, and "
+            f"DeepSpeed swaps nothing below {SMALLEST:,}: take more, or fewer ranks"
+        )
+
+
+def compare(run, baselines: dict, shapes: Sequence[int], report: Report) -> tuple[str, ...]:
+    """Check a run against the formulas and the run without offload; return its row of the table."""
+    weights, baseline = sum(shapes), baselines[run.zero["stage"]]
+    precision = report.args.precision
+    swaps = target(run.zero, "offload_optimizer") == "nvme"
+    measured = [number / weights for number in measured_bytes(run, report.device)]
+    milliseconds = run.timer.median_ms()
+    report.metrics[f"step_time_ms_{run.name}"] = milliseconds
+    report.metrics[f"bytes_per_weight_{run.name}"] = sum(measured[:3])
+    if run is not baseline:
+        width, ranks = DTYPES[precision].itemsize, report.world.world_size
+        expected = expected_bytes(run.zero, shapes, width, ranks)
+        for name, value, right in zip((*KINDS, *DISK * swaps), measured, expected, strict=False):
+            name, right = f"{run.name}: {name}, bytes per weight", right / weights
+            report.check(name, value, right, 0.02 * max(right, 1), "ZeRO-Infinity, section 3")
+        ours, theirs = (losses_of_all_ranks(one) for one in (run, baseline))
+        name = f"{run.name}: largest error of a loss"
+        same_losses(report, ours, theirs, LOSS_TOLERANCE[precision], name, baseline.name)
+    cells = [
+        " + ".join(f"{size / weights:.2f} {place}" for place, size in sorted(kind.items()) if size)
+        for kind in run.held
+    ]
+    disk = [f"{number:.2f}" if swaps else "-" for number in measured[3:]]
+    slower = milliseconds / baseline.timer.median_ms()
+    return run.name, *cells, *disk, f"{milliseconds:.0f} ms", f"{slower:.2f}x"
+
+
+def losses_of_all_ranks(run) -> torch.Tensor:
+    """Return each rank's own losses. Shape: (ranks, steps)."""
+    return torch.tensor(runtime.gather(torch.stack(run.losses).tolist()))

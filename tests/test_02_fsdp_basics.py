@@ -1,0 +1,353 @@
+"""FSDP2: whatever is sharded, one process's gradient and losses, and no byte more than the formula.
+
+Small models: a weight's bytes follow the same formulas at any size.
+"""
+
+import contextlib
+
+import pytest
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from torch.distributed.tensor import DTensor
+
+from dist_common import models
+
+BASICS = "02-fsdp/fsdp_basics.py"
+SMALL = ("--seq-len", 32, "--micro-batch-size", 4, "--max-steps", 3)
+ALL = ("full", "grad-op", "hybrid", "hpz", "none")
+TINY = models.PRESETS["tiny"]
+NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)  # takes half of tiny's time
+full = pytest.mark.full
+FSDP_CHECKS = 11  # of each strategy; hpz has one more
+
+
+def narrow(script):
+    models.PRESETS["tiny"] = NARROW
+
+
+def narrow_and(sabotage):
+    def before(script):
+        narrow(script)
+        sabotage(script)
+
+    return before
+
+
+def measured_in(folder):
+    return {check["name"]: check["measured"] for check in results_of(folder)["checks"]}
+
+
+def failed_in(folder):
+    return [check["name"] for check in results_of(folder)["checks"] if not check["ok"]]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "m", "precision", "before"),
+    [
+        (4, 1, "32-true", narrow),
+        (2, 3, "bf16-mixed", narrow),
+        *(
+            pytest.param(*case, marks=full)
+            for case in (
+                (2, 1, "32-true", None), (2, 3, "32-true", narrow), (2, 1, "bf16-mixed", narrow),
+                (4, 3, "32-true", narrow), (4, 1, "bf16-mixed", None),
+                (4, 3, "bf16-mixed", narrow),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_every_sharding_trains_as_one_process_and_sends_what_the_formula_says(
+    run_script, tmp_path, world_size, m, precision, before
+):
+    """The script's checks state the tolerances; here the formulas stand once more, by hand."""
+    ended = run_script(
+        BASICS, "--sharding", *ALL, "--grad-accum-steps", m, "--precision", precision, *SMALL,
+        "--output-dir", tmp_path / "run", world_size=world_size, before=before,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert ended.stderr == "", "a warning"
+    content = results_of(tmp_path / "run")
+    assert len(content["checks"]) == FSDP_CHECKS * len(ALL) + 1
+
+    config = NARROW if before else TINY
+    weights = config.num_parameters()
+    rest = (2 * 256 + 1) * config.dim / weights  # embedding, norm and head
+    w = 4 if precision == "32-true" else 2
+    sent = {name: content["metrics"][f"sent_per_weight_{name}"] for name in ALL}
+    assert sent["none"] == pytest.approx(8, abs=0.01), "whatever m and the precision"
+    assert sent["grad-op"] == pytest.approx(m * (w + 4))  # 8m, or 6m
+    assert sent["full"] == pytest.approx(m * (2 * w + 4 - w * rest))  # 12m, or 8m, less the rest's
+    if world_size == 2:  # one group of two is full sharding
+        assert sent["hybrid"] == sent["hpz"] == sent["full"]
+    else:  # in groups of two: (G-1)/G = 1/2 for what stays inside, of (N-1)/N = 3/4
+        inside = m * (2 * w + 4 - w * rest) / 2
+        assert sent["hybrid"] * 3 / 4 == pytest.approx(inside + 8 / 2 / 2)  # all-reduce: once
+        assert sent["hpz"] * 3 / 4 == pytest.approx(m * ((w + 4) * 3 / 4 + w * (1 - rest) / 2))
+
+    measured = measured_in(tmp_path / "run")
+    shards = {"hybrid": 2, "none": 1}
+    for name in ALL:
+        for kind, copies in (("parameters", 1), ("gradients", 1), ("Adam moments", 2)):
+            expected = 4 * copies * weights / shards.get(name, world_size)
+            assert measured[f"{name}, {kind}: bytes held"] == expected
+    losses = [content["metrics"][f"final_loss_{name}"] for name in ALL]
+    least = 5.5 if before else 5.4
+    assert max(losses) < least, "they start at ln 256 = 5.55, and would prove little there"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding", "before"),
+    [(3, ("full", "grad-op"), narrow), pytest.param(1, ALL, None, marks=full)],
+)
+def test_one_process_and_a_number_of_ranks_that_divides_no_dimension(
+    run_script, world_size, sharding, before
+):
+    ended = run_script(
+        BASICS, "--sharding", *sharding, *SMALL, world_size=world_size, before=before
+    )
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+
+
+def test_a_weight_is_a_shard_except_while_it_is_needed(run_script, tmp_path):
+    """The one difference between full and grad-op: between forward and backward."""
+    for sharding, after_forward in (("full", "DTensor, S(0)"), ("grad-op", "Parameter")):
+        folder = tmp_path / sharding
+        ended = run_script(
+            BASICS, "--sharding", sharding, *SMALL, "--output-dir", folder, world_size=2,
+            before=narrow,
+        )  # fmt: skip
+        kinds = {line[:25].strip(): line for line in ended.stdout.splitlines()}
+        assert "Parameter" in kinds["as built"], ended.stdout
+        assert "Parameter" in kinds["in the forward of block 0"], ended.stdout
+        assert after_forward in kinds["after the forward"], ended.stdout
+        assert "Parameter" in kinds["in its backward"], ended.stdout
+        assert "DTensor, S(0)" in kinds["after the backward"], ended.stdout
+
+        states = results_of(folder)["metrics"][f"states_{sharding}"]  # block 0, block 1, the rest
+        shard, gathering, whole = 0, 2, 3
+        assert states["before"] == states["after"] == [shard] * 3
+        kept = whole if sharding == "grad-op" else shard
+        assert states["forward 0"] == [whole, shard, whole]
+        assert states["forward 1"] == [kept, whole, whole]
+        on_its_way = whole if sharding == "grad-op" else gathering
+        assert states["backward 1"] == [on_its_way, whole, whole], "gathered ahead"
+        assert states["backward 0"] == [whole, shard, whole]
+        assert (folder / "timeline.png").stat().st_size > 5000
+
+
+# sabotage: one for each kind of check
+
+
+def shard_nothing(script):
+    script.shard = lambda model, *_: model
+
+
+def keep_replicas_apart(script):
+    arranged = script.mesh_of
+    script.mesh_of = lambda *arguments: arranged(*arguments)["shard"]
+
+
+def all_reduce_every_micro_batch(script):
+    script.reducing = lambda model, last: contextlib.nullcontext()
+
+
+def one_unit_for_all(script):
+    sharded = script.fully_shard
+    script.fully_shard = lambda module, **options: (
+        sharded(module, **options) if isinstance(module, models.Transformer) else module
+    )
+
+
+def shift_a_shard(script):
+    sharded = script.shard
+
+    def broken(*args):
+        model = sharded(*args)
+        local = model.blocks[1].up.weight.to_local().detach()
+        local.copy_(local.roll(1, 0))
+        return model
+
+    script.shard = broken
+
+
+def free_differently(free):
+    def sabotage(script):
+        sharded = script.fully_shard
+
+        def broken(module, **options):
+            return sharded(module, **{**options, "reshard_after_forward": free})
+
+        script.fully_shard = broken
+
+    return sabotage
+
+
+def log_in_another_order(script):
+    check = script.check_gathers
+
+    def broken(report, plan, units, log):
+        if script.dist.get_rank() == 1:
+            log.history = log.history[::-1]
+        check(report, plan, units, log)
+
+    script.check_gathers = broken
+
+
+WRONG = ["gradient, relative error", "largest error of a loss"]
+HELD = [f"{kind}: bytes held" for kind in ("parameters", "gradients", "Adam moments")]
+GATHERS = "all-gathers: collectives"
+SCATTERS = "reduce-scatters: collectives"
+AT_ONCE = "most bytes whole at once"
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "options", "failing"),
+    [
+        (shard_nothing, ("full",), [*WRONG, *HELD, GATHERS, SCATTERS, "bytes sent", AT_ONCE]),
+        (
+            all_reduce_every_micro_batch,
+            ("hybrid", "--grad-accum-steps", 2),
+            ["all-reduces: collectives", "bytes sent"],
+        ),
+        (log_in_another_order, ("full",), ["ranks that gather and free in another order"]),
+        *(
+            pytest.param(*case, marks=full)
+            for case in (
+                (keep_replicas_apart, ("hybrid",),
+                 [*WRONG, "all-reduces: collectives", "bytes sent"]),
+                (one_unit_for_all, ("full",), [GATHERS, SCATTERS, "bytes sent", AT_ONCE]),
+                (shift_a_shard, ("full",), WRONG),
+                (free_differently(False), ("full",), [GATHERS, "bytes sent", AT_ONCE]),
+                (free_differently(True), ("hpz",),
+                 [GATHERS, "bytes sent", "all-gathers within a group: collectives"]),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_sabotage_of_fsdp_fails_a_check(run_script, tmp_path, sabotage, options, failing):
+    ended = run_script(
+        BASICS, "--sharding", *options, *SMALL, "--output-dir", tmp_path / "run",
+        world_size=4 if options[0] in ("hybrid", "hpz") else 2, before=narrow_and(sabotage),
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    name = options[0]
+    assert [bad.removeprefix(name)[2:] for bad in failed_in(tmp_path / "run")] == failing
+
+
+# --layout: eight ranks in one process
+
+
+def test_a_layout_shows_who_holds_what(run_script, tmp_path):
+    folder = tmp_path / "run"
+    ended = run_script(BASICS, "--layout", "2x2", "--output-dir", folder, environ={})
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    measured = measured_in(folder)
+    assert measured["hybrid: fewest ranks with a part"] == 2, "one in each machine"
+    assert measured["full: most ranks with a part"] == 1
+    assert measured["full: units whole in block 1's forward"] == 2
+    assert measured["grad-op: units whole in block 1's forward"] == 3
+    gib = results_of(folder)["metrics"]
+    weights = models.PRESETS["llama3-8b"].num_parameters() / 2**30
+    assert gib["DDP_32-true_gib"] == pytest.approx(16 * weights)
+    assert gib["ZeRO-1_bf16-mixed_gib"] == pytest.approx((2 + 2 + 12 / 4) * weights)
+    assert gib["ZeRO-2_bf16-mixed_gib"] == pytest.approx((2 + (2 + 12) / 4) * weights)
+    assert gib["FSDP grad-op_bf16-mixed_gib"] == pytest.approx((16 / 4 + 2) * weights)
+    for name in ("layout", "memory"):
+        assert (folder / f"{name}.png").stat().st_size > 5000
+
+
+def test_a_layout_of_what_was_not_sharded_fails(run_script, tmp_path):
+    ended = run_script(
+        BASICS, "--layout", "2x2", "--output-dir", tmp_path / "run", environ={},
+        before=shard_nothing,
+    )  # fmt: skip
+    assert ended.codes == [1], ended.stdout + ended.stderr
+    kinds = {name.split(": ")[1] for name in failed_in(tmp_path / "run")}
+    assert kinds == {
+        "bytes of parameters, last rank", "fewest ranks with a part", "most ranks with a part",
+        "units whole in block 1's forward",
+    }  # fmt: skip
+
+
+# what goes wrong
+
+
+def gather_on_one_rank_only(script):
+    trained = script.train
+
+    def broken(model, optimizer, steps):
+        losses = trained(model, optimizer, steps)
+        weight = optimizer.param_groups[0]["params"][0]
+        if script.dist.get_rank() == 0 and isinstance(weight, DTensor):
+            model.head.weight.full_tensor()
+        return losses
+
+    script.train = broken
+
+
+@full
+def test_gathering_on_one_rank_only_hangs_until_the_timeout(run_script):
+    ended = run_script(
+        BASICS, *SMALL, "--timeout", 5, world_size=2, before=narrow_and(gather_on_one_rank_only)
+    )
+    assert 1 in ended.codes and "lost contact with another rank" in ended.stderr, ended.stderr
+
+
+def make_the_optimizer_first(script):
+    """The parameters that it knows are not those that train, once the model is sharded."""
+    sharded, made = script.shard, script.adam
+
+    def broken(model, *rest):
+        optimizer = made(model)
+        script.adam = lambda _: optimizer
+        return sharded(model, *rest)
+
+    script.shard = broken
+    script.watch = lambda model, layer, weight, optimizer, step: [] if step() is None else []
+
+
+def test_an_optimizer_made_before_sharding_trains_nothing(run_script, tmp_path):
+    ended = run_script(
+        BASICS, *SMALL, "--output-dir", tmp_path / "run",
+        world_size=2, before=narrow_and(make_the_optimizer_first),
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    bad = {"full, Adam moments: bytes held", "full: largest error of a loss"}
+    assert set(failed_in(tmp_path / "run")) == bad
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (
+            2,
+            ("--sharding", "ZERO3"),
+            "must be one of full, grad-op, hybrid, none, hpz, FULL_SHARD,",
+        ),
+        (3, ("--sharding", "hybrid"), "--shard-group-size 2 does not divide 3 ranks"),
+        (4, ("--sharding", "HYBRID_SHARD", "--shard-group-size", "3"), "3 does not divide 4 ranks"),
+        (3, ("--sharding", "hpz"), "--sharding hpz: --shard-group-size 2 does not divide 3 ranks"),
+        (1, ("--shard-group-size", "1"), "must be a whole number of at least 2, not '1'"),
+        (1, ("--seq-len", "257"), "--seq-len must be at most 256"),
+        (1, ("--grad-accum-steps", "0"), "must be a whole number of at least 1, not '0'"),
+        (1, ("--layout", "8"), "--layout: must be like 2x4, for 2 to 64 ranks, not '8'"),
+        (2, ("--layout", "2x4"), "--layout is one process: start it with python, not torchrun"),
+    ],
+)
+def test_basics_refuses_bad_input(run_script, world_size, argv, says):
+    ended = run_script(BASICS, *argv, world_size=world_size)
+    assert_one_line(ended, says, "fsdp_basics.py")
+
+
+def test_old_names_are_accepted():
+    parse = load_script(BASICS).parse_sharding
+    old = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+    assert [parse(name) for name in old] == ["full", "grad-op", "hybrid", "none"]
+
+
+@full
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_basics_runs_on_a_gpu():
+    command = ["python", BASICS, "--sharding", *ALL, "--device", "cuda"]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout

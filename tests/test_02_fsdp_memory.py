@@ -1,0 +1,204 @@
+"""fsdp_memory.py: what it predicts is what a real run allocates, and what each saving saves."""
+
+import pytest
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+
+from dist_common import models
+
+MEMORY = "02-fsdp/fsdp_memory.py"
+NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)
+full = pytest.mark.full
+# One worker imports what predictions take.
+pytestmark = pytest.mark.xdist_group("dry-runs")
+
+
+@pytest.fixture(autouse=True)
+def imports():
+    """What a prediction imports, and takes seconds: here, so that no fork has to."""
+    import torch.distributed._tools.fsdp2_mem_tracker
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+
+def small(*changes):
+    def before(script):
+        models.PRESETS["tiny"] = NARROW
+        for change in changes:
+            change(script)
+
+    return before
+
+
+@pytest.fixture
+def predict(run_script, tmp_path):
+    """Predict for a small model; return the metrics of results.json."""
+
+    def run(name, *argv):
+        folder = tmp_path / name
+        ended = run_script(MEMORY, *argv, "--output-dir", folder, environ={}, before=small())
+        assert ended.codes == [0] and not ended.stderr, ended.stdout + ended.stderr
+        return results_of(folder)["metrics"]
+
+    return run
+
+
+# Activations larger than what gloo's threads free late.
+LARGE = ("--seq-len", 128, "--micro-batch-size", 8)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "full_size"),
+    [
+        (2, (), False),
+        *(
+            pytest.param(*case, True, marks=full)
+            for case in (
+                (2, ()),
+                (3, ("--loss-chunks", 4, "--activation-checkpointing", "full")),
+                (4, ("--sharding", "hybrid", "--shard-group-size", 2)),
+                (2, ("--activation-checkpointing", "selective")),
+                (2, ("--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate",
+                     "gathered")),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_the_peak_of_a_real_run_is_the_predicted_one(
+    run_script, tmp_path, world_size, options, full_size
+):
+    """To 5 percent, on every rank; and the prediction of one process is that of the ranks."""
+    ended = run_script(
+        MEMORY, "--check", *LARGE, *options, "--output-dir", tmp_path / "run",
+        world_size=world_size, before=None if full_size else small(),
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    if options or full_size:
+        return
+    real = results_of(tmp_path / "run")["metrics"]["peak_mb"] * 1e6
+    alone = run_script(
+        MEMORY, *LARGE, "--world-size", world_size, "--output-dir", tmp_path / "alone", environ={},
+        before=small(),
+    )  # fmt: skip
+    assert alone.codes == [0], alone.stderr
+    predicted = results_of(tmp_path / "alone")["metrics"]["Total_gib"] * 2**30
+    assert abs(predicted / real - 1) < 0.05
+
+
+def test_each_saving_saves_and_the_picture_is_drawn(run_script, tmp_path):
+    """A vocabulary that outweighs the blocks, as that of a small model does."""
+
+    def before(script):
+        models.PRESETS["tiny"] = models.TransformerConfig(2048, 32, 2, 4, 2, 88, 256)
+
+    folder = tmp_path / "run"
+    arguments = ("--world-size", 16, "--compare", *LARGE, "--output-dir", folder)
+    ended = run_script(MEMORY, *arguments, environ={}, before=before)
+    assert ended.codes == [0] and not ended.stderr, ended.stdout + ended.stderr
+    metrics = results_of(folder)["metrics"]
+    total = {name: metrics[name]["Total"] for name in metrics}
+    assert total["grad-op"] > total["full"] > total["+ checkpoints"] > total["+ loss slices"]
+    assert total["hybrid"] > total["full"]
+    assert metrics["grad-op"]["Sharded Param"] == metrics["full"]["Sharded Param"]
+    shards = [metrics[name]["Sharded Param"] for name in ("hybrid", "full")]
+    assert shards[0] == pytest.approx(2 * shards[1], rel=0.01)
+    logits = 4 * 8 * 128 * 2048 / 2**30  # GiB: float32, (B T, V)
+    assert total["+ checkpoints"] - total["+ loss slices"] > 1.5 * logits
+    assert (folder / "memory.png").stat().st_size > 10_000
+
+
+@full
+def test_a_prediction_knows_what_each_kind_of_checkpointing_saves(predict):
+    held = {
+        kind: predict(kind, "--seq-len", 256, "--activation-checkpointing", kind)
+        for kind in ("none", "selective", "2", "full")
+    }
+    total = {kind: metrics["Total_gib"] for kind, metrics in held.items()}
+    assert total["none"] > total["2"] > total["full"]
+    assert total["none"] > total["selective"] > total["full"]
+    four_ranks = predict("four-ranks", "--world-size", 4)["Sharded Param_gib"]
+    assert four_ranks == pytest.approx(2 * held["none"]["Sharded Param_gib"], rel=0.01)
+
+
+@full
+def test_a_changed_copy_of_the_template_is_predicted(run_script, tmp_path):
+    """One that keeps all that was gathered holds more."""
+    source = (REPO / "02-fsdp" / "fsdp_transformer.py").read_text()
+    line = 'free_after_forward = args.sharding != "grad-op"'
+    assert line in source
+    (tmp_path / "job.py").write_text(source.replace(line, "free_after_forward = False"))
+    peaks = []
+    for name, own in (("as-it-is", ()), ("changed", ("--template", tmp_path / "job.py"))):
+        ended = run_script(
+            MEMORY, "--seq-len", 32, *own, "--output-dir", tmp_path / name, environ={},
+            before=small(),
+        )  # fmt: skip
+        assert ended.codes == [0], ended.stdout + ended.stderr
+        peaks.append(results_of(tmp_path / name)["metrics"]["Unsharded Param_gib"])
+    assert peaks[1] > peaks[0]
+
+
+# checks that can fail
+
+
+def forget_activation_checkpointing(script):
+    predict = script.predict
+
+    def broken(template, args, *rest):
+        args.activation_checkpointing = "none"
+        return predict(template, args, *rest)
+
+    script.predict = broken
+
+
+def test_a_prediction_that_forgets_something_fails(run_script, tmp_path):
+    ended = run_script(
+        MEMORY, "--check", *LARGE, "--activation-checkpointing", "full",
+        "--output-dir", tmp_path / "run", world_size=2,
+        before=small(forget_activation_checkpointing),
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
+    assert failed == ["peak of MB allocated"]
+
+
+def test_a_model_sharded_over_too_few_ranks_fails(run_script, tmp_path):
+    def two_of_eight(script):
+        arrange = script.mesh_of
+        script.mesh_of = lambda _, device: arrange(2, device)
+
+    ended = run_script(
+        MEMORY, "--output-dir", tmp_path / "run", environ={}, before=small(two_of_eight)
+    )
+    assert ended.codes == [1], ended.stdout + ended.stderr
+    failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
+    assert failed == ["bytes of Sharded Param", "bytes of OptState"]
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (1, "--cpu-offload", "leave out --cpu-offload"),
+        (1, "--compile", "leave out --compile"),
+        (1, "--float8", "leave out --float8"),
+        (2, "", "a prediction is one process: start it with python"),
+        (2, "--check --compare", "leave out --compare"),
+        (2, "--check --preset llama3-70b", "--preset llama3-70b needs 1,051.3 GiB for weights, "),
+        (1, "--seq-len 257", "--seq-len must be at most 256"),
+        (1, "--world-size 3 --sharding hybrid --shard-group-size 2", "2 does not divide 3 ranks"),
+        (1, "--template nowhere.py", "--template nowhere.py: "),
+        (1, "--template tests/conftest.py", "has no attribute 'build'"),
+    ],
+)
+def test_bad_input_gets_one_line(run_script, world_size, argv, says):
+    ended = run_script(MEMORY, *argv.split(), world_size=world_size)
+    assert_one_line(ended, says, "fsdp_memory.py")
+
+
+@full
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_the_peak_on_a_gpu():
+    command = ["python", MEMORY, "--check", "--preset", "124m", "--seq-len", "1024"]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr

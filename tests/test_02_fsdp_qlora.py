@@ -1,0 +1,272 @@
+"""Module 02, fsdp_qlora.py: adapters beside frozen weights in 4 bits, and 8-bit moments."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_one_line, load_script, results_of
+from test_02_fsdp_lora import (
+    LORA,
+    QLORA,
+    SMALL,
+    TINY,
+    checks_in,
+    narrow,
+    two_layers,
+    write_adapters,
+)  # fmt: skip
+from torch import nn
+
+import nf4
+
+full = pytest.mark.full
+in_4_bits = pytest.mark.xdist_group("bitsandbytes")  # one worker imports it
+
+
+@pytest.fixture
+def four_bits(on_ranks):
+    """Skip with the reason where 4 bits do not run.
+
+    Import here what every fork would have to, but run nothing of it here: a fork of a process in
+    which its kernels ran may abort ("Invalid thread pool").
+    """
+    pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+
+    def why_not(rank, world_size):
+        try:
+            nf4.refuse_without_nf4(torch.device("cpu"))
+        except Exception as error:
+            return str(error)
+
+    if reason := on_ranks(why_not, 1, timeout_s=180)[0]:
+        pytest.skip(f"bitsandbytes does not run here: {reason}")
+
+
+@in_4_bits
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, ()),
+        pytest.param(1, (), marks=full),
+        pytest.param(3, (), marks=full),
+        pytest.param(4, ("--target-modules", "wq", "down"), marks=full),
+    ],
+)
+def test_qlora_trains_as_one_process(run_script, tmp_path, four_bits, world_size, options):
+    """As LoRA; the frozen layers take 4 bits and 1/64 of a float32 for each weight."""
+    ended = run_script(
+        QLORA, *SMALL, *options, "--output-dir", tmp_path / "run",
+        world_size=world_size, before=two_layers,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    checks = checks_in(tmp_path / "run")
+    assert len(checks) == 65
+    in_blocks = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 352 * 128)
+    spared = (4 - 0.5 - 4 / 64) * in_blocks / world_size
+    held = [checks[f"{way}: bytes of parameters"]["measured"] for way in ("LoRA", "QLoRA")]
+    if world_size != 3:
+        assert held[0] - held[1] == spared
+    for way in ("QLoRA", "QLoRA-bf16"):
+        assert checks[f"{way}: bytes of a frozen weight"]["measured"] == 0.5 + 4 / 64
+    assert (tmp_path / "run" / "bytes_per_weight.png").stat().st_size > 10_000
+
+
+def kept_for_backward(rank, world_size):
+    """Return the bytes that the 4-bit layer keeps, those that F.linear keeps, and a gradient."""
+    script = load_script(QLORA)
+    layer = script.NF4Linear(nn.Linear(96, 160, bias=False))
+    weight = 0.1 * torch.randn(160, 96)
+    with torch.no_grad():
+        for parameter, numbers in zip(layer.parameters(), nf4.encode(weight), strict=True):
+            parameter.copy_(numbers)
+    inputs = torch.randn(2, 96, requires_grad=True)
+
+    def kept(forward) -> int:
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor
+        ):
+            forward(inputs)
+        return sum(sizes)
+
+    gradient = torch.autograd.grad(layer(inputs).sum(), inputs)[0]
+    right = nf4.rows_of(layer).sum(0).expand(2, -1)
+    plain = kept(lambda x: F.linear(x, nf4.rows_of(layer)))
+    return kept(layer), plain, (gradient - right).abs().max().item()
+
+
+@in_4_bits
+def test_a_4_bit_layer_keeps_no_float_copy_for_backward(on_ranks, four_bits):
+    """The trap that MultiplyNF4 is there for."""
+    kept, plain, error = on_ranks(kept_for_backward, 1)[0]
+    assert kept == 96 * 160 * (0.5 + 4 / 64)
+    assert plain >= 96 * 160 * 4
+    assert error < 1e-5
+
+
+@in_4_bits
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=full)])
+def test_moments_in_8_bits_take_two_bytes_for_each_weight(
+    run_script, tmp_path, four_bits, world_size
+):
+    """Bytes by formula; losses near those of moments in 32 bits; small shards stay in 32 bits."""
+    ended = run_script(
+        QLORA, *SMALL, "--max-steps", 4, "--ways", "full", "LoRA", "--optimizer", "adamw8bit",
+        "--output-dir", tmp_path / "run", world_size=world_size, before=two_layers,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    checks = checks_in(tmp_path / "run")
+    moments, gradients = (
+        {way: checks[f"{way}: bytes of {kind}"]["measured"] for way in ("full", "LoRA")}
+        for kind in ("Adam moments", "gradients")
+    )
+    weights = gradients["full"] / 4
+    if world_size == 2:  # a third of wk has fewer weights than 4,096
+        # A scale of 4 bytes for 256 numbers, twice; the five norms stay in 32 bits.
+        most = weights * (2 + 8 / 256) + 8 * 5 * 64
+        assert 2 * weights < moments["full"] <= most
+    assert moments["LoRA"] == 2 * gradients["LoRA"], "adapters are below min_8bit_size"
+    # The first two losses are equal: an update is computed before its moments are rounded.
+    name = "full: largest error of a loss, against 32-bit moments"
+    assert checks[name]["measured"] > 1e-6, "these are moments in 32 bits"
+
+
+def paged(rank, world_size):
+    """Return a parameter's error after steps of AdamW8bit on shards against one on the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    whole = torch.randn(70, 64)  # 35 rows a rank: 2,240 weights, 8.75 blocks of 256
+    gradients = torch.randn(3, 70, 64)
+    weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    plain = nn.Parameter(whole.clone())
+    sharded = nf4.AdamW8bit([weight], 0.01, 1024)
+    adamw = torch.optim.AdamW([plain], lr=0.01)
+    for gradient in gradients:
+        weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        plain.grad = gradient
+        sharded.step()
+        adamw.step()
+    moved = (weight.full_tensor() - whole).abs().max().item()
+    return (weight.full_tensor() - plain).abs().max().item(), moved
+
+
+@in_4_bits
+def test_8_bit_steps_on_shards_change_the_model_itself(on_ranks, four_bits):
+    """The optimizer's parameters are views: the sharded model moves, about as AdamW moves it."""
+    for error, moved in on_ranks(paged, 2):
+        assert moved > 0.02 and 0 < error < 0.2 * moved
+
+
+@in_4_bits
+def test_training_in_4_bits_goes_on_from_saved_adapters(run_script, tmp_path, four_bits):
+    losses = []
+    for run, options in (("first", ()), ("second", ("--adapter", tmp_path / "first" / "qlora"))):
+        ended = run_script(
+            QLORA, *TINY, "--ways", "QLoRA", *options, "--output-dir", tmp_path / run,
+            world_size=2, before=narrow,
+        )  # fmt: skip
+        assert ended.codes == [0, 0], ended.stdout + ended.stderr
+        losses.append(results_of(tmp_path / run)["metrics"]["loss_QLoRA"])
+    assert losses[1] < losses[0]
+
+
+@in_4_bits
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--optimizer", "sgd"), "argument --optimizer: invalid choice: 'sgd'"),
+        (("--ways", "int8"), "argument --ways: invalid choice: 'int8'"),
+        (
+            ("--min-8bit-size", "0"),
+            "argument --min-8bit-size: must be a whole number of at least 1",
+        ),
+        (("--lora-rank", "65"), "--lora-rank must be at most 64, the smallest side of a layer"),
+    ],
+)
+def test_bad_input_is_one_line(run_script, argv, says):
+    assert_one_line(run_script(QLORA, *argv), says, "fsdp_qlora.py")
+
+
+@in_4_bits
+def test_adapters_that_do_not_fit_are_refused(run_script, tmp_path, four_bits):
+    folder = write_adapters(tmp_path / "adapter", lora_rank=4)
+    ended = run_script(QLORA, *TINY, "--adapter", folder, world_size=2)
+    assert_one_line(ended, "r is 4 there, 8 here", "fsdp_qlora.py")
+
+
+def without_bitsandbytes(script):
+    sys.modules.update(dict.fromkeys(("bitsandbytes", "bitsandbytes.functional")))
+
+
+def with_a_broken_bitsandbytes(script):
+    sys.modules["bitsandbytes"] = fake = ModuleType("bitsandbytes")
+    sys.modules["bitsandbytes.functional"] = fake.functional = ModuleType("functional")
+
+
+def test_without_bitsandbytes_it_says_what_to_install(run_script):
+    for before in (without_bitsandbytes, with_a_broken_bitsandbytes):
+        ended = run_script(QLORA, world_size=2, before=before)
+        says = "4-bit weights need bitsandbytes, which does not run on cpu here: pip install"
+        assert_one_line(ended, says, "fsdp_qlora.py")
+
+
+def test_lora_needs_no_bitsandbytes(run_script):
+    def before(script):
+        narrow(script)
+        without_bitsandbytes(script)
+
+    ended = run_script(LORA, *TINY, "--ways", "LoRA", before=before)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+
+
+def scale_by_the_wrong_block(script):
+    unpacked = nf4.decode
+    broken = lambda codes, scales, rows: unpacked(codes, scales.roll(1, 0), rows)  # noqa: E731
+    script.decode = nf4.decode = broken
+
+
+def keep_scales_as_floats(script):
+    """A policy casts parameters that are floats: scales then have 8 bits in a bf16 unit."""
+    unpacked = nf4.decode
+
+    def broken(codes, scales, rows):
+        rounded = scales.contiguous().view(torch.float32).bfloat16().float()
+        return unpacked(codes, rounded.view(torch.uint8), rows)
+
+    script.decode = nf4.decode = broken
+
+
+def forget_small_shards(script):
+    """Keep all moments in 8 bits, whatever --min-8bit-size says."""
+    made = script.AdamW8bit
+    script.AdamW8bit = lambda parameters, lr, min_8bit_size: made(parameters, lr, 1)
+
+
+@in_4_bits
+@pytest.mark.parametrize(
+    ("sabotage", "options", "failing"),
+    [
+        (scale_by_the_wrong_block, ("--ways", "QLoRA"),
+         {"QLoRA: error of a weight, of its block's largest"}),
+        (forget_small_shards, ("--ways", "LoRA", "--optimizer", "adamw8bit"),
+         {"LoRA: bytes of Adam moments"}),
+        pytest.param(keep_scales_as_floats, ("--ways", "QLoRA"),
+                     {"QLoRA: error of a weight, of its block's largest"}, marks=full),
+    ],
+)  # fmt: skip
+def test_sabotage_of_qlora_fails_a_check(
+    run_script, tmp_path, four_bits, sabotage, options, failing
+):
+    def before(script):
+        narrow(script)
+        sabotage(script)
+
+    ended = run_script(QLORA, *TINY, *options, "--output-dir", tmp_path / "run", before=before)
+    assert ended.codes == [1], ended.stdout + ended.stderr
+    failed = {name for name, check in checks_in(tmp_path / "run").items() if not check["ok"]}
+    assert failed == failing, ended.stdout

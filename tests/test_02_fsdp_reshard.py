@@ -1,0 +1,194 @@
+"""Module 02: whoever loads a checkpoint, on whatever ranks, trains the same."""
+
+from pathlib import Path
+
+import pytest
+from conftest import assert_one_line, results_of
+from helpers_02_checkpoints import (
+    CHECKPOINT,
+    LOAD,
+    NEWEST,
+    RESHARD,
+    SAVE,
+    assert_ok,
+    flip_a_bit,
+    runner,
+    saved_copy,
+    tensors_of,
+)  # fmt: skip
+
+full = pytest.mark.full
+
+
+@pytest.fixture
+def run(run_script):
+    return runner(run_script)
+
+
+@pytest.fixture(scope="module")
+def once():
+    return {}
+
+
+@pytest.fixture
+def saved(run, once, tmp_path, tmp_path_factory):
+    return saved_copy(run, once, tmp_path, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "loads"),
+    [
+        (2, "full", [(3, "fsdp")]),
+        (2, "async", [(2, "tp-fsdp"), (1, "ddp")]),
+        *(
+            pytest.param(*case, marks=full)
+            for case in (
+                (4, "sharded", [(2, "fsdp"), (3, "fsdp"), (2, "ddp"), (4, "tp-fsdp")]),
+                (2, "full", [(1, "ddp"), (4, "tp-fsdp")]),
+                (2, "async", [(1, "fsdp")]),
+            )
+        ),
+    ],
+)
+def test_other_ranks_and_strategies_train_as_one_process(run, tmp_path, world_size, kind, loads):
+    """The script compares with a process that ran from the first step; tolerance 1e-5."""
+    assert_ok(run(*SAVE, "--dir", tmp_path / "run", "--kind", kind, world_size=world_size))
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert names == ["step-00000001", NEWEST]
+    for ranks, strategy in loads:
+        ended = run(*LOAD, "--dir", tmp_path / "run", "--strategy", strategy, world_size=ranks)
+        assert_ok(ended, f"resuming from {tmp_path}/run/{NEWEST}")
+        assert ended.stdout.splitlines()[-1].endswith("after step 4")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "others"),
+    [
+        pytest.param(4, "tp-fsdp", 2, marks=full),
+        pytest.param(2, "ddp", 3, marks=full),
+        (2, "tp-fsdp", 1),
+    ],
+)
+def test_any_strategy_saves_what_another_loads(run, saved, world_size, strategy, others):
+    steps = (RESHARD, "--max-steps", 1, "--dir", saved)
+    assert_ok(run(*steps, "--strategy", strategy, "--save", world_size=world_size), "after step 3")
+    ended = run(*steps, world_size=others)
+    assert_ok(ended, f"step-00000003 holds {world_size} shard(s)")
+    assert ended.stdout.splitlines()[-1].endswith("after step 4")
+
+
+def test_shards_to_one_file_and_back(run, saved, tmp_path):
+    """The script compares bitwise, with PyTorch's own readers; the last one can be resumed."""
+    kinds = ("2 shard(s)", "one file", "3 shard(s)")
+    for number, ranks in ((1, 2), (2, 3)):
+        folders = ("--dir", tmp_path / f"{number}", "--to", tmp_path / f"{number + 1}")
+        if number == 1:
+            saved.rename(tmp_path / "1")
+        ended = run(RESHARD, "convert", *folders, world_size=ranks)
+        for folder in (number, number + 1):
+            line = f"{folder}/{NEWEST}\n{NEWEST} holds {kinds[folder - 1]}\n"
+            assert_ok(ended, line)
+    assert_ok(run(*LOAD, "--dir", tmp_path / "3"), "after step 4")
+    one, three = (tensors_of(tmp_path / number / NEWEST) for number in "13")
+    assert one.keys() == three.keys() and all(one[name].equal(three[name]) for name in one)
+
+
+@full
+def test_a_run_of_another_script_is_converted_and_not_trained(run_script, tmp_path):
+    """What fsdp_transformer.py saved is in the same format, but its place in the data is not."""
+    job = ("--max-steps", 1, "--micro-batch-size", 2, "--seq-len", 32, "--parity-steps", 0)
+    template = "02-fsdp/fsdp_transformer.py"
+    ended = run_script(template, *job, "--output-dir", tmp_path / "run", world_size=2)
+    assert set(ended.codes) == {0}, ended.stderr
+    ckpt = ("--dir", tmp_path / "run" / "checkpoints")
+    ended = run_script(RESHARD, "convert", *ckpt, "--to", tmp_path / "to", world_size=2)
+    assert_ok(ended, "OK: 1 check passed")
+    ended = run_script(RESHARD, "load", *ckpt, world_size=2)
+    assert_one_line(ended, "is of another script's run", "fsdp_reshard.py")
+
+
+# Sabotage
+
+
+def forget_the_moments(script):
+    load = script.load
+
+    def forgetting(found, run):
+        load(found, run)
+        for kept in run.optimizer.state.values():
+            kept["exp_avg"].zero_()
+
+    script.load = forgetting
+
+
+def read_a_shard_shifted(script):
+    load = script.dcp.load
+
+    def shifted(state, **options):
+        load(state, **options)
+        if "model" in state:  # not when the check reads tensors alone
+            local = state["model"]["blocks.1.up.weight"].to_local()
+            local.copy_(local.roll(1, 0))
+
+    script.dcp.load = shifted
+
+
+def forget_the_step(script):
+    load = script.load
+
+    def forgetting(found, run):
+        load(found, run)
+        run.progress["step"] -= 1
+
+    script.load = forgetting
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        forget_the_moments,
+        *(pytest.param(way, marks=full) for way in (read_a_shard_shifted, forget_the_step)),
+    ],
+)
+def test_sabotage_of_loading_fails_the_check(run, saved, sabotage):
+    ended = run(*LOAD, "--dir", saved, before=sabotage)
+    assert ended.codes == [1], ended.stderr
+    assert ended.stdout.splitlines()[-1] == "FAILED: largest error of a loss"
+
+
+def test_sabotage_of_converting_fails_the_check(run, saved, tmp_path):
+    flags = ("--dir", saved, "--to", tmp_path / "to", "--output-dir", tmp_path / "run")
+    ended = run(RESHARD, "convert", *flags, before=read_a_shard_shifted)
+    assert ended.codes == [1], ended.stdout + ended.stderr
+    failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
+    assert failed == ["tensors equal, bitwise"]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (1, ("load",), "load needs --dir"),
+        (1, ("convert", "--dir", "x"), "convert needs --to"),
+        (2, ("--dir", "nowhere"), "there is no checkpoint in nowhere"),
+        (1, ("--dir", "SAVED", "--strategy", "tp-fsdp"), "needs an even number of ranks"),
+        (2, ("--dir", "SAVED", "--preset", "124m"), "wk.weight is [64, 128] there, [768,"),
+        (2, ("--dir", "SAVED", "--preset", "four"), "(blocks.2.attention.wk.weight is mi"),
+        pytest.param(2, ("--dir", "ODD"), "5 cannot be dealt evenly to 2 ranks", marks=full),
+        (1, ("convert", "--dir", "SAVED", "--to", "tests"), "--to tests is not empty"),
+        (2, ("convert", "--dir", "BROKEN", "--to", "TO"), "no checkpoint can be used: "),
+    ],
+)
+def test_bad_input_is_one_line(run, saved, monkeypatch, world_size, argv, says):
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    if "ODD" in argv:
+        odd = ("--global-batch-size", 5, "--max-steps", 1, "--dir", saved.with_name("odd"))
+        assert_ok(run(CHECKPOINT, "save", *odd))
+    if "BROKEN" in argv:
+        for folder in saved.iterdir():
+            flip_a_bit(folder / "__1_0.distcp")
+    folders = {"SAVED": saved, "BROKEN": saved, "ODD": saved.with_name("odd"), "TO": saved / "to"}
+    ended = run(RESHARD, *(folders.get(word, word) for word in argv), world_size=world_size)
+    assert_one_line(ended, says, "fsdp_reshard.py")

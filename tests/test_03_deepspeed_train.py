@@ -1,0 +1,599 @@
+"""Module 03: the template trains the one job in each stage, resumes anywhere, exports weights."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import GPUS, REPO, assert_one_line, compiled, results_of, run_command
+from helpers_03 import (
+    FROM_THE_TRAINER_S_PAGE,
+    SMALL,
+    changed,
+    config_of,
+    deepspeed_in_the_parent,
+    failed_checks,
+    losses_of,
+    on_small,
+    small,
+)
+
+import ds_checkpoint
+import ds_checks
+from dist_common import models
+
+TRAIN = "03-deepspeed/deepspeed_train.py"
+QUICK = (*SMALL, "--max-steps", 4, "--grad-accum-steps", 2, "--eval-every", 100)
+full = pytest.mark.full
+FIRST = "largest error of the first 2 losses"
+NORMS = "relative error of the first 2 gradient norms"
+WEIGHTS = "distinct sets of weights over all ranks"
+EXPORTED = "test loss of weights-fp32, in a plain model"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    with deepspeed_in_the_parent("deepspeed.utils.zero_to_fp32", "safetensors.torch"):
+        yield
+
+
+@pytest.fixture
+def train(run_script, tmp_path):
+    """Run the template on a small model and a short text; `config` is a dict, or a path."""
+    text = tmp_path / "text"
+    text.write_bytes((Path(os.__file__).parent / "argparse.py").read_bytes()[:12_000])
+
+    def run(config, *argv, ranks=2, before=small, **options):
+        path = config
+        if isinstance(config, dict):
+            path = tmp_path / "own.json"
+            path.write_text(json.dumps(config))
+        flags = ("--deepspeed_config", path, "--text-file", text, *argv)
+        return run_script(TRAIN, *flags, world_size=ranks, before=before, **options)
+
+    return run
+
+
+def with_torch_adam(config: dict) -> dict:
+    """Return a config that needs no compiled op."""
+    params = {**config["optimizer"]["params"], "torch_adam": True}
+    return {**config, "optimizer": {**config["optimizer"], "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "precision"),
+    [(2, stage, "32-true") for stage in range(4)]
+    + [(3, 3, "bf16-mixed")]
+    + [
+        pytest.param(*case, marks=full)
+        for case in [(4, stage, "32-true") for stage in range(4)]
+        + [(2, stage, "bf16-mixed") for stage in (1, 2, 3)]
+        + [(1, 2, "32-true")]
+    ],
+)
+def test_train_as_one_process_in_every_stage(train, tmp_path, ranks, stage, precision):
+    """Losses and norms with accumulation, clipping and schedule, bytes held, exported weights."""
+    ended = train(
+        config_of(stage), "--precision", precision, *QUICK, "--consolidate", "--save-16bit-model",
+        "--output-dir", tmp_path / "run", ranks=ranks, before=None if ranks == 4 else small,
+    )  # fmt: skip
+    assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
+    results = results_of(tmp_path / "run")
+    # Stage 0 in float32 keeps no gradient norm.
+    assert ended.stderr == "" and len(results["checks"]) == (6 if stage else 5)
+    assert results["metrics"]["final_loss"] < 5.6, "it starts at ln 256 = 5.55"
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line)["lr"] for line in lines[:4]]
+    assert rates == pytest.approx([0.0002, 0.0004, 0.0006, 0.0008])  # as ddp_training.py's
+
+
+@full
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_losses_of_ddp_training(train, run_script, tmp_path, stage):
+    """Stages 2 and 3, and the end of an epoch, are in test_one_job.py."""
+    job = (*SMALL, "--max-steps", 5, "--parity-steps", 0)
+    reference = ("--micro-batch-size", 8, "--output-dir", tmp_path / "ddp")
+    reference += ("--text-file", tmp_path / "text")
+    assert run_script("01-ddp-basics/ddp_training.py", *job, *reference, before=small).codes == [0]
+    for ranks in (2, 4):
+        sizes = ("--micro-batch-size", 4 // ranks, "--grad-accum-steps", 2)
+        ended = train(config_of(stage), *job, *sizes, "--output-dir", tmp_path / f"{ranks}",
+                      ranks=ranks)  # fmt: skip
+        assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
+        assert losses_of(tmp_path / f"{ranks}") == pytest.approx(
+            losses_of(tmp_path / "ddp"), abs=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", FROM_THE_TRAINER_S_PAGE)
+def test_a_config_from_hugging_face_s_page_trains(train, tmp_path, name):
+    """Without the op that DeepSpeed would compile for it; test_..._as_it_stands has it."""
+    config = with_torch_adam(FROM_THE_TRAINER_S_PAGE[name])
+    ended = train(config, *QUICK, "--output-dir", tmp_path / "run")
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "bytes per weight, buffers and all" in ended.stdout and "OK: 3 checks" in ended.stdout
+
+
+@full
+@pytest.mark.parametrize("name", FROM_THE_TRAINER_S_PAGE)
+def test_a_config_from_hugging_face_s_page_as_it_stands(train, tmp_path, name):
+    if not compiled("cpu_adam"):
+        pytest.skip("DeepSpeed's cpu_adam is not compiled")
+    ended = train(FROM_THE_TRAINER_S_PAGE[name], *QUICK, "--precision",
+                  "bf16-mixed" if name == "zero3" else "32-true")  # fmt: skip
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "adam"),
+    [
+        ("zero2_offload_cpu", True),
+        pytest.param("zero2_offload_cpu", False, marks=full),
+        pytest.param("zero3_offload_cpu", False, marks=full),
+    ],
+)
+def test_train_with_offload_to_the_cpu_resumes_bitwise(train, tmp_path, name, adam):
+    config = REPO / f"03-deepspeed/configs/{name}_config.json"
+    if adam:
+        config = with_torch_adam(json.loads(config.read_text()))
+    elif not compiled("cpu_adam"):
+        pytest.skip("DeepSpeed's cpu_adam is not compiled")
+    argv = (*QUICK, "--save-every", 2, "--output-dir", tmp_path / "r")
+    ended = train(config, *argv)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    straight = losses_of(tmp_path / "r")
+    shutil.rmtree(tmp_path / "r/checkpoints/step-00000004")
+    ended = train(config, *argv, "--resume")
+    assert ended.codes == [0, 0] and "resuming from" in ended.stdout, ended.stdout + ended.stderr
+    assert losses_of(tmp_path / "r") == straight
+
+
+CHECKPOINTING = {"activation_checkpointing": {"partition_activations": False}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "section"),
+    [(3, {}), pytest.param(2, CHECKPOINTING, marks=full), pytest.param(0, {}, marks=full)],
+)
+def test_recomputed_activations_change_no_loss(train, stage, section):
+    config = json.loads(config_of(stage).read_text()) | section
+    recomputed = []
+
+    def counted(script):
+        small(script)
+        made = script.checkpoint_activations
+
+        def counting(model, config):
+            made(model, config)
+            recomputed.append(config)
+
+        script.checkpoint_activations = counting
+
+    ended = train(config, *QUICK, "--activation-checkpointing", before=counted)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+
+
+@full
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tied_embeddings_stay_tied(train, tmp_path, stage):
+    def tied(script):
+        models.PRESETS["tiny"] = models.TransformerConfig(
+            256, 32, 2, 2, 1, 88, 256, tied_embeddings=True
+        )
+
+    ended = train(config_of(stage), *QUICK, "--consolidate", "--output-dir", tmp_path / "run",
+                  before=tied)  # fmt: skip
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+
+
+PRECISE = {
+    "communication_data_type": "fp32",
+    "data_types": {"grad_accum_dtype": "fp32"},
+}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+@full
+@pytest.mark.parametrize(("stage", "keys"), [(2, PRECISE), (3, PRECISE), (2, AUTOCAST)])
+def test_other_types_of_gradients_train_too(train, stage, keys):
+    precision = () if keys is AUTOCAST else ("--precision", "bf16-mixed")
+    config = json.loads(config_of(stage).read_text()) | keys
+    ended = train(config, *QUICK, *precision)
+    assert ended.codes == [0, 0] and "bf16-mixed" in ended.stdout, ended.stdout + ended.stderr
+
+
+# Sabotage
+
+
+def one_micro_batch_twice(script):
+    step = script.train_step
+    script.train_step = lambda run, batches: step(run, [batches[0]] * 2)
+
+
+def no_clipping(script):
+    started = script.start_engine
+
+    def broken(run):
+        reference = run.config["gradient_clipping"]
+        run.config["gradient_clipping"] = 1e-4
+        engine = started(run)
+        run.config["gradient_clipping"] = reference
+        return engine
+
+    script.start_engine = broken
+
+
+def half_a_loss(script):
+    started = script.start_engine
+
+    def broken(run):
+        engine = started(run)
+        backward = engine.backward
+        engine.backward = lambda loss, **keywords: backward(loss / 2, **keywords)
+        return engine
+
+    script.start_engine = broken
+
+
+def altered_weights(script):
+    consolidated = ds_checkpoint.load_weights
+
+    def broken(folder):
+        weights = consolidated(folder)
+        weights["head.weight"] = weights["head.weight"].roll(1, 0)
+        return weights
+
+    ds_checkpoint.load_weights = broken
+
+
+def other_weights_on_rank_1(script):
+    check = ds_checks.check_weights
+
+    def broken(run):
+        next(run.engine.module.parameters()).data += 0.001 * script.dist.get_rank()
+        check(run)
+
+    ds_checks.check_weights = broken
+
+
+def stage_one(script):
+    loaded = script.ds_config.load_config
+
+    def broken(*args):
+        config = loaded(*args)
+        config["zero_optimization"]["stage"] = 1
+        return config
+
+    script.ds_config.load_config = broken
+    ds_checks.bytes_per_weight = lambda run: 4 + 4 / 2 + 12 / 2  # of stage 2
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "failing"),
+    [
+        (altered_weights, [EXPORTED]),
+        (other_weights_on_rank_1, [WEIGHTS]),
+        (half_a_loss, [NORMS]),
+        pytest.param(one_micro_batch_twice, [FIRST, NORMS], marks=full),
+        pytest.param(no_clipping, [FIRST, NORMS], marks=full),
+        pytest.param(stage_one, ["bytes per weight"], marks=full),
+    ],
+)
+def test_sabotage_of_the_training_fails_a_check(train, tmp_path, sabotage, failing):
+    ended = train(
+        config_of(2), *QUICK, "--consolidate", "--output-dir", tmp_path / "run",
+        before=on_small(sabotage), end_job_on_failure=False,
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    assert failed_checks(tmp_path / "run") == failing
+
+
+@full
+def test_stage_0_in_bf16_is_no_baseline(train, tmp_path):
+    """To make Adam's moments, DeepSpeed takes a step on zero gradients: its decay and its count."""
+    ended = train(
+        config_of(0), "--precision", "bf16-mixed", *QUICK, "--lr", 0.01, "--warmup-steps", 1,
+        "--output-dir", tmp_path / "run", end_job_on_failure=False,
+    )  # fmt: skip
+    assert ended.codes == [1, 1] and FIRST in failed_checks(tmp_path / "run")
+
+
+LONG = ("--seq-len", 32, "--max-steps", 8, "--save-every", 3, "--parity-steps", 0,
+        "--eval-every", 100)  # fmt: skip
+
+
+@full
+def test_a_config_of_deepspeed_s_own_defaults_trains(train):
+    """Its buckets are a gigabyte, so what is held is told and not compared."""
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
+    for stage in (2, 3):
+        config = {"optimizer": optimizer, "zero_optimization": {"stage": stage}}
+        ended = train(config, *QUICK)
+        assert ended.codes == [0, 0], ended.stdout + ended.stderr
+        assert "bytes per weight, buffers and all" in ended.stdout
+        assert "OK: 3 checks" in ended.stdout
+
+
+@full
+def test_between_stages_1_and_2_and_in_stage_0_on_other_ranks(train, tmp_path):
+    def run(folder, ranks, stage, *argv):
+        sizes = ("--micro-batch-size", 8 // ranks, "--output-dir", folder)
+        return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks)
+
+    for before, after in ((1, 2), (0, 0)):
+        folder = tmp_path / f"{before}-{after}"
+        assert run(folder, 2, before).codes == [0, 0]
+        straight = losses_of(folder)
+        shutil.rmtree(folder / "checkpoints/step-00000008")
+        ended = run(folder, 4 if before == 0 else 2, after, "--resume", "--consolidate")
+        assert not any(ended.codes) and "resuming from" in ended.stdout, ended.stdout + ended.stderr
+        resumed = losses_of(folder)
+        assert all(abs(resumed[step] - straight[step]) < 1e-4 for step in straight)
+
+
+def stand_still_after_step_6(script):
+    saved = ds_checkpoint.save
+
+    def broken(run):
+        saved(run)
+        time.sleep(600 if run.step == 6 else 0)
+
+    ds_checkpoint.save = broken
+
+
+@full
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_killed_run_resumes_also_on_other_numbers_of_ranks(train, tmp_path, stage):
+    # On 4 ranks, what stage 2 keeps of weights that two ranks share is too much of a small model.
+    smaller = small if stage == 3 else lambda script: None
+
+    def run(folder, ranks, *argv, stage=stage, before=smaller, **options):
+        sizes = ("--micro-batch-size", 8 // ranks, "--output-dir", folder)
+        return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks, before=before, **options)
+
+    def stand_still(script):
+        smaller(script)
+        stand_still_after_step_6(script)
+
+    assert run(tmp_path / "straight", 2).codes == [0, 0]
+    straight, folder = losses_of(tmp_path / "straight"), tmp_path / "killed"
+
+    def kill(pids):
+        deadline = time.monotonic() + 60
+        while not (folder / "checkpoints/step-00000006").exists():
+            assert time.monotonic() < deadline, "it never saved"
+            time.sleep(0.005)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    killed = run(folder, 2, before=stand_still, during=kill, end_job_on_failure=False)
+    assert killed.codes == [-signal.SIGKILL] * 2
+    for ranks in (4, 1):
+        shutil.copytree(folder, tmp_path / f"on-{ranks}")
+    same = run(folder, 2, "--resume")
+    assert same.codes == [0, 0] and "step-00000006, saved by 2 ranks" in same.stdout, same.stderr
+    assert losses_of(folder) == straight, "bitwise"
+    for ranks in (4, 1):
+        other = run(tmp_path / f"on-{ranks}", ranks, "--resume", "--consolidate")
+        assert other.codes == [0] * ranks and other.stderr == "", other.stdout + other.stderr
+        losses = losses_of(tmp_path / f"on-{ranks}")
+        assert losses.keys() == straight.keys()
+        assert all(abs(losses[step] - straight[step]) < 1e-5 for step in straight)
+        left = [path.name for path in (tmp_path / f"on-{ranks}/checkpoints").iterdir()]
+        assert not any("universal" in name or "partial" in name for name in left)
+    done = run(folder, 2, "--resume")
+    assert done.codes == [0, 0] and "nothing to train" in done.stdout
+    for argv, says in (
+        (("--seed", 1), "--seed is 1 here and 0 in the checkpoint"),
+        (("--precision", "bf16-mixed"), "was saved with another --precision: take that"),
+    ):
+        other = run(folder, 2, "--resume", "--max-steps", 9, *argv)
+        assert_one_line(other, says, "deepspeed_train.py")
+    if stage == 3:
+        refused = run(folder, 2, "--resume", "--max-steps", 9, stage=2)
+        assert_one_line(refused, "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot resume",
+                        "deepspeed_train.py")  # fmt: skip
+
+
+@full
+def test_ranks_wait_for_a_conversion_longer_than_for_a_collective(train, tmp_path):
+    """Rank 0 sleeps for longer than --timeout, while it converts and while it consolidates."""
+
+    def slow(script):
+        small(script)
+        work = ds_checkpoint.on_rank0
+
+        def slower(what, do):
+            work(what, lambda: (time.sleep(12), do()))
+
+        ds_checkpoint.on_rank0 = slower
+
+    folder = tmp_path / "run"
+    argv = (*LONG, "--max-steps", 3, "--output-dir", folder)
+    assert train(config_of(2), *argv, ranks=2).codes == [0, 0]
+    argv = (*LONG, "--max-steps", 4, "--output-dir", folder, "--timeout", 8, "--resume")
+    ended = train(config_of(2), *argv, "--consolidate", ranks=3, before=slow)
+    assert ended.codes == [0, 0, 0], ended.stdout + ended.stderr
+
+
+@full
+def test_a_run_resumed_with_the_optimizer_on_a_disk_takes_other_losses(train, tmp_path):
+    """What the template refuses, done all the same: should DeepSpeed mend it, this fails."""
+    if not compiled("async_io"):
+        pytest.skip("DeepSpeed's async_io is not compiled")
+    config = REPO / "03-deepspeed/configs/zero3_offload_nvme_config.json"
+    (tmp_path / "disk").mkdir()
+
+    def allow(script):
+        ds_checkpoint.refuse = lambda run: None
+
+    def run(*more):
+        flags = ("--nvme-path", tmp_path / "disk", *LONG, "--max-steps", 6)
+        ended = train(config, *flags, "--output-dir", tmp_path / "run", *more, before=allow)
+        assert ended.codes == [0, 0], ended.stdout + ended.stderr
+        return losses_of(tmp_path / "run")
+
+    straight = run()
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
+    resumed = run("--resume")
+    assert abs(resumed[6] - straight[6]) > 0.01
+
+
+def one_batch_more_on_rank_0(script):
+    evaluated = script.evaluate
+
+    def broken(run, model):
+        if script.dist.get_rank() == 0:
+            inputs = torch.zeros(1, run.args.seq_len, dtype=torch.int64)
+            script.summed_loss(run, model, inputs, inputs)
+        return evaluated(run, model)
+
+    script.evaluate = broken
+
+
+@full
+def test_uneven_evaluation_hangs_in_stage_3_and_not_in_stage_2(train):
+    for stage in (2, 3):
+        ended = train(
+            config_of(stage), *QUICK, "--parity-steps", 0, "--timeout", 10,
+            before=on_small(one_batch_more_on_rank_0),
+        )  # fmt: skip
+        assert any(ended.codes) == (stage == 3), ended.stdout + ended.stderr
+    assert "lost contact with another rank" in ended.stderr, ended.stderr
+
+
+@full
+def test_a_damaged_checkpoint_is_passed_over_and_none_at_all_is_one_line(train, tmp_path):
+    def run(*argv):
+        return train(config_of(2), *LONG, "--output-dir", tmp_path / "run", *argv)
+
+    assert run("--max-steps", 6).codes == [0, 0]
+    for step in (6, 3):
+        folder = tmp_path / f"run/checkpoints/step-0000000{step}"
+        path = next(folder.glob("zero_pp_rank_1*"))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        if step == 6:
+            ended = run("--resume")
+            assert ended.codes == [0, 0] and "step-00000003, saved by" in ended.stdout
+            assert f"altered ({path.name} does not match its checksum)" in ended.stderr
+            shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
+            shutil.copytree(folder, tmp_path / "run/checkpoints/step-00000003", dirs_exist_ok=True)
+    for path in (tmp_path / "run/checkpoints").glob("step-*/zero_pp_rank_1*"):
+        path.write_bytes(path.read_bytes()[:-1000])
+    assert_one_line(run("--resume"), "no checkpoint can be used", "deepspeed_train.py")
+
+
+def test_train_under_slurm(run_script, tmp_path):
+    """Ranks as srun names them; a page starts the deepspeed launcher itself."""
+
+    def slurm(rank):
+        return {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_STEP_ID": 0,
+                "SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_JOB_ID": tmp_path.stat().st_ino}  # fmt: skip
+
+    ended = run_script(TRAIN, *QUICK, world_size=2, environ=slurm, before=small)
+    assert ended.codes == [0, 0] and "2 ranks started by srun" in ended.stdout, ended.stderr
+
+
+# Bad input
+
+
+def no_float16(script):
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: False
+
+
+NVME = REPO / "03-deepspeed/configs/zero3_offload_nvme_config.json"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says", "before"),
+    [
+        (
+            ("--deepspeed_config", NVME, "--nvme-path", REPO, "--output-dir", "runs/never"),
+            "with an optimizer on nvme takes other losses than one that never stopped",
+            None,
+        ),
+        (
+            ("--precision", "16-mixed"),
+            "DeepSpeed cannot train in float16 on this device",
+            no_float16,
+        ),
+        (("--consolidate",), "--consolidate needs --output-dir", None),
+        (("--save-16bit-model",), "--save-16bit-model needs --output-dir", None),
+        (("--seq-len", 257), "--seq-len must be at most 256", None),
+        (("--micro-batch-size", "two"), "must be a whole number of at least 1", None),
+        (("--text-file", "nowhere.txt"), "--text-file nowhere.txt: No such file", None),
+        (
+            ("--deepspeed_config", NVME),
+            "offload_optimizer to nvme needs --nvme-path, a folder on the disk",
+            None,
+        ),
+    ],
+)
+def test_train_refuses_bad_input(run_script, argv, says, before):
+    assert_one_line(run_script(TRAIN, *argv, before=before), says, "deepspeed_train.py")
+
+
+def test_what_deepspeed_would_not_save_is_refused(train, tmp_path):
+    zero = {"stage": 3, "use_multi_rank_bucket_allreduce": True}
+    ended = train(changed(zero_optimization=zero), "--save-16bit-model", "--output-dir", tmp_path)
+    says = "--save-16bit-model in stage 3 needs stage3_gather_16bit_weights_on_model_save"
+    assert_one_line(ended, says, "deepspeed_train.py")
+
+
+# launch_deepspeed.sh
+
+
+def launch(*argv: str, **environ: str):
+    command = ["bash", str(REPO / "03-deepspeed/launch_deepspeed.sh"), *argv]
+    return run_command(command, REPO, 90, **environ)
+
+
+def test_the_launcher_prints_what_it_would_run(tmp_path):
+    (tmp_path / "hosts").write_text("# two machines\nnode0 slots=8\nnode1 slots=8\n")
+    for argv, says in (
+        (("local", "--nproc-per-node=3"), "deepspeed --num_gpus=3 "),
+        (("hostfile", "--hostfile", str(tmp_path / "hosts")), "deepspeed --hostfile="),
+        (
+            ("slurm", "--nnodes", "2", "--nproc-per-node", "8"),
+            "--ntasks-per-node=8 --gpus-per-node",
+        ),
+    ):
+        ended = launch(*argv, "--dry-run", "--max-steps", "9")
+        assert ended.codes == [0] and says in ended.stdout and "--max-steps 9" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("here",), "must be local, hostfile or slurm, not 'here'"),
+        (("local", "--nproc-per-node", "0"), "local needs --nproc-per-node, a whole number"),
+        (("local", "--nnodes", "2"), "local is one machine"),
+        (("hostfile",), "hostfile needs --hostfile FILE"),
+        (("hostfile", "--hostfile", "/nowhere/hosts"), "/nowhere/hosts cannot be read"),
+        (("hostfile", "--hostfile", "LICENSE"), "line 1: must be 'HOST slots=N'"),
+        (("slurm", "--nproc-per-node", "8"), "slurm needs --nnodes"),
+        (("slurm", "--nnodes"), "--nnodes needs a value"),
+    ],
+)
+def test_the_launcher_refuses_bad_input(argv, says):
+    ended = launch(*argv)
+    assert ended.codes == [2] and says in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not GPUS, reason="no GPU on this machine")
+def test_train_on_a_gpu(tmp_path):
+    """One rank and NCCL: nothing to shard, and the same losses as one process."""
+    ended = run_command(
+        ["deepspeed", "--num_gpus=1", str(REPO / TRAIN), "--consolidate", "--output-dir", "run"],
+        tmp_path, 300, CUDA_VISIBLE_DEVICES=GPUS.split(",")[0],
+    )  # fmt: skip
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert results_of(tmp_path / "run")["device"] == "cuda"

@@ -1,0 +1,210 @@
+"""zero_stages.py: in each stage the losses of one process, and no more held or sent than said."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from helpers_03 import SMALL, deepspeed_in_the_parent, on_small, small
+
+STAGES = "03-deepspeed/zero_stages.py"
+QUICK = (*SMALL, "--max-steps", 2)
+WIDTHS = {"bf16-mixed": 2, "32-true": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    with deepspeed_in_the_parent():
+        yield
+
+
+def failed_checks(folder: Path) -> list[str]:
+    return [check["name"] for check in results_of(folder)["checks"] if not check["ok"]]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulate", "before"),
+    [(2, 3, small)]
+    + [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in [(1, 2, small), (2, 1, small), (3, 2, None), (4, 1, small), (4, 3, small)]
+    ],
+)
+def test_every_stage_trains_as_one_process_and_holds_and_sends_what_the_paper_says(
+    run_script, tmp_path, world_size, accumulate, before
+):
+    ended = run_script(
+        STAGES, *QUICK, "--grad-accum-steps", accumulate, "--output-dir", tmp_path / "run",
+        world_size=world_size, before=before,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert ended.stderr == "" and (tmp_path / "run" / "stages.png").exists()
+    results = results_of(tmp_path / "run")
+    assert len(results["checks"]) == 5 * (3 + 2 + 1)
+    m, N, metrics = accumulate, world_size, results["metrics"]
+    gradients = 2 if m > 1 else 2 / N  # of stage 1, in mid-step
+    held = (16, 2 + gradients + 12 / N, 2 + 14 / N, 16 / N)
+    for name, right in zip(("stage 0", "stage 1", "stage 2", "stage 3"), held, strict=True):
+        assert metrics[f"bytes_per_weight_{name}"] == pytest.approx(right, rel=0.02), name
+    assert metrics["bytes_per_weight_FSDP"] == pytest.approx(16 / N, rel=0.02)
+    for precision, width in WIDTHS.items():
+        sent = (2, 2, m + 1, 3 * m)
+        for stage, models in enumerate(sent):
+            measured = metrics[f"bytes_sent_per_weight_stage {stage}_{precision}"]
+            assert measured == pytest.approx(models * width * (N - 1) / N, rel=0.02), stage
+        # It gathers in the precision of the weights, and reduces in float32.
+        right = m * (2 * width + 4) * (N - 1) / N
+        measured = metrics[f"bytes_sent_per_weight_FSDP_{precision}"]
+        assert measured == pytest.approx(right, rel=0.02)
+
+
+def only(name):
+    """Return what leaves the other rows out: a sabotage is of one."""
+
+    def before(script):
+        ways_of = script.ways_of
+        script.ways_of = lambda *args: {name: ways_of(*args)[name]}
+
+    return before
+
+
+def on_the_engine(change):
+    """Return a sabotage that changes each engine of DeepSpeed as soon as it is there."""
+
+    def sabotage(script):
+        start = script.start_engine
+
+        def broken(model, config):
+            engine = start(model, config)
+            change(engine)
+            return engine
+
+        script.start_engine = broken
+
+    return sabotage
+
+
+def reduce_nothing(engine):
+    engine.allreduce_gradients = lambda *args, **kwargs: None
+
+
+def keep_a_float32_copy(engine):
+    engine.kept = [weight.detach().float() for weight in engine.parameters()]
+
+
+def one_weight_off(script):
+    start = script.start_engine
+
+    def broken(model, config):
+        model.blocks[1].up.weight.data[:8] += 0.01
+        return start(model, config)
+
+    script.start_engine = broken
+
+
+def on_the_config(change):
+    """Return a sabotage that changes what config_of returns."""
+
+    def sabotage(script):
+        made = script.config_of
+
+        def broken(*args):
+            config = made(*args)
+            change(config)
+            return config
+
+        script.config_of = broken
+
+    return sabotage
+
+
+def one_stage_less(config):
+    config["zero_optimization"]["stage"] -= 1
+
+
+def clip_as_by_default(config):
+    del config["gradient_clipping"]
+
+
+def without_keys(*names):
+    def change(config):
+        for name in names:
+            config["zero_optimization"].pop(name, None)
+
+    return on_the_config(change)
+
+
+def leave_the_root_whole(script):
+    """FSDP2's default: embedding, norm and head are gathered once instead of twice."""
+    shard = sys.modules["plain_engines"].fully_shard
+
+    def broken(module, reshard_after_forward, **options):
+        return shard(module, **options)
+
+    sys.modules["plain_engines"].fully_shard = broken
+
+
+SENT = [f"{precision}: bytes sent" for precision in ("32-true", "bf16-mixed")]
+LOSS = "largest error of a loss"
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "name", "failing"),
+    [
+        (on_the_config(one_stage_less), "stage 2", ["gradients", *SENT]),
+        (one_weight_off, "stage 2", [LOSS]),
+    ]
+    + [
+        pytest.param(*case, marks=pytest.mark.full)
+        for case in (
+            (on_the_engine(reduce_nothing), "stage 0", [*SENT, LOSS]),
+            (on_the_engine(keep_a_float32_copy), "stage 1", ["gradients"]),
+            (on_the_config(one_stage_less), "stage 1", ["optimizer state"]),
+            (on_the_config(one_stage_less), "stage 3", ["weights", *SENT]),
+            (without_keys("use_multi_rank_bucket_allreduce"), "stage 1", SENT),
+            (
+                without_keys("stage3_max_live_parameters", "stage3_max_reuse_distance"),
+                "stage 3", SENT,
+            ),
+            (on_the_config(clip_as_by_default), "stage 1", [LOSS]),
+            (leave_the_root_whole, "FSDP", SENT),
+        )
+    ],
+)  # fmt: skip
+def test_sabotage_of_a_stage_fails_a_check(run_script, tmp_path, sabotage, name, failing):
+    """Among them DeepSpeed's defaults: without a key it sends more or less, or clips at 1."""
+
+    def change(script):
+        only(name)(script)
+        sabotage(script)
+
+    ended = run_script(
+        STAGES, *QUICK, "--output-dir", tmp_path / "run", world_size=2, before=on_small(change),
+        end_job_on_failure=False,
+    )  # fmt: skip
+    assert ended.codes == [1, 1], ended.stdout + ended.stderr
+    right = [f"{name}, {what}" if "sent" in what else f"{name}: {what}" for what in failing]
+    assert failed_checks(tmp_path / "run") == right
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--seq-len", 257), "--seq-len must be at most 256"),
+        (("--max-steps", 1), "--max-steps: must be a whole number of at least 2"),
+        (("--stages", 4), "--stages: invalid choice: 4"),
+    ],
+)
+def test_bad_input_is_one_line(run_script, argv, says):
+    assert_one_line(run_script(STAGES, *argv), says, "zero_stages.py")
+
+
+@pytest.mark.skipif(not GPUS, reason="no GPU on this machine")
+def test_zero_stages_on_a_gpu(tmp_path):
+    """One rank and NCCL: nothing to shard, and the same losses as one process."""
+    ended = run_command(
+        ["deepspeed", "--num_gpus=1", str(REPO / STAGES), "--output-dir", "run"],
+        tmp_path, 300, CUDA_VISIBLE_DEVICES=GPUS.split(",")[0],
+    )  # fmt: skip
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert results_of(tmp_path / "run")["device"] == "cuda"
