@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from dist_common import checkpoint, cli, data, proofs, runtime
 from dist_common.cli import UsageError
 from dist_common.measure import GIB
+from dist_common.report import figure
 from memory_tools import require_memory
 from shard_tools import held_bytes
 
@@ -365,3 +366,34 @@ def say_needs(args) -> None:
     sides = ("left", "right")
     print(tabulate(rows, ("one rank", "GiB"), "simple", colalign=sides, disable_numparse=True))
     print(f"on disk: {12 * weights / GIB:.1f} GiB for a checkpoint")
+
+
+def draw_batch(run: SimpleNamespace) -> None:
+    """Draw which tokens of the first global batch count, to batch.png."""
+    if not (run.report.output and run.report.world.is_rank0):
+        return
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    args, ranks = run.args, run.report.world.world_size
+    first = run.sampler.global_order()[: args.global_batch_size]
+    colors = ListedColormap(["white", "#bbbbbb", "#4477aa"])
+    size = {"figsize": (8, 1 + 1.1 * ranks), "sharex": True, "squeeze": False}
+    with figure(run.report.output / "batch.png", ranks, 1, **size) as axes:
+        for rank, axis in enumerate(axes[:, 0]):
+            rows = [run.train_set[index] for index in first[rank::ranks]]
+            inputs, targets = (torch.stack(part) for part in zip(*rows, strict=True))
+            used = [len(run.train_set.tokens[index]) - 1 for index in first[rank::ranks]]
+            real = torch.arange(inputs.shape[1]) < torch.tensor(used)[:, None]
+            kinds = real.int() + (targets != data.IGNORED).int()
+            axis.imshow(kinds, colors, vmin=0, vmax=2, aspect="auto", interpolation="none")
+            axis.set_yticks([])
+            axis.set_ylabel(f"rank {rank}")
+            axis.set_title(f"{int((kinds == 2).sum())} tokens count", fontsize=9, loc="right")
+            for row in range(args.micro_batch_size, len(rows), args.micro_batch_size):
+                axis.axhline(row - 0.5, color="black", linewidth=1)
+        axes[-1, 0].set_xlabel("position in the sequence (lines between micro-batches)")
+        names = zip(("padding", "prompt", "answer"), colors.colors, strict=True)
+        boxes = [Patch(facecolor=color, edgecolor="black", label=name) for name, color in names]
+        axes[0, 0].legend(handles=boxes, ncols=3, fontsize=8, loc="lower left",
+                          bbox_to_anchor=(0, 1), borderaxespad=0.2)  # fmt: skip

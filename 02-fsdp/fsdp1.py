@@ -90,10 +90,10 @@ def units_of(model, api, auto_wrap):
 def weight_of(model):
     """Return block 0's down projection, and a function that finds the parameter of its weight."""
     block = model.blocks[0]
-    unit = block.down if isinstance(block.down, FSDP1) else block
     layer = getattr(block.down, "module", block.down)
-    if isinstance(unit, FSDP1):  # the weight is a part of its unit's only parameter
-        return layer, lambda: next(unit.parameters())
+    wrapped = [module for module in (block.down, block, model) if isinstance(module, FSDP1)]
+    if wrapped:  # the weight is a part of its unit's only parameter
+        return layer, lambda: next(wrapped[0].parameters())
     return layer, lambda: layer.weight
 
 

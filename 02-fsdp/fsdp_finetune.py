@@ -10,7 +10,7 @@ Look for: losses and weights of one plain process, on any number of ranks; the s
 exported files as from the shards; 16 bytes per weight, divided by the ranks.
 
 Sources: PyTorch documentation, fully_shard and torch.distributed.checkpoint; Taori et al., Stanford
-Alpaca (2023), for learning rate, weight decay and global batch of a 7B model.
+Alpaca (2023), for learning rate and global batch of a 7B model.
 """
 
 import contextlib
@@ -293,6 +293,8 @@ def main():
         run = set_up(args, report)
         place = run.sampler.state_dict()
         finetune_checks.check_padding(run, trim, summed_loss)
+        if run.step == 0:
+            finetune_checks.draw_batch(run)
         if run.step == 0 and args.parity_steps:  # now, and not after days
             expected = finetune_checks.one_process(run, adamw)
             train(run, range(1, args.parity_steps + 1))

@@ -125,7 +125,7 @@ def optimizer_of(args):
     """Return what makes the optimizer that --optimizer names, from parameters and lr."""
     if args.optimizer == "adamw":
         return torch.optim.AdamW
-    return functools.partial(AdamW8bit, min_8bit_size=args.min_8bit_size)
+    return functools.partial(AdamW8bit, min_8bit_size=args.min_shard_size)
 
 
 def train(model, batches, lr, max_norm, make_optimizer=torch.optim.AdamW):
@@ -151,7 +151,7 @@ def parse_args():
     add = parser.add_argument
     add("--optimizer", choices=("adamw", "adamw8bit"), default="adamw",
         help="adamw8bit: moments in 8 bits, by bitsandbytes (adamw)")  # fmt: skip
-    add("--min-8bit-size", type=cli.positive_int, default=4096,
+    add("--min-shard-size", type=cli.positive_int, default=4096,
         help="weights of a shard below which its moments stay in 32 bits (4096)")  # fmt: skip
     return lora_checks.settle(parser.parse_args())
 

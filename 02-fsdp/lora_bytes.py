@@ -71,7 +71,7 @@ def expected_of(
     moments = 2 * gradients
     if eight_bit(args):
         moments = max(
-            bytes_of_8bit_state(sizes_on(rank, ranks, trained), args.min_8bit_size)
+            bytes_of_8bit_state(sizes_on(rank, ranks, trained), args.min_shard_size)
             for rank in range(ranks)
         )
     reduce_scatter = RING_FACTOR["reduce_scatter"](ranks) * ranks

@@ -111,7 +111,7 @@ def show_peaks(report: Report, peaks: dict[str, dict[str, int]]) -> None:
 
 def draw_peaks(path: Path, peaks: dict[str, dict[str, int]], title: str) -> None:
     """Draw a stack of classes for each choice."""
-    with figure(path, figsize=(8, 4.2)) as axes:
+    with figure(path, figsize=(9, 4.2)) as axes:
         bottom = [0.0] * len(peaks)
         for name, (_, colour) in CLASSES.items():
             sizes = [by_class(peak)[name] / GIB for peak in peaks.values()]

@@ -7,6 +7,8 @@
 #
 #   hostfile     on one machine, which has pdsh and reaches the others by ssh without a password; a
 #                line of FILE is "node0 slots=8"
+#   --bind-cores-to-rank   local, hostfile: cores of its own for each rank, near its memory; needs
+#                numactl on each machine
 source "$(dirname "$0")/../launch.sh"
 
 # The file says how many machines and processes; DeepSpeed ignores a file that is missing.
@@ -22,16 +24,20 @@ check_hostfile() {
 }
 
 value_flags+=" --hostfile --master-addr"
+switches+=" --bind-cores-to-rank"
 script="$here/deepspeed_train.py"
 read_mode "local, hostfile or slurm" "$@"
 read_arguments "${@:2}"
 if [[ $mode == hostfile ]]; then check_hostfile; else check_counts; fi
+bind=(${bind_cores_to_rank:+--bind_cores_to_rank})
+[[ $mode != slurm || -z $bind_cores_to_rank ]] || fail "slurm binds cores by --cpus-per-task"
 compose deepspeed "$script"
 case "$mode" in
-  local) command=(deepspeed --num_gpus="$nproc_per_node" "$script") ;;
+  local) command=(deepspeed --num_gpus="$nproc_per_node" ${bind[@]+"${bind[@]}"} "$script") ;;
   # Without --master_addr DeepSpeed asks the first machine for its address, by ssh.
   hostfile)
-    command=(deepspeed --hostfile="$hostfile" ${master_addr:+--master_addr="$master_addr"} "$script")
+    command=(deepspeed --hostfile="$hostfile" ${master_addr:+--master_addr="$master_addr"})
+    command+=(${bind[@]+"${bind[@]}"} "$script")
     ;;
   slurm) batch deepspeed ;;
 esac

@@ -50,7 +50,7 @@ def test_fsdp1_trains_as_fsdp2_and_one_process(run_script, tmp_path, world_size,
         world_size=world_size, before=before,
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
-    assert ended.stderr == "" and DEPRECATED in ended.stdout
+    assert ended.stderr == "" and (DEPRECATED in ended.stdout or world_size == 1)
     content = results_of(tmp_path / "run")
     assert len(content["checks"]) == 8 * 2 * len(ALL)
     losses = [loss for name, loss in content["metrics"].items() if name.startswith("final_loss")]
@@ -100,6 +100,23 @@ def shift_a_shard(script):
         return model
 
     script.wrap_with_fsdp1 = broken
+
+
+def hybrid_groups_of_one(script):
+    """As a device mesh of (ranks, 1) would give them."""
+    script.group_size_of = lambda *_: 1
+
+
+def test_hybrid_groups_of_one_average_no_gradient_under_fsdp1(run_script, tmp_path):
+    ended = run_script(
+        FSDP1, "--sharding", "HYBRID_SHARD", *SMALL, "--output-dir", tmp_path / "run",
+        world_size=2, before=narrow_and(hybrid_groups_of_one),
+    )  # fmt: skip
+    assert ended.codes[0] == 1 and "switching to use `NO_SHARD`" in ended.stdout, ended.stderr
+    checks = {check["name"]: check for check in results_of(tmp_path / "run")["checks"]}
+    assert checks["HYBRID_SHARD FSDP2: largest error of a loss"]["ok"]
+    assert not checks["HYBRID_SHARD FSDP1: largest error of a loss"]["ok"]
+    assert checks["HYBRID_SHARD FSDP1: bytes sent"]["measured"] == 0
 
 
 COLLECTIVES = ["all-gathers: collectives", "reduce-scatters: collectives"]

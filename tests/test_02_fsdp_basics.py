@@ -15,7 +15,7 @@ BASICS = "02-fsdp/fsdp_basics.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 4, "--max-steps", 3)
 ALL = ("full", "grad-op", "hybrid", "hpz", "none")
 TINY = models.PRESETS["tiny"]
-NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)  # takes half of tiny's time
+NARROW = models.TransformerConfig(256, 32, 3, 4, 2, 88, 256)  # takes half of tiny's time
 full = pytest.mark.full
 FSDP_CHECKS = 11  # of each strategy; hpz has one more
 
@@ -122,15 +122,15 @@ def test_a_weight_is_a_shard_except_while_it_is_needed(run_script, tmp_path):
         assert "Parameter" in kinds["in its backward"], ended.stdout
         assert "DTensor, S(0)" in kinds["after the backward"], ended.stdout
 
-        states = results_of(folder)["metrics"][f"states_{sharding}"]  # block 0, block 1, the rest
+        states = results_of(folder)["metrics"][f"states_{sharding}"]  # three blocks, the rest
         shard, gathering, whole = 0, 2, 3
-        assert states["before"] == states["after"] == [shard] * 3
+        assert states["before"] == states["after"] == [shard] * 4
         kept = whole if sharding == "grad-op" else shard
-        assert states["forward 0"] == [whole, shard, whole]
-        assert states["forward 1"] == [kept, whole, whole]
+        assert states["forward 0"] == [whole, shard, shard, whole]
+        assert states["forward 1"] == [kept, whole, shard, whole]
         on_its_way = whole if sharding == "grad-op" else gathering
-        assert states["backward 1"] == [on_its_way, whole, whole], "gathered ahead"
-        assert states["backward 0"] == [whole, shard, whole]
+        assert states["backward 1"] == [on_its_way, whole, shard, whole], "gathered ahead"
+        assert states["backward 0"] == [whole, shard, shard, whole]
         assert (folder / "timeline.png").stat().st_size > 5000
 
 

@@ -165,7 +165,7 @@ def make(kind: str, folder: Path) -> Path:
         return folder
     shape = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "eos_token_id": 256,
              "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-             "max_position_embeddings": 256, "bos_token_id": None, "pad_token_id": None}  # fmt: skip
+             "max_position_embeddings": 256, "bos_token_id": None}  # fmt: skip
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
     config = {
@@ -192,7 +192,7 @@ def make(kind: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "kind",
-    ["tied", "llama3", *(pytest.param(k, marks=FULL) for k in ("mistral", "qwen2", "qwen3"))],
+    ["tied", *(pytest.param(k, marks=FULL) for k in ("llama3", "mistral", "qwen2", "qwen3"))],
 )
 def test_other_models_do_too(finetune, tmp_path, kind):
     """Tied weights, biases, other rotary frequencies: read, trained, resumed, exported."""
@@ -313,9 +313,13 @@ def swap_two_weights(script):
 
 def export_in_16_bits(script):
     save = script.dcp.save
-    script.dcp.save = lambda weights, **options: save(
-        {name: weight.bfloat16() for name, weight in weights.items()}, **options
-    )
+
+    def rounded(weights, **options):
+        if "storage_writer" in options:  # of the export, not of a checkpoint
+            weights = {name: weight.bfloat16() for name, weight in weights.items()}
+        save(weights, **options)
+
+    script.dcp.save = rounded
 
 
 LOSS, NORM = "largest error of a loss", "relative error of a gradient norm"
@@ -441,7 +445,7 @@ def damage(folder: Path, how: str) -> Path:
         ("no tokenizer", "cannot read its tokenizer"),
         (
             "another shape",
-            "mlp.gate_proj.weight is [176, 64] in its safetensors files and [99, 64]",
+            "gate_proj.weight is [176, 64] in its safetensors files and [99, 64]",
         ),
         ("no such kind", "cannot read its config.json"),
     ],
@@ -503,9 +507,7 @@ def test_a_resumed_run_needs_its_own_data_and_model(finetune, tiny, tmp_path):
     ended = finetune(*flags, "--resume", "--data", pairs)
     assert_one_line(ended, "its place in the data would mean nothing", "fsdp_finetune.py")
     ended = finetune(*flags, "--resume", model=make("tied", tmp_path / "tied"))
-    assert_one_line(
-        ended, "of another model (lm_head.weight is [257, 64] there,", "fsdp_finetune.py"
-    )
+    assert_one_line(ended, "(lm_head.weight is [257, 64] there, missing here)", "fsdp_finetune.py")
     ended = finetune(*flags)
     assert_one_line(ended, "is not empty: name another folder, or add --resume", "fsdp_finetune.py")
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -466,20 +465,6 @@ def test_frozen_weights_left_in_float32_are_noticed(run_script, tmp_path):
 def test_both_lessons_have_the_same_adapter():
     one, other = (inspect.getsource(load_script(path).LoRA) for path in (LORA, QLORA))
     assert one == other
-
-
-def mix_in_fsdp1(rank, world_size):
-    """FSDP1 puts a unit's parameters into one vector: trained, or not."""
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    layers[0].requires_grad_(False)
-    with pytest.raises(ValueError, match="uniform `requires_grad`"):
-        FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
-    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    FullyShardedDataParallel(layers, **options)
-
-
-def test_a_unit_of_fsdp1_takes_no_frozen_weights_beside_trained_ones(on_ranks):
-    on_ranks(mix_in_fsdp1, 2)
 
 
 @full

@@ -182,8 +182,8 @@ def test_training_in_4_bits_goes_on_from_saved_adapters(run_script, tmp_path, fo
         (("--optimizer", "sgd"), "argument --optimizer: invalid choice: 'sgd'"),
         (("--ways", "int8"), "argument --ways: invalid choice: 'int8'"),
         (
-            ("--min-8bit-size", "0"),
-            "argument --min-8bit-size: must be a whole number of at least 1",
+            ("--min-shard-size", "0"),
+            "argument --min-shard-size: must be a whole number of at least 1",
         ),
         (("--lora-rank", "65"), "--lora-rank must be at most 64, the smallest side of a layer"),
     ],
@@ -242,7 +242,7 @@ def keep_scales_as_floats(script):
 
 
 def forget_small_shards(script):
-    """Keep all moments in 8 bits, whatever --min-8bit-size says."""
+    """Keep all moments in 8 bits, whatever --min-shard-size says."""
     made = script.AdamW8bit
     script.AdamW8bit = lambda parameters, lr, min_8bit_size: made(parameters, lr, 1)
 

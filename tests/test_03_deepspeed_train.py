@@ -66,11 +66,11 @@ def with_torch_adam(config: dict) -> dict:
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "precision"),
-    [(2, stage, "32-true") for stage in range(4)]
-    + [(3, 3, "bf16-mixed")]
+    [(2, 2, "32-true"), (2, 3, "32-true"), (3, 3, "bf16-mixed")]
     + [
         pytest.param(*case, marks=full)
         for case in [(4, stage, "32-true") for stage in range(4)]
+        + [(2, 0, "32-true"), (2, 1, "32-true")]
         + [(2, stage, "bf16-mixed") for stage in (1, 2, 3)]
         + [(1, 2, "32-true")]
     ],
@@ -109,7 +109,7 @@ def test_the_losses_of_ddp_training(train, run_script, tmp_path, stage):
         )
 
 
-@pytest.mark.parametrize("name", FROM_THE_TRAINER_S_PAGE)
+@pytest.mark.parametrize("name", [pytest.param("zero2", marks=full), "zero3"])
 def test_a_config_from_hugging_face_s_page_trains(train, tmp_path, name):
     """Without the op that DeepSpeed would compile for it; test_..._as_it_stands has it."""
     config = with_torch_adam(FROM_THE_TRAINER_S_PAGE[name])
@@ -131,7 +131,7 @@ def test_a_config_from_hugging_face_s_page_as_it_stands(train, tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "adam"),
     [
-        ("zero2_offload_cpu", True),
+        pytest.param("zero2_offload_cpu", True, marks=full),
         pytest.param("zero2_offload_cpu", False, marks=full),
         pytest.param("zero3_offload_cpu", False, marks=full),
     ],
@@ -489,6 +489,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_none_at_all_is_one_line(train, 
     assert_one_line(run("--resume"), "no checkpoint can be used", "deepspeed_train.py")
 
 
+@full
 def test_train_under_slurm(run_script, tmp_path):
     """Ranks as srun names them; a page starts the deepspeed launcher itself."""
 
@@ -560,6 +561,7 @@ def test_the_launcher_prints_what_it_would_run(tmp_path):
     (tmp_path / "hosts").write_text("# two machines\nnode0 slots=8\nnode1 slots=8\n")
     for argv, says in (
         (("local", "--nproc-per-node=3"), "deepspeed --num_gpus=3 "),
+        (("local", "--bind-cores-to-rank"), " --bind_cores_to_rank "),
         (("hostfile", "--hostfile", str(tmp_path / "hosts")), "deepspeed --hostfile="),
         (
             ("slurm", "--nnodes", "2", "--nproc-per-node", "8"),
@@ -581,6 +583,10 @@ def test_the_launcher_prints_what_it_would_run(tmp_path):
         (("hostfile", "--hostfile", "LICENSE"), "line 1: must be 'HOST slots=N'"),
         (("slurm", "--nproc-per-node", "8"), "slurm needs --nnodes"),
         (("slurm", "--nnodes"), "--nnodes needs a value"),
+        (
+            ("slurm", "--nnodes", "1", "--nproc-per-node", "1", "--bind-cores-to-rank"),
+            "slurm binds cores by --cpus-per-task",
+        ),
     ],
 )
 def test_the_launcher_refuses_bad_input(argv, says):

@@ -1,4 +1,4 @@
-"""zero_offload.py: wherever the bytes go, the same losses, and no more bytes than the papers say."""
+"""zero_offload.py: wherever the bytes go, the same losses, and the bytes that the papers say."""
 
 import copy
 import importlib

@@ -179,7 +179,7 @@ def test_sabotage_of_a_stage_fails_a_check(run_script, tmp_path, sabotage, name,
         sabotage(script)
 
     ended = run_script(
-        STAGES, *QUICK, "--output-dir", tmp_path / "run", world_size=2, before=on_small(change),
+        STAGES, *SMALL, "--output-dir", tmp_path / "run", world_size=2, before=on_small(change),
         end_job_on_failure=False,
     )  # fmt: skip
     assert ended.codes == [1, 1], ended.stdout + ended.stderr
