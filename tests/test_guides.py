@@ -152,7 +152,8 @@ FLAGS_OF_OTHER_TOOLS = """
     ruff: --check --fix
     pytest: --dist --durations --numprocesses
     py-spy: --pid --native --locals
-    deepspeed: --bind_cores_to_rank --num_gpus --num_nodes --hostfile --master_addr --master_port --include --exclude
+    deepspeed: --num_gpus --num_nodes --hostfile --master_addr --master_port --include --exclude
+        --bind_cores_to_rank
 """
 
 
