@@ -139,8 +139,7 @@ def bytes_per_weight(run: SimpleNamespace) -> float | None:
     parts = (optimizer, 1), (size, early), (size, 3)  # bytes, and the first stage that shares them
     total = sum(part / (ranks if stage >= first else 1) for part, first in parts)
     elsewhere = any(part.get("device", "none") != "none" for _, part in offloads(run.config))
-    buckets = 2 if stage < 3 and zero.get("overlap_comm") else 1  # one fills, one is reduced
-    bucket = buckets * size * zero.get("reduce_bucket_size", 5e8) if stage else 0
+    bucket = size * zero.get("reduce_bucket_size", 5e8) if stage else 0
     whole = zero.get("stage3_param_persistence_threshold", 1e5) if stage == 3 else 0
     other = elsewhere or "data_types" in run.config or "torch_autocast" in run.config
     if other or whole > 10 * shape.dim or bucket > 0.02 * total * shape.num_parameters():

@@ -81,7 +81,7 @@ def narrow(script):
     ("world_size", "options", "per_layer"),
     [
         pytest.param(1, (), 8 * sum(SIDES.values()), marks=full),
-        (2, (), 8 * sum(SIDES.values())),
+        pytest.param(2, (), 8 * sum(SIDES.values()), marks=full),  # quick: test_02_fsdp_qlora
         # Fewer rows of A than ranks, and a number of ranks that divides no dimension.
         pytest.param(
             4, ("--lora-rank", 2, "--target-modules", "wq", "wv"), 2 * (256 + 192), marks=full

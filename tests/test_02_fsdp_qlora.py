@@ -162,6 +162,7 @@ def test_8_bit_steps_on_shards_change_the_model_itself(on_ranks, four_bits):
         assert moved > 0.02 and 0 < error < 0.2 * moved
 
 
+@full
 @in_4_bits
 def test_training_in_4_bits_goes_on_from_saved_adapters(run_script, tmp_path, four_bits):
     losses = []

@@ -129,7 +129,7 @@ def flags_of(path: str) -> set[str]:
     """Return the flags that a script or launcher of the repository knows, without running it."""
     source = (REPO / path).read_text()
     if path.endswith(".sh"):
-        return set(re.findall(r"--[a-z][a-z_-]+", source))
+        return set(re.findall(r"--[a-z][a-z0-9_-]+", source))
     known = {"--help"}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
@@ -170,7 +170,7 @@ def all_flags() -> set[str]:
 
 @pytest.mark.parametrize("path", PAGES)
 def test_every_flag_exists(path):
-    page, flag = read(path), r"(?<![\w-])--[a-z][a-z_-]*"
+    page, flag = read(path), r"(?<![\w-])--[a-z][a-z0-9_-]*"
     code = re.findall(r"`([^`]+)`", page.prose)
     for step in steps(page):
         code += [command for _, command in commands(step.commands)]
