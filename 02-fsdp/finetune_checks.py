@@ -63,8 +63,7 @@ def need_transformers() -> None:
 
 def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
     """Write a Llama of 0.1 million random weights, in several files, whose tokens are bytes."""
-    refuse_used(folder, "--make-tiny")
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    claim_folder(folder, "--make-tiny")
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: number for number, letter in enumerate(letters)}
     by_byte = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
@@ -130,12 +129,17 @@ def copy_other_files(source: Path, folder: Path) -> None:
 # what is refused
 
 
-def refuse_used(folder: str | None, flag: str) -> None:
-    if (
-        folder
-        and Path(folder).exists()
-        and (not Path(folder).is_dir() or any(Path(folder).iterdir()))
-    ):
+def claim_folder(folder: str | None, flag: str) -> None:
+    """Make the empty folder that `flag` names. Raises: UsageError if it is used or unwritable."""
+    if not folder:
+        return
+    path = Path(folder)
+    try:  # now, and not after days of training
+        path.mkdir(parents=True, exist_ok=True)
+        used = any(path.iterdir())
+    except OSError as error:
+        raise UsageError(f"{flag} {folder} cannot be written: {error.strerror}") from error
+    if used:
         raise UsageError(f"{flag} {folder} is not empty: name another folder")
 
 
@@ -233,12 +237,15 @@ def check_padding(run: SimpleNamespace, trim: Callable, summed_loss: Callable) -
     run.report.check(name, error.item(), 0, TOLERANCE[args.precision], "padding counts nowhere")
 
 
-def one_process(run: SimpleNamespace, adamw: Callable) -> SimpleNamespace:
+def one_process(run: SimpleNamespace, adamw: Callable) -> SimpleNamespace | None:
     """Train the plain model for --parity-steps, whole batches at once, and with attention masks.
 
-    Return losses and norms (steps,), and the weights by name.
+    Return losses and norms (steps,), and the weights by name; None for no steps.
     """
     args, device = run.args, run.report.device
+    if args.parity_steps == 0:
+        run.report.say("not compared with one process (--parity-steps 0)")
+        return None
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
     optimizer = adamw(model, args)
     order, expected = run.sampler.global_order(), SimpleNamespace(losses=[], norms=[])
@@ -263,8 +270,10 @@ def one_process(run: SimpleNamespace, adamw: Callable) -> SimpleNamespace:
 
 
 @torch.no_grad()
-def check_parity(run: SimpleNamespace, expected: SimpleNamespace) -> None:
+def check_parity(run: SimpleNamespace, expected: SimpleNamespace | None) -> None:
     """Compare the steps so far with one process: losses, gradient norms, updated weights."""
+    if expected is None:
+        return
     report, tolerance = run.report, TOLERANCE[run.args.precision]
     losses, norms = (torch.tensor(column) for column in zip(*run.history, strict=True))
     proofs.same_losses(report, losses, torch.tensor(expected.losses), tolerance)

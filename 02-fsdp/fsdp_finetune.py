@@ -263,7 +263,7 @@ def set_up(args, report):
     run = SimpleNamespace(args=args, report=report, step=0, history=[], trained_tokens=0)
     runtime.seed_everything(args.seed)
     identity = data.settle_batch_sizes(args, world.world_size)
-    finetune_checks.refuse_used(args.export, "--export")
+    finetune_checks.claim_folder(args.export, "--export")
     run.pairs = load_pairs(args.text_file)
     tokenizer = finetune_checks.load(args, AutoTokenizer, "tokenizer")
     run.train_set = Answers(run.pairs, tokenizer, args.seq_len, world.world_size)
@@ -295,12 +295,11 @@ def main():
         finetune_checks.check_padding(run, trim, summed_loss)
         if run.step == 0:
             finetune_checks.draw_batch(run)
-        if run.step == 0 and args.parity_steps:  # now, and not after days
             expected = finetune_checks.one_process(run, adamw)
             train(run, range(1, args.parity_steps + 1))
             finetune_checks.check_parity(run, expected)
-            if report.failed:
-                return report.finish("")
+        if report.failed:  # now, and not after days
+            return report.finish("")
 
         train(run, range(run.step + 1, args.max_steps + 1))
 

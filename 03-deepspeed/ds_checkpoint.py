@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from dist_common import checkpoint
 from dist_common.cli import UsageError
 
 PATIENCE = timedelta(days=7)  # for what rank 0 does alone: no timeout of a collective ends it
+CALLS = itertools.count()  # equal on all ranks: each call of `on_rank0` has a key of its own
 # What a run may not change when it is resumed, beside what `changed_settings` refuses.
 SAME = ("preset", "precision")
 CONVERTS = ({1}, {2}, {1, 2}, {3})  # stages between which the universal format goes
@@ -199,8 +201,7 @@ def on_rank0(what: str, work: Callable[[], None]) -> None:
     Raises: UsageError on all ranks, starting with `what`, when it fails.
     """
     store = dist.group.WORLD.get_group_store()
-    on_rank0.calls += 1
-    key = f"ds_checkpoint/{on_rank0.calls}"
+    key = f"ds_checkpoint/{next(CALLS)}"
     if dist.get_rank() == 0:
         failure = None
         try:
@@ -212,6 +213,3 @@ def on_rank0(what: str, work: Callable[[], None]) -> None:
     failure = json.loads(store.get(key))
     if failure:
         raise UsageError(f"{what}: {failure}")
-
-
-on_rank0.calls = 0  # equal on all ranks: each call has a key of its own

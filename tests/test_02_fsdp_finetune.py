@@ -463,6 +463,8 @@ def test_a_damaged_folder_is_refused(finetune, tiny, tmp_path, how, says):
         ((), "--model is missing: a Hugging Face folder; --make-tiny DIR writes a tiny one"),
         (("--model", "nowhere"), "--model nowhere: no config.json in it"),
         (("--model", "TINY", "--export", "TINY"), "is not empty: name another folder"),
+        (("--model", "TINY", "--export", "/proc/x"), "--export /proc/x cannot be written: No such"),
+        (("--model", "TINY", "--export", "pyproject.toml"), "pyproject.toml cannot be written: "),
         (("--make-tiny", "TINY"), "--make-tiny is one process: start it with python"),
         (("--model", "TINY", "--ask", "?"), "--ask is one process"),
         (("--model", "TINY", "--dry-run"), "--dry-run is one process"),
@@ -473,7 +475,8 @@ def test_a_damaged_folder_is_refused(finetune, tiny, tmp_path, how, says):
         (("--model", "TINY", "--resume"), "--resume needs --output-dir"),
     ],
 )
-def test_bad_input_is_one_line(run_script, tiny, argv, says):
+def test_bad_input_is_one_line(run_script, tiny, monkeypatch, argv, says):
+    monkeypatch.chdir(REPO)
     argv = [tiny if word == "TINY" else word for word in argv]
     ended = run_script(SCRIPT, *argv, world_size=2)
     if "47 pairs" in says:  # so many has this version of Python
