@@ -251,6 +251,9 @@ def _wrong_precision(config: dict[str, Any]) -> Iterator[Finding]:
     autocast = part_of(config, "torch_autocast")
     if autocast.get("enabled", False) not in (True, False):
         yield Finding(WRONG, "torch_autocast.enabled must be true or false", IGNORED)
+    elif autocast.get("enabled") and "dtype" not in autocast:
+        text = "torch_autocast needs a dtype, bfloat16 or float16"
+        yield Finding(WRONG, text, "the device's default: float16 on a GPU, bfloat16 on a CPU")
     elif autocast.get("enabled") and True in stated.values():
         text = "torch_autocast beside bf16 or fp16: one of them"
         yield Finding(WRONG, text, "autocast is for weights in float32; DeepSpeed stops")

@@ -210,6 +210,7 @@ MISREAD = [
      "torch_autocast beside bf16 or fp16"),
     (changed(torch_autocast={"enabled": True, "dtype": "bfloat16"}), ("--precision", "32-true"),
      "has torch_autocast.dtype bfloat16: change one"),
+    (changed(torch_autocast={"enabled": True}), (), "torch_autocast needs a dtype"),
     ('{"gradient_clipping": NaN}', (), "NaN is no number that JSON has"),
     (changed(gradient_clipping="1.0"), (), "gradient_clipping must be a number of at least 0"),
     (changed(zero_optimization={"stage": 3, "offload_param": {"device": "nvme",
