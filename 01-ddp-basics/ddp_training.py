@@ -6,9 +6,10 @@
 With --output-dir and --resume it can be killed at any moment and started again. Look for: the same
 losses on any number of ranks while --global-batch-size stays the same, and the checks at the end.
 
-To copy: delete what you do not need (`evaluate`, `compile`, `scaler`, `catch_preemption`, `log`,
-`replica_checkpoint`, `check_gradient`, `check_trained_tokens`, `same_weights`,
-`stop_unless_finite`), each with what uses it. A test deletes each and all, and runs the rest.
+To copy: delete what you do not need (`evaluate`, `compile`, `gradient_compression`, `scaler`,
+`catch_preemption`, `log`, `probe`, `replica_checkpoint`, `check_gradient`, `check_trained_tokens`,
+`same_weights`, `stop_unless_finite`), each with what uses it. A test deletes each and all, and
+runs the rest.
 
 Sources: Li et al., PyTorch Distributed (VLDB 2020); Goyal et al., ImageNet in 1 Hour (2017);
 Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms (NeurIPS 2022).
@@ -22,11 +23,13 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import replica_checkpoint
 from dist_common import checkpoint, cli, data, measure, models, proofs, runtime
 from dist_common.report import Report
+from dist_common.steps import StepProbe
 from tensorboard_log import TensorBoardLog
 from text_job import LineSequences
 from training_checks import (
@@ -121,9 +124,9 @@ def train(run, steps):
         unread.append((run.step, lr, *train_step(run, next(run.batches), lr)))
         run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
         last = run.step == args.max_steps
-        save_due = report.output and (last or run.step % args.save_every == 0)
-        eval_due = last or run.step % args.eval_every == 0
-        if not (save_due or eval_due or run.step % args.log_every == 0):
+        save_due = report.output and cli.due(run.step, args.save_every, last)
+        eval_due = cli.due(run.step, args.eval_every, last)
+        if not (save_due or eval_due or last or run.step % args.log_every == 0):
             continue  # the next step is queued while the device still computes this one
 
         run.stopped = read_results(run, unread, signals)
@@ -132,7 +135,7 @@ def train(run, steps):
             run.test_loss, run.test_tokens = evaluate(run)
             run.log.write(run.step, test_loss=run.test_loss)
             report.say(f"step {run.step} | test loss {run.test_loss:.4f}")
-        if save_due or (report.output and run.stopped):
+        if save_due or (report.output and args.save_every and run.stopped):
             save(run)
         if run.stopped:
             break
@@ -236,12 +239,15 @@ def parse_args():
     add("--max-grad-norm", type=cli.positive_float, default=1.0, help="clip longer gradients (1)")
     add("--log-every", type=positive, default=10,
         help="most steps between two looks at losses and stop signals (10)")  # fmt: skip
-    add("--eval-every", type=positive, default=30, help="steps (30)")
-    add("--save-every", type=positive, default=20, help="steps, with --output-dir (20)")
+    add("--eval-every", type=cli.whole_number, default=30, help="steps, or 0 for never (30)")
+    add("--save-every", type=cli.whole_number, default=20,
+        help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
     add("--num-workers", type=cli.whole_number, default=0,
         help="processes per rank that load data (0)")  # fmt: skip
     parity = "gradients to compare with one process (1; 0 for presets other than tiny)"
     add("--parity-steps", type=cli.whole_number, help=parity)
+    add("--gradient-compression", choices=("none", "bf16"), default="none",
+        help="all-reduce gradients in 2 bytes instead of 4 (none)")  # fmt: skip
     add("--compile", action="store_true", help="translate the model by torch.compile")
     add("--tensorboard", action="store_true", help="write for TensorBoard to --output-dir too")
     args = parser.parse_args()
@@ -267,6 +273,7 @@ def set_up(args, report):
         f"text to train on, {len(run.test_set):,} to test on",
         identity,
     )
+    run.probe = StepProbe(device)
     model = models.Transformer(config).to(device)
     torch.manual_seed(args.seed + world.rank)  # from here on ranks draw apart, as for dropout
     pinned = device.type == "cuda"  # a GPU fetches from such memory while it computes
@@ -275,11 +282,14 @@ def set_up(args, report):
     run.scaler = torch.amp.GradScaler(device.type) if args.precision == "16-mixed" else None
     run.settings = checkpoint.settings_of(args, world.world_size, checksum)
     run.flops_per_token = measure.flops_per_token(config, args.seq_len)
-    run.timer = measure.StepTimer(device, warmup=args.log_every)
+    run.timer = measure.StepTimer(device, warmup=max(3, args.log_every))
     run.rng = None
     if args.resume:
         resume(run, model)
     run.ddp_model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
+    run.probe.attach(model, run.optimizer)
+    if args.gradient_compression == "bf16":
+        run.ddp_model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     if args.compile:
         run.ddp_model = torch.compile(run.ddp_model)
     return run
@@ -301,12 +311,13 @@ def main():
         log = TensorBoardLog if args.tensorboard else measure.StepLog
         run.log = log(report.output if world.is_rank0 else None, run.step + 1)
 
-        train(run, report.progress(range(run.step + 1, args.max_steps + 1), "training"))
+        steps = report.progress(range(run.step + 1, args.max_steps + 1), "training")
+        train(run, run.probe.watch(steps))
 
         proofs.same_weights(report, run.ddp_model.module)
         check_trained_tokens(run)
         finished = run.step == args.max_steps
-        if finished:
+        if finished and args.eval_every:
             check_test_tokens(report, run.test_set, run.test_tokens)
             report.metrics["test_loss"] = run.test_loss
         step_time_ms = run.timer.median_ms()
@@ -315,10 +326,11 @@ def main():
             "final_loss": run.loss,
             "step_time_ms": step_time_ms,
             "tokens_per_second": speed,
+            "tokens_per_step": run.step_tokens,
             "mfu": mfu,
-            "peak_memory_gib": measure.peak_memory_gib(device),
+            **run.probe.metrics(run.timer),
         }
-        saved = "saved" if report.output else "not saved"
+        saved = "saved" if report.output and args.save_every else "not saved"
         end = "trained to the end" if finished else f"asked to stop, {saved}"
         return report.finish(f"loss {run.loss:.4f} after step {run.step}, {end}")
 

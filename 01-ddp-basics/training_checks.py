@@ -16,6 +16,8 @@ def check_gradient(run, accumulate_gradient, summed_loss):
     With --parity-steps 0 only the bytes are checked.
     """
     args, model, sampler = run.args, run.ddp_model.module, run.sampler
+    halved = args.gradient_compression == "bf16"
+    tolerance = GRADIENT_TOLERANCE["bf16-mixed" if halved else args.precision]
 
     def collated(items):
         return data.collate(args.micro_batch_size, args.seq_len, items)
@@ -36,10 +38,11 @@ def check_gradient(run, accumulate_gradient, summed_loss):
         if args.parity_steps:
             tokens = int(run.train_set.lengths[indices].sum())
             alone = proofs.gradient_of_one_process(model, losses_alone(indices, tokens))
-            proofs.same_gradient(run.report, model, alone, GRADIENT_TOLERANCE[args.precision])
+            proofs.same_gradient(run.report, model, alone, tolerance)
         else:
             run.report.say("not compared with one process (--parity-steps 0)")
-    proofs.one_gradient_sent(run.report, model, counter, other=8)  # and the number of tokens
+    share = 0.5 if halved else 1.0  # of float32
+    proofs.one_gradient_sent(run.report, model, counter, other=8, share=share)  # 8: of tokens
 
 
 def check_trained_tokens(run):

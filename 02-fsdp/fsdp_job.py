@@ -177,6 +177,7 @@ def leave_metrics(run: SimpleNamespace) -> None:
         "final_loss": run.loss,
         "step_time_ms": step_time_ms,
         "tokens_per_second": speed,
+        "tokens_per_step": run.step_tokens,
         "mfu": mfu,
-        "peak_memory_gib": measure.peak_memory_gib(run.device),
+        **run.probe.metrics(run.timer),
     }

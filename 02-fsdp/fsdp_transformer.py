@@ -33,6 +33,7 @@ from dist_common import checkpoint as checkpoints
 from dist_common import cli, data, measure, models, runtime
 from dist_common.models import Transformer
 from dist_common.report import Report
+from dist_common.steps import StepProbe
 from shard_tools import mesh_of, shards_of
 
 # What selective activation checkpointing keeps: matrix products and attention, which take the time.
@@ -205,13 +206,13 @@ def train(run, steps):
         unread.append((run.step, lr, loss_sum, tokens, update(run, lr)))
         run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
         last = run.step == args.max_steps
-        save_due = report.output and (last or run.step % args.save_every == 0)
+        save_due = report.output and cli.due(run.step, args.save_every, last)
         if not (save_due or last or run.step % args.log_every == 0):
             continue  # the next step is queued while the device still computes this one
 
         run.stopped = fsdp_job.read_results(run, unread, signals)
         unread.clear()
-        if report.output and (save_due or run.stopped):
+        if save_due or (report.output and args.save_every and run.stopped):
             sharded_checkpoint.save(run)
         if run.stopped:
             break
@@ -233,7 +234,8 @@ def parse_args():
     add, positive = parser.add_argument, cli.positive_int
     add("--log-every", type=positive, default=10,
         help="most steps between two looks at losses and stop signals (10)")  # fmt: skip
-    add("--save-every", type=positive, default=20, help="steps, with --output-dir (20)")
+    add("--save-every", type=cli.whole_number, default=20,
+        help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
     add("--num-workers", type=cli.whole_number, default=0,
         help="processes per rank that load data (0)")  # fmt: skip
     parity = "gradients to compare with one process (1; 0 for presets other than tiny)"
@@ -255,8 +257,10 @@ def set_up(args, report):
     run.train_set, _, checksum = data.job_text(args, world.world_size)
     run.sampler = data.ShardedSampler(len(run.train_set), world.rank, world.world_size, args.seed)
     report.start(fsdp_job.describe(args, run.config), identity)
+    run.probe = StepProbe(device)
     run.model = build(args, run.config, mesh_of(run.shards, device), device)
     run.optimizer = make_optimizer(run.model, args)
+    run.probe.attach(run.model, run.optimizer)
     run.files = sharded_checkpoint.file_group()
     run.shapes = fsdp_job.shapes_of(run.config)
     run.settings = checkpoints.settings_of(args, world.world_size, checksum)
@@ -266,7 +270,7 @@ def set_up(args, report):
     pinned = device.type == "cuda"  # a GPU fetches from such memory while it computes
     run.batches = data.job_batches(run.train_set, run.sampler, args, args.num_workers, pinned)
     run.flops_per_token = measure.flops_per_token(run.config, args.seq_len)
-    run.timer = measure.StepTimer(device, warmup=args.log_every)
+    run.timer = measure.StepTimer(device, warmup=max(3, args.log_every))
     return run
 
 
@@ -285,11 +289,12 @@ def main():
         run.log = measure.StepLog(report.output if world.is_rank0 else None, run.step + 1)
         run.first_sample = run.sampler.epoch, run.sampler.position
 
-        train(run, report.progress(range(run.step + 1, args.max_steps + 1), "training"))
+        steps = report.progress(range(run.step + 1, args.max_steps + 1), "training")
+        train(run, run.probe.watch(steps))
 
         fsdp_checks.check_trained_tokens(run)
         fsdp_job.leave_metrics(run)
-        saved = "saved" if report.output else "not saved"
+        saved = "saved" if report.output and args.save_every else "not saved"
         end = f"asked to stop, {saved}" if run.step < args.max_steps else "trained to the end"
         return report.finish(f"loss {run.loss:.4f} after step {run.step}, {end}")
 

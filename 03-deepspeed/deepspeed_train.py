@@ -32,6 +32,7 @@ import ds_config
 import ds_setup
 from dist_common import cli, data, measure, models, runtime
 from dist_common.report import Report
+from dist_common.steps import StepProbe
 from tensor_bytes import live_bytes
 
 CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
@@ -117,17 +118,17 @@ def train_step(run, micro_batches):
 
 def train(run, steps):
     """Take steps; at least every --log-every of them read losses, evaluate and save when due."""
-    args, report = run.args, run.report
+    args, report, probe = run.args, run.report, run.probe
     unread = []
     run.timer.start()
-    for run.step in report.progress(steps, "training"):
+    for run.step in probe.watch(report.progress(steps, "training")):
         lr = run.engine.get_lr()[0]
         sums = train_step(run, next(run.batches))
         unread.append((run.step, lr, run.engine.get_global_grad_norm(), *sums))
         run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
         last = run.step == args.max_steps
-        save_due = report.output and (last or run.step % args.save_every == 0)
-        eval_due = last or run.step % args.eval_every == 0
+        save_due = report.output and cli.due(run.step, args.save_every, last)
+        eval_due = cli.due(run.step, args.eval_every, last)
         if not (save_due or eval_due or run.step % args.log_every == 0 or run.step == steps[-1]):
             continue  # the next step is queued while the device still computes this one
 
@@ -158,10 +159,15 @@ def read_results(run, unread):
         run.norms.append(norm)
         speed = count / time_ms * 1e3
         run.log.write(step, loss=loss, lr=lr, grad_norm=norm, tokens_per_second=speed)
-    run.tokens_per_second = tokens.double().mean().item() / time_ms * 1e3
-    flops = run.tokens_per_second / dist.get_world_size() * run.flops_per_token
-    usage = measure.mfu(flops, run.report.device, run.args.precision)
-    run.report.step(run.step, run.losses[-1], time_ms, run.tokens_per_second, usage)
+    run.step_tokens = tokens.double().mean().item()
+    run.report.step(run.step, run.losses[-1], time_ms, *speed_of(run, time_ms))
+
+
+def speed_of(run, step_time_ms):
+    """Return tokens/s of all ranks, and the MFU of a device; None where its peak is unknown."""
+    speed = run.step_tokens / step_time_ms * 1e3
+    flops = speed / dist.get_world_size() * run.flops_per_token
+    return speed, measure.mfu(flops, run.report.device, run.args.precision)
 
 
 @torch.no_grad()
@@ -203,8 +209,9 @@ def parse_args():
     add("--max-grad-norm", type=cli.positive_float, default=1.0, help="clip longer gradients (1)")
     add("--activation-checkpointing", action="store_true", help="keep blocks' inputs only")
     add("--log-every", type=positive, default=10, help="most steps between two looks (10)")
-    add("--eval-every", type=positive, default=30, help="steps (30)")
-    add("--save-every", type=positive, default=20, help="steps, with --output-dir (20)")
+    add("--eval-every", type=cli.whole_number, default=30, help="steps, or 0 for never (30)")
+    add("--save-every", type=cli.whole_number, default=20,
+        help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
     add("--num-workers", type=cli.whole_number, default=0, help="processes that load data (0)")
     parity = "steps to compare with one process (2; 0 for presets other than tiny)"
     add("--parity-steps", type=cli.whole_number, help=parity)
@@ -214,6 +221,8 @@ def parse_args():
     for name in ("consolidate", "save_16bit_model"):
         if getattr(args, name) and not args.output_dir:
             parser.error(f"--{name.replace('_', '-')} needs --output-dir, the folder to write to")
+        if getattr(args, name) and not args.eval_every:
+            parser.error(f"--{name.replace('_', '-')} compares test losses: not --eval-every 0")
     if args.parity_steps is None:
         args.parity_steps = 2 if args.preset == "tiny" else 0
     return args, ds_setup.given_flags(parser)
@@ -223,7 +232,7 @@ def set_up(args, given, report):
     """Return the run: config, data and its place in it, ready for the engine."""
     world, device = report.world, report.device
     run = SimpleNamespace(
-        args=args, report=report, step=0, losses=[], norms=[], found=None, held=None
+        args=args, report=report, step=0, losses=[], norms=[], found=None, held=None, test_loss=None
     )
     run.shape = models.preset(args.preset, args.seq_len)
     ds_setup.prepare(device)
@@ -245,7 +254,7 @@ def set_up(args, given, report):
     ds_setup.build_ops(ds_setup.ops_needed(run.config), report)
     run.batches = data.job_batches(run.train_set, run.sampler, args, args.num_workers)
     run.flops_per_token = measure.flops_per_token(run.shape, args.seq_len)
-    run.timer = measure.StepTimer(device, warmup=args.log_every)
+    run.timer = measure.StepTimer(device, warmup=max(3, args.log_every))
     return run
 
 
@@ -258,6 +267,7 @@ def main():
             report.say(f"{report.output} has all {args.max_steps} steps: nothing to train")
             return 0
         alone = ds_checks.run_alone(run, summed_loss)
+        run.probe = StepProbe(device)
         run.bytes_before = live_bytes()
         run.engine = start_engine(run)
         ds_checks.count_bytes(run)
@@ -275,14 +285,18 @@ def main():
         ds_checks.check_weights(run)
         ds_checks.check_bytes(run)
         export(run)
+        speed, mfu = speed_of(run, run.timer.median_ms())
         report.metrics |= {
             "final_loss": run.losses[-1],
             "test_loss": run.test_loss,
             "step_time_ms": run.timer.median_ms(),
-            "tokens_per_second": run.tokens_per_second,
-            "peak_memory_gib": measure.peak_memory_gib(device),
+            "tokens_per_second": speed,
+            "tokens_per_step": run.step_tokens,
+            "mfu": mfu,
+            **run.probe.metrics(run.timer),
         }
-        return report.finish(f"test loss {run.test_loss:.4f} after step {run.step}")
+        tested = f"test loss {run.test_loss:.4f}" if args.eval_every else "not evaluated"
+        return report.finish(f"{tested} after step {run.step}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from dist_common.proofs import same_losses
 from ds_rules import offloads
 from ds_schema import ADAM_EXTRAS
 from ds_setup import draw_weights
-from tensor_bytes import live_bytes
+from tensor_bytes import bytes_by_place, live_bytes
 
 # Of losses near 5. float32 sums in another order; bf16 rounds sums of gradients to 8 bits.
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-3, "16-mixed": 2e-3}
@@ -105,7 +106,8 @@ def check_first_steps(run: SimpleNamespace, alone: list[tuple[float, float]]) ->
 def count_bytes(run: SimpleNamespace) -> None:
     """Have the engine count what this rank holds after its second step's first backward.
 
-    Adam's moments are made in the first step. `run.held` gets the bytes per weight.
+    Adam's moments are made in the first step. `run.held` gets the bytes per weight, and the probe
+    what they are for.
     """
     engine = run.engine
     backward = engine.backward
@@ -116,12 +118,29 @@ def count_bytes(run: SimpleNamespace) -> None:
         result = backward(*args, **kwargs)
         calls += 1
         if calls > run.args.grad_accum_steps:
-            held = (live_bytes() - run.bytes_before).total()
-            run.held = held / run.shape.num_parameters()
+            held = live_bytes() - run.bytes_before
+            run.held = held.total() / run.shape.num_parameters()
+            run.probe.held = parts_of(engine, held)
             del engine.backward  # the method of its class again
         return result
 
     engine.backward = counting
+
+
+def parts_of(engine, held: Counter[str]) -> dict[str, int]:
+    """Return the bytes of weights and of optimizer state on the engine's device, and the rest.
+
+    The rest of `held` is gradients, and the buffers in which they are reduced.
+    """
+    weights = list(engine.module.parameters())
+    weights += [weight.ds_tensor for weight in weights if hasattr(weight, "ds_tensor")]
+    adam = getattr(engine.optimizer, "optimizer", engine.optimizer)  # in that of ZeRO
+    state = [t for values in adam.state.values() for t in values.values() if torch.is_tensor(t)]
+    copies = [weight for group in adam.param_groups for weight in group["params"]]
+    place = engine.device.type if isinstance(engine.device, torch.device) else "cpu"
+    own = bytes_by_place(weights)[place]
+    both = bytes_by_place([*weights, *state, *copies])[place]
+    return {"weights": own, "optimizer": both - own, "gradients": held[place] - both}
 
 
 def bytes_per_weight(run: SimpleNamespace) -> float | None:

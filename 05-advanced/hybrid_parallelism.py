@@ -40,6 +40,7 @@ import hybrid_checks
 import hybrid_results
 from dist_common import cli, data, measure, models, runtime
 from dist_common.report import Report
+from dist_common.steps import StepProbe
 from hybrid_gather import GatherSequence
 from hybrid_layout import (
     copies_of,
@@ -219,7 +220,7 @@ def train(run, steps):
         run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
         unread.append((run.step, loss, norm))
         last = run.step == args.max_steps
-        save_due = run.report.output and (last or run.step % args.save_every == 0)
+        save_due = run.report.output and cli.due(run.step, args.save_every, last)
         if last or save_due or run.step % args.log_every == 0:
             hybrid_results.read(run, unread)
             unread.clear()
@@ -266,7 +267,8 @@ def parse_args():
     add("--ranks-per-node", type=positive, help="in table and picture (as started)")
     add("--max-grad-norm", type=cli.positive_float, default=1.0, help="clip longer gradients (1)")
     add("--log-every", type=positive, default=10, help="most steps between two looks (10)")
-    add("--save-every", type=positive, default=20, help="steps, with --output-dir (20)")
+    add("--save-every", type=cli.whole_number, default=20,
+        help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
     add("--num-workers", type=cli.whole_number, default=0, help="processes that load data (0)")
     parity = "gradients to compare with one process (1; 0 for presets other than tiny)"
     add("--parity-steps", type=cli.whole_number, help=parity)
@@ -300,14 +302,16 @@ def set_up(args, report):
     run.sampler = data.ShardedSampler(len(run.train_set), dp_rank, args.dp, args.seed)
     report.start(f"{args.preset}: {config.num_parameters():,} weights", identity)
     say_layout(report, args)
+    run.probe = StepProbe(device)
     build(run, config)
+    run.probe.attach(run.model, run.optimizer)
     run.files = hybrid_checkpoint.file_group()
     hybrid_checks.check_gradient(run, accumulate_gradient)
     if args.resume:
         hybrid_checkpoint.resume(run)
     run.batches = data.job_batches(run.train_set, run.sampler, args, args.num_workers)
     run.flops_per_token = measure.flops_per_token(config, args.seq_len)
-    run.timer = measure.StepTimer(device, warmup=args.log_every)
+    run.timer = measure.StepTimer(device, warmup=max(3, args.log_every))
     return run
 
 
@@ -323,7 +327,8 @@ def main():
             return report.finish("")
         run.log = measure.StepLog(report.output if world.is_rank0 else None, run.step + 1)
 
-        train(run, report.progress(range(run.step + 1, args.max_steps + 1), "training"))
+        steps = report.progress(range(run.step + 1, args.max_steps + 1), "training")
+        train(run, run.probe.watch(steps))
 
         hybrid_checks.check_replicas(run)
         hybrid_results.leave(run)

@@ -77,6 +77,11 @@ def lr_at(step: int, args: argparse.Namespace) -> float:
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
+def due(step: int, every: int, last: bool) -> bool:
+    """Say whether what is done every so many steps, and after the last one, is due; 0 is never."""
+    return every > 0 and (last or step % every == 0)
+
+
 def stop_unless_finite(step: int, loss: float, norm: float, where: str = "") -> None:
     """End the run, on all ranks together, when loss or gradient norm is infinite or no number."""
     if not (math.isfinite(loss) and math.isfinite(norm)):

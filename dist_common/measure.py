@@ -34,10 +34,11 @@ class StepTimer:
     def __init__(self, device: torch.device, warmup: int = 5) -> None:
         self.device, self.warmup = device, warmup
         self.steps_ms: list[float] = []
+        self.steps_cpu_ms: list[float] = []  # of this process, all threads
 
     def start(self) -> "StepTimer":
         """Begin the time that `lap` measures."""
-        self.started = time.perf_counter()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
         return self
 
     __enter__ = start
@@ -45,6 +46,7 @@ class StepTimer:
     def lap(self, steps: int) -> float:
         """Keep and return the mean time of the steps since `start`, once their results are read."""
         self.steps_ms += [(time.perf_counter() - self.started) * 1e3 / steps] * steps
+        self.steps_cpu_ms += [(time.process_time() - self.cpu_started) * 1e3 / steps] * steps
         self.start()
         return self.steps_ms[-1]
 
@@ -56,6 +58,10 @@ class StepTimer:
     def median_ms(self) -> float:
         """Return the median step time; of the warm-up itself when there were no other steps."""
         return statistics.median(self.steps_ms[self.warmup :] or self.steps_ms)
+
+    def cpu_ms(self) -> float:
+        """Return the mean CPU time of the steps that `lap` timed, those of the warm-up left out."""
+        return statistics.fmean(self.steps_cpu_ms[self.warmup :] or self.steps_cpu_ms)
 
 
 class CollectiveCounter(TorchDispatchMode):

@@ -65,9 +65,9 @@ def same_weights(report: Report, model: nn.Module) -> None:
 
 def one_gradient_sent(
     report: Report, model: nn.Module, counter: CollectiveCounter, other: int = 0,
-    name: str = "bytes all-reduced per step",
+    name: str = "bytes all-reduced per step", share: float = 1.0,
 ) -> None:  # fmt: skip
-    """Check that a step all-reduced each gradient once, and `other` bytes."""
-    gradient = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    """Check that a step all-reduced each gradient once, a `share` of its bytes, and `other`."""
+    gradient = int(share * sum(p.nbytes for p in model.parameters() if p.requires_grad))
     source = "one gradient per weight" + " and what the loop sums" * bool(other)
     report.check(name, counter.bytes["allreduce_"], gradient + other, 0, source)
