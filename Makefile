@@ -6,14 +6,21 @@ STAMP := $(VENV)/.installed
 UV := $(shell command -v uv || echo $(BIN)/uv)
 # make TORCH_BACKEND=cpu quickstart: PyTorch's CPU build, from PyTorch's own server, without CUDA.
 TORCH_BACKEND :=
+# Lightning, Ray and the like, which the guide itself does not need, in an environment of their own.
+FRAMEWORKS := .venv-frameworks
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 # A folder of its own for each run: nothing is overwritten.
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+COMPARED := runs/frameworks-$(shell date +%Y%m%d-%H%M%S)
+BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
+BENCHMARKS := $(BIN)/python benchmarks/distributed_benchmarks.py
 
-.PHONY: help quickstart test test-all lint install
+.PHONY: help quickstart bench frameworks test test-all lint install
 
 help:
 	@echo "make quickstart   install, train on real digits with 2 processes, show the result"
+	@echo "make bench        compare eight strategies on 2 processes: some minutes on 2 cores"
+	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
 	@echo "make test         install, lint, run the quick tests: some minutes on 2 cores"
 	@echo "make test-all     the same, and every command of every page: what CI runs"
 	@echo "make lint         ruff and codespell"
@@ -43,10 +50,25 @@ quickstart: $(STAMP)
 	@echo "              01-ddp-basics/ddp_mnist.py --micro-batch-size 16"
 	@echo "            (the same global batch on twice the processes: compare the losses)"
 
+bench: $(STAMP)
+	$(BENCHMARKS) sweep --config benchmarks/quick.toml --output-dir $(BENCH)
+	$(BENCHMARKS) report $(BENCH)
+
+frameworks: $(FRAMEWORKS)/.installed
+	$(BIN)/python benchmarks/compare_frameworks.py --output-dir $(COMPARED)
+
+$(FRAMEWORKS)/.installed: $(STAMP)
+	@echo "Installing the frameworks into $(FRAMEWORKS): a minute, once."
+	test -x $(FRAMEWORKS)/bin/python || $(BIN)/python -m venv $(FRAMEWORKS)
+	$(UV) pip install --python $(FRAMEWORKS)/bin/python \
+	  $(addprefix --torch-backend=,$(TORCH_BACKEND)) --editable '.[frameworks]' \
+	  || $(FRAMEWORKS)/bin/python -m pip install --editable '.[frameworks]'
+	@touch $@
+
 test: lint
 	$(PYTEST) -m "not full"
 
-test-all: lint
+test-all: lint $(FRAMEWORKS)/.installed
 	$(PYTEST)
 
 lint: $(STAMP)

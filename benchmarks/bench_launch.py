@@ -1,0 +1,219 @@
+"""Start a script on N ranks, and end them: as forks of this process, with torchrun, with srun."""
+
+import atexit
+import contextlib
+import importlib
+import math
+import os
+import re
+import runpy
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import bench_guard
+import bench_link
+from bench_strategies import REPOSITORY
+from dist_common import cli, ranks
+
+AUTO, FORK, TORCHRUN, SRUN = LAUNCHERS = ("auto", "fork", "torchrun", "srun")
+GRACE_S = 1.0  # from a rank's failure to the end of the others: it may have more to say
+# What scripts import, so that a fork finds it: seconds for each of them otherwise.
+PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
+             "torch.distributed.tensor.parallel", "torch.utils.data")  # fmt: skip
+# What a launcher sets, and what ranks must not have from this process.
+LAUNCHED = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+)$")
+
+
+@dataclass
+class Outcome:
+    """How a launch ended; the code is that of the first rank that failed, None if it was late."""
+
+    code: int | None
+    seconds: float
+    out: str
+    err: str
+
+
+def resolve(launcher: str, device: str) -> tuple[str, str]:
+    """Return launcher and device with "auto" decided. Raises: UsageError for forks with GPUs."""
+    gpus = visible_gpus() if device != "cpu" else 0
+    if launcher == AUTO:
+        launcher = TORCHRUN if gpus or device == "cuda" else FORK
+        launcher = SRUN if "SLURM_JOB_ID" in os.environ else launcher
+    if launcher == FORK and device == "cuda":
+        raise cli.UsageError("--launcher fork is for the CPU: use torchrun for --device cuda")
+    if device == "auto" and launcher != SRUN:  # other machines than this one may have GPUs
+        device = "cuda" if gpus and launcher == TORCHRUN else "cpu"
+    return launcher, device
+
+
+def require(launcher: str, device: str) -> None:
+    """Raise UsageError if this machine lacks the launcher, or all GPUs."""
+    if launcher == SRUN:
+        if "SLURM_JOB_ID" not in os.environ or not shutil.which("srun"):
+            raise cli.UsageError("--launcher srun works inside a SLURM job: see salloc and sbatch")
+    elif device == "cuda" and not visible_gpus():
+        raise cli.UsageError("--device cuda: nvidia-smi lists no GPU here: use --device cpu")
+
+
+def visible_gpus() -> int:
+    """Count GPUs by nvidia-smi: asked itself, CUDA would start here, and survives no fork."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not shutil.which("nvidia-smi") or visible == "":
+        return 0
+    if visible:
+        return len(visible.split(","))
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, check=False)
+    return listed.stdout.count(b"GPU ")
+
+
+def why_not(launcher: str, device: str, world_size: int) -> str | None:
+    """Say in one line why a launcher cannot start so many ranks here; None if it can."""
+    if launcher == TORCHRUN and device == "cuda" and world_size > visible_gpus():
+        return f"{world_size} ranks need as many GPUs, and this machine has {visible_gpus()}"
+    if launcher == SRUN:
+        tasks = int(os.environ.get("SLURM_NTASKS", world_size))
+        nodes = _nodes(world_size)
+        if world_size > tasks:
+            return f"{world_size} ranks need as many tasks, and this SLURM job has {tasks}"
+        if world_size % nodes:
+            return f"{world_size} ranks cannot be dealt to {nodes} nodes alike"
+    return None
+
+
+def command(
+    launcher: str, script: str, arguments: Sequence[str], world_size: int,
+    python: Sequence[str] = ("python",), torchrun: Sequence[str] = ("torchrun",),
+) -> list[str]:  # fmt: skip
+    """Return the words that start a script; for forks those that a reader would type instead."""
+    if launcher == SRUN:
+        nodes = _nodes(world_size)
+        words = [f"--nodes={nodes}", f"--ntasks={world_size}"]
+        words += [f"--ntasks-per-node={world_size // nodes}", "--kill-on-bad-exit=1"]
+        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # which srun itself does not read
+            words.append(f"--cpus-per-task={cores}")
+        return ["srun", *words, *python, script, *arguments]
+    if world_size == 1:
+        return [*python, script, *arguments]
+    ranks_here = ["--standalone", f"--nproc-per-node={world_size}"]
+    return [*torchrun, *ranks_here, script, *arguments]
+
+
+def quoted(words: Sequence[str]) -> str:
+    """Return words as one would type them."""
+    return shlex.join(words)
+
+
+def prepare(launcher: str) -> None:
+    """Import what forks need. Nothing may be computed here: forks could not run backward then."""
+    for name in PRELOADED if launcher == FORK else ():
+        importlib.import_module(name)
+
+
+def start(
+    launcher: str, script: str, arguments: Sequence[str], world_size: int, folder: Path,
+    timeout_s: float, link: str | None = None,
+) -> Outcome:  # fmt: skip
+    """Run a script from the top of the repository and wait for it; `folder` gets its output.
+
+    At the deadline, and if this process dies, the ranks are killed with all that they started.
+    """
+    started = time.monotonic()
+    folder.mkdir(parents=True)
+    if launcher == FORK:
+        code = _fork(script, arguments, world_size, folder, timeout_s, link)
+    else:
+        python = [sys.executable]  # whatever PATH says
+        torchrun = [*python, "-m", "torch.distributed.run"]
+        words = command(launcher, script, arguments, world_size, python, torchrun)
+        code = _launch(words, folder, timeout_s, gently=launcher == SRUN)
+    seconds = time.monotonic() - started
+    kinds = ("*.out", "*.err")
+    out, err = ("".join(map(_text, sorted(folder.glob(kind)))) for kind in kinds)
+    return Outcome(code, seconds, out, err)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace")
+
+
+def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
+    port = _free_port()
+
+    def body(rank: int) -> None:
+        atexit._clear()  # of this process, whose temporary folders a rank's end would remove
+        environ = clean_environ() | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }  # fmt: skip
+        os.environ.clear()
+        os.environ.update(environ)
+        if network:
+            network.enter(rank)
+        os.chdir(REPOSITORY)
+        sys.argv = [script, *arguments]
+        sys.path.insert(0, str(Path(script).resolve().parent))
+        runpy.run_path(script, run_name="__main__")
+
+    with contextlib.ExitStack() as stack:
+        network = None
+        if link:
+            namespaces = bench_link.namespaces(world_size, cli.link_rate(link))
+            network = stack.enter_context(namespaces)
+
+        def guard(pids: list[int]) -> None:
+            stack.enter_context(bench_guard.guarded(pids))
+
+        ended = ranks.fork(body, world_size, folder, timeout_s, GRACE_S, guard)
+    # A rank that was ended because another one failed has a signal's code, below 0.
+    failed = [rank.code for rank in ended if rank.code is not None and rank.code > 0]
+    late = any(rank.code is None for rank in ended)
+    killed = [rank.code for rank in ended if rank.code]
+    return next(iter(failed), None if late else next(iter(killed), 0))
+
+
+def _launch(words: list[str], folder: Path, timeout_s: float, gently: bool) -> int | None:
+    with (folder / "job.out").open("w") as out, (folder / "job.err").open("w") as err:
+        process = subprocess.Popen(
+            words,
+            cwd=REPOSITORY,
+            env=clean_environ(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        with bench_guard.guarded([process.pid], gently):
+            try:
+                return process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                bench_guard.end([process.pid], gently)
+                process.wait()
+
+
+def clean_environ() -> dict[str, str]:
+    """Return this process's environment without a launcher's variables, with one thread a rank."""
+    kept = {name: value for name, value in os.environ.items() if not LAUNCHED.match(name)}
+    return {"OMP_NUM_THREADS": "1"} | kept
+
+
+def _nodes(world_size: int) -> int:
+    """Return how few nodes of the SLURM job hold so many tasks; "8(x2)" is 8 on each of two."""
+    digits = re.match(r"\d+", os.environ.get("SLURM_TASKS_PER_NODE", ""))
+    return math.ceil(world_size / int(digits[0])) if digits else 1
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,182 @@
+"""The ports of frameworks/: what starts each, what its run left, how long its file is."""
+
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+import tokenize
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from dist_common import cli
+
+REPO = Path(__file__).resolve().parent.parent
+FOLDER = REPO / "benchmarks" / "frameworks"
+ENVIRONMENT = Path(".venv-frameworks", "bin", "python")  # what `make frameworks` installs
+JOB_FLAGS = ("preset", "seq_len", "micro_batch_size", "max_steps", "seed", "device")
+TEMPLATE_FLAGS = ("--parity-steps", "0", "--save-every", "0", "--eval-every", "0")
+# Ray would report its use, Hugging Face's libraries ask for updates, torchft log each vote.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "RUST_LOG": "warn"}
+LAYOUT = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Port:
+    """The one job in one framework: its file, and the package that it needs."""
+
+    name: str
+    package: str
+    base: str = "bare_ddp"  # whose CPU time it is compared with
+    script: Path | None = None  # where it is no file of frameworks/
+
+    @property
+    def path(self) -> Path:
+        return self.script or FOLDER / f"{self.name}.py"
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether the framework starts them itself: the file says how to run it on CPUs."""
+        return bool(re.search(r"^ +CPU +python ", self.path.read_text(), re.M))
+
+
+PORTS = {port.name: port for port in (
+    Port("bare_ddp", "torch"),
+    Port("template", "torch", script=REPO / "01-ddp-basics" / "ddp_training.py"),
+    Port("fabric_ddp", "lightning"),
+    Port("lightning_ddp", "lightning"),
+    Port("accelerate_ddp", "accelerate"),
+    Port("ray_train", "ray"),
+    Port("deepspeed_engine", "deepspeed"),
+    Port("torchft_ddp", "torchft"),
+    Port("horovod_ddp", "horovod"),
+    Port("bare_fsdp2", "torch", base="bare_fsdp2"),
+    Port("fabric_fsdp2", "lightning", base="bare_fsdp2"),
+    Port("lightning_fsdp2", "lightning", base="bare_fsdp2"),
+)}  # fmt: skip
+
+
+@dataclass
+class Run:
+    """What one run of a port left; without losses when it failed, and then why."""
+
+    losses: list[float] = field(default_factory=list)
+    world_size: int = 0
+    cpu_ms: float = float("nan")  # per step, mean over ranks
+    outside_s: float = float("nan")  # of the command, outside its steps
+    failure: str | None = None
+
+
+def count_code_lines(source: str) -> int:
+    """Count the lines with code on them: no blank ones, comments, docstrings, imports."""
+    left_out = set()
+    for node in ast.walk(ast.parse(source)):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if text or isinstance(node, (ast.Import, ast.ImportFrom)):
+            left_out |= set(range(node.lineno, node.end_lineno + 1))
+    code = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in LAYOUT:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return len(code - left_out)
+
+
+def versions_in(python: Path) -> dict[str, str | None]:
+    """Return the version of each port's package in an environment; None where it is missing.
+
+    Raises: UsageError when that environment cannot run a port at all.
+    """
+    packages = sorted({port.package for port in PORTS.values()})
+    asked = (
+        "import importlib.metadata as m, json, sys\n"
+        "known = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
+        "print(json.dumps({name: known.get(name) for name in sys.argv[1:]}))"
+    )
+    try:
+        answer = subprocess.run(
+            [python, "-c", asked, *packages], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise cli.UsageError(f"--python {python} does not run: {error}") from error
+    versions = {name: v and v.partition("+")[0] for name, v in json.loads(answer).items()}
+    if versions["torch"] is None:
+        raise cli.UsageError(f"--python {python} has no PyTorch: `make frameworks` installs one")
+    return versions
+
+
+def run_port(port: Port, args, folder: Path) -> Run:
+    """Train once, in processes of its own; return what was left, or why there is nothing."""
+    command = [str(args.python)]
+    if not port.starts_ranks:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={args.world_size}"]
+    command += [str(port.path), "--output-dir", str(folder)]
+    for name in JOB_FLAGS:
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    own = TEMPLATE_FLAGS if port.name == "template" else ("--world-size", str(args.world_size))
+    started = time.monotonic()
+    code, printed = run_group([*command, *own], args.limit)
+    seconds = time.monotonic() - started
+    file = folder / "results.json"
+    if code is None or not file.exists():
+        last = next((line for line in reversed(printed.splitlines()) if line.strip()), "silent")
+        how = f"no end after {args.limit:g} s" if code is None else f"exit code {code}: {last}"
+        return Run(failure=f"FAILED: {how[:160]}")
+    results = json.loads(file.read_text())
+    metrics = results["metrics"]
+    losses = metrics.get("losses") or losses_of_template(folder)
+    return Run(
+        losses,
+        results["world_size"],
+        metrics["cpu_time_per_step_ms"],
+        seconds - sum(metrics["step_times_ms"]) / 1e3,
+    )
+
+
+def losses_of_template(folder: Path) -> list[float]:
+    """Return what ddp_training.py logs for each step."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [values["loss"] for values in map(json.loads, lines) if "loss" in values]
+
+
+def run_group(command: list[str], limit_s: float) -> tuple[int | None, str]:
+    """Run a command and end all that it started; return its exit code, None at the limit."""
+    paths = [str(REPO), str(FOLDER), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            end_group(process)
+        log.seek(0)
+        return code, log.read()
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """Kill what is left of a command: its descendants, and its process group."""
+    left = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        left = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()

@@ -1,0 +1,180 @@
+"""One folder per sweep: what was asked for, a line for every finished point, the points' folders.
+
+OUT/sweep.json       {"settings": {...}, "started": ISO time}
+OUT/results.jsonl    a record a line, appended and flushed as each point ends
+OUT/points/ID/       the script's own folder, and log.txt
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from dist_common import cli
+
+OK, FAILED, TIMEOUT, SKIPPED = "ok", "failed", "timeout", "skipped"  # how a point can end
+SETTINGS, RESULTS, POINTS = "sweep.json", "results.jsonl", "points"
+PLANNED = "points"  # the setting that lists the ids of all points
+LOCK, PARTIAL = ".lock", ".partial"
+LOCK_PATIENCE_S = 3.0  # the ranks of a killed sweep may hold its lock for a moment longer
+
+
+@dataclass
+class Sweep:
+    """What a folder holds: records in the order in which they were first written, one per id."""
+
+    folder: Path
+    settings: dict[str, Any]
+    started: str  # ISO time
+    records: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # a line for every damaged line
+
+
+def now() -> str:
+    """Return the time in UTC, as ISO 8601 to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def load(folder: str | Path) -> Sweep:
+    """Read a sweep's folder; a damaged line is left out and named in `warnings`.
+
+    Of two records with one id, as after --retry-failed, the later one counts. Raises: UsageError
+    where there is no sweep or its sweep.json cannot be read.
+    """
+    folder = Path(folder)
+    content = _settings_file(folder)
+    sweep = Sweep(folder, content["settings"], content["started"])
+    path = folder / RESULTS
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    found: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(lines, 1):
+        record = _record(line)
+        if record is None:
+            damage = "truncated" if number == len(lines) else "damaged"
+            sweep.warnings.append(f"{path} line {number} is {damage}: left out")
+        else:
+            found[record["id"]] = record
+    sweep.records = list(found.values())
+    return sweep
+
+
+def _settings_file(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise cli.UsageError(f"{folder} holds no sweep: there is no {path}")
+    try:
+        content = json.loads(path.read_text())
+        if isinstance(content["settings"], dict) and isinstance(content["started"], str):
+            return content
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise cli.UsageError(f"{path} is damaged: name another folder, or remove this one")
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+        whole = isinstance(record["point"], dict) and record["id"] and record["status"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record if whole else None
+
+
+class Store:
+    """The folder of the sweep that runs: locked until `close`, a line appended for each point."""
+
+    def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
+        """Make the folder, or continue in it.
+
+        Raises: UsageError where it holds another sweep or other files, or a sweep runs in it.
+        """
+        self.folder = Path(folder)
+        self.settings = json.loads(json.dumps(settings))  # as they will be read: lists, no tuples
+        self._make()
+        self.lock = FileLock(self.folder / LOCK)
+        try:
+            self.lock.acquire(timeout=LOCK_PATIENCE_S)
+        except Timeout:
+            held = f"another sweep is running in {self.folder}"
+            raise cli.UsageError(f"{held}: wait for it, end it, or name another folder") from None
+        if (self.folder / SETTINGS).exists():
+            self._compare()
+        else:
+            partial = self.folder / PARTIAL
+            content = {"settings": self.settings, "started": now()}
+            partial.write_text(json.dumps(content, indent=2) + "\n")
+            partial.replace(self.folder / SETTINGS)
+        self._drop_half_a_line()
+        self.sweep = load(self.folder)
+
+    def _make(self) -> None:
+        known = {SETTINGS, PARTIAL, LOCK}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            names = {entry.name for entry in self.folder.iterdir()}
+            if SETTINGS not in names and names - known:
+                other = f"{self.folder} holds other files than a sweep's"
+                raise cli.UsageError(f"{other}: name another folder")
+            (self.folder / LOCK).touch()
+        except OSError as error:
+            raise cli.UsageError(f"{self.folder} cannot be written: {error.strerror}") from error
+
+    def _compare(self) -> None:
+        """Raise UsageError where the folder's sweep was asked for with other settings."""
+        old = _settings_file(self.folder)["settings"]
+        names = [*self.settings, *(name for name in old if name not in self.settings)]
+        differ = []
+        for name in names:
+            if name == PLANNED:  # follows from the others
+                continue
+            before, asked = old.get(name), self.settings.get(name)
+            if before != asked:
+                differ.append(f"{name} ({brief(before)} there, {brief(asked)} here)")
+        if differ:
+            other = f"{self.folder} holds another sweep's results: {', '.join(differ)}"
+            raise cli.UsageError(f"{other}: name another folder, or ask for the same")
+
+    def _drop_half_a_line(self) -> None:
+        """Cut what a killed sweep left of its last line: its point runs again."""
+        path = self.folder / RESULTS
+        text = path.read_bytes() if path.exists() else b""
+        whole = text.rfind(b"\n") + 1
+        if whole == len(text):
+            return
+        with path.open("rb+") as file:
+            if _record(text[whole:]) is None:
+                file.truncate(whole)
+            else:
+                file.seek(0, os.SEEK_END)
+                file.write(b"\n")
+
+    def finished(self) -> set[str]:
+        """Return the ids of points that have a record, however they ended."""
+        return {record["id"] for record in self.sweep.records}
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write a point's record to disk; it counts from then on, whatever happens to the sweep."""
+        with (self.folder / RESULTS).open("a") as file:
+            file.write(json.dumps(record, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        others = [kept for kept in self.sweep.records if kept["id"] != record["id"]]
+        self.sweep.records = [*others, record]
+
+    def point_folder(self, identity: str) -> Path:
+        """Return the folder of a point; the script makes it."""
+        return self.folder / POINTS / identity
+
+    def close(self) -> None:
+        """Let another sweep have the folder."""
+        self.lock.release()
+
+
+def brief(value: Any) -> str:
+    """Return a setting in a few words, as it stands in a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,79 @@
+"""Compare strategies of distributed training by measurement: speed, memory, bytes, the same loss.
+
+    CPU   python benchmarks/distributed_benchmarks.py sweep --config benchmarks/quick.toml
+    GPU   python benchmarks/distributed_benchmarks.py sweep --config benchmarks/one_node.toml
+
+It starts the lessons' own scripts itself, as forks, with torchrun, or with srun inside a SLURM job.
+Look for: the verdict of each strategy's loss first, then whether times differ beyond the noise.
+
+    list     the strategies, and what each can run on
+    train    one strategy on one number of ranks
+    comm     the collectives by themselves
+    sweep    strategies x world sizes x models x precisions x links, resumed where it was killed
+    report   tables, CSV, figures and an HTML page of one sweep or several
+
+Sources: nccl-tests (what is reported), torchtitan's benchmark reports (versions, flags, hardware in
+the file); benchmark_method.md says what is timed.
+"""
+
+import argparse
+
+from tabulate import tabulate
+
+import bench_comm
+import bench_report
+import bench_strategies
+import bench_sweep
+import bench_train
+from dist_common import cli
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, with exit code 2."""
+
+    def error(self, message: str) -> None:
+        raise cli.UsageError(message)
+
+
+def list_strategies(args: argparse.Namespace) -> int:
+    """Print the strategies and what each can run on."""
+    rows = []
+    for strategy in bench_strategies.load(args.strategies_file).values():
+        kind = "" if strategy.exact else " (lossy)"
+        rows.append((strategy.name, strategy.does + kind, strategy.world_sizes, strategy.script))
+    headers = ("strategy", "what it does", "world sizes", "script")
+    print(tabulate(rows, headers, disable_numparse=True))
+    return 0
+
+
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `list`."""
+    parser.add_argument("--strategies-file", metavar="FILE", help="TOML file with your own as well")
+
+
+COMMANDS = {
+    "list": (add_list_arguments, list_strategies, "the strategies, and what each can run on"),
+    "train": (bench_train.add_arguments, bench_train.run, "one strategy on one number of ranks"),
+    "comm": (bench_comm.add_arguments, bench_comm.run, "the collectives by themselves"),
+    "sweep": (bench_sweep.add_arguments, bench_sweep.run, "many points, one after the other"),
+    "report": (bench_report.add_arguments, bench_report.run, "what sweeps measured"),
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (add_arguments, run, help_text) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        add_arguments(command)
+        command.set_defaults(run=run)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    cli.run(main)

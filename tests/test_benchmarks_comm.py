@@ -1,0 +1,270 @@
+"""comm: its tables say what the script measured, wrong data is never fast data, bad input."""
+
+import argparse
+import json
+
+import pytest
+from conftest import REPO, load_script
+
+import bench_comm
+import bench_comm_tables
+import bench_launch
+import bench_link
+from bench_comm_tables import WRONG, comm_table, fit_table, wrong_elements
+from bench_store import load
+from dist_common import cli
+
+full = pytest.mark.full
+QUICK = ("--collectives", "all_reduce", "-b", "8", "-e", "4K", "-f", "64", "-n", "2")
+
+
+def figures(size, us, wrong=0, bus=1.0):
+    rate = size / us / 1e3
+    keys = {"time_us": us, "p50_us": us - 1, "p95_us": 2 * us}
+    return keys | {"size": size, "wrong": wrong, "algbw_gb_s": rate, "busbw_gb_s": bus * rate}
+
+
+def record(name="all_reduce", ranks=2, repeat=1, sizes=((8, 10.0), (8192, 20.0)), wrong=0, **more):
+    """What the store holds of a run, with times that are easy to check."""
+    sweep = [{"out_of_place": figures(size, us, wrong), "in_place": figures(size, us)}
+             for size, us in sizes]  # fmt: skip
+    fitted = {
+        "alpha_us": 9.0,
+        "busbw_gb_s": 0.5,
+        "crossover_bytes": 4500.0,
+        "best_busbw_gb_s": 20.0,
+    }
+    metrics = {f"{name} {key}": value for key, value in fitted.items()} | {"sweeps": {name: sweep}}
+    point = {"kind": "comm", "collective": name, "world_size": ranks, "link": None}
+    found = {"id": f"comm.{name}.w{ranks}#{repeat}", "point": point, "repeat": repeat}
+    return found | {"status": "ok", "reason": None, "results": {"metrics": metrics}} | more
+
+
+def rows_of(table):
+    headers, rows = table
+    assert all(len(row) == len(headers) for row in rows)
+    return rows
+
+
+# tables
+
+
+def test_the_tables_hold_what_the_script_wrote():
+    names = ("all_reduce", "2", "-")
+    assert rows_of(comm_table([record()])) == [
+        (*names, "8", "10.0 us", "9.0 us", "20.0 us", "0.0008 GB/s", "0.0008 GB/s", "0"),
+        (*names, "8,192", "20.0 us", "19.0 us", "40.0 us", "0.4096 GB/s", "0.4096 GB/s", "0"),
+    ]
+    assert rows_of(fit_table([record()])) == [
+        (*names, "9.0 us", "0.5000 GB/s", "4.5 KB", "20.00 GB/s")
+    ]
+
+
+def test_repeats_are_one_row_with_their_median_in_any_order():
+    runs = [record(repeat=n, sizes=((8, us),)) for n, us in ((1, 10.0), (2, 500.0), (3, 12.0))]
+    assert [row[4] for row in rows_of(comm_table(runs))] == ["12.0 us"]
+    assert comm_table(runs) == comm_table(runs[::-1])
+    assert len(rows_of(fit_table(runs))) == 1
+
+
+def test_rows_are_sorted_by_collective_ranks_link_and_size():
+    behind = {"kind": "comm", "collective": "all_reduce", "world_size": 2, "link": "1gbit"}
+    runs = [record("all_gather"), record(ranks=10), record(point=behind), record()]
+    names = [row[:3] for row in rows_of(comm_table(runs))][::2]
+    assert names == [("all_reduce", "2", "-"), ("all_reduce", "2", "1gbit"),
+                     ("all_reduce", "10", "-"), ("all_gather", "2", "-")]  # fmt: skip
+
+
+def test_what_cannot_be_in_place_and_what_cannot_be_fitted_have_rows():
+    run = record("alltoall", sizes=((8, 10.0),))
+    metrics = run["results"]["metrics"]
+    metrics["sweeps"]["alltoall"][0]["in_place"] = None
+    metrics["alltoall alpha_us"] = None
+    assert rows_of(comm_table([run]))[0][4] == "10.0 us"
+    assert rows_of(fit_table([run]))[0][3] == bench_comm_tables.UNKNOWN
+
+
+def test_wrong_data_is_marked_whatever_its_speed():
+    """Wrong on one side of one repeat is enough: sums over repeats, not medians."""
+    runs = [record(repeat=1), record(repeat=2, wrong=3), record(repeat=3)]
+    assert [row[-1] for row in rows_of(comm_table(runs))] == ["3 WRONG", "3 WRONG"]
+    assert wrong_elements(runs) == 6 and wrong_elements(runs[::2]) == 0
+
+
+@pytest.mark.parametrize("results", [None, {}, {"metrics": {}}])
+def test_a_run_without_results_has_a_row_with_its_reason(results):
+    ended = {"status": "timeout", "reason": "timeout after 600 s", "results": results}
+    rows = rows_of(comm_table([record(), record("broadcast", **ended)]))
+    assert rows[-1][:4] == ("broadcast", "2", "-", "timeout: timeout after 600 s")
+    assert len(rows_of(fit_table([record("broadcast", **ended)]))) == 0
+
+
+def test_trainings_in_the_same_report_are_left_out():
+    training = {"id": "ddp.w2#1", "point": {"kind": "train"}, "status": "ok", "results": {}}
+    assert comm_table([training, record()]) == comm_table([record()])
+    assert wrong_elements([training]) == 0
+
+
+def test_the_collectives_are_those_of_the_script():
+    script = load_script(bench_comm.SCRIPT)
+    assert set(bench_comm_tables.COLLECTIVES) == set(script.COLLECTIVES)
+    assert all(bench_comm.byte_size(t) == script.byte_size(t) for t in ("8", "64K", "4m", "1G"))
+
+
+# runs
+
+
+def parsed(*words):
+    parser = argparse.ArgumentParser()
+    bench_comm.add_arguments(parser)
+    return parser.parse_args([*map(str, words)])
+
+
+def comm(*words):
+    return bench_comm.run(parsed("--launcher", "fork", *words))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Stand in for the launcher: `ends(name)` says a script's exit code and what it wrote."""
+
+    def install(ends):
+        started = []
+
+        def start(launcher, script, arguments, world_size, folder, timeout_s, link):
+            name = arguments[arguments.index("--collective") + 1]
+            output = REPO / arguments[arguments.index("--output-dir") + 1]
+            started.append(f"{name}.{world_size}")
+            folder.mkdir(parents=True)
+            code, results = ends(name)
+            if results is not None:
+                output.mkdir()
+                (output / "results.json").write_text(json.dumps(results))
+            verdict = f"FAILED: {name}: wrong elements\n" if code == 1 else ""
+            return bench_launch.Outcome(code, 0.1, verdict, "")
+
+        monkeypatch.setattr(bench_launch, "start", start)
+        return started
+
+    return install
+
+
+def test_repeats_alternate_and_a_second_call_runs_what_is_missing(fake, tmp_path, capsys):
+    started = fake(lambda name: (0, record(name)["results"]))
+    words = ("--collectives", "all_reduce", "broadcast", "--world-sizes", 2, 3, "--repeats", 2)
+    words += ("--output-dir", tmp_path / "out")
+    assert comm(*words) == 0
+    once = ["all_reduce.2", "broadcast.2", "all_reduce.3", "broadcast.3"]
+    assert started == once + once[::-1]
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out" / "results.jsonl").write_text("".join(lines[:6]) + lines[6][:40])
+    assert comm(*words) == 0
+    assert started[8:] == once[::-1][2:]
+    assert "6 of 8 runs are in" in capsys.readouterr().out
+    with pytest.raises(cli.UsageError, match=r"repeats \(2 there, 3 here\)"):
+        comm(*words, "--repeats", 3)
+
+
+def test_wrong_data_fails_and_keeps_what_was_measured(fake, tmp_path, capsys):
+    fake(lambda name: (1, record(name, wrong=7)["results"]))
+    assert comm("--collectives", "reduce", "--repeats", 1, "--output-dir", tmp_path / "out") == 1
+    kept = load(tmp_path / "out").records[0]
+    assert kept["status"] == "failed" and kept["reason"].endswith("reduce: wrong elements")
+    assert "7 WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "results", "says"),
+    [
+        (None, None, "timeout: timeout after 600 s"),
+        (-9, None, "failed: exit code -9, without a word"),
+        (0, None, "failed: exit code 0, but it wrote no results.json with sweeps"),
+        (0, {"metrics": {"final_loss": 1.0}}, "failed: exit code 0, but it wrote no results.json"),
+    ],
+)
+def test_a_run_that_fails_is_recorded_and_the_others_run(
+    fake, tmp_path, capsys, code, results, says
+):
+    good = record("broadcast")["results"]
+    started = fake(lambda name: (code, results) if name == "reduce" else (0, good))
+    words = ("--collectives", "reduce", "broadcast", "--repeats", 1)
+    assert comm(*words, "--output-dir", tmp_path / "out") == 1
+    assert len(started) == 2 and says in capsys.readouterr().out
+    assert comm(*words, "--output-dir", tmp_path / "out") == 1
+    assert len(started) == 2, "a failed run is not repeated unasked"
+    assert comm(*words, "--output-dir", tmp_path / "out", "--retry-failed") == 1
+    assert started[2:] == ["reduce.2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--collectives", "allreduce"), "there is no allreduce: did you mean all_reduce? There"),
+        (("--world-sizes", 2, 1), "one rank has nobody to talk to: 2 or more"),
+        (("-b", 2), "-b 2 is less than a float32 number: 4 or more"),
+        (("-b", "1M", "-e", "8K"), "-b 1048576 is above -e 8192, the last size"),
+        (("--links", "1gbit", "--launcher", "torchrun"), "--links need --launcher fork"),
+    ],
+)
+def test_bad_input_is_one_line(words, says):
+    with pytest.raises(cli.UsageError) as error:
+        comm(*words)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "8X", "K", "0", "-8", "4.5K"])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a size like 8, 4K"):
+        bench_comm.byte_size(text)
+
+
+def test_a_link_that_this_machine_cannot_have_says_why(monkeypatch):
+    monkeypatch.setattr(bench_link, "why_not", lambda: "a slow link: no program ip")
+    with pytest.raises(cli.UsageError, match="--links: a slow link: no program ip"):
+        comm("--links", "1gbit")
+
+
+def test_a_dry_run_prints_commands_and_starts_nothing(fake, tmp_path, capsys):
+    started = fake(lambda name: (0, None))
+    assert comm(*QUICK, "--repeats", 1, "--output-dir", tmp_path / "out", "--dry-run") == 0
+    line = capsys.readouterr().out
+    typed = f"torchrun --standalone --nproc-per-node=2 {bench_comm.SCRIPT} --collective all_reduce"
+    assert line.startswith(f"comm.all_reduce.w2#1: {typed} -b 8 ") and line.count("\n") == 2
+    assert not started and not (tmp_path / "out").exists()
+
+
+# the script itself
+
+
+@full
+@pytest.mark.parametrize("link", [bench_comm.NO_LINK, "1gbit"])
+def test_it_measures_on_any_number_of_ranks(tmp_path, capsys, link):
+    if link != bench_comm.NO_LINK and bench_link.why_not():
+        pytest.skip(bench_link.why_not())
+    words = ("--collectives", "all_reduce", "sendrecv", "--world-sizes", 2, 3, "--links", link)
+    assert comm(*words, *QUICK[2:], "--repeats", 1, "--output-dir", tmp_path / "out") == 0
+    rows = rows_of(comm_table(load(tmp_path / "out").records))
+    shown = None if link == bench_comm.NO_LINK else link
+    assert [row[:4] for row in rows] == [
+        (name, ranks, shown or "-", size)
+        for name in ("all_reduce", "sendrecv") for ranks in "23" for size in ("8", "512")
+    ]  # fmt: skip
+    assert all(float(row[4].split()[0].replace(",", "")) > 0 and row[-1] == "0" for row in rows)
+    assert "best busbw" in capsys.readouterr().out
+
+
+@full
+@pytest.mark.parametrize(("broken", "timeout_s", "says"), [
+    ("pass", 60, WRONG),
+    ("time.sleep(600)", 5, "timeout after 5 s"),
+])  # fmt: skip
+def test_a_script_that_is_broken_is_told(monkeypatch, tmp_path, capsys, broken, timeout_s, says):
+    text = (REPO / bench_comm.SCRIPT).read_text()
+    correct = "dist.all_reduce(received, op, group=group)"
+    assert text.count(correct) == 1
+    script = tmp_path / "bandwidth_test.py"
+    script.write_text(text.replace(correct, broken))
+    monkeypatch.setattr(bench_comm, "SCRIPT", str(script))
+    words = (*QUICK, "--repeats", 1, "--timeout", timeout_s)
+    assert comm(*words, "--output-dir", tmp_path / "out") == 1
+    assert says in capsys.readouterr().out

@@ -1,0 +1,383 @@
+"""The ports of benchmarks/frameworks train one job; the comparison says so when one does not."""
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import REPO, assert_one_line, load_script, results_of, run_command
+
+sys.path += [str(REPO / "benchmarks"), str(REPO / "benchmarks" / "frameworks")]
+
+import bench_ports
+from bench_ports import PORTS, Port, Run
+
+full = pytest.mark.full
+TOOL = "benchmarks/compare_frameworks.py"
+FOLDER = REPO / "benchmarks" / "frameworks"
+BARE = "benchmarks/frameworks/bare_ddp.py"
+SMALL = ("--seq-len", 16, "--micro-batch-size", 2)
+LIMIT_S = 1200  # of the whole comparison, ten times what it takes on two quiet cores
+PYTHON = next((p for p in (Path(sys.prefix).parent / bench_ports.ENVIRONMENT,
+                           REPO / bench_ports.ENVIRONMENT) if p.exists()), None)  # fmt: skip
+with_frameworks = pytest.mark.skipif(
+    PYTHON is None, reason="no .venv-frameworks: `make frameworks` makes it"
+)
+
+tool = load_script(TOOL)
+
+
+# what is computed
+
+
+LOSSES = [5.5, 5.0, 4.5]
+
+
+def args_for(**changes) -> argparse.Namespace:
+    return argparse.Namespace(**{"world_size": 2, "max_steps": 3} | changes)
+
+
+def rows_of(**runs: list[Run]) -> dict:
+    """Compare runs that were made up; what is not named is missing from the environment."""
+    versions = {PORTS[name].package: "1.0" for name in runs}
+    found = tool.compare(list(PORTS.values()), runs, versions, args_for())
+    return {row.name: row for row in found}
+
+
+def run_of(losses=LOSSES, world_size=2, cpu_ms=100.0) -> Run:
+    return Run(losses, world_size, cpu_ms, 8.0)
+
+
+BARE_RUNS = [run_of(cpu_ms=100), run_of(cpu_ms=110), run_of(cpu_ms=100)]
+
+
+def test_a_right_framework_is_compared_run_by_run():
+    again = [run_of(cpu_ms=120), run_of(cpu_ms=121), run_of(cpu_ms=130)]
+    row = rows_of(bare_ddp=BARE_RUNS, fabric_ddp=again)["fabric_ddp"]
+    assert (row.fault, row.world_size, row.steps) == (None, 2, 3)
+    assert row.loss_difference == 0 and row.outside_s == 8.0
+    assert row.ratios == pytest.approx([1.2, 1.1, 1.3])
+    assert tool.noise_of(BARE_RUNS) == pytest.approx(0.1)
+    assert row.cost(noise=0.1) == "more"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "noise", "cost"),
+    [
+        ([1.2, 1.1, 1.3], 0.25, "same"),  # inside the noise
+        ([1.2, 0.99, 1.3], 0.1, "same"),  # one run was cheaper than the bare loop
+        ([0.7, 0.8, 0.8], 0.1, "less"),
+        ([1.5], 0.0, "?"),  # noise is unknown
+    ],
+)
+def test_no_cost_is_claimed_inside_the_noise(ratios, noise, cost):
+    assert tool.Row("x", "1", 1, ratios=ratios).cost(noise) == cost
+
+
+def test_one_run_of_each_claims_no_cost(capsys):
+    assert tool.noise_of([run_of()]) is None
+    shown = show(rows_of(bare_ddp=[run_of()], fabric_ddp=[run_of(cpu_ms=300)]), None)
+    assert "one run of each: how wide the noise is cannot be known" in capsys.readouterr().out
+    assert not shown.failed
+
+
+@pytest.mark.parametrize(
+    ("run", "fault", "check"),
+    [
+        (run_of([5.5, 5.0, 4.5001]), "WRONG: other losses", "loss difference"),
+        (run_of([5.5, 5.0, float("nan")]), "WRONG: other losses", "loss difference"),
+        (run_of(world_size=1), "WRONG: world size 1, not 2", "world size"),
+        (run_of([*LOSSES, 4.0]), "WRONG: 4 steps, not 3", "steps"),
+        (Run(failure="FAILED: exit code 1: boom"), "FAILED: exit code 1: boom", "runs that failed"),
+    ],
+)
+def test_a_wrong_run_is_marked_and_fails(run, fault, check, capsys):
+    """The run before it was right: one wrong run in any repeat is enough."""
+    rows = rows_of(bare_ddp=[run_of(), run_of()], fabric_ddp=[run_of(), run])
+    assert rows["fabric_ddp"].fault == fault and rows["bare_ddp"].fault is None
+    failed = show(rows, 0.1).failed
+    assert [found.name for found in failed] == [f"fabric_ddp: {check}"]
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("fabric_ddp"))
+    assert line.endswith(fault)
+
+
+def test_a_framework_that_is_not_installed_has_a_row_and_no_check(capsys):
+    rows = rows_of(bare_ddp=[run_of()])
+    assert rows["ray_train"].fault == "not installed"
+    report = show(rows, None)
+    assert not report.failed and {c.name.split(":")[0] for c in report.checks} == {"bare_ddp"}
+    assert re.search(r"ray_train +- +-.*not installed", capsys.readouterr().out)
+
+
+def show(rows: dict, noise: float | None) -> tool.Report:
+    args = args_for(output_dir=None)
+    world = tool.runtime.World(0, 0, 1, 1, "python")
+    report = tool.Report(TOOL, args, world, tool.torch.device("cpu"))
+    tool.show(report, list(rows.values()), noise)
+    return report
+
+
+def test_lines_of_code_are_neither_comments_nor_docstrings_nor_imports():
+    source = '''"""Two
+lines."""
+import os
+from sys import (
+    argv,
+)
+
+# a comment
+def f(x):  # counts
+    """Not counted."""
+
+    return [
+        x,
+        """a text that is a value""",
+    ]
+'''
+    assert bench_ports.count_code_lines(source) == 5
+
+
+def test_what_starts_a_port_is_what_its_file_says():
+    python = {name for name, port in PORTS.items() if port.starts_ranks}
+    assert python == {
+        "fabric_ddp", "lightning_ddp", "ray_train", "torchft_ddp", "fabric_fsdp2",
+        "lightning_fsdp2",
+    }  # fmt: skip
+    assert {port.path.stem for port in PORTS.values()} - {"ddp_training"} == {
+        path.stem for path in FOLDER.glob("*.py") if path.stem != "framework_job"
+    }
+
+
+# what is asked for
+
+
+def choose(*names: str, **versions: str) -> list[str]:
+    args = argparse.Namespace(frameworks=list(names) or None, python="python")
+    return [port.name for port in tool.choose(args, versions)]
+
+
+def test_the_bare_loops_are_always_there(tmp_path):
+    own = tmp_path / "mine.py"
+    own.write_text('"""Mine.\n\n    CPU   python mine.py\n"""\n')
+    assert choose("fabric_ddp", torch="1", lightning="1") == ["bare_ddp", "fabric_ddp"]
+    assert choose("fabric_fsdp2", torch="1", lightning="1")[:2] == ["bare_ddp", "bare_fsdp2"]
+    assert choose(str(own), torch="1") == ["bare_ddp", "mine"]
+    assert choose(torch="1") == list(PORTS), "a port that is not installed has a row"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--frameworks", "fabric_dp"], "no such port or file; did you mean fabric_ddp?"),
+        (["--frameworks", "nowhere.py"], "no such port or file"),
+        (["--frameworks", "horovod_ddp"], "horovod is not installed"),
+        (["--python", "/nowhere/python"], "does not run"),
+        (["--repeats", 0], "must be a whole number of at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(run_script, argv, says):
+    ended = run_script(TOOL, *argv, environ={})
+    assert_one_line(ended, says, "compare_frameworks.py")
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "says"),
+    [
+        ("bare_ddp", ["--max-steps", 100_000], "more than the"),
+        ("bare_ddp", ["--precision", "bf16-mixed"], "--precision must be 32-true"),
+        ("bare_ddp", ["--grad-accum-steps", 2], "one micro-batch per step"),
+        ("horovod_ddp", [], "Horovod is not installed"),
+    ],
+)
+def test_bad_input_of_a_port_is_one_line(run_script, script, argv, says):
+    ended = run_script(f"benchmarks/frameworks/{script}.py", *argv)
+    assert_one_line(ended, says, f"{script}.py")
+
+
+# what runs
+
+
+def test_bare_ddp_trains_as_the_template_does(run_script, tmp_path):
+    """The port that all others are compared with, and the template: two spellings, one job."""
+    flags = (*SMALL, "--max-steps", 4)
+    ended = run_script(BARE, *flags, "--output-dir", tmp_path / "bare", world_size=2)
+    assert ended.codes == [0, 0], ended.stderr
+    template = "01-ddp-basics/ddp_training.py"
+    own = bench_ports.TEMPLATE_FLAGS
+    run_script(template, *flags, *own, "--output-dir", tmp_path / "template", world_size=2)
+    expected = bench_ports.losses_of_template(tmp_path / "template")
+    assert len(expected) == 4
+    metrics = results_of(tmp_path / "bare")["metrics"]
+    assert metrics["losses"] == pytest.approx(expected, abs=1e-5)
+    assert metrics["cpu_time_per_step_ms"] > 0 and len(metrics["step_times_ms"]) == 4
+
+
+def test_fsdp2_trains_as_ddp_does(run_script, tmp_path):
+    losses = []
+    for name in ("bare_ddp", "bare_fsdp2"):
+        script, folder = f"benchmarks/frameworks/{name}.py", tmp_path / name
+        flags = (*SMALL, "--max-steps", 3, "--output-dir", folder)
+        ended = run_script(script, *flags, world_size=2)
+        assert ended.codes == [0, 0], ended.stderr
+        losses.append(results_of(folder)["metrics"]["losses"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_a_port_says_when_it_found_another_world(run_script):
+    ended = run_script(BARE, *SMALL, "--max-steps", 1, world_size=1)
+    assert ended.codes == [1]
+    assert ended.stdout.splitlines()[-1] == "FAILED: world size"
+
+
+def test_a_run_that_hangs_leaves_no_process():
+    """Its ranks are in process groups of their own, as Ray's are."""
+    inner = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    outer = (
+        "import subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {inner!r}], start_new_session=True)"
+    )
+    code, printed = bench_ports.run_group([sys.executable, "-c", outer], limit_s=3)
+    assert code is None
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(printed)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not psutil.pid_exists(int(printed))
+
+
+def test_a_run_without_results_says_why(tmp_path):
+    script = tmp_path / "mine.py"
+    script.write_text('"""Mine.\n\n    CPU   python mine.py\n"""\nraise SystemExit("no luck")\n')
+    args = args_for(python=sys.executable, limit=60, preset="tiny", seq_len=16,
+                    micro_batch_size=2, seed=0, device="cpu")  # fmt: skip
+    run = bench_ports.run_port(Port("mine", "torch", script=script), args, tmp_path / "out")
+    assert run.failure == "FAILED: exit code 1: no luck" and not run.losses
+
+
+def compare(folder: Path, *argv) -> tuple:
+    """Run the comparison as a reader does; return how it ended, and its rows by name."""
+    words = [*SMALL, "--repeats", 1, "--python", PYTHON, "--limit", 400, "--output-dir", folder]
+    command = ["python", REPO / TOOL, *words, *argv]
+    ended = run_command(list(map(str, command)), REPO, LIMIT_S)
+    rows = results_of(folder)["metrics"]["rows"]
+    return ended, {row["name"]: row for row in rows}
+
+
+@full
+@with_frameworks
+def test_every_framework_trains_the_same_job(tmp_path):
+    before, started = set(Path("/tmp").glob("ray-*")), time.time()
+    ended, rows = compare(tmp_path / "out", "--max-steps", 12)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    faults = {name: row["fault"] for name, row in rows.items() if row["fault"]}
+    assert faults == {"horovod_ddp": "not installed"}
+    assert {row["world_size"] for row in rows.values()} == {2, 0}
+    left = [" ".join(process.info["cmdline"] or ()) for process in
+            psutil.process_iter(["cmdline", "create_time"])
+            if process.info["create_time"] > started]  # fmt: skip
+    assert not [line for line in left if str(PYTHON.parent.parent) in line or "ray::" in line]
+    assert set(Path("/tmp").glob("ray-*")) == before, "files that Ray left"
+
+
+# traps: a port that lacks one thing trains another job, and its exit code says nothing
+
+TRAPS = {
+    "lightning_shuffles": (
+        "lightning_ddp",
+        ("use_distributed_sampler=False", "use_distributed_sampler=True"),
+        ("sampler=sampler", "shuffle=False"),
+    ),
+    "lightning_schedule_per_epoch": ("lightning_ddp", (', "interval": "step"', "")),
+    "accelerate_schedule_twice": (
+        "accelerate_ddp",
+        ("loader = accelerator.prepare(model, optimizer, loader)",
+         "loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)"),
+    ),
+    "ddp_left_out": ("bare_ddp", ("    model = DDP(model)\n", "")),
+    "torchft_init_sync": ("torchft_ddp", ("init_sync=False", "init_sync=True")),
+}  # fmt: skip
+
+
+def write_trap(folder: Path, name: str) -> Path:
+    port, *edits = TRAPS[name]
+    source = (FOLDER / f"{port}.py").read_text()
+    for old, new in edits:
+        assert old in source, f"{port}.py no longer has {old}"
+        source = source.replace(old, new)
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(source)
+    return folder / f"{name}.py"
+
+
+@full
+@with_frameworks
+def test_each_trap_changes_the_losses_and_nothing_else_says_so(tmp_path):
+    files = [write_trap(tmp_path / "traps", name) for name in TRAPS]
+    ended, rows = compare(tmp_path / "out", "--max-steps", 6, "--frameworks", *files)
+    assert ended.codes == [1], ended.stdout + ended.stderr
+    assert {name: rows[name]["fault"] for name in TRAPS} == dict.fromkeys(
+        TRAPS, "WRONG: other losses"
+    )
+
+
+def run_accelerate(source: Path, *command: str):
+    words = [*command, source, "--max-steps", 3, *SMALL]
+    path = os.pathsep.join((str(REPO), str(FOLDER)))
+    return run_command(list(map(str, words)), REPO, 300, PYTHONPATH=path, OMP_NUM_THREADS="1")
+
+
+@full
+@with_frameworks
+def test_accelerates_own_launcher_starts_one_process_on_cpus():
+    launch = (PYTHON.parent / "accelerate", "launch", "--cpu", "--num_processes", "2")
+    ended = run_accelerate(FOLDER / "accelerate_ddp.py", *launch)
+    assert ended.codes != [0] and "FAILED: world size; steps" in ended.stdout
+
+
+@full
+@with_frameworks
+def test_accelerate_without_cpu_trains_replicas_that_never_meet(tmp_path):
+    source = (FOLDER / "accelerate_ddp.py").read_text()
+    lone = source.replace('Accelerator(cpu=args.device == "cpu")', "Accelerator()")
+    assert lone != source
+    (tmp_path / "alone.py").write_text(lone)
+    launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ended = run_accelerate(tmp_path / "alone.py", *launch)
+    assert ended.stdout.count("FAILED: world size; steps") == 2, "each rank takes itself for alone"
+
+
+@full
+@with_frameworks
+def test_what_the_pages_say_of_defaults_and_refusals():
+    asked = """
+import deepspeed.runtime.constants, lightning, lightning.fabric
+print(deepspeed.runtime.constants.GRADIENT_CLIPPING_DEFAULT)
+for start in (lightning.Trainer, lightning.Fabric):
+    for strategy in ("fsdp", "deepspeed_stage_2"):
+        try:
+            start(accelerator="cpu", devices=2, strategy=strategy)
+            print(strategy, "starts")
+        except Exception as error:
+            print(strategy, "GPU" in str(error))
+"""
+    ended = run_command([str(PYTHON), "-c", asked], REPO, 200)
+    lines = ended.stdout.splitlines()
+    assert lines[0] == "1.0", ended.stderr
+    assert lines[1:] == ["fsdp True", "deepspeed_stage_2 True"] * 2
+
+
+@full
+@with_frameworks
+def test_accelerates_fsdp_is_ddp_on_cpus(tmp_path):
+    (tmp_path / "kind.py").write_text("""
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin as Plugin
+accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=2))
+print("wrapped in", type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__)
+""")
+    launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    ended = run_command([*map(str, launch), str(tmp_path / "kind.py")], REPO, 200)
+    assert ended.stdout.count("wrapped in DistributedDataParallel") == 2, ended.stderr
