@@ -99,7 +99,8 @@ class Scaling:
 class Analysis:
     sweeps: list[Sweep]
     groups: list[list[Row]]  # the rows of a group in the order of the tables
-    noise: Noise
+    noise: Noise  # the widest
+    noise_of_link: dict[str | None, Noise]  # what is slowed differs otherwise than what is not
     memory_noise: float | None
     scaling: list[list[Scaling]]  # by job and link
     conditions: dict[str, str]  # machine, versions, device: of all sweeps
@@ -127,14 +128,19 @@ def analyse(sweeps: Sequence[Sweep]) -> Analysis:
     runs.sort(key=lambda run: (run.group.sort_key(), *_place(run)))
     judge(runs)
     groups = [rows_of(list(own)) for _, own in itertools.groupby(runs, lambda run: run.group)]
-    noise = noise_of([row for rows in groups for row in rows])
+    every = [row for rows in groups for row in rows]
+    noise_of_link = {
+        link: noise_of([row for row in every if row.group.link == link])
+        for link in dict.fromkeys(row.group.link for row in every)
+    }
     for rows in groups:
-        rank(rows, noise.width)
-    spreads = [row.spread("peak_memory_gib") for rows in groups for row in rows]
+        rank(rows, noise_of_link[rows[0].group.link].width)
+    spreads = [row.spread("peak_memory_gib") for row in every]
     memory_noise = max((spread for spread in spreads if spread is not None), default=None)
     weak = any(sweep.settings.get("scaling") == "weak" for sweep in sweeps)
     scaling = scaling_of(groups, weak)
-    return Analysis(list(sweeps), groups, noise, memory_noise, scaling, merged(found.values()))
+    noise, machine = noise_of(every), merged(found.values())
+    return Analysis(list(sweeps), groups, noise, noise_of_link, memory_noise, scaling, machine)
 
 
 def worst(runs: Sequence[Run]) -> Verdict:

@@ -61,7 +61,8 @@ def verdicts(analysis: Analysis) -> list[tuple[str, str, list[tuple[str, str]]]]
     """Return for each group its title, what is fastest, and what must not be compared."""
     found = []
     for rows in analysis.groups:
-        fastest = words.winners(rows, analysis.noise.width) or ""
+        fastest = words.winners(rows, analysis) or ""
+        fastest = "; ".join(filter(None, (fastest, words.witnesses(rows))))
         troubles = [(css_class(row), words.trouble(row)) for row in words.unfit(rows)]
         found.append((words.title(rows[0].group), fastest, troubles))
     return [entry for entry in found if entry[1] or entry[2]]
@@ -163,9 +164,8 @@ def compared(comparison: Comparison) -> dict[str, Any]:
         "folder": comparison.folder,
         "conditions": comparison.conditions,
         "rows": rows,
-        "only": [(kind, row.label, words.title(row.group))
-                 for kind, own in (("new", comparison.only_new), ("old", comparison.only_old))
-                 for row in own],
+        "only": [(kind, words.listed(labels), title)
+                 for kind, title, labels in words.only_in_one(comparison)],
         "changed": len(beyond_noise(comparison)),
         "widths": {name: words.percent(width) for name, width in comparison.widths.items()},
     }  # fmt: skip

@@ -17,6 +17,8 @@ TOLERANCE, TOLERANCE_IN_16_BITS = 1e-3, 2e-2
 UNTIMED_STEPS = 3  # where a sweep's settings do not say
 PARTS = ("before", "weights", "gradients", "optimizer", "rest")  # of memory at its peak
 REFERENCE = "single"
+ONE_PROCESS = "one process"
+WITNESSES = 3  # exact strategies whose median loss can stand for one process
 
 
 @dataclass(frozen=True)
@@ -158,38 +160,56 @@ def merged(found: Iterable[dict[str, str]]) -> dict[str, str]:
 
 
 def judge(runs: Sequence[Run]) -> None:
-    """Set the verdict of each run: its loss against one process that trained the same job."""
-    losses = defaultdict(list)
+    """Set the verdict of each run: its loss against one process, or most strategies, on its job."""
+    found = references(runs)
     for run in runs:
-        if run.strategy == REFERENCE and run.group.world_size == 1 and finite(run.final_loss):
-            losses[run.group.job].append(run.final_loss)
-    for run in runs:
-        own = losses.get(run.group.job)
-        run.verdict = verdict_of(run, statistics.median(own) if own else None)
+        run.verdict = verdict_of(run, *found.get(run.group.job, (None, "")))
 
 
-def verdict_of(run: Run, expected: float | None) -> Verdict:
+def references(runs: Sequence[Run]) -> dict[tuple, tuple[float, str]]:
+    """Return by job the loss that exact strategies must have, and in words whose it is.
+
+    Where one process did not train the job, as when no device holds the model, the median of
+    WITNESSES strategies or more stands for it.
+    """
+    alone, others = defaultdict(list), defaultdict(dict)
+    for run in runs:
+        if not (finite(run.final_loss) and run.record["point"].get("exact", True)):
+            continue
+        if run.strategy == REFERENCE and run.group.world_size == 1:
+            alone[run.group.job].append(run.final_loss)
+        else:
+            others[run.group.job][run.strategy] = run.final_loss
+    found = {
+        job: (statistics.median(own.values()), f"the median of {len(own)} strategies")
+        for job, own in others.items() if len(own) >= WITNESSES
+    }  # fmt: skip
+    return found | {job: (statistics.median(own), ONE_PROCESS) for job, own in alone.items()}
+
+
+def verdict_of(run: Run, expected: float | None, whose: str) -> Verdict:
     """Judge a run by how it ended, on how many ranks, and its loss; set its loss_difference."""
     status = run.record["status"]
     if status != OK:
         return Verdict(status, run.record.get("reason") or "no reason recorded")
     ranks = (run.record.get("results") or {}).get("world_size")
     if ranks not in (None, run.group.world_size):
-        return Verdict(WRONG, f"ran on {ranks} ranks instead of {run.group.world_size}")
+        return Verdict(WRONG, f"its world size was {ranks} instead of {run.group.world_size}")
     if "final_loss" not in run.metrics:
         return Verdict(UNCOMPARED, "no loss recorded")
     if not finite(run.final_loss):
         return Verdict(WRONG, "the loss is not a finite number")
     if expected is None:
-        return Verdict(UNCOMPARED, "loss not compared: one process did not train this job")
+        few = f"and fewer than {WITNESSES} strategies can stand for it"
+        return Verdict(UNCOMPARED, f"loss not compared: one process did not train this job, {few}")
     run.loss_difference = run.final_loss - expected
     if not run.record["point"].get("exact", True):
-        return Verdict(LOSSY, f"loss {run.loss_difference:+.2g} from one process")
+        return Verdict(LOSSY, f"loss {run.loss_difference:+.2g} from {whose}")
     tolerance = tolerance_of(run.group)
     if abs(run.loss_difference) > tolerance:
-        said = f"loss {run.loss_difference:+.2g} from one process, {tolerance:g} allowed"
+        said = f"loss {run.loss_difference:+.2g} from {whose}, {tolerance:g} allowed"
         return Verdict(WRONG, said)
-    return Verdict(OK)
+    return Verdict(OK, "" if whose == ONE_PROCESS else whose)
 
 
 def tolerance_of(group: Group) -> float:

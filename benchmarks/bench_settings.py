@@ -72,7 +72,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add, positive = parser.add_argument, cli.positive_int
     add("--strategies-file", metavar="FILE", help="TOML file with strategies of your own")
     add("--no-reference", action="store_false", default=None, dest="reference",
-        help="do not train on one process too: losses are not compared")  # fmt: skip
+        help="leave out one process: the median of strategies is compared with")  # fmt: skip
     add("--global-batch-size", type=positive, metavar="N", help="sequences per step (16)")
     add("--micro-batch-size", type=positive, metavar="N",
         help="most sequences per rank at a time, by accumulating gradients (no limit)")  # fmt: skip

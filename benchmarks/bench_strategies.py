@@ -49,9 +49,13 @@ class Strategy:
         """Say in a few words which world sizes it can use."""
         if self.most_ranks == self.least_ranks:
             return str(self.least_ranks)
-        most = f" to {self.most_ranks}" if self.most_ranks else " or more"
         step = self._multiple()
-        return f"{self.least_ranks}{most}{f', in steps of {step}' if step > 1 else ''}"
+        if step == 1:
+            most = f" to {self.most_ranks}" if self.most_ranks else " or more"
+            return f"{self.least_ranks}{most}"
+        first = math.ceil(self.least_ranks / step) * step
+        sizes = [size for size in range(first, first + 3 * step, step) if not self._above(size)]
+        return ", ".join([*map(str, sizes), *["..."] * (len(sizes) == 3)])
 
     def ranks_of(self, axis: str, world_size: int) -> int:
         """Return how many ranks `tp` or `pp` has."""
@@ -69,8 +73,8 @@ class Strategy:
 
     def why_not(self, world_size: int, preset: str, precision: str) -> str | None:
         """Say in one line why it cannot train this model on so many ranks; None if it can."""
-        most = self.most_ranks or world_size
-        if not self.least_ranks <= world_size <= most or world_size % self._multiple():
+        below = world_size < self.least_ranks
+        if below or self._above(world_size) or world_size % self._multiple():
             ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             can = f"{self.name} cannot use {ranks}, it needs {self.world_sizes}"
             return f"{can}: {self.why}" if self.why else can
@@ -80,6 +84,9 @@ class Strategy:
         if self.compiles and shutil.which(compiler) is None:
             return f"{self.name} needs a C++ compiler, and there is no {compiler} here"
         return self._why_not_this_model(world_size, preset)
+
+    def _above(self, world_size: int) -> bool:
+        return self.most_ranks is not None and world_size > self.most_ranks
 
     def _multiple(self) -> int:
         fixed = [ranks for ranks in (self.tp, self.pp) if ranks != ALL]

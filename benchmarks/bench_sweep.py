@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         show_commands(points, settings)
         return 0
     with contextlib.closing(open_store(settings, strategies, points)) as store:
+        say(f"{count_of(points)}; {settings.launcher} starts the ranks; results in {store.folder}")
         run_points(points, settings, store, args.retry_failed)
     analysis = analyse([store.sweep])
     print(f"\n{bench_report.text(analysis, None)}")
@@ -75,7 +76,6 @@ def run_points(
     ended = {record["id"]: record["status"] for record in store.sweep.records}
     done = {name for name, s in ended.items() if not (retry_failed and s in (FAILED, TIMEOUT))}
     remaining = [point for point in points if point.identity not in done]
-    say(f"{count_of(points)}; {settings.launcher} starts the ranks; results in {store.folder}")
     if len(remaining) < len(points):
         say(f"{len(points) - len(remaining)} points have a record already, {len(remaining)} to go")
     bench_launch.prepare(settings.launcher)

@@ -47,7 +47,9 @@ def scaling_table(analysis: Analysis) -> list[str]:
     found = []
     for lines in analysis.scaling:
         sizes = sorted({ranks for line in lines for ranks in line.times_ms})
-        heads = ["efficiency of", *map(words.ranks, sizes)]
+        link = lines[0].row.group.link
+        head = f"efficiency over {link}" if link else "efficiency of"
+        heads = [head, *map(words.ranks, sizes)]
         body = [[line.row.label, *(words.percent(line.efficiency.get(ranks)) for ranks in sizes)]
                 for line in lines]  # fmt: skip
         found.append(aligned(body, heads, names=1))
@@ -58,10 +60,9 @@ def text(analysis: Analysis) -> str:
     """Return the whole report of training points, as the terminal shows it."""
     blocks = ["\n".join([*words.progress(analysis), words.environment(analysis)])]
     for rows in analysis.groups:
-        lines = [words.title(rows[0].group), table(rows), words.winners(rows, analysis.noise.width)]
-        blocks.append(
-            "\n".join(line for line in [*lines, *map(words.trouble, words.unfit(rows))] if line)
-        )
+        lines = [words.title(rows[0].group), table(rows), words.winners(rows, analysis)]
+        lines += [words.witnesses(rows), *map(words.trouble, words.unfit(rows))]
+        blocks.append("\n".join(line for line in lines if line))
     blocks += scaling_table(analysis)
     records = [record for sweep in analysis.sweeps for record in sweep.records]
     for heads, body in (comm_table(records), fit_table(records)):
@@ -92,8 +93,8 @@ def comparison_text(comparison: Comparison) -> str:
         lines += [f"{pair.row.label}: {name} {old} -> {new}" for name, (old, new) in
                   (("flags", pair.flags or ("", "")), ("verdict", pair.verdict or ("", "")))
                   if old != new]  # fmt: skip
-    for kind, rows in (("new", comparison.only_new), ("old", comparison.only_old)):
-        lines += [f"only in the {kind} one: {row.label}, {words.title(row.group)}" for row in rows]
+    lines += [f"only in the {kind} one: {words.listed(labels)} ({title})"
+              for kind, title, labels in words.only_in_one(comparison)]  # fmt: skip
     found = len(beyond_noise(comparison))
     lines.append(f"{found or 'nothing'} changed beyond the noise")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from bench_analysis import Analysis, Row, leaders
-from bench_baseline import Change
+from bench_baseline import Change, Comparison
 from bench_records import LOSSY, UNCOMPARED, WRONG, Group
 from bench_store import OK
 
@@ -16,7 +16,8 @@ DASH = "-"
 def ms(value: float | None) -> str:
     if value is None:
         return DASH
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f} ms"
 
 
 def gib(value: float | None) -> str:
@@ -100,40 +101,54 @@ def progress(analysis: Analysis) -> list[str]:
 
 
 def environment(analysis: Analysis) -> str:
-    """Return versions, machine and launcher in one line."""
-    known = dict(analysis.conditions)
-    words = [f"{name} {known.pop(name)}" for name in ("torch", "python", "deepspeed")
-             if name in known]  # fmt: skip
-    where = [known.get("gpu"), f"{known.get('cores')} cores", known.get("system")]
-    where += [known.get("processor")]
-    how = f"{known.get('device')} with {known.get('backend', 'no backend')}"
-    how += f", ranks started by {known.get('launcher')}"
-    return ", ".join([*words, " ".join(word for word in where if word), how])
+    """Return versions, machine and launcher in one line, as far as the results say them."""
+    known = analysis.conditions
+    names = ("torch", "python", "deepspeed")
+    said = [f"{name} {known[name]}" for name in names if name in known]
+    cores = f"{known['cores']} cores" if "cores" in known else None
+    machine = (known.get("gpu"), cores, known.get("system"), known.get("processor"))
+    said.append(" ".join(word for word in machine if word))
+    if "device" in known:
+        said.append(f"{known['device']} with {known.get('backend', 'no backend')}")
+    said.append(f"ranks started by {known.get('launcher', 'nothing')}")
+    return ", ".join(word for word in said if word)
 
 
 def noise(analysis: Analysis) -> str:
-    """Say how wide the noise is, of which strategy, and what follows for ranks."""
-    found = analysis.noise
-    if found.width is None:
+    """Say how wide the noise is on each link, of which strategy, and what follows for ranks."""
+    if analysis.noise.width is None:
         return "noise: unknown, since nothing ran twice; no ranks without it: use --repeats 3"
-    repeats = f"{found.row.timed_repeats} repeats of {found.row.label}"
-    where = f" on {found.row.group.world_size} ranks" if found.row.group.world_size != 1 else ""
-    return (f"noise: {percent(found.width)}, the spread of {repeats}{where}; strategies that are "
-            "closer share a rank")  # fmt: skip
+    lines = []
+    for link, found in analysis.noise_of_link.items():
+        head = f"noise over {link}" if link else "noise"
+        if found.width is None:
+            lines.append(f"{head}: unknown, since nothing ran twice there")
+            continue
+        repeats = f"{found.row.timed_repeats} repeats of {found.row.label}"
+        ranks = found.row.group.world_size
+        where = f" on {ranks} ranks" if ranks != 1 else ""
+        lines.append(f"{head}: {percent(found.width)}, the spread of {repeats}{where}")
+    return "\n".join(lines) + "; strategies that are closer share a rank"
 
 
-def winners(rows: Sequence[Row], width: float | None) -> str | None:
+def winners(rows: Sequence[Row], analysis: Analysis) -> str | None:
     """Say which strategies of a group are fastest, as far as the noise tells; None without."""
     ranked = [row for row in rows if row.rank]
     if not ranked:
         return None
-    first = leaders(ranked, width)
+    first = leaders(ranked, analysis.noise_of_link[rows[0].group.link].width)
     names = [row.label for row in first]
     if len(first) == len(ranked):
         return f"no difference beyond the noise: {listed(names)}"
     if len(first) == 1:
         return f"fastest beyond the noise: {names[0]}"
     return f"fastest, and not told apart: {listed(names)}"
+
+
+def witnesses(rows: Iterable[Row]) -> str | None:
+    """Say with what losses were compared, where that is not one process; None otherwise."""
+    found = {row.verdict.words for row in rows if row.verdict.ranked} - {""}
+    return f"losses compared with {listed(sorted(found))}: no single process" if found else None
 
 
 def unfit(rows: Iterable[Row]) -> list[Row]:
@@ -156,6 +171,15 @@ def conclusion(analysis: Analysis) -> str:
     shared = f"CPU ranks share {known.get('cores', 'the')} cores"
     return (f"{shared}: times show overhead, not the speed of GPUs; bytes, calls and losses hold "
             "anywhere.")  # fmt: skip
+
+
+def only_in_one(comparison: Comparison) -> list[tuple[str, str, list[str]]]:
+    """Return ("new" or "old", title, strategies) of what only one of two sweeps has."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for kind, rows in (("new", comparison.only_new), ("old", comparison.only_old)):
+        for row in rows:
+            found.setdefault((kind, title(row.group)), []).append(row.label)
+    return [(*key, labels) for key, labels in found.items()]
 
 
 def listed(words: Sequence[str]) -> str:

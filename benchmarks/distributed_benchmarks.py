@@ -40,7 +40,7 @@ def list_strategies(args: argparse.Namespace) -> int:
     rows = []
     for strategy in bench_strategies.load(args.strategies_file).values():
         kind = "" if strategy.exact else " (lossy)"
-        rows.append((strategy.name, strategy.does + kind, strategy.world_sizes, strategy.script))
+        rows.append((strategy.name, strategy.does + kind, strategy.world_sizes, strategy.path.name))
     headers = ("strategy", "what it does", "world sizes", "script")
     print(tabulate(rows, headers, disable_numparse=True))
     return 0

@@ -34,7 +34,7 @@ from dist_common import cli, ranks
 
 REPO = Path(__file__).resolve().parent.parent
 # A script finds the helper files of its folder there; their names are unique in the repository.
-sys.path += [str(folder) for folder in sorted(REPO.glob("0*-*"))]
+sys.path += [str(folder) for folder in [*sorted(REPO.glob("0*-*")), REPO / "benchmarks"]]
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
 # Pages show the CPU's output, and CUDA survives no fork: a test that wants GPUs starts a command
 # with CUDA_VISIBLE_DEVICES=GPUS.

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import bench_link
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import fork_ranks, free_port, load_script, results_of
 
+import bench_link
 from dist_common import cli
 
 full = pytest.mark.full

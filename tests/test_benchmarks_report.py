@@ -192,6 +192,42 @@ def test_verdicts(tmp_path, changes, kind):
     bench_tables.text(analysis)
 
 
+def test_where_one_process_cannot_train_most_strategies_stand_for_it(tmp_path):
+    """As for a model that fits on no single device; two strategies alone decide nothing."""
+    losses = {"ddp": 3.2500, "fsdp": 3.2501, "zero": 3.2502, "sabotaged": 3.9}
+    lines = [
+        line
+        for number, (name, loss) in enumerate(losses.items())
+        for line in repeated(name, 80 + 20 * number, 81 + 20 * number, final_loss=loss)
+    ]
+    analysis = analysis_of(tmp_path, *lines)
+    kinds = {name: kind for name, (kind, _) in verdicts_of(analysis).items()}
+    assert kinds == {"ddp": "ok", "fsdp": "ok", "zero": "ok", "sabotaged": "wrong"}
+    assert ranks_of(analysis) == {"ddp": "1", "fsdp": "2", "zero": "3", "sabotaged": ""}
+    text = bench_tables.text(analysis)
+    assert "losses compared with the median of 4 strategies: no single process" in text
+    assert "from the median of 4 strategies, 0.001 allowed" in text
+    few = analysis_of(tmp_path, *lines[:4])
+    assert {kind for kind, _ in verdicts_of(few).values()} == {"no reference"}
+
+
+def test_each_link_has_a_noise_of_its_own(tmp_path):
+    """A noisy single process and a fast network say nothing about times behind a slow link."""
+    slow = {"link": "100mbit"}
+    lines = [
+        *repeated("single", 50, 150), *repeated("ddp", 60, 70), *repeated("fsdp", 61, 71),
+        *repeated("ddp", 300, 306, **slow), *repeated("fsdp", 600, 606, **slow),
+    ]  # fmt: skip
+    analysis = analysis_of(tmp_path, *lines)
+    assert analysis.noise.width == pytest.approx(2.0)
+    assert analysis.noise_of_link["100mbit"].width == pytest.approx(0.02)
+    behind = [rows for rows in analysis.groups if rows[0].group.link == "100mbit"]
+    assert [[row.rank for row in rows] for rows in behind] == [["1", "2"]]
+    text = bench_tables.text(analysis)
+    assert "noise: 200%" in text and "noise over 100mbit: 2%" in text
+    assert "fastest beyond the noise: ddp" in text
+
+
 def test_in_16_bits_a_loss_may_differ_more(tmp_path):
     half = {"precision": "bf16-mixed"}
     lines = [record("single", 100, **half), record("ddp", 80, final_loss=3.265, **half)]
@@ -208,7 +244,7 @@ def test_a_script_that_ran_on_other_ranks_is_wrong(tmp_path):
     line = record("ddp", 80)
     line["results"]["world_size"] = 1
     verdict = verdicts_of(analysis_of(tmp_path, *REFERENCE, line))["ddp"]
-    assert verdict == ("wrong", "ran on 1 ranks instead of 2")
+    assert verdict == ("wrong", "its world size was 1 instead of 2")
 
 
 def test_failures_are_shown_with_their_reasons(tmp_path):
@@ -221,6 +257,30 @@ def test_failures_are_shown_with_their_reasons(tmp_path):
     said = bench_tables.text(analysis)
     assert f"fsdp: failed: {reason}" in said and "pp: skipped: 2 layers for 3 stages" in said
     assert "5 of 9 points, 1 failed, 1 skipped" in said
+
+
+def test_a_sweep_of_failures_is_reported(tmp_path):
+    failed = {"status": "failed", "reason": "no network"}
+    analysis = analysis_of(tmp_path, record("single", 1, **failed), record("ddp", 1, **failed))
+    assert "ddp: failed: no network" in bench_tables.text(analysis)
+    assert "None" not in bench_tables.text(analysis)
+    assert "no network" in bench_html.render(analysis, None)
+
+
+def test_collectives_have_tables_of_their_own(run_script, tmp_path):
+    side = {"size": 8, "time_us": 12.5, "p50_us": 12, "p95_us": 14, "algbw_gb_s": 0.1,
+            "busbw_gb_s": 0.1, "wrong": 0}  # fmt: skip
+    metrics = {"sweeps": {"all_reduce": [{"out_of_place": side, "in_place": side}]}}
+    line = record("comm", 1, results={"metrics": metrics, "device": "cpu"})
+    line["point"] = {"kind": "comm", "collective": "all_reduce", "world_size": 2, "link": None}
+    folder = write(tmp_path / "sweep", [line])
+    ended = report(run_script, folder)
+    assert ended.codes == [0], ended.stderr
+    assert re.search(r"^all_reduce +2 .* 12\.5 ", ended.stdout, re.M)
+    assert re.search(r">12\.5[^<]*</td>", (folder / "report.html").read_text())
+    side["wrong"] = 3
+    ended = report(run_script, write(tmp_path / "wrong", [line]))
+    assert ended.codes == [1] and "WRONG" in ended.stdout
 
 
 # what the numbers are made of

@@ -15,7 +15,7 @@ from dist_common import cli
 
 def train(args):
     accelerator = Accelerator(cpu=args.device == "cpu")
-    dataset = job.build_dataset(args, accelerator.num_processes)
+    dataset = job.build_dataset(args)
     loader = DataLoader(dataset, args.micro_batch_size, shuffle=False)
     model = job.build_model(args)
     optimizer, schedule = job.build_optimizer(model, args)

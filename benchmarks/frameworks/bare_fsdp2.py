@@ -29,7 +29,7 @@ def train(args):
     device = job.pick_device(args, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    dataset = job.build_dataset(args, world_size)
+    dataset = job.build_dataset(args)
     sampler = DistributedSampler(dataset, shuffle=False)
     loader = DataLoader(dataset, args.micro_batch_size, sampler=sampler)
     mesh = init_device_mesh(device.type, (world_size,))

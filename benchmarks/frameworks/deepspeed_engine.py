@@ -19,7 +19,7 @@ def train(args):
     device = job.pick_device(args, int(os.environ["LOCAL_RANK"]))
     deepspeed.init_distributed()
     rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-    dataset = job.build_dataset(args, world_size)
+    dataset = job.build_dataset(args)
     sampler = DistributedSampler(dataset, shuffle=False)
     loader = DataLoader(dataset, args.micro_batch_size, sampler=sampler)
     model = job.build_model(args)

@@ -16,7 +16,7 @@ from dist_common import cli
 def train(args):
     fabric = Fabric(accelerator=args.device, devices=args.world_size, strategy="ddp")
     fabric.launch()  # starts this script again, once for each other rank
-    dataset = job.build_dataset(args, fabric.world_size)
+    dataset = job.build_dataset(args)
     loader = DataLoader(dataset, args.micro_batch_size, shuffle=False)
     loader = fabric.setup_dataloaders(loader)  # puts a DistributedSampler into it
     model = job.build_model(args)

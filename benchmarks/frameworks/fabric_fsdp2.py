@@ -26,7 +26,7 @@ def train(args):
     strategy = ModelParallelStrategy(shard, args.world_size, tensor_parallel_size=1)
     fabric = Fabric(accelerator=args.device, devices=args.world_size, strategy=strategy)
     fabric.launch()  # starts this script again, once for each other rank
-    dataset = job.build_dataset(args, fabric.world_size)
+    dataset = job.build_dataset(args)
     loader = DataLoader(dataset, args.micro_batch_size, shuffle=False)
     loader = fabric.setup_dataloaders(loader)  # puts a DistributedSampler into it
     model = fabric.setup_module(job.build_model(args))  # the optimizer needs the shards

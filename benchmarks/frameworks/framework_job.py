@@ -60,14 +60,14 @@ def build_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> tuple:
     return optimizer, schedule
 
 
-def build_dataset(args: argparse.Namespace, world_size: int) -> Dataset:
-    """Return the job's sequences, shuffled: dealt to the ranks in turn, they are its batches.
+def build_dataset(args: argparse.Namespace) -> Dataset:
+    """Return the job's sequences, shuffled: dealt in turn to --world-size ranks, its batches.
 
     Shapes: an item is (inputs (T,), targets (T,)). Raises: UsageError for more than an epoch, or
     more than one micro-batch per step.
     """
-    train_set, _, _ = data.job_text(args, world_size)
-    data.settle_batch_sizes(args, world_size)
+    train_set, _, _ = data.job_text(args, args.world_size)
+    data.settle_batch_sizes(args, args.world_size)
     if args.grad_accum_steps > 1:
         raise cli.UsageError("the ports take one micro-batch per step: no --grad-accum-steps")
     order = data.ShardedSampler(len(train_set), 0, 1, args.seed).global_order()

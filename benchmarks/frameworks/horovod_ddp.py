@@ -21,7 +21,7 @@ except ImportError:
 def train(args):
     hvd.init()
     device = job.pick_device(args, hvd.local_rank())
-    dataset = job.build_dataset(args, hvd.size())
+    dataset = job.build_dataset(args)
     sampler = DistributedSampler(dataset, hvd.size(), hvd.rank(), shuffle=False)
     loader = DataLoader(dataset, args.micro_batch_size, sampler=sampler)
     model = job.build_model(args).to(device)

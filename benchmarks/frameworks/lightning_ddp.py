@@ -23,7 +23,7 @@ class Job(L.LightningModule):
 
     def train_dataloader(self):
         trainer = self.trainer
-        dataset = job.build_dataset(self.args, trainer.world_size)
+        dataset = job.build_dataset(self.args)
         sampler = DistributedSampler(
             dataset, trainer.world_size, trainer.global_rank, shuffle=False
         )

@@ -24,7 +24,7 @@ def train(config):
     """Train on one worker. Ray hands over a dictionary."""
     args = argparse.Namespace(**config)
     rank, world_size = get_context().get_world_rank(), get_context().get_world_size()
-    dataset = job.build_dataset(args, world_size)
+    dataset = job.build_dataset(args)
     loader = DataLoader(dataset, args.micro_batch_size, shuffle=False)
     loader = prepare_data_loader(loader)  # puts a DistributedSampler into it
     model = prepare_model(job.build_model(args))  # to its device, and into DDP

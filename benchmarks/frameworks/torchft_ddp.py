@@ -33,24 +33,35 @@ def mean(manager, values):
     return values
 
 
+def take_state(model, optimizer):
+    """Return what a group that joins needs."""
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def load_state(model, optimizer, state):
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
 def train(replica, args, lighthouse):
     """Train as one replica group, here of a single rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     device = job.pick_device(args, replica)
-    group = ProcessGroupNCCL() if device.type == "cuda" else ProcessGroupGloo()
+    dataset = job.build_dataset(args)
+    sampler = DistributedSampler(dataset, replica, args.world_size, 0, 1, shuffle=False)
+    loader = DataLoader(dataset, args.micro_batch_size, sampler=sampler)
+    model = job.build_model(args).to(device)
+    optimizer, schedule = job.build_optimizer(model, args)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
-        pg=group, load_state_dict=None, state_dict=None,
+        pg=ProcessGroupNCCL() if device.type == "cuda" else ProcessGroupGloo(),
+        state_dict=functools.partial(take_state, model, optimizer),
+        load_state_dict=functools.partial(load_state, model, optimizer),
         min_replica_size=args.world_size, replica_id=f"group_{replica}",
         init_sync=False,  # equal seeds; a group that fetches weights adds nothing to the first step
         rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
         lighthouse_addr=lighthouse,
     )  # fmt: skip
     manager.start_quorum()
-    dataset = job.build_dataset(args, args.world_size)
-    sampler = DistributedSampler(dataset, replica, args.world_size, 0, 1, shuffle=False)
-    loader = DataLoader(dataset, args.micro_batch_size, sampler=sampler)
-    model = job.build_model(args).to(device)
-    optimizer, schedule = job.build_optimizer(model, args)
     model = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, optimizer)
     record = job.Record("torchft_ddp", args, replica, manager.num_participants())

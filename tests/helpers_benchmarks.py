@@ -1,0 +1,99 @@
+"""What tests of sweeps share: the command in this process, and strategies that take no time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import load_script
+
+import bench_strategies
+from dist_common import cli
+
+TOOL = "benchmarks/distributed_benchmarks.py"
+# Each run adds a line to the file `runs` beside the script; rank 0 writes the results.
+FAKE = """
+import argparse, json, os, sys, time
+from pathlib import Path
+parser = argparse.ArgumentParser()
+parser.add_argument("--do", default="train")
+parser.add_argument("--loss", type=float, default=3.0)
+parser.add_argument("--output-dir")
+args, _ = parser.parse_known_args()
+rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+with open(Path(__file__).with_name("runs"), "a") as file:
+    file.write(json.dumps([args.output_dir, rank, os.getpid()]) + "\\n")
+if args.do == "hang" or (args.do == "hang once" and not Path(__file__).with_name("go").exists()):
+    time.sleep(1000)
+if args.do == "fail":
+    print("noise of a library", file=sys.stderr)
+    sys.exit("fake.py: error: no such luck")
+if args.do == "die":
+    os.kill(os.getpid(), 9)
+if args.do == "one dies" and rank == "1":
+    sys.exit("fake.py: rank 1: broken")
+if args.do == "one dies":
+    time.sleep(1000)
+if args.do == "check":
+    print("FAILED: equal weights on all ranks")
+    sys.exit(1)
+metrics = {"final_loss": args.loss, "step_times_ms": [2.0] * 20, "step_time_ms": 2.0}
+metrics |= {"tokens_per_step": 64, "peak_memory_gib": 0.1}
+text = json.dumps({"metrics": metrics, "world_size": int(os.environ.get("WORLD_SIZE", 1))})
+if args.do == "half":
+    text = text[:20]
+if rank == "0" and args.do != "nothing":
+    os.makedirs(args.output_dir)
+    Path(args.output_dir, "results.json").write_text(text)
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the strategies by one for each thing that fake.py does; return their folder."""
+    folder = tmp_path / "fakes"
+    folder.mkdir()
+    (folder / "fake.py").write_text(FAKE)
+    what = {"single": "", "wrong": "--loss 3.5", "lossy": "--loss 3.1"}
+    for name in (
+        "train",
+        "hang",
+        "hang once",
+        "fail",
+        "die",
+        "one dies",
+        "check",
+        "half",
+        "nothing",
+    ):
+        what[name.replace(" ", "-")] = f"--do '{name}'"
+    rows = [f'[{name}]\ndoes = "{name}"\nscript = "fake.py"\nflags = "{flags}"\n'
+            for name, flags in what.items()]  # fmt: skip
+    table = "".join(rows).replace('"lossy"\n', '"lossy"\nexact = false\n')
+    (folder / "strategies.toml").write_text(table)
+    monkeypatch.setattr(bench_strategies, "TABLE", folder / "strategies.toml")
+    return folder
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Run a command of the benchmark in this process; return its exit code, 2 with the error."""
+    tool = load_script(TOOL)
+
+    def run(*words: object) -> int | str:
+        monkeypatch.setattr(sys, "argv", [TOOL, *map(str, words)])
+        try:
+            return tool.main()
+        except cli.UsageError as error:
+            return str(error)
+
+    return run
+
+
+def runs_of(folder: Path) -> list[tuple[str, str, int]]:
+    """Return (point, rank, pid) of each rank that started, in order."""
+    path = folder / "runs"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(Path(output).name, rank, pid) for output, rank, pid in map(json.loads, lines)]

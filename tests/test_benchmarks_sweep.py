@@ -1,0 +1,367 @@
+"""sweep and train: order, points that fail or hang, resume, launchers, bad input."""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import REPO, run_command
+from helpers_benchmarks import TOOL, bench, fakes, runs_of  # noqa: F401
+
+import bench_launch
+import bench_points
+import bench_strategies
+from bench_settings import Settings
+from bench_store import load
+
+full = pytest.mark.full
+# pytest passes fixtures by name.
+# ruff: noqa: F811
+
+
+def plan_of(names, **settings):
+    asked = Settings(strategies=list(names), launcher="fork", device="cpu", **settings)
+    table = bench_strategies.load()
+    return bench_points.plan(asked, bench_strategies.choose(["single", *names], table))
+
+
+def records_of(folder):
+    return {record["id"]: record for record in load(folder).records}
+
+
+def gone(pids, seconds=20.0):
+    """Wait until none of the processes runs; return whether that came about."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(map(psutil.pid_exists, pids)):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# planning
+
+
+def test_strategies_alternate_and_every_second_repeat_runs_backwards():
+    points = plan_of(("ddp", "tp"), repeats=3)
+    once = ["single.w1", "ddp.w2", "tp.w2"]
+    turns = [once, once[::-1], once]
+    ids = [f"{name}#{repeat}" for repeat, names in enumerate(turns, 1) for name in names]
+    assert [point.identity for point in points] == ids
+
+
+def test_what_cannot_run_is_recorded_once_and_single_runs_once_for_all_world_sizes():
+    points = plan_of(("ddp", "tp"), world_sizes=[2, 3, 4], repeats=2)
+    ids = [point.identity for point in points]
+    assert len(set(ids)) == len(ids)
+    assert [name for name in ids if name.startswith("single")] == ["single.w1#1", "single.w1#2"]
+    reasons = {point.identity: point.reason for point in points if point.reason}
+    assert set(reasons) == {"ddp.w3#1", "tp.w3#1", "tp.w4#1"}
+    assert reasons["ddp.w3#1"].startswith("a global batch of 16 sequences cannot be dealt to 3")
+
+
+def test_ids_name_what_differs_and_nothing_else():
+    points = plan_of(("ddp",), presets=["tiny", "124m"], precisions=["32-true", "bf16-mixed"],
+                     links=["none", "100mbit"], repeats=1)  # fmt: skip
+    ids = {point.identity for point in points}
+    assert "ddp.w2.124m.bf16-mixed.100mbit#1" in ids and len(ids) == len(points) == 12
+    assert {point.link for point in points if point.strategy.name == "single"} == {None}
+
+
+def test_weak_scaling_has_a_reference_for_each_global_batch():
+    points = plan_of(("ddp",), world_sizes=[2, 4], scaling="weak", repeats=1, micro_batch_size=8)
+    batches = {p.identity: (p.global_batch_size, p.micro_batch_size, p.grad_accum_steps)
+               for p in points}  # fmt: skip
+    assert batches == {
+        "single.w1.b32#1": (32, 8, 4), "ddp.w2.b32#1": (32, 8, 2),
+        "single.w1.b64#1": (64, 8, 8), "ddp.w4.b64#1": (64, 8, 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["quick", "one_node", "slurm"])
+def test_shipped_sweeps_can_be_planned_and_a_dry_run_starts_nothing(bench, capsys, name):
+    shipped = f"benchmarks/{name}.toml"
+    folder = next(iter(REPO.glob("benchmarks"))) / f"{name}-not-made"
+    assert bench("sweep", "--config", REPO / shipped, "--dry-run", "--output-dir", folder) == 0
+    *commands, last = capsys.readouterr().out.splitlines()
+    assert re.match(rf"{len(commands)} points.*; nothing was started$", last)
+    assert all(re.match(r"\S+: (torchrun|python|skipped:) ", line) for line in commands)
+    assert not folder.exists()
+
+
+# running
+
+
+def test_whatever_becomes_of_a_point_the_sweep_goes_on(bench, fakes, tmp_path, capsys):
+    names = ("train", "lossy", "fail", "die", "one-dies", "check", "half", "nothing", "hang")
+    code = bench("sweep", "--strategies", *names, "--repeats", 1, "--timeout", 4,
+                 "--output-dir", tmp_path / "out")  # fmt: skip
+    assert code == 1
+    records = records_of(tmp_path / "out")
+    ended = {name.split(".")[0]: (r["status"], r["reason"]) for name, r in records.items()}
+    assert ended == {
+        "single": ("ok", None),
+        "train": ("ok", None),
+        "lossy": ("ok", None),
+        "fail": ("failed", "no such luck"),
+        "die": ("failed", "exit code -9, without a word"),
+        "one-dies": ("failed", "rank 1: broken"),
+        "check": ("failed", "its own check failed: equal weights on all ranks"),
+        "half": ("failed", "exit code 0, but its results.json has no metrics.final_loss "
+                           "(JSONDecodeError)"),
+        "nothing": ("failed", "exit code 0, but it wrote no results.json"),
+        "hang": ("timeout", "timeout after 4 s"),
+    }  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "fail.w2#1: failed: no such luck (points/fail.w2#1/log.txt)" in printed
+    assert "FAILED: 7 points" in printed
+    log = tmp_path / "out/points/fail.w2#1/log.txt"
+    assert "noise of a library" in log.read_text()
+    assert gone([pid for _, _, pid in runs_of(fakes)])
+    assert sorted(path.name for path in log.parent.parent.iterdir()) == sorted(records)
+    assert records["train.w2#1"]["results"]["world_size"] == 2
+    assert "torchrun --standalone --nproc-per-node=2" in records["train.w2#1"]["command"]
+
+
+def test_a_wrong_loss_is_the_sweep_s_exit_code(bench, fakes, tmp_path, capsys):
+    words = ("sweep", "--repeats", 1, "--strategies")
+    assert bench(*words, "train", "lossy", "--output-dir", tmp_path / "right") == 0
+    assert bench(*words, "train", "wrong", "--output-dir", tmp_path / "wrong") == 1
+    assert re.search(r"^wrong .* WRONG \+0\.5$", capsys.readouterr().out, re.M)
+
+
+def test_finished_points_are_not_repeated_and_failed_ones_when_asked(bench, fakes, tmp_path):
+    words = ("sweep", "--strategies", "train", "hang-once", "--repeats", 1, "--timeout", 4,
+             "--output-dir", tmp_path / "out")  # fmt: skip
+    assert bench(*words) == 1
+    first = [name for name, rank, _ in runs_of(fakes) if rank == "0"]
+    assert first == ["single.w1#1", "train.w2#1", "hang-once.w2#1"]
+    assert bench(*words) == 1, "one failed, and is not run again"
+    assert len(runs_of(fakes)) == 5
+    (fakes / "go").touch()
+    assert bench(*words, "--retry-failed") == 0
+    assert [name for name, rank, _ in runs_of(fakes)][5:] == ["hang-once.w2#1"] * 2
+
+
+def test_a_folder_of_another_sweep_is_refused(bench, fakes, tmp_path):
+    words = ("sweep", "--strategies", "train", "--repeats", 1, "--output-dir", tmp_path / "out")
+    assert bench(*words) == 0
+    before = (tmp_path / "out/results.jsonl").read_bytes()
+    refused = bench(*words, "--max-steps", 30, "--seed", 1)
+    assert "another sweep's results: max_steps (20 there, 30 here), seed (0 there" in refused
+    assert (tmp_path / "out/results.jsonl").read_bytes() == before
+    assert bench(*words, "--timeout", 50) == 0, "no result depends on it"
+
+
+SWEEP = """
+import sys
+sys.path[:0] = {paths!r}
+import bench_strategies, distributed_benchmarks, pathlib
+bench_strategies.TABLE = pathlib.Path({table!r})
+sys.argv = ["distributed_benchmarks.py", *sys.argv[1:]]
+distributed_benchmarks.cli.run(distributed_benchmarks.main)
+"""
+
+
+@full
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+def test_a_killed_sweep_s_ranks_end_and_it_resumes(fakes, tmp_path, launcher):
+    paths = [str(REPO / "benchmarks"), str(REPO)]
+    program = SWEEP.format(paths=paths, table=str(fakes / "strategies.toml"))
+    command = [sys.executable, "-c", program, "sweep", "--strategies", "train", "hang-once",
+               "--launcher", launcher, "--device", "cpu", "--repeats", "1",
+               "--output-dir", str(tmp_path / "out")]  # fmt: skip
+
+    def kill_while_it_hangs(pid):
+        deadline = time.monotonic() + 120
+        while len(runs_of(fakes)) < 5 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+
+    ended = run_command(command, tmp_path, 180, kill_while_it_hangs)
+    assert ended.codes == [-signal.SIGKILL], ended.stdout + ended.stderr
+    assert len(runs_of(fakes)) == 5 and gone([pid for _, _, pid in runs_of(fakes)])
+    assert set(records_of(tmp_path / "out")) == {"single.w1#1", "train.w2#1"}
+    (fakes / "go").touch()
+    ended = run_command(command, tmp_path, 180)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "2 points have a record already, 1 to go" in ended.stdout
+    assert [name for name, _, _ in runs_of(fakes)][5:] == ["hang-once.w2#1"] * 2
+    assert len(records_of(tmp_path / "out")) == 3
+
+
+@full
+def test_a_killed_real_sweep_completes_without_repeating_a_point(tmp_path):
+    words = ["python", TOOL, "sweep", "--strategies", "ddp", "fsdp-full", "--repeats", "2"]
+    words += ["--seq-len", "16", "--max-steps", "8", "--output-dir", str(tmp_path / "out")]
+
+    def kill_after_two_points(pid):
+        results = tmp_path / "out/results.jsonl"
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
+            if results.exists() and len(results.read_text().splitlines()) >= 2:
+                break
+            time.sleep(0.05)
+        children = psutil.Process(pid).children(recursive=True)
+        os.kill(pid, signal.SIGKILL)
+        assert gone([child.pid for child in children])
+
+    run_command(words, REPO, 300, kill_after_two_points)
+    before = (tmp_path / "out/results.jsonl").read_text()
+    ended = run_command(words, REPO, 300)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    text = (tmp_path / "out/results.jsonl").read_text()
+    ids = [json.loads(line)["id"] for line in text.splitlines()]
+    assert text.startswith(before) and len(ids) == len(set(ids)) == 6
+
+
+# launchers
+
+
+@full
+@pytest.mark.parametrize(("what", "code"), [("train", 0), ("one dies", 1), ("hang", None)])
+def test_torchrun_starts_ranks_and_leaves_none(fakes, tmp_path, what, code):
+    words = ["--do", what, "--output-dir", str(tmp_path / "out")]
+    script = str(fakes / "fake.py")
+    timeout_s = 60 if code is not None else 20
+    ended = bench_launch.start("torchrun", script, words, 2, tmp_path / "launch", timeout_s)
+    assert ended.code == code, ended.err
+    assert {rank for _, rank, _ in runs_of(fakes)} == {"0", "1"}
+    assert gone([pid for _, _, pid in runs_of(fakes)])
+
+
+SRUN = """#!/bin/bash
+echo "$@" >> {log}
+while [[ $1 == -* ]]; do [[ $1 == --ntasks=* ]] && tasks="${{1#*=}}"; shift; done
+for ((task = 0; task < tasks; task++)); do SLURM_PROCID=$task "$@" & done
+wait -n; code=$?; wait; exit $code
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Be a job of two nodes with two tasks each, in which srun runs all tasks here."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "srun").write_text(SRUN.format(log=tmp_path / "srun.log"))
+    (folder / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    job = {"JOB_ID": "7", "NTASKS": "4", "TASKS_PER_NODE": "2(x2)", "CPUS_PER_TASK": "3"}
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    return tmp_path / "srun.log"
+
+
+def test_inside_a_slurm_job_srun_starts_the_ranks(bench, fakes, slurm, tmp_path):
+    words = ("sweep", "--strategies", "train", "fail", "--repeats", 1, "--timeout", 30,
+             "--world-sizes", 2, 3, 4, 8, "--output-dir", tmp_path / "out")  # fmt: skip
+    assert bench(*words) == 1
+    records = records_of(tmp_path / "out")
+    ended = {name: (r["status"], r["reason"]) for name, r in records.items()}
+    assert ended["train.w4#1"] == ("ok", None) and ended["single.w1#1"] == ("ok", None)
+    assert ended["fail.w2#1"] == ("failed", "no such luck")
+    assert ended["train.w8#1"][1] == "8 ranks need as many tasks, and this SLURM job has 4"
+    assert "cannot be dealt to" in ended["train.w3#1"][1]
+    line = next(line for line in slurm.read_text().splitlines() if "train.w4#1" in line)
+    flags = "--nodes=2 --ntasks=4 --ntasks-per-node=2 --kill-on-bad-exit=1 --cpus-per-task=3"
+    assert line.startswith(flags)
+    assert records["train.w4#1"]["command"].startswith(f"srun {flags} python ")
+    assert {rank for name, rank, _ in runs_of(fakes) if name == "train.w4#1"} == set("0123")
+
+
+def test_auto_takes_srun_then_torchrun_then_forks(monkeypatch):
+    monkeypatch.setattr(bench_launch, "visible_gpus", lambda: 8)
+    assert bench_launch.resolve("auto", "auto") == ("torchrun", "cuda")
+    assert bench_launch.resolve("auto", "cpu") == ("fork", "cpu")
+    assert "16 ranks need as many GPUs" in bench_launch.why_not("torchrun", "cuda", 16)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert bench_launch.resolve("auto", "auto") == ("srun", "auto")
+    monkeypatch.delenv("SLURM_JOB_ID")
+    monkeypatch.setattr(bench_launch, "visible_gpus", lambda: 0)
+    assert bench_launch.resolve("auto", "auto") == ("fork", "cpu")
+
+
+# train
+
+
+def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fakes, capsys):
+    assert bench("train", "train") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "OK: loss 3.0000 after 20 steps" and lines[-2].split()[-1] == "yes"
+    assert any(line.startswith("step ") and "of 17 steps" in line for line in lines)
+    assert bench("train", "lossy") == 0
+    assert bench("train", "train", "--no-reference") == 0
+    assert "compared with no other" in capsys.readouterr().out
+    assert bench("train", "wrong") == 1
+    wrong = capsys.readouterr().out.splitlines()[-1]
+    assert wrong == "FAILED: loss +0.5 from one process, 0.001 allowed"
+    assert bench("train", "fail") == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAILED: no such luck"
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "ddd"], "unknown strategy ddd: did you mean ddp? There are single, ddp, "),
+        (["train", "ddp", "--world-size", 1], "ddp cannot use 1 rank, it needs 2 or more: one"),
+        (["train", "single"], "single cannot use 2 ranks, it needs 1: it is one process"),
+        (["train", "tp", "--world-size", 4], "tp cannot cut the 2 key and value heads of tiny"),
+        (["train", "ddp", "--world-size", 3], "16 sequences cannot be dealt to 3 data-parallel"),
+        (["train", "ddp", "--preset", "tinny"], "there is no tinny: did you mean tiny? Allowed: "),
+        (["sweep", "--presets", "tiny", "13b"], "presets: there is no 13b"),
+        (["sweep", "--precisions", "fp8"], "precisions: there is no fp8"),
+        (["sweep", "--strategies", "fsdp-grad"], "did you mean fsdp-grad-op?"),
+        (["sweep", "--world-sizes", 0], "must be a whole number of at least 1, not '0'"),
+        (["sweep", "--links", "fast"], "links must be like 100mbit or 1gbit, not 'fast', or none"),
+        (["sweep", "--links", "1gbit", "--launcher", "torchrun"], "links need --launcher fork"),
+        (["sweep", "--seq-len", 512], "--seq-len must be at most 256"),
+        (["sweep", "--max-steps", 3], "untimed_steps 3 of max_steps 3 leave none to time"),
+        (["sweep", "--config", "gone.toml"], "gone.toml: No such file or directory"),
+        (["sweep", "--launcher", "srun"], "--launcher srun works inside a SLURM job"),
+        (["sweep", "--device", "cuda"], "nvidia-smi lists no GPU here: use --device cpu"),
+        (["sweep", "--launcher", "fork", "--device", "cuda"], "--launcher fork is for the CPU"),
+        (["swep"], "invalid choice: 'swep'"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(bench, tmp_path, capsys, words, says):
+    folder = ["--output-dir", tmp_path / "new"] if words[0] in ("sweep", "train") else []
+    assert says in bench(*words, *folder)
+    assert not capsys.readouterr().out and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("repeat = 3", "sweep.toml: unknown key repeat: did you mean repeats?"),
+        ('repeats = "3"', "sweep.toml: repeats must be a whole number, not '3'"),
+        ("repeats = 0", "sweep.toml: repeats must be above 0"),
+        ("world_sizes = 2", "sweep.toml: world_sizes must be a list, each a whole number, not 2"),
+        ('world_sizes = [2, "4"]', "world_sizes must be a list, each a whole number"),
+        ("world_sizes = []", "sweep.toml: world_sizes is empty"),
+        ("lr = true", "sweep.toml: lr must be a number, not True"),
+        ('scaling = "strog"', "scaling: there is no strog: did you mean strong?"),
+        ("repeats = = 3", "sweep.toml is not valid TOML: "),
+        ('strategies_file = "gone.toml"', "gone.toml: No such file or directory"),
+    ],
+)
+def test_a_wrong_file_is_refused(bench, tmp_path, text, says):
+    (tmp_path / "sweep.toml").write_text(text)
+    refused = bench("sweep", "--config", tmp_path / "sweep.toml", "--output-dir", tmp_path / "new")
+    assert says in refused and not (tmp_path / "new").exists()
+
+
+def test_flags_win_over_the_file(bench, fakes, tmp_path):
+    (tmp_path / "sweep.toml").write_text('strategies = ["fail"]\nrepeats = 5\nmax_steps = 30\n')
+    words = ("--strategies", "train", "--repeats", 1, "--output-dir", tmp_path / "out")
+    assert bench("sweep", "--config", tmp_path / "sweep.toml", *words) == 0
+    settings = load(tmp_path / "out").settings
+    assert (settings["strategies"], settings["repeats"]) == (["single", "train"], 1)
+    assert settings["max_steps"] == 30
+    assert settings["points"] == ["single.w1#1", "train.w2#1"]
