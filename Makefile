@@ -13,7 +13,6 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 COMPARED := runs/frameworks-$(shell date +%Y%m%d-%H%M%S)
 BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
-BENCHMARKS := $(BIN)/python benchmarks/distributed_benchmarks.py
 
 .PHONY: help quickstart bench frameworks test test-all lint install
 
@@ -51,8 +50,8 @@ quickstart: $(STAMP)
 	@echo "            (the same global batch on twice the processes: compare the losses)"
 
 bench: $(STAMP)
-	$(BENCHMARKS) sweep --config benchmarks/quick.toml --output-dir $(BENCH)
-	$(BENCHMARKS) report $(BENCH)
+	$(BIN)/python benchmarks/distributed_benchmarks.py sweep --config benchmarks/quick.toml \
+	  --output-dir $(BENCH)
 
 frameworks: $(FRAMEWORKS)/.installed
 	$(BIN)/python benchmarks/compare_frameworks.py --output-dir $(COMPARED)

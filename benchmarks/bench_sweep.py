@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         run_points(points, settings, store, args.retry_failed)
     analysis = analyse([store.sweep])
     print(f"\n{bench_report.text(analysis, None)}")
-    print(f"\nresults: {store.folder}; figures and a page: {report_command(store.folder)}")
+    written = [path.name for path in bench_report.write(store.folder, analysis, None)]
+    print(f"\nresults in {store.folder}: {', '.join(written)}")
     failed = [r for r in store.sweep.records if r["status"] in (FAILED, TIMEOUT)]
     if failed:
         again = "--retry-failed runs them once more"
@@ -112,11 +113,6 @@ def count_of(points: Sequence[Point]) -> str:
     """Return how many points there are, and how many of them cannot run."""
     skipped = Counter(point.reason is not None for point in points)[True]
     return f"{len(points)} points" + (f", {skipped} of them cannot run" if skipped else "")
-
-
-def report_command(folder: Path) -> str:
-    """Return the line that draws the report."""
-    return f"python benchmarks/distributed_benchmarks.py report {folder}"
 
 
 def say(line: str) -> None:

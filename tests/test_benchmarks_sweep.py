@@ -298,7 +298,7 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
     assert "compared with no other" in capsys.readouterr().out
     assert bench("train", "wrong") == 1
     wrong = capsys.readouterr().out.splitlines()[-1]
-    assert wrong == "FAILED: loss +0.5 from one process, 0.001 allowed"
+    assert wrong == "FAILED: loss +0.5 from one process, 0.0001 allowed"
     assert bench("train", "fail") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED: no such luck"
 

@@ -217,10 +217,11 @@ def test_the_readme_shows_the_commands_that_make_runs(copy):
 
     shown = [words(command) for step in steps(read("README.md"))
              for _, command in commands(step.commands)]  # fmt: skip
-    for goal in ("quickstart", "test", "test-all"):
+    for goal in ("quickstart", "bench", "test", "test-all"):
         planned = run_command(["make", "--dry-run", goal], copy, 60)
         lines = planned.stdout.replace("\\\n", " ").splitlines()
-        tools = r"(\w+=\S+ )*(\.venv/bin/)?(torchrun|(python -m )?pytest|ruff|codespell)\b"
+        named = r"torchrun|(python -m )?pytest|ruff|codespell|python benchmarks/"
+        tools = rf"(\w+=\S+ )*(\.venv/bin/)?({named})"
         own = [words(line) for line in lines if re.match(tools, line.strip())]
         assert own, f"make {goal}: {planned.stdout}{planned.stderr}"
         missing = [" ".join(step) for step in own if step not in shown]
