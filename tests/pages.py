@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from conftest import REPO, Ended, compiled, run_command
 from matplotlib import image as png
 from outputs import difference
 
+FRAMEWORKS = ".venv-frameworks"  # what `make frameworks` installs
 DEADLINE_S = 300  # of one command, for a hang: ten times what the slowest takes on a quiet machine
 
 
@@ -32,7 +34,13 @@ def files_of_the_repository() -> list[str]:
     )  # fmt: skip
     if asked.returncode == 0:
         return [path for path in asked.stdout.splitlines() if (REPO / path).exists()]
-    made = {".venv", "runs", "data", "__pycache__"}  # a copy without git, from an archive
+    made = {
+        ".venv",
+        FRAMEWORKS,
+        "runs",
+        "data",
+        "__pycache__",
+    }  # a copy without git, from an archive
     files = (path.relative_to(REPO) for path in REPO.rglob("*") if path.is_file())
     return [str(path) for path in files if not made & set(path.parts)]
 
@@ -74,7 +82,7 @@ class Step:
         return f"<!-- {comment} -->" in self.commands.lead
 
     def needs(self) -> str | None:
-        """Return the operation of DeepSpeed that has to be compiled for this."""
+        """Return the operation of DeepSpeed that has to be compiled for this, or `frameworks`."""
         named = re.search(r"<!-- needs: (\w+) -->", self.commands.lead)
         return named[1] if named else None
 
@@ -82,8 +90,13 @@ class Step:
         """Say why this machine cannot run these commands; None where it can."""
         if self.recorded:
             return "recorded on another machine"
-        op = self.needs()
-        return None if op is None or compiled(op) else f"{op} is not compiled"
+        needed = self.needs()
+        if needed == "frameworks":
+            there = any(
+                (folder / FRAMEWORKS).exists() for folder in (Path(sys.prefix).parent, REPO)
+            )
+            return None if there else f"{FRAMEWORKS} is not there: make frameworks"
+        return None if needed is None or compiled(needed) else f"{needed} is not compiled"
 
     def fails(self) -> bool:
         """Say whether the paragraph before the commands names an exit code other than 0."""

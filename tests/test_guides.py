@@ -9,7 +9,7 @@
   `torchrun --standalone --nproc-per-node=N SCRIPT` or `python SCRIPT`, or a shell's own like mkdir.
   A later command that names the same folder of runs/ is left out with it.
 - A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's OP has not
-  been compiled, which takes minutes.
+  been compiled, which takes minutes; after <!-- needs: frameworks -->, without their environment.
 - <!-- recorded: FILE --> before a ```text block: it was printed on another machine, and stands as
   "output" in that JSON file, beside machine, versions and date. Commands right before are not run.
 - An image is followed by <!-- drawn by the command above: PATH -->, the file it is a copy of; with
@@ -151,6 +151,7 @@ FLAGS_OF_OTHER_TOOLS = """
     pip: --upgrade --index-url --extra-index-url --requirement
     ruff: --check --fix
     pytest: --dist --durations --numprocesses
+    accelerate: --cpu --num_processes
     py-spy: --pid --native --locals
     deepspeed: --num_gpus --num_nodes --hostfile --master_addr --master_port --include --exclude
         --bind_cores_to_rank
