@@ -23,15 +23,17 @@ EVERY_S = 0.02
 
 
 made_groups: list[str] = []  # what this rank called new_group with
+writing = threading.Lock()
 
 
 def write_notes(file: Path) -> None:
     """Write the flight recorder's notes, and the groups made, whole or not at all."""
-    # With the stacks it takes seconds, since PyTorch loads its compiler to read them.
-    notes = torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False)
-    partial = file.with_suffix(".partial")
-    partial.write_bytes(pickle.dumps((pickle.loads(notes)["entries"], list(made_groups))))
-    partial.replace(file)
+    with writing:  # the thread, or the end of the script
+        # With the stacks it takes seconds, since PyTorch loads its compiler to read them.
+        notes = torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False)
+        partial = file.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps((pickle.loads(notes)["entries"], list(made_groups))))
+        partial.replace(file)
 
 
 @dataclass

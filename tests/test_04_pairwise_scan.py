@@ -204,7 +204,9 @@ def test_a_paced_socket_is_named(run_script, tmp_path, rank):
     )  # fmt: skip
     assert ended.codes == [0] * 3 and ended.stderr == "", ended.stdout + ended.stderr
     found = results_of(tmp_path / "run")["metrics"]["slow"]
-    assert [(slow["what"], slow["direction"]) for slow in found] == [(f"rank {rank}", SENDS)]
+    named = [(slow["what"], slow["direction"]) for slow in found]
+    assert named[0] == (f"rank {rank}", SENDS), named  # then, on a busy machine, perhaps a pair
+    assert not any(what.startswith("rank") and "->" not in what for what, _ in named[1:]), named
 
 
 def scan_a_cluster(run_script, folder, mbit, card_of_rank, node_of_rank, iters=1):
