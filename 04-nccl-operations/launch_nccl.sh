@@ -1,33 +1,75 @@
 #!/usr/bin/env bash
-# Start a script of this module on this machine, on several, or under SLURM.
+# Start a script of this module on this machine, on several, or under SLURM; or print a job file.
 #
 #   launch_nccl.sh local       [SCRIPT] [--nproc-per-node N] [--dry-run] [arguments of the script]
 #   launch_nccl.sh multi-node  [SCRIPT] --nnodes N --rdzv-endpoint HOST:PORT [--nproc-per-node N] ...
 #   launch_nccl.sh slurm       [SCRIPT] --nnodes N --nproc-per-node N [--cpus-per-task N] ...
+#   launch_nccl.sh sbatch      [SCRIPT] [--nnodes N] [--nproc-per-node N] [--cpus-per-task N] ...
 #
-#   SCRIPT       bandwidth_test.py (default), collective_ops.py, point_to_point.py or topology.py
-#   --ifname NAME   NCCL and gloo meet at that interface, on every machine
-#   --nccl-debug    NCCL says what it finds and chooses: NCCL_DEBUG=INFO, a file for each rank
+#   SCRIPT       bandwidth_test.py (default), pairwise_scan.py, collective_ops.py,
+#                point_to_point.py, interfaces.py or doctor.py
+#   sbatch       prints a file to adapt and to submit (2 nodes x 8 tasks x 12 cores unless said)
+#   --ifname NAME            NCCL and gloo meet at that interface, on every machine
+#   --nccl-debug             NCCL says what it finds and chooses: a file for each rank
+#   --container-image IMAGE  sbatch: run inside it (pyxis and enroot)
 source "$(dirname "$0")/../launch.sh"
 
-value_flags+=" --ifname"
+value_flags+=" --ifname --container-image"
 switches+=" --nccl-debug"
 least_gpus=2 # a collective of one rank sends nothing
 script=bandwidth_test.py
-read_mode "local, multi-node or slurm" "$@"
+read_mode "local, multi-node, slurm or sbatch" "$@"
 shift
 if [[ ${1:-} == *.py ]]; then
   script="$1"
   shift
 fi
-[[ $script =~ ^(bandwidth_test|collective_ops|point_to_point|topology).py$ ]] \
-  || fail "$script is none of bandwidth_test.py, collective_ops.py, point_to_point.py, topology.py"
+[[ $script =~ ^(bandwidth_test|pairwise_scan|collective_ops|point_to_point|interfaces|doctor).py$ ]] \
+  || fail "$script is none of bandwidth_test.py, pairwise_scan.py, collective_ops.py," \
+    "point_to_point.py, interfaces.py, doctor.py"
 read_arguments "$@"
 [[ ${nproc_per_node:-1} =~ ^[1-9][0-9]*$ ]] \
   || fail "--nproc-per-node must be a whole number of at least 1, not '$nproc_per_node'"
+[[ -z $container_image || $mode == sbatch ]] || fail "--container-image goes with sbatch"
+job_file=""
+if [[ $mode == sbatch ]]; then
+  mode=slurm
+  job_file=yes
+  : "${nnodes:=2}" "${nproc_per_node:=8}" "${cpus_per_task:=12}"
+fi
 check_counts
 [[ -z $ifname ]] || variables+=(NCCL_SOCKET_IFNAME="=$ifname" GLOO_SOCKET_IFNAME="$ifname")
 [[ -z $nccl_debug ]] || variables+=(NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,BOOTSTRAP,NET,ENV
   NCCL_DEBUG_FILE=nccl-%h-%p.log)
 compose nccl "$here/$script"
-run
+[[ -n $job_file ]] || run
+
+cat <<END
+#!/usr/bin/env bash
+# Submit from the top of the repository, in the environment of this guide: sbatch THIS_FILE
+#SBATCH --job-name=nccl
+$(printf '#SBATCH %s\n' "${resources[@]}")
+# No other job's traffic in the figures:
+#SBATCH --exclusive
+#SBATCH --time=00:30:00
+#SBATCH --output=nccl-%j.out
+set -euo pipefail
+export $(quoted "${variables[@]}")
+
+# In a container (pyxis and enroot) the image must see the repository and what the host says of
+# itself: NCCL's settings, and on a virtual machine the file that NCCL_TOPO_FILE names.
+image=$(quoted "$container_image")
+mounts="\$SLURM_SUBMIT_DIR:\$SLURM_SUBMIT_DIR"
+[[ ! -e /etc/nccl.conf ]] || mounts+=",/etc/nccl.conf:/etc/nccl.conf:ro"
+container=(--container-image="\$image" --container-mounts="\$mounts"
+  --container-workdir="\$SLURM_SUBMIT_DIR")
+[[ -n \$image ]] || container=()
+
+# srun does not take --cpus-per-task over from sbatch (since SLURM 22.05) and would bind each task to
+# one core. One failure ends all tasks.
+step=(srun --cpus-per-task="\$SLURM_CPUS_PER_TASK" --cpu-bind=cores --kill-on-bad-exit=1
+  \${container[@]+"\${container[@]}"} python)
+
+"\${step[@]}" $here/doctor.py
+"\${step[@]}" $(quoted "$here/$script" ${rest[@]+"${rest[@]}"})
+END

@@ -1,155 +1,346 @@
-"""Module 04: each case of the gallery breaks as the page says, is found, and is cured."""
+"""Module 04: each failure breaks as its case.toml says, is found from outside, and is cured.
 
+`python tests/test_04_failure_gallery.py` writes the rows of all case.toml into failures/README.md.
+"""
+
+import ast
 import re
-import time
+import shutil
+import sys
 
 import pytest
-from conftest import REPO, assert_one_line, load_script, results_of
+from conftest import REPO, assert_one_line, load_script, results_of, run_command
 
 GALLERY = "04-nccl-operations/failure_gallery.py"
-CASES = list(load_script(GALLERY).CASES)
-# Their ranks wait for timeouts of seconds, one run after the other.
-LONG = {"gather-on-rank-0", "rank-hangs", "timeout-too-short", "wrong-master-addr",
-        "firewall-drops", "world-size-mismatch"}  # fmt: skip
-CLOCKED = {"rank-slow", "timeout-too-short"}  # what they say is a time
+FAILURES = REPO / "04-nccl-operations/failures"
+PAGE = FAILURES / "README.md"
+gallery = load_script(GALLERY)
+load, NAMES = gallery.load, gallery.NAMES
+# Their ranks wait for no timeout: with all their runs they take a second or two.
+QUICK = {
+    "batch-skipped", "different-order", "exception-on-one-rank", "leaves-early", "nan-on-one-rank",
+    "out-of-memory", "rank-dies", "read-before-wait", "set-epoch-forgotten", "unused-parameters",
+}  # fmt: skip
+CLOCKED = {"rank-slow", "timeout-too-short"}  # what finds them compares times
+needs_py_spy = pytest.mark.skipif(shutil.which("py-spy") is None, reason="needs py-spy")
+needs_namespaces = pytest.mark.skipif(
+    not gallery.may_enter(), reason="needs root on Linux, for namespaces of its own"
+)
 
 
-def case_to_run(name):
-    marks = [pytest.mark.full] * (name in LONG)
+def marked(name, *values, quick=True):
+    """Return a parameter with the marks of its failure."""
+    marks = [] if quick and name in QUICK else [pytest.mark.full]
     marks += [pytest.mark.xdist_group("clock")] * (name in CLOCKED)
-    return pytest.param(name, marks=marks)
+    marks += [needs_namespaces] * bool({"shm_mib", "host"} & set(load(name).limits))
+    marks += [needs_py_spy] * (load(name).tool == "stacks")
+    return pytest.param(name, *values, marks=marks)
 
 
-def rows_of_the_page():
-    """Return the page's table: for each case the message that its row begins with.
-
-    Or messages, `one` or `other`, where gloo's threads race.
-    """
-    page = (REPO / "04-nccl-operations/nccl_debugging.md").read_text()
-    page = page.split("## The table")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (`[^`]+`(?: or `[^`]+`)*).*\| `([\w-]+)` \|$", page, re.M)
-    return {name: messages.strip("`").split("` or `") for messages, name in rows}
+def play(run_script, tmp_path, *argv, before=None):
+    folder = tmp_path / "run"
+    ended = run_script(GALLERY, *argv, "--output-dir", folder, environ={}, before=before)
+    return ended, results_of(folder) if folder.exists() else None
 
 
-def test_the_page_has_a_row_for_each_case_and_no_other():
-    assert sorted(rows_of_the_page()) == sorted(CASES)
+# Each failure, on two ranks and, broken on another one, on three.
 
 
-@pytest.mark.parametrize("name", [case_to_run(name) for name in CASES])
-def test_a_case_breaks_with_the_message_of_the_page_and_is_found_and_cured(
-    run_script, tmp_path, name
-):
-    ended = run_script(GALLERY, "--case", name, "--output-dir", tmp_path / "run", environ={})
+@pytest.mark.parametrize("name", [marked(name) for name in NAMES])
+def test_a_failure_breaks_is_found_and_cured(run_script, tmp_path, name):
+    ended, results = play(run_script, tmp_path, name)
     assert ended.codes == [0], ended.stdout + ended.stderr
-    assert ended.stderr == "" and len(results_of(tmp_path / "run")["checks"]) == 6
-    broken = ended.stdout.split("\nbroken:")[1].split("\nfound:")[0]
-    assert any(message in broken for message in rows_of_the_page()[name]), broken
+    assert ended.stderr == ""
+    assert len(results["checks"]) == (8 if load(name).message else 6)
 
 
-MESSAGE, FOUND = "broken: the message is there", "found: the rank that the clue names"
-ABORTS = "broken: ranks that end by SIGABRT and exit code 1"
-STILL, WELL = "cured: the message is there", "cured: ranks that end by exit code 0"
-RIGHT = "cured: ranks with the right result"
-NORMAL = "broken: ranks that end by exit code 0 and exit code 0"
+def moved():
+    """Return each failure on three ranks, broken on another one than broken.py says."""
+    for name in NAMES:
+        failure = load(name)
+        culprit = failure.culprit()
+        if failure.fixed is not None or culprit is None:
+            yield marked(name, None, quick=False)
+        else:
+            another = 2 if failure.lowest or not culprit else 0
+            yield marked(name, another, quick=name == "exception-on-one-rank")
 
 
-def play(name, **instead):
-    """Return a sabotage that plays one variant of a case in place of another."""
+@pytest.mark.parametrize(("name", "culprit"), list(moved()))
+def test_a_failure_is_found_on_another_rank_too(run_script, tmp_path, name, culprit):
+    where = ("--ranks", 4 if name == "world-size-mismatch" else 3)
+    where += () if culprit is None else ("--culprit", culprit)
+    ended, results = play(run_script, tmp_path, name, *where)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    sure = [c for c in results["checks"] if c["name"] == "found: ranks named rightly"]
+    wanted = {"the rank": 1, "the odd one": 1, "the others": 2, "all": 3, "none": 0}[
+        load(name).names
+    ]
+    assert sure[0]["expected"] == wanted
 
-    def sabotage(script):
-        case = script.CASES[name]
-        job, tool = case.job, case.tool
-        if "found" in instead:
-            case.tool = "none"
-        assert tool
-        case.job = lambda rank, how: job(rank, instead.get(how, how))
+
+def test_of_two_ranks_that_differ_none_is_named(run_script, tmp_path):
+    ended, _ = play(run_script, tmp_path, "different-order")
+    assert ended.codes == [0] and "compare them" in ended.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "tool", "says"),
+    [
+        ("different-order", "recorder", "2 calls, the same on all ranks"),
+        ("different-order", "detail", "DETAIL says nothing"),
+        ("rank-hangs", "logs", "rank 1: says nothing, still runs"),
+        ("rank-hangs", "recorder", "rank 0 made call 1; rank 1 ended with call 0"),
+    ],
+)
+def test_another_tool_says_what_the_page_says(run_script, tmp_path, name, tool, says):
+    ended, _ = play(run_script, tmp_path, name, "--tool", tool)
+    assert says in ended.stdout, ended.stdout
+
+
+# Tools are judged on outputs of their own, without a run.
+
+
+def ranks_that_say(*texts, codes=None):
+    from dist_common.ranks import Rank
+
+    codes = codes or [1] * len(texts)
+    return [Rank(code, 0.1, "", text, None) for code, text in zip(codes, texts, strict=True)]
+
+
+LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
+
+
+@pytest.mark.parametrize(
+    ("texts", "codes", "named"),
+    [
+        ((LOST, "ValueError: bad", LOST), None, {1}),
+        ((LOST, "", LOST), (1, -9, 1), {1}),
+        ((LOST, "", LOST), (1, -15, 1), {1}),
+        ((LOST, "", LOST), (1, 0, 1), {1}),
+        ((LOST, LOST), None, set()),
+        (("ValueError: bad", "ValueError: bad"), None, set()),
+        (("2/4 clients joined", "RuntimeError: 2/4 clients joined"), None, {2, 3}),
+    ],
+)
+def test_logs_name_the_rank_that_did_not_only_lose_another_one(texts, codes, named):
+    verdict = gallery.tools.judge_logs(ranks_that_say(*texts, codes=codes))
+    assert verdict.named == named, verdict
+
+
+def test_the_recorder_names_who_is_missing_who_differs_and_who_is_late():
+    def judge(*calls, codes=None, groups=None):
+        notes = [gallery.recorder.Notes(made) for made in calls]
+        for note, made in zip(notes, groups or [], strict=False):
+            note.groups = made
+        ranks = ranks_that_say(*[""] * len(calls), codes=codes)
+        return gallery.tools.judge_recorder(notes, ranks).named
+
+    call, other = ("all_reduce [1] Float", 0.0), ("broadcast [1] Float", 0.0)
+    late, early = ("all_reduce [1] Float", 2.0), ("all_reduce [1] Float", 0.01)
+    assert judge([call] * 4, [call] * 3, [call] * 4) == {1}
+    assert judge([call] * 4, [call] * 5, [call] * 4) == {1}
+    assert judge([call] * 4, [call] * 3) == set()  # which of the two is right?
+    assert judge([call], [call], [other]) == {2}
+    assert judge([call], [other]) == set()
+    assert judge([late] * 2, [call] * 2) == {0}
+    assert judge([early] * 2, [call] * 2) == set()
+    assert judge([call] * 4, [call] * 3, codes=[1, -6]) == set()  # its last notes may be lost
+    assert judge([], [], [], groups=[["a"], ["b"], ["a"]]) == {1}
+
+
+def test_stacks_name_who_is_elsewhere():
+    judge, wait = gallery.tools.judge_stacks, ("x/distributed_c10d.py", "all_reduce", 9)
+    main, stuck = ("broken.py", "<module>", 7), ("broken.py", "next_batch", 3)
+    assert judge([[wait, main], [stuck, main], [wait, main]], "broken.py").named == {1}
+    assert judge([[wait, main], [wait, stuck, main]], "broken.py").named == set()
+    assert judge([[wait, main], [wait, stuck, main], [wait, main]], "broken.py").named == {1}
+    assert judge([None, [stuck, main]], "broken.py").named == {1}
+    assert judge([[stuck, main], [stuck, main]], "broken.py").named == set()
+
+
+# Sabotage: what is broken is not, what finds it does not, what cures it does not.
+
+
+def swap(script, other):
+    """Return a sabotage that plays one script in place of another."""
+
+    def sabotage(module):
+        run = module.Job.run
+
+        def swapped(self, name, *args, **kwargs):
+            if name != script:
+                return run(self, name, *args, **kwargs)
+            self.failure.restarts = 0
+            return run(self, other, *args, **kwargs)
+
+        module.Job.run = swapped
 
     return sabotage
 
 
-def wrong_result(script):
-    case = script.CASES["shapes-differ"]
-    job = case.job
-    case.job = lambda rank, how: job(rank, how) + (rank == 1)
+def blind(module):
+    """Remove the tool: its verdict says nothing and names nobody."""
+    for name, (look, title) in module.TOOLS.items():
+
+        def looks_away(job, look=look):
+            return look(job)[0], module.tools.Verdict("nothing to see")
+
+        module.TOOLS[name] = (looks_away, title)
 
 
-def too_slow(script):
-    case = script.CASES["nan-on-one-rank"]
-    job = case.job
+def accuse_another(module):
+    for name, (look, title) in module.TOOLS.items():
 
-    def sleeps(rank, how):
-        time.sleep(60 if how == "broken" else 0)
-        return job(rank, how)
+        def wrong(job, look=look):
+            ended, verdict = look(job)
+            return ended, module.tools.Verdict(verdict.text, frozenset([0]))
 
-    case.job = sleeps
+        module.TOOLS[name] = (wrong, title)
+
+
+MESSAGE, ENDS = "broken: the message is there", "broken: ranks that end as described"
+SAYS, RIGHTLY = "found: the tool says what it should", "found: ranks named rightly"
+WRONGLY = "found: ranks named wrongly"
+STILL, WELL = "cured: the message is there", "cured: ranks that end by exit code 0"
+RESULT = "cured: ranks with the right result"
 
 
 @pytest.mark.parametrize(
     ("name", "sabotage", "red"),
     [
-        ("shapes-differ", play("shapes-differ", broken="cured"), [MESSAGE, ABORTS]),
-        ("shapes-differ", play("shapes-differ", found="broken"), [FOUND]),
-        ("shapes-differ", play("shapes-differ", cured="broken"), [STILL, WELL, RIGHT]),
-        ("shapes-differ", wrong_result, [RIGHT]),
-        *(
-            pytest.param(*beyond, marks=pytest.mark.full)
-            for beyond in [
-                ("different-order", play("different-order", broken="cured"), [MESSAGE]),
-                ("different-order", play("different-order", found="broken"), [FOUND]),
-                ("different-order", play("different-order", cured="broken"), [STILL, RIGHT]),
-                ("exception-on-one-rank", play("exception-on-one-rank", found="broken"), [FOUND]),
-                ("gather-on-rank-0", play("gather-on-rank-0", found="broken"), [FOUND]),
-                ("nan-on-one-rank", too_slow, [MESSAGE, NORMAL]),
-            ]
-        ),
+        ("exception-on-one-rank", swap("broken.py", "cured.py"), {MESSAGE, ENDS, SAYS, RIGHTLY}),
+        ("exception-on-one-rank", blind, {SAYS, RIGHTLY}),
+        ("exception-on-one-rank", accuse_another, {RIGHTLY, WRONGLY}),
+        ("exception-on-one-rank", swap("cured.py", "broken.py"), {STILL, WELL, RESULT}),
         pytest.param(
-            "rank-slow", play("rank-slow", cured="broken"), [STILL],
-            marks=[pytest.mark.full, pytest.mark.xdist_group("clock")],
+            "nan-on-one-rank", swap("cured.py", "broken.py"), {STILL, RESULT},
+            marks=pytest.mark.full,
         ),
     ],
 )  # fmt: skip
-def test_sabotage_of_a_case_fails_its_check(run_script, tmp_path, name, sabotage, red):
-    argv = ("--case", name, "--timeout", 4, "--output-dir", tmp_path / "run")
-    ended = run_script(GALLERY, *argv, environ={}, before=sabotage)
+def test_sabotage_turns_its_checks_red(run_script, tmp_path, name, sabotage, red):
+    ended, results = play(run_script, tmp_path, name, before=sabotage)
     assert ended.codes == [1] and "FAILED" in ended.stdout, ended.stdout + ended.stderr
-    assert [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]] == red
+    assert {check["name"] for check in results["checks"] if not check["ok"]} == red
 
 
-def quiet(script):
-    """Turn off pytest's handler, which would tell of an abort that is meant to happen."""
-    script.faulthandler.disable()
+# The scripts as a reader would start them.
 
 
-def test_under_a_launcher_the_ranks_that_were_started_break(run_script):
-    ended = run_script(
-        GALLERY, "--case", "shapes-differ", world_size=2, before=quiet, end_job_on_failure=False
-    )
-    assert ended.codes == [-6, 1], ended.stderr
-    assert "Received data size doesn't match expected size" in ended.stderr
-    assert "Traceback" in ended.stderr and ended.stdout == ""
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("shapes-differ", "Received data size doesn't match expected size"),
+        ("exception-on-one-rank", "ValueError: sample 7 cannot be decoded"),
+    ],
+)
+def test_under_torchrun_the_broken_script_breaks_and_the_cured_one_does_not(torchrun, name, says):
+    broken = torchrun(f"04-nccl-operations/failures/{name}/broken.py")
+    assert broken.codes == [1] and says in broken.stderr
+    cured = torchrun(f"04-nccl-operations/failures/{name}/cured.py")
+    assert cured.codes == [0] and says not in cured.stderr, cured.stderr
 
 
-def test_under_a_launcher_a_silent_case_ends_well(run_script):
-    ended = run_script(GALLERY, "--case", "nan-on-one-rank", world_size=2)
-    assert ended.codes == [0, 0], ended.stderr
-    assert ended.stdout.count("loss nan\n") == 2
+@pytest.mark.full
+def test_the_recorder_runs_a_script_under_torchrun(tmp_path):
+    script = FAILURES / "leaves-early/broken.py"
+    recorder = REPO / "04-nccl-operations/recorder.py"
+    launch = ["torchrun", "--standalone", "--nproc-per-node=2"]
+    run_command([*launch, str(recorder), str(tmp_path / "notes"), str(script)], tmp_path, 90)
+    files = [tmp_path / f"notes/rank-{rank}.trace" for rank in range(2)]
+    counts = [len(gallery.recorder.notes_of(file).calls) for file in files]
+    assert counts == [4, 3]
 
 
-def test_without_a_case_they_are_listed(run_script):
+def test_each_script_is_short_plain_and_names_its_broken_rank_once():
+    for name in NAMES:
+        for script in ("broken.py", "cured.py"):
+            source = (FAILURES / name / script).read_text()
+            code = ast.parse(source)
+            lines = [line for line in source.splitlines() if line.strip()]
+            assert len(lines) <= 40, f"{name}/{script}: {len(lines)} lines"
+            assert "dist_common" not in source and ast.get_docstring(code)
+        assert len(gallery.gallery_lab.CULPRIT.findall(source)) <= 1
+
+
+# Bad input, the list, the page.
+
+
+def test_without_a_name_they_are_listed(run_script):
     ended = run_script(GALLERY, environ={})
     assert ended.codes == [0]
-    assert [line.split()[0] for line in ended.stdout.splitlines()[2:]] == CASES
+    assert [line.split()[0] for line in ended.stdout.splitlines()[2:]] == NAMES
 
 
 @pytest.mark.parametrize(
     ("world_size", "environ", "argv", "says"),
     [
-        (1, {}, ("--case", "shapes"), "argument --case: invalid choice: 'shapes'"),
-        (1, {}, ("--case", "rank-dies", "--device", "cuda"), "start it with torchrun"),
-        (1, None, ("--case", "rank-dies"), "needs 2 ranks, and there are 1"),
-        (2, None, ("--case", "port-in-use"), "breaks the launch itself: start it with python"),
+        (1, {}, ("shapes",), "argument NAME: invalid choice: 'shapes'"),
+        (1, {}, ("rank-dies", "--device", "cuda"), "start broken.py with torchrun"),
+        (1, None, ("rank-dies",), "start this with python; torchrun can start failures/rank-dies/"),
+        (1, {}, ("rank-dies", "--ranks", "1"), "--ranks must be at least 2, not 1"),
+        (1, {}, ("rank-dies", "--culprit", "2"), "--culprit must be from 0 to 1"),
+        (1, {}, ("firewall-drops", "--culprit", "0"), "must be from 1 to 1"),
+        (1, {}, ("port-in-use", "--culprit", "1"), "cannot be moved to another rank"),
+        (1, {}, ("set-epoch-forgotten", "--culprit", "1"), "cannot be moved to another rank"),
     ],
 )
 def test_the_gallery_refuses_bad_input(run_script, world_size, environ, argv, says):
     ended = run_script(GALLERY, *argv, world_size=world_size, environ=environ)
     assert_one_line(ended, says, "failure_gallery.py")
+
+
+def test_a_machine_without_py_spy_or_namespaces_is_told_what_is_missing(run_script):
+    def none(module):
+        module.gallery_lab.shutil.which = lambda *args, **kwargs: None
+        module.may_enter = lambda: False
+
+    ended = run_script(GALLERY, "rank-hangs", environ={}, before=none)
+    assert_one_line(ended, "needs py-spy: pip install py-spy", "failure_gallery.py")
+    ended = run_script(GALLERY, "shm-full", environ={}, before=none)
+    assert_one_line(ended, "needs Linux and root", "failure_gallery.py")
+
+
+ROWS = re.compile(r"(?<=\|---\|---\|---\|---\|\n)(?:\|.*\|\n)+")
+GROUPS = {
+    "calls": "ranks do not call the same thing",
+    "one": "one rank fails, or keeps the others waiting",
+    "silent": "nothing fails, and the numbers are wrong",
+    "start": "the ranks never meet",
+}
+
+
+def rows(group):
+    """Return the page's rows of the failures of a group."""
+    lines = []
+    for name in NAMES:
+        failure = load(name)
+        if failure.group != group:
+            continue
+        found = gallery.TOOLS[failure.tool][1]
+        more = f". {failure.page[0].upper()}{failure.page[1:]}" if failure.page else ""
+        named = {"the odd one": " (from 3 ranks on it names the rank)", "none": " (names no rank)"}
+        found = f"{found}{named.get(failure.names, '')}{more}.<br>**Cure:** {failure.cure}"
+        lines.append(f"| {failure.symptom} | {failure.cause} | {found} | `{name}` |\n")
+    return "".join(lines)
+
+
+def test_the_page_has_the_rows_of_every_case():
+    tables = ROWS.findall(PAGE.read_text())
+    assert tables == [rows(group) for group in GROUPS], (
+        "run python tests/test_04_failure_gallery.py"
+    )
+    assert sum(table.count("\n") for table in tables) == len(NAMES)
+
+
+def main():
+    tables = iter(GROUPS)
+    PAGE.write_text(ROWS.sub(lambda _: rows(next(tables)), PAGE.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

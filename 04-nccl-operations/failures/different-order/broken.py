@@ -1,0 +1,25 @@
+"""Sum two gradients over all ranks."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+OTHER = 1  # the rank that walks through its gradients in another order
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=20 if on_gpu else 2)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+
+gradients = {"weight": torch.ones(1), "bias": torch.full((1,), 10.0)}
+names = list(gradients)[:: -1 if rank == OTHER else 1]  # as from a set of names
+for name in names:
+    print(f"reducing {name}", flush=True)
+    dist.all_reduce(gradients[name])
+weight, bias = (gradients[name].item() for name in ("weight", "bias"))
+print(f"weight {weight:g}, bias {bias:g}", flush=True)
+
+dist.destroy_process_group()

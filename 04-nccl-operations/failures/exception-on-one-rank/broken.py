@@ -1,0 +1,27 @@
+"""Read a sample, then average the gradient."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+UNLUCKY = 1  # the rank that gets the damaged sample
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=20 if on_gpu else 2)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+
+
+def read_sample():
+    if rank == UNLUCKY:
+        raise ValueError("sample 7 cannot be decoded")
+    return torch.ones(1)
+
+
+gradient = read_sample()
+dist.all_reduce(gradient)
+print(f"sum {gradient.item():g}", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,25 @@
+"""Wrap a model with DDP."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+OLD = 1  # the rank whose machine has an older config
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=20 if on_gpu else 2)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+
+config = [16] if rank == 0 else [None]
+dist.broadcast_object_list(config, src=0)  # one config for all: rank 0's
+hidden = config[0]
+model = torch.nn.Sequential(torch.nn.Linear(4, hidden), torch.nn.Linear(hidden, 1))
+print(f"{sum(p.numel() for p in model.parameters())} weights", flush=True)
+model = DDP(model)
+
+dist.destroy_process_group()

@@ -1,0 +1,25 @@
+"""Average a gradient, step the weights, print the loss."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+SICK = 1  # the rank whose gradient has one NaN
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=20 if on_gpu else 2)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+
+weights = torch.ones(4)
+gradient = torch.ones(4)
+if rank == SICK:
+    gradient[2] = float("nan")
+dist.all_reduce(gradient)
+loss = (weights - 0.1 * gradient).sum()
+print(f"loss {loss.item():g}", flush=True)
+
+dist.destroy_process_group()

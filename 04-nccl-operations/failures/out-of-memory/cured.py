@@ -1,0 +1,24 @@
+"""Compute the sum of squares of a batch."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+LONG = 1  # the rank that gets a long sequence
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=20 if on_gpu else 2)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+mebibytes = 400 if rank == LONG else 1
+
+loss = torch.zeros(())
+for _ in range(mebibytes):  # the same sum, a MiB at a time
+    loss += torch.ones(2**18).square().mean() / mebibytes
+dist.all_reduce(loss)
+print(f"sum {loss.item():.3f}", flush=True)
+
+dist.destroy_process_group()

@@ -1,0 +1,21 @@
+"""Sum the rows of a last batch over all ranks."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+LONGER = 1  # the rank whose last batch is longer
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=20 if on_gpu else 2)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+
+rows = torch.ones(8 if rank == LONGER else 4)
+dist.all_reduce(rows)
+print(f"rows {len(rows)}, first {rows[0].item():g}", flush=True)
+
+dist.destroy_process_group()

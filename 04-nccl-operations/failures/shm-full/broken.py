@@ -1,0 +1,25 @@
+"""Load one large batch by a worker, then average."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+LARGE = 1  # the rank with large samples
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=20 if on_gpu else 2)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+numbers = 2**20 if rank == LARGE else 2**10
+samples = torch.ones(2, numbers, device="cpu")
+
+loader = DataLoader(samples, batch_size=2, num_workers=1)
+loss = next(iter(loader)).mean()
+dist.all_reduce(loss)
+print(f"sum {loss.item():g}", flush=True)
+
+dist.destroy_process_group()

@@ -1,0 +1,24 @@
+"""Write a checkpoint, then go on training."""
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+WRITER = 0  # the rank that writes a checkpoint, for 2 s
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=60)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+
+if rank == WRITER:
+    time.sleep(20 if on_gpu else 2)
+gradient = torch.ones(1)
+dist.all_reduce(gradient)
+print(f"sum {gradient.item():g}", flush=True)
+
+dist.destroy_process_group()

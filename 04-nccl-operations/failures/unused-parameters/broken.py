@@ -1,0 +1,34 @@
+"""Train a model with two heads."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+SKIPPING = 1  # the rank whose batches have no samples for the second head
+
+on_gpu = torch.cuda.is_available()
+torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+timeout = timedelta(seconds=20 if on_gpu else 2)
+dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+rank = dist.get_rank()
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.first(x) if rank == SKIPPING else self.first(x) + self.second(x)
+
+
+torch.manual_seed(0)
+model = DDP(TwoHeads())
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+print("took 2 steps", flush=True)
+
+dist.destroy_process_group()

@@ -1,0 +1,663 @@
+"""bandwidth_test.py: what is timed is right, timed alone, and held against a yardstick."""
+
+import argparse
+import functools
+import os
+import signal
+import threading
+import time
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import assert_one_line, free_port, load_script, results_of
+
+import bandwidth_data as data
+import bandwidth_summary as summary
+import bandwidth_tables as tables
+import cluster_nodes
+import stop_early
+from cluster_nodes import NEXT, PAIRS, RING, Group, Links, yardstick
+from dist_common import cli
+
+BANDWIDTH = "04-nccl-operations/bandwidth_test.py"
+QUICK = ("-n", 4, "-w", 1, "-f", 16)
+full = pytest.mark.full
+FOUR = pytest.param(4, marks=full)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, FOUR])
+def test_every_collective_is_timed_and_right(run_script, tmp_path, world_size):
+    root = world_size - 1
+    ended = run_script(
+        BANDWIDTH, "--collective", "all", "-e", "1M", "-r", root, *QUICK, "--output-dir",
+        tmp_path / "run", world_size=world_size,
+    )  # fmt: skip
+    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    assert ended.stderr == "" and (tmp_path / "run/bandwidth.png").exists()
+    metrics = results_of(tmp_path / "run")["metrics"]
+    ring = (world_size - 1) / world_size
+    triangle = world_size * (world_size + 1) // 2
+    factors = {  # nccl-tests, doc/PERFORMANCE.md; the others are 1
+        "all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "alltoall": ring,
+        "gather": ring, "scatter": ring, "alltoallv": (triangle - 1) / triangle,
+    }  # fmt: skip
+    assert len(metrics["sweeps"]) == 10 and metrics["interrupted"] is False
+    for name, rows in metrics["sweeps"].items():
+        for side in filter(None, (side for row in rows for side in row.values())):
+            assert side["algbw_gb_s"] == pytest.approx(side["size"] / side["time_us"] / 1e3)
+            assert side["busbw_gb_s"] / side["algbw_gb_s"] == pytest.approx(factors.get(name, 1))
+    assert metrics["all_reduce sent_x_size"] == pytest.approx(2 * ring, abs=0.03)
+    # gloo's reduce-scatter moves an all-reduce's bytes, NCCL's half of them.
+    assert metrics["reduce_scatter sent_x_size"] == pytest.approx(2 * ring, abs=0.03)
+    assert metrics["all_gather sent_x_size"] == pytest.approx(ring, abs=0.03)
+    assert metrics["alltoallv sent_x_size"] == pytest.approx(factors["alltoallv"], abs=0.03)
+    columns = [line.split() for line in ended.stdout.splitlines() if " float " in line]
+    assert {line[4] for line in columns} == {"-1", str(root)}
+
+
+def test_columns_are_those_of_nccl_tests(run_script, tmp_path):
+    ended = run_script(
+        BANDWIDTH, "-b", "1K", "-e", "16K", *QUICK, "-I", "1", "--link", "1gbit", "--output-dir",
+        tmp_path / "run", world_size=2,
+    )  # fmt: skip
+    lines = ended.stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if "redop" in line)
+    header = "size count type redop root" + 2 * " time algbw busbw #wrong"
+    assert lines[at].split() == ["#", *header.split()]
+    row = lines[at + 2].split()
+    assert row[:5] == ["1024", "256", "float", "sum", "-1"] and row[8] == row[12] == "0"
+    widths = (12, 12, 8, 6, 6, 7, 6, 6, 6, 7, 6, 6, 6)  # of nccl-tests' formats, and 2 between
+    assert len(lines[at]) == len(lines[at + 2]) == sum(widths) + 2 * (len(widths) - 1)
+    metrics = results_of(tmp_path / "run")["metrics"]
+    side = metrics["sweeps"]["all_reduce"][0]["in_place"]
+    assert side["algbw_gb_s"] == pytest.approx(1024 / side["time_us"] / 1e3)
+    assert side["p50_us"] <= side["p95_us"] <= side["p99_us"] <= side["max_us"]
+    assert side["iterations"] == 8 and len(side["rank_p50_us"]) == 2
+    assert metrics["all_reduce bound_gb_s"] == 0.125
+    assert metrics["all_reduce bound_by"] == "link of a rank" in ended.stdout
+    assert "# Out of bounds values : 0 OK" in lines
+
+
+def test_nccl_tests_other_flags(run_script, tmp_path):
+    """-i adds, -c 0 does not check, -z 1 waits."""
+    ended = run_script(
+        BANDWIDTH, "-b", "1K", "-e", "4K", "-i", "1K", "-c", 0, "-z", 1, "-n", 2, "-w", 0,
+        "--output-dir", tmp_path / "run", world_size=2,
+    )  # fmt: skip
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    results = results_of(tmp_path / "run")
+    rows = results["metrics"]["sweeps"]["all_reduce"]
+    assert [row["in_place"]["size"] for row in rows] == [1024, 2048, 3072, 4096]
+    assert results["checks"] == [] and rows[0]["in_place"]["wrong"] is None
+    assert "step: 1024(bytes)" in ended.stdout and "Out of bounds values : N/A" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "bus"),  # nccl-tests, doc/PERFORMANCE.md
+    [
+        ("all_reduce", 8, 1.75),
+        ("reduce_scatter", 8, 0.875),
+        ("all_gather", 4, 0.75),
+        ("alltoall", 2, 0.5),
+        ("alltoallv", 2, 2 / 3),  # ours: 1 and 2 units, of which rank 0 keeps 1
+        ("broadcast", 8, 1),
+        ("reduce", 8, 1),
+    ],
+)
+def test_factors_of_the_bus_bandwidth(name, ranks, bus):
+    assert load_script(BANDWIDTH).COLLECTIVES[name].bus_factor(ranks) == pytest.approx(bus)
+
+
+def test_counts_of_parts_are_those_of_nccl_tests():
+    script = load_script(BANDWIDTH)
+
+    def lengths(name, size, in_place=False, ranks=3):
+        collective, device = script.COLLECTIVES[name], torch.device("cpu")
+        made = data.buffers_of(collective, size, torch.float32, 1, ranks, in_place, device)
+        return len(made.sent), len(made.received), made.count
+
+    assert lengths("all_reduce", 1024) == (256, 256, 256)
+    assert lengths("all_gather", 1024) == (84, 252, 84)  # 85 rounded down to 16 bytes
+    assert lengths("reduce_scatter", 1024, in_place=True) == (252, 84, 84)
+    assert lengths("alltoall", 1024) == (252, 252, 84)
+    assert lengths("all_gather", 8) == (0, 0, 0)
+    assert lengths("alltoallv", 1024) == (240, 240, 80)  # 6 units of 40, three of which per pair
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_uneven_parts_add_up_and_match(ranks):
+    """What one rank sends to another is what that one expects; all send as much in sum."""
+    mean = 4 * (ranks + 1) // 2
+    sent = [data.uneven_lengths(rank, ranks, mean) for rank in range(ranks)]
+    assert [sum(lengths) for lengths in sent] == [ranks * mean] * ranks
+    assert sent == [list(column) for column in zip(*sent, strict=True)]
+    assert len(set(sent[0])) == ranks
+
+
+# what it makes of times
+
+
+def test_fit_finds_what_made_the_times():
+    sizes = [2**n for n in range(3, 25)]
+    alpha, rate, error = summary.fit(sizes, [50 + s / 2e3 for s in sizes])
+    assert alpha == pytest.approx(50) and rate == pytest.approx(2) and error < 1e-6
+    assert summary.fit(sizes[::-1], [50 + s / 2e3 for s in sizes]) == (None,) * 3
+    assert summary.fit([8], [50]) == (None, None, None)
+    through_zero = summary.fit(sizes, [s**1.1 for s in sizes])
+    assert through_zero[0] == 0 and through_zero[1] > 0
+    assert summary.fit(sizes, [50 + 20 * (s > 999) for s in sizes])[2] > 0.1
+
+
+def sweep_with(rows, ranks=4, bound=None):
+    factor = 2 * (ranks - 1) / ranks
+    return tables.Sweep("all_reduce", Group("", None, ranks, ranks), factor, False, bound, rows)
+
+
+def report_that_notes():
+    said = []
+    return types.SimpleNamespace(
+        metrics={}, check=lambda *given: None, say=lambda line="": said.append(line), said=said,
+        table=lambda rows, heads, names=1: said.extend(rows),
+    )  # fmt: skip
+
+
+def test_the_last_tables_say_what_the_rows_say():
+    """alpha 100 us and 2 GB/s, on 4 ranks, of which a copy does 6 GB/s and a link 3."""
+    sizes = [2**n for n in range(3, 24)]
+    times = [100 + size / 2e3 for size in sizes]
+    rows = [
+        {"out_of_place": None, "in_place": {
+            "size": size, "wrong": 0, "p50_us": took, "busbw_gb_s": 1.5 * size / took / 1e3,
+            "sent_x_size": 1.5,
+        }} for size, took in zip(sizes, times, strict=True)
+    ]  # fmt: skip
+    report = report_that_notes()
+    bound = cluster_nodes.Yardstick(3.0, "link of a rank")
+    summary.summarise(report, [sweep_with(rows, bound=bound)], 6.0)
+    best = 1.5 * sizes[-1] / times[-1] / 1e3
+    said = ("all_reduce", "100 us", "2.00 GB/s", "3.00 GB/s", "200.0 KB", "0%", f"{best / 6:.2f}x")
+    assert said in report.said
+    speeds = ("3.00 GB/s", f"{best:.2f} GB/s", f"{best / 3:.2f}x")
+    assert ("all_reduce", "link of a rank", *speeds) in report.said
+    assert ("all_reduce", "1.50", "1.50") in report.said
+
+
+def test_percentiles_of_known_times():
+    times = [[*range(1 + rank, 201, 2)][: 100 - rank] + [1000] * rank for rank in range(2)]
+    figures = tables.figures_of(times, 64, 16, 1.0, False, 0, None)
+    assert (figures["p50_us"], figures["p95_us"], figures["p99_us"]) == (101, 191, 199)
+    assert (figures["max_us"], figures["iterations"], figures["outliers"]) == (1000, 200, 1)
+    assert figures["time_us"] == pytest.approx((200 * 201 / 2 - 200 + 1000) / 200)
+    assert figures["rank_p50_us"] == [101, 102] and figures["rank_max_us"] == [199, 1000]
+
+
+@pytest.mark.parametrize(
+    ("p50_us", "named"),
+    [
+        ([900, 100, 910, 905], (1, 805)),
+        ([900, 910, 905, 100], (3, 805)),
+        ([100, 900], (0, 800)),
+        ([900, 890], (None, 0)),
+        ([500, 900, 100, 1300], (None, 0)),  # all differ: noise
+    ],
+)
+def test_who_spends_least_time_in_a_collective_came_last(p50_us, named):
+    assert tables.arrives_last(p50_us) == named
+
+
+LATE_S = 0.03
+
+
+@pytest.mark.xdist_group("clock")
+@pytest.mark.parametrize("late", [1, pytest.param(0, marks=full), pytest.param(2, marks=full)])
+def test_a_rank_that_comes_late_is_named(run_script, tmp_path, late):
+    """It rests before each call, outside of what is timed: the others wait in the collective."""
+
+    def rest(script):
+        timed = script.timed
+
+        def slowed(run, prepare, *given):
+            return timed(run, lambda: time.sleep(LATE_S) or prepare(), *given)
+
+        if int(os.environ["RANK"]) == late:
+            script.timed = slowed
+
+    ended = run_script(
+        BANDWIDTH, "-b", "1K", "-e", "1K", *QUICK, "-I", "1", "--output-dir", tmp_path / "run",
+        world_size=3, before=rest,
+    )  # fmt: skip
+    assert ended.codes == [0] * 3, ended.stdout + ended.stderr
+    side = results_of(tmp_path / "run")["metrics"]["sweeps"]["all_reduce"][0]["in_place"]
+    assert side["late_rank"] == late and side["late_us"] > LATE_S / 2 * 1e6
+    assert f"rank {late} arrives last at 1 of 1 sizes" in ended.stdout
+
+
+def figure_by_a_clock_of_the_test(rank, ranks, path, timed_besides):
+    """Return the script's figure where an all-reduce takes 2 ms, and all else a second a call."""
+    script = load_script(path)
+    now = 0.0
+
+    def takes(seconds, function):
+        def slowed(*given, **named):
+            nonlocal now
+            now += seconds
+            return function(*given, **named)
+
+        return slowed
+
+    script.time = types.SimpleNamespace(perf_counter=lambda: now)
+    dist.all_reduce = takes(0.002, dist.all_reduce)
+    dist.barrier = takes(1.0, dist.barrier)
+    for name in ("buffers_of", "numbers", "noise", "fill", "count_wrong"):
+        setattr(data, name, takes(1.0, getattr(data, name)))
+    if timed_besides:
+        run = script.COLLECTIVES["all_reduce"].run
+        script.COLLECTIVES["all_reduce"].run = takes(0.0005, run)
+    return measured(script, rank, ranks, 2**20, iters=4, warmup_iters=1)["time_us"]
+
+
+def measured(script, rank, ranks, size, datatype="float", in_place=True, **flags):
+    args = argparse.Namespace(op="sum", datatype=datatype, check=1, blocking=0, **flags)
+    call = data.Call(None, rank, ranks, 0, dist.ReduceOp.SUM)
+    return script.measure_one("all_reduce", size, in_place, args, call, torch.device("cpu"))
+
+
+def test_the_script_times_nothing_but_the_collective(on_ranks):
+    assert on_ranks(figure_by_a_clock_of_the_test, 2, BANDWIDTH, False) == [pytest.approx(2000)] * 2
+    assert on_ranks(figure_by_a_clock_of_the_test, 2, BANDWIDTH, True) == [pytest.approx(2500)] * 2
+
+
+def least_of_what_is_sent(rank, ranks, path, datatype, in_place):
+    """Return the least of what each all-reduce gets, the first of which is the check's."""
+    script, seen = load_script(path), []
+    all_reduce = dist.all_reduce
+
+    def noted(tensor, *given, **named):
+        seen.append((tensor.float().min().item(), tensor.float().max().item()))
+        return all_reduce(tensor, *given, **named)
+
+    dist.all_reduce = noted
+    measured(script, rank, ranks, 2**12, datatype, in_place, iters=6, warmup_iters=2)
+    return seen[1:]
+
+
+@pytest.mark.parametrize("datatype", ["float", "half", "int8"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_is_timed_is_neither_zero_nor_infinite(on_ranks, datatype, in_place):
+    for seen in on_ranks(least_of_what_is_sent, 2, BANDWIDTH, datatype, in_place):
+        assert len(seen) == 8 and all(1 <= low < high <= 16 for low, high in seen)
+
+
+# Ctrl-C
+
+
+def interrupt_at_the_third_size(script):
+    measure = script.measure_one
+
+    def interrupted(name, size, in_place, *given):
+        if size == 1024 and not in_place and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
+        return measure(name, size, in_place, *given)
+
+    script.measure_one = interrupted
+
+
+def test_ctrl_c_on_one_rank_ends_all_with_what_was_measured(run_script, tmp_path):
+    ended = run_script(
+        BANDWIDTH, "--collective", "all", "-b", "4", "-e", "1M", *QUICK, "--output-dir",
+        tmp_path / "run", world_size=2, before=interrupt_at_the_third_size,
+    )  # fmt: skip
+    assert ended.codes == [cli.INTERRUPTED] * 2, ended.stdout + ended.stderr
+    results = results_of(tmp_path / "run")
+    rows = results["metrics"]["sweeps"]["all_reduce"]
+    assert [row["in_place"]["size"] for row in rows] == [4, 64, 1024]
+    assert [*results["metrics"]["sweeps"]] == ["all_reduce"] and results["metrics"]["interrupted"]
+    assert "1 sweep on 2 ranks, interrupted by Ctrl-C" in ended.stdout
+    assert (tmp_path / "run/bandwidth.png").exists()
+
+
+def hang_at_the_third_size(script):
+    stop_early.GRACE_S = 0.3
+    measure = script.measure_one
+
+    def hung(name, size, in_place, *given):
+        if size == 1024 and not in_place:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            if os.environ["RANK"] == "1":
+                threading.Event().wait(60)
+        return measure(name, size, in_place, *given)
+
+    script.measure_one = hung
+
+
+@pytest.mark.xdist_group("clock")
+def test_ctrl_c_in_a_hang_keeps_what_was_measured(run_script, tmp_path):
+    """Rank 1 is in no collective; rank 0 waits for it in one, and runs no signal handler."""
+    ended = run_script(
+        BANDWIDTH, "-b", "4", "-e", "1M", *QUICK, "--output-dir", tmp_path / "run",
+        world_size=2, before=hang_at_the_third_size, end_job_on_failure=False,
+    )  # fmt: skip
+    assert ended.codes == [cli.INTERRUPTED] * 2, ended.stdout + ended.stderr
+    rows = results_of(tmp_path / "run")["metrics"]["sweeps"]["all_reduce"]
+    assert [row["in_place"]["size"] for row in rows] == [4, 64]
+    assert "# did not end: all_reduce, 1024 bytes" in ended.stdout
+
+
+# sabotage
+
+
+def skip_one(script):
+    script.dist.all_reduce = lambda *args, **kwargs: None
+
+
+def swap_parts(script):
+    plain = script.all_gather_single
+    script.all_gather_single = lambda whole, part, group: (
+        plain(whole, part, group=group),
+        whole.copy_(whole.roll(len(part))),
+    )
+
+
+def add_one_to_the_last(script):
+    run = script.COLLECTIVES["sendrecv"].run
+
+    def broken(sent, received, call):
+        run(sent, received, call)
+        received[-1] += 1
+
+    script.COLLECTIVES["sendrecv"].run = broken
+
+
+def deliver_even_parts(script):
+    script.COLLECTIVES["alltoallv"].run = script.COLLECTIVES["alltoall"].run
+
+
+def take_root_0(script):
+    broadcast = script.dist.broadcast
+    script.dist.broadcast = lambda tensor, group, group_src: broadcast(tensor, 0, group)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "name"),
+    [
+        (skip_one, "all_reduce"),
+        (deliver_even_parts, "alltoallv"),
+        pytest.param(take_root_0, "broadcast", marks=full),
+        pytest.param(swap_parts, "all_gather", marks=full),
+        pytest.param(add_one_to_the_last, "sendrecv", marks=full),
+    ],
+)
+def test_sabotage_of_a_timed_collective_is_counted(run_script, sabotage, name):
+    ended = run_script(
+        BANDWIDTH, "--collective", name, "-b", "4K", "-e", "4K", "-r", 1, *QUICK,
+        world_size=2, before=sabotage,
+    )  # fmt: skip
+    assert any(ended.codes) and f"FAILED: {name}: wrong elements" in ended.stdout, ended.stdout
+
+
+drawn_once = functools.cache(data.numbers)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 128, 1000])
+@pytest.mark.parametrize("kind", ["int8", "half", "bfloat16", "f8e4m3", "f8e5m2"])
+@pytest.mark.parametrize("op", ["sum", "prod", "max"])
+def test_wrong_data_is_counted_on_any_number_of_ranks(monkeypatch, ranks, kind, op):
+    monkeypatch.setattr(data, "numbers", drawn_once)
+    dtype, combine = data.TYPES[kind], data.REDUCTIONS[op][1]
+    total = functools.reduce(combine, [drawn_once(r, ranks, op) for r in range(ranks)])
+    partial = functools.reduce(combine, [drawn_once(r, ranks, op) for r in range(ranks - 1)])
+    assert total.max() <= 16
+
+    def wrong(period):
+        received = data.fill(torch.empty(5000, dtype=dtype), period)
+        return data.count_wrong(received, data.the_total, 0, ranks, 0, 5000, op)
+
+    assert wrong(total) == 0 and wrong(drawn_once(0, ranks, op)) and wrong(2 * total)
+    assert wrong(torch.zeros_like(total))
+    if op == "sum":  # one rank left out; of a product only the first ranks take part
+        assert wrong(partial)
+
+
+def test_large_buffers_are_checked_in_pieces(monkeypatch):
+    monkeypatch.setattr(data, "CHUNK", data.PERIOD * 3)
+    received = data.fill(torch.empty(30001), data.numbers(0, 2, "sum"))
+    expected = data.the_buffer_of_the_root
+    count = functools.partial(
+        data.count_wrong, received, expected, rank=1, ranks=2, root=0, count=30001, redop="sum"
+    )
+    assert count() == 0
+    received[[5, 15000, 30000]] += 1
+    assert count() == 3
+
+
+# groups of ranks, and the yardstick
+
+
+def test_groups_within_and_across_nodes(run_script, tmp_path):
+    port = free_port()
+    ended = run_script(
+        BANDWIDTH, "-e", "4K", *QUICK, "--link", "100gbit", "--output-dir", tmp_path / "run",
+        world_size=4, environ=lambda rank: {
+            "RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": rank // 2,
+        },
+    )  # fmt: skip
+    assert ended.codes == [0] * 4, ended.stdout + ended.stderr
+    metrics = results_of(tmp_path / "run")["metrics"]
+    assert [*metrics["sweeps"]] == [
+        "all_reduce", "all_reduce within a node", "all_reduce across nodes"
+    ]  # fmt: skip
+    assert metrics["all_reduce bound_gb_s"] == 25 and "2 NICs of a node" in ended.stdout
+    assert metrics["all_reduce across nodes bound_gb_s"] == 12.5
+    assert "all_reduce within a node bound_gb_s" not in metrics  # no NVLink was told
+
+
+@pytest.mark.parametrize(
+    ("nodes", "within", "across", "made"),
+    [
+        ([0, 0, 1, 1], [2, 3], [1, 3], [[0, 1], [2, 3], [0, 2], [1, 3]]),
+        ([0, 1, 0, 1], [1, 3], [2, 3], [[0, 2], [1, 3], [0, 1], [2, 3]]),  # dealt out in turn
+        ([0, 0, 1], None, None, []),  # not equally many
+        ([0, 0, 0], None, None, []),
+        ([0, 1, 2], None, [0, 1, 2], [[0, 1, 2]]),
+    ],
+)
+def test_groups_follow_the_nodes(monkeypatch, nodes, within, across, made):
+    asked = []
+    dist_of_the_last_rank = types.SimpleNamespace(
+        get_rank=lambda: len(nodes) - 1,
+        new_group=lambda members: asked.append(members) or members,
+    )
+    monkeypatch.setattr(cluster_nodes, "dist", dist_of_the_last_rank)
+    monkeypatch.setattr(cluster_nodes.runtime, "gather", lambda own: nodes)
+    silent = types.SimpleNamespace(say=lambda line: None)
+    found = cluster_nodes.groups_of(cluster_nodes.nodes_of(), silent)
+    groups = {group.name: group.group for group in found}
+    assert groups[""] is None and asked == made
+    assert (groups.get("within a node"), groups.get("across nodes")) == (within, across)
+
+
+def bytes_that_leave_a_node(schedule, node_of):
+    """Return the most bytes that leave a node in a list of (sender, receiver, bytes)."""
+    left = {}
+    for sender, receiver, size in schedule:
+        if node_of[sender] != node_of[receiver]:
+            left[node_of[sender]] = left.get(node_of[sender], 0) + size
+    return max(left.values())
+
+
+def most_sent_by_a_rank(schedule):
+    sent = {}
+    for sender, _, size in schedule:
+        sent[sender] = sent.get(sender, 0) + size
+    return max(sent.values())
+
+
+def ring_all_reduce(order, size):
+    """List every message of a ring all-reduce: 2(n-1) steps, in which each sends an n-th on."""
+    n = len(order)
+    step = [(order[i], order[(i + 1) % n], size / n) for i in range(n)]
+    return step * (2 * (n - 1))
+
+
+def rings_all_reduce(nodes, size):
+    """Run one ring for each rank of a node, on its part of the bytes, each with another exit."""
+    k = len(nodes[0])
+    schedule = []
+    for exit_at in range(k):
+        order = [node[(exit_at + 1 + i) % k] for node in nodes for i in range(k)]
+        schedule += ring_all_reduce(order, size / k)
+    return schedule
+
+
+def tree_all_reduce(nodes, size):
+    """Reduce-scatter within nodes, ring of each place across them, all-gather within."""
+    k, schedule = len(nodes[0]), []
+    for node in nodes if k > 1 else ():
+        schedule += [(a, b, size / k) for a in node for b in node if a != b] * 2
+    for place in range(k):
+        schedule += ring_all_reduce([node[place] for node in nodes], size / k)
+    return schedule
+
+
+def all_to_all(nodes, size):
+    ranks = [rank for node in nodes for rank in node]
+    return [(a, b, size / len(ranks)) for a in ranks for b in ranks if a != b]
+
+
+def to_the_next(nodes, size):
+    ranks = [rank for node in nodes for rank in node]
+    return [(rank, ranks[(i + 1) % len(ranks)], size) for i, rank in enumerate(ranks)]
+
+
+def cluster(m, k):
+    nodes = [[node * k + place for place in range(k)] for node in range(m)]
+    return nodes, {rank: number for number, node in enumerate(nodes) for rank in node}
+
+
+SHAPES = [(2, 2), (2, 8), (4, 8), (3, 1), (8, 4)]  # nodes, ranks in each
+
+
+@pytest.mark.parametrize(("m", "k"), SHAPES)
+@pytest.mark.parametrize(
+    ("schedule", "path", "busbw_of"),  # busbw x time, in sizes, on n ranks
+    [
+        (rings_all_reduce, RING, lambda n: 2 * (n - 1) / n),
+        (all_to_all, PAIRS, lambda n: (n - 1) / n),
+        (to_the_next, NEXT, lambda n: 1),
+    ],
+)
+def test_the_yardstick_is_what_the_bytes_over_a_border_allow(m, k, schedule, path, busbw_of):
+    """Count bytes, and let the node's NICs send them: that is the bound on busbw."""
+    nodes, node_of = cluster(m, k)
+    n, size, nic = m * k, 840.0, 50.0
+    messages = schedule(nodes, size)
+    nics = nic if path == NEXT else k * nic  # of a rank that sends alone
+    shortest = bytes_that_leave_a_node(messages, node_of) / nics
+    bound = yardstick(path, Group("", None, n, k), Links(nic, k))
+    assert bound.gb_s == pytest.approx(busbw_of(n) * size / shortest)
+    # busbw is what the busiest rank sends in that time
+    assert most_sent_by_a_rank(messages) == pytest.approx(busbw_of(n) * size)
+
+
+@pytest.mark.parametrize(("m", "k"), SHAPES)
+def test_nvlink_carries_the_rest(m, k):
+    nodes, node_of = cluster(m, k)
+    if k == 1:
+        return
+    size, nvlink = 840.0, 450.0
+    for schedule, path, factor in ((rings_all_reduce, RING, 2), (all_to_all, PAIRS, 1)):
+        inside = [message for message in schedule(nodes, size)
+                  if node_of[message[0]] == node_of[message[1]]]  # fmt: skip
+        shortest = most_sent_by_a_rank(inside) / nvlink
+        n = m * k
+        bound = cluster_nodes.nvlink_bound(path, Group("", None, n, k), nvlink)
+        assert bound == pytest.approx(factor * (n - 1) / n * size / shortest)
+
+
+@pytest.mark.parametrize(("m", "k"), SHAPES)
+def test_a_tree_sends_less_over_the_border(m, k):
+    """Each rank sends as much as in a ring, but busbw (nodes - 1)/(n - 1) of it between nodes."""
+    nodes, node_of = cluster(m, k)
+    n, size, nics = m * k, 840.0, 400.0
+    messages = tree_all_reduce(nodes, size)
+    sent = 2 * (n - 1) / n * size
+    assert most_sent_by_a_rank(messages) == pytest.approx(sent)
+    leaving = bytes_that_leave_a_node(messages, node_of)
+    assert leaving / k == pytest.approx(sent * (m - 1) / (n - 1))
+    bound = cluster_nodes.tree_bound(Group("", None, n, k), nics)
+    assert bound == pytest.approx(sent / (leaving / nics))
+
+
+def test_ranks_dealt_out_in_turn_cross_the_border_k_times():
+    """A ring in the order of ranks, as gloo's: so neighbours belong on one node."""
+    _, node_of = cluster(2, 8)
+    dealt = {rank: rank % 2 for rank in range(16)}
+    messages = ring_all_reduce(list(range(16)), 1.0)
+    alike = bytes_that_leave_a_node(messages, node_of)
+    assert bytes_that_leave_a_node(messages, dealt) == pytest.approx(8 * alike)
+
+
+def test_a_healthy_cluster_is_not_eight_times_too_fast():
+    """2 nodes of 8 GPUs with 8 adapters of 400 Gbit/s: rings may reach 400 GB/s, not 50."""
+    links = Links(nic=50.0, nics=8, nvlink=450.0)
+    everybody = Group("", None, 16, 8)
+    assert yardstick(RING, everybody, links) == cluster_nodes.Yardstick(
+        400.0, "8 NICs of a node", pytest.approx(750.0)
+    )
+    across = yardstick(RING, Group("across nodes", object(), 2, 1, 8), links)
+    assert (across.gb_s, across.link) == (50.0, "8 NICs of a node, 8 groups at once")
+    within = yardstick(RING, Group("within a node", object(), 8, 8, 2), links)
+    assert (within.gb_s, within.link) == (450.0, "NVLink of a GPU")
+    assert yardstick(PAIRS, everybody, links).gb_s == pytest.approx(50 * 15 / 8)
+    slow_inside = yardstick(RING, everybody, Links(50.0, 8, nvlink=30.0))
+    assert slow_inside.link == "NVLink of a GPU"
+    assert slow_inside.gb_s == pytest.approx(30 * 8 / 7)
+    assert yardstick(None, everybody, links) is None
+    assert yardstick(RING, everybody, Links()) is None
+
+
+@pytest.mark.parametrize(("busbw", "explained"), [(330.6, True), (192.0, False)])
+def test_what_is_above_the_yardstick_is_explained(busbw, explained):
+    """Measured on 16 GPUs with 8 adapters of 25 GB/s: by a tree, and by rings."""
+    bound = cluster_nodes.Yardstick(200.0, "8 NICs of a node", 375.0)
+    figures = {"size": 1, "wrong": 0, "p50_us": 1.0, "busbw_gb_s": busbw, "sent_x_size": None}
+    report = report_that_notes()
+    rows = [{"out_of_place": None, "in_place": figures}]
+    summary.summarise(report, [sweep_with(rows, 16, bound)], 1000.0)
+    said = [line for line in report.said if "above its bound" in str(line)]
+    assert len(said) == explained
+    assert not said or "a tree, up to 375 GB/s (NCCL_ALGO=Ring compares)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (1, (), "one rank has nobody to talk to: start 2 or more"),
+        (
+            1,
+            ("-b", "8x"),
+            "argument -b/--minbytes: must be a size like 8, 4K, 128M or 1G, not '8x'",
+        ),
+        (1, ("-e", "0"), "argument -e/--maxbytes: must be a size like"),
+        (1, ("-i", "0"), "argument -i/--stepbytes: must be a size like"),
+        (1, ("-b", "1M", "-e", "1K"), "-b 1048576 is above -e 1024, the last size"),
+        (1, ("-b", "4", "-d", "double"), "-b 4 is less than a number of -d double: 8"),
+        (1, ("-f", "1"), "argument -f/--stepfactor: must be a whole number of at least 2, not '1'"),
+        (1, ("-c", "2"), "argument -c/--check: invalid choice"),
+        (1, ("-g", "8"), "ranks come from the launcher: torchrun --nproc-per-node"),
+        (1, ("-m", "4"), "unrecognized arguments: -m 4"),
+        (1, ("--nics", "8"), "--nics 8 needs --link, the speed of each"),
+        (2, ("-r", "2"), "-r 2 must be below 2, the ranks"),
+        (2, ("-d", "f8e4m3"), "-d f8e4m3: gloo has it not, nccl has"),
+        (2, ("-o", "mulsum"), "-o mulsum: gloo has it not, nccl has"),
+        (1, ("-o", "avg", "-d", "int32"), "-o avg needs a floating-point -d, not int32"),
+        (2, ("-e", "900000G"), "two buffers of it do not fit into a rank's memory; at most -e"),
+        (2, ("--collective", "allreduce"), "argument --collective: invalid choice: 'allreduce'"),
+        (2, ("--collective", "alltoall", "-e", "16"), "-e 16 leaves each rank of alltoall nothing"),
+    ],
+)
+def test_bandwidth_test_refuses_bad_input(run_script, world_size, argv, says):
+    assert_one_line(run_script(BANDWIDTH, *argv, world_size=world_size), says, "bandwidth_test.py")

@@ -1,0 +1,439 @@
+"""Module 04, doctor.py: what it reads, each rule, variables.toml against the libraries.
+
+`python tests/test_04_doctor.py` writes the tables of variables.toml into variables.md.
+"""
+
+import copy
+import dataclasses
+import mmap
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import REPO, assert_one_line, load_script, results_of
+
+import doctor_rules as rules
+import host_facts
+import net_devices
+from dist_common import cli, runtime
+
+DOCTOR = "04-nccl-operations/doctor.py"
+PAGE = REPO / "04-nccl-operations/variables.md"
+script = load_script(DOCTOR)
+GIB = 2**30
+NO_NCCL = net_devices.nccl_version() is None
+needs_nccl = pytest.mark.skipif(NO_NCCL, reason="this PyTorch comes without NCCL")
+
+
+def launched(**extra):
+    """Return the environment of a launch by hand of one rank, and more."""
+    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | extra
+
+
+# Reading a host: trees of files as Linux would show them
+
+
+def plant(root, files):
+    for path, content in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"{content}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "200000 100000"}, 2),
+        ({"proc/self/cgroup": "0::/job/step", "sys/fs/cgroup/job/step/cpu.max": "max 100000",
+          "sys/fs/cgroup/job/cpu.max": "150000 100000"}, 1.5),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000",
+          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 4),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+          "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)  # fmt: skip
+def test_a_container_that_grants_fewer_cores(tmp_path, files, limit):
+    assert host_facts.read_cpu_limit(plant(tmp_path, files)) == limit
+
+
+def test_infiniband_ports(tmp_path):
+    def port(name, **files):
+        return {f"sys/class/infiniband/{name}/ports/1/{key}": files[key] for key in files}
+
+    tree = port("mlx5_0", state="4: ACTIVE", rate="400 Gb/sec (4X NDR)")
+    tree |= port("mlx5_1", state="1: DOWN", rate="10 Gb/sec (4X SDR)")
+    assert host_facts.read_infiniband(plant(tmp_path, tree)) == [
+        {"name": "mlx5_0:1", "state": "ACTIVE", "gbit_s": 400},
+        {"name": "mlx5_1:1", "state": "DOWN", "gbit_s": 10},
+    ]
+
+
+def test_the_pcie_lanes_of_a_gpu(tmp_path):
+    folder = "sys/bus/pci/devices/0000:3b:00.0"
+    plant(tmp_path, {f"{folder}/current_link_width": 8, f"{folder}/max_link_width": 16})
+    found = host_facts.read_lanes("0000:3b:00.0", tmp_path)
+    assert found == {"pci": "0000:3b:00.0", "lanes": 8, "most_lanes": 16}
+    assert host_facts.read_lanes("0000:ff:00.0", tmp_path)["lanes"] is None
+
+
+def test_settings_of_files_yield_to_the_environment(tmp_path):
+    root = plant(tmp_path, {
+        "etc/nccl.conf": "NCCL_DEBUG=WARN\n# NCCL_ALGO=Ring\nNCCL_IB_HCA==mlx5_0",
+        "home/me/.nccl.conf": "NCCL_DEBUG=INFO\nNCCL_BUFFSIZE=1048576",
+        "other.conf": "NCCL_PROTO=Simple",
+    })  # fmt: skip
+    environ = {"HOME": "/home/me", "NCCL_BUFFSIZE": "2097152", "NCCL_VERSION": "2.30", "PATH": "/"}
+    assert host_facts.read_settings(environ, {}, root) == {
+        "NCCL_BUFFSIZE": ["2097152", "environment"],
+        "NCCL_DEBUG": ["INFO", "/home/me/.nccl.conf"],
+        "NCCL_IB_HCA": ["=mlx5_0", "/etc/nccl.conf"],
+    }
+    instead = host_facts.read_settings(environ | {"NCCL_CONF_FILE": "/other.conf"}, {}, root)
+    assert instead["NCCL_PROTO"] == ["Simple", "/other.conf"]
+    assert instead["NCCL_DEBUG"] == ["WARN", "/etc/nccl.conf"]
+
+
+# Rules: each mistake has its finding, and a machine without mistakes has none
+
+
+def is_set(**values):
+    return {"settings": {name: [value, "environment"] for name, value in values.items()}}
+
+
+def interface(name, address, mtu=1500):
+    return {"name": name, "running": True, "loopback": name == "lo", "mtu": mtu,
+            "addresses": [address]}  # fmt: skip
+
+
+LISTENS = {"gloo": ["10.0.0.5"], "nccl": ["10.2.0.5"]}
+LOOP = {"listens": {"gloo": ["127.0.1.1"], "nccl": ["10.2.0.5"]}}
+NOWHERE = {"listens": {"gloo": ["10.0.0.5"], "nccl": []}}
+LIMITS = {"shared memory": 8 * GIB, "locked memory": None, "open files": 1024}
+
+
+def machine(**other):
+    one = {
+        "host": "n1", "rank": 0, "environ": ["PATH", "HOME"], "cores": list(range(8)),
+        "cpu_limit": None, "threads": 4, "gpus": [], "installed": 0, "infiniband": [],
+        "settings": {}, "limits": LIMITS, "listens": LISTENS,
+        "interfaces": [interface("lo", "127.0.0.1/8"), interface("eth0", "10.0.0.5/24"),
+                       interface("ib0", "10.2.0.5/24")],
+        "versions": {"torch": "2.14", "NCCL": "2.30.7"},
+    }  # fmt: skip
+    return copy.deepcopy(one | other)
+
+
+def known(library, prefix):
+    return {"NCCL_SOCKET_IFNAME", "NCCL_MIN_CTAS", "TORCH_NCCL_NAN_CHECK", "TORCH_FR_CPP_STACK"}
+
+
+def found_in(*here, hosts=1, names_in=known):
+    one = here[0]
+    return [*rules.wrong_names(one, names_in), *rules.wrong_values(one),
+            *rules.wrong_network(one, hosts > 1), *rules.wrong_limits(one, len(here) * hosts),
+            *rules.wrong_machine(list(here))]  # fmt: skip
+
+
+def port(name, state="ACTIVE", gbit_s=400.0):
+    return {"name": name, "state": state, "gbit_s": gbit_s}
+
+
+def gpu(lanes=16, pci="0000:3b:00.0"):
+    return {"pci": pci, "lanes": lanes, "most_lanes": 16}
+
+
+GPUS = {"gpus": [gpu(), gpu(pci="0000:5e:00.0")], "installed": 2}
+FABRIC = {"infiniband": [port("mlx5_0:1"), port("mlx5_1:1")]}
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        {}, GPUS, FABRIC, GPUS | FABRIC, LOOP, {"cpu_limit": 8.0},
+        is_set(NCCL_SOCKET_IFNAME="eth0", NCCL_DEBUG="WARN", NCCL_P2P_DISABLE="0"),
+        is_set(NCCL_IB_DISABLE="1"), FABRIC | is_set(NCCL_IB_HCA="=mlx5_1:1"),
+        FABRIC | is_set(NCCL_IB_HCA="mlx5"), {"threads": 8}, is_set(NCCL_MIN_CTAS="1"),
+        is_set(NCCL_FASTRAK_IFNAME="eth1", OFI_NCCL_PROTOCOL="RDMA", FI_PROVIDER="efa"),
+        {"limits": LIMITS | {"locked memory": 2**20}}, GPUS | is_set(CUDA_VISIBLE_DEVICES="1,0"),
+        is_set(NCCL_NET_GDR_LEVEL="PHB", NCCL_IB_TIMEOUT="22", NCCL_PROTO=""),
+        is_set(TORCH_NCCL_NAN_CHECK="true"),
+    ],
+)  # fmt: skip
+def test_a_machine_without_mistakes(right):
+    assert found_in(machine(**right)) == []
+
+
+MISTAKES = [
+    (is_set(NCCL_TIMEOUT="60"), "NCCL_TIMEOUT", "no library reads it", "init_process_group"),
+    (is_set(NCCL_ASYNC_ERROR_HANDLING="1"), "", "old name", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    (is_set(NCCL_BLOCKING_WAIT="1"), "", "old name", "use TORCH_NCCL_BLOCKING_WAIT"),
+    (is_set(NCCL_MAX_NCHANNELS="2"), "", "deprecated since NCCL 2.17", "use NCCL_MAX_CTAS"),
+    (is_set(NCCL_SOCKET_IFNAM="lo"), "NCCL_SOCKET_IFNAM", "nobody", "NCCL_SOCKET_IFNAME?"),
+    (is_set(NCCL_QWERTY="1"), "NCCL_QWERTY", "nobody", "unset it, unless it is a plugin's"),
+    (is_set(TORCH_NCCL_NANCHECK="1"), "", "nobody reads it", "TORCH_NCCL_NAN_CHECK?"),
+    ({"environ": ["CUDA_VISIBLE_DEVICE"]}, "", "nobody reads it", "CUDA_VISIBLE_DEVICES?"),
+    ({"environ": ["MASTER_ADR"]}, "MASTER_ADR", "nobody reads it", "mean MASTER_ADDR?"),
+    (is_set(NCCL_P2P_DISABLE="true"), "=true", "the number 0", "takes: 0, 1"),
+    (is_set(NCCL_NET_GDR_LEVEL="phb"), "=phb", "NCCL ignores it", "LOC, PIX"),
+    (is_set(NCCL_DEBUG="verbose"), "=verbose", "NCCL ignores it", "VERSION, WARN"),
+    (is_set(NCCL_IB_TIMEOUT="40"), "=40", "the number 40", "0 to 31"),
+    (is_set(TORCH_NCCL_NAN_CHECK="on"), "=on", "PyTorch stops", "takes: 0, 1"),
+    (is_set(NCCL_P2P_DISABLE="1"), "NCCL_P2P_DISABLE=1", "through host memory", "unset"),
+    (is_set(NCCL_SHM_DISABLE="1"), "NCCL_SHM_DISABLE=1", "over the network", "unset"),
+    (is_set(NCCL_DEBUG="info"), "NCCL_DEBUG=info", "pages of log", "unset"),
+    (is_set(NCCL_ALGO="Ring"), "NCCL_ALGO=Ring", "no longer chooses", "unset"),
+    (FABRIC | is_set(NCCL_IB_DISABLE="1"), "", "mlx5_0:1 is up", "unset"),
+    (FABRIC | is_set(NCCL_IB_HCA="=mlx5_7"), "", "takes sockets", "mlx5_0:1, mlx5_1:1"),
+    (NOWHERE | is_set(NCCL_SOCKET_IFNAME="eht0"), "eht0", "cannot start", "lo, eth0, ib0"),
+    ({"infiniband": [port("a:1"), port("b:1", "DOWN", 10.0)]}, "b:1 is DOWN", "out", "cable"),
+    ({"infiniband": [port("a:1"), port("b:1", gbit_s=100.0)]}, "100 of 400", "wait", "cable"),
+    (FABRIC | {"limits": LIMITS | {"locked memory": 2**20}}, "0.00 GiB", "ibv_reg_mr", "ulimit"),
+    ({"cpu_limit": 2.0, "threads": 2}, "8 cores are seen, the time of 2", "threads", "ask"),
+    ({"threads": 16}, "1 ranks x 16 threads on 8 cores", "wait", "OMP_NUM_THREADS=8"),
+    ({"gpus": [gpu()], "installed": 2} | is_set(CUDA_VISIBLE_DEVICES="0"), "1 of 2", "idle", ""),
+    ({"gpus": [gpu(lanes=8)], "installed": 1}, "8 of 16 PCIe lanes", "slower", "slot"),
+    ({"limits": LIMITS | {"shared memory": 2**26}}, "/dev/shm has 0.06 GiB", "", "shm-size"),
+    ({"limits": LIMITS | {"open files": 256}}, "256 open files", "Too many", "ulimit -n"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "what", "costs", "do"), MISTAKES)
+def test_each_mistake_has_its_finding(wrong, what, costs, do):
+    (finding,) = found_in(machine(**wrong))
+    assert what in finding.what and costs in finding.costs and do in finding.do
+    assert finding.costs and finding.do and "\n" not in "".join(map(str, vars(finding).values()))
+
+
+def test_names_are_not_judged_without_the_library():
+    one = machine(**is_set(NCCL_QWERTY="1"))
+    assert found_in(one, names_in=lambda library, prefix: None) == []
+
+
+def test_mistakes_of_several_ranks_and_hosts():
+    crowd = [machine(rank=rank, threads=1) for rank in range(9)]
+    assert ["9 ranks share 8 cores" in one.what for one in found_in(*crowd)] == [True]
+    pair = [machine(rank=rank, threads=8) for rank in range(2)]
+    assert "set OMP_NUM_THREADS=4" in found_in(*pair)[0].do
+    few = [machine(rank=rank, gpus=[gpu()], installed=1) for rank in range(2)]
+    assert "2 ranks but 1 GPUs" in found_in(*few)[0].what
+    own = [
+        machine(rank=rank, gpus=[gpu(pci=f"0000:{rank:02x}:00.0")], installed=2,
+                **is_set(CUDA_VISIBLE_DEVICES=f"{rank}"))
+        for rank in range(2)
+    ]  # fmt: skip  # as srun binds them
+    assert found_in(*own) == [] and list(rules.differences(own)) == []
+    assert found_in(machine(**LOOP), hosts=1) == []
+    (finding,) = found_in(machine(**LOOP), hosts=2)
+    assert "gloo listens at 127.0.1.1" in finding.what and "no other host" in finding.costs
+    assert "1024 open files for 128 ranks" in found_in(machine(), hosts=128)[0].what
+
+
+def test_ranks_and_hosts_that_differ():
+    assert list(rules.differences([machine(), machine(rank=1, host="n2")])) == []
+    two = machine(
+        rank=1, host="n2", versions={"torch": "2.13", "NCCL": "2.30.7"},
+        interfaces=[interface("eth0", "10.9.0.7/24"), interface("ib0", "10.2.0.7/24", 4092)],
+        listens={"gloo": ["10.9.0.7"], "nccl": ["10.2.0.7"]}, **is_set(NCCL_ALGO="Ring"),
+    )  # fmt: skip
+    who = "rank 0 on n1 has {}, rank 1 on n2 has {}".format
+    assert [one.what for one in rules.differences([machine(), two])] == [
+        f"MTU of nccl: {who(1500, 4092)}",
+        f"NCCL_ALGO: {who('unset', 'Ring')}",
+        f"network of gloo: {who('10.0.0.0/24', '10.9.0.0/24')}",
+        f"version of torch: {who('2.14', '2.13')}",
+    ]
+    same_host = [machine(), machine(rank=1, **is_set(NCCL_PROTO="LL"))]
+    assert [one.kind for one in rules.differences(same_host)] == ["differs"]
+
+
+# variables.toml against the libraries that are installed
+
+
+def libraries_of(row):
+    folder = Path(torch.__file__).parent
+    names = {"NCCL": ["../nvidia/nccl/lib/libnccl.so*"], "gloo": ["lib/libtorch_cpu.so"],
+             "PyTorch": ["lib/libtorch_cuda.so", "lib/libtorch_cpu.so", "lib/libc10.so"],
+             "OpenMP": ["lib/libgomp*", "lib/libomp*"]}.get(row["library"])  # fmt: skip
+    if names is None:
+        pytest.skip(f"{row['library']} does not come with PyTorch")
+    return [path for name in names for path in folder.glob(name)]
+
+
+@pytest.mark.parametrize("row", rules.TABLE["variable"], ids=lambda row: row["name"])
+def test_every_variable_is_one_that_a_library_reads(row):
+    if NO_NCCL and re.match("(TORCH_)?NCCL_|TORCH_FR_", row["name"]):
+        pytest.skip("this PyTorch comes without NCCL")
+    name = row["name"].encode()
+    # C++ names its own variables like that, with more letters after them: mangled names.
+    whole = re.compile(rb"(?<![A-Z0-9_])" + name + rb"(?![A-Z0-9_])")
+    for file in libraries_of(row):
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
+            start = data.find(name)
+            while start >= 0:
+                if whole.match(data, start):
+                    return
+                start = data.find(name, start + 1)
+    version = net_devices.nccl_version()
+    if row["library"] == "NCCL" and script.version_of(row["since"]) > script.version_of(version):
+        pytest.skip(f"NCCL {version} is older than {row['since']}")
+    pytest.fail(f"{row['name']} is in none of its libraries")
+
+
+@needs_nccl
+def test_nccls_words_on_the_pages_are_nccls():
+    """Start of a message: page on which it stands."""
+    words = {
+        "Bootstrap : no socket interface found": "interfaces.md",
+        "Bootstrap: Using": "clusters.md", "NET/IB : Using": "clusters.md",
+        "NET/Socket : Using": "clusters.md", "Using network": "clusters.md",
+        "via NET/": "clusters.md", "via SHM/": "clusters.md", "via P2P/IPC": "clusters.md",
+        "NCCL_TOPO_FILE set by environment to": "clusters.md", "GDRDMA": "hardware.md",
+        "Call to ibv_reg_mr failed": "doctor.md", "failed to extend": "doctor.md",
+    }  # fmt: skip
+    (library,) = libraries_of({"library": "NCCL"})
+    with library.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
+        for word, page in words.items():
+            assert word in (REPO / "04-nccl-operations" / page).read_text(), f"{page}: {word}"
+            assert data.find(word.encode()) >= 0, f"NCCL does not say {word}"
+
+
+def test_the_table_is_whole():
+    names = [row["name"] for row in rules.TABLE["variable"]]
+    assert len(names) == len(set(names)) > 60 and not set(names) & set(rules.STALE)
+    for row in rules.TABLE["variable"]:
+        assert all(row[key] for key in ("library", "since", "default", "values", "does", "when"))
+        assert row["source"] in rules.TABLE["sources"]
+        re.compile(row.get("pattern", ""))
+    missing = """CUMEM_ENABLE MNNVL_ENABLE PXN_DISABLE DMABUF_ENABLE IB_SPLIT_DATA_ON_QPS
+        IB_ADAPTIVE_ROUTING IB_MERGE_NICS IB_ROCE_VERSION_NUM COLLNET_ENABLE TUNER_PLUGIN
+        NCHANNELS_PER_NET_PEER GRAPH_DUMP_FILE RAS_ENABLE RAS_ADDR"""
+    assert {f"NCCL_{name}" for name in missing.split()} <= set(names)
+    assert all(row["name"] in names + ["CUDA_LAUNCH_BLOCKING"] for row in rules.TABLE["left_over"])
+
+
+def listed():
+    """Return what doctor.py --list prints."""
+    command = [sys.executable, str(REPO / DOCTOR), "--list"]
+    environ = {**os.environ, "PYTHONPATH": str(REPO)}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+
+
+MARKS = "<!-- made by python 04-nccl-operations/doctor.py --list -->", "<!-- end of the list -->"
+
+
+def test_the_page_has_the_list(run_script):
+    ended = run_script(DOCTOR, "--list", world_size=2)
+    assert ended.codes == [0, 0] and ended.stderr == ""
+    shown = PAGE.read_text().split(MARKS[0])[1].split(MARKS[1])[0]
+    assert shown.strip() == ended.stdout.strip(), "run python tests/test_04_doctor.py"
+
+
+# The script
+
+
+def test_ranks_without_mistakes(run_script, tmp_path):
+    ended = run_script(DOCTOR, "--output-dir", tmp_path / "run", world_size=2)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    results = results_of(tmp_path / "run")
+    names = [check["name"] for check in results["checks"]]
+    assert names[-1] == "ranks that miscount those of their host"
+    assert [one["rank"] for one in results["metrics"]["ranks"]] == [0, 1]
+    assert "\nhost " in ended.stdout and ": ranks 0 1\n" in ended.stdout
+
+
+@needs_nccl
+def test_what_is_wrong_is_found_and_told(run_script, tmp_path):
+    environ = launched(NCCL_SOCKET_IFNAM="lo", NCCL_MIN_CTAS="1", NCCL_P2P_DISABLE="true")
+    environ |= {"NCCL_SOCKET_IFNAME": "nope", "TORCH_NCCL_NANCHECK": "1"}
+    ended = run_script(DOCTOR, "--strict", "--output-dir", tmp_path / "run", environ=environ)
+    assert ended.codes == [1] and ended.stdout.splitlines()[-1] == "FAILED: findings"
+    found = results_of(tmp_path / "run")["metrics"]["findings"]
+    told = [(one["kind"], re.findall("[A-Z_0-9]{5,}", one["what"])[0]) for one in found]
+    machine = {"limit", "cores"}  # findings about the machine that runs the tests
+    assert [one for one in told if one[0] not in machine] == [
+        ("misspelt", "NCCL_SOCKET_IFNAM"),
+        ("misspelt", "TORCH_NCCL_NANCHECK"),
+        ("value", "NCCL_P2P_DISABLE"),
+        ("network", "NCCL_SOCKET_IFNAME"),
+    ]
+    assert "   costs: NCCL cannot start\n   do:    name one of " in ended.stdout
+    assert re.search(r"^NCCL_MIN_CTAS=1 +environment +not in variables.toml$", ended.stdout, re.M)
+
+
+def test_each_host_is_examined(run_script):
+    def on_a_host_each(script):
+        rank = os.environ["RANK"]
+        os.environ.update(LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo", NCCL_ALGO=f"^{rank}")
+        sys.modules["host_facts"].socket.gethostname = lambda: f"n{rank}"
+        # Both ranks are here: what follows from an address of this host is tested apart.
+        script.refuse_what_cannot_start = lambda *_: None
+
+    ended = run_script(DOCTOR, world_size=2, before=on_a_host_each)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert re.findall(r"^host (.*)$", ended.stdout, re.M) == ["n0: ranks 0", "n1: ranks 1"]
+    told = "1. differs between ranks: NCCL_ALGO: rank 0 on n0 has ^0, rank 1 on n1 has ^1\n"
+    assert told in ended.stdout
+    for host in ("n0", "n1"):
+        assert f"network on host {host}: gloo listens at 127.0.0.1" in ended.stdout
+
+
+def a_wrong_version(script):
+    row = next(row for row in script.TABLE["variable"] if row["name"] == "NCCL_MAX_CTAS")
+    row["since"] = "99.0"
+
+
+@needs_nccl
+def test_a_wrong_version_in_the_table_turns_its_check_red(run_script):
+    ended = run_script(DOCTOR, before=a_wrong_version)
+    assert ended.codes == [1]
+    assert "variables.toml and the library differ in NCCL_MAX_CTAS\n" in ended.stdout
+    assert ended.stdout.endswith("FAILED: variables of NCCL that the library has otherwise\n")
+
+
+def test_a_launcher_that_miscounts_is_found(run_script):
+    ended = run_script(DOCTOR, environ=launched(LOCAL_WORLD_SIZE="2"))
+    assert ended.codes == [1] and "FAILED: ranks that miscount those of their host" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "says"),
+    [
+        (("--lst",), {}, "unrecognized arguments: --lst"),
+        ((), {"GLOO_SOCKET_IFNAME": "nope"}, "GLOO_SOCKET_IFNAME: nope has no address"),
+        ((), {"MASTER_ADDR": "no.such.invalid"}, "=no.such.invalid does not resolve here"),
+    ],
+)
+def test_bad_input_is_one_line(run_script, argv, environ, says):
+    ended = run_script(DOCTOR, *argv, environ=launched(**environ))
+    assert_one_line(ended, says, "doctor.py")
+
+
+def test_a_master_that_is_each_machine_itself_is_refused(monkeypatch):
+    """As where every machine has the line `127.0.1.1 n0` in /etc/hosts."""
+    addresses = ["127.0.1.1"]
+    monkeypatch.setattr(script, "addresses_of", lambda name: addresses)
+    second = runtime.World(rank=8, local_rank=0, world_size=16, local_world_size=8, launcher="srun")
+    with pytest.raises(cli.UsageError, match="n0 is 127.0.1.1, this machine itself, but rank 0"):
+        script.refuse_what_cannot_start(second, "n0")
+    first = dataclasses.replace(second, rank=7)
+    script.refuse_what_cannot_start(first, "n0")
+    addresses.append("10.0.0.5")
+    script.refuse_what_cannot_start(second, "n0")
+
+
+def main():
+    page = PAGE.read_text()
+    head, rest = page.split(MARKS[0])
+    tail = rest.split(MARKS[1])[1]
+    PAGE.write_text(f"{head}{MARKS[0]}\n{listed()}\n{MARKS[1]}{tail}")
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

@@ -1,0 +1,366 @@
+"""pairwise_scan.py: everybody meets everybody, and the speeds alone name who is slow."""
+
+import itertools
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+
+import emulated_cluster
+import pytest
+import torch.distributed as dist
+from conftest import assert_one_line, free_port, load_script, results_of
+
+import pairwise_verdict as verdict
+import stop_early
+from dist_common import cli
+from pairwise_verdict import ACROSS, BOTH, RECEIVES, SENDS, WITHIN, Scan, find_slow
+
+SCAN = "04-nccl-operations/pairwise_scan.py"
+PACED = "04-nccl-operations/paced_links.py"
+QUICK = ("-b", "64K", "-n", 2)
+full = pytest.mark.full
+clock = pytest.mark.xdist_group("clock")
+why_not = emulated_cluster.why_not()
+needs_a_cluster = pytest.mark.skipif(why_not is not None, reason=str(why_not))
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pacing is Linux's")
+
+# who meets whom
+
+
+@pytest.mark.parametrize("players", [2, 3, 4, 5, 8, 9])
+def test_in_a_tournament_everybody_meets_everybody_once(players):
+    rounds = list(load_script(SCAN).tournament(range(players)))
+    assert len(rounds) == players - 1 + players % 2
+    for pairs in rounds:
+        assert len(set(itertools.chain(*pairs))) == 2 * len(pairs) == players - players % 2
+    met = Counter(frozenset(pair) for pairs in rounds for pair in pairs)
+    assert met == dict.fromkeys(map(frozenset, itertools.combinations(range(players), 2)), 1)
+
+
+SHAPES = [[2], [4], [5], [2, 2], [1, 1, 1], [2, 2, 2], [3, 3, 3, 3], [4, 4], [2, 3]]
+
+
+def nodes_with(sizes):
+    ranks = iter(range(sum(sizes)))
+    return [list(itertools.islice(ranks, size)) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", SHAPES)
+def test_the_rounds_of_a_cluster(sizes):
+    """Each pair once; no round mixes pairs within nodes and across; as few rounds as can be."""
+    nodes = nodes_with(sizes)
+    rounds = load_script(SCAN).rounds_of(nodes)
+    scan = Scan(nodes, rounds)
+    met = Counter(frozenset(pair) for pairs in rounds for pair in pairs)
+    everybody = itertools.combinations(range(sum(sizes)), 2)
+    assert met == dict.fromkeys(map(frozenset, everybody), 1)
+    assert len(rounds) == verdict.rounds_needed(scan)
+    for pairs in rounds:
+        assert len(set(itertools.chain(*pairs))) == 2 * len(pairs)
+        if len(set(sizes)) == 1:
+            assert len({scan.kind(pair) for pair in pairs}) == 1
+            meetings = {frozenset(map(scan.node_of, pair)) for pair in pairs}
+            assert len(set().union(*meetings)) == sum(len(meeting) for meeting in meetings)
+
+
+def test_eight_by_eight_takes_63_rounds():
+    assert verdict.rounds_needed(Scan(nodes_with([8] * 8), [])) == 63
+    assert verdict.rounds_needed(Scan(nodes_with([8] * 8), [], nodes_only=True)) == 7
+
+
+# what the speeds say
+
+
+def speeds_of(sizes, slow, fast=None):
+    """Return a scan in which ways are as fast as their kind, but those that `slow` says."""
+    nodes = nodes_with(sizes)
+    scan = Scan(nodes, [])
+    fast = fast or {WITHIN: 400.0, ACROSS: 45.0}
+    for number, way in enumerate(itertools.permutations(range(sum(sizes)), 2)):
+        wobble = 1 - 0.02 * (number % 7)
+        scan.speeds[way] = fast[scan.kind(way)] * wobble * (0.1 if slow(*way) else 1)
+    return scan
+
+
+def named(scan):
+    return [(slow.what, slow.direction, slow.where) for slow in find_slow(scan)]
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("sizes", [[4], [2, 2], [4, 4], [1, 1, 1, 1]])
+def test_a_slow_rank_is_named_wherever_it_is(rank, sizes):
+    found = named(speeds_of(sizes, lambda a, b: rank in (a, b)))
+    where = {1: WITHIN, 2: f"{ACROSS}, {WITHIN}", 4: ACROSS}[len(sizes)]
+    what = f"node {rank} (rank {rank})" if len(sizes) == 4 else f"rank {rank}"
+    assert found == [(what, BOTH, where)]
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_a_slow_node_is_named_rather_than_its_ranks(node):
+    """Its network is slow: not what stays within it."""
+    sizes = [2, 2, 2]
+    outside = speeds_of(sizes, lambda a, b: (a // 2 != b // 2) and node in (a // 2, b // 2))
+    what = f"node {node} (ranks {2 * node}, {2 * node + 1})"
+    assert named(outside) == [(what, BOTH, ACROSS)]
+    sends = speeds_of(sizes, lambda a, b: a // 2 == node != b // 2)
+    assert named(sends) == [(what, SENDS, ACROSS)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slow", "found"),
+    [
+        ([4], lambda a, b: a == 2, [("rank 2", SENDS, WITHIN)]),
+        ([4], lambda a, b: b == 2, [("rank 2", RECEIVES, WITHIN)]),
+        ([4], lambda a, b: {a, b} == {1, 3}, [("rank 1 <-> rank 3", BOTH, WITHIN)]),
+        ([4], lambda a, b: (a, b) == (3, 1), [("rank 3 -> rank 1", SENDS, WITHIN)]),
+        ([5], lambda a, b: 1 in (a, b) or 4 in (a, b),
+         [("rank 1", BOTH, WITHIN), ("rank 4", BOTH, WITHIN)]),
+        # one adapter of a node, as of 8: its NVLink is well
+        ([4, 4], lambda a, b: 5 in (a, b) and a // 4 != b // 4, [("rank 5", BOTH, ACROSS)]),
+        # two nodes: either may be at fault
+        ([2, 2], lambda a, b: a // 2 > b // 2, [("node 1 -> node 0", SENDS, ACROSS)]),
+        # a bad path between two of four
+        ([2, 2, 2, 2], lambda a, b: {a // 2, b // 2} == {1, 3},
+         [("node 1 <-> node 3", BOTH, ACROSS)]),
+        ([2], lambda a, b: a == 1, [("rank 1 -> rank 0", SENDS, WITHIN)]),
+        ([2], lambda a, b: True, []),  # alike: nothing to compare with
+        ([4, 4], lambda a, b: False, []),
+    ],
+)  # fmt: skip
+def test_what_a_matrix_says(sizes, slow, found):
+    assert sorted(named(speeds_of(sizes, slow))) == sorted(found)
+
+
+def test_networks_are_not_compared_with_nvlink():
+    assert find_slow(speeds_of([8, 8], lambda a, b: False, {WITHIN: 400.0, ACROSS: 4.0})) == []
+
+
+def test_a_scan_that_was_interrupted_can_be_read():
+    scan = speeds_of([4], lambda a, b: 3 in (a, b))
+    for way in [(0, 1), (1, 0), (2, 3), (3, 2)]:
+        del scan.speeds[way]
+    assert named(scan) == [("rank 3", BOTH, WITHIN)]
+    assert find_slow(Scan(nodes_with([4]), [])) == []
+
+
+# the script
+
+
+def test_everybody_meets_everybody(run_script, tmp_path):
+    ended = run_script(SCAN, *QUICK, "--output-dir", tmp_path / "run", world_size=3)
+    assert ended.codes == [0] * 3 and ended.stderr == "", ended.stdout + ended.stderr
+    results = results_of(tmp_path / "run")
+    matrix = results["metrics"]["matrix_gb_s"]
+    assert [[speed is None for speed in row] for row in matrix] == [
+        [sender == receiver for receiver in range(3)] for sender in range(3)
+    ]
+    assert len(results["checks"]) == 3 and (tmp_path / "run/pairwise.png").exists()
+
+
+def delay_of(seconds, slow):
+    """Delay what `slow(sender, receiver)` names, before it leaves, and a tenth of that the rest."""
+
+    def before(script):
+        send = script.send
+
+        def late(tensor, peer):
+            if tensor.numel() > 1:
+                is_slow = slow(int(os.environ["RANK"]), peer)
+                time.sleep(seconds if is_slow else seconds / 10)
+            send(tensor, peer)
+
+        script.send = late
+
+    return before
+
+
+@clock
+@pytest.mark.parametrize(
+    ("slow", "what"),
+    [
+        (lambda a, b: a == 1, "rank 1: sends"),
+        pytest.param(lambda a, b: 2 in (a, b), "rank 2: sends and receives", marks=full),
+        pytest.param(lambda a, b: (a, b) == (2, 1), "rank 2 -> rank 1: sends", marks=full),
+        pytest.param(lambda a, b: {a, b} == {0, 3}, "rank 0 <-> rank 3: sends and", marks=full),
+    ],
+)
+def test_a_real_delay_is_named(run_script, slow, what):
+    """150 ms instead of 15 ms, beside which a busy machine's noise is small."""
+    ended = run_script(SCAN, "-b", "4K", "-n", 1, world_size=4, before=delay_of(0.15, slow))
+    assert ended.codes == [0] * 4, ended.stdout + ended.stderr
+    assert f"SLOW: {what}" in ended.stdout, ended.stdout
+
+
+@clock
+@needs_linux
+@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=full)])
+def test_a_paced_socket_is_named(run_script, tmp_path, rank):
+    ended = run_script(
+        PACED, "--link", "100mbit", "--slow", f"{rank}=5mbit", SCAN, "-b", "64K", "-n", 2,
+        "--output-dir", tmp_path / "run", world_size=3,
+    )  # fmt: skip
+    assert ended.codes == [0] * 3 and ended.stderr == "", ended.stdout + ended.stderr
+    found = results_of(tmp_path / "run")["metrics"]["slow"]
+    named = [(slow["what"], slow["direction"]) for slow in found]
+    assert named[0] == (f"rank {rank}", SENDS), named  # then, on a busy machine, perhaps a pair
+    assert not any(what.startswith("rank") and "->" not in what for what, _ in named[1:]), named
+
+
+def scan_a_cluster(run_script, folder, mbit, card_of_rank, node_of_rank, iters=1):
+    with emulated_cluster.cluster_of(mbit, card_of_rank) as cluster:
+
+        def join(script):
+            cluster.join(int(os.environ["RANK"]))
+
+        ended = run_script(
+            SCAN, "-b", "64K", "-n", iters, "--output-dir", folder, world_size=len(card_of_rank),
+            before=join, environ=lambda rank: cluster.environ(rank, node_of_rank[rank]),
+        )  # fmt: skip
+    assert not any(ended.codes), ended.stdout + ended.stderr  # c10d warns: there is no DNS here
+    return results_of(folder)["metrics"]
+
+
+@clock
+@needs_a_cluster
+@pytest.mark.parametrize("rank", [3, pytest.param(0, marks=full)])
+def test_the_slow_link_of_two_nodes_with_two_ranks_is_named(run_script, tmp_path, rank):
+    """Each rank has a card of its own, of 100 Mbit/s; one of them has 5."""
+    mbit = [5 if card == rank else 100 for card in range(4)]
+    metrics = scan_a_cluster(run_script, tmp_path / "run", mbit, range(4), [0, 0, 1, 1])
+    assert metrics["nodes"] == [[0, 1], [2, 3]]
+    (slow,) = metrics["slow"]
+    assert (slow["what"], slow["direction"]) == (f"rank {rank}", BOTH)
+    assert slow["where"] == f"{ACROSS}, {WITHIN}" and slow["of_fast"] < 0.3
+
+
+@full
+@clock
+@needs_a_cluster
+@pytest.mark.parametrize("node", [1])
+def test_the_slow_card_of_a_node_is_named(run_script, tmp_path, node):
+    """Two ranks share a card: what stays on their machine is not slowed, and noise is all it has.
+
+    They share the card in a round, not quite fairly, so that a pair may be called slow too.
+    """
+    mbit = [10 if card == node else 100 for card in range(3)]
+    places = [0, 0, 1, 1, 2, 2]
+    metrics = scan_a_cluster(run_script, tmp_path / "run", mbit, places, places, iters=3)
+    across = [(slow["what"], slow["direction"]) for slow in metrics["slow"]
+              if slow["where"] == ACROSS and "rank " not in slow["what"]]  # fmt: skip
+    assert across == [(f"node {node} (ranks {2 * node}, {2 * node + 1})", BOTH)]
+
+
+def test_only_nodes_meet(run_script, tmp_path):
+    port = free_port()
+    ended = run_script(
+        SCAN, *QUICK, "--nodes-only", "--output-dir", tmp_path / "run", world_size=4,
+        environ=lambda rank: {
+            "RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": rank // 2,
+        },
+    )  # fmt: skip
+    assert ended.codes == [0] * 4, ended.stdout + ended.stderr
+    results = results_of(tmp_path / "run")
+    assert results["checks"][0]["measured"] == 4 and "rounds: 1" in ended.stdout
+    assert results["metrics"]["matrix_gb_s"][0][2] and not results["metrics"]["matrix_gb_s"][0][3]
+
+
+# sabotage and Ctrl-C
+
+
+def garble(script):
+    send = script.send
+    script.send = lambda tensor, peer: send(tensor + (tensor.numel() > 1), peer)
+
+
+def leave_a_round_out(script):
+    rounds_of = script.rounds_of
+    script.rounds_of = lambda *given: rounds_of(*given)[1:]
+
+
+def one_pair_at_a_time(script):
+    rounds_of = script.rounds_of
+    script.rounds_of = lambda *given: [[pair] for pairs in rounds_of(*given) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "fails"),
+    [
+        (garble, "elements that arrived wrong"),
+        (leave_a_round_out, "ways measured"),
+        (one_pair_at_a_time, "rounds"),
+    ],
+)
+def test_sabotage_of_the_scan_fails_its_check(run_script, sabotage, fails):
+    ended = run_script(SCAN, "-b", "4K", "-n", 1, world_size=4, before=sabotage)
+    failed = next(line for line in ended.stdout.splitlines() if line.startswith("FAILED: "))
+    assert any(ended.codes) and fails in failed, ended.stdout + ended.stderr
+
+
+def interrupt_in_round_2(script):
+    meet, calls = script.meet, itertools.count(1)
+
+    def interrupted(*given):
+        if next(calls) == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
+        return meet(*given)
+
+    script.meet = interrupted
+
+
+def hang_in_round_2(script):
+    stop_early.GRACE_S = 0.3
+    meet, calls = script.meet, itertools.count(1)
+
+    def hung(pair, *given):
+        if next(calls) == 2:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            if os.environ["RANK"] == "3":
+                threading.Event().wait(60)
+        return meet(pair, *given)
+
+    script.meet = hung
+
+
+@clock
+@pytest.mark.parametrize(("before", "pairs"), [(interrupt_in_round_2, 4), (hang_in_round_2, 2)])
+def test_ctrl_c_keeps_the_rounds_that_ended(run_script, tmp_path, before, pairs):
+    ended = run_script(
+        SCAN, *QUICK, "--output-dir", tmp_path / "run", world_size=4, before=before,
+        end_job_on_failure=False,
+    )  # fmt: skip
+    assert ended.codes == [cli.INTERRUPTED] * 4, ended.stdout + ended.stderr
+    metrics = results_of(tmp_path / "run")["metrics"]
+    met = sum(speed is not None for row in metrics["matrix_gb_s"] for speed in row)
+    assert met == 2 * pairs and metrics["interrupted"]
+    hung = before is hang_in_round_2
+    assert ("# did not end: round 2 of 3, ranks " in ended.stdout) == hung
+
+
+@pytest.mark.parametrize(
+    ("path", "world_size", "argv", "says"),
+    [
+        (SCAN, 1, (), "one rank has nobody to talk to: start 2 or more"),
+        (SCAN, 1, ("-b", "8x"), "argument -b/--bytes: must be a size like 8, 4K, 128M or 1G"),
+        (SCAN, 1, ("-n", "0"), "argument -n/--iters: must be a whole number of at least 1"),
+        (SCAN, 2, ("--nodes-only",), "--nodes-only: all ranks are on one node"),
+        (SCAN, 2, ("-b", "900000G"), "two buffers of it do not fit into a rank's memory"),
+        (PACED, 1, ("--slow", "3", SCAN), "argument --slow: must be like 3=20mbit, not '3'"),
+        (PACED, 1, ("--slow", "x=1gbit", SCAN), "must be a whole number of at least 0, not 'x'"),
+        (PACED, 1, ("--link", "fast", SCAN), "argument --link: must be like 100mbit or 1gbit"),
+        (PACED, 1, ("--link", "1gbit", "none.py"), "there is no none.py"),
+    ],
+)
+def test_bad_input_gets_one_line(run_script, path, world_size, argv, says):
+    ended = run_script(path, *argv, world_size=world_size)
+    assert_one_line(ended, says, path.rpartition("/")[2])
+
+
+def test_the_script_sends_in_the_group_of_all():
+    """NCCL would make a communicator for each pair of ranks that uses dist.send."""
+    assert load_script(SCAN).dist is dist  # what the next line looks for is torch's
+    source = open(load_script(SCAN).__file__).read()  # noqa: SIM115
+    assert "dist.send(" not in source and "dist.recv(" not in source
