@@ -190,7 +190,7 @@ def test_gradients_that_are_not_averaged_are_wrong_by_far(tmp_path):
     records, ended = sweep(tmp_path / "out", *words)
     assert ended.codes == [1] and [record["status"] for record in records] == ["ok"] * 3
     single, ddp, sabotaged = map(loss_of, records)
-    assert abs(ddp - single) < TOLERANCE / 50
+    assert abs(ddp - single) < TOLERANCE / 5  # rounding, far from the tolerance on both sides
     assert abs(sabotaged - single) > 5 * TOLERANCE
     assert re.search(r"^ddp .* ok$", ended.stdout, re.M)
     assert re.search(r"^unsynchronised .* WRONG \+0\.\d+$", ended.stdout, re.M), ended.stdout
