@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 # By nccl-tests' names, as bandwidth_test.py has them.
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast", "reduce",
-               "gather", "scatter", "sendrecv")  # fmt: skip
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "alltoallv",
+               "broadcast", "reduce", "gather", "scatter", "sendrecv")  # fmt: skip
 UNKNOWN = "-"
 WRONG = "WRONG"
 Record = dict[str, Any]
