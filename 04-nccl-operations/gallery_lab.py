@@ -31,6 +31,7 @@ except ModuleNotFoundError:  # Python 3.10
 FAILURES = Path(__file__).parent / "failures"
 STUCK_S = 1.0  # without a line and without CPU time, a rank counts as stuck
 GRACE_S = 3.0  # after the first failure, until the ranks that still run are ended
+PR_SET_PTRACER, ANY = 0x59616D61, ctypes.c_ulong(-1)  # prctl(2)
 # The line of a broken script that says which rank is broken, where one rank is.
 CULPRIT = re.compile(r"^([A-Z]+) = (\d+)(?=  # the rank )", re.M)
 
@@ -126,6 +127,8 @@ class Job:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
         os.chdir(self.folder)
         dist.set_debug_level_from_env()
+        if sys.platform == "linux":  # Ubuntu lets py-spy read none but its own children otherwise
+            ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY)
         limit(self.failure.limits, rank)
         at_end = put_in(rank)
         sys.argv = [str(file)]
@@ -165,10 +168,15 @@ def limit(limits: dict[str, int], rank: int) -> None:
 # What can be seen of a running job from outside.
 
 
+def py_spy() -> str | None:
+    """Return py-spy's path: from this Python's environment, active or not, or from PATH."""
+    beside = f"{Path(sys.executable).parent}:{sys.exec_prefix}/bin"
+    return shutil.which("py-spy", path=beside) or shutil.which("py-spy")
+
+
 def stack_of(pid: int) -> list[tuple[str, str, int]] | None:
     """Return (file, function, line) of a process's main thread, innermost first, by py-spy."""
-    command = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{sys.exec_prefix}/bin")
-    command = command or shutil.which("py-spy")
+    command = py_spy()
     if command is None:
         raise cli.UsageError("this tool needs py-spy: pip install py-spy")
     asked = subprocess.run([command, "dump", "--json", "--pid", str(pid)], capture_output=True)

@@ -27,6 +27,8 @@ GRACE_S = 1.0  # from a rank's failure to the end of the others: it may have mor
 # What scripts import, so that a fork finds it: seconds for each of them otherwise.
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
              "torch.distributed.tensor.parallel", "torch.utils.data")  # fmt: skip
+# Holds a command back until its guard is there; never runs it if this process is killed by then.
+GATE = ("sh", "-c", 'read -r go && exec "$@" </dev/null', "gate")
 # What a launcher sets, and what ranks must not have from this process.
 LAUNCHED = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+)$")
 
@@ -172,7 +174,7 @@ def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
         def guard(pids: list[int]) -> None:
             stack.enter_context(bench_guard.guarded(pids))
 
-        ended = ranks.fork(body, world_size, folder, timeout_s, GRACE_S, guard)
+        ended = ranks.fork(body, world_size, folder, timeout_s, GRACE_S, guard=guard)
     # A rank that was ended because another one failed has a signal's code, below 0.
     failed = [rank.code for rank in ended if rank.code is not None and rank.code > 0]
     late = any(rank.code is None for rank in ended)
@@ -183,15 +185,17 @@ def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
 def _launch(words: list[str], folder: Path, timeout_s: float, gently: bool) -> int | None:
     with (folder / "job.out").open("w") as out, (folder / "job.err").open("w") as err:
         process = subprocess.Popen(
-            words,
+            [*GATE, *words],
             cwd=REPOSITORY,
             env=clean_environ(),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=out,
             stderr=err,
             start_new_session=True,
         )
         with bench_guard.guarded([process.pid], gently):
+            process.stdin.write(b"go\n")
+            process.stdin.close()
             try:
                 return process.wait(timeout_s)
             except subprocess.TimeoutExpired:

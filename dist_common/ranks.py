@@ -38,22 +38,31 @@ class Rank:
 def fork(
     body: Callable[[int], Any], world_size: int, folder: Path, deadline_s: float,
     grace_s: float | None = None, during: Callable[[list[int]], None] = lambda pids: None,
+    guard: Callable[[list[int]], None] = lambda pids: None,
 ) -> list[Rank]:  # fmt: skip
     """Run body(rank) in forks of this process, with output kept in `folder`; return how they ended.
 
     Late ranks write to stderr where they hang, and are killed. `grace_s` after the first failure
-    the others get SIGTERM, as from a launcher. `during` gets the pids once all run.
+    the others get SIGTERM, as from a launcher. `during` gets the pids once all run, `guard` before:
+    no body runs until it has returned, and none ever if this process is killed by then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     stems = [folder / f"rank-{rank}" for rank in range(world_size)]
-    ranks = [context.Process(target=_be, args=(body, rank, stem, deadline_s))
+    gate = os.pipe()
+    ranks = [context.Process(target=_be, args=(body, rank, stem, deadline_s, gate))
              for rank, stem in enumerate(stems)]  # fmt: skip
     started, seconds, terminate_at = time.monotonic(), {}, float("inf")
-    for stem, process in zip(stems, ranks, strict=True):
-        stem.with_suffix(".out").write_text("")
-        stem.with_suffix(".err").write_text("")
-        process.start()
+    try:
+        for stem, process in zip(stems, ranks, strict=True):
+            stem.with_suffix(".out").write_text("")
+            stem.with_suffix(".err").write_text("")
+            process.start()
+        guard([process.pid for process in ranks])
+        os.write(gate[1], bytes(world_size))
+    finally:
+        for end in gate:
+            os.close(end)
     try:
         during([process.pid for process in ranks])
         while len(seconds) < world_size and time.monotonic() < started + deadline_s:
@@ -84,7 +93,13 @@ def fork(
     return ended
 
 
-def _be(body: Callable[[int], Any], rank: int, stem: Path, deadline_s: float) -> None:
+def _be(
+    body: Callable[[int], Any], rank: int, stem: Path, deadline_s: float, gate: tuple[int, int]
+) -> None:
+    os.close(gate[1])
+    if not os.read(gate[0], 1):  # its other end closed with nothing written
+        os._exit(1)
+    os.close(gate[0])
     for number, kind in ((1, ".out"), (2, ".err")):
         log = os.open(stem.with_suffix(kind), os.O_WRONLY | os.O_APPEND)
         os.dup2(log, number)

@@ -5,7 +5,6 @@
 
 import ast
 import re
-import shutil
 import sys
 
 import pytest
@@ -22,7 +21,9 @@ QUICK = {
     "out-of-memory", "rank-dies", "read-before-wait", "set-epoch-forgotten", "unused-parameters",
 }  # fmt: skip
 CLOCKED = {"rank-slow", "timeout-too-short"}  # what finds them compares times
-needs_py_spy = pytest.mark.skipif(shutil.which("py-spy") is None, reason="needs py-spy")
+needs_py_spy = pytest.mark.skipif(
+    gallery.gallery_lab.py_spy() is None, reason="needs py-spy: pip install py-spy"
+)
 needs_namespaces = pytest.mark.skipif(
     not gallery.may_enter(), reason="needs root on Linux, for namespaces of its own"
 )

@@ -37,10 +37,18 @@ def gone(pids, seconds=20.0):
     """Wait until none of the processes runs; return whether that came about."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not any(map(psutil.pid_exists, pids)):
+        if not any(map(runs, pids)):
             return True
         time.sleep(0.05)
     return False
+
+
+def runs(pid):
+    """Say whether a process runs: an orphan that ended is a zombie where nobody waits for it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # planning
@@ -192,6 +200,31 @@ def test_a_killed_sweep_s_ranks_end_and_it_resumes(fakes, tmp_path, launcher):
     assert "2 points have a record already, 1 to go" in ended.stdout
     assert [name for name, _, _ in runs_of(fakes)][5:] == ["hang-once.w2#1"] * 2
     assert len(records_of(tmp_path / "out")) == 3
+
+
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+def test_no_rank_starts_when_the_sweep_is_killed_before_its_guard_is_there(tmp_path, launcher):
+    (tmp_path / "job.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    program = f"""
+import contextlib, os, pathlib, signal, sys
+sys.path[:0] = {[str(REPO / "benchmarks"), str(REPO)]!r}
+import bench_guard, bench_launch
+bench_launch.REPOSITORY = folder = pathlib.Path.cwd()
+
+@contextlib.contextmanager
+def guarded(pids, gently=False):
+    (folder / "pids").write_text(" ".join(map(str, pids)))
+    os.kill(os.getpid(), signal.SIGKILL)
+    yield
+
+bench_guard.guarded = guarded
+bench_launch.start({launcher!r}, str(folder / "job.py"), [], 2, folder / "launch", 60)
+"""
+    ended = run_command([sys.executable, "-c", program], tmp_path, 60)
+    assert ended.codes == [-signal.SIGKILL], ended.stderr
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == (2 if launcher == "fork" else 1) and gone(pids)
+    assert not (tmp_path / "ran").exists()
 
 
 @full
