@@ -54,7 +54,7 @@ def check_each(report, ways, batch, expected):
         proofs.one_gradient_sent(report, model, counter, name=f"{name}: bytes handed over")
         if before is not None:
             sent = measure.bytes_written() - before
-            ring = round(proofs.RING_FACTOR["all_reduce"](world_size) * expected.nbytes)
+            ring = round(measure.RING_FACTOR["all_reduce"](world_size) * expected.nbytes)
             # Up to 1,000 bytes for each message of a ring, and as much from the barrier before.
             headers = 1000 * (world_size - 1) * (calls + 1)
             source = "2(N-1)/N of them, and gloo's headers"

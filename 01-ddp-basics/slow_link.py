@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from dist_common.proofs import RING_FACTOR
+from dist_common.measure import RING_FACTOR
 
 
 class SlowLink:

@@ -28,11 +28,11 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from dist_common import cli, models, proofs, runtime
 from dist_common.models import Block
 from dist_common.report import Report
+from dist_common.steps import TrafficCounter
 from fsdp_bytes import (
     LOSS_TOLERANCE,
     NAMES,
     Plan,
-    TrafficCounter,
     check_step,
     group_size_of,
     parse_sharding,

@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dist_common import cli, models, proofs, runtime
 from dist_common.report import Report
+from dist_common.steps import TrafficCounter
 from fsdp_bytes import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     Plan,
-    TrafficCounter,
     check_step,
     describe,
     group_size_of,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
-from dist_common import data, measure, proofs, runtime
+from dist_common import data, proofs, runtime
 from dist_common.cli import UsageError
 from dist_common.report import Report
+from dist_common.steps import TrafficCounter
 from shard_tools import held_bytes, local
 
 # What --sharding takes, and FSDP1's names of it.
 NAMES = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD",
          "none": "NO_SHARD", "hpz": None}  # fmt: skip
-KINDS = {"_allgather_base_": "all-gathers", "allgather_": "all-gathers",
-         "_reduce_scatter_base_": "reduce-scatters", "allreduce_": "all-reduces"}  # fmt: skip
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-2}  # of losses near 5; bf16 keeps 8 bits
 GRADIENT_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}  # of the gradient's largest number
 SOURCE = "ZeRO paper, sections 5 and 7"
@@ -183,47 +180,22 @@ def expected_of(
     }
 
 
-class TrafficCounter(measure.CollectiveCounter):
-    """Count collectives by kind and size of their group, and the bytes a ring has this rank send.
-
-    `groups[kind, ranks]` are calls. A gathered tensor costs what was not this rank's own part.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.groups: Counter[tuple[str, int]] = Counter()
-        self.sent = 0.0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name in KINDS:
-            group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-            ranks = dist.ProcessGroup.unbox(group).size()
-            self.groups[KINDS[name], ranks] += 1
-            sizes = [leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            # The two others are handed the whole and a rank's part of it, ranks + 1 parts.
-            whole = sum(sizes) * (1 if name == "allreduce_" else ranks / (ranks + 1))
-            self.sent += whole * proofs.RING_FACTOR[KINDS[name][:-1].replace("-", "_")](ranks)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def count(self, kind: str, ranks: int | None = None) -> int:
-        """Return the calls of a kind, in all groups or in those of this many ranks."""
-        return sum(n for (k, size), n in self.groups.items() if k == kind and ranks in (None, size))
-
-
 def check_step(
     report: Report, name: str, plan: Plan, units: Sequence[int], model: nn.Module,
     optimizer: torch.optim.Optimizer, counter: TrafficCounter, all_reduces: int | None = None,
 ) -> list[float]:  # fmt: skip
     """Check what is held after a step and what the step sent; return the measured numbers."""
     expected = expected_of(plan, units, all_reduces)
-    calls = [counter.count(kind) for kind in ("all-gathers", "reduce-scatters", "all-reduces")]
-    measured = [*held_bytes(model, optimizer), *calls, round(counter.sent)]
+    kinds = [call.kind for call in counter.collectives]
+    calls = [kinds.count(kind) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+    sent = round(sum(call.sent for call in counter.collectives))
+    measured = [*held_bytes(model, optimizer), *calls, sent]
     for (what, right), value in zip(expected.items(), measured, strict=True):
         joined = ", " if ": " in what else ": "
         report.check(f"{name}{joined}{what}", value, right, 0, SOURCE)
     if plan.sharding == "hpz":
-        small = counter.count("all-gathers", plan.group)
+        within = [call for call in counter.collectives if call.ranks == plan.group]
+        small = sum(call.kind == "all_gather" for call in within)
         blocks = plan.micro_batches * (len(units) - 1)  # the rest is still whole
         every = (
             expected["all-gathers: collectives"]

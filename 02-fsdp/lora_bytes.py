@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dist_common import measure, models
-from dist_common.proofs import RING_FACTOR
+from dist_common.measure import RING_FACTOR
 from dist_common.report import Report, figure
 from lora_layers import LAYERS, layers_of
 from nf4 import NF4_BLOCK

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dist_common import cli, data, measure, models, proofs
-from dist_common.proofs import RING_FACTOR
+from dist_common.measure import RING_FACTOR
 from dist_common.report import Report
 from lora_bytes import FROZEN_BYTES, eight_bit, expected_of, frozen_cost, over_ranks
 from lora_layers import (

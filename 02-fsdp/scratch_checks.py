@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_common import data, proofs
-from dist_common.measure import CollectiveCounter
+from dist_common.measure import RING_FACTOR, CollectiveCounter
 from dist_common.report import Report, figure
 from dist_common.runtime import World
 from scratch_tools import assemble
@@ -141,7 +141,7 @@ def check_run(
     total = sum(units) + rest
     times = report.args.grad_accum_steps
     width = GATHERED_BYTES[precision]
-    ring = proofs.RING_FACTOR["all_gather"](ranks)
+    ring = RING_FACTOR["all_gather"](ranks)
     # A unit is gathered for forward and for backward, the rest once: backward begins with it.
     gathers = times * (2 * len(units) + bool(rest))
     gathered = times * width * (2 * sum(units) + rest)

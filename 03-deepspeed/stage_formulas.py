@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dist_common.measure import CollectiveCounter
+from dist_common.measure import RING_FACTOR, CollectiveCounter
 from dist_common.models import TransformerConfig
-from dist_common.proofs import RING_FACTOR, same_losses
+from dist_common.proofs import same_losses
 from dist_common.report import Report, figure
 from tensor_bytes import bytes_by_place
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_common import data, runtime
-from dist_common.measure import CollectiveCounter
-from dist_common.proofs import RING_FACTOR, flat, same_losses
+from dist_common.measure import RING_FACTOR, CollectiveCounter
+from dist_common.proofs import flat, same_losses
 from dist_common.report import Report, figure
 from tensor_bytes import live_bytes
 

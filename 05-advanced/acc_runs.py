@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from acc_steps import DISTANCE, LR, TOLERANCE, Job, counted, distance
 from cp_memory import kept_for_backward
 from dist_common import data, proofs, runtime
-from dist_common.measure import CollectiveCounter
+from dist_common.measure import RING_FACTOR, CollectiveCounter
 from dist_common.report import figure
 from link_group import slow_group
 
@@ -222,7 +222,7 @@ def profile_steps(job, ways, factors_of) -> dict[str, dict[str, list[tuple[float
             report.check(claim, measured, expected, 0, "DDP paper, section 3.2.4")
         waited = sum(length for _, length in spans["neither"])
         report.metrics |= {f"{name}: step ms": end_of(spans), f"{name}: waited ms": waited}
-    once = proofs.RING_FACTOR["all_reduce"](job.ranks) * 4 * job.config.num_parameters()
+    once = RING_FACTOR["all_reduce"](job.ranks) * 4 * job.config.num_parameters()
     once_ms = once / job.args.link * 1e3 if job.args.link else 0.0
     rows = []
     for name, spans in found.items():

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common import cli, data, measure, proofs
+from dist_common import cli, data, measure
 from dist_common.report import Report, figure
 
 CONTEXT = 16  # bytes that the model reads to predict the next one
@@ -86,7 +86,7 @@ def sent_by_rank(collective: str, handed_over: float, ranks: int) -> float:
     """Return the bytes that a rank sends in a ring for those it hands over."""
     if collective == "all_gather":  # a rank's part is its own: it passes on all parts but one
         return (ranks - 1) * handed_over
-    return proofs.RING_FACTOR[collective](ranks) * handed_over
+    return measure.RING_FACTOR[collective](ranks) * handed_over
 
 
 def train(ddp: nn.Module, optimizer, batches: list) -> torch.Tensor:

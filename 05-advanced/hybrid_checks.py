@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dist_common import data, models, proofs, runtime
 from dist_common.cli import UsageError
+from dist_common.steps import TrafficCounter
 from hybrid_layout import AXES, cut_like, local
 
 # Relative. fp32 sums in another order differ in the last bits; bfloat16 keeps 8 bits.
@@ -41,53 +40,15 @@ def refuse(args):
         )
 
 
-class AxisCounter(TorchDispatchMode):
-    """Add up the bytes that this rank sends along each axis of a run, by the ring formulas.
-
-    `sent` is {axis: bytes}. Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
-    """
-
-    def __init__(self, run):
-        super().__init__()
-        self.sent = Counter()
-        meshes = [(axis, run.mesh[axis]) for axis in AXES]
-        meshes.append((data_axis(run.args), run.data_mesh))
-        self.axes = {mesh.get_group().group_name: axis for axis, mesh in meshes if mesh.size() > 1}
-        self.sizes = {mesh.get_group().group_name: mesh.size() for _, mesh in meshes}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func.overloadpacket.__name__
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.count(name, group_of(args), sum(tensor.nbytes for tensor in tensors))
-        return func(*args, **(kwargs or {}))
-
-    def count(self, name, group, size):
-        if group not in self.axes:
-            return
-        ranks, functional = self.sizes[group], not name.endswith("_")
-        if name == "send":
-            sent = size
-        elif name.startswith(("allreduce", "all_reduce")):
-            sent = 2 * (ranks - 1) / ranks * size
-        elif "gather" in name:  # c10d's arguments hold the part and the whole
-            sent = (ranks - 1) * (size if functional else size / (ranks + 1))
-        elif "reduce_scatter" in name:
-            sent = (ranks - 1) * size / (ranks if functional else ranks + 1)
-        else:
-            return  # waiting, receiving
-        self.sent[self.axes[group]] += round(sent)
-
-
-def group_of(args):
-    """Return the name of the process group among a collective's arguments."""
-    for value in args:
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return dist.ProcessGroup.unbox(value).group_name
-            except (RuntimeError, TypeError):  # the reduction
-                continue
-    return next((value for value in reversed(args) if isinstance(value, str)), None)
+def sent_per_axis(run, counter):
+    """Return the bytes that this rank sent along each axis, in rings: {axis: bytes}."""
+    meshes = [(axis, run.mesh[axis]) for axis in AXES]
+    meshes.append((data_axis(run.args), run.data_mesh))
+    axes = {mesh.get_group().group_name: axis for axis, mesh in meshes}
+    sent = Counter()
+    for call in counter.collectives:
+        sent[axes.get(call.group)] += call.sent
+    return sent
 
 
 def data_axis(args):
@@ -106,9 +67,8 @@ def expected_bytes(run):
     ring = {axis: (getattr(args, axis) - 1) / getattr(args, axis) for axis in AXES}
     # Two all-reduces in a block's forward (wo, down), two in backward (the inputs of q, k, v and of
     # gate, up); the embedding's columns gathered, which is half of one; the gradient of the head's
-    # input. The loss's three numbers per row are sent inside an operator, which AxisCounter does
-    # not see.
-    reduced = (4 * blocks + first / 2 + last) * activations
+    # input; and for each row the loss's maximum, sum of exponentials and target's logit.
+    reduced = (4 * blocks + first / 2 + last) * activations + last * 3 * 4 * rows
     # k and v of (B, kv heads / tp, T, head_dim), gathered in forward, their gradients scattered.
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads) // args.tp
     gathered = 2 * 4 * args.micro_batch_size * args.seq_len * kv_dim
@@ -144,7 +104,7 @@ def check_gradient(run, accumulate_gradient):
     accumulate_gradient(run, next(batches))  # the first one settles FSDP's and the stages' buffers
     for indices in orders[1 : 1 + max(1, args.parity_steps)]:
         run.optimizer.zero_grad()
-        with AxisCounter(run) as counter:
+        with TrafficCounter() as counter:
             loss = accumulate_gradient(run, next(batches))
         dist.all_reduce(loss)
         if args.parity_steps:
@@ -152,7 +112,7 @@ def check_gradient(run, accumulate_gradient):
         else:
             report.say("not compared with one process (--parity-steps 0)")
     run.optimizer.zero_grad()
-    check_bytes(run, counter.sent)
+    check_bytes(run, sent_per_axis(run, counter))
 
 
 def compare_with_one_process(run, loss, indices):
@@ -200,7 +160,7 @@ def compare_with_one_process(run, loss, indices):
 def check_bytes(run, sent):
     """Compare what each axis sent in one step with the formula, on the rank that differs most."""
     expected = expected_bytes(run)
-    every_rank = runtime.gather([(sent[axis], round(expected[axis])) for axis in expected])
+    every_rank = runtime.gather([(round(sent[axis]), round(expected[axis])) for axis in expected])
     run.bytes_per_axis = {}
     for number, axis in enumerate(expected):
         measured, wanted = max(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.utils import vector_to_parameters
 from torch.utils.data import Subset
 
-from dist_common import data, models, proofs, runtime
+from dist_common import data, measure, models, proofs, runtime
 from dist_common.cli import UsageError
 from dist_common.report import figure
 
@@ -271,7 +271,7 @@ def check_bytes(report, task: Task, settings, results) -> None:
 
 def print_losses(report, task: Task, settings, results) -> None:
     """Print the table of all settings: bytes, sending by formula, step time, held-out loss."""
-    rows, ring = [], proofs.RING_FACTOR["all_reduce"](task.ranks)
+    rows, ring = [], measure.RING_FACTOR["all_reduce"](task.ranks)
     for setting, (loss, counter, step_ms) in zip(settings, results, strict=True):
         per_step = counter.bytes["allreduce_"] / task.args.whole_rounds
         sending_ms = per_step * ring / task.args.link * 1e3

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dist_common import cli, measure
-from dist_common.proofs import RING_FACTOR
+from dist_common.measure import RING_FACTOR
 from dist_common.report import Report
 from dist_common.runtime import gather
 from link_group import LateGroup

@@ -23,6 +23,7 @@ import tp_wrong
 from dist_common import cli, proofs, runtime
 from dist_common.models import rotary_tables
 from dist_common.report import Report
+from dist_common.steps import TrafficCounter
 
 # torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -185,11 +186,11 @@ def main():
         losses, gradient = tp_job.train_alone(args, whole, batches)
         for name, sequence_parallel in (("tensor parallel", False), ("sequence parallel", True)):
             model = ParallelTransformer(tp_job.whole_model(args, config, device), sequence_parallel)
-            with tp_costs.TrafficCounter() as step:
+            with TrafficCounter() as step:
                 compute_gradient(model, batches[0])
             tokens = args.batch_size * args.seq_len
             expected = tp_costs.traffic_of_step(config, tokens, sequence_parallel)
-            tp_costs.check_step(report, name, step.traffic, expected)
+            tp_costs.check_step(report, name, tp_costs.traffic_of(step), expected)
             proofs.same_gradient(report, model, gradient, 1e-5, f"{name}: gradient error")
             own = tp_job.train(model, compute_gradient, batches, args.lr)
             proofs.same_losses(report, own, losses, 1e-5, f"{name}: largest error of a loss")

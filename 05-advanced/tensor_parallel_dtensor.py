@@ -30,6 +30,7 @@ import tp_costs
 import tp_job
 from dist_common import cli, proofs, runtime
 from dist_common.report import Report
+from dist_common.steps import TrafficCounter
 
 WHOLE, TOKENS = Replicate(), Shard(1)  # of (B, T, D): all of it on each rank, T/tp of it
 
@@ -132,7 +133,7 @@ def main():
 
             parallelize_module(model, mesh["tp"], plan())
 
-            with tp_costs.TrafficCounter() as step:
+            with TrafficCounter() as step:
                 compute_gradient(model, batches[0])
             held = tp_job.on_this_rank(model)
             proofs.same_gradient(report, held, gradient, 1e-5, f"{name}: gradient error")
@@ -142,8 +143,9 @@ def main():
             expected = step_of(sequence_parallel, fs, norms_apart=True)
             if world.world_size == 1:  # DTensor leaves out what a mesh of one does not need
                 expected = tp_costs.traffic_of_loss(tokens)
-            tp_costs.check_step(report, name, step.traffic, expected)
-            rows.append(tp_costs.row(f"plan {name}", step.traffic, world.world_size))
+            sent = tp_costs.traffic_of(step)
+            tp_costs.check_step(report, name, sent, expected)
+            rows.append(tp_costs.row(f"plan {name}", sent, world.world_size))
         report.table(rows, ("a step", *tp_costs.HEADERS))
         return report.finish(f"the losses of {args.max_steps} steps are those of one process")
 

@@ -1,7 +1,7 @@
 """What tensor parallelism sends and keeps: counted from the calls, and by formula.
 
 B sequences of T tokens, D numbers per token, L blocks, n ranks, float32. `payload` is the whole
-tensor that a collective sums, gathers or scatters; a ring sends it times proofs.RING_FACTOR.
+tensor that a collective sums, gathers or scatters; a ring sends it times measure.RING_FACTOR.
 """
 
 from collections import Counter
@@ -9,22 +9,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from dist_common import models, proofs
+from dist_common import measure, models
 from dist_common.report import Report
+from dist_common.steps import TrafficCounter
 
 RING_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 HEADERS = ("all-reduces", "all-gathers", "reduce-scatters", "bytes sent")
 FLOAT = 4  # bytes of a float32
-# The operations behind dist.all_reduce and so on, and those behind DTensor.
-KINDS = {
-    "allreduce_": "all_reduce", "all_reduce": "all_reduce",
-    "_allgather_base_": "all_gather", "all_gather_into_tensor": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_tensor": "reduce_scatter",
-}  # fmt: skip
 
 
 class Traffic:
@@ -41,27 +33,15 @@ class Traffic:
 
     def sent(self, ranks: int) -> int:
         """Return the bytes that a rank sends in a ring."""
-        return round(sum(proofs.RING_FACTOR[k](ranks) * size for k, size in self.payload.items()))
+        return round(sum(measure.RING_FACTOR[k](ranks) * size for k, size in self.payload.items()))
 
 
-class TrafficCounter(TorchDispatchMode):
-    """Count collectives into `traffic`: those of torch.distributed, and those of DTensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.traffic = Traffic()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor then calls the operations of its local tensors
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        silent = name in ("wait_tensor", "_wrap_tensor_autograd")
-        if func.namespace in ("c10d", "_c10d_functional") and not silent:
-            kind = KINDS.get(name, name)
-            tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
-            self.traffic += Traffic(**{kind: (1, max(tensor.nbytes for tensor in tensors))})
-        return result
+def traffic_of(counter: TrafficCounter) -> Traffic:
+    """Return what was counted."""
+    total = Traffic()
+    for call in counter.collectives:
+        total += Traffic(**{call.kind: (1, call.nbytes)})
+    return total
 
 
 def traffic_of_block(tokens: int, dim: int, sequence_parallel: bool, fs: int = 2) -> Traffic:
@@ -168,7 +148,7 @@ def run_block(block: nn.Module, args, config, device, parts: int = 1) -> BlockRu
         handle.remove()
     block.zero_grad()
     weights = {name.split(".")[-2]: tuple(w.shape) for name, w in block.named_parameters()}
-    return BlockRun(counter.traffic, sum(kept.values()), tensors, weights)
+    return BlockRun(traffic_of(counter), sum(kept.values()), tensors, weights)
 
 
 def check_blocks(report: Report, blocks: dict[str, BlockRun], args, config) -> None:

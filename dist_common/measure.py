@@ -19,6 +19,15 @@ from torch.utils._pytree import tree_leaves
 from dist_common.models import TransformerConfig
 
 GIB = 2**30  # bytes
+# Bytes that a rank sends per byte of the whole tensor, by algorithms that send no more than a ring.
+# Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
+RING_FACTOR = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "send": lambda ranks: 1,
+} | dict.fromkeys(
+    ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "broadcast", "reduce"),
+    lambda ranks: (ranks - 1) / ranks,
+)
 # Dense peak in TFLOP/s: float32 outside the tensor cores, bfloat16 in them (V100: float16). By the
 # name that the driver gives, the first that fits. Source: NVIDIA data sheets.
 PEAK_TFLOPS = {

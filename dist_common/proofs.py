@@ -11,13 +11,6 @@ from dist_common.measure import CollectiveCounter
 from dist_common.report import Report
 from dist_common.runtime import gather
 
-# Bytes that a rank sends in a ring, per byte of the whole tensor (Patarasuk and Yuan, 2009).
-RING_FACTOR = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-}
-
 
 def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return a plain model's gradient of the sum of `losses`, graph by graph, as one vector."""

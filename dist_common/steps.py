@@ -1,7 +1,7 @@
 """What a training step costs: traffic, memory, CPU time, under the same names in each template."""
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -11,54 +11,57 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_common.measure import GIB, StepTimer, peak_memory_gib
+from dist_common.measure import GIB, RING_FACTOR, StepTimer, peak_memory_gib
 from dist_common.runtime import gather
 
-# What a rank sends, in parts of the whole tensor, by algorithms that send no more than a ring.
-# Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
-SENT = {
-    "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all-gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
-    "all-to-all": lambda ranks: (ranks - 1) / ranks,
-    "gather": lambda ranks: (ranks - 1) / ranks,
-    "scatter": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: (ranks - 1) / ranks,
-    "reduce": lambda ranks: (ranks - 1) / ranks,
-    "send": lambda ranks: 1,
-}
+
+class Collective(NamedTuple):
+    """A call that moves data between the ranks of a group."""
+
+    kind: str  # one of RING_FACTOR
+    nbytes: int  # of the whole tensor, all ranks' parts of it together
+    ranks: int  # of its group
+    group: str  # the group's name
+
+    @property
+    def sent(self) -> float:
+        """Return the bytes that a rank sends for it in a ring."""
+        return RING_FACTOR[self.kind](self.ranks) * self.nbytes
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Count `calls` and bytes `sent` by kind of collective, of this rank: DTensor's and DDP's too.
-
-    Not seen is what an operator sends inside itself, as DTensor's vocabulary-parallel loss does.
-    """
+    """List the `collectives` that this rank starts, DTensor's and DDP's too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
+        self.collectives: list[Collective] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls what it is made of, which then comes here
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.count(func, args)
+            self.note(func, args)
         return func(*args, **(kwargs or {}))
 
-    def count(self, func, args: tuple) -> None:
-        """Count an operator that sends to other ranks: not one that only waits or receives."""
+    def note(self, func, args: tuple) -> None:
+        """List an operator that sends to other ranks: not one that only waits or receives."""
         name = func.overloadpacket.__name__.replace("_", "")
-        kind = next((kind for kind in SENT if name.startswith(kind.replace("-", ""))), None)
-        ranks = ranks_of(args) if kind else 1
-        if ranks == 1:
+        kind = next((kind for kind in RING_FACTOR if name.startswith(kind.replace("_", ""))), None)
+        if kind is None:
             return
+        group = group_of(args)
         sizes = [bytes_of(value) for value in args]  # a collective has the whole, and a part of it
-        if kind == "all-gather" and func.namespace == "_c10d_functional":  # the part alone
-            sizes.append(ranks * max(sizes))
-        self.calls[kind] += 1
-        self.sent[kind] += round(SENT[kind](ranks) * max(sizes))
+        if kind == "all_gather" and func.namespace == "_c10d_functional":  # the part alone
+            sizes.append(group.size() * max(sizes))
+        self.collectives.append(Collective(kind, max(sizes), group.size(), group.group_name))
+
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """Return calls and bytes sent, by kind; a group of one sends nothing."""
+        sent: dict[str, list[float]] = {}
+        for call in self.collectives:
+            if call.ranks > 1:
+                sent.setdefault(call.kind, []).append(call.sent)
+        return {kind: (len(sizes), round(sum(sizes))) for kind, sizes in sent.items()}
 
 
 def bytes_of(value: object) -> int:
@@ -67,13 +70,13 @@ def bytes_of(value: object) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def ranks_of(args: tuple) -> int:
-    """Return the size of the process group among a collective's arguments."""
+def group_of(args: tuple) -> dist.ProcessGroup:
+    """Return the process group among a collective's arguments."""
     for value in args:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value).size()
+            return dist.ProcessGroup.unbox(value)
     name = next(value for value in reversed(args) if isinstance(value, str))
-    return dist.distributed_c10d._resolve_process_group(name).size()
+    return dist.distributed_c10d._resolve_process_group(name)
 
 
 class StepProbe:
@@ -115,30 +118,31 @@ class StepProbe:
     def metrics(self, timer: StepTimer) -> dict:
         """Return what results.json says of a step. A collective.
 
-        Units: ms, GiB, bytes. Memory is that of the rank that holds most, resident on the CPU
-        (libraries too) and allocated on a GPU; `before` is what there was before the model.
+        Units: ms, GiB, bytes. Memory is resident on the CPU (libraries too), allocated on a GPU;
+        `memory_gib` is that of the rank with the highest peak, `before` what the model found there.
         """
         if self.optimizer:
             states = self.optimizer.state.values()
             tensors = [t for state in states for t in state.values() if torch.is_tensor(t)]
             self.held["optimizer"] = self.size(tensors)
         own = {"before": self.before, **self.held}, peak_memory_gib(self.device), timer.cpu_ms()
-        traffic = self.traffic or TrafficCounter()
-        ranks = gather((*own, dict(traffic.calls), dict(traffic.sent)))
-        held, peaks, cpu_ms, calls, sent = zip(*ranks, strict=True)
-        most = max(held, key=lambda parts: sum(parts.values()))
-        sender = max(range(len(sent)), key=lambda rank: sum(sent[rank].values()))
+        traffic = self.traffic.by_kind() if self.traffic else {}
+        sent = sum(size for _, size in traffic.values())
+        held, peaks, cpu_ms, sums, kinds = zip(*gather((*own, sent, traffic)), strict=True)
+        parts = [{kind: size / GIB for kind, size in rank.items()} for rank in held]
+        sender = sums.index(max(sums))
         return {
             "step_times_ms": [round(ms, 3) for ms in timer.steps_ms[-1000:]],
             "cpu_time_per_step_ms": sum(cpu_ms) / len(cpu_ms),
-            "memory_gib": {kind: size / GIB for kind, size in most.items()},
+            "memory_gib": parts[peaks.index(max(peaks))],
+            "memory_gib_per_rank": parts,
             "peak_memory_gib": max(peaks),
             "peak_memory_gib_per_rank": list(peaks),
             "collectives_per_step": {
-                kind: {"calls": calls[sender][kind], "bytes_sent": size}
-                for kind, size in sent[sender].items()
+                kind.replace("_", "-"): {"calls": calls, "bytes_sent": size}
+                for kind, (calls, size) in kinds[sender].items()
             },
-            "bytes_sent_per_step": sum(sent[sender].values()),
+            "bytes_sent_per_step": sums[sender],
         }
 
 

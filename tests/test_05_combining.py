@@ -12,7 +12,7 @@ import layout_model
 import layout_published
 import layout_search
 import layout_traffic
-from dist_common import models, proofs
+from dist_common import measure, models
 from layout_model import LLAMA3_405B, MODELS, Cluster, Job, Layout
 from layout_traffic import link_of, predict
 
@@ -252,7 +252,7 @@ def test_interleaved_holds_what_korthikanti_derives():
 
 
 def test_weights_are_sent_as_rings_send_them():
-    ring, job = proofs.RING_FACTOR, job_of(batch=16)
+    ring, job = measure.RING_FACTOR, job_of(batch=16)
     for n in (2, 8):
         weights = layout_model.weights_of_stage(job.config, Layout(dp=n), 0)
         sent = {}

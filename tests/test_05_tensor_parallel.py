@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from dist_common.steps import TrafficCounter
+
 BY_HAND = "05-advanced/tensor_parallel.py"
 BY_PLAN = "05-advanced/tensor_parallel_dtensor.py"
 SMALL = ("--num-layers", 1, "--seq-len", 32, "--batch-size", 2, "--max-steps", 2)
@@ -318,9 +320,10 @@ def count_the_exercise(rank, world_size):
         "blocks.*.gate": ColwiseParallel(), "blocks.*.up": ColwiseParallel(),
     }  # fmt: skip
     script, model, batches = build(rank, world_size, "plan_of_sequence", gather_once(script))
-    with script.tp_costs.TrafficCounter() as counter:
+    with TrafficCounter() as counter:
         script.compute_gradient(model, batches[0])
-    return counter.traffic.calls["all_gather"], counter.traffic.calls["reduce_scatter"]
+    calls = script.tp_costs.traffic_of(counter).calls
+    return calls["all_gather"], calls["reduce_scatter"]
 
 
 def test_a_second_plan_gathers_the_input_of_gate_and_up_once(on_ranks):
@@ -334,10 +337,10 @@ def step_without_placing(rank, world_size):
     script.compute_gradient(model, batches[0])
     embedding, norm = model.embedding.weight.grad, model.norm.weight.grad
     optimizer = torch.optim.AdamW(model.parameters())
-    with script.tp_costs.TrafficCounter() as counter:
+    with TrafficCounter() as counter:
         optimizer.step()
     whole = embedding.placements == (Replicate(),) and len(embedding.to_local()) == 256
-    return whole, norm.placements[0].is_partial(), dict(counter.traffic.calls)
+    return whole, norm.placements[0].is_partial(), dict(script.tp_costs.traffic_of(counter).calls)
 
 
 def test_the_optimizer_sums_what_was_not_placed_three_times(on_ranks):

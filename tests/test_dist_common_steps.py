@@ -23,7 +23,7 @@ full = pytest.mark.full
 def traffic_of(action):
     with TrafficCounter() as counter:
         action()
-    return dict(counter.calls), dict(counter.sent)
+    return counter.by_kind()
 
 
 def count_everything(rank, ranks):
@@ -63,15 +63,15 @@ def test_bytes_sent_are_those_of_a_ring(on_ranks, ranks):
     for counted in on_ranks(count_everything, ranks):
         share = round(WHOLE * (ranks - 1) / ranks)
         assert counted == {
-            "all_reduce": ({"all-reduce": 1}, {"all-reduce": 2 * share}),
-            "all_gather": ({"all-gather": 1}, {"all-gather": share}),
-            "all_gather, a list": ({"all-gather": 1}, {"all-gather": share}),
-            "reduce_scatter": ({"reduce-scatter": 1}, {"reduce-scatter": share}),
-            "broadcast": ({"broadcast": 1}, {"broadcast": share}),
-            "send": ({"send": 1}, {"send": WHOLE}),
-            "DTensor": ({"all-gather": 1}, {"all-gather": share}),
-            "alone": ({}, {}),
-            "barrier": ({}, {}),
+            "all_reduce": {"all_reduce": (1, 2 * share)},
+            "all_gather": {"all_gather": (1, share)},
+            "all_gather, a list": {"all_gather": (1, share)},
+            "reduce_scatter": {"reduce_scatter": (1, share)},
+            "broadcast": {"broadcast": (1, share)},
+            "send": {"send": (1, WHOLE)},
+            "DTensor": {"all_gather": (1, share)},
+            "alone": {},
+            "barrier": {},
         }
 
 
@@ -102,8 +102,9 @@ def test_a_probe_says_what_a_step_sends_and_a_rank_holds(on_ranks, steps):
         assert held["optimizer"] == pytest.approx(2 * weights, abs=16)  # and the steps' counters
         assert held["before"] > 0
         assert len(metrics["step_times_ms"]) == steps
-        assert len(metrics["peak_memory_gib_per_rank"]) == 2
-        assert metrics["peak_memory_gib"] == max(metrics["peak_memory_gib_per_rank"])
+        peaks, parts = metrics["peak_memory_gib_per_rank"], metrics["memory_gib_per_rank"]
+        assert len(peaks) == len(parts) == 2 and metrics["peak_memory_gib"] == max(peaks)
+        assert metrics["memory_gib"] == parts[peaks.index(max(peaks))]
 
 
 def test_a_loop_that_stops_early_leaves_no_counter_behind(on_ranks):
@@ -113,7 +114,7 @@ def test_a_loop_that_stops_early_leaves_no_counter_behind(on_ranks):
             if step == 1:
                 break
         dist.all_reduce(torch.ones(1))
-        return probe.traffic.calls.total()
+        return len(probe.traffic.collectives)
 
     assert on_ranks(stop, 2) == [0, 0]
 
@@ -135,7 +136,7 @@ TEMPLATES = [
 ]
 KEYS = {
     "final_loss", "step_time_ms", "step_times_ms", "tokens_per_second", "tokens_per_step", "mfu",
-    "cpu_time_per_step_ms", "memory_gib", "peak_memory_gib", "peak_memory_gib_per_rank",
+    "cpu_time_per_step_ms", "memory_gib", "memory_gib_per_rank", "peak_memory_gib", "peak_memory_gib_per_rank",
     "collectives_per_step", "bytes_sent_per_step",
 }  # fmt: skip
 
