@@ -136,8 +136,8 @@ TEMPLATES = [
 ]
 KEYS = {
     "final_loss", "step_time_ms", "step_times_ms", "tokens_per_second", "tokens_per_step", "mfu",
-    "cpu_time_per_step_ms", "memory_gib", "memory_gib_per_rank", "peak_memory_gib", "peak_memory_gib_per_rank",
-    "collectives_per_step", "bytes_sent_per_step",
+    "cpu_time_per_step_ms", "memory_gib", "memory_gib_per_rank", "peak_memory_gib",
+    "peak_memory_gib_per_rank", "collectives_per_step", "bytes_sent_per_step",
 }  # fmt: skip
 
 
