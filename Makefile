@@ -5,7 +5,8 @@ STAMP := $(VENV)/.installed
 # uv installs three times as fast as pip: the machine's own, or one inside the environment.
 UV := $(shell command -v uv || echo $(BIN)/uv)
 # make TORCH_BACKEND=cpu quickstart: PyTorch's CPU build, from PyTorch's own server, without CUDA.
-TORCH_BACKEND :=
+# Kept for the next call.
+TORCH_BACKEND := $(shell cat $(VENV)/.torch_backend 2>/dev/null)
 # Lightning, Ray and the like, which the guide itself does not need, in an environment of their own.
 FRAMEWORKS := .venv-frameworks
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
@@ -18,7 +19,7 @@ BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 
 help:
 	@echo "make quickstart   install, train on real digits with 2 processes, show the result"
-	@echo "make bench        compare eight strategies on 2 processes: some minutes on 2 cores"
+	@echo "make bench        compare eight strategies on 2 processes: a minute or two on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
 	@echo "make test         install, lint, run the quick tests: some minutes on 2 cores"
 	@echo "make test-all     the same, and every command of every page: what CI runs"
@@ -37,6 +38,7 @@ $(STAMP): requirements.txt pyproject.toml
 	  --requirement requirements.txt \
 	  || { echo "uv failed; trying pip, which may be set up for this network"; \
 	       $(BIN)/python -m pip install --requirement requirements.txt; }
+	@echo "$(TORCH_BACKEND)" > $(VENV)/.torch_backend
 	@touch $@
 
 quickstart: $(STAMP)
@@ -44,8 +46,9 @@ quickstart: $(STAMP)
 	  01-ddp-basics/ddp_mnist.py --output-dir $(RUN)
 	@echo
 	@echo "Loss and accuracy are drawn in $(RUN)/training.png"
+	@echo "Type first: source $(VENV)/bin/activate; export OMP_NUM_THREADS=1"
 	@echo "Read next:  01-ddp-basics/README.md, which begins with a dozen lines of code"
-	@echo "Run next:   $(BIN)/torchrun --standalone --nproc-per-node=4 \\"
+	@echo "Run next:   torchrun --standalone --nproc-per-node=4 \\"
 	@echo "              01-ddp-basics/ddp_mnist.py --micro-batch-size 16"
 	@echo "            (the same global batch on twice the processes: compare the losses)"
 

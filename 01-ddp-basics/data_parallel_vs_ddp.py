@@ -90,11 +90,11 @@ def peak_gib(device):
     return peak
 
 
-def need_two_gpus():
-    gpus = torch.cuda.device_count()
+def need_two_gpus(device):
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
     if gpus < 2:
         raise cli.UsageError(
-            f"nn.DataParallel spreads one process over several GPUs, and this machine has {gpus}: "
+            f"nn.DataParallel spreads one process over several GPUs, and there are {gpus} here: "
             "run this where there are two or more; data_parallel_vs_ddp.md says what it shows"
         )
 
@@ -126,7 +126,7 @@ def compare(report, spread, ddp):
 
 def main():
     args = parse_args()
-    need_two_gpus()
+    need_two_gpus(args.device)
     if runtime.discover().launcher == "python":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node=gpu", __file__, *sys.argv[1:]]

@@ -105,12 +105,9 @@ def train_step(run, micro_batches, lr):
 
 
 def lr_at(step, args):
-    """Return the learning rate of a step, counted from 1: linear warmup, then cosine to a tenth."""
-    peak = args.lr * LR_SCALING[args.lr_scaling](args.global_batch_size / args.base_batch_size)
-    if step <= args.warmup_steps:
-        return peak * step / args.warmup_steps
-    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    """Return the learning rate of a step: the job's schedule, scaled with the global batch."""
+    larger = args.global_batch_size / args.base_batch_size
+    return LR_SCALING[args.lr_scaling](larger) * cli.lr_at(step, args)
 
 
 def train(run, steps):

@@ -136,9 +136,14 @@ def settle_batch_sizes(args, dp_ranks: int) -> str:
     one, steps = args.micro_batch_size * dp_ranks, args.grad_accum_steps
     total = args.global_batch_size or one * (steps or 1)
     product = f"--micro-batch-size {args.micro_batch_size} x {dp_ranks} ranks"
-    if total % one or steps not in (None, total // one):
+    if total % one:
         whole = f"{product} x --grad-accum-steps {steps or 'N'}, a multiple of {one}"
         raise UsageError(f"--global-batch-size {total} must be {whole}")
+    if steps not in (None, total // one):
+        raise UsageError(
+            f"--global-batch-size {total} is not {product} x --grad-accum-steps {steps} = "
+            f"{one * steps}: take that, or {total // one} steps"
+        )
     args.global_batch_size, args.grad_accum_steps = total, total // one
     micro = f"{args.micro_batch_size} per rank x {args.grad_accum_steps} micro-batches"
     return f"global batch {total} = {micro} x {dp_ranks} ranks"

@@ -10,11 +10,11 @@ DATA_PARALLEL = "01-ddp-basics/data_parallel_vs_ddp.py"
 def test_it_needs_two_gpus_and_says_so(run_script):
     ended = run_script(DATA_PARALLEL, environ={})
     assert ended.codes == [2]
-    assert_one_line(ended, "and this machine has 0: run this where", "data_parallel_vs_ddp.py")
+    assert_one_line(ended, "and there are 0 here: run this where", "data_parallel_vs_ddp.py")
 
 
 def without_gpus(script):
-    script.need_two_gpus = lambda: None
+    script.need_two_gpus = lambda device: None
 
 
 def train_all_on_the_first_part(script):

@@ -532,7 +532,10 @@ def test_a_disk_that_fills_up_is_named_and_the_last_good_checkpoint_stays(train,
     [
         (["--preset", "13b"], "llama3-70b"),  # the list of what there is
         (["--global-batch-size", 24], "24 must be --micro-batch-size 8 x 2 ranks x --grad-accum"),
-        (["--global-batch-size", 32, "--grad-accum-steps", 3], "32 must be --micro-batch-size 8"),
+        (
+            ["--global-batch-size", 32, "--grad-accum-steps", 3],
+            "x --grad-accum-steps 3 = 48: take that, or 2 steps",
+        ),
         (["--text-file", "{tmp}/none"], "--text-file {tmp}/none: No such file"),
         (["--text-file", "{tmp}/empty"], "--text-file {tmp}/empty is empty"),
         (["--text-file", "{tmp}/short"], "are fewer than one sequence of 128 tokens for each of 2"),

@@ -59,6 +59,18 @@ def test_quick_commands_print_and_draw_what_the_page_shows(path, copy, run_scrip
     pages.follow(path, copy, run_script, quick=True)
 
 
+MINUTES = re.compile(r"^\| \[.*?\]\((\w+\.md)\).*\| (\d+) \|$", re.M)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if "| minutes |" in read(path).prose])
+def test_minutes_of_lessons_are_those_of_their_pages(path):
+    lessons = MINUTES.findall(read(path).prose)
+    assert lessons
+    for page, minutes in lessons:
+        head = " ".join(read(str(Path(path).with_name(page))).prose.split("\n##")[0].split())
+        assert f"{minutes} minutes" in head, f"{path}: {page}"
+
+
 def test_every_choice_of_tests_finds_some():
     """Tests do not start tests: of a pytest command only the choice is looked at."""
     found = [(path, *found) for path in PAGES for step in steps(read(path))
