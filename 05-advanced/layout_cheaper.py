@@ -89,15 +89,15 @@ def without_overlap(base: Prediction) -> Change:
 
 
 def changes_of_ddp(job: Job, cluster: Cluster, layout: Layout, base: Prediction) -> list[Change]:
-    """Return what only replicas that hold all weights can do."""
-    config, dp, n = job.config, base.traffic[2], layout.replicas
-    weights = weights_of_stage(config, layout, 0)
+    """Return what only replicas that hold all weights can do.
+
+    Backward waits in the hooks of PowerSGD and top-k, which hide nothing. Their computing is left
+    out: their steps are lower bounds.
+    """
+    dp, n = base.traffic[2], layout.replicas
+    weights = weights_of_stage(job.config, layout, 0)
     kept, limit = sum(base.memory.values()), base.memory_limit
     copy = FP32 * weights  # what error feedback did not send yet, or a set of weights
-
-    share = powersgd_numbers(config, POWERSGD_RANK) / weights
-    low_rank = predict(replace(job, reduce_bytes=FP32 * share), cluster, layout)
-    powersgd = as_change(f"PowerSGD, rank {POWERSGD_RANK}", low_rank, "loss, two passes")
 
     def sending(name: str, sent: float, hidden: float, memory: float, price: str) -> Change:
         takes = sent / dp.rate_gb_s / 1e9
@@ -106,12 +106,13 @@ def changes_of_ddp(job: Job, cluster: Cluster, layout: Layout, base: Prediction)
         return Change(name, sent, takes, exposed, kept + memory, limit, step, price)
 
     m = job.micro_batches(layout)
+    low_rank = dp.step_bytes * powersgd_numbers(job.config, POWERSGD_RANK) / weights
+    # An all-gather of what each rank chose: it grows with the ranks.
+    chosen = (n - 1) * TOPK_SHARE * weights * TOPK_ENTRY
     rows = [
         sending("without no_sync", dp.step_bytes * m, dp.behind_s * m, 0, "none"),
-        replace(powersgd, memory=powersgd.memory + copy),
-        # An all-gather of what each rank chose: it grows with the ranks.
-        sending(f"top {TOPK_SHARE:.0%}", (n - 1) * TOPK_SHARE * weights * TOPK_ENTRY, dp.behind_s,
-                copy, "loss"),
+        sending(f"PowerSGD, rank {POWERSGD_RANK}", low_rank, 0, copy, "loss, two passes"),
+        sending(f"top {TOPK_SHARE:.0%}", chosen, 0, copy, "loss"),
         sending(f"DiLoCo, {LOCAL_STEPS} steps", dp.step_bytes / LOCAL_STEPS, 0, 2 * copy, "loss"),
     ]  # fmt: skip
     return rows if m > 1 else rows[1:]

@@ -53,11 +53,12 @@ METHODS = {
 }
 
 
-def slow_group(bytes_per_second: float) -> tuple[dist.ProcessGroup, str]:
+def slow_group(bytes_per_second: float, late: bool = False) -> tuple[dist.ProcessGroup, str]:
     """Return a group of all ranks over an emulated link, and one line that says how. A collective.
 
-    Units: bytes/s in each direction of each rank; 0 is no emulation, and the default group. The
-    line differs from machine to machine: pages leave it out.
+    Units: bytes/s in each direction of each rank; 0 is no emulation, and the default group. `late`
+    does without namespaces: also messages below BURST_BYTES take as long as they should. The line
+    differs from machine to machine: pages leave it out.
     """
     whole = dist.group.WORLD
     if not bytes_per_second or dist.get_world_size() == 1:
@@ -65,7 +66,9 @@ def slow_group(bytes_per_second: float) -> tuple[dist.ProcessGroup, str]:
     if dist.get_backend() != "gloo":
         return whole, "link: the GPUs' own (--link emulates one between CPU ranks)"
     speed = f"link: {bytes_per_second * 8 / 1e6:g} Mbit/s per rank"
-    group, problem = _group_in_namespaces(bytes_per_second)
+    group, problem = None, "small messages too"
+    if not late:
+        group, problem = _group_in_namespaces(bytes_per_second)
     if group is not None:
         return group, f"{speed}, by network namespaces"
     return _late_group(bytes_per_second), f"{speed}, by collectives that complete late ({problem})"
@@ -85,9 +88,8 @@ def _group_in_namespaces(bytes_per_second: float) -> tuple[dist.ProcessGroup | N
         outside = os.open("/proc/self/ns/net", os.O_RDONLY)
     except (OSError, AttributeError):
         unshare, outside = None, None
-    problem = None
-    if unshare is None or unshare(CLONE_NEWNET):
-        problem = "no network namespaces without root"
+    inside = unshare is not None and unshare(CLONE_NEWNET) == 0
+    problem = None if inside else "no network namespaces without root"
     steps = (_make_bridge, _address, functools.partial(_limit, bytes_per_second))
     name = os.environ.get("GLOO_SOCKET_IFNAME")
     try:
@@ -104,8 +106,9 @@ def _group_in_namespaces(bytes_per_second: float) -> tuple[dist.ProcessGroup | N
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
         if name is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
+        if inside and setns(outside, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns: this process is left without a network")
         if outside is not None:
-            setns(outside, CLONE_NEWNET)
             os.close(outside)
 
 

@@ -278,6 +278,10 @@ def test_changes_send_what_their_lessons_derive():
     assert found["bf16 gradients"].sent == pytest.approx(ddp / 2)
     assert found["DiLoCo, 50 steps"].sent == pytest.approx(ddp / 50)
     assert found["top 1%"].sent == pytest.approx((n - 1) * weights / 100 * (4 + 4))
+    low_rank = layout_cheaper.powersgd_numbers(job.config, 4)
+    assert found["PowerSGD, rank 4"].sent == pytest.approx(2 * (n - 1) / n * 4 * low_rank)
+    for waits in ("PowerSGD, rank 4", "top 1%", "DiLoCo, 50 steps"):
+        assert found[waits].exposed == found[waits].takes > 0, "nothing computes meanwhile"
     whole = found["without overlap"]
     assert whole.exposed == whole.takes == found["as above"].takes
     kept = found["as above"].memory

@@ -100,6 +100,27 @@ def test_namespaces(on_ranks, world_size):
     assert not os.path.exists(f"/sys/class/net/{link_group.CARD}")
 
 
+def small_messages(rank, world_size):
+    """Return the line, and how long ten messages take over what the link's speed allows at least.
+
+    Each is below BURST_BYTES; together they are not.
+    """
+    group, line = link_group.slow_group(RATE, late=True)
+    numbers = torch.ones(COUNT // 20)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(10):
+        dist.all_reduce(numbers, group=group)
+    sent = 10 * 2 * (world_size - 1) / world_size * numbers.nbytes
+    assert numbers.nbytes < link_group.BURST_BYTES
+    return line, time.perf_counter() - started - sent / RATE
+
+
+def test_a_late_group_delays_small_messages_too(on_ranks):
+    for line, over in on_ranks(small_messages, 2):
+        assert LATE in line and over >= 0
+
+
 def lines_and_sums(rank, world_size):
     group, line = link_group.slow_group(RATE)
     sum_ = torch.ones(10)
@@ -125,6 +146,26 @@ def test_without_tools_collectives_complete_late(on_ranks, monkeypatch):
     for line, total in on_ranks(lines_and_sums, 2):
         assert LATE in line
         assert total == 2
+
+
+class NoWayBack:
+    """A C library that enters a namespace, as it says, and cannot leave it."""
+
+    unshare = staticmethod(lambda flags: 0)
+    setns = staticmethod(lambda namespace, flags: -1)
+
+
+def test_a_process_that_cannot_leave_its_namespace_says_so(on_ranks, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(link_group.ctypes, "CDLL", lambda *_, **__: NoWayBack)
+    for told in on_ranks(told_by_setns, 2):
+        assert "left without a network" in told
+
+
+def told_by_setns(rank, world_size):
+    with pytest.raises(OSError) as told:
+        link_group.slow_group(RATE)
+    return str(told.value)
 
 
 def no_link(rank, world_size):
