@@ -1,10 +1,11 @@
-"""End processes and all that they started; also when the process that should do it was killed.
+"""Run a command, and end processes with all that they started, also when this process is killed.
 
 Imports psutil alone, since a guard is a process of its own beside each launch.
 """
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,35 @@ from pathlib import Path
 import psutil
 
 PATIENCE_S = 5.0  # for a launcher that has to tell other machines
+# Holds a command back until its guard is there; never runs it if this process is killed by then.
+GATE = ("sh", "-c", 'read -r go && exec "$@" </dev/null', "gate")
+
+
+def run(words: Sequence[str], timeout_s: float, gently: bool = False, **how) -> int | None:
+    """Run a command with Popen's arguments `how`; return its exit code, None at the deadline.
+
+    What it started is ended with it, and so is all of it if this process dies.
+    """
+    process = subprocess.Popen(
+        [*GATE, *words], stdin=subprocess.PIPE, start_new_session=True, **how
+    )
+    with guarded([process.pid], gently):
+        process.stdin.write(b"go\n")
+        process.stdin.close()
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end([process.pid], gently)
+            process.wait()
 
 
 def end(pids: Sequence[int], gently: bool = False) -> None:
     """Kill processes with their descendants. Gently: SIGTERM first, and time to act on it.
 
-    torchrun's ranks are in sessions of their own: no process group holds all of them.
+    torchrun's ranks are in sessions of their own: no process group holds all of them. Orphans of
+    a process that has ended are no descendants of it, but are in the group that it led.
     """
     found = []
     for pid in pids:
@@ -33,6 +57,10 @@ def end(pids: Sequence[int], gently: bool = False) -> None:
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
+    for pid in pids:
+        # No such group, or on macOS one of zombies.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

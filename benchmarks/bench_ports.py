@@ -1,12 +1,10 @@
 """The ports of frameworks/: what starts each, what its run left, how long its file is."""
 
 import ast
-import contextlib
 import io
 import json
 import os
 import re
-import signal
 import subprocess
 import tempfile
 import time
@@ -14,8 +12,7 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
+import bench_guard
 from dist_common import cli
 
 REPO = Path(__file__).resolve().parent.parent
@@ -68,7 +65,7 @@ PORTS = {port.name: port for port in (
 
 @dataclass
 class Run:
-    """What one run of a port left; without losses when it failed, and then why."""
+    """What one run of a port left, and why it failed if it did; losses only if it wrote results."""
 
     losses: list[float] = field(default_factory=list)
     world_size: int = 0
@@ -127,12 +124,19 @@ def run_port(port: Port, args, folder: Path) -> Run:
     started = time.monotonic()
     code, printed = run_group([*command, *own], args.limit)
     seconds = time.monotonic() - started
-    file = folder / "results.json"
-    if code is None or not file.exists():
+    written = (folder / "results.json").exists()
+    run = read_run(folder, seconds) if written else Run()
+    if code != 0 or not written:
+        how = f"no end after {args.limit:g} s" if code is None else f"exit code {code}"
+        how += ", results written" if written else ""
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "silent")
-        how = f"no end after {args.limit:g} s" if code is None else f"exit code {code}: {last}"
-        return Run(failure=f"FAILED: {how[:160]}")
-    results = json.loads(file.read_text())
+        run.failure = f"FAILED: {how}: {last}"[:170]
+    return run
+
+
+def read_run(folder: Path, seconds: float) -> Run:
+    """Return what a run wrote, which took so long with start and end."""
+    results = json.loads((folder / "results.json").read_text())
     metrics = results["metrics"]
     losses = metrics.get("losses") or losses_of_template(folder)
     return Run(
@@ -155,28 +159,6 @@ def run_group(command: list[str], limit_s: float) -> tuple[int | None, str]:
     environ = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, env=environ, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end_group(process)
+        code = bench_guard.run(command, limit_s, env=environ, stdout=log, stderr=log)
         log.seek(0)
         return code, log.read()
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """Kill what is left of a command: its descendants, and its process group."""
-    left = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        left = psutil.Process(process.pid).children(recursive=True)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for child in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    process.wait()

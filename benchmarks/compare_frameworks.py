@@ -69,9 +69,10 @@ def compare(ports: list[Port], runs: dict[str, list[Run]], versions: dict, args)
         if own is None:
             row.fault = "not installed"
             continue
-        row.fault = next((run.failure for run in own if run.failure), None)
+        failure = next((run.failure for run in own if run.failure), None)
         done = [run for run in own if run.losses]
         if not done:
+            row.fault = failure
             continue
         row.world_size = min(run.world_size for run in done)
         lengths = [len(run.losses) for run in done]
@@ -81,7 +82,7 @@ def compare(ports: list[Port], runs: dict[str, list[Run]], versions: dict, args)
         apart = [differences(run.losses, expected) for run in done]
         row.first_difference = worst([worst(own[:FIRST_STEPS]) for own in apart])
         row.loss_difference = worst([worst(own) for own in apart])
-        row.fault = row.fault or fault_of(row, args)
+        row.fault = fault_of(row, failure, args)
         pairs = zip(own, runs[port.base], strict=True)
         row.ratios = [run.cpu_ms / bare.cpu_ms for run, bare in pairs if run.losses and bare.losses]
     return rows
@@ -98,12 +99,17 @@ def worst(differences: list[float]) -> float:
     return next((value for value in differences if value != value), max(differences))
 
 
-def fault_of(row: Row, args) -> str | None:
-    """Say what is wrong with runs that ended; None if nothing is."""
+def fault_of(row: Row, failure: str | None, args) -> str | None:
+    """Say what is wrong with runs that wrote results; None if nothing is.
+
+    A port ends with an error itself after another world size or number of steps: the cause first.
+    """
     if row.world_size != args.world_size:
         return f"WRONG: world size {row.world_size}, not {args.world_size}"
     if row.steps != args.max_steps:
         return f"WRONG: {row.steps} steps, not {args.max_steps}"
+    if failure:
+        return failure
     alike = row.first_difference <= FIRST_TOLERANCE and row.loss_difference <= LATER_TOLERANCE
     return None if alike else "WRONG: other losses"
 
@@ -203,6 +209,15 @@ def choose(args, versions: dict[str, str | None]) -> list[Port]:
     return known + [port for port in chosen if port not in known]
 
 
+def turns_of(ports: list[Port], repeats: int) -> list[tuple[int, Port]]:
+    """Return all runs in order; every second round goes backwards, so that none is always first."""
+    return [
+        (repeat, port)
+        for repeat in range(repeats)
+        for port in (ports[::-1] if repeat % 2 else ports)
+    ]
+
+
 def main():
     args = parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the port that runs, too
@@ -218,8 +233,7 @@ def main():
     able = [port for port in ports if versions.get(port.package)]
     runs = {port.name: [] for port in able}
     with tempfile.TemporaryDirectory(prefix="frameworks-") as scratch:
-        turns = [(repeat, port) for repeat in range(args.repeats) for port in able]
-        for repeat, port in report.progress(turns, "training"):
+        for repeat, port in report.progress(turns_of(able, args.repeats), "training"):
             folder = Path(scratch, f"{port.name}-{repeat}")
             runs[port.name].append(run_port(port, args, folder))
     rows = compare(ports, runs, versions, args)

@@ -1,9 +1,11 @@
 """The ports of benchmarks/frameworks train one job; the comparison says so when one does not."""
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -50,8 +52,8 @@ def rows_of(**runs: list[Run]) -> dict:
     return {row.name: row for row in found}
 
 
-def run_of(losses=LOSSES, world_size=2, cpu_ms=100.0) -> Run:
-    return Run(losses, world_size, cpu_ms, 8.0)
+def run_of(losses=LOSSES, world_size=2, cpu_ms=100.0, failure=None) -> Run:
+    return Run(losses, world_size, cpu_ms, 8.0, failure)
 
 
 BARE_RUNS = [run_of(cpu_ms=100), run_of(cpu_ms=110), run_of(cpu_ms=100)]
@@ -95,6 +97,9 @@ def test_one_run_of_each_claims_no_cost(capsys):
         (run_of(world_size=1), "WRONG: world size 1, not 2", "world size"),
         (run_of([*LOSSES, 4.0]), "WRONG: 4 steps, not 3", "steps"),
         (Run(failure="FAILED: exit code 1: boom"), "FAILED: exit code 1: boom", "runs that failed"),
+        (run_of(failure="FAILED: exit code -11"), "FAILED: exit code -11", "runs that failed"),
+        # The port's own check of it ends the port with an error.
+        (run_of(world_size=1, failure="FAILED: 1"), "WRONG: world size 1, not 2", "world size"),
     ],
 )
 def test_a_wrong_run_is_marked_and_fails(run, fault, check, capsys):
@@ -134,6 +139,13 @@ def show(rows: dict, noise: float | None) -> tool.Report:
     report = tool.Report(TOOL, args, world, tool.torch.device("cpu"))
     tool.show(report, list(rows.values()), noise)
     return report
+
+
+def test_no_port_is_always_first():
+    ports = [PORTS[name] for name in ("bare_ddp", "template", "ray_train")]
+    turns = tool.turns_of(ports, 3)
+    assert [port for _, port in turns] == [*ports, *ports[::-1], *ports]
+    assert [repeat for repeat, _ in turns] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 def test_lines_of_code_are_neither_comments_nor_docstrings_nor_imports():
@@ -248,28 +260,83 @@ def test_a_port_says_when_it_found_another_world(run_script):
     assert ended.stdout.splitlines()[-1] == "FAILED: world size; steps", "it took all batches"
 
 
-def test_a_run_that_hangs_leaves_no_process():
-    """Its ranks are in process groups of their own, as Ray's are."""
-    inner = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    outer = (
-        "import subprocess, sys\n"
-        f"subprocess.run([sys.executable, '-c', {inner!r}], start_new_session=True)"
-    )
-    code, printed = bench_ports.run_group([sys.executable, "-c", outer], limit_s=3)
-    assert code is None
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(int(printed)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not psutil.pid_exists(int(printed))
+def gone(pid: int) -> bool:
+    """Wait until a process has ended. An orphan's end is a zombie where nobody waits for it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        deadline = time.monotonic() + 20
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+    return True
 
 
-def test_a_run_without_results_says_why(tmp_path):
+SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("start", "code"),
+    [
+        # Its ranks are in process groups of their own, as Ray's are.
+        ("subprocess.run([sys.executable, '-c', {sleeper!r}], start_new_session=True)", None),
+        # Fabric's are in its own, and nobody's children when it has died.
+        (
+            "rank = subprocess.Popen([sys.executable, '-c', {sleeper!r}], stdout=-1)\n"
+            "sys.exit(rank.stdout.readline().decode())",
+            1,
+        ),
+    ],
+)
+def test_a_run_leaves_no_process(start, code):
+    outer = "import subprocess, sys\n" + start.format(sleeper=SLEEPER)
+    ended = bench_ports.run_group([sys.executable, "-c", outer], limit_s=5 if code is None else 60)
+    assert ended[0] == code and gone(int(ended[1]))
+
+
+def test_a_comparison_that_is_killed_leaves_no_process(tmp_path):
+    file = tmp_path / "pid"
+    rank = f"import os, sys; sys.stdout = open({str(file)!r}, 'w'); {SLEEPER}"
+    program = f"""
+import sys
+sys.path[:0] = {[str(REPO), str(REPO / "benchmarks")]!r}
+import bench_ports
+bench_ports.run_group([sys.executable, "-c", {rank!r}], 600)
+"""
+
+    def kill_when_it_trains(pid: int) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if file.exists() and file.read_text().endswith("\n"):
+                break
+            time.sleep(0.1)
+        os.kill(pid, signal.SIGKILL)
+
+    ended = run_command([sys.executable, "-c", program], tmp_path, 180, kill_when_it_trains)
+    assert ended.codes == [-signal.SIGKILL] and gone(int(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("written", "says"), [(False, "exit code 1"), (True, "exit code 1, results written")]
+)
+def test_a_run_that_fails_says_why(tmp_path, written, says):
+    """A rank that dies after rank 0 has written results is a failure, too."""
+    metrics = {"losses": LOSSES, "cpu_time_per_step_ms": 1.0, "step_times_ms": [1.0] * 3}
+    results = {"world_size": 2, "metrics": metrics}
     script = tmp_path / "mine.py"
-    script.write_text('"""Mine.\n\n    CPU   python mine.py\n"""\nraise SystemExit("no luck")\n')
+    script.write_text(f'''"""Mine.\n\n    CPU   python mine.py\n"""
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1])
+folder.mkdir()
+if {written}:
+    (folder / "results.json").write_text(json.dumps({results}))
+raise SystemExit("no luck")
+''')
     args = args_for(python=sys.executable, limit=60, preset="tiny", seq_len=16,
                     micro_batch_size=2, seed=0, device="cpu")  # fmt: skip
     run = bench_ports.run_port(Port("mine", "torch", script=script), args, tmp_path / "out")
-    assert run.failure == "FAILED: exit code 1: no luck" and not run.losses
+    assert run.failure == f"FAILED: {says}: no luck" and run.losses == (LOSSES if written else [])
+    assert rows_of(bare_ddp=[run_of()], fabric_ddp=[run])["fabric_ddp"].fault == run.failure
 
 
 def compare(folder: Path, *argv, **environ: str) -> tuple:
