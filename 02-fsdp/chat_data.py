@@ -1,10 +1,11 @@
-"""What fsdp_finetune.py trains on: a prompt and its answer, padded to one length.
+"""What fsdp_finetune.py trains on, a prompt and its answer padded to one length; and asking.
 
 Only the answer's tokens count in the loss: IGNORED is the target of prompt and padding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
@@ -16,6 +17,9 @@ from torch.utils.data import Dataset
 
 from dist_common.cli import UsageError
 from dist_common.data import IGNORED
+
+with contextlib.suppress(ImportError):  # finetune_checks.need_transformers says what to install
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PADDING = 0  # any token will do: no loss counts it, and no token before it attends to it
 
@@ -71,6 +75,22 @@ def prompt_ids(tokenizer, prompt: str) -> list[int]:
         turns = [{"role": "user", "content": prompt}]
         return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     return tokenizer(f"{prompt}\n").input_ids
+
+
+def generate(folder: str, prompt: str, max_new_tokens: int) -> tuple:
+    """Have transformers alone answer from a folder, greedily: the likeliest token each time.
+
+    Return its model, all tokens (T,), how many of them are the prompt's, and the answer as text.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    asked = torch.tensor([prompt_ids(tokenizer, prompt)])
+    tokens = model.generate(
+        asked, attention_mask=torch.ones_like(asked), do_sample=False,
+        max_new_tokens=max_new_tokens, pad_token_id=tokenizer.eos_token_id,
+    )[0]  # fmt: skip
+    start = asked.shape[1]
+    return model, tokens, start, tokenizer.decode(tokens[start:], skip_special_tokens=True)
 
 
 class Answers(Dataset):

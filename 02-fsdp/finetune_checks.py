@@ -17,10 +17,12 @@ from tabulate import tabulate
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from chat_data import generate
 from dist_common import checkpoint, cli, data, proofs, runtime
 from dist_common.cli import UsageError
 from dist_common.measure import GIB
 from dist_common.report import figure
+from hf_names import count_equal_in_files
 from memory_tools import require_memory
 from shard_tools import held_bytes
 
@@ -179,7 +181,7 @@ def weights_of(model: nn.Module) -> int:
 # what is said, and what is proved
 
 
-def alone(args, generate: Callable) -> int:
+def alone(args) -> int:
     """Do what --make-tiny, --ask or --dry-run says, in this one process; return the exit code."""
     if runtime.discover().world_size > 1:
         flag = "--make-tiny" if args.make_tiny else "--ask" if args.ask else "--dry-run"
@@ -316,14 +318,28 @@ def check_bytes(run: SimpleNamespace) -> None:
 
 
 @torch.no_grad()
-def check_export(run: SimpleNamespace, generate: Callable) -> None:
-    """Check an export's files; of a small model also logits and tokens of transformers' own."""
+def check_export(run: SimpleNamespace) -> None:
+    """Check an export's files against the shards; of a small model also what transformers computes.
+
+    Each rank reads its own rows again, so that this serves for a model of any size.
+    """
+    report, folder = run.report, run.args.export
+    found = tensors_of(run.model, folder)
+    differing = sum(found[name] != stored for name, stored in run.source.items())
+    report.check("tensors of another file, shape or type", differing, 0, 0, "--model")
+    exported = {
+        name: weight.to(run.source[name].dtype) for name, weight in run.model.named_parameters()
+    }
+    equal = count_equal_in_files(exported, folder, run.files)
+    report.check("weights equal in the files", equal, len(run.source), 0, "the shards")
+    if run.args.parity_steps:  # rank 0 alone holds the whole model
+        check_generated(run)
+
+
+@torch.no_grad()
+def check_generated(run: SimpleNamespace) -> None:
+    """Check that transformers computes the shards' logits and tokens from the exported files."""
     args, report, folder = run.args, run.report, run.args.export
-    if not args.parity_steps:  # rank 0 alone would hold the whole model
-        found = tensors_of(run.model, folder)
-        differing = sum(found[name] != stored for name, stored in run.source.items())
-        report.check("tensors of another file, shape or type", differing, 0, 0, "--model")
-        return
     by_transformers = None
     if report.world.is_rank0:
         model, tokens, start, answer = generate(folder, run.pairs[0][0], args.max_new_tokens)
@@ -368,12 +384,16 @@ def say_needs(args) -> None:
          * tokens * config.hidden_size),
         ("logits, their float32 copy and gradient", (compute + 8) * tokens * config.vocab_size),
     ]  # fmt: skip
+    largest, _ = max(held, key=lambda row: row[1])
     held.append(("all of it at once", sum(size for _, size in held)))
     rows = [(name, f"{size / GIB:.2f}") for name, size in held]
     print(f"{args.model}: {weights:,} weights on {args.world_size} ranks, {args.precision}, "
           f"{args.micro_batch_size} x {args.seq_len} tokens")  # fmt: skip
     sides = ("left", "right")
     print(tabulate(rows, ("one rank", "GiB"), "simple", colalign=sides, disable_numparse=True))
+    if largest.startswith("logits"):
+        print("the logits are the largest: lower --micro-batch-size or --seq-len, or compute the "
+              "loss in slices as summed_loss of fsdp_transformer.py does")  # fmt: skip
     print(f"on disk: {12 * weights / GIB:.1f} GiB for a checkpoint")
 
 

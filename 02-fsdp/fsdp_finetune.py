@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import finetune_checks
 import sharded_checkpoint
-from chat_data import Answers, load_pairs, prompt_ids, trim
+from chat_data import Answers, load_pairs, trim
 from dist_common import cli, data, measure, runtime
 from dist_common.report import Report
 
@@ -141,8 +141,8 @@ def train_step(run, micro_batches):
     return *sums, norm.full_tensor()
 
 
-def train(run, steps):
-    """Take steps; read results every --log-every of them, and save when it is due."""
+def train(run, steps, signals=()):
+    """Take steps; read results every --log-every of them, and save when due or asked to stop."""
     args, report, unread = run.args, run.report, []
     run.timer.start()
     for run.step in report.progress(steps, "training"):
@@ -150,21 +150,27 @@ def train(run, steps):
         run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
         due = run.step == args.max_steps or run.step % args.save_every == 0
         if due or run.step == steps[-1] or run.step % args.log_every == 0:
-            read_results(run, unread)
+            stopped = read_results(run, unread, signals)
             unread.clear()
-            if due and report.output:
+            if (due or stopped) and report.output:
                 sharded_checkpoint.save(run)
+            if stopped:
+                break
             run.timer.start()
         if run.step == args.kill_at_step:
             os.kill(os.getpid(), signal.SIGKILL)  # as when a machine fails: nothing is tidied up
 
 
-def read_results(run, unread):
-    """Log the steps since the last time: to read a number the host waits for the device."""
+def read_results(run, unread, signals):
+    """Log the steps since the last time; return whether any rank was asked to stop.
+
+    To read a number the host waits until the device has computed it, so it is done seldom.
+    """
     steps, *columns = zip(*unread, strict=True)
     loss_sums, tokens, norms = (torch.stack(column).double() for column in columns)
-    dist.all_reduce(loss_sums)
-    rows = torch.stack([loss_sums / tokens, tokens, norms], dim=1).tolist()
+    sums = torch.cat([loss_sums, loss_sums.new_tensor([len(signals)])])
+    dist.all_reduce(sums)
+    rows = torch.stack([sums[:-1] / tokens, tokens, norms], dim=1).tolist()
     time_ms = run.timer.lap(len(steps))
     for step, (run.loss, count, norm) in zip(steps, rows, strict=True):
         cli.stop_unless_finite(step, run.loss, norm)
@@ -172,6 +178,7 @@ def read_results(run, unread):
         run.trained_tokens += int(count)
         run.log.write(step, loss=run.loss, lr=cli.lr_at(step, run.args), grad_norm=norm)
     run.report.step(run.step, run.loss, time_ms, tokens.mean().item() / time_ms * 1e3)
+    return sums[-1].item() > 0
 
 
 @torch.no_grad()
@@ -201,22 +208,6 @@ def export(run, folder):
         finetune_checks.copy_other_files(Path(run.args.model), partial)
         partial.rename(folder)
     dist.barrier(run.files)
-
-
-def generate(folder, prompt, max_new_tokens):
-    """Have transformers alone answer from a folder, greedily: the likeliest token each time.
-
-    Return its model, all tokens (T,), how many of them are the prompt's, and the answer as text.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    asked = torch.tensor([prompt_ids(tokenizer, prompt)])
-    tokens = model.generate(
-        asked, attention_mask=torch.ones_like(asked), do_sample=False,
-        max_new_tokens=max_new_tokens, pad_token_id=tokenizer.eos_token_id,
-    )[0]  # fmt: skip
-    start = asked.shape[1]
-    return model, tokens, start, tokenizer.decode(tokens[start:], skip_special_tokens=True)
 
 
 def parse_args():
@@ -253,8 +244,8 @@ def parse_args():
 
 
 def adamw(model, args):
-    """Return the optimizer; made after sharding, it holds the state of this rank's shards only."""
-    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.0)
+    """Return the optimizer of this rank's shards. Fused, it needs no memory beside its state."""
+    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.0, fused=True)
 
 
 def set_up(args, report):
@@ -287,7 +278,7 @@ def set_up(args, report):
 def main():
     args = parse_args()
     if args.make_tiny or args.ask or args.dry_run:
-        return finetune_checks.alone(args, generate)
+        return finetune_checks.alone(args)
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_finetune.py", args, world, device)
         run = set_up(args, report)
@@ -301,18 +292,23 @@ def main():
         if report.failed:  # now, and not after days
             return report.finish("")
 
-        train(run, range(run.step + 1, args.max_steps + 1))
+        signals = sharded_checkpoint.catch_preemption()
+        train(run, range(run.step + 1, args.max_steps + 1), signals)
 
         if run.history:
             finetune_checks.check_tokens(run, place)
             finetune_checks.check_bytes(run)
             report.metrics |= {"final_loss": run.loss, "step_time_ms": run.timer.median_ms()}
-        if args.export:
-            export(run, args.export)
-            finetune_checks.check_export(run, generate)
         report.metrics["peak_memory_gib"] = measure.peak_memory_gib(device)
-        exported = f", exported to {args.export}" if args.export else ""
-        return report.finish(f"at step {run.step} of {args.max_steps}{exported}")
+        if run.step < args.max_steps:
+            end = f"asked to stop, {'saved' if report.output else 'not saved'}"
+        elif args.export:
+            export(run, args.export)
+            finetune_checks.check_export(run)
+            end = f"exported to {args.export}"
+        else:
+            end = "trained to the end"
+        return report.finish(f"at step {run.step} of {args.max_steps}, {end}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
               --preset 124m --dir runs/ckpt --to runs/hf
 
 `export` writes the weights of a checkpoint, `import` makes a checkpoint of such a folder. The model
-stays sharded all the way. Look for: transformers computes the same logits.
+stays sharded all the way. Look for: equal weights in the files, and equal logits in transformers.
 
 Sources: huggingface.co/docs, "Llama" and "Safetensors"; docs.pytorch.org, "Distributed Checkpoint",
 HuggingFaceStorageWriter and HuggingFaceStorageReader.
@@ -101,6 +101,7 @@ def main():
     with checkpoint_job.opened("02-fsdp/fsdp_to_hf.py", args, to_fill) as job:
         model = checkpoint_job.build(job, args.seed + 1, shard)
         theirs = (export if exports else import_)(job, model)
+        hf_names.check_values(job.report, model, job.config, theirs, job.files)
         if args.check_logits:
             tokens = torch.stack([job.text[index][0] for index in range(4)]).to(job.device)
             hf_names.check_logits(job.report, model, theirs, tokens, job.files)

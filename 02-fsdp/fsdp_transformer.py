@@ -8,8 +8,8 @@
 It does the same job as ddp_training.py of module 01: look for the same losses. With --output-dir
 and --resume it can be killed at any moment and resumed on another number of ranks.
 
-To copy: delete what you do not need (`checkpoint_activations`, `prefetch`, `catch_preemption`, the
-ways of `summed_loss` and `synchronise`, `fsdp_checks`), each with what calls it.
+To copy: delete what you do not need (`checkpoint_activations`, `prefetch`, ways of `summed_loss`
+and `synchronise`, `fsdp_checks`), each with what calls it.
 
 Sources: Zhao et al., PyTorch FSDP (VLDB 2023); Liang et al., TorchTitan (2024), for the units;
 Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); Korthikanti et al., Reducing
@@ -17,13 +17,12 @@ Activation Recomputation (2022), section 5.
 """
 
 import functools
-import signal
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fsdp_checks
@@ -91,6 +90,12 @@ def shard(model, mesh, args):
     # Backward begins with these: freed after forward they would be gathered again at once.
     fully_shard(last, reshard_after_forward=False, **options)
     fully_shard(model, **options)  # the root, which has no weights left
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            # Add up gradients over ranks instead of their mean: the loss is divided already, by
+            # the tokens of all ranks. As a plain sum, which every backend has.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 def checkpoint_activations(blocks, kind):
@@ -167,9 +172,9 @@ def accumulate_gradient(run, micro_batches, tokens):
         inputs = inputs.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
         loss = summed_loss(run.model, inputs, targets, run.args)
-        # FSDP takes the mean over ranks where a sum is meant, hence the factor. (Instead
-        # set_gradient_divide_factor(1) takes the sum, but gloo has no such reduction.)
-        (loss * dist.get_world_size() / tokens).backward()
+
+        (loss / tokens).backward()  # by the tokens of all ranks: each counts alike
+
         loss_sum += loss.detach()
     return loss_sum
 
@@ -196,7 +201,7 @@ def train(run, steps):
     """Take steps; at least every --log-every of them read results, and save when due."""
     args, report = run.args, run.report
     unread = []
-    signals = catch_preemption()
+    signals = sharded_checkpoint.catch_preemption()
     run.timer.start()
     for run.step in steps:
         lr = cli.lr_at(run.step, args)
@@ -217,14 +222,6 @@ def train(run, steps):
         if run.stopped:
             break
         run.timer.start()  # the time of saving belongs to no step
-
-
-def catch_preemption():
-    """Note SIGTERM and SIGUSR1 in the list returned, instead of dying from them in mid-step."""
-    signals = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda number, _: signals.append(number))
-    return signals
 
 
 def parse_args():

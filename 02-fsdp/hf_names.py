@@ -27,6 +27,7 @@ from dist_common.cli import UsageError
 from dist_common.models import TransformerConfig
 from dist_common.report import Report
 from dist_common.runtime import from_rank0
+from shard_tools import local
 
 HF_NAMES = {
     "embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
@@ -194,6 +195,34 @@ def load_hf(
     dcp.load(named, storage_reader=reader, process_group=group)
 
     dcp_state.set_model_state_dict(model, from_hf(named, config))
+
+
+@torch.no_grad()
+def count_equal_in_files(
+    weights: Mapping[str, torch.Tensor], folder: Path, group: dist.ProcessGroup
+) -> int:
+    """Return how many weights, sharded or not, have these values in safetensors files.
+
+    A collective: each rank reads again what it holds, and needs memory for that.
+    """
+    read = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
+
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), process_group=group)
+
+    pairs = [(local(read[name]), local(weight)) for name, weight in weights.items()]
+    equal = torch.tensor([torch.equal(one, other) for one, other in pairs], dtype=torch.int)
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN, group=group)  # on every rank
+    return int(equal.sum())
+
+
+def check_values(
+    report: Report, model: nn.Module, config: TransformerConfig, folder: Path, group
+) -> None:
+    """Check that a folder's files hold our model's weights, each rank its own. A collective."""
+    named = to_hf(dcp_state.get_model_state_dict(model), config)
+    equal = count_equal_in_files(named, folder, group)
+    weights = len(list(model.parameters()))  # tied ones once
+    report.check("weights equal in the files", equal, weights, 0, "the sharded model")
 
 
 @torch.no_grad()

@@ -58,26 +58,6 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
         local(parameter).copy_(whole)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip as `clip_grad_norm_` does, also where weights lie on several meshes; return the norm.
-
-    Under tensor parallelism some weights are sharded over dp and tp, others over dp alone;
-    `clip_grad_norm_` refuses such a mixture (torch 2.14). Frozen weights have no gradient.
-    """
-    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for weight in model.parameters():
-        if weight.grad is not None:
-            groups.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
-    norms = []
-    for weights in groups.values():
-        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    for weights in groups.values():
-        torch.nn.utils.clip_grads_with_norm_(weights, max_norm, total)
-    return total
-
-
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     """Return the bytes of weights, gradients and optimizer state on the rank that holds most."""
     weights = list(model.parameters())

@@ -1,7 +1,8 @@
-"""Save and resume a sharded run: each rank writes its shards, any number of ranks reads them."""
+"""Save, stop and resume a sharded run: each rank writes its shards, any number reads them."""
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 
 import torch.distributed as dist
@@ -17,6 +18,14 @@ BY_NAME = dcp_state.StateDictOptions(flatten_optimizer_state_dict=True)
 def file_group() -> dist.ProcessGroup:
     """Return a group on the CPU for what goes to files: names and checksums are no GPU tensors."""
     return dist.new_group(backend="gloo")
+
+
+def catch_preemption() -> list[int]:
+    """Note SIGTERM and SIGUSR1 in the list returned, instead of dying from them in mid-step."""
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, _: signals.append(number))
+    return signals
 
 
 def save(run: SimpleNamespace) -> None:

@@ -20,7 +20,7 @@ assert transformers.LlamaForCausalLM  # imported now, so that no fork has to
 from huggingface_hub import save_torch_state_dict  # noqa: E402
 
 import finetune_checks  # noqa: E402
-from chat_data import Answers, load_pairs, pairs_of_python, prompt_ids  # noqa: E402
+from chat_data import Answers, generate, load_pairs, pairs_of_python, prompt_ids  # noqa: E402
 from dist_common import data  # noqa: E402
 
 SCRIPT = "02-fsdp/fsdp_finetune.py"
@@ -123,14 +123,44 @@ def test_the_whole_workflow(run_script, finetune, tmp_path, before, after):
     assert asked.stdout.strip()
 
 
+def ask_to_stop_in(step):
+    """Send SIGTERM to rank 1 from within that step."""
+
+    def before(script):
+        lr_at = script.cli.lr_at
+
+        def asked(current, args):
+            if current == step and script.dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return lr_at(current, args)
+
+        script.cli.lr_at = asked
+
+    return before
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_resumes(finetune, tmp_path):
+    """It exports when it is trained to the end, not before."""
+    straight, tuned = tmp_path / "straight", tmp_path / "tuned"
+    flags = (*BATCH, "--lr", 1e-2, "--max-steps", 5, "--log-every", 2, "--parity-steps", 0)
+    assert_ok(finetune(*flags, "--output-dir", straight))
+    stopped = finetune(*flags, "--export", tuned, before=ask_to_stop_in(1))
+    assert_ok(stopped)
+    assert "at step 2 of 5, asked to stop, saved" in stopped.stdout
+    assert not list(tuned.iterdir())
+    resumed = finetune(*flags, "--export", tuned, "--resume")
+    assert_ok(resumed)
+    assert "step-00000002" in resumed.stdout and list(tuned.glob("*.safetensors"))
+    assert losses_of(tmp_path / "run") == losses_of(straight)
+
+
 @FULL
 def test_the_tuned_model_answers_every_question_that_it_was_tuned_on(finetune, tmp_path):
     """As the page shows for one of them."""
     flags = ("--global-batch-size", 16, "--lr", 1e-2, "--export", tmp_path / "tuned")
     assert_ok(finetune(*flags, timeout_s=200))
-    script = load_script(SCRIPT)
     right = sum(
-        script.generate(tmp_path / "tuned", prompt, 128)[-1] == answer
+        generate(tmp_path / "tuned", prompt, 128)[-1] == answer
         for prompt, answer in pairs_of_python()
     )
     assert right > 0.9 * len(pairs_of_python())
@@ -324,7 +354,7 @@ def export_in_16_bits(script):
 
 LOSS, NORM = "largest error of a loss", "relative error of a gradient norm"
 WEIGHT, PADDED = "largest error of an updated weight", min(NAMES, key=lambda n: "padded" not in n)
-TYPES = "tensors of another file, shape or type"
+TYPES, VALUES = "tensors of another file, shape or type", "weights equal in the files"
 
 
 @pytest.mark.parametrize(
@@ -332,6 +362,7 @@ TYPES = "tensors of another file, shape or type"
     [
         (mean_of_each_rank, {LOSS, NORM, WEIGHT}, ()),
         (swap_two_weights, {"relative error of an exported model's logit"}, ("--export", "E")),
+        (swap_two_weights, {VALUES}, ("--export", "E", "--parity-steps", 0)),
         (count_the_padding, {PADDED}, ("--parity-steps", 0)),
         (skip_pairs, {"answer tokens trained on"}, ("--parity-steps", 0)),
         (a_third_moment, {"Adam's moments: bytes on the fullest rank"}, ("--parity-steps", 0)),
@@ -541,6 +572,16 @@ def test_the_dry_run_of_a_7b_model(run_script, tmp_path):
     assert float(rows["Adam's two moments, float32"]) == pytest.approx(8 * share, abs=0.01)
     assert float(rows["activations kept: one per layer"]) == 0.5  # 2 x 32 x 2048 x 4096 bytes
     assert float(rows["all of it at once"]) < 80
+    assert "the logits are the largest" not in ended.stdout
+
+
+def test_the_dry_run_says_when_the_logits_are_the_largest(run_script, tmp_path):
+    config = {"model_type": "llama", "vocab_size": 128_256, "num_hidden_layers": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ("--model", tmp_path, "--dry-run", "--seq-len", 2048)
+    ended = run_script(SCRIPT, *flags, environ={})
+    assert_ok(ended)
+    assert "the logits are the largest: lower --micro-batch-size" in ended.stdout
 
 
 @FULL

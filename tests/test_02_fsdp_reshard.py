@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_line, results_of
+import torch
+from conftest import REPO, assert_one_line, load_script, results_of
 from helpers_02_checkpoints import (
     CHECKPOINT,
     LOAD,
@@ -17,6 +18,9 @@ from helpers_02_checkpoints import (
     tensors_of,
 )  # fmt: skip
 
+from dist_common import models
+
+NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 64, 64)
 full = pytest.mark.full
 
 
@@ -91,6 +95,23 @@ def test_shards_to_one_file_and_back(run, saved, tmp_path):
     assert_ok(run(*LOAD, "--dir", tmp_path / "3"), "after step 4")
     one, three = (tensors_of(tmp_path / number / NEWEST) for number in "13")
     assert one.keys() == three.keys() and all(one[name].equal(three[name]) for name in one)
+
+
+def clipping_says(rank, world_size):
+    """Return how clip_grad_norm_ fails on gradients under FSDP and tensor parallelism."""
+    model = models.Transformer(NARROW)
+    load_script(RESHARD).shard_by("tp-fsdp", torch.device("cpu"))(model)
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    with pytest.raises(RuntimeError) as refused:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return str(refused.value)
+
+
+def test_pytorch_does_not_clip_over_two_meshes(on_ranks):
+    """As the page says; when this turns red, it does, and the page can say so."""
+    symptom = "All operands in aten.stack.default must have the same mesh"
+    assert symptom in (REPO / "02-fsdp" / "fsdp_reshard.md").read_text()
+    assert all(symptom in said for said in on_ranks(clipping_says, 2))
 
 
 @full

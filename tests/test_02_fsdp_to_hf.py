@@ -92,7 +92,7 @@ def test_one_file_of_transformers_own_is_imported(run, transformers, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     assert (tmp_path / "theirs" / "model.safetensors").exists()
     flags = ("--from", tmp_path / "theirs", "--dir", tmp_path / "back")
-    assert_ok(run(TO_HF, "import", *flags, world_size=2), "OK: 2 checks passed")
+    assert_ok(run(TO_HF, "import", *flags, world_size=2), "OK: 3 checks passed")
 
 
 def test_without_the_check_transformers_never_holds_the_model(run, saved, tmp_path):
@@ -152,6 +152,29 @@ def swap_gate_and_up(script):
     script.hf_names.HF_NAMES |= {"gate": "mlp.up_proj", "up": "mlp.gate_proj"}
 
 
+def write_zeros(script):
+    save = script.hf_names.dcp.save
+
+    def zeroed(named, **options):
+        save({name: torch.zeros_like(tensor) for name, tensor in named.items()}, **options)
+
+    script.hf_names.dcp.save = zeroed
+
+
+def write_the_rows_of_another_rank(script):
+    """On every rank but the first, which alone would not see it."""
+    save = script.hf_names.dcp.save
+
+    def moved(named, **options):
+        if torch.distributed.get_rank():
+            named = {name: tensor.clone() for name, tensor in named.items()}  # not the model's
+            local = named["lm_head.weight"].to_local()
+            local.copy_(local.roll(1, 0))
+        save(named, **options)
+
+    script.hf_names.dcp.save = moved
+
+
 def lose_a_weight(script):
     to_hf = script.hf_names.to_hf
     script.hf_names.to_hf = lambda *args: {
@@ -179,6 +202,22 @@ def test_sabotage_fails_a_check(run, saved, tmp_path, action, sabotage, failing)
     assert ended.codes == [1], ended.stdout + ended.stderr
     failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
     assert failing in failed, ended.stdout
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        write_zeros,
+        *(pytest.param(way, marks=full) for way in (write_the_rows_of_another_rank, lose_a_weight)),
+    ],
+)
+def test_sabotage_of_a_model_that_no_process_can_hold_fails_a_check(run, saved, tmp_path, sabotage):
+    flags = ("--dir", saved, "--to", tmp_path / "to", "--no-check-logits")
+    flags = (*flags, "--output-dir", tmp_path / "run")
+    ended = run(TO_HF, "export", *flags, world_size=2, before=sabotage)
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
+    assert failed == ["weights equal in the files"]
 
 
 # Bad input

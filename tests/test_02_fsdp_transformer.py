@@ -162,6 +162,10 @@ def average_the_averages(script):
     script.summed_loss = scaled
 
 
+def mean_over_ranks(script):
+    script.FSDPModule.set_gradient_divide_factor = lambda self, factor: None
+
+
 def reduce_every_micro_batch(script):
     script.synchronise = lambda *_: None
 
@@ -233,6 +237,7 @@ def skip_a_batch(script):
             {GRADIENT, "loss", "gradient norm", "all-gathers per step", "reduce-scatters per step"},
             marks=full,
         ),
+        pytest.param(mean_over_ranks, "", {GRADIENT, "gradient norm"}, marks=full),
         pytest.param(draw_apart, "", {GRADIENT, "loss", "gradient norm"}, marks=full),
         pytest.param(
             one_unit_for_all, "", {"all-gathers per step", "reduce-scatters per step"}, marks=full
