@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import ds_hints
 import ds_rules
 import ds_schema
 import ds_setup
@@ -39,13 +40,13 @@ def findings_of(path, ranks=None):
     if config is None:  # no JSON: nothing else can be said
         return findings
 
+    if shapes := list(ds_rules.wrong_shapes(config)):  # the other rules could not read it
+        return findings + shapes
     findings += ds_rules.of_deepspeed(config, ranks)
-    if any(finding.text.endswith("an object, {...}") for finding in findings):
-        return findings  # the other rules could not read it
     findings += ds_rules.of_script(config)
     findings += ds_rules.of_machine(config)
     findings += ds_rules.of_ops(config)
-    findings += ds_rules.hints(config)
+    findings += ds_hints.hints(config)
 
     return findings
 

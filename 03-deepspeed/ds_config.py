@@ -19,7 +19,7 @@ import torch
 
 import ds_rules
 from dist_common.cli import UsageError
-from dist_common.models import TransformerConfig
+from dist_common.models import Transformer, TransformerConfig
 from dist_common.runtime import World
 from ds_schema import AUTO, SIZES, Finding
 from ds_setup import PRECISIONS
@@ -65,6 +65,7 @@ def load_config(
     except OSError as error:
         raise UsageError(f"--deepspeed_config {path}: {error.strerror}") from error
     _refuse(path, findings)
+    _refuse(path, ds_rules.wrong_shapes(config))
     _refuse(path, chain(ds_rules.of_deepspeed(config), ds_rules.of_script(config)))
     flags = _Flags(path, args, given)
     zero = config.setdefault("zero_optimization", {})
@@ -92,6 +93,18 @@ def load_config(
     _refuse(path, ds_rules.of_machine(config))
     _make_swap_folders(config)
     return config
+
+
+def require_buffers(
+    config: dict[str, Any], path: Path, model: TransformerConfig, ranks: int
+) -> None:
+    """Refuse buffers for weights on a disk that the largest weight does not fit into.
+
+    Raises: UsageError.
+    """
+    with torch.device("meta"):
+        largest = max(weight.numel() for weight in Transformer(model).parameters())
+    _refuse(path, ds_rules.of_model(config, largest, ranks))
 
 
 def types_of(config: dict[str, Any]) -> tuple[torch.dtype, torch.dtype | None]:

@@ -1,7 +1,7 @@
 """What is wrong with a ds_config.json, as findings: `load_config` refuses the first of them.
 
-Four kinds are kept apart: wrong for DeepSpeed, what deepspeed_train.py cannot do, what this machine
-lacks, and hints, which say what a setting costs and refuse nothing.
+Three kinds are kept apart: wrong for DeepSpeed, what deepspeed_train.py cannot do, and what this
+machine lacks. `ds_hints.py` says what a setting costs, and refuses nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from ds_schema import (
     AUTO,
-    HINT,
     IGNORED,
     MACHINE,
     SCRIPT,
@@ -29,7 +28,19 @@ from ds_schema import (
 )
 from ds_setup import ADAMS, missing_for, ops_needed
 
-OBJECTS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16", "torch_autocast")
+OBJECTS = (
+    "zero_optimization", "optimizer", "optimizer.params", "scheduler", "scheduler.params", "bf16",
+    "fp16", "torch_autocast", "zero_optimization.offload_optimizer",
+    "zero_optimization.offload_param", "tensor_parallel", "data_types", "aio",
+    "activation_checkpointing", "checkpoint",
+)  # fmt: skip
+BUFFER_SIZE = 100_000_000  # elements: DeepSpeed's default
+MAY_BE_NULL = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+DTYPES = ("fp32", "float32", "float", "torch.float32", "bf16", "bfloat16", "torch.bfloat16",
+          "fp16", "float16", "half", "torch.float16")  # fmt: skip
+PLACES_OF_DTYPES = (
+    "communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype"
+)  # fmt: skip
 NUMBERS = {  # by key: may it be 0?
     "gradient_clipping": True,
     "optimizer.params.lr": False,
@@ -69,16 +80,16 @@ def read(path: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
 
 
 def of_deepspeed(config: dict[str, Any], ranks: int | None = None) -> Iterator[Finding]:
-    """Find what DeepSpeed would take without a word, or refuse in many. Call `prepare` first."""
-    shapes = list(_wrong_shapes(config))
-    yield from shapes
-    if shapes:
-        return  # nothing below could be read
+    """Find what DeepSpeed would take without a word, or refuse in many.
+
+    Call `prepare` first, and this only for a config in which `wrong_shapes` found nothing.
+    """
     yield from unknown_names(config)
     yield from _wrong_stage(config)
     yield from _wrong_numbers(config)
     yield from _wrong_sizes(config, ranks)
     yield from _wrong_precision(config)
+    yield from _wrong_types(config)
     yield from wrong_values(config)
     yield from _wrong_offload(config)
 
@@ -105,9 +116,22 @@ def of_script(config: dict[str, Any]) -> Iterator[Finding]:
     if config.get("managed_gradient_accumulation", True) is not True:
         text = "managed_gradient_accumulation must be true"
         yield Finding(SCRIPT, text, "the script calls step() after each micro-batch")
-    if part_of(config, "tensor_parallel").get("autotp_size", 0) > 1:
+    size = part_of(config, "tensor_parallel").get("autotp_size")
+    if type(size) is int and size > 1:
         text = "tensor_parallel.autotp_size must be 0 or 1"
         yield Finding(SCRIPT, text, "the script deals other samples to every rank")
+
+
+def of_model(config: dict[str, Any], largest: int, ranks: int) -> Iterator[Finding]:
+    """Find what a model's largest weight, so many elements, does not fit into."""
+    offload = part_of(config, "zero_optimization.offload_param")
+    size, part = offload.get("buffer_size", BUFFER_SIZE), -(-largest // ranks)
+    if offload.get("device") == "nvme" and size < part:
+        text = (
+            f"offload_param.buffer_size {size:,} is below {part:,} elements, a rank's part of the "
+            "largest weight"
+        )
+        yield Finding(WRONG, text, "an assertion ends the run while the model is built")
 
 
 def of_machine(config: dict[str, Any]) -> Iterator[Finding]:
@@ -132,49 +156,6 @@ def of_ops(config: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(MACHINE, f"{lack}{other}", "the run ends when DeepSpeed loads the op")
 
 
-def hints(config: dict[str, Any]) -> Iterator[Finding]:
-    """Say what settings cost that are not wrong."""
-    zero = part_of(config, "zero_optimization")
-    stage = zero.get("stage", 0)
-    to_disk = any(part.get("device") == "nvme" for _, part in offloads(config))
-    cpu_step = any(
-        name == "offload_optimizer" and part.get("device", "none") != "none"
-        for name, part in offloads(config)
-    )
-    rules = [
-        ("gradient_clipping" not in config, "no gradient_clipping",
-         "DeepSpeed clips gradients at a norm of 1; write 0 for none"),
-        (stage == 3 and zero.get("stage3_max_live_parameters") == 0 and not to_disk,
-         "stage3_max_live_parameters 0",
-         "no prefetch: each layer is gathered when it is needed, and computing waits"),
-        (cpu_step and part_of(config, "optimizer.params").get("torch_adam") is True,
-         "torch_adam with offload_optimizer",
-         "the step runs on the CPU with PyTorch's AdamW; DeepSpeedCPUAdam, the default, is faster"),
-        (stage in (1, 2) and zero.get("overlap_comm") is not True, "no overlap_comm",
-         "in stages 1 and 2 backward waits for each bucket to be reduced"),
-        (stage in (1, 2) and zero.get("use_multi_rank_bucket_allreduce", True) is not False,
-         "no use_multi_rank_bucket_allreduce: false",
-         "gradients are all-reduced, twice the bytes of a reduction to their owner"),
-        (stage in (1, 2, 3) and "reduce_bucket_size" not in zero, "no reduce_bucket_size",
-         "5e8 elements, 1 GB in bf16, which stage 3 holds from the start"),
-        (stage == 3 and zero.get("stage3_gather_16bit_weights_on_model_save") is not True,
-         "no stage3_gather_16bit_weights_on_model_save",
-         "save_16bit_model writes nothing, and says so only in its log"),
-        (part_of(config, "bf16").get("enabled") in (True, AUTO) and stage in (1, 2, 3)
-         and "communication_data_type" not in config and "data_types" not in config,
-         "no communication_data_type and no data_types.grad_accum_dtype",
-         "with bf16, gradients are summed over ranks and micro-batches in bf16"),
-        (part_of(config, "bf16").get("enabled") is True and stage == 0, "bf16 in stage 0",
-         "to make Adam's moments DeepSpeed takes a step on zero gradients: weights decay once"),
-        (str(part_of(config, "scheduler").get("type")).startswith("Warmup")
-         and "warmup_type" not in part_of(config, "scheduler.params"),
-         "no scheduler.params.warmup_type", 'the warm-up is logarithmic; write "linear" for that'),
-    ]  # fmt: skip
-    for applies, text, cost in rules:
-        if applies:
-            yield Finding(HINT, text, cost)
-
-
 def offloads(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return what is offloaded, by the names of its sections."""
     zero = part_of(config, "zero_optimization")
@@ -182,13 +163,13 @@ def offloads(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, part) for name, part in found if isinstance(part, dict)]
 
 
-def _wrong_shapes(config: dict[str, Any]) -> Iterator[Finding]:
-    for name in OBJECTS:
-        for place in (name, f"{name}.params"):
-            *sections, last = place.split(".")
-            part = part_of(config, ".".join(sections))
-            if last in part and not isinstance(part[last], dict):
-                yield Finding(WRONG, f"{place} must be an object, {{...}}", STOPS)
+def wrong_shapes(config: dict[str, Any]) -> Iterator[Finding]:
+    """Find sections that are no objects; the other rules cannot read such a config."""
+    for place in OBJECTS:
+        *sections, name = place.split(".")
+        value = part_of(config, ".".join(sections)).get(name, {})
+        if not isinstance(value, dict) and not (value is None and place in MAY_BE_NULL):
+            yield Finding(WRONG, f"{place} must be an object, {{...}}", STOPS)
 
 
 def _wrong_stage(config: dict[str, Any]) -> Iterator[Finding]:
@@ -259,12 +240,27 @@ def _wrong_precision(config: dict[str, Any]) -> Iterator[Finding]:
         yield Finding(WRONG, text, "autocast is for weights in float32; DeepSpeed stops")
 
 
+def _wrong_types(config: dict[str, Any]) -> Iterator[Finding]:
+    size = part_of(config, "tensor_parallel").get("autotp_size", 0)
+    if type(size) is not int and size != AUTO:
+        text = f"tensor_parallel.autotp_size must be a whole number, not {json.dumps(size)}"
+        yield Finding(WRONG, text, "DeepSpeed reads a text as a number, or stops")
+    for place in PLACES_OF_DTYPES:
+        section, _, name = place.rpartition(".")
+        dtype = part_of(config, section).get(name)
+        # Of a text for the first DeepSpeed says so itself.
+        if dtype not in (None, AUTO, *DTYPES) and not (isinstance(dtype, str) and not section):
+            text = f"{place} must be fp32, bf16 or fp16, not {json.dumps(dtype)}"
+            yield Finding(WRONG, text, "DeepSpeed stops, perhaps once the model is built")
+
+
 def _wrong_offload(config: dict[str, Any]) -> Iterator[Finding]:
     stage = part_of(config, "zero_optimization").get("stage", 0)
     for name, part in offloads(config):
         target = part.get("device", "none")
         least = {"offload_optimizer": 1, "offload_param": 3}[name]
-        least = {"none": 0, "nvme": 3}.get(target, least)
+        if target in ("none", "nvme"):
+            least = 3 if target == "nvme" else 0
         if isinstance(stage, int) and stage < least:
             text = (
                 f"{name} to {target} needs stage {least}, not {stage}: DeepSpeed would offload "

@@ -41,6 +41,7 @@ AUTO_KEYS = {
     "zero_optimization.offload_optimizer.nvme_path": ".",
     "zero_optimization.offload_param.nvme_path": ".",
 }
+TOLD_ELSEWHERE = ("zero_optimization.stage", "tensor_parallel.autotp_size")
 IGNORED = "DeepSpeed passes over it: what it should do is not done"
 STOPS = "DeepSpeed stops at its start"
 
@@ -172,6 +173,10 @@ def wrong_values(config: dict[str, Any]) -> Iterator[Finding]:
     for section in ("bf16", "fp16"):  # told elsewhere
         if part_of(config, section).get("enabled", False) not in (True, False):
             config.pop(section, None)
+    for place in ("communication_data_type", "optimizer.type"):
+        section, _, name = place.rpartition(".")
+        if not isinstance(part_of(config, section).get(name, ""), str):
+            config.pop(place.split(".")[0])
     for _ in range(20):
         try:
             DeepSpeedConfig(copy.deepcopy(config))
@@ -192,7 +197,7 @@ def wrong_values(config: dict[str, Any]) -> Iterator[Finding]:
                 value = part.pop(name)
                 if each["type"] == "extra_forbidden":
                     yield _unknown(name, fields, place, STOPS)
-                elif value != f"{AUTO}!" and not (place + name).endswith("zero_optimization.stage"):
+                elif value != f"{AUTO}!" and place + name not in TOLD_ELSEWHERE:
                     yield Finding(WRONG, f"{place}{name}: {each['msg']}", STOPS)
         except Exception as error:
             said = _said(error)

@@ -6,11 +6,19 @@ import shutil
 import sys
 
 import pytest
+import torch
 from conftest import REPO, fork_ranks, load_script
-from helpers_03 import CONFIGS, FROM_THE_TRAINER_S_PAGE, changed, deepspeed_in_the_parent
+from helpers_03 import (
+    CONFIGS,
+    FROM_THE_TRAINER_S_PAGE,
+    changed,
+    deepspeed_in_the_parent,
+    places,
+)
 from test_03_ds_config import MISREAD, write_config
 
 import ds_schema
+import ds_setup
 from dist_common import cli
 
 CHECK = "03-deepspeed/check_config.py"
@@ -90,6 +98,47 @@ def test_what_a_run_refuses_is_a_finding(check, tmp_path):
         assert len(found) == 1 and "Cost: " in found[0], (says, own)
 
 
+def misread_values(rank, world_size, folder):
+    """Put values of other types at each place of a config; return what is said of them."""
+    ds_setup.prepare(torch.device("cpu"))
+    script = load_script(CHECK)
+    disk = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 5}
+    whole = changed(
+        aio={"block_size": 1}, tensor_parallel={"autotp_size": 1}, torch_autocast={},
+        data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32",
+        activation_checkpointing={"partition_activations": False}, fp16={"loss_scale": 0},
+        checkpoint={"load_universal": False}, train_batch_size=4, gradient_allreduce_op="mean",
+        scheduler=FROM_THE_TRAINER_S_PAGE["zero2"]["scheduler"],
+        zero_optimization={"stage": 3, "offload_optimizer": disk, "offload_param": disk},
+    )  # fmt: skip
+    said = []
+    for *above, name in places(whole):
+        for value in (None, "x", "2", "auto", [1], {"a": 1}, True, -1, 2.5):
+            config = json.loads(json.dumps(whole))
+            part = config
+            for section in above:
+                part = part[section]
+            part[name] = value
+            (folder / "own.json").write_text(json.dumps(config))
+            try:
+                texts = [finding.text for finding in script.findings_of(folder / "own.json")]
+            except Exception as error:
+                texts = [f"error: {error!r}"]
+            said.append([".".join((*above, name)), value, texts])
+    return said
+
+
+def test_no_value_of_another_type_is_an_error_of_the_tool(on_ranks, tmp_path):
+    """Nor is a finding what Python says of a type, or there twice."""
+    [said] = on_ranks(misread_values, 1, tmp_path)
+    assert len(said) > 400
+    for place, value, texts in said:
+        for text in texts:
+            assert not text.startswith("error: "), (place, value, text)
+            assert "object has no attribute" not in text and "\n" not in text, (place, value, text)
+        assert len(set(texts)) == len(texts), (place, value, texts)
+
+
 def test_three_kinds_are_kept_apart_and_all_are_told(check):
     config = changed(
         zero_optimisation={}, train_batch_size=30, train_micro_batch_size_per_gpu=4,
@@ -126,6 +175,15 @@ def test_batch_sizes_are_multiplied_with_the_world_size(check):
     [
         (changed(zero_optimization={"stage": 3, "stage3_max_live_parameters": 0}), "no prefetch"),
         (changed(zero_optimization={"offload_optimizer": {"device": "cpu"}}), "torch_adam with"),
+        (
+            changed(
+                zero_optimization={
+                    "stage": 3,
+                    "offload_param": {"device": "nvme", "nvme_path": "."},
+                }
+            ),
+            "without stage3_max_reuse_distance 0",
+        ),
         (changed(zero_optimization={"overlap_comm": False}), "no overlap_comm"),
         ({**changed(), "zero_optimization": {"stage": 2}}, "no reduce_bucket_size"),
         ({**changed(), "zero_optimization": {"stage": 1}}, "no use_multi_rank_bucket_allreduce"),

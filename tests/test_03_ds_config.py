@@ -224,6 +224,18 @@ MISREAD = [
      "offload_param to cpu needs stage 3, not 2"),
     (changed(zero_optimization={"offload_optimizer": {"device": "disk"}}), (),
      "Input should be 'none', 'cpu' or 'nvme'"),
+    (changed(zero_optimization={"offload_optimizer": "cpu"}), (),
+     "zero_optimization.offload_optimizer must be an object"),
+    (changed(zero_optimization={"offload_optimizer": {"device": ["cpu"]}}), (),
+     "offload_optimizer.device: Input should be 'none', 'cpu' or 'nvme'"),
+    (changed(tensor_parallel={"autotp_size": "auto"}), (),
+     'tensor_parallel.autotp_size is "auto", which this script'),
+    (changed(tensor_parallel={"autotp_size": "2"}), (), 'must be a whole number, not "2"'),
+    (changed(data_types={"grad_accum_dtype": "fp33"}), (),
+     'data_types.grad_accum_dtype must be fp32, bf16 or fp16, not "fp33"'),
+    (changed(communication_data_type=[1]), (),
+     "communication_data_type must be fp32, bf16 or fp16, not [1]"),
+    (changed(aio=[1]), (), "aio must be an object"),
     (None, (), "No such file or directory"),
 ]  # fmt: skip
 
