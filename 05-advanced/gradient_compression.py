@@ -29,7 +29,7 @@ from compress_job import (
     time_methods,
     train_methods,
 )
-from compress_proofs import Proof, check_methods, check_pytorch, check_without_loss
+from compress_proofs import STEPS, Proof, check_methods, check_pytorch, check_without_loss
 from dist_common import cli, runtime
 from dist_common.report import Report
 from link_group import slow_group
@@ -168,7 +168,7 @@ def main():
         weights = list(NextByte().parameters())
         refuse_settings(args.powersgd_rank, args.top_k_fraction, weights)
         methods = methods_of(args.top_k_fraction, args.powersgd_rank)
-        batches, test = draw_batches(args, world.world_size, device)
+        batches, test = draw_batches(args, max(args.max_steps, STEPS), world.world_size, device)
         report.start(describe(args, world.world_size, weights))
 
         proof = Proof(report, data_parallel, batches)
@@ -181,9 +181,11 @@ def main():
             optimizer = OPTIMIZERS[args.optimizer](model.parameters())
             return data_parallel(model, methods[name], group), optimizer
 
-        own = [step[world.rank] for step in batches]
+        own = [step[world.rank] for step in batches[: args.max_steps]]
         losses = train_methods(report, prepare, own, test)
-        steps_ms = [time_methods(report, prepare, own, g) for g in (None, slow_group(args.link)[0])]
+        alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(world.world_size)])
+        link, _ = slow_group(args.link, late=True)
+        steps_ms = [time_methods(report, prepare, own, group) for group in (alone, link)]
         print_methods(report, losses, steps_ms, args.link)
         print_bytes(report)
         draw(report)

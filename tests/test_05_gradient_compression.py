@@ -20,8 +20,18 @@ def failed_checks(folder) -> set[str]:
     return {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
 
 
+def send_at_once(script):
+    script.slow_group = lambda rate, late: (None, "")
+
+
+def faster_than_the_link(folder) -> set[str]:
+    """Return the methods with a step shorter than its sending: a busy machine has none either."""
+    methods = results_of(folder)["metrics"]["methods"]
+    return {name for name, m in methods.items() if m["step_time_ms"] < m["sending_ms"]}
+
+
 def leave_out_times(script):
-    script.slow_group = lambda rate: (None, "")
+    send_at_once(script)
     script.draw = lambda report: None
     script.time_methods = lambda report, *_: dict.fromkeys(report.metrics["methods"], 1.0)
 
@@ -50,6 +60,27 @@ def test_methods_equal_one_process_and_send_their_formula(run_script, tmp_path, 
     assert content["metrics"]["ranks at which top-k sends as much as float32"] == 100
     assert content["metrics"]["ranks at which top-k sends as much as bfloat16"] == 50
     assert (folder / "gradient_compression.png").exists() == (before is None)
+    if before is None:
+        assert not faster_than_the_link(folder)
+
+
+def test_a_link_that_delays_nothing_is_noticed_and_one_step_is_enough(run_script, tmp_path):
+    """10 Mbit/s: 657 ms of sending in float32, and no message is as late as that."""
+    arguments = ("--max-steps", 1, "--micro-batch-size", 8, "--link", "10mbit")
+    folder = tmp_path / "run"
+    arguments = (*arguments, "--output-dir", folder)
+    ended = run_script(SCRIPT, *arguments, world_size=2, before=send_at_once)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "float32" in faster_than_the_link(folder)
+
+
+@FULL
+@pytest.mark.parametrize("steps", [2, 3])
+def test_fewer_steps_than_the_proofs_take(run_script, steps):
+    arguments = ("--max-steps", steps, "--micro-batch-size", 8)
+    ended = run_script(SCRIPT, *arguments, world_size=2, before=leave_out_times)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "OK: 25 checks passed" in ended.stdout
 
 
 @FULL
