@@ -453,6 +453,34 @@ for start in (lightning.Trainer, lightning.Fabric):
 
 @full
 @with_frameworks
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_lightning_starts_ranks_from_within_python(tmp_path, strategy):
+    (tmp_path / "sums.py").write_text(f"""
+import lightning, torch
+import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+def add_up(of_ranks):
+    total = torch.tensor(of_ranks.global_rank + 1)
+    dist.all_reduce(total)
+    print(f"the sum is {{total}}\\n", end="", flush=True)
+
+class Job(BoringModel):
+    def on_train_end(self):
+        add_up(self.trainer)
+
+if __name__ == "__main__":
+    flags = dict(accelerator="cpu", devices=2, strategy={strategy!r})
+    lightning.Fabric(**flags).launch(add_up)
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    lightning.Trainer(**flags, **quiet, max_steps=2).fit(Job())
+""")
+    ended = run_command([str(PYTHON), str(tmp_path / "sums.py")], REPO, 300, OMP_NUM_THREADS="1")
+    assert ended.stdout.count("the sum is 3") == 4, ended.stdout + ended.stderr
+
+
+@full
+@with_frameworks
 def test_accelerates_fsdp_is_ddp_on_cpus(tmp_path):
     (tmp_path / "kind.py").write_text("""
 import torch
