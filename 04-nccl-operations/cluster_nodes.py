@@ -86,8 +86,7 @@ def yardstick(path: str | None, group: Group, links: Links) -> Yardstick | None:
         return Yardstick(inside, words) if inside else None
     if path is None or not links.nic:
         return None
-    at_once = 1 if group.name == "" else group.at_once
-    nics = links.nics * links.nic / at_once  # of a node, for this group
+    nics = links.nics * links.nic / group.at_once  # of a node, for this group
     bounds = [Yardstick(nics_bound(path, group, nics), _words(path, group, links))]
     if links.nvlink and group.per_node > 1:
         bounds.append(Yardstick(nvlink_bound(path, group, links.nvlink), "NVLink of a GPU"))

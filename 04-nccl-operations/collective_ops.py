@@ -27,7 +27,7 @@ from collective_variants import VARIANTS
 from dist_common import cli, runtime
 from dist_common.report import Report
 
-# Their names since torch 2.14; before, all_gather_into_tensor and reduce_scatter_tensor.
+# torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -178,7 +178,8 @@ def wrong_machine(here: list[dict]) -> Iterator[Finding]:
         do = f"set OMP_NUM_THREADS={usable // ranks}"
         yield Finding("cores", what, "threads wait for each other", do)
     gpus = {gpu["pci"]: gpu for rank in here for gpu in rank["gpus"]}  # srun may bind them
-    if 0 < len(gpus) < ranks:
+    shared = one["settings"].get("NCCL_MULTI_RANK_GPU_ENABLE", ["0"])[0] == "1"
+    if 0 < len(gpus) < ranks and not shared:
         what = f"{ranks} ranks but {len(gpus)} GPUs"
         yield Finding("GPU", what, "NCCL refuses two ranks on a GPU", "start one rank for each")
     if len(gpus) < one["installed"] and "CUDA_VISIBLE_DEVICES" in one["settings"]:

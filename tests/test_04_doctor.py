@@ -222,6 +222,9 @@ def test_mistakes_of_several_ranks_and_hosts():
     assert "set OMP_NUM_THREADS=4" in found_in(*pair)[0].do
     few = [machine(rank=rank, gpus=[gpu()], installed=1) for rank in range(2)]
     assert "2 ranks but 1 GPUs" in found_in(*few)[0].what
+    for one in few:
+        one["settings"]["NCCL_MULTI_RANK_GPU_ENABLE"] = ["1", "environment"]
+    assert found_in(*few) == []
     own = [
         machine(rank=rank, gpus=[gpu(pci=f"0000:{rank:02x}:00.0")], installed=2,
                 **is_set(CUDA_VISIBLE_DEVICES=f"{rank}"))
