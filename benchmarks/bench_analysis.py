@@ -1,4 +1,4 @@
-"""What the records of sweeps say: times, noise, ranks, losses, memory, bytes. Nothing is printed.
+"""What the records of sweeps say: times, noise, places, losses, memory, bytes. Nothing is printed.
 
 The order of records in a file never matters: everything is sorted by what was measured.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench_records import (
+    COMMIT,
     LOSSY,
     PARTS,
     REFERENCE,
@@ -23,6 +24,7 @@ from bench_records import (
     differences,
     judge,
     merged,
+    mixed,
     number,
     read_run,
     severity,
@@ -41,7 +43,7 @@ class Row:
     group: Group
     runs: list[Run]
     verdict: Verdict
-    rank: str = ""
+    place: str = ""  # by step time: "1", or "2-4" where the noise leaves it open
     against_ddp: float | None = None  # tokens/s over those of COMMON
 
     def median(self, name: str) -> float | None:
@@ -100,10 +102,11 @@ class Analysis:
     sweeps: list[Sweep]
     groups: list[list[Row]]  # the rows of a group in the order of the tables
     noise: Noise  # the widest
-    noise_of_link: dict[str | None, Noise]  # what is slowed differs otherwise than what is not
+    noises: dict[tuple, Noise]  # by what noisy_by returns
     memory_noise: float | None
     scaling: list[list[Scaling]]  # by job and link
     conditions: dict[str, str]  # machine, versions, device: of all sweeps
+    warnings: list[str]  # damaged lines, folders with points of several machines or versions
 
     @property
     def rows(self) -> list[Row]:
@@ -118,7 +121,7 @@ def analyse(sweeps: Sequence[Sweep]) -> Analysis:
     """Compute all that a report shows of the training points of one or more sweeps."""
     found = {str(sweep.folder): conditions(sweep) for sweep in sweeps}
     first, *others = found.values()
-    alike = not any(differences(first, other) for other in others)
+    alike = not any(differences(first, other, COMMIT) for other in others)
     runs = []
     for sweep in sweeps:
         scope = "" if alike else str(sweep.folder)
@@ -129,18 +132,26 @@ def analyse(sweeps: Sequence[Sweep]) -> Analysis:
     judge(runs)
     groups = [rows_of(list(own)) for _, own in itertools.groupby(runs, lambda run: run.group)]
     every = [row for rows in groups for row in rows]
-    noise_of_link = {
-        link: noise_of([row for row in every if row.group.link == link])
-        for link in dict.fromkeys(row.group.link for row in every)
+    noises = {
+        key: noise_of([row for row in every if noisy_by(row.group) == key])
+        for key in dict.fromkeys(noisy_by(row.group) for row in every)
     }
+    mixtures = {str(sweep.folder): mixed(sweep) for sweep in sweeps}
     for rows in groups:
-        rank(rows, noise_of_link[rows[0].group.link].width)
+        apart = any(mixtures[run.folder] for row in rows for run in row.runs)
+        give_places(rows, None if apart else noises[noisy_by(rows[0].group)].width)
     spreads = [row.spread("peak_memory_gib") for row in every]
     memory_noise = max((spread for spread in spreads if spread is not None), default=None)
     weak = any(sweep.settings.get("scaling") == "weak" for sweep in sweeps)
     scaling = scaling_of(groups, weak)
-    noise, machine = noise_of(every), merged(found.values())
-    return Analysis(list(sweeps), groups, noise, noise_of_link, memory_noise, scaling, machine)
+    return Analysis(
+        list(sweeps), groups, noise_of(every), noises, memory_noise, scaling,
+        merged(found.values()), [
+            *(line for sweep in sweeps for line in sweep.warnings),
+            *(f"{folder} holds points of several machines or versions, so nothing has a place: "
+              f"{'; '.join(said)}" for folder, said in mixtures.items() if said),
+        ],
+    )  # fmt: skip
 
 
 def worst(runs: Sequence[Run]) -> Verdict:
@@ -150,10 +161,15 @@ def worst(runs: Sequence[Run]) -> Verdict:
     if alike == len(runs) or found.verdict.ranked:
         return found.verdict
     words = f"{found.verdict.words} ({alike} of {len(runs)} repeats)"
-    return Verdict(found.verdict.kind, words)
+    return Verdict(found.verdict.kind, words, found.verdict.difference)
 
 
-# noise and ranks
+# noise and places
+
+
+def noisy_by(group: Group) -> tuple:
+    """Return what points have in common whose noise is alike: a small model's is no large one's."""
+    return group.scope, group.preset, group.precision, group.link
 
 
 def rows_of(runs: Sequence[Run]) -> list[Row]:
@@ -183,34 +199,32 @@ def noise_of(rows: Sequence[Row]) -> Noise:
     return Noise(width, row, max((row.timed_repeats for row in rows), default=0))
 
 
-def rank(rows: list[Row], width: float | None) -> None:
-    """Rank exact strategies that ran more than once, by step time; sort the rows.
+def give_places(rows: list[Row], width: float | None) -> None:
+    """Give exact strategies that ran more than once a place by step time; sort the rows.
 
-    Neighbours that differ by less than the noise share a rank, so no order inside it is claimed.
+    A place is open as far as the noise leaves it: "2-4" if one strategy is faster beyond the noise,
+    and all but four are slower beyond it. Places that share no number differ beyond the noise.
     """
-    ranked = []
+    timed = []
     if width is not None:
-        ranked = [row for row in rows if row.verdict.ranked and row.timed_repeats > 1]
-        ranked.sort(key=lambda row: row.step_time_ms)
-    ties: list[list[Row]] = []
-    for row in ranked if len(ranked) > 1 else ():
-        if ties and row.step_time_ms <= ties[-1][-1].step_time_ms * (1 + width):
-            ties[-1].append(row)
-        else:
-            ties.append([row])
-    place = 1
-    for tied in ties:
-        for row in tied:
-            row.rank = f"{place}=" if len(tied) > 1 else str(place)
-        place += len(tied)
-    order = {id(row): number for number, row in enumerate(ranked)}
+        timed = [row for row in rows if row.verdict.ranked and row.timed_repeats > 1]
+        timed.sort(key=lambda row: row.step_time_ms)
+    for row in timed if len(timed) > 1 else ():
+        first = 1 + sum(beyond(other, row, width) for other in timed)
+        last = len(timed) - sum(beyond(row, other, width) for other in timed)
+        row.place = str(first) if first == last else f"{first}-{last}"
+    order = {id(row): number for number, row in enumerate(timed)}
     rows.sort(key=lambda row: (order.get(id(row), len(order)), severity(row.verdict), row.label))
 
 
-def leaders(rows: Sequence[Row], width: float) -> list[Row]:
-    """Return the fastest ranked row, and those that are within the noise of it."""
-    ranked = [row for row in rows if row.rank]
-    return [row for row in ranked if row.step_time_ms <= ranked[0].step_time_ms * (1 + width)]
+def beyond(fast: Row, slow: Row, width: float) -> bool:
+    """Say whether `fast` takes less time than `slow`, by more than the noise."""
+    return fast.step_time_ms * (1 + width) < slow.step_time_ms
+
+
+def leaders(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that no other one is faster than, beyond the noise: place 1, or 1 to some."""
+    return [row for row in rows if row.place.partition("-")[0] == "1"]
 
 
 # scaling
@@ -219,8 +233,8 @@ def leaders(rows: Sequence[Row], width: float) -> list[Row]:
 def scaling_of(groups: Sequence[Sequence[Row]], weak: bool) -> list[list[Scaling]]:
     """Return how each job's strategies scale, where there are several world sizes.
 
-    Efficiency is tokens/s per rank over those of one process; over those of a strategy's fewest
-    ranks where one process did not run. Strong scaling keeps the global batch, weak scaling the
+    Efficiency is tokens/s per rank over those of `single`; over those of a strategy's own fewest
+    ranks where `single` did not run. Strong scaling keeps the global batch, weak scaling the
     batch of a rank. Rows that are wrong or failed have no efficiency.
     """
     jobs: dict[tuple, list[Row]] = defaultdict(list)
@@ -256,11 +270,9 @@ def scale(rows: Sequence[Row], reference: Row | None) -> Scaling:
     by_ranks = {row.group.world_size: row for row in rows}
     if reference:
         by_ranks = {1: reference} | by_ranks
-    fewest = min(by_ranks)
-    speeds = {ranks: row.median("tokens_per_second") for ranks, row in by_ranks.items()}
-    efficiency = {
-        ranks: speed / ranks / (speeds[fewest] / fewest) for ranks, speed in speeds.items()
-    }
+    speeds = {ranks: row.median("tokens_per_second") / ranks for ranks, row in by_ranks.items()}
+    ideal = reference.median("tokens_per_second") if reference else speeds[min(speeds)]
+    efficiency = {ranks: speed / ideal for ranks, speed in speeds.items()}
     return Scaling(rows[0], {n: row.step_time_ms for n, row in by_ranks.items()}, efficiency)
 
 

@@ -4,10 +4,10 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from bench_analysis import Analysis, Row
+from bench_analysis import Analysis, Row, noisy_by
 from bench_records import Group, differences, finite, tolerance_of
 
-# The numbers that are compared: of Run, with the noise that Width holds for them.
+# The numbers of Run that are compared.
 COMPARED = {"step_time_ms": "step time", "peak_memory_gib": "memory", "bytes_sent_per_step": "sent"}
 
 
@@ -43,26 +43,26 @@ class Comparison:
     only_new: list[Row]
     only_old: list[Row]
     conditions: list[tuple[str, str, str]]  # name, old, new
-    widths: dict[str, float | None]  # of the noise, by name
 
 
 def compare(new: Analysis, old: Analysis) -> Comparison:
     """Set each strategy beside itself in an older sweep: same job, ranks and link."""
-    widths = {
-        "step_time_ms": wider(new.noise.width, old.noise.width),
-        "peak_memory_gib": wider(new.memory_noise, old.memory_noise),
-        "bytes_sent_per_step": 0.0,  # counted, not timed
-    }
     before = {key_of(row): row for row in old.rows}
     after = {key_of(row): row for row in new.rows}
-    pairs = [pair_of(row, before[key], widths) for key, row in after.items() if key in before]
+    memory = wider(new.memory_noise, old.memory_noise)
+    pairs = []
+    for key, row in after.items():
+        if key in before:
+            both = [(new, row), (old, before[key])]
+            time = wider(*(found.noises[noisy_by(own.group)].width for found, own in both))
+            widths = dict(zip(COMPARED, (time, memory, 0.0), strict=True))  # bytes are counted
+            pairs.append(pair_of(row, before[key], widths))
     return Comparison(
         " and ".join(str(sweep.folder) for sweep in old.sweeps),
         pairs,
         [row for key, row in after.items() if key not in before],
         [row for key, row in before.items() if key not in after],
         differences(old.conditions, new.conditions),
-        widths,
     )
 
 
@@ -93,7 +93,11 @@ def pair_of(new: Row, old: Row, widths: dict[str, float | None]) -> Pair:
     losses = loss_of(old), loss_of(new)
     loss = None
     if None not in losses:
-        loss = Change("loss", *losses, abs(losses[1] - losses[0]) > tolerance_of(new.group))
+        allowed = tolerance_of(new.group)
+        apart = [abs(a - b) for a, b in zip(new.runs[0].losses, old.runs[0].losses, strict=False)]
+        early = max(filter(finite, apart), default=0.0)
+        loss = Change("loss", *losses, abs(losses[1] - losses[0]) > allowed.final)
+        loss.beyond = loss.beyond or early > allowed.early
     flags = flags_of(old), flags_of(new)
     verdicts = old.verdict.kind, new.verdict.kind
     return Pair(new, changes, loss, changed(*flags), changed(*verdicts))

@@ -1,25 +1,25 @@
 """`comm`: collectives by themselves, timed by module 04's bandwidth_test.py."""
 
 import argparse
+import contextlib
 import json
 import re
-import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-from tqdm import tqdm
-
 import bench_launch
 import bench_link
+import bench_machine
+import bench_points
+import bench_report
 import bench_runner
+import bench_tables
 import bench_toml
-from bench_comm_tables import COLLECTIVES, comm_table, fit_table, wrong_elements
+from bench_analysis import analyse
+from bench_comm_tables import COLLECTIVES, wrong_elements
 from bench_settings import NO_LINK
-from bench_store import FAILED, SKIPPED, TIMEOUT, Store, now
+from bench_store import FAILED, OK, TIMEOUT, Store
 from dist_common import cli
 
 SCRIPT = "04-nccl-operations/bandwidth_test.py"
@@ -94,43 +94,39 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     points = plan(args)
     if args.dry_run:
+        folder = Path(args.output_dir)
         for point in points:
             link = f" (behind {point.link})" if point.link else ""
-            print(f"{point.identity}{link}: {point.reason or typed(point, args)}")
+            command = point.reason or start_of(point, args, folder).command
+            print(f"{point.identity}{link}: {command}")
         print(f"{len(points)} runs, {args.launcher} starts the ranks; nothing was started")
         return 0
     names = ("collectives", "world_sizes", "minbytes", "maxbytes", "stepfactor", "iters", "links",
              "repeats", "launcher", "device")  # fmt: skip
-    store = Store(args.output_dir, {"kind": "comm"} | {name: getattr(args, name) for name in names})
-    try:
-        run_points(points, args, store)
-    finally:
-        store.close()
-    records = store.sweep.records
-    print(f"\n{text(records)}")
+    asked = {"kind": "comm"} | {name: getattr(args, name) for name in names}
+    asked["points"] = [point.identity for point in points]
+    store = Store(args.output_dir, asked, bench_machine.describe(args.launcher))
+    with contextlib.closing(store):
+
+        def run_it(point: CommPoint) -> Record:
+            return run_point(point, args, store)
+
+        bench_runner.run_points(points, store, args.launcher, args.retry_failed, run_it, line_of)
+    records, analysis = store.sweep.records, analyse([store.sweep])
+    print(f"\n{bench_tables.text(analysis)}")
+    written = [path.name for path in bench_report.write(store.folder, analysis, None)]
+    print(f"\nresults in {store.folder}: {', '.join(written)}")
     failed = [record for record in records if record["status"] in (FAILED, TIMEOUT)]
     if failed:
         again = "--retry-failed runs them once more"
-        print(f"\nFAILED: {len(failed)} runs, their logs are in {store.folder}/points; {again}")
+        print(f"FAILED: {len(failed)} runs, their logs are in {store.folder}/points; {again}")
     return cli.FAILED if failed or wrong_elements(records) else 0
 
 
-def run_points(points: Sequence[CommPoint], args: argparse.Namespace, store: Store) -> None:
-    """Run the points that have no record yet; print a line for each as it ends."""
-    ended = {record["id"]: record["status"] for record in store.sweep.records}
-    again = (FAILED, TIMEOUT) if args.retry_failed else ()
-    remaining = [p for p in points if p.identity not in ended or ended[p.identity] in again]
-    if len(remaining) < len(points):
-        print(f"{len(points) - len(remaining)} of {len(points)} runs are in {store.folder} already")
-    bench_launch.prepare(args.launcher)
-    hidden = not sys.stderr.isatty()
-    for number, point in enumerate(tqdm(remaining, "comm", disable=hidden, leave=False), 1):
-        record = run_point(point, args, store)
-        store.append(record)
-        reason = f": {record['reason']}" if record["reason"] else ""
-        said = f"{record['status']}{reason}, {record['seconds']:.1f} s in all"
-        tqdm.write(f"[{number}/{len(remaining)}] {point.identity}: {said}", file=sys.stdout)
-        sys.stdout.flush()
+def line_of(record: Record) -> str:
+    """Return what became of a run, in a few words."""
+    ok = record["status"] == OK
+    return f"ok, {record['seconds']:.1f} s in all" if ok else bench_runner.not_ok(record)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -152,7 +148,7 @@ def check(args: argparse.Namespace) -> None:
     if args.links != [NO_LINK]:
         if args.launcher != bench_launch.FORK:
             raise cli.UsageError(f"--links need --launcher {bench_launch.FORK}, and so the CPU")
-        if reason := bench_link.why_not():
+        if not args.dry_run and (reason := bench_link.why_not()):
             raise cli.UsageError(f"--links: {reason}")
 
 
@@ -169,11 +165,10 @@ def plan(args: argparse.Namespace) -> list[CommPoint]:
     return points
 
 
-def typed(point: CommPoint, args: argparse.Namespace) -> str:
-    """Return what a reader would type at the top of the repository; no link is made then."""
-    words = arguments(point, args, Path(args.output_dir))
-    words = bench_launch.command(args.launcher, SCRIPT, words, point.world_size)
-    return bench_launch.quoted(words)
+def start_of(point: CommPoint, args: argparse.Namespace, folder: Path) -> bench_runner.Start:
+    """Return what starts the script."""
+    words = arguments(point, args, folder)
+    return bench_runner.Start(args.launcher, SCRIPT, words, point.world_size, point.link)
 
 
 def arguments(point: CommPoint, args: argparse.Namespace, folder: Path) -> list[str]:
@@ -181,6 +176,7 @@ def arguments(point: CommPoint, args: argparse.Namespace, folder: Path) -> list[
     values = {
         "--collective": point.collective, "-b": args.minbytes, "-e": args.maxbytes,
         "-f": args.stepfactor, "-n": args.iters, "--device": args.device,
+        "--timeout": bench_points.patience(args.timeout),
         "--output-dir": bench_runner.from_repository(folder / "points" / point.identity),
     }  # fmt: skip
     values |= {"--link": point.link} if point.link else {}  # the script compares with it
@@ -193,40 +189,16 @@ def run_point(point: CommPoint, args: argparse.Namespace, store: Store) -> Recor
     which |= {"world_size": point.world_size, "link": point.link}
     names = ("minbytes", "maxbytes", "stepfactor", "iters")
     which |= {name: getattr(args, name) for name in names}
-    record = {"id": point.identity, "point": which, "repeat": point.repeat, "started": now()}
-    record |= {"launcher": args.launcher, "command": typed(point, args), "results": None}
-    if point.reason:
-        return record | {"status": SKIPPED, "reason": point.reason, "seconds": 0.0}
-    folder = store.point_folder(point.identity)
-    launch = folder.with_name(folder.name + bench_runner.LAUNCH)
-    for path in (folder, launch):  # left by one that was killed
-        shutil.rmtree(path, ignore_errors=True)
-    words = arguments(point, args, store.folder)
-    launched = (SCRIPT, words, point.world_size, launch, args.timeout, point.link)
-    outcome = bench_launch.start(args.launcher, *launched)
-    folder.mkdir(exist_ok=True)
-    (folder / "log.txt").write_text(f"{outcome.out}\n--- stderr ---\n{outcome.err}")
-    shutil.rmtree(launch)
-    results = read_results(folder / "results.json")
-    damage = None if results else "it wrote no results.json with sweeps"
-    judged = bench_runner.judge(outcome, damage, Path(SCRIPT).name, args.timeout)
-    ended = dict(zip(("status", "reason"), judged, strict=True))
-    return record | ended | {"seconds": round(outcome.seconds, 2), "results": results}
+    start = start_of(point, args, store.folder)
+    return bench_runner.launched(point, which, start, args.timeout, store, read_results)
 
 
-def read_results(path: Path) -> dict[str, Any] | None:
-    """Return what the script wrote; None where it wrote nothing, or something else."""
+def read_results(path: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """Return what the script wrote, and what is wrong with it."""
     try:
         results = json.loads(path.read_text())
-        return results if isinstance(results["metrics"]["sweeps"], dict) else None
+        if isinstance(results["metrics"]["sweeps"], dict):
+            return results, None
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def text(records: Sequence[Record]) -> str:
-    """Return the two tables as they are printed."""
-    blocks = []
-    for headers, rows in (comm_table(records), fit_table(records)):
-        sides = ["left", *["right"] * (len(headers) - 1)]
-        blocks.append(tabulate(rows, headers, "simple", colalign=sides, disable_numparse=True))
-    return "\n\n".join(blocks)
+        pass
+    return None, "it wrote no results.json with sweeps"

@@ -3,6 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 # By nccl-tests' names, as bandwidth_test.py has them.
@@ -14,35 +15,80 @@ Record = dict[str, Any]
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headers, rows
 
 
-def comm_table(records: Iterable[Record]) -> Table:
-    """Return what each collective took at each size; of several repeats the median.
+@dataclass
+class Line:
+    """The repeats of a collective at one size."""
 
-    time, algbw and busbw are means over iterations and ranks, as nccl-tests prints them; p50 and
-    p95 are of all iterations. #wrong is a sum. A point without results has one row: its reason.
-    """
-    headers = ("collective", "ranks", "link", "bytes", "time", "p50", "p95", "algbw", "busbw",
-               "#wrong")  # fmt: skip
+    names: tuple[str, str, str]  # collective, ranks, link
+    size: int  # bytes
+    repeats: list[dict[str, Any]]  # what each measured
+
+    @property
+    def wrong(self) -> int:
+        return sum(figures["wrong"] for figures in self.repeats)
+
+    @property
+    def times_us(self) -> list[float]:
+        return sorted(figures["time_us"] for figures in self.repeats)
+
+    def median(self, name: str) -> float | None:
+        return _median(self.repeats, name)
+
+
+def lines_of(records: Iterable[Record]) -> list[Line]:
+    """Gather the repeats of each collective and size, in the order of the tables."""
     found: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    rows = {}
     for record in filter(is_comm, records):
         for label, sizes in _sweeps(record).items():
             for sides in sizes:
                 # In place, as the script's own fit, but for what cannot be in place.
                 figures = sides["in_place"] or sides["out_of_place"]
-                found[(*_names(record, label), figures["size"])].append(
-                    figures | {"wrong": _wrong(sides)}
-                )
+                key = (*_names(record, label), figures["size"])
+                found[key].append(figures | {"wrong": _wrong(sides)})
+    return [Line(key[:-1], key[-1], found[key]) for key in sorted(found, key=_order)]
+
+
+def comm_table(records: Iterable[Record]) -> Table:
+    """Return what each collective took at each size; of several repeats the median.
+
+    time, algbw and busbw are means over iterations and ranks, as nccl-tests prints them; p50 and
+    p95 are of all iterations, `spread` is the slowest repeat over the fastest, less 1. #wrong is a
+    sum. A point without results has one row: its reason.
+    """
+    headers = ("collective", "ranks", "link", "bytes", "time", "spread", "p50", "p95", "algbw",
+               "busbw", "#wrong")  # fmt: skip
+    records = list(filter(is_comm, records))
+    rows = {}
+    for record in records:
         if not _sweeps(record):
             names = _names(record, record["point"]["collective"])
             said = f"{record['status']}: {record.get('reason') or 'no reason recorded'}"
             rows[(*names, 0)] = (*names, said, *[""] * (len(headers) - len(names) - 1))
-    for (*names, size), figures in found.items():
-        times = [in_us(_median(figures, key)) for key in ("time_us", "p50_us", "p95_us")]
-        rates = [in_gb_s(_median(figures, key)) for key in ("algbw_gb_s", "busbw_gb_s")]
-        wrong = sum(figure["wrong"] for figure in figures)
-        marked = f"{wrong:,} {WRONG}" if wrong else "0"
-        rows[(*names, size)] = (*names, f"{size:,}", *times, *rates, marked)
+    for line in lines_of(records):
+        time, p50, p95 = [in_us(line.median(key)) for key in ("time_us", "p50_us", "p95_us")]
+        rates = [in_gb_s(line.median(key)) for key in ("algbw_gb_s", "busbw_gb_s")]
+        fastest, slowest = line.times_us[0], line.times_us[-1]
+        spread = f"{100 * (slowest / fastest - 1):.0f}%" if len(line.repeats) > 1 else UNKNOWN
+        marked = f"{line.wrong:,} {WRONG}" if line.wrong else "0"
+        rows[(*line.names, line.size)] = (
+            *line.names, f"{line.size:,}", time, spread, p50, p95, *rates, marked
+        )  # fmt: skip
     return headers, [rows[key] for key in sorted(rows, key=_order)]
+
+
+def comm_lines(records: Iterable[Record]) -> list[dict[str, object]]:
+    """Return the numbers of `comm_table` for a CSV: a line for each collective and size."""
+    lines = []
+    for line in lines_of(records):
+        values = {name: line.median(name) for name in
+                  ("time_us", "p50_us", "p95_us", "algbw_gb_s", "busbw_gb_s")}  # fmt: skip
+        lines.append({
+            **dict(zip(("collective", "ranks", "link"), line.names, strict=True)),
+            "bytes": line.size, "repeats": len(line.repeats), **values,
+            "fastest_repeat_us": line.times_us[0], "slowest_repeat_us": line.times_us[-1],
+            "wrong": line.wrong,
+        })  # fmt: skip
+    return lines
 
 
 def fit_table(records: Iterable[Record]) -> Table:

@@ -11,6 +11,7 @@ from bench_store import OK
 from dist_common.measure import GIB
 from dist_common.report import figure
 
+NAMES = ("speed.png", "memory.png", "communication.png", "scaling.png")
 MIB = 2**20  # bytes
 MARKS = {LOSSY: "lossy", WRONG: "WRONG", UNCOMPARED: "loss not compared"}
 COLORS = ("#2a78d6", "#eb8a2f", "#1a9e77", "#d5d8dc")  # of PARTS but the first
@@ -25,9 +26,9 @@ def draw_all(analysis: Analysis, folder: Path) -> list[Path]:
                 for rows in several or analysis.groups]  # fmt: skip
     paths = []
     for name, has, draw in (
-        ("speed.png", lambda row: row.step_time_ms, draw_speed),
-        ("memory.png", lambda row: row.memory("rest") is not None, draw_memory),
-        ("communication.png", lambda row: row.median("bytes_sent_per_step"), draw_traffic),
+        (NAMES[0], lambda row: row.step_time_ms, draw_speed),
+        (NAMES[1], lambda row: row.memory("rest") is not None, draw_memory),
+        (NAMES[2], lambda row: row.median("bytes_sent_per_step"), draw_traffic),
     ):
         drawn = [[row for row in rows if has(row)] for rows in measured]
         drawn = [rows for rows in drawn if rows]
@@ -35,7 +36,7 @@ def draw_all(analysis: Analysis, folder: Path) -> list[Path]:
             paths.append(folder / name)
             draw_groups(paths[-1], drawn, draw)
     if analysis.scaling:
-        paths.append(folder / "scaling.png")
+        paths.append(folder / NAMES[3])
         draw_scaling(paths[-1], analysis)
     return paths
 
@@ -54,16 +55,16 @@ def draw_groups(path: Path, groups: Sequence[Sequence[Row]], draw: Callable) -> 
             axis.spines[["top", "right"]].set_visible(False)
 
 
-def name_of(row: Row, ranked: bool) -> str:
-    """Return a bar's label: strategy, and its rank or what keeps it from having one."""
+def name_of(row: Row, placed: bool) -> str:
+    """Return a bar's label: strategy, and its place or what keeps it from having one."""
     mark = MARKS.get(row.verdict.kind)
-    rank = f"{row.rank} " if ranked and row.rank else ""
-    return f"{row.label}: {mark}" if mark else f"{rank}{row.label}"
+    place = f"{row.place}  " if placed and row.place else ""
+    return f"{row.label}: {mark}" if mark else f"{place}{row.label}"
 
 
 def draw_speed(axis: Any, rows: Sequence[Row]) -> None:
-    """Draw step times with whiskers from p10 to p90; hatched is what is not ranked as right."""
-    for place, row in enumerate(rows):
+    """Draw step times with whiskers from p10 to p90; hatched is what has no place."""
+    for line, row in enumerate(rows):
         middle = row.step_time_ms
         whiskers = [
             max(0.0, middle - row.percentile_ms(10)),
@@ -71,7 +72,7 @@ def draw_speed(axis: Any, rows: Sequence[Row]) -> None:
         ]
         wrong = row.verdict.kind == WRONG
         axis.barh(
-            place, middle, 0.66, color="#f3b8b6" if wrong else COLORS[0] if row.verdict.ranked
+            line, middle, 0.66, color="#f3b8b6" if wrong else COLORS[0] if row.verdict.ranked
             else "#b9d3f0", hatch=None if row.verdict.ranked else "///",
             edgecolor="#c62828" if wrong else "white", xerr=[[w] for w in whiskers], capsize=3,
             ecolor="#333333",
@@ -81,14 +82,14 @@ def draw_speed(axis: Any, rows: Sequence[Row]) -> None:
 
 def draw_memory(axis: Any, rows: Sequence[Row]) -> None:
     """Stack what a rank holds at its peak, without what it held before the model."""
-    for place, row in enumerate(rows):
+    for line, row in enumerate(rows):
         left = 0.0
         for part, color in zip(PARTS[1:], COLORS, strict=True):
             width = row.memory(part) * GIB / MIB
-            axis.barh(place, width, 0.66, left=left, color=color, label=None if place else part)
+            axis.barh(line, width, 0.66, left=left, color=color, label=None if line else part)
             left += width
         peak = words.gib(row.median("peak_memory_gib"))
-        axis.text(left, place, f" peak {peak}", va="center", fontsize=8)
+        axis.text(left, line, f" peak {peak}", va="center", fontsize=8)
     axis.set_xlabel("MiB at the peak, on the rank with most, beyond what it held before the model")
     axis.legend(ncols=len(PARTS), fontsize=8, frameon=False, loc="lower right",
                 bbox_to_anchor=(1, 1))  # fmt: skip

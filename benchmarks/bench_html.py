@@ -8,7 +8,7 @@ import jinja2
 
 import bench_words as words
 from bench_analysis import Analysis, Row
-from bench_baseline import Comparison, beyond_noise
+from bench_baseline import COMPARED, Comparison, beyond_noise
 from bench_comm_tables import comm_table, fit_table
 from bench_records import LOSSY, PARTS, UNCOMPARED, WRONG
 from bench_store import OK
@@ -18,7 +18,7 @@ from dist_common.measure import GIB
 TEMPLATE = "report.html.j2"
 # What a process held before it built the model, libraries mostly, says nothing of a strategy.
 DRAWN_PARTS = PARTS[1:]
-COLUMNS = ("rank", "strategy", "verdict", "step", "p10", "p90", "CPU", "tokens/s", "ddp", "mfu",
+COLUMNS = ("place", "strategy", "verdict", "step", "p10", "p90", "CPU", "tokens/s", "ddp", "mfu",
            "memory", "state", "sent", "calls", "loss")  # fmt: skip
 DRAWN = (OK, LOSSY, UNCOMPARED, WRONG)  # verdicts of rows that have numbers
 
@@ -34,7 +34,7 @@ def render(analysis: Analysis, comparison: Comparison | None) -> str:
     collectives = [table for table in (comm_table(records), fit_table(records)) if table[1]]
     return environment.get_template(TEMPLATE).render(
         progress=words.progress(analysis),
-        warnings=[line for sweep in analysis.sweeps for line in sweep.warnings],
+        warnings=analysis.warnings,
         conditions=analysis.conditions,
         sweeps=[(str(sweep.folder), settings_of(sweep.settings)) for sweep in analysis.sweeps],
         verdicts=verdicts(analysis),
@@ -61,7 +61,7 @@ def verdicts(analysis: Analysis) -> list[tuple[str, str, list[tuple[str, str]]]]
     """Return for each group its title, what is fastest, and what must not be compared."""
     found = []
     for rows in analysis.groups:
-        fastest = words.winners(rows, analysis) or ""
+        fastest = words.winners(rows) or ""
         fastest = "; ".join(filter(None, (fastest, words.witnesses(rows))))
         troubles = [(css_class(row), words.trouble(row)) for row in words.unfit(rows)]
         found.append((words.title(rows[0].group), fastest, troubles))
@@ -76,7 +76,7 @@ def group(rows: Sequence[Row]) -> dict[str, Any]:
         "title": words.title(rows[0].group),
         "heads": heads,
         "rows": lines,
-        "ranked": any(row.rank for row in rows),
+        "placed": any(row.place for row in rows),
         "bars": bars([row for row in rows if row.verdict.kind in DRAWN]),
     }
 
@@ -88,7 +88,6 @@ def css_class(row: Row) -> str:
 def in_columns(row: Row) -> dict[str, str]:
     """Return a row's cells, the verdict beside the name: a phone shows the first columns."""
     line = cells(row)
-    line["rank"] = line.pop("#")
     line["CPU"] = words.ms(row.median("cpu_time_per_step_ms"))
     line["state"] = in_bytes(row.state_gib)
     return {name: line[name] for name in COLUMNS}
@@ -109,7 +108,7 @@ def bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
         sent = row.median("bytes_sent_per_step")
         found.append({
             "label": row.label,
-            "rank": row.rank,
+            "place": row.place,
             "kind": css_class(row),
             "note": "" if row.verdict.kind == OK else words.verdict(row),
             "step": words.ms(row.step_time_ms),
@@ -155,7 +154,7 @@ def compared(comparison: Comparison) -> dict[str, Any]:
     """Return new / old for each point, and what else differs."""
     rows = []
     for pair in comparison.pairs:
-        changes = [*map(pair.changes.get, comparison.widths), pair.loss]
+        changes = [*map(pair.changes.get, COMPARED), pair.loss]
         marked = [(words.change(change), bool(change and change.beyond)) for change in changes]
         said = [(name, both) for name, both in (("flags", pair.flags), ("verdict", pair.verdict))
                 if both]  # fmt: skip
@@ -167,7 +166,6 @@ def compared(comparison: Comparison) -> dict[str, Any]:
         "only": [(kind, words.listed(labels), title)
                  for kind, title, labels in words.only_in_one(comparison)],
         "changed": len(beyond_noise(comparison)),
-        "widths": {name: words.percent(width) for name, width in comparison.widths.items()},
     }  # fmt: skip
 
 

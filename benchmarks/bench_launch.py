@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import faulthandler
 import importlib
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,15 +22,13 @@ from pathlib import Path
 import bench_guard
 import bench_link
 from bench_strategies import REPOSITORY
-from dist_common import cli, ranks
+from dist_common import cli, measure, ranks
 
 AUTO, FORK, TORCHRUN, SRUN = LAUNCHERS = ("auto", "fork", "torchrun", "srun")
 GRACE_S = 1.0  # from a rank's failure to the end of the others: it may have more to say
 # What scripts import, so that a fork finds it: seconds for each of them otherwise.
 PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
              "torch.distributed.tensor.parallel", "torch.utils.data")  # fmt: skip
-# Holds a command back until its guard is there; never runs it if this process is killed by then.
-GATE = ("sh", "-c", 'read -r go && exec "$@" </dev/null', "gate")
 # What a launcher sets, and what ranks must not have from this process.
 LAUNCHED = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+)$")
 
@@ -68,7 +68,7 @@ def require(launcher: str, device: str) -> None:
 def visible_gpus() -> int:
     """Count GPUs by nvidia-smi: asked itself, CUDA would start here, and survives no fork."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not shutil.which("nvidia-smi") or visible == "":
+    if not shutil.which("nvidia-smi") or visible in ("", "-1"):
         return 0
     if visible:
         return len(visible.split(","))
@@ -108,6 +108,22 @@ def command(
     return [*torchrun, *ranks_here, script, *arguments]
 
 
+def threads(launcher: str, world_size: int) -> str:
+    """Return OMP_NUM_THREADS of each rank: its share of the cores, if this process has no say.
+
+    A fork has one thread, whatever is set (dist_common.ranks): as many ranks, as many cores.
+    """
+    own = os.environ.get("OMP_NUM_THREADS")
+    if launcher == FORK or own:
+        return "1" if launcher == FORK else own
+    cores, ranks_here = measure.core_count() or 1, world_size
+    if launcher == SRUN:
+        if per_task := os.environ.get("SLURM_CPUS_PER_TASK"):
+            return per_task
+        ranks_here = math.ceil(world_size / _nodes(world_size))
+    return str(max(1, cores // ranks_here))
+
+
 def quoted(words: Sequence[str]) -> str:
     """Return words as one would type them."""
     return shlex.join(words)
@@ -135,7 +151,8 @@ def start(
         python = [sys.executable]  # whatever PATH says
         torchrun = [*python, "-m", "torch.distributed.run"]
         words = command(launcher, script, arguments, world_size, python, torchrun)
-        code = _launch(words, folder, timeout_s, gently=launcher == SRUN)
+        environ = clean_environ(launcher, world_size)
+        code = _launch(words, environ, folder, timeout_s, gently=launcher == SRUN)
     seconds = time.monotonic() - started
     kinds = ("*.out", "*.err")
     out, err = ("".join(map(_text, sorted(folder.glob(kind)))) for kind in kinds)
@@ -151,13 +168,15 @@ def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
 
     def body(rank: int) -> None:
         atexit._clear()  # of this process, whose temporary folders a rank's end would remove
-        environ = clean_environ() | {
+        environ = clean_environ(FORK, world_size) | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }  # fmt: skip
         os.environ.clear()
         os.environ.update(environ)
+        # A rank that is ended because another one failed says where it was: it may be the cause.
+        faulthandler.register(signal.SIGTERM, sys.stderr, chain=True)
         if network:
             network.enter(rank)
         os.chdir(REPOSITORY)
@@ -182,33 +201,18 @@ def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
     return next(iter(failed), None if late else next(iter(killed), 0))
 
 
-def _launch(words: list[str], folder: Path, timeout_s: float, gently: bool) -> int | None:
+def _launch(
+    words: list[str], environ: dict[str, str], folder: Path, timeout_s: float, gently: bool
+) -> int | None:
     with (folder / "job.out").open("w") as out, (folder / "job.err").open("w") as err:
-        process = subprocess.Popen(
-            [*GATE, *words],
-            cwd=REPOSITORY,
-            env=clean_environ(),
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-        with bench_guard.guarded([process.pid], gently):
-            process.stdin.write(b"go\n")
-            process.stdin.close()
-            try:
-                return process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return None
-            finally:
-                bench_guard.end([process.pid], gently)
-                process.wait()
+        how = {"cwd": REPOSITORY, "env": environ, "stdout": out, "stderr": err}
+        return bench_guard.run(words, timeout_s, gently, **how)
 
 
-def clean_environ() -> dict[str, str]:
-    """Return this process's environment without a launcher's variables, with one thread a rank."""
+def clean_environ(launcher: str, world_size: int) -> dict[str, str]:
+    """Return this process's environment without a launcher's variables, with a rank's threads."""
     kept = {name: value for name, value in os.environ.items() if not LAUNCHED.match(name)}
-    return {"OMP_NUM_THREADS": "1"} | kept
+    return kept | {"OMP_NUM_THREADS": threads(launcher, world_size)}
 
 
 def _nodes(world_size: int) -> int:

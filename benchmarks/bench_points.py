@@ -10,6 +10,7 @@ from bench_settings import NO_LINK, Settings
 from bench_strategies import REFERENCE, Strategy
 
 # Templates check against one process themselves, save and evaluate: a sweep does none of it.
+PATIENCE = 0.8  # of a point's seconds, for a collective: its script can say which one hangs
 ALWAYS = ("--parity-steps", "0", "--log-every", "1", "--save-every", "0")
 
 
@@ -36,7 +37,7 @@ class Point:
             "--micro-batch-size": self.micro_batch_size,
             "--global-batch-size": self.global_batch_size, "--max-steps": settings.max_steps,
             "--lr": settings.lr, "--warmup-steps": settings.warmup_steps, "--seed": settings.seed,
-            "--timeout": f"{settings.timeout:g}", "--device": settings.device,
+            "--timeout": patience(settings.timeout), "--device": settings.device,
             "--output-dir": folder,
         }  # fmt: skip
         words = [str(word) for pair in job.items() for word in pair]
@@ -51,6 +52,11 @@ class Point:
         row = self.strategy
         which = {"kind": "train", "strategy": row.name, "exact": row.exact, "script": row.script}
         return which | own | job | {"flags": row.script_flags(self.world_size)}
+
+
+def patience(timeout_s: float) -> str:
+    """Return --timeout of a script that is ended after so many seconds."""
+    return f"{PATIENCE * timeout_s:.3f}".rstrip("0").rstrip(".")
 
 
 def plan(settings: Settings, strategies: list[Strategy], here: bool = True) -> list[Point]:
@@ -80,14 +86,21 @@ def _points_of_a_repeat(settings: Settings, strategies: list[Strategy], here: bo
                 for world_size in settings.world_sizes:
                     for strategy in strategies:
                         job = preset, precision, link
-                        point = _point(settings, strategy, world_size, *job, here)
-                        # `single` is the same point for all world sizes and links.
-                        found += [point] if point not in found else []
+                        batch = settings.global_batch_size
+                        if settings.scaling == "weak":
+                            if strategy.name == REFERENCE:  # of the efficiency: a rank's own batch
+                                _add(found, _point(settings, strategy, 1, *job, batch, here))
+                            batch *= world_size
+                        _add(found, _point(settings, strategy, world_size, *job, batch, here))
     return found
 
 
-def _point(settings, strategy, world_size, preset, precision, link, here) -> Point:
-    batch = settings.global_batch_size * (world_size if settings.scaling == "weak" else 1)
+def _add(found: list[Point], point: Point) -> None:
+    """Add a point once: `single` is the same one for all world sizes and links."""
+    found += [point] if point not in found else []
+
+
+def _point(settings, strategy, world_size, preset, precision, link, batch, here) -> Point:
     link = None if link == NO_LINK else link
     if strategy.name == REFERENCE:
         world_size, link = 1, None

@@ -12,11 +12,12 @@ import numpy as np
 from bench_store import FAILED, OK, SKIPPED, TIMEOUT, Sweep
 
 WRONG, LOSSY, UNCOMPARED = "wrong", "lossy", "no reference"  # verdicts beside those of bench_store
-# Losses after the last step may differ by so much: rounding, in another order of summation.
-TOLERANCE, TOLERANCE_IN_16_BITS = 1e-4, 1e-2
+EARLY_STEPS = 5  # whose losses are compared, each with that of the same step
 UNTIMED_STEPS = 3  # where a sweep's settings do not say
 PARTS = ("before", "weights", "gradients", "optimizer", "rest")  # of memory at its peak
 REFERENCE = "single"
+COMMIT = "commit"  # of the code that ran: a condition, but comparing two of them is fair
+MAY_VARY = ("backend",)  # within a sweep: offload adds one for the CPU
 ONE_PROCESS = "one process"
 WITNESSES = 3  # exact strategies whose median loss can stand for one process
 
@@ -44,12 +45,28 @@ class Group:
         return [sortable(value) for value in vars(self).values()]
 
 
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much losses may differ, since sums are in another order; each step adds to that.
+
+    benchmark_method.md has what was measured: rounding, and gradients that are not averaged.
+    """
+
+    early: float  # in each of the first EARLY_STEPS
+    final: float  # after the last step
+
+
+FLOAT32 = Tolerance(2e-5, 5e-3)
+IN_16_BITS = Tolerance(6e-3, 0.3)
+
+
 @dataclass
 class Verdict:
     """Whether a measurement may be compared: how a point ended, or what its loss says."""
 
     kind: str
     words: str = ""
+    difference: float | None = None  # of the loss that decided it
 
     @property
     def ranked(self) -> bool:
@@ -74,8 +91,10 @@ class Run:
     memory_gib: dict[str, float] = field(default_factory=dict)  # by PARTS
     bytes_sent_per_step: float | None = None
     calls_per_step: float | None = None
+    losses: list[float] = field(default_factory=list)  # of the first EARLY_STEPS, if it wrote them
     final_loss: float | None = None
-    loss_difference: float | None = None
+    loss_difference: float | None = None  # of the last step
+    early_difference: float | None = None  # the largest of the first EARLY_STEPS
     verdict: Verdict = field(default_factory=lambda: Verdict(UNCOMPARED))
 
     @property
@@ -111,6 +130,7 @@ def read_run(record: dict[str, Any], sweep: Sweep, scope: str) -> Run:
     if isinstance(counted, dict):
         run.calls_per_step = sum(kind.get("calls", 0) for kind in counted.values())
     run.memory_gib = memory_parts(metrics)
+    run.losses = (record.get("losses") or [])[:EARLY_STEPS]
     loss = metrics.get("final_loss")
     run.final_loss = loss if isinstance(loss, (int, float)) else None  # NaN stays: it is wrong
     return run
@@ -128,6 +148,11 @@ def memory_parts(metrics: dict[str, Any]) -> dict[str, float]:
 
 def conditions(sweep: Sweep) -> dict[str, str]:
     """Return what a sweep's times depend on beside its flags, by name."""
+    return {name: ", ".join(values) for name, values in values_of_conditions(sweep).items()}
+
+
+def values_of_conditions(sweep: Sweep) -> dict[str, list[str]]:
+    """Return all values that a sweep's conditions had, sorted, by name."""
     found: dict[str, set[str]] = defaultdict(set)
     for record in sweep.records:
         results = record.get("results") or {}
@@ -137,14 +162,26 @@ def conditions(sweep: Sweep) -> dict[str, str]:
             found[name].add(results.get(name))
         for name, value in ((results.get("versions") or {}) | machine).items():
             found[name].add(value)
+    for machine in sweep.machines:  # one for each start
+        for name, value in machine.items():
+            found[name].add(value)
     found["untimed steps"] = {sweep.settings.get("untimed_steps", UNTIMED_STEPS)}
     said = {name: sorted(str(v) for v in values - {None}) for name, values in found.items()}
-    return {name: ", ".join(values) for name, values in said.items() if values}
+    return {name: values for name, values in said.items() if values}
 
 
-def differences(one: dict[str, str], two: dict[str, str]) -> list[tuple[str, str, str]]:
+def mixed(sweep: Sweep) -> list[str]:
+    """Say what was not the same for all points of a sweep, as when it resumed after an upgrade."""
+    return [f"{name} {' and '.join(values)}" for name, values in values_of_conditions(sweep).items()
+            if len(values) > 1 and name not in MAY_VARY]  # fmt: skip
+
+
+def differences(
+    one: dict[str, str], two: dict[str, str], *ignored: str
+) -> list[tuple[str, str, str]]:
     """Return (name, value, other value) of conditions that both have and that differ."""
-    return [(name, one[name], two[name]) for name in one if two.get(name, one[name]) != one[name]]
+    return [(name, one[name], two[name]) for name in one
+            if name not in ignored and two.get(name, one[name]) != one[name]]  # fmt: skip
 
 
 def merged(found: Iterable[dict[str, str]]) -> dict[str, str]:
@@ -163,32 +200,49 @@ def judge(runs: Sequence[Run]) -> None:
     """Set the verdict of each run: its loss against one process, or most strategies, on its job."""
     found = references(runs)
     for run in runs:
-        run.verdict = verdict_of(run, *found.get(run.group.job, (None, "")))
+        run.verdict = verdict_of(run, found.get(run.group.job))
 
 
-def references(runs: Sequence[Run]) -> dict[tuple, tuple[float, str]]:
-    """Return by job the loss that exact strategies must have, and in words whose it is.
+@dataclass
+class Reference:
+    """The losses that the exact strategies of a job must have, and in words whose they are."""
+
+    losses: list[float]
+    final_loss: float
+    whose: str
+
+
+def references(runs: Sequence[Run]) -> dict[tuple, Reference]:
+    """Return by job the losses that exact strategies must have.
 
     Where one process did not train the job, as when no device holds the model, the median of
     WITNESSES strategies or more stands for it.
     """
     alone, others = defaultdict(list), defaultdict(dict)
     for run in runs:
-        if not (finite(run.final_loss) and run.record["point"].get("exact", True)):
+        whole = all(map(finite, [*run.losses, run.final_loss]))
+        if not (whole and run.record["point"].get("exact", True)):
             continue
         if run.strategy == REFERENCE and run.group.world_size == 1:
-            alone[run.group.job].append(run.final_loss)
+            alone[run.group.job].append(run)
         else:
-            others[run.group.job][run.strategy] = run.final_loss
+            others[run.group.job][run.strategy] = run
     found = {
-        job: (statistics.median(own.values()), f"the median of {len(own)} strategies")
+        job: reference(list(own.values()), f"the median of {len(own)} strategies")
         for job, own in others.items() if len(own) >= WITNESSES
     }  # fmt: skip
-    return found | {job: (statistics.median(own), ONE_PROCESS) for job, own in alone.items()}
+    return found | {job: reference(own, ONE_PROCESS) for job, own in alone.items()}
 
 
-def verdict_of(run: Run, expected: float | None, whose: str) -> Verdict:
-    """Judge a run by how it ended, on how many ranks, and its loss; set its loss_difference."""
+def reference(runs: Sequence[Run], whose: str) -> Reference:
+    """Return the median of the losses of runs, step by step."""
+    early = zip(*(run.losses for run in runs if run.losses), strict=False)
+    final = statistics.median(run.final_loss for run in runs)
+    return Reference([statistics.median(step) for step in early], final, whose)
+
+
+def verdict_of(run: Run, expected: Reference | None) -> Verdict:
+    """Judge a run by how it ended, on how many ranks, and its losses; set their differences."""
     status = run.record["status"]
     if status != OK:
         return Verdict(status, run.record.get("reason") or "no reason recorded")
@@ -197,24 +251,30 @@ def verdict_of(run: Run, expected: float | None, whose: str) -> Verdict:
         return Verdict(WRONG, f"its world size was {ranks} instead of {run.group.world_size}")
     if "final_loss" not in run.metrics:
         return Verdict(UNCOMPARED, "no loss recorded")
-    if not finite(run.final_loss):
+    if not all(map(finite, [*run.losses, run.final_loss])):
         return Verdict(WRONG, "the loss is not a finite number")
     if expected is None:
         few = f"and fewer than {WITNESSES} strategies can stand for it"
         return Verdict(UNCOMPARED, f"loss not compared: one process did not train this job, {few}")
-    run.loss_difference = run.final_loss - expected
+    run.loss_difference = last = run.final_loss - expected.final_loss
     if not run.record["point"].get("exact", True):
-        return Verdict(LOSSY, f"loss {run.loss_difference:+.2g} from {whose}")
-    tolerance = tolerance_of(run.group)
-    if abs(run.loss_difference) > tolerance:
-        said = f"loss {run.loss_difference:+.2g} from {whose}, {tolerance:g} allowed"
-        return Verdict(WRONG, said)
-    return Verdict(OK, "" if whose == ONE_PROCESS else whose)
+        return Verdict(LOSSY, f"loss {last:+.2g} from {expected.whose}", last)
+    steps = zip(run.losses, expected.losses, strict=False)
+    run.early_difference = early = max((own - one for own, one in steps), key=abs, default=None)
+    allowed = tolerance_of(run.group)
+    for difference, limit, when in (
+        (early, allowed.early, f" in the first {EARLY_STEPS} steps"),
+        (last, allowed.final, ""),
+    ):
+        if difference is not None and abs(difference) > limit:
+            said = f"loss {difference:+.2g} from {expected.whose}{when}, {limit:g} allowed"
+            return Verdict(WRONG, said, difference)
+    return Verdict(OK, "" if expected.whose == ONE_PROCESS else expected.whose)
 
 
-def tolerance_of(group: Group) -> float:
-    """Return by how much a loss of an exact strategy may differ from that of one process."""
-    return TOLERANCE if group.precision == "32-true" else TOLERANCE_IN_16_BITS
+def tolerance_of(group: Group) -> Tolerance:
+    """Return by how much losses of an exact strategy may differ from those of one process."""
+    return FLOAT32 if group.precision == "32-true" else IN_16_BITS
 
 
 SEVERITY = (OK, LOSSY, UNCOMPARED, SKIPPED, TIMEOUT, FAILED, WRONG)

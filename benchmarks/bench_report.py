@@ -9,10 +9,14 @@ import bench_html
 import bench_tables
 from bench_analysis import Analysis, analyse
 from bench_baseline import Comparison, compare
-from bench_comm_tables import wrong_elements
+from bench_comm_tables import comm_lines, wrong_elements
 from bench_records import WRONG
-from bench_store import Sweep, load
+from bench_store import SETTINGS, Sweep, load
 from dist_common import cli
+
+PAGE, TRAININGS, COLLECTIVES = "report.html", "results.csv", "collectives.csv"
+FILES = (PAGE, TRAININGS, COLLECTIVES, *bench_figures.NAMES)
+TITLE = "<title>Benchmark report: "  # by which a page is known as a report's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.output_dir or args.folders[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        refuse_files_of_others(folder)
         files = write(folder, analysis, comparison)
     except OSError as error:
-        raise cli.UsageError(
-            f"--output-dir {folder} cannot be written: {error.strerror}"
-        ) from error
+        said = f"--output-dir {folder} cannot be written: {error.strerror}"
+        raise cli.UsageError(said) from error
     print(text(analysis, comparison))
     print(f"\nwrote {', '.join(path.name for path in files)} to {folder}")
     return cli.FAILED if is_wrong(analysis) else 0
@@ -52,7 +56,7 @@ def read(folder: str) -> Sweep:
 
 def text(analysis: Analysis, comparison: Comparison | None) -> str:
     """Return all that a report prints: warnings, training, collectives, the baseline."""
-    warnings = [f"warning: {line}" for sweep in analysis.sweeps for line in sweep.warnings]
+    warnings = [f"warning: {line}" for line in analysis.warnings]
     blocks = ["\n".join(warnings)] if warnings else []
     blocks.append(bench_tables.text(analysis))
     if comparison:
@@ -60,14 +64,34 @@ def text(analysis: Analysis, comparison: Comparison | None) -> str:
     return "\n\n".join(blocks)
 
 
+def refuse_files_of_others(folder: Path) -> None:
+    """Raise UsageError where a file has a name of ours, but neither a sweep nor a report is there.
+
+    So a report is written over an older one, and over nothing else.
+    """
+    page = folder / PAGE
+    text = page.read_text(errors="replace") if page.exists() else ""
+    ours = (folder / SETTINGS).exists() or TITLE in text
+    taken = [name for name in FILES if (folder / name).exists()]
+    if taken and not ours:
+        said = f"--output-dir {folder} holds {', '.join(taken)}, which no report wrote"
+        raise cli.UsageError(f"{said}: name another folder")
+
+
 def write(folder: Path, analysis: Analysis, comparison: Comparison | None) -> Sequence[Path]:
-    """Write the report's files; return their paths, the page first."""
-    page, table = folder / "report.html", folder / "results.csv"
+    """Write the report's files in place of an older one's; return their paths, the page first."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    page, trainings, collectives = folder / PAGE, folder / TRAININGS, folder / COLLECTIVES
     page.write_text(bench_html.render(analysis, comparison))
-    if not analysis.runs:  # collectives alone: their script's folders have the curves
-        return [page]
-    bench_tables.write_csv(table, analysis.runs)
-    return [page, table, *bench_figures.draw_all(analysis, folder)]
+    written = [page]
+    if analysis.rows:
+        bench_tables.write_csv(trainings, analysis.rows)
+        written.append(trainings)
+    if lines := comm_lines(record for sweep in analysis.sweeps for record in sweep.records):
+        bench_tables.write_lines(collectives, lines)
+        written.append(collectives)
+    return [*written, *bench_figures.draw_all(analysis, folder)]
 
 
 def is_wrong(analysis: Analysis) -> bool:

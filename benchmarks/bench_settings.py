@@ -14,6 +14,7 @@ from dist_common import cli, models
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 NO_LINK = "none"
+MOST = 1e9  # of any number, as the flags of the scripts have it
 # Whether these differ or not, a point has the same results: a sweep may be continued with others.
 NOT_COMPARED = ("timeout", "output_dir", "strategies_file")
 
@@ -110,17 +111,18 @@ def settle(args: argparse.Namespace) -> tuple[Settings, list[Strategy]]:
     chosen = bench_strategies.choose(names, strategies)
     settings.strategies = [strategy.name for strategy in chosen]
     settings.launcher, settings.device = bench_launch.resolve(settings.launcher, settings.device)
-    if not getattr(args, "dry_run", False):
+    here = not getattr(args, "dry_run", False)
+    if here:
         bench_launch.require(settings.launcher, settings.device)
-        _check_links(settings)
+    _check_links(settings, here)
     return settings, chosen
 
 
 def _check(settings: Settings, where: str) -> None:
     """Check what argparse has not seen, as it may come from a file."""
     for name in ("repeats", "global_batch_size", "seq_len", "max_steps", "lr", "timeout"):
-        if getattr(settings, name) <= 0:
-            raise cli.UsageError(f"{where}: {name} must be above 0")
+        if not 0 < getattr(settings, name) <= MOST:  # which NaN is not
+            raise cli.UsageError(f"{where}: {name} must be above 0, at most {MOST:g}")
     for name in ("untimed_steps", "warmup_steps", "seed"):
         if getattr(settings, name) < 0:
             raise cli.UsageError(f"{where}: {name} must be at least 0")
@@ -151,7 +153,7 @@ def _check(settings: Settings, where: str) -> None:
         models.preset(preset, settings.seq_len)  # refuses a sequence that is too long for it
 
 
-def _check_links(settings: Settings) -> None:
+def _check_links(settings: Settings, here: bool) -> None:
     links = [link for link in settings.links if link != NO_LINK]
     for link in links:
         try:
@@ -160,5 +162,5 @@ def _check_links(settings: Settings) -> None:
             raise cli.UsageError(f"links {error}, or {NO_LINK}") from error
     if links and settings.launcher != bench_launch.FORK:
         raise cli.UsageError(f"links need --launcher {bench_launch.FORK}, and so the CPU")
-    if links and (reason := bench_link.why_not()):
+    if links and here and (reason := bench_link.why_not()):
         raise cli.UsageError(f"links: {reason}")

@@ -1,6 +1,6 @@
 """One folder per sweep: what was asked for, a line for every finished point, the points' folders.
 
-OUT/sweep.json       {"settings": {...}, "started": ISO time}
+OUT/sweep.json       {"settings": {...}, "started": ISO time, "machines": [{...}, ...]}
 OUT/results.jsonl    a record a line, appended and flushed as each point ends
 OUT/points/ID/       the script's own folder, and log.txt
 """
@@ -32,6 +32,7 @@ class Sweep:
     started: str  # ISO time
     records: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # a line for every damaged line
+    machines: list[dict[str, str]] = field(default_factory=list)  # on which its points ran
 
 
 def now() -> str:
@@ -48,6 +49,7 @@ def load(folder: str | Path) -> Sweep:
     folder = Path(folder)
     content = _settings_file(folder)
     sweep = Sweep(folder, content["settings"], content["started"])
+    sweep.machines = content.get("machines", [])
     path = folder / RESULTS
     lines = path.read_bytes().splitlines() if path.exists() else []
     found: dict[str, dict[str, Any]] = {}
@@ -87,13 +89,16 @@ def _record(line: bytes) -> dict[str, Any] | None:
 class Store:
     """The folder of the sweep that runs: locked until `close`, a line appended for each point."""
 
-    def __init__(self, folder: str | Path, settings: dict[str, Any]) -> None:
-        """Make the folder, or continue in it.
+    def __init__(
+        self, folder: str | Path, settings: dict[str, Any], machine: dict[str, str] | None = None
+    ) -> None:
+        """Make the folder, or continue in it; `machine` is noted with the first point that runs.
 
         Raises: UsageError where it holds another sweep or other files, or a sweep runs in it.
         """
         self.folder = Path(folder)
         self.settings = json.loads(json.dumps(settings))  # as they will be read: lists, no tuples
+        self.machine = machine
         self._make()
         self.lock = FileLock(self.folder / LOCK)
         try:
@@ -104,12 +109,15 @@ class Store:
         if (self.folder / SETTINGS).exists():
             self._compare()
         else:
-            partial = self.folder / PARTIAL
-            content = {"settings": self.settings, "started": now()}
-            partial.write_text(json.dumps(content, indent=2) + "\n")
-            partial.replace(self.folder / SETTINGS)
-        self._drop_half_a_line()
+            self._write({"settings": self.settings, "started": now(), "machines": []})
+        cut = self._cut_half_a_line()
         self.sweep = load(self.folder)
+        self.sweep.warnings += [cut] if cut else []
+
+    def _write(self, content: dict[str, Any]) -> None:
+        partial = self.folder / PARTIAL
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.replace(self.folder / SETTINGS)
 
     def _make(self) -> None:
         known = {SETTINGS, PARTIAL, LOCK}
@@ -138,26 +146,28 @@ class Store:
             other = f"{self.folder} holds another sweep's results: {', '.join(differ)}"
             raise cli.UsageError(f"{other}: name another folder, or ask for the same")
 
-    def _drop_half_a_line(self) -> None:
-        """Cut what a killed sweep left of its last line: its point runs again."""
+    def _cut_half_a_line(self) -> str | None:
+        """Cut what a killed sweep left of its last line, and say so: its point runs again."""
         path = self.folder / RESULTS
         text = path.read_bytes() if path.exists() else b""
         whole = text.rfind(b"\n") + 1
         if whole == len(text):
-            return
+            return None
         with path.open("rb+") as file:
             if _record(text[whole:]) is None:
                 file.truncate(whole)
-            else:
-                file.seek(0, os.SEEK_END)
-                file.write(b"\n")
-
-    def finished(self) -> set[str]:
-        """Return the ids of points that have a record, however they ended."""
-        return {record["id"] for record in self.sweep.records}
+                number = text.count(b"\n") + 1
+                return f"{path} line {number} was truncated: cut, its point runs again"
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        return None
 
     def append(self, record: dict[str, Any]) -> None:
         """Write a point's record to disk; it counts from then on, whatever happens to the sweep."""
+        if self.machine and self.machine not in self.sweep.machines:
+            self.sweep.machines.append(self.machine)
+            content = json.loads((self.folder / SETTINGS).read_text())
+            self._write(content | {"machines": self.sweep.machines})
         with (self.folder / RESULTS).open("a") as file:
             file.write(json.dumps(record, default=str) + "\n")
             file.flush()

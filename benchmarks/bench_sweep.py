@@ -2,15 +2,11 @@
 
 import argparse
 import contextlib
-import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
-import bench_launch
+import bench_machine
 import bench_points
 import bench_report
 import bench_runner
@@ -18,7 +14,7 @@ import bench_settings
 from bench_analysis import analyse
 from bench_points import Point
 from bench_settings import Settings
-from bench_store import FAILED, OK, SKIPPED, TIMEOUT, Store
+from bench_store import FAILED, OK, TIMEOUT, Store
 from bench_strategies import Strategy
 from dist_common import cli
 
@@ -42,7 +38,10 @@ def run(args: argparse.Namespace) -> int:
         show_commands(points, settings)
         return 0
     with contextlib.closing(open_store(settings, strategies, points)) as store:
-        say(f"{count_of(points)}; {settings.launcher} starts the ranks; results in {store.folder}")
+        starts = f"{settings.launcher} starts the ranks"
+        print(f"{count_of(points)}; {starts}; results in {store.folder}")
+        if not store.sweep.records:
+            print(f"interrupted? The same command with --output-dir {store.folder} resumes it")
         run_points(points, settings, store, args.retry_failed)
     analysis = analyse([store.sweep])
     print(f"\n{bench_report.text(analysis, None)}")
@@ -67,55 +66,32 @@ def show_commands(points: Sequence[Point], settings: Settings) -> None:
 def open_store(settings: Settings, strategies: list[Strategy], points: Sequence[Point]) -> Store:
     """Make or continue the sweep's folder, and keep in it what was asked for."""
     planned = {"points": [point.identity for point in points]}
-    return Store(settings.output_dir, settings.compared(strategies) | planned)
+    machine = bench_machine.describe(settings.launcher)
+    return Store(settings.output_dir, settings.compared(strategies) | planned, machine)
 
 
 def run_points(
     points: Sequence[Point], settings: Settings, store: Store, retry_failed: bool
 ) -> None:
-    """Run the points that have no record; print a line for each as it ends, and the time left."""
-    ended = {record["id"]: record["status"] for record in store.sweep.records}
-    done = {name for name, s in ended.items() if not (retry_failed and s in (FAILED, TIMEOUT))}
-    remaining = [point for point in points if point.identity not in done]
-    if len(remaining) < len(points):
-        say(f"{len(points) - len(remaining)} points have a record already, {len(remaining)} to go")
-    bench_launch.prepare(settings.launcher)
-    started = time.monotonic()
-    hidden = not sys.stderr.isatty()
-    for number, point in enumerate(tqdm(remaining, "points", disable=hidden, leave=False), 1):
-        record = bench_runner.run_point(point, settings, store)
-        store.append(record)
-        per_point = (time.monotonic() - started) / number
-        left_s = round(per_point * (len(remaining) - number))
-        place = f"[{number}/{len(remaining)}] {point.identity}"
-        left = f"; {clock(left_s)} left" if number < len(remaining) else ""
-        say(f"{place}: {line_of(record)}{left}")
+    """Run the points that have no record yet, and print a line for each."""
+
+    def run(point: Point) -> dict:
+        return bench_runner.run_point(point, settings, store)
+
+    bench_runner.run_points(points, store, settings.launcher, retry_failed, run, line_of)
 
 
 def line_of(record: dict) -> str:
     """Return what came out of a point, in a few words."""
     if record["status"] != OK:
-        log = "" if record["status"] == SKIPPED else f" (points/{record['id']}/log.txt)"
-        return f"{record['status']}: {record['reason']}{log}"
+        return bench_runner.not_ok(record)
     metrics = record["results"]["metrics"]
     ms = metrics.get("step_time_ms")
     step = f", step {ms:,.1f} ms" if isinstance(ms, (int, float)) else ""
     return f"loss {metrics['final_loss']:.4f}{step}, {record['seconds']:.1f} s in all"
 
 
-def clock(seconds: int) -> str:
-    """Return seconds as hours, minutes and seconds."""
-    minutes, seconds = divmod(seconds, 60)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
-
-
 def count_of(points: Sequence[Point]) -> str:
     """Return how many points there are, and how many of them cannot run."""
     skipped = Counter(point.reason is not None for point in points)[True]
     return f"{len(points)} points" + (f", {skipped} of them cannot run" if skipped else "")
-
-
-def say(line: str) -> None:
-    """Print a line, above the progress bar if there is one."""
-    tqdm.write(line, file=sys.stdout)
-    sys.stdout.flush()

@@ -8,16 +8,16 @@ from tabulate import tabulate
 
 import bench_words as words
 from bench_analysis import Analysis, Row
-from bench_baseline import Comparison, beyond_noise
+from bench_baseline import COMPARED, Comparison, beyond_noise
 from bench_comm_tables import comm_table, fit_table
-from bench_records import PARTS, Run
+from bench_records import COMMIT, PARTS, Run
 from bench_words import DASH
 
 
 def cells(row: Row) -> dict[str, str]:
     """Return what a row says, by column."""
     return {
-        "#": row.rank or DASH,
+        "place": row.place or DASH,
         "strategy": row.label,
         "step": words.ms(row.step_time_ms),
         "p10": words.ms(row.percentile_ms(10)),
@@ -37,7 +37,7 @@ def table(rows: Sequence[Row]) -> str:
     """Return a group's table; columns of which nothing is known are left out."""
     lines = [cells(row) for row in rows]
     heads = [name for name in lines[0] if any(line[name] != DASH for line in lines)]
-    sides = ["left" if name in ("#", "strategy", "verdict") else "right" for name in heads]
+    sides = ["left" if name in ("place", "strategy", "verdict") else "right" for name in heads]
     body = [[line[name] for name in heads] for line in lines]
     return tabulate(body, heads, "simple", colalign=sides, disable_numparse=True)
 
@@ -60,15 +60,16 @@ def text(analysis: Analysis) -> str:
     """Return the whole report of training points, as the terminal shows it."""
     blocks = ["\n".join([*words.progress(analysis), words.environment(analysis)])]
     for rows in analysis.groups:
-        lines = [words.title(rows[0].group), table(rows), words.winners(rows, analysis)]
+        lines = [words.title(rows[0].group), table(rows), words.winners(rows)]
         lines += [words.witnesses(rows), *map(words.trouble, words.unfit(rows))]
         blocks.append("\n".join(line for line in lines if line))
     blocks += scaling_table(analysis)
     records = [record for sweep in analysis.sweeps for record in sweep.records]
     for heads, body in (comm_table(records), fit_table(records)):
         blocks += [aligned(body, heads, names=1)] if body else []
-    lines = [words.noise(analysis)] if analysis.groups else []
-    return "\n\n".join([*blocks, "\n".join([*lines, words.conclusion(analysis)])])
+    if analysis.groups:
+        blocks.append("\n".join([words.noise(analysis), words.conclusion(analysis)]))
+    return "\n\n".join(blocks)
 
 
 def aligned(body: Sequence[Sequence[str]], heads: Sequence[str], names: int) -> str:
@@ -81,11 +82,11 @@ def comparison_text(comparison: Comparison) -> str:
     """Return what a baseline has to say: what differs, what changed beyond the noise."""
     lines = [f"against {comparison.folder} (new / old; a mark ! is beyond the noise of both)"]
     lines += [f"differs: {name}: {old} -> {new}" for name, old, new in comparison.conditions]
-    if comparison.conditions:
+    if any(name != COMMIT for name, *_ in comparison.conditions):
         lines.append("so times are those of another setting: a change need not be the code's")
     body = []
     for pair in comparison.pairs:
-        changes = [*map(pair.changes.get, comparison.widths), pair.loss]
+        changes = [*map(pair.changes.get, COMPARED), pair.loss]
         body.append([words.title(pair.row.group), pair.row.label, *map(words.change, changes)])
     heads = ("points", "strategy", "step", "memory", "sent", "loss")
     lines.append(aligned(body, heads, names=2))
@@ -103,9 +104,13 @@ def comparison_text(comparison: Comparison) -> str:
 # CSV
 
 
-def write_csv(path: Path, runs: Sequence[Run]) -> None:
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write a line for each point and repeat, with units in the names of the columns."""
-    lines = [flat(run) for run in runs]
+    write_lines(path, [{**flat(run), "place": row.place} for row in rows for run in row.runs])
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, object]]) -> None:
+    """Write dictionaries with the same keys as CSV."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
         writer.writeheader()
@@ -126,6 +131,7 @@ def flat(run: Run) -> dict[str, object]:
         **{f"memory_{part}_gib": run.memory_gib.get(part) for part in PARTS},
         "bytes_sent_per_step": run.bytes_sent_per_step, "calls_per_step": run.calls_per_step,
         "final_loss": run.final_loss, "loss_difference": run.loss_difference,
+        "early_loss_difference": run.early_difference,
         "seconds": run.record.get("seconds"), "started": run.record.get("started"),
         "launcher": run.record.get("launcher"), "device": results.get("device"),
         "torch": (results.get("versions") or {}).get("torch"),

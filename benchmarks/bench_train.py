@@ -12,10 +12,12 @@ import bench_settings
 import bench_sweep
 import bench_words as words
 from bench_analysis import analyse
-from bench_records import Run
+from bench_records import PARTS, Run
 from bench_store import OK
 from dist_common import cli
 from dist_common.measure import GIB
+
+RANKS_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,23 +65,35 @@ def train(args: argparse.Namespace) -> int:
 
 
 def show_step(run: Run) -> None:
-    """Print what a step costs in time, memory and communication."""
+    """Print what a step costs in time, communication and memory."""
     steps = len(run.times_ms)
     times = [words.ms(value) for value in (run.step_time_ms, run.p10_ms, run.p90_ms)]
-    parts = [f"{part} {size_of(part, size)}" for part, size in run.memory_gib.items()]
-    peaks = run.metrics.get("peak_memory_gib_per_rank") or [run.peak_memory_gib]
     mfu = "n/a" if run.mfu is None else f"{run.mfu:.1%}"
     rows = [
         ("step", f"{times[0]}, p10 {times[1]}, p90 {times[2]}, of {steps} steps"),
         ("speed", f"{words.speed(run.tokens_per_second)}, MFU {mfu}"),
-        ("peak memory by rank", ", ".join(map(words.gib, peaks))),
-        ("where it is most", ", ".join(parts) or words.DASH),
         ("sent per rank and step", words.size(run.bytes_sent_per_step)),
     ]
     for kind, counted in (run.metrics.get("collectives_per_step") or {}).items():
         calls = f"{counted['calls']} call{'s' * (counted['calls'] != 1)}"
         rows.append((f"  {kind}", f"{calls}, {words.size(counted['bytes_sent'])}"))
     print(tabulate(rows, tablefmt="plain", disable_numparse=True, preserve_whitespace=True))
+    if lines := memory_rows(run):
+        print(tabulate(lines, ("memory", "peak", *PARTS), disable_numparse=True))
+
+
+def memory_rows(run: Run) -> list[tuple[str, ...]]:
+    """Return the peak of each rank and its parts: of RANKS_SHOWN at most, those with the most."""
+    peaks = run.metrics.get("peak_memory_gib_per_rank") or [run.peak_memory_gib]
+    held = run.metrics.get("memory_gib_per_rank") or []
+    fullest = sorted(range(len(held)), key=lambda rank: -peaks[rank])[:RANKS_SHOWN]
+    rows = []
+    for rank in sorted(fullest):
+        metrics = {"peak_memory_gib": peaks[rank], "memory_gib": held[rank]}
+        parts = bench_records.memory_parts(metrics)
+        sizes = [size_of(part, size) for part, size in parts.items()]
+        rows.append((f"rank {rank}", words.gib(peaks[rank]), *sizes))
+    return rows
 
 
 def size_of(part: str, gib: float) -> str:
@@ -97,10 +111,19 @@ def show_loss(run: Run, reference: Run | None) -> int:
         print(f"FAILED: {after}, but one process failed: {reference.record['reason']}")
         return cli.FAILED
     exact = run.record["point"]["exact"]
-    tolerance = f"{bench_records.tolerance_of(run.group):g}" if exact else "lossy"
-    wrong = run.verdict.kind == bench_records.WRONG
-    row = ["loss", f"{run.final_loss:.6g}", f"{reference.final_loss:.6g}", tolerance]
+    allowed = bench_records.tolerance_of(run.group)
+    last = f"{run.final_loss:.6g}", f"{reference.final_loss:.6g}"
+    rows = [("loss after the last step", *last, run.loss_difference, allowed.final)]
+    if run.losses and reference.losses:
+        pairs = zip(run.losses, reference.losses, strict=False)
+        own, one = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+        steps = f"furthest of the first {len(run.losses)} steps"
+        rows.insert(0, (steps, f"{own:.6g}", f"{one:.6g}", own - one, allowed.early))
+    body = [(*cells, f"{limit:g}" if exact else "lossy",
+             "NO" if exact and not abs(difference) <= limit else "yes")
+            for *cells, difference, limit in rows]  # fmt: skip
     headers = ("check", "measured", "one process", "tolerance", "ok")
-    print(tabulate([[*row, "NO" if wrong else "yes"]], headers, disable_numparse=True))
+    print(tabulate(body, headers, disable_numparse=True))
+    wrong = run.verdict.kind == bench_records.WRONG
     print(f"FAILED: {run.verdict.words}" if wrong else f"OK: {after}")
     return cli.FAILED if wrong else 0

@@ -62,8 +62,7 @@ def loss(value: object) -> str:
 def verdict(row: Row) -> str:
     """Return a verdict in one or two words; those of more are under the table."""
     kind = row.verdict.kind
-    shift = max((run.loss_difference or 0.0 for run in row.runs), key=abs)
-    by = f" {shift:+.2g}" if shift else ""
+    by = f" {row.verdict.difference:+.2g}" if row.verdict.difference else ""
     named = {LOSSY: f"lossy{by}", WRONG: f"WRONG{by}", UNCOMPARED: "not compared"}
     return named.get(kind, kind)
 
@@ -101,44 +100,56 @@ def progress(analysis: Analysis) -> list[str]:
 
 
 def environment(analysis: Analysis) -> str:
-    """Return versions, machine and launcher in one line, as far as the results say them."""
+    """Return versions in one line, machine and launcher in another, as far as they are known."""
     known = analysis.conditions
-    names = ("torch", "python", "deepspeed")
-    said = [f"{name} {known[name]}" for name in names if name in known]
+    names = ("torch", "CUDA", "NCCL", "driver", "python", "deepspeed", "commit")
+    versions = [f"{name} {known[name]}" for name in names if name in known]
     cores = f"{known['cores']} cores" if "cores" in known else None
-    machine = (known.get("gpu"), cores, known.get("system"), known.get("processor"))
-    said.append(" ".join(word for word in machine if word))
+    gpus = known.get("GPUs", known.get("gpu"))
+    machine = [gpus, cores, known.get("CPU"), known.get("system"), known.get("processor")]
+    said = [" ".join(word for word in machine if word)]
+    said += [f"{known['nodes']} nodes"] if "nodes" in known else []
     if "device" in known:
         said.append(f"{known['device']} with {known.get('backend', 'no backend')}")
     said.append(f"ranks started by {known.get('launcher', 'nothing')}")
-    return ", ".join(word for word in said if word)
+    lines = (", ".join(word for word in words if word) for words in (versions, said))
+    return "\n".join(line for line in lines if line)
 
 
 def noise(analysis: Analysis) -> str:
-    """Say how wide the noise is on each link, of which strategy, and what follows for ranks."""
+    """Say how wide the noise is, of which strategy, and what follows for places."""
     if analysis.noise.width is None:
-        return "noise: unknown, since nothing ran twice; no ranks without it: use --repeats 3"
+        return "noise: unknown, since nothing ran twice; no places without it: use --repeats 3"
     lines = []
-    for link, found in analysis.noise_of_link.items():
-        head = f"noise over {link}" if link else "noise"
+    for key, found in analysis.noises.items():
+        head = f"noise{where_noisy(key, analysis)}"
         if found.width is None:
             lines.append(f"{head}: unknown, since nothing ran twice there")
             continue
         repeats = f"{found.row.timed_repeats} repeats of {found.row.label}"
-        ranks = found.row.group.world_size
-        where = f" on {ranks} ranks" if ranks != 1 else ""
+        world_size = found.row.group.world_size
+        where = f" on {ranks(world_size)}" if world_size != 1 else ""
         lines.append(f"{head}: {percent(found.width)}, the spread of {repeats}{where}")
-    return "\n".join(lines) + "; strategies that are closer share a rank"
+    return "\n".join(lines) + "; a smaller difference decides nothing"
 
 
-def winners(rows: Sequence[Row], analysis: Analysis) -> str | None:
+def where_noisy(key: tuple, analysis: Analysis) -> str:
+    """Return of which points a noise is, as far as there are others."""
+    scope, preset, precision, link = key
+    scopes, presets, precisions, _ = map(set, zip(*analysis.noises, strict=True))
+    names = [str(preset)] * (len(presets) > 1) + [str(precision)] * (len(precisions) > 1)
+    of = f" of {', '.join(names)}" if names else ""
+    return of + (f" over {link}" if link else "") + (f" in {scope}" if len(scopes) > 1 else "")
+
+
+def winners(rows: Sequence[Row]) -> str | None:
     """Say which strategies of a group are fastest, as far as the noise tells; None without."""
-    ranked = [row for row in rows if row.rank]
-    if not ranked:
+    placed = [row for row in rows if row.place]
+    if not placed:
         return None
-    first = leaders(ranked, analysis.noise_of_link[rows[0].group.link].width)
+    first = leaders(placed)
     names = [row.label for row in first]
-    if len(first) == len(ranked):
+    if len(first) == len(placed):
         return f"no difference beyond the noise: {listed(names)}"
     if len(first) == 1:
         return f"fastest beyond the noise: {names[0]}"
@@ -157,7 +168,7 @@ def unfit(rows: Iterable[Row]) -> list[Row]:
 
 
 def trouble(row: Row) -> str:
-    """Return in a line why a row is not ranked."""
+    """Return in a line why a row has no place."""
     kind = {UNCOMPARED: "", WRONG: "WRONG: "}.get(row.verdict.kind, f"{row.verdict.kind}: ")
     words = row.verdict.words.removeprefix(f"{row.label} ")  # a reason may begin with the name
     return f"{row.label}: {kind}{words}"

@@ -20,6 +20,7 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("--do", default="train")
 parser.add_argument("--loss", type=float, default=3.0)
+parser.add_argument("--first", type=float, default=5.0)
 parser.add_argument("--output-dir")
 args, _ = parser.parse_known_args()
 rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
@@ -30,6 +31,8 @@ if args.do == "hang" or (args.do == "hang once" and not Path(__file__).with_name
 if args.do == "fail":
     print("noise of a library", file=sys.stderr)
     sys.exit("fake.py: error: no such luck")
+if args.do == "times out":
+    sys.exit("fake.py: rank 0: lost contact with another rank (Timed out): it stopped answering")
 if args.do == "die":
     os.kill(os.getpid(), 9)
 if args.do == "one dies" and rank == "1":
@@ -47,6 +50,8 @@ if args.do == "half":
 if rank == "0" and args.do != "nothing":
     os.makedirs(args.output_dir)
     Path(args.output_dir, "results.json").write_text(text)
+    steps = [{"step": step, "loss": args.first - 0.1 * step} for step in range(1, 21)]
+    Path(args.output_dir, "metrics.jsonl").write_text("\\n".join(map(json.dumps, steps)))
 """
 
 
@@ -56,11 +61,12 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "fakes"
     folder.mkdir()
     (folder / "fake.py").write_text(FAKE)
-    what = {"single": "", "wrong": "--loss 3.5", "lossy": "--loss 3.1"}
+    what = {"single": "", "wrong": "--loss 3.5", "lossy": "--loss 3.1", "early": "--first 5.01"}
     for name in (
         "train",
         "hang",
         "hang once",
+        "times out",
         "fail",
         "die",
         "one dies",

@@ -1,7 +1,9 @@
 """comm: its tables say what the script measured, wrong data is never fast data, bad input."""
 
 import argparse
+import csv
 import json
+import re
 
 import pytest
 from conftest import REPO, load_script
@@ -52,8 +54,8 @@ def rows_of(table):
 def test_the_tables_hold_what_the_script_wrote():
     names = ("all_reduce", "2", "-")
     assert rows_of(comm_table([record()])) == [
-        (*names, "8", "10.0 us", "9.0 us", "20.0 us", "0.0008 GB/s", "0.0008 GB/s", "0"),
-        (*names, "8,192", "20.0 us", "19.0 us", "40.0 us", "0.4096 GB/s", "0.4096 GB/s", "0"),
+        (*names, "8", "10.0 us", "-", "9.0 us", "20.0 us", "0.0008 GB/s", "0.0008 GB/s", "0"),
+        (*names, "8,192", "20.0 us", "-", "19.0 us", "40.0 us", "0.4096 GB/s", "0.4096 GB/s", "0"),
     ]
     assert rows_of(fit_table([record()])) == [
         (*names, "9.0 us", "0.5000 GB/s", "4.5 KB", "20.00 GB/s")
@@ -62,7 +64,7 @@ def test_the_tables_hold_what_the_script_wrote():
 
 def test_repeats_are_one_row_with_their_median_in_any_order():
     runs = [record(repeat=n, sizes=((8, us),)) for n, us in ((1, 10.0), (2, 500.0), (3, 12.0))]
-    assert [row[4] for row in rows_of(comm_table(runs))] == ["12.0 us"]
+    assert [row[4:6] for row in rows_of(comm_table(runs))] == [("12.0 us", "4900%")]
     assert comm_table(runs) == comm_table(runs[::-1])
     assert len(rows_of(fit_table(runs))) == 1
 
@@ -162,7 +164,16 @@ def test_repeats_alternate_and_a_second_call_runs_what_is_missing(fake, tmp_path
     (tmp_path / "out" / "results.jsonl").write_text("".join(lines[:6]) + lines[6][:40])
     assert comm(*words) == 0
     assert started[8:] == once[::-1][2:]
-    assert "6 of 8 runs are in" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "6 points have a record already, 2 to go" in printed and "left" in printed
+    assert re.search(r"warning: .*results.jsonl line 7 was truncated: cut", printed)
+    assert "bytes, calls and losses" not in printed, "there are no losses"
+    with (tmp_path / "out/collectives.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8 and rows[0]["collective"] == "all_reduce" and rows[0]["repeats"] == "2"
+    times = ("time_us", "fastest_repeat_us", "slowest_repeat_us", "wrong")
+    assert [float(rows[0][name]) for name in times] == [10, 10, 10, 0]
+    assert load(tmp_path / "out").machines[0]["CPU"]
     with pytest.raises(cli.UsageError, match=r"repeats \(2 there, 3 here\)"):
         comm(*words, "--repeats", 3)
 
@@ -224,14 +235,16 @@ def test_a_link_that_this_machine_cannot_have_says_why(monkeypatch):
     monkeypatch.setattr(bench_link, "why_not", lambda: "a slow link: no program ip")
     with pytest.raises(cli.UsageError, match="--links: a slow link: no program ip"):
         comm("--links", "1gbit")
+    assert comm("--links", "1gbit", "--dry-run") == 0, "what it would start, elsewhere"
 
 
 def test_a_dry_run_prints_commands_and_starts_nothing(fake, tmp_path, capsys):
     started = fake(lambda name: (0, None))
     assert comm(*QUICK, "--repeats", 1, "--output-dir", tmp_path / "out", "--dry-run") == 0
     line = capsys.readouterr().out
-    typed = f"torchrun --standalone --nproc-per-node=2 {bench_comm.SCRIPT} --collective all_reduce"
-    assert line.startswith(f"comm.all_reduce.w2#1: {typed} -b 8 ") and line.count("\n") == 2
+    typed = "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2"
+    words = f"{typed} {bench_comm.SCRIPT} --collective all_reduce -b 8 "
+    assert line.startswith(f"comm.all_reduce.w2#1: {words}") and line.count("\n") == 2
     assert not started and not (tmp_path / "out").exists()
 
 

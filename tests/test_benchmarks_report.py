@@ -11,13 +11,18 @@ import pytest
 from conftest import assert_one_line
 
 import bench_html
+import bench_points
+import bench_report
+import bench_strategies
 import bench_tables
 import bench_words
 from bench_analysis import analyse, leaders
 from bench_baseline import beyond_noise, compare
+from bench_settings import Settings
 from bench_store import load
 
 SCRIPT = "benchmarks/distributed_benchmarks.py"
+EARLY = [5.6, 5.0, 4.6, 4.4, 4.1]  # losses of the first steps
 
 
 def record(strategy: str, ms: float, repeat: int = 1, **changes) -> dict:
@@ -45,10 +50,13 @@ def record(strategy: str, ms: float, repeat: int = 1, **changes) -> dict:
         "versions": {"python": "3.12.3", "torch": "2.14.1"}, "metrics": metrics,
         "machine": {"cores": 2, "gpu": None, "system": "Linux", "processor": "x86_64"},
     }  # fmt: skip
+    own = [changes[name] for name in ("preset", "precision", "link") if name in changes]
     line = {
-        "id": f"{strategy}.w{ranks}#{repeat}", "point": point, "repeat": repeat, "status": "ok",
-        "reason": None, "seconds": 8.1, "started": "2026-03-01T10:00:00+00:00",
+        "id": f"{'.'.join([strategy, f'w{ranks}', *own])}#{repeat}", "point": point,
+        "repeat": repeat, "status": "ok", "reason": None, "seconds": 8.1,
+        "started": "2026-03-01T10:00:00+00:00",
         "launcher": "fork", "command": f"torchrun {strategy}", "results": results,
+        "losses": EARLY,
     }  # fmt: skip
     for name, value in changes.items():
         places = [place for place in (point, metrics, results, line) if name in place]
@@ -85,18 +93,18 @@ def report(run_script, *argv):
 REFERENCE = repeated("single", 100, 100)
 
 
-def ranks_of(analysis) -> dict[str, str]:
-    return {row.label: row.rank for row in analysis.rows if row.group.world_size == 2}
+def places_of(analysis) -> dict[str, str]:
+    return {row.label: row.place for row in analysis.rows if row.group.world_size == 2}
 
 
 def verdicts_of(analysis) -> dict[str, tuple[str, str]]:
     return {row.label: (row.verdict.kind, row.verdict.words) for row in analysis.rows}
 
 
-# noise and ranks
+# noise and places
 
 
-def test_strategies_that_differ_by_less_than_the_noise_share_a_rank(tmp_path):
+def test_strategies_that_differ_by_less_than_the_noise_share_a_place(tmp_path):
     """Repeats of a differ by 10%: b is within it of a, c is beyond it of both."""
     analysis = analysis_of(
         tmp_path, *REFERENCE, *repeated("a", 100, 110), *repeated("b", 112, 112),
@@ -104,15 +112,32 @@ def test_strategies_that_differ_by_less_than_the_noise_share_a_rank(tmp_path):
     )  # fmt: skip
     assert analysis.noise.width == pytest.approx(0.10)
     assert (analysis.noise.row.label, analysis.noise.row.timed_repeats) == ("a", 2)
-    assert ranks_of(analysis) == {"a": "1=", "b": "1=", "c": "3"}
+    assert places_of(analysis) == {"a": "1-2", "b": "1-2", "c": "3"}
     said = bench_tables.text(analysis)
     assert "fastest, and not told apart: a and b" in said
     assert "noise: 10%, the spread of 2 repeats of a on 2 ranks" in said
 
 
+def test_places_do_not_chain(tmp_path):
+    """Each differs from its neighbours by less than 40%: the first and the last by 150%."""
+    times = {"a": (120, 168), "b": (190, 190), "c": (240, 240), "d": (360, 360)}
+    lines = [line for name, both in times.items() for line in repeated(name, *both)]
+    analysis = analysis_of(tmp_path, *REFERENCE, *lines)
+    assert analysis.noise.width == pytest.approx(0.4)
+    assert places_of(analysis) == {"a": "1-2", "b": "1-3", "c": "2-3", "d": "4"}
+    said = bench_tables.text(analysis)
+    assert "fastest, and not told apart: a and b" in said
+    assert re.search(r"^place +strategy ", said, re.M) and re.search(r"^1-3 +b ", said, re.M)
+
+
+def places_in(place: str) -> range:
+    first, _, last = place.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_is_claimed_inside_the_noise(tmp_path, seed):
-    """Of any two strategies that are closer than the noise, none stands before the other."""
+    """Places without a number in common differ beyond the noise; the fastest ones may be first."""
     draw = random.Random(seed)
     names = "abcdefgh"
     lines = [repeated(name, *(draw.uniform(100, 130) for _ in range(2))) for name in names]
@@ -122,24 +147,26 @@ def test_no_order_is_claimed_inside_the_noise(tmp_path, seed):
     for one in rows:
         for two in rows:
             slow, fast = sorted((one.step_time_ms, two.step_time_ms), reverse=True)
-            assert slow > fast * (1 + width) or one.rank == two.rank
-    assert {row.label for row in leaders(rows, width)} <= {
-        row.label for row in rows if row.rank.startswith("1")
-    }
+            apart = not set(places_in(one.place)) & set(places_in(two.place))
+            assert slow > fast * (1 + width) or not apart
+    fastest = min(row.step_time_ms for row in rows)
+    told_apart = [row.step_time_ms > fastest * (1 + width) for row in rows]
+    assert [row not in leaders(rows) for row in rows] == told_apart
+    assert [places_in(row.place)[0] > 1 for row in rows] == told_apart
 
 
-def test_nothing_is_ranked_without_repeats(tmp_path):
+def test_nothing_has_a_place_without_repeats(tmp_path):
     analysis = analysis_of(tmp_path, record("single", 100), record("a", 50), record("b", 500))
-    assert analysis.noise.width is None and set(ranks_of(analysis).values()) == {""}
+    assert analysis.noise.width is None and set(places_of(analysis).values()) == {""}
     said = bench_tables.text(analysis)
     assert "noise: unknown" in said and "fastest" not in said
 
 
-def test_a_strategy_that_ran_once_is_not_ranked_among_those_that_were_repeated(tmp_path):
+def test_a_strategy_that_ran_once_has_no_place_among_those_that_were_repeated(tmp_path):
     analysis = analysis_of(
         tmp_path, *REFERENCE, *repeated("a", 90, 91), *repeated("b", 120, 121), record("c", 50)
     )
-    assert ranks_of(analysis) == {"a": "1", "b": "2", "c": ""}
+    assert places_of(analysis) == {"a": "1", "b": "2", "c": ""}
 
 
 def test_warm_up_is_left_out(tmp_path):
@@ -156,25 +183,42 @@ def test_a_wrong_loss_is_marked_and_not_ranked(run_script, tmp_path):
     """The fastest of all has trained something else."""
     folder = write(tmp_path / "sweep", [
         *REFERENCE, *repeated("ddp", 80, 81), *repeated("fsdp", 90, 91),
-        *repeated("sabotaged", 10, 11, final_loss=3.2521),
+        *repeated("sabotaged", 10, 11, final_loss=3.2721),
     ])  # fmt: skip
     analysis = analyse([load(folder)])
     assert verdicts_of(analysis)["sabotaged"][0] == "wrong"
-    assert ranks_of(analysis) == {"ddp": "1", "fsdp": "2", "sabotaged": ""}
+    assert places_of(analysis) == {"ddp": "1", "fsdp": "2", "sabotaged": ""}
     assert [row.label for row in analysis.groups[-1]][-1] == "sabotaged"
     ended = report(run_script, folder)
     assert ended.codes == [1], ended.stderr
-    assert re.search(r"^- +sabotaged .*WRONG \+0\.0021$", ended.stdout, re.M)
-    assert "sabotaged: WRONG: loss +0.0021 from one process, 0.0001 allowed" in ended.stdout
+    assert re.search(r"^- +sabotaged .*WRONG \+0\.022$", ended.stdout, re.M)
+    assert "sabotaged: WRONG: loss +0.022 from one process, 0.005 allowed" in ended.stdout
     assert "fastest beyond the noise: ddp" in ended.stdout
     assert '<tr class="wrong">' in (folder / "report.html").read_text()
+
+
+def early(apart: float, step: int = 3) -> list[float]:
+    return [loss + apart * (place == step) for place, loss in enumerate(EARLY)]
+
+
+HALF = {"precision": "bf16-mixed"}
 
 
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
-        ({"final_loss": 3.25008}, "ok"),
-        ({"final_loss": 3.25012}, "wrong"),
+        ({"losses": early(1.9e-5)}, "ok"),
+        ({"losses": early(-2.1e-5)}, "wrong"),
+        ({"losses": early(0.1, step=6)}, "ok"),
+        ({"losses": early(float("nan"))}, "wrong"),
+        ({"losses": early(0.1), "exact": False}, "lossy"),
+        ({"losses": early(0.0059), **HALF}, "ok"),
+        ({"losses": early(0.0061), **HALF}, "wrong"),
+        ({"losses": None, "final_loss": 3.2549}, "ok"),
+        ({"final_loss": 3.2549}, "ok"),
+        ({"final_loss": 3.2551}, "wrong"),
+        ({"final_loss": 3.54, **HALF}, "ok"),
+        ({"final_loss": 3.56, **HALF}, "wrong"),
         ({"final_loss": float("nan")}, "wrong"),
         ({"final_loss": None}, "wrong"),
         ({"final_loss": 3.4, "exact": False}, "lossy"),
@@ -187,9 +231,18 @@ def test_a_wrong_loss_is_marked_and_not_ranked(run_script, tmp_path):
     ],
 )
 def test_verdicts(tmp_path, changes, kind):
-    analysis = analysis_of(tmp_path, *REFERENCE, *repeated("ddp", 80, 81, **changes))
+    halves = repeated("single", 100, 100, **HALF)
+    analysis = analysis_of(tmp_path, *REFERENCE, *halves, *repeated("ddp", 80, 81, **changes))
     assert verdicts_of(analysis)["ddp"][0] == kind
     bench_tables.text(analysis)
+
+
+def test_a_wrong_loss_of_the_first_steps_says_so(tmp_path):
+    """However near the last loss is: another loss by rounding there is no proof of the same job."""
+    analysis = analysis_of(tmp_path, *REFERENCE, *repeated("ddp", 80, 81, losses=early(0.03)))
+    said = "loss +0.03 from one process in the first 5 steps, 2e-05 allowed"
+    assert verdicts_of(analysis)["ddp"] == ("wrong", said)
+    assert places_of(analysis) == {"ddp": ""}
 
 
 def test_where_one_process_cannot_train_most_strategies_stand_for_it(tmp_path):
@@ -203,10 +256,10 @@ def test_where_one_process_cannot_train_most_strategies_stand_for_it(tmp_path):
     analysis = analysis_of(tmp_path, *lines)
     kinds = {name: kind for name, (kind, _) in verdicts_of(analysis).items()}
     assert kinds == {"ddp": "ok", "fsdp": "ok", "zero": "ok", "sabotaged": "wrong"}
-    assert ranks_of(analysis) == {"ddp": "1", "fsdp": "2", "zero": "3", "sabotaged": ""}
+    assert places_of(analysis) == {"ddp": "1", "fsdp": "2", "zero": "3", "sabotaged": ""}
     text = bench_tables.text(analysis)
     assert "losses compared with the median of 4 strategies: no single process" in text
-    assert "from the median of 4 strategies, 0.0001 allowed" in text
+    assert "from the median of 4 strategies, 0.005 allowed" in text
     few = analysis_of(tmp_path, *lines[:4])
     assert {kind for kind, _ in verdicts_of(few).values()} == {"no reference"}
 
@@ -220,18 +273,25 @@ def test_each_link_has_a_noise_of_its_own(tmp_path):
     ]  # fmt: skip
     analysis = analysis_of(tmp_path, *lines)
     assert analysis.noise.width == pytest.approx(2.0)
-    assert analysis.noise_of_link["100mbit"].width == pytest.approx(0.02)
+    assert analysis.noises["", "tiny", "32-true", "100mbit"].width == pytest.approx(0.02)
     behind = [rows for rows in analysis.groups if rows[0].group.link == "100mbit"]
-    assert [[row.rank for row in rows] for rows in behind] == [["1", "2"]]
+    assert [[row.place for row in rows] for rows in behind] == [["1", "2"]]
     text = bench_tables.text(analysis)
     assert "noise: 200%" in text and "noise over 100mbit: 2%" in text
     assert "fastest beyond the noise: ddp" in text
 
 
-def test_in_16_bits_a_loss_may_differ_more(tmp_path):
-    half = {"precision": "bf16-mixed"}
-    lines = [record("single", 100, **half), record("ddp", 80, final_loss=3.258, **half)]
-    assert verdicts_of(analysis_of(tmp_path, *lines))["ddp"][0] == "ok"
+def test_a_noisy_small_model_takes_no_place_from_a_large_one(tmp_path):
+    """Nor does one precision from another: what differs in noise is not one population."""
+    small = [*repeated("single", 50, 150), *repeated("ddp", 60, 70), *repeated("fsdp", 61, 71)]
+    for large in ({"preset": "llama3-8b"}, {"precision": "bf16-mixed"}):
+        times = (("single", 900, 910), ("ddp", 300, 306), ("fsdp", 600, 606))
+        lines = [line for name, *ms in times for line in repeated(name, *ms, **large)]
+        analysis = analysis_of(tmp_path, *small, *lines)
+        placed = [[row.place for row in rows] for rows in analysis.groups]
+        assert ["1", "2"] in placed and ["1-2", "1-2"] in placed
+        named = next(iter(large.values()))
+        assert f"noise of {named}: 2%" in bench_tables.text(analysis)
 
 
 def test_one_wrong_repeat_is_enough(tmp_path):
@@ -295,10 +355,29 @@ def test_scaling_is_relative_to_one_process(tmp_path):
 
 
 def test_weak_scaling_keeps_the_batch_of_a_rank(tmp_path):
-    more = {"global_batch_size": 32, "tokens_per_step": 4096, "world_size": 2}
-    lines = [record("single", 100), record("ddp", 125, **more)]
-    ((scaling,),) = analysis_of(tmp_path, *lines, scaling="weak").scaling
-    assert scaling.efficiency == pytest.approx({1: 1.0, 2: 0.8})
+    """With the points that a sweep plans: `single` trains a rank's own batch too."""
+    table = bench_strategies.load()
+    asked = Settings(scaling="weak", world_sizes=[2, 4], repeats=1, launcher="fork", device="cpu")
+    asked.strategies = ["single", "ddp"]
+    points = bench_points.plan(asked, bench_strategies.choose(asked.strategies, table))
+    times = {("single", 16): 100, ("ddp", 32): 125, ("ddp", 64): 200}
+    lines = []
+    for point in points:
+        batch = point.global_batch_size
+        ms = times.get((point.strategy.name, batch), 10 * batch)
+        lines.append(record(point.strategy.name, ms, tokens_per_step=batch * 128) | {
+            "id": point.identity, "point": point.described(asked)})  # fmt: skip
+        lines[-1]["results"]["world_size"] = point.world_size
+    analysis = analysis_of(tmp_path, *lines, scaling="weak")
+    ((scaling,),) = analysis.scaling
+    assert scaling.row.label == "ddp" and "1 rank " in bench_tables.text(analysis)
+    assert scaling.efficiency == pytest.approx({1: 1.0, 2: 0.8, 4: 0.5})
+
+
+def test_a_strategy_on_one_rank_is_measured_by_single_too(tmp_path):
+    lines = [record("fsdp", 125, world_size=1), record("fsdp", 80, world_size=2)]
+    ((scaling,),) = analysis_of(tmp_path, record("single", 100), *lines).scaling
+    assert scaling.efficiency == pytest.approx({1: 0.8, 2: 100 / 160})
 
 
 def test_memory_is_the_sum_of_its_parts(tmp_path):
@@ -367,6 +446,43 @@ def test_a_baseline_flags_only_what_is_beyond_the_noise_of_both(tmp_path):
     assert "only in the new one: new" in said and "only in the old one: gone" in said
 
 
+def test_a_baseline_has_a_noise_for_each_link(tmp_path):
+    """A noisy run without a link hides no doubled step behind one."""
+    slow = {"link": "100mbit"}
+    folders = []
+    for name, ms in (("old", 300), ("new", 600)):
+        lines = [*repeated("single", 50, 150), *repeated("ddp", ms, 1.02 * ms, **slow)]
+        folders.append(write(tmp_path / name, lines))
+    old, new = (analyse([load(folder)]) for folder in folders)
+    found = [(pair.row.label, change.name) for pair, change in beyond_noise(compare(new, old))]
+    assert found == [("ddp", "step time")]
+
+
+def test_a_sweep_resumed_under_other_conditions_has_no_places(tmp_path):
+    other = {"versions": {"python": "3.12.3", "torch": "2.11.0"}}
+    lines = [*REFERENCE, *repeated("ddp", 80, 81), *repeated("fsdp", 120, 121, **other)]
+    analysis = analysis_of(tmp_path, *lines)
+    assert set(places_of(analysis).values()) == {""}
+    said = "several machines or versions, so nothing has a place: torch 2.11.0 and 2.14.1"
+    assert said in bench_html.render(analysis, None)
+    text = bench_report.text(analysis, None)
+    assert re.search(rf"^warning: .*{said}", text) and "fastest" not in text
+
+
+def test_the_header_has_what_the_suite_found_out(tmp_path):
+    folder = write(tmp_path / "sweep", [*REFERENCE, *repeated("ddp", 80, 81)])
+    content = json.loads((folder / "sweep.json").read_text())
+    one = {"commit": "1234567890", "GPUs": "8 x H100", "driver": "580.1", "NCCL": "2.28.9"}
+    (folder / "sweep.json").write_text(json.dumps(content | {"machines": [one]}))
+    analysis = analyse([load(folder)])
+    text = bench_tables.text(analysis)
+    assert "NCCL 2.28.9, driver 580.1, python 3.12.3, commit 1234567890\n8 x H100 2 cores" in text
+    assert "8 x H100" in bench_html.render(analysis, None) and not analysis.warnings
+    two = [one, one | {"commit": "abcdef"}]
+    (folder / "sweep.json").write_text(json.dumps(content | {"machines": two}))
+    assert "commit 1234567890 and abcdef" in analyse([load(folder)]).warnings[0]
+
+
 def test_a_baseline_names_other_flags_versions_bytes_and_losses(tmp_path):
     old = write(tmp_path / "old", [*REFERENCE, *repeated("ddp", 80, 81)])
     other = {
@@ -408,10 +524,29 @@ def test_report_writes_csv_figures_and_a_page(run_script, tmp_path):
     ddp = next(row for row in rows if row["id"] == "ddp.w2#1")
     expected = {
         "strategy": "ddp", "world_size": "2", "repeat": "1", "status": "ok", "verdict": "ok",
-        "step_time_ms": "80", "tokens_per_second": "25600.0", "bytes_sent_per_step": "3145728",
+        "step_time_ms": "80.0", "tokens_per_second": "25600.0", "bytes_sent_per_step": "3145728",
         "memory_weights_gib": "0.05", "final_loss": "3.25", "mfu": "", "torch": "2.14.1",
+        "place": "1",
     }  # fmt: skip
-    assert {name: ddp[name] for name in expected} | {"step_time_ms": "80"} == expected
+    assert {name: ddp[name] for name in expected} == expected
+
+
+def test_a_report_replaces_a_report_and_no_other_file(run_script, tmp_path):
+    folder = write(tmp_path / "sweep", [*REFERENCE, *repeated("ddp", 80, 81)])
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "results.csv").write_text("my own")
+    refused = report(run_script, folder, "--output-dir", out)
+    assert_one_line(
+        refused, "holds results.csv, which no report wrote", "distributed_benchmarks.py"
+    )
+    assert [(path.name, path.read_text()) for path in out.iterdir()] == [("results.csv", "my own")]
+    (out / "results.csv").rename(out / "my.csv")
+    assert report(run_script, folder, "--output-dir", out).codes == [0]
+    assert (out / "scaling.png").exists()
+    alone = write(tmp_path / "alone", [record("ddp", 80)])
+    assert report(run_script, alone, "--output-dir", out).codes == [0]
+    assert not (out / "scaling.png").exists() and (out / "my.csv").read_text() == "my own"
 
 
 def test_a_truncated_file_gives_a_warning_and_the_other_points(run_script, tmp_path):
@@ -497,5 +632,5 @@ def test_the_page_says_what_the_terminal_says(tmp_path):
     shown = " ".join(page.text.split()).lower()
     for line in (bench_words.noise(analysis), bench_words.conclusion(analysis),
                  *bench_words.progress(analysis), "no difference beyond the noise: ddp and fsdp",
-                 "bad: WRONG: loss +5.8 from one process, 0.0001 allowed"):  # fmt: skip
+                 "bad: WRONG: loss +5.8 from one process, 0.005 allowed"):  # fmt: skip
         assert line.lower() in shown, line

@@ -30,7 +30,7 @@ def test_records_come_back_in_order_and_the_later_of_two_counts(store):
     sweep = load(store.folder)
     assert [(r["id"], r["seconds"]) for r in sweep.records] == [("a#1", 3), ("b#1", 2)]
     assert sweep.settings == {"repeats": 3, "points": ["a#1", "b#1"]} and not sweep.warnings
-    assert store.finished() == {"a#1", "b#1"} and len(lines_of(store)) == 3
+    assert len(lines_of(store)) == 3
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,25 @@ def test_a_killed_sweep_s_half_line_is_cut_before_the_next_one(store):
     with (store.folder / "results.jsonl").open("a") as file:
         file.write('{"id": "b#1", "poi')
     again = Store(store.folder, store.settings)
-    assert again.finished() == {"a#1"}
+    path = store.folder / "results.jsonl"
+    cut = f"{path} line 2 was truncated: cut, its point runs again"
+    assert again.sweep.warnings == [cut] and [r["id"] for r in again.sweep.records] == ["a#1"]
     again.append(record("b#1"))
     again.close()
     sweep = load(store.folder)
     assert [r["id"] for r in sweep.records] == ["a#1", "b#1"] and not sweep.warnings
+
+
+def test_each_machine_on_which_points_ran_is_kept(tmp_path):
+    """The one on which the folder was opened, but nothing ran, is not."""
+    one, two = {"GPUs": "8 x H100"}, {"GPUs": "8 x H200"}
+    for machine, name in ((one, "a#1"), (one, "b#1"), (two, None), (two, "c#1")):
+        store = Store(tmp_path / "sweep", {}, machine)
+        if name:
+            store.append(record(name))
+        store.close()
+        assert load(tmp_path / "sweep").machines == [one, two][: 1 + (name == "c#1")]
+    assert len(load(tmp_path / "sweep").records) == 3
 
 
 def test_a_whole_line_without_its_end_is_kept(store):

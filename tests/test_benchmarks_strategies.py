@@ -11,7 +11,7 @@ from helpers_benchmarks import TOOL, bench  # noqa: F401
 import bench_points
 import bench_strategies
 import bench_toml
-from bench_records import TOLERANCE
+from bench_records import FLOAT32, IN_16_BITS
 from bench_settings import Settings
 from dist_common import cli
 
@@ -161,6 +161,7 @@ def test_every_strategy_trains_to_the_loss_of_one_process(tmp_path, world_size):
     for record in records:
         difference = abs(loss_of(record) - expected)
         assert difference < (0.02 if record["point"]["strategy"] in LOSSY else 1e-5), record["id"]
+        assert len(record["losses"]) == 5, f"{record['id']} left no losses of its steps"
 
 
 def unsynchronised(folder):
@@ -183,14 +184,26 @@ def unsynchronised(folder):
     return folder / "own.toml"
 
 
+def furthest(record, reference):
+    """Return the largest difference of losses in the first steps."""
+    pairs = zip(record["losses"], reference["losses"], strict=True)
+    return max(abs(own - one) for own, one in pairs)
+
+
 @full
-def test_gradients_that_are_not_averaged_are_wrong_by_far(tmp_path):
+@pytest.mark.parametrize(("precision", "allowed", "margin"), [
+    ("32-true", FLOAT32, 5), ("bf16-mixed", IN_16_BITS, 3),
+])  # fmt: skip
+def test_gradients_that_are_not_averaged_are_wrong_by_far(tmp_path, precision, allowed, margin):
+    """Rounding and the sabotage are far from the tolerance, on both sides of it."""
     own = unsynchronised(tmp_path)
-    words = ("--strategies", "ddp", "unsynchronised", "--strategies-file", own)
+    names = ("ddp", "fsdp-full", "zero-2", "tp", "pp-1f1b", "unsynchronised")
+    words = ("--strategies", *names, "--strategies-file", own, "--precisions", precision)
     records, ended = sweep(tmp_path / "out", *words)
-    assert ended.codes == [1] and [record["status"] for record in records] == ["ok"] * 3
-    single, ddp, sabotaged = map(loss_of, records)
-    assert abs(ddp - single) < TOLERANCE / 5  # rounding, far from the tolerance on both sides
-    assert abs(sabotaged - single) > 5 * TOLERANCE
-    assert re.search(r"^ddp .* ok$", ended.stdout, re.M)
-    assert re.search(r"^unsynchronised .* WRONG \+0\.\d+$", ended.stdout, re.M), ended.stdout
+    assert ended.codes == [1] and {record["status"] for record in records} == {"ok"}
+    single, *exact, sabotaged = records
+    assert all(furthest(record, single) < allowed.early / margin for record in exact)
+    assert furthest(sabotaged, single) > margin * allowed.early
+    for name in names[:-1]:
+        assert re.search(rf"^{name} .* ok$", ended.stdout, re.M), ended.stdout
+    assert re.search(r"^unsynchronised .* WRONG \S+$", ended.stdout, re.M), ended.stdout

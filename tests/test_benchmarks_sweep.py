@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -13,6 +14,7 @@ from conftest import REPO, run_command
 from helpers_benchmarks import TOOL, bench, fakes, runs_of  # noqa: F401
 
 import bench_launch
+import bench_machine
 import bench_points
 import bench_strategies
 from bench_settings import Settings
@@ -85,6 +87,7 @@ def test_weak_scaling_has_a_reference_for_each_global_batch():
     batches = {p.identity: (p.global_batch_size, p.micro_batch_size, p.grad_accum_steps)
                for p in points}  # fmt: skip
     assert batches == {
+        "single.w1.b16#1": (16, 8, 2),
         "single.w1.b32#1": (32, 8, 4), "ddp.w2.b32#1": (32, 8, 2),
         "single.w1.b64#1": (64, 8, 8), "ddp.w4.b64#1": (64, 8, 2),
     }  # fmt: skip
@@ -97,7 +100,9 @@ def test_shipped_sweeps_can_be_planned_and_a_dry_run_starts_nothing(bench, capsy
     assert bench("sweep", "--config", REPO / shipped, "--dry-run", "--output-dir", folder) == 0
     *commands, last = capsys.readouterr().out.splitlines()
     assert re.match(rf"{len(commands)} points.*; nothing was started$", last)
-    assert all(re.match(r"\S+: (torchrun|python|skipped:) ", line) for line in commands)
+    assert all(
+        re.match(r"\S+: (OMP_NUM_THREADS=1 (torchrun|python)|skipped:) ", line) for line in commands
+    )
     assert not folder.exists()
 
 
@@ -105,7 +110,8 @@ def test_shipped_sweeps_can_be_planned_and_a_dry_run_starts_nothing(bench, capsy
 
 
 def test_whatever_becomes_of_a_point_the_sweep_goes_on(bench, fakes, tmp_path, capsys):
-    names = ("train", "lossy", "fail", "die", "one-dies", "check", "half", "nothing", "hang")
+    names = ("train", "lossy", "fail", "die", "one-dies", "check", "half", "nothing", "hang",
+             "times-out")  # fmt: skip
     code = bench("sweep", "--strategies", *names, "--repeats", 1, "--timeout", 4,
                  "--output-dir", tmp_path / "out")  # fmt: skip
     assert code == 1
@@ -123,16 +129,24 @@ def test_whatever_becomes_of_a_point_the_sweep_goes_on(bench, fakes, tmp_path, c
                            "(JSONDecodeError)"),
         "nothing": ("failed", "exit code 0, but it wrote no results.json"),
         "hang": ("timeout", "timeout after 4 s"),
+        "times-out": ("timeout", "rank 0: lost contact with another rank (Timed out): it stopped "
+                                 "answering"),
     }  # fmt: skip
     printed = capsys.readouterr().out
     assert "fail.w2#1: failed: no such luck (points/fail.w2#1/log.txt)" in printed
-    assert "FAILED: 7 points" in printed
+    assert "FAILED: 8 points" in printed
+    assert f"interrupted? The same command with --output-dir {tmp_path}/out resumes it" in printed
     log = tmp_path / "out/points/fail.w2#1/log.txt"
     assert "noise of a library" in log.read_text()
     assert gone([pid for _, _, pid in runs_of(fakes)])
     assert sorted(path.name for path in log.parent.parent.iterdir()) == sorted(records)
     assert records["train.w2#1"]["results"]["world_size"] == 2
-    assert "torchrun --standalone --nproc-per-node=2" in records["train.w2#1"]["command"]
+    typed = records["train.w2#1"]["command"]
+    assert typed.startswith("OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2")
+    assert " --timeout 3.2 " in typed, "a collective gives up before the sweep does, and says why"
+    assert records["train.w2#1"]["losses"] == pytest.approx([4.9, 4.8, 4.7, 4.6, 4.5])
+    stack = (tmp_path / "out/points/one-dies.w2#1/log.txt").read_text()
+    assert 'File "' in stack, "where the other rank was when it was ended"
 
 
 def test_a_wrong_loss_is_the_sweep_s_exit_code(bench, fakes, tmp_path, capsys):
@@ -140,6 +154,9 @@ def test_a_wrong_loss_is_the_sweep_s_exit_code(bench, fakes, tmp_path, capsys):
     assert bench(*words, "train", "lossy", "--output-dir", tmp_path / "right") == 0
     assert bench(*words, "train", "wrong", "--output-dir", tmp_path / "wrong") == 1
     assert re.search(r"^wrong .* WRONG \+0\.5$", capsys.readouterr().out, re.M)
+    assert bench(*words, "train", "early", "--output-dir", tmp_path / "early") == 1
+    said = r"^early: WRONG: loss \+0\.01 from one process in the first 5 steps, 2e-05 allowed$"
+    assert re.search(said, capsys.readouterr().out, re.M)
 
 
 def test_finished_points_are_not_repeated_and_failed_ones_when_asked(bench, fakes, tmp_path):
@@ -275,6 +292,53 @@ wait -n; code=$?; wait; exit $code
 """
 
 
+def test_ranks_share_the_cores_unless_the_environment_says_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(bench_launch.measure, "core_count", lambda: 24)
+    assert [bench_launch.threads("torchrun", n) for n in (1, 2, 8, 48)] == ["24", "12", "3", "1"]
+    assert bench_launch.clean_environ("torchrun", 2)["OMP_NUM_THREADS"] == "12"
+    assert bench_launch.threads("fork", 2) == "1"
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    assert bench_launch.threads("srun", 8) == "6"
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "5")
+    assert bench_launch.threads("srun", 8) == "5"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert [bench_launch.threads(name, 8) for name in ("srun", "torchrun")] == ["7", "7"]
+    assert bench_launch.threads("fork", 8) == "1", "a fork has one, whatever is set"
+
+
+def test_gpus_that_are_hidden_do_not_count(monkeypatch, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H100'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for visible, count in (("", 0), ("-1", 0), ("0,1", 2)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert bench_launch.visible_gpus() == count
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert bench_launch.visible_gpus() == 1
+
+
+def test_what_runs_here_is_described(tmp_path):
+    listed = "NVIDIA H100, 580.1\nNVIDIA H100, 580.1\nNVIDIA A100, 580.1"
+    found = bench_machine.gpus(listed)
+    assert (found["GPUs"], found["driver"]) == ("2 x NVIDIA H100 and 1 x NVIDIA A100", "580.1")
+    assert bench_machine.gpus("No devices were found") == bench_machine.gpus(None) == {}
+    assert bench_machine.commit(tmp_path) is None, "no repository"
+
+    def git(*words):
+        names = ("-c", "user.name=x", "-c", "user.email=x@y.z")
+        subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "one")
+    commit = bench_machine.commit(tmp_path)
+    assert re.fullmatch("[0-9a-f]{10}", commit)
+    (tmp_path / "file").write_text("two")
+    assert bench_machine.commit(tmp_path) == f"{commit} with changes"
+
+
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """Be a job of two nodes with two tasks each, in which srun runs all tasks here."""
@@ -283,6 +347,7 @@ def slurm(tmp_path, monkeypatch):
     (folder / "srun").write_text(SRUN.format(log=tmp_path / "srun.log"))
     (folder / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     job = {"JOB_ID": "7", "NTASKS": "4", "TASKS_PER_NODE": "2(x2)", "CPUS_PER_TASK": "3"}
     for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -302,7 +367,9 @@ def test_inside_a_slurm_job_srun_starts_the_ranks(bench, fakes, slurm, tmp_path)
     line = next(line for line in slurm.read_text().splitlines() if "train.w4#1" in line)
     flags = "--nodes=2 --ntasks=4 --ntasks-per-node=2 --kill-on-bad-exit=1 --cpus-per-task=3"
     assert line.startswith(flags)
-    assert records["train.w4#1"]["command"].startswith(f"srun {flags} python ")
+    threads = "OMP_NUM_THREADS=3"  # as many as a task has CPUs
+    assert records["train.w4#1"]["command"].startswith(f"{threads} srun {flags} python ")
+    assert load(tmp_path / "out").machines[0]["CPU"]
     assert {rank for name, rank, _ in runs_of(fakes) if name == "train.w4#1"} == set("0123")
 
 
@@ -331,7 +398,12 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
     assert "compared with no other" in capsys.readouterr().out
     assert bench("train", "wrong") == 1
     wrong = capsys.readouterr().out.splitlines()[-1]
-    assert wrong == "FAILED: loss +0.5 from one process, 0.0001 allowed"
+    assert wrong == "FAILED: loss +0.5 from one process, 0.005 allowed"
+    assert bench("train", "early") == 1
+    early = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in early[-3:-1]] == ["NO", "yes"] and early[-1].startswith(
+        "FAILED: loss +0.01 from one process in the first 5 steps"
+    )
     assert bench("train", "fail") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED: no such luck"
 
@@ -378,6 +450,8 @@ def test_bad_input_is_refused_before_anything_starts(bench, tmp_path, capsys, wo
         ("world_sizes = 2", "sweep.toml: world_sizes must be a list, each a whole number, not 2"),
         ('world_sizes = [2, "4"]', "world_sizes must be a list, each a whole number"),
         ("world_sizes = []", "sweep.toml: world_sizes is empty"),
+        ("lr = nan", "sweep.toml: lr must be above 0, at most 1e+09"),
+        ("timeout = inf", "sweep.toml: timeout must be above 0, at most 1e+09"),
         ("lr = true", "sweep.toml: lr must be a number, not True"),
         ('scaling = "strog"', "scaling: there is no strog: did you mean strong?"),
         ("repeats = = 3", "sweep.toml is not valid TOML: "),
