@@ -39,7 +39,7 @@ CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
 
 
 def build(run):
-    """Return the model with its weights drawn; in stage 3 no rank ever holds it whole."""
+    """Return the model, its weights drawn; in stage 3 no rank ever holds it whole."""
     import deepspeed  # not before ds_setup.prepare has said for which device
 
     if run.stage == 3:
@@ -51,7 +51,8 @@ def build(run):
         model.to_empty(device=run.report.device)
         if run.shape.tied_embeddings:
             model.head.weight = model.embedding.weight
-    ds_setup.draw_weights(model, run.args.seed)
+    if not run.found:  # a resumed run loads instead
+        ds_setup.draw_weights(model, run.args.seed, run.report.device)
     if run.args.activation_checkpointing:
         checkpoint_activations(model, run.config)
     return model
@@ -237,6 +238,7 @@ def set_up(args, given, report):
     run.shape = models.preset(args.preset, args.seq_len)
     ds_setup.prepare(device)
     run.config = ds_config.load_config(args, world, run.shape, given)
+    ds_config.require_buffers(run.config, args.deepspeed_config, run.shape, world.world_size)
     run.stage = run.config["zero_optimization"].get("stage", 0)
     run.dtype, run.autocast = ds_config.types_of(run.config)
     ds_checkpoint.refuse(run)
@@ -251,6 +253,7 @@ def set_up(args, given, report):
     )
     if args.resume:
         ds_checkpoint.find(run)
+    ds_setup.fall_back(run.config, report)
     ds_setup.build_ops(ds_setup.ops_needed(run.config), report)
     run.batches = data.job_batches(run.train_set, run.sampler, args, args.num_workers)
     run.flops_per_token = measure.flops_per_token(run.shape, args.seq_len)

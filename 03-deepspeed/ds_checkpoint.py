@@ -7,6 +7,7 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -24,6 +26,7 @@ from dist_common import checkpoint
 from dist_common.cli import UsageError
 
 PATIENCE = timedelta(days=7)  # for what rank 0 does alone: no timeout of a collective ends it
+PARALLEL_FROM = 2**30  # bytes: a smaller checkpoint is converted before processes have started
 CALLS = itertools.count()  # equal on all ranks: each call of `on_rank0` has a key of its own
 # What a run may not change when it is resumed, beside what `changed_settings` refuses.
 SAME = ("preset", "precision")
@@ -118,13 +121,23 @@ def fit(run: SimpleNamespace, path: Path, facts: dict) -> str:
 
 def _convert(path: Path, universal: Path) -> None:
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    command += ["--inject_missing_state", "--num_extract_workers=1", "--num_merge_workers=1"]
+    workers = _workers_for([file.stat().st_size for file in path.glob("*optim_states.pt")])
+    command += [f"--num_extract_workers={workers}", f"--num_merge_workers={workers}"]
+    command += ["--inject_missing_state"]
     command += [f"--input_folder={path}", f"--output_folder={universal}"]
     for stale in path.parent.glob(".universal-*"):  # of a run that was killed
         shutil.rmtree(stale)
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise RuntimeError((ended.stderr.strip().splitlines() or ["it was killed"])[-1])
+
+
+def _workers_for(sizes: list[int]) -> int:
+    """Return how many processes convert files of these sizes: each has one, twice, in memory."""
+    if sum(sizes) < PARALLEL_FROM:
+        return 1
+    fitting = psutil.virtual_memory().available // (2 * max(sizes))
+    return max(1, min(fitting, os.cpu_count() // 2))
 
 
 def load(run: SimpleNamespace) -> None:
@@ -146,8 +159,9 @@ def load(run: SimpleNamespace) -> None:
 def consolidate(run: SimpleNamespace) -> None:
     """Write the float32 weights of the newest checkpoint to weights-fp32/, for a plain model.
 
-    In files of 5 GB at most, one weight in memory after the other. All ranks call it; rank 0
-    writes, and the others wait. In stage 0 these are the weights of the model itself.
+    In files of 5 GB at most, one file in memory after the other. All ranks call it; rank 0
+    writes, and the others wait. In stage 0 it writes the model's own weights, whole in its memory,
+    to one file.
     """
     folder = run.report.output / "weights-fp32"
 

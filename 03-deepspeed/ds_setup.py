@@ -23,12 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dist_common import runtime
 from dist_common.cli import ArgumentParser, UsageError
 from dist_common.models import Transformer
 from dist_common.report import Report
 
 PRECISIONS = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}  # a section of the config
 ADAMS = {"adam", "adamw"}
+# Drawing as one process does is a job of the CPU: beyond this, of more than ten minutes.
+DRAWN_AS_ONE_PROCESS = 10e9  # weights
 OP_PACKAGES = {"async_io": "libaio-dev (Debian, Ubuntu) or libaio-devel (Red Hat)"}
 
 
@@ -142,6 +145,17 @@ def missing_for(name: str) -> str | None:
     return f"DeepSpeed's op {name} cannot be compiled here: {why}"
 
 
+def fall_back(config: dict, report: Report) -> None:
+    """Have PyTorch's Adam take the steps where DeepSpeed's cannot be compiled. A collective."""
+    params = config["optimizer"]["params"]
+    for op in ops_needed(config):
+        if op.endswith("_adam") and "bias_correction" not in params:  # which PyTorch's has not
+            lacks = runtime.gather(missing_for(op))  # all ranks take the same Adam
+            if lack := next(filter(None, lacks), None):
+                params["torch_adam"] = True
+                report.say(f"{lack}; until then PyTorch's Adam takes the steps")
+
+
 def _build_op(name: str, report: Report) -> None:
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -196,25 +210,28 @@ def _descriptors_to_nowhere() -> Iterator[None]:
 
 
 @torch.no_grad()
-def draw_weights(model: Transformer, seed: int) -> None:
+def draw_weights(model: Transformer, seed: int, device: torch.device) -> None:
     """Draw each weight whole, one at a time, and keep this rank's part: all, or a shard of stage 3.
 
     So the weights are those of ddp_training.py with the same seed, whatever the stage is, and no
-    rank holds more than one of them in float32 on the CPU.
+    rank holds more than one of them in float32. A very large model is drawn on the device, with
+    other numbers.
     """
     import deepspeed
 
     with torch.device("meta"):
         whole = Transformer(model.config)
     torch.manual_seed(seed)
-    for layer in whole.modules():  # PyTorch draws when it makes a layer, before the model does
-        if isinstance(layer, (nn.Embedding, nn.Linear)):
-            layer.to_empty(device="cpu").reset_parameters()
-            layer.to("meta")
+    if model.config.num_parameters() <= DRAWN_AS_ONE_PROCESS:
+        device = torch.device("cpu")
+        for layer in whole.modules():  # PyTorch draws when it makes a layer, before the model does
+            if isinstance(layer, (nn.Embedding, nn.Linear)):
+                layer.to_empty(device="cpu").reset_parameters()
+                layer.to("meta")
     shapes = {name: weight.shape for name, weight in whole.named_parameters()}
     for name, weight in model.named_parameters():
         sharded = hasattr(weight, "ds_id")
-        drawn = torch.empty(shapes[name])
+        drawn = torch.empty(shapes[name], device=device)
         whole.draw(name, drawn)
         with deepspeed.zero.GatheredParameters(weight, modifier_rank=0, enabled=sharded):
             weight.copy_(drawn)

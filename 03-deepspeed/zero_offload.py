@@ -111,6 +111,7 @@ def load_configs(args, world, shape, shards, torch_adam):
             config["optimizer"]["params"]["torch_adam"] = True
         if "nvme" in name:  # buffers as large as it takes, and no larger
             config["zero_optimization"]["sub_group_size"] = max(shards)
+            config["zero_optimization"]["stage3_max_live_parameters"] = 0  # each weight read twice
             config["zero_optimization"]["offload_param"]["buffer_size"] = max(shards)
         if name == "optimizer-nvme":
             del config["zero_optimization"]["offload_param"]

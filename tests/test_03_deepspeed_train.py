@@ -152,6 +152,38 @@ def test_train_with_offload_to_the_cpu_resumes_bitwise(train, tmp_path, name, ad
     assert losses_of(tmp_path / "r") == straight
 
 
+def test_without_a_compiler_pytorch_s_adam_takes_the_steps(train):
+    """On all ranks, if one lacks it."""
+
+    def lacking(script):
+        small(script)
+        if os.environ["RANK"] == "1":
+            script.ds_setup.missing_for = lambda op: f"no compiler for {op}"
+
+    config = REPO / "03-deepspeed/configs/zero2_offload_cpu_config.json"
+    ended = train(config, *QUICK, "--parity-steps", 0, before=lacking)
+    assert ended.codes == [0, 0] and not ended.stderr, ended.stdout + ended.stderr
+    assert "no compiler for cpu_adam; until then PyTorch's Adam takes the steps" in ended.stdout
+
+
+@full
+def test_a_large_model_is_drawn_on_the_device(train, tmp_path):
+    """With other numbers, the same in all stages; one process has them too."""
+
+    def large(script):
+        small(script)
+        script.ds_setup.DRAWN_AS_ONE_PROCESS = 0
+
+    first = []
+    for name, stage, before in (("2", 2, large), ("3", 3, large), ("cpu", 2, small)):
+        ended = train(config_of(stage), *QUICK, "--precision", "32-true", "--output-dir",
+                      tmp_path / name, before=before)  # fmt: skip
+        assert ended.codes == [0, 0], ended.stdout + ended.stderr
+        first.append(losses_of(tmp_path / name)[1])
+    assert first[0] == pytest.approx(first[1], abs=1e-5)
+    assert abs(first[0] - first[2]) > 1e-4
+
+
 CHECKPOINTING = {"activation_checkpointing": {"partition_activations": False}}
 
 
@@ -239,6 +271,13 @@ def half_a_loss(script):
     script.start_engine = broken
 
 
+def never_draw(script):
+    def refuse(*_):
+        raise AssertionError("weights were drawn that a checkpoint has")
+
+    script.ds_setup.draw_weights = refuse
+
+
 def altered_weights(script):
     consolidated = ds_checkpoint.load_weights
 
@@ -260,6 +299,29 @@ def other_weights_on_rank_1(script):
     ds_checks.check_weights = broken
 
 
+def swapped_rows_on_rank_1(script):
+    check = ds_checks.check_weights
+
+    def broken(run):
+        weight = next(run.engine.module.parameters()).data
+        if script.dist.get_rank() == 1:
+            weight[:2] = weight[:2].flip(0)
+        check(run)
+
+    ds_checks.check_weights = broken
+
+
+def other_whole_weights_on_rank_1(script):
+    """In stage 3: a norm, which stays whole."""
+    check = ds_checks.check_weights
+
+    def broken(run):
+        run.engine.module.norm.weight.data += 0.001 * script.dist.get_rank()
+        check(run)
+
+    ds_checks.check_weights = broken
+
+
 def stage_one(script):
     loaded = script.ds_config.load_config
 
@@ -276,7 +338,8 @@ def stage_one(script):
     ("sabotage", "failing"),
     [
         (altered_weights, [EXPORTED]),
-        (other_weights_on_rank_1, [WEIGHTS]),
+        pytest.param(other_weights_on_rank_1, [WEIGHTS], marks=full),
+        pytest.param(swapped_rows_on_rank_1, [WEIGHTS], marks=full),
         (half_a_loss, [NORMS]),
         pytest.param(one_micro_batch_twice, [FIRST, NORMS], marks=full),
         pytest.param(no_clipping, [FIRST, NORMS], marks=full),
@@ -290,6 +353,38 @@ def test_sabotage_of_the_training_fails_a_check(train, tmp_path, sabotage, faili
     )  # fmt: skip
     assert ended.codes[0] == 1, ended.stdout + ended.stderr
     assert failed_checks(tmp_path / "run") == failing
+
+
+def test_sabotage_of_a_weight_that_stays_whole_in_stage_3_fails_a_check(train, tmp_path):
+    ended = train(
+        config_of(3), *QUICK, "--output-dir", tmp_path / "run",
+        before=on_small(other_whole_weights_on_rank_1), end_job_on_failure=False,
+    )  # fmt: skip
+    assert ended.codes[0] == 1, ended.stdout + ended.stderr
+    assert failed_checks(tmp_path / "run") == [WEIGHTS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_tells_one_bit_and_the_order(dtype):
+    weights = [torch.randn(6, 4).to(dtype), torch.randn(5).to(dtype)]
+    reference = ds_checks.fingerprint_of(weights)
+    for change in (
+        lambda matrix, vector: matrix[2:4].copy_(matrix[2:4].flip(0)),
+        lambda matrix, vector: matrix[:, 1:3].copy_(matrix[:, 1:3].flip(1)),
+        lambda matrix, vector: vector[:2].copy_(vector[:2].flip(0)),
+        lambda matrix, vector: matrix.view(torch.int16)[5, 3].add_(1),
+    ):
+        other = [weight.clone() for weight in weights]
+        change(*other)
+        assert ds_checks.fingerprint_of(other) != reference
+
+
+@full
+def test_where_all_weights_are_cut_none_are_compared(train):
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    ended = train(changed(zero_optimization=zero), *QUICK)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "weights not compared" in ended.stdout and "OK: 3 checks" in ended.stdout
 
 
 @full
@@ -320,16 +415,17 @@ def test_a_config_of_deepspeed_s_own_defaults_trains(train):
 
 @full
 def test_between_stages_1_and_2_and_in_stage_0_on_other_ranks(train, tmp_path):
-    def run(folder, ranks, stage, *argv):
+    def run(folder, ranks, stage, *argv, change=small):
         sizes = ("--micro-batch-size", 8 // ranks, "--output-dir", folder)
-        return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks)
+        return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks, before=change)
 
     for before, after in ((1, 2), (0, 0)):
         folder = tmp_path / f"{before}-{after}"
         assert run(folder, 2, before).codes == [0, 0]
         straight = losses_of(folder)
         shutil.rmtree(folder / "checkpoints/step-00000008")
-        ended = run(folder, 4 if before == 0 else 2, after, "--resume", "--consolidate")
+        argv = ("--resume", "--consolidate")
+        ended = run(folder, 4 if before == 0 else 2, after, *argv, change=on_small(never_draw))
         assert not any(ended.codes) and "resuming from" in ended.stdout, ended.stdout + ended.stderr
         resumed = losses_of(folder)
         assert all(abs(resumed[step] - straight[step]) < 1e-4 for step in straight)
@@ -374,11 +470,18 @@ def test_a_killed_run_resumes_also_on_other_numbers_of_ranks(train, tmp_path, st
     assert killed.codes == [-signal.SIGKILL] * 2
     for ranks in (4, 1):
         shutil.copytree(folder, tmp_path / f"on-{ranks}")
-    same = run(folder, 2, "--resume")
+
+    def resumed(script):  # with two processes that convert, if it does
+        smaller(script)
+        never_draw(script)
+        ds_checkpoint._workers_for = lambda sizes: 2
+
+    same = run(folder, 2, "--resume", before=resumed)
     assert same.codes == [0, 0] and "step-00000006, saved by 2 ranks" in same.stdout, same.stderr
     assert losses_of(folder) == straight, "bitwise"
     for ranks in (4, 1):
-        other = run(tmp_path / f"on-{ranks}", ranks, "--resume", "--consolidate")
+        argv = ("--resume", "--consolidate")
+        other = run(tmp_path / f"on-{ranks}", ranks, *argv, before=resumed)
         assert other.codes == [0] * ranks and other.stderr == "", other.stdout + other.stderr
         losses = losses_of(tmp_path / f"on-{ranks}")
         assert losses.keys() == straight.keys()
@@ -425,7 +528,8 @@ def test_a_run_resumed_with_the_optimizer_on_a_disk_takes_other_losses(train, tm
     """What the template refuses, done all the same: should DeepSpeed mend it, this fails."""
     if not compiled("async_io"):
         pytest.skip("DeepSpeed's async_io is not compiled")
-    config = REPO / "03-deepspeed/configs/zero3_offload_nvme_config.json"
+    config = json.loads(NVME.read_text())
+    config["zero_optimization"]["offload_param"]["buffer_size"] = 2**21  # as little as it takes
     (tmp_path / "disk").mkdir()
 
     def allow(script):
@@ -441,6 +545,40 @@ def test_a_run_resumed_with_the_optimizer_on_a_disk_takes_other_losses(train, tm
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
     resumed = run("--resume")
     assert abs(resumed[6] - straight[6]) > 0.01
+
+
+def test_as_many_processes_convert_as_cores_and_memory_take(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    gib, free = 2**30, ds_checkpoint.psutil.virtual_memory().available
+    assert ds_checkpoint._workers_for([gib // 4] * 2) == 1, "a small one: no processes"
+    assert ds_checkpoint._workers_for([gib] * 4 + [free]) == 1
+    assert ds_checkpoint._workers_for([free // 5] * 8) == 2
+    assert ds_checkpoint._workers_for([gib // 64] * 128) == 8
+
+
+@full
+def test_the_config_for_a_disk_trains_as_it_stands(train, tmp_path):
+    """With parts of weights that are above 2**21 elements, on 2 ranks."""
+    if not compiled("async_io"):
+        pytest.skip("DeepSpeed's async_io is not compiled")
+    if not compiled("cpu_adam"):
+        pytest.skip("DeepSpeed's cpu_adam is not compiled")
+
+    def wide(script):
+        models.PRESETS["tiny"] = models.TransformerConfig(256, 1024, 1, 16, 16, 4224, 256)
+
+    (tmp_path / "disk").mkdir()
+    ended = train(NVME, "--nvme-path", tmp_path / "disk", *QUICK, "--precision", "bf16-mixed",
+                  before=wide, timeout_s=200)  # fmt: skip
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+
+
+def test_buffers_that_a_weight_does_not_fit_into_are_refused(train, tmp_path):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 4095}
+    config = changed(zero_optimization={"stage": 3, "offload_param": disk})
+    ended = train(config, *SMALL)
+    says = "buffer_size 4,095 is below 4,096 elements, a rank's part of the largest weight"
+    assert_one_line(ended, says, "deepspeed_train.py")
 
 
 def one_batch_more_on_rank_0(script):
