@@ -25,13 +25,13 @@ from dist_common import cli, data, models, proofs, runtime
 from dist_common.report import Report
 from link_group import slow_group
 from overlap_checks import (
-    Job,
     check_and_time,
     check_trap,
     check_way,
     emulation_of,
     order_of_arrival,
 )
+from overlap_predict import Job
 from overlap_trace import draw, profile_ways
 
 MIB = 2**20  # bytes
