@@ -22,14 +22,13 @@ from bench_records import (
     Verdict,
     conditions,
     differences,
-    judge,
     merged,
     mixed,
     number,
     read_run,
-    severity,
 )
 from bench_store import OK, Sweep
+from bench_verdicts import judge, severity
 
 STATE = PARTS[1:4]
 COMMON = "ddp"  # what other strategies are set beside

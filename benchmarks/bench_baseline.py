@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench_analysis import Analysis, Row, noisy_by
-from bench_records import Group, differences, finite, tolerance_of
+from bench_records import Group, differences, finite
+from bench_verdicts import tolerance_of
 
 # The numbers of Run that are compared.
 COMPARED = {"step_time_ms": "step time", "peak_memory_gib": "memory", "bytes_sent_per_step": "sent"}

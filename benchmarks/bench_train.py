@@ -10,6 +10,7 @@ import bench_points
 import bench_records
 import bench_settings
 import bench_sweep
+import bench_verdicts
 import bench_words as words
 from bench_analysis import analyse
 from bench_records import PARTS, Run
@@ -111,7 +112,7 @@ def show_loss(run: Run, reference: Run | None) -> int:
         print(f"FAILED: {after}, but one process failed: {reference.record['reason']}")
         return cli.FAILED
     exact = run.record["point"]["exact"]
-    allowed = bench_records.tolerance_of(run.group)
+    allowed = bench_verdicts.tolerance_of(run.group)
     last = f"{run.final_loss:.6g}", f"{reference.final_loss:.6g}"
     rows = [("loss after the last step", *last, run.loss_difference, allowed.final)]
     if run.losses and reference.losses:

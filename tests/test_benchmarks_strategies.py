@@ -11,8 +11,8 @@ from helpers_benchmarks import TOOL, bench  # noqa: F401
 import bench_points
 import bench_strategies
 import bench_toml
-from bench_records import FLOAT32, IN_16_BITS
 from bench_settings import Settings
+from bench_verdicts import FLOAT32, IN_16_BITS
 from dist_common import cli
 
 full = pytest.mark.full

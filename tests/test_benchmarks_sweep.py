@@ -14,6 +14,7 @@ from conftest import REPO, run_command
 from helpers_benchmarks import TOOL, bench, fakes, runs_of  # noqa: F401
 
 import bench_launch
+import bench_link
 import bench_machine
 import bench_points
 import bench_strategies
@@ -104,6 +105,13 @@ def test_shipped_sweeps_can_be_planned_and_a_dry_run_starts_nothing(bench, capsy
         re.match(r"\S+: (OMP_NUM_THREADS=1 (torchrun|python)|skipped:) ", line) for line in commands
     )
     assert not folder.exists()
+
+
+def test_a_dry_run_plans_a_link_that_this_machine_cannot_have(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_link, "why_not", lambda: "a slow link: no program ip")
+    words = ("sweep", "--links", "1gbit", "--output-dir", tmp_path / "new")
+    assert bench(*words) == "links: a slow link: no program ip"
+    assert bench(*words, "--dry-run") == 0 and not (tmp_path / "new").exists()
 
 
 # running
