@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from acc_steps import DISTANCE, LR, TOLERANCE, Job, counted, distance
+from acc_steps import DISTANCE, LR, TOLERANCE, Job, distance, tokens_in
 from cp_memory import kept_for_backward
 from dist_common import data, proofs, runtime
-from dist_common.measure import RING_FACTOR, CollectiveCounter
+from dist_common.measure import RING_FACTOR, CollectiveCounter, StepTimer
 from dist_common.report import figure
 from link_group import slow_group
 
@@ -34,25 +33,21 @@ COLORS = {"forward": "C0", "backward": "C1", "neither": "0.75", "all-reduce": "C
 def check_factorizations(job: Job, train) -> list[torch.Tensor]:
     """Train an epoch in every factorization; check losses, weights and samples; print a table.
 
-    Also measures the bytes kept for backward. Return the gradients of one process.
+    Also measures the bytes kept for backward and the speed. Return the gradients of one process.
     """
     report, args = job.report, job.args
     losses, start, end, gradients = train_alone(job)
     moved = (end - start).abs().max()
     gradient_bytes = 4 * len(end)  # float32, also where layers compute in bfloat16
     rows = []
-    kept = {size: kept_bytes(job, size) for size in {1, *job.divisors}}
-    fixed = fixed_bytes(job)
     for size in job.divisors:
         steps = args.global_batch_size // job.ranks // size
         name = f"{size} x {steps} x {job.ranks}"
         model = job.ddp()
         seen = watch_samples(model.module)
         optimizer = torch.optim.SGD(model.parameters(), LR)
-        started = time.perf_counter()
         with CollectiveCounter() as counter:
             found = train(model, optimizer, epoch_of(job, size, steps))
-        seconds = time.perf_counter() - started
         loss_error = (found - losses).abs().max().item()
         error = (proofs.flat(model.parameters()) - end).abs().max() / moved
         dist.all_reduce(error, op=dist.ReduceOp.MAX)
@@ -64,15 +59,13 @@ def check_factorizations(job: Job, train) -> list[torch.Tensor]:
         sent, due = counter.bytes["allreduce_"], len(losses) * (gradient_bytes + 8 + 4)
         source = "per step a gradient, the number of tokens, a loss; whatever the accumulation"
         report.check(f"{name}, an epoch: bytes all-reduced", sent, due, 0, source)
-        expected = fixed + size * (kept[1] - fixed)
-        source = "proportional to the micro-batch size, and the rotary tables"
+        kept, (expected, source) = kept_bytes(job, size), kept_formula(job, size)
         tolerance = expected // 1000  # a GPU's attention kernels keep some numbers of their own
-        report.check(f"{name}: bytes kept for backward", kept[size], expected, tolerance, source)
-        tokens = sum(counted(job.ragged[index][1]) for index in job.order)
-        rate = f"{tokens / seconds:,.0f} tok/s"
+        report.check(f"{name}: bytes kept for backward", kept, expected, tolerance, source)
+        rate = tokens_per_second(job, train, size, steps)
         errors = f"{loss_error:.1e}", f"{error:.1e}"
-        rows.append((name, *errors, f"{sent // len(losses):,}", f"{kept[size]:,}", rate))
-        report.metrics[f"kept bytes, micro-batch {size}"] = kept[size]
+        rows.append((name, *errors, f"{sent // len(losses):,}", f"{kept:,}", f"{rate:,.0f} tok/s"))
+        report.metrics |= {f"kept bytes, micro-batch {size}": kept, f"{name}: tok/s": rate}
     report.metrics |= {"losses": losses.tolist(), "factorizations": len(rows)}
     shown = ", ".join(f"{loss:.4f}" for loss in losses)
     report.say(f"{len(losses)} steps, {job.samples} sequences of 1 to {args.seq_len} tokens, "
@@ -100,7 +93,7 @@ def train_alone(job: Job) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, lis
     start, losses, gradients = proofs.flat(model.parameters()), [], []
     for indices in job.order.split(job.args.global_batch_size):
         inputs, targets = job.batch(job.ragged, indices)
-        loss = job.summed_loss(model, inputs, targets) / counted(targets)
+        loss = job.summed_loss(model, inputs, targets) / tokens_in(targets)
         loss.backward()
         losses.append(loss.detach())
         gradients.append(proofs.flat(p.grad for p in model.parameters()))
@@ -138,9 +131,41 @@ def kept_bytes(job: Job, size: int) -> int:
     return sum(kept.values())
 
 
-def fixed_bytes(job: Job) -> int:
-    """Return what is kept whatever the batch: two rotary tables, and a number of the loss."""
-    return 4 * (2 * job.args.seq_len * job.config.dim // job.config.num_heads // 2 + 1)
+def kept_formula(job: Job, size: int) -> tuple[int, str]:
+    """Return the bytes that a micro-batch of `size` sequences should keep, and where it is from.
+
+    Per token and block: for each of two norms its input, what it scales, what it returns and a
+    root; queries, attention's output twice (its heads are copied side by side), keys, values, a
+    number per head; gate, its SiLU, up, their product. Head: a norm, probabilities, token, target.
+    Per micro-batch: two rotary tables, and a number of the loss.
+    """
+    config, T = job.config, job.args.seq_len
+    D, heads = config.dim, config.num_heads
+    kv_dim = D // heads * config.num_kv_heads
+    block = 9 * D + 2 * kv_dim + 4 * config.ffn_dim + heads + 2
+    token = 4 * (config.num_layers * block + 3 * D + 1 + config.vocab_size) + 2 * 8
+    once = 4 * (2 * T * D // heads // 2 + 1)
+    if job.device.type == "cpu":
+        return once + size * T * token, "sizes of the tensors that backward needs"
+    # A GPU's norms and attention keep other tensors.
+    return once + size * (kept_bytes(job, 1) - once), "proportional to the micro-batch size"
+
+
+# speed
+
+
+def tokens_per_second(job: Job, train, size: int, steps: int) -> float:
+    """Time an epoch in which nothing is counted, after another one; counted tokens per second."""
+    model = job.ddp()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    batches = list(epoch_of(job, size, steps))
+    timer = StepTimer(job.device, warmup=1)
+    for _ in range(2):
+        dist.barrier()
+        with timer:
+            train(model, optimizer, batches)
+    tokens = sum(tokens_in(job.ragged[index][1]) for index in job.order)
+    return tokens / timer.median_ms() * 1e3
 
 
 # an unscaled gradient

@@ -112,8 +112,8 @@ def settle_factors(args, ranks: int) -> list[int]:
     return [size for size in range(1, share + 1) if share % size == 0]
 
 
-def counted(targets: torch.Tensor) -> int:
-    """Return how many tokens the loss counts."""
+def tokens_in(targets: torch.Tensor) -> int:
+    """Return how many tokens the loss counts; the script's `counted` is compared with it."""
     return int((targets != data.IGNORED).sum())
 
 
@@ -163,7 +163,7 @@ def check_sending(job: Job, ways, traps, factors_of) -> None:
 def right_gradient(job: Job, sequences) -> torch.Tensor:
     """Return the gradient of the mean over all tokens of a global batch, in one process."""
     batch = job.batch(sequences, range(job.args.global_batch_size))
-    return job.one_process([batch], [counted(batch[1])])
+    return job.one_process([batch], [tokens_in(batch[1])])
 
 
 # what a token counts
@@ -200,7 +200,7 @@ def divisors_of(name: str, everyone) -> list[float]:
 
     DDP's mean over ranks is one of the divisors.
     """
-    tokens = [[counted(targets) for _, targets in micro_batches] for micro_batches in everyone]
+    tokens = [[tokens_in(targets) for _, targets in micro_batches] for micro_batches in everyone]
     ranks, steps = len(tokens), len(tokens[0])
     total = sum(map(sum, tokens))
     divisor = {
@@ -225,8 +225,8 @@ def check_remainder(job: Job, accumulate, by_tokens, carry_over) -> None:
     rest = whole // steps
     leftover = job.dealt(job.even, first=whole, micro_batches=1)
     right = job.batch(job.even, range(whole, whole + rest))
-    right = job.one_process([right], [counted(right[1])])
-    full = [1 / counted(targets) / steps for _, targets in leftover]
+    right = job.one_process([right], [tokens_in(right[1])])
+    full = [1 / tokens_in(targets) / steps for _, targets in leftover]
     rows = [("dropped", "1", f"{whole} of {whole + rest}", "-")]
     for name, factors in (("by what it holds", by_tokens(leftover)), ("by a whole step", full)):
         model = job.ddp()
@@ -251,7 +251,7 @@ def check_remainder(job: Job, accumulate, by_tokens, carry_over) -> None:
     first = job.dealt(job.even)
     carry_over(model, optimizer, [first + leftover, first], steps)
     held = job.batch(job.even, range(whole + rest))
-    right = job.one_process([held], [counted(held[1])])
+    right = job.one_process([held], [tokens_in(held[1])])
     error = distance(found[1], right)
     claim = f"carried into the next epoch: {DISTANCE}"
     report.check(claim, error, 1 / steps, TOLERANCE, "1 micro-batch more than it is divided by")

@@ -146,12 +146,12 @@ def send_in_every_backward(script):
     script.accumulate = accumulate
 
 
-def keep_the_logits_twice(script):
-    """Keep for backward as many bytes more as micro-batches are squared."""
+def keep_more_of_each_sequence(script):
+    """Keep for backward what the loss does not need, in proportion to the micro-batch."""
     right = script.summed_loss
 
     def greedy(model, inputs, targets):
-        more = torch.zeros(len(inputs) ** 2, 100, requires_grad=True, device=inputs.device)
+        more = torch.zeros(len(inputs), 100, requires_grad=True, device=inputs.device)
         return right(model, inputs, targets) + 0 * more.exp().sum()
 
     script.summed_loss = greedy
@@ -183,7 +183,8 @@ SABOTAGES = [
     (send_in_every_backward, PARTS,
      {"no_sync: all-reduces per step", f"1 x 6 x 2, an epoch{SENT}",
       "no_sync, before the last forward: all-reduces per step"}, FULL),
-    (keep_the_logits_twice, PARTS, {"2 x 3 x 2: bytes kept for backward"}, FULL),
+    (keep_more_of_each_sequence, PARTS,
+     {f"{name} x 2: bytes kept for backward" for name in ("1 x 6", "2 x 3")}, FULL),
     (start_an_epoch_clean, PARTS,
      {"carried into the next epoch: distance from the right one"}, FULL),
 ]  # fmt: skip
@@ -204,7 +205,7 @@ def test_sabotage_of_accumulation_fails_a_check(run_script, tmp_path, sabotage, 
     assert 1 in ended.codes, ended.stdout + ended.stderr
     bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
     assert failing <= bad, bad
-    if sabotage in (keep_the_logits_twice, start_an_epoch_clean):
+    if sabotage in (keep_more_of_each_sequence, start_an_epoch_clean):
         kind = next(iter(failing)).rpartition(": ")[2]
         assert all(name.endswith(kind) for name in bad), "nothing else is wrong"
     if sabotage is send_in_every_backward:
@@ -223,7 +224,7 @@ def test_sabotage_of_accumulation_fails_a_check(run_script, tmp_path, sabotage, 
          2, ("--micro-batch-size", 5), "--micro-batch-size 5 x 2 ranks x --grad-accum-steps "
          "N, a multiple of 10", marks=FULL),
         (2, ("--micro-batch-size", 4, "--grad-accum-steps", 2),
-         "must be --micro-batch-size 4 x 2 ranks x --grad-accum-steps 2, a multiple of 8"),
+         "is not --micro-batch-size 4 x 2 ranks x --grad-accum-steps 2 = 16: take that, or 3"),
         (2, ("--grad-accum-steps", 5), "must be a micro-batch size x 2 ranks x "
                                        "--grad-accum-steps 5, a multiple of 10"),
         (1, ("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
