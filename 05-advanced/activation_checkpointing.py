@@ -162,7 +162,7 @@ def main():
             rows = at_scale(report, large, tokens, WAYS, SEGMENT)
             choose(report, rows, args.activation_gib)
             if report.output:
-                draw_block(report.output / "block.png", args.preset, large, tokens, WAYS)
+                draw_block(report, report.output / "block.png", large, tokens, WAYS)
                 draw_step(report.output / "step.png", args.preset, large, tokens, WAYS)
         return report.finish("what backward computes again is what forward computed")
 

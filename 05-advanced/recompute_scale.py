@@ -202,8 +202,11 @@ def states_of_block(config, tokens, way) -> dict[str, tuple[int, str]]:
     return states
 
 
-def draw_block(path, name: str, config, tokens: tuple[int, int], ways: dict) -> None:
-    """Draw what a block makes: bytes per token, by way, kept or made again in backward."""
+def draw_block(report, path, config, tokens: tuple[int, int], ways: dict) -> None:
+    """Draw what a block makes: bytes per token, by way, kept or made again in backward.
+
+    Checks the bytes that it draws as kept.
+    """
     shown = [way for way in ways if way not in ("2nd block", "segments")]
     styles = {
         "kept": {"color": "C0"},
@@ -216,9 +219,12 @@ def draw_block(path, name: str, config, tokens: tuple[int, int], ways: dict) -> 
             for row, tensor in enumerate(TENSORS):
                 size, state = states[tensor]
                 ax.barh(row, size / 1024, **styles[state], height=0.75, linewidth=1)
-            total = {state: sum(size for size, other in states.values() if other == state) / 1024
-                     for state in styles}  # fmt: skip
-            ax.set_title(f"{way}: {total['kept']:.0f} KiB kept", fontsize=10)
+            kept = sum(size for size, state in states.values() if state == "kept")
+            whole = activation_bytes(config) + BF16 * config.dim
+            expected = kept_bytes(config, way, BF16, whole, 1)
+            check = f"{way}, drawn: bytes kept per token, full size"
+            report.check(check, kept, expected, 0, "kept_bytes")
+            ax.set_title(f"{way}: {kept / 1024:.0f} KiB kept", fontsize=10)
             ax.set_xlabel("KiB per token")
         axes[0].set_yticks(range(len(TENSORS)), TENSORS.values())
         axes[0].invert_yaxis()
@@ -226,7 +232,9 @@ def draw_block(path, name: str, config, tokens: tuple[int, int], ways: dict) -> 
         bars = [axes[0].barh(0, 0, **styles[state], label=label) for state, label in names.items()]
         figure_ = axes[0].figure
         figure_.legend(handles=bars, loc="outside lower center", ncols=3, frameon=False)
-        figure_.suptitle(f"One block of {name}, bfloat16: what its operations make, in their order")
+        figure_.suptitle(
+            f"One block of {report.args.preset}, bfloat16: what its operations make, in their order"
+        )
 
 
 class Timeline(LiveBytes):

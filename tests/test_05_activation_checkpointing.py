@@ -248,6 +248,7 @@ def test_sabotage_at_full_size_fails_a_check(run_script, tmp_path):
     bad = failed_checks(folder)
     assert {"2nd product, 2 blocks: bytes kept, full size"} <= bad
     assert {"2nd product: operations, full size"} <= bad
+    assert {"2nd product, drawn: bytes kept per token, full size"} <= bad
     assert {"2nd product: bytes that 2 more blocks add to the peak"} <= bad
 
 
