@@ -6,14 +6,14 @@
 
 Each failure is a folder in failures/: broken.py, cured.py, and case.toml, which says what to
 expect. This runner starts the ranks of both scripts on the CPU, with the variables that torchrun
-sets, and lets a tool look at the broken job from outside. Without a name it lists the failures.
+sets, and finds the cause by a tool that looks from outside, or is put in before the script starts.
+Without a name it lists the failures.
 Look for: what the ranks say, which is seldom what is wrong, and what the tool can and cannot say.
 
 Sources: docs.pytorch.org, "Distributed communication package", section "Debugging
 torch.distributed applications"; py-spy; torch 2.14.1, FlightRecorder.hpp.
 """
 
-import functools
 import re
 import sys
 import tempfile
@@ -30,6 +30,7 @@ from dist_common.report import Report
 from gallery_lab import NAMES, Failure, Job, load, may_enter
 
 DEADLINE_S = 15.0  # of a job, after which its ranks are ended; --timeout makes it shorter
+CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
 WIDTH = 100  # of what a rank says, in characters
 
 # Each tool runs the broken job and judges it: it does not know which rank is broken.
@@ -79,12 +80,11 @@ def by_detail(job):
 def by_recorder(job):
     def put_in(rank):
         file = job.folder / f"rank-{rank}.trace"
-        recorder.record(file)
-        return functools.partial(recorder.write_notes, file)
+        return recorder.record(file)
 
     ended = job.run("broken.py", put_in)
     files = [job.folder / f"rank-{rank}.trace" for rank in range(len(ended))]
-    return ended, tools.judge_recorder([recorder.notes_of(file) for file in files], ended)
+    return ended, recorder.judge_recorder([recorder.notes_of(file) for file in files], ended)
 
 
 def by_inputs(job):
@@ -141,7 +141,7 @@ def to_be_named(job: Job) -> frozenset[int]:
     return everybody if failure.names == "all" else frozenset([job.culprit])
 
 
-def check(report, job, broken, verdict, cured):
+def check(report, job, broken, verdict, cured, seconds):
     """Hold what was seen against case.toml, and the named ranks against the broken script."""
     failure, source = job.failure, f"failures/{job.failure.name}/case.toml"
     right = result_of(job)
@@ -164,6 +164,7 @@ def check(report, job, broken, verdict, cured):
         ("cured: ranks that end by exit code 0", sum(r.code == 0 for r in cured), job.world_size),
         ("cured: ranks with the right result",
          sum(r.out.splitlines()[-1:] == [right] for r in cured), job.world_size),
+        ("all jobs end within the deadline of a case", int(seconds < CASE_S), 1),
     ]  # fmt: skip
     if failure.message:  # some failures are silent
         rows.insert(0, ("broken: the message is there", int(heard[0]), 1))
@@ -219,13 +220,15 @@ def main():
         culprit = failure.culprit() if args.culprit is None else args.culprit
         job = Job(failure, size, culprit, Path(folder), min(DEADLINE_S, args.timeout))
         look, title = TOOLS[args.tool or failure.tool]
+        started = time.monotonic()
         broken, verdict = look(job)
         show(report, "broken:", broken, failure.message)
         report.say(f"\nfound: {title}\n  {verdict.text}")
         cured = job.run("cured.py")
+        seconds = time.monotonic() - started
         show(report, f"cured: {failure.cure}", cured, re.escape(result_of(job)))
         report.say()
-    check(report, job, broken, verdict, cured)
+    check(report, job, broken, verdict, cured, seconds)
     return report.finish(f"{failure.name} was broken, found and cured")
 
 

@@ -96,7 +96,7 @@ class Job:
         hosts = "host" in self.failure.limits
         if hosts:
             enter(NEW_NETWORK)
-            during = connect_hosts
+            look, during = during, lambda pids: (connect_hosts(pids), look(pids))
         for attempt in range(1 + (self.failure.restarts if script == "cured.py" else 0)):
             file = self.folder / script
             source = (self.failure.folder / script).read_text()
@@ -105,6 +105,7 @@ class Job:
                 "WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.world_size,
                 "MASTER_ADDR": f"{NETWORK}.1" if hosts else "127.0.0.1", "MASTER_PORT": free_port(),
                 "TORCHELASTIC_RESTART_COUNT": attempt, "OMP_NUM_THREADS": 1,
+                "TORCHELASTIC_RUN_ID": f"gallery-{os.getpid()}", "CUDA_VISIBLE_DEVICES": "",
                 "TORCH_DISTRIBUTED_DEBUG": "OFF", **environ,
             }  # fmt: skip
             if re.search("DistributedDataParallel|fully_shard", source):

@@ -3,6 +3,7 @@
 None of them is told which rank is broken: each judges what all ranks left behind.
 """
 
+import linecache
 import re
 import signal
 from collections.abc import Mapping
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dist_common.ranks import Rank
-from recorder import Notes
 
 # A rank that says one of these waited for another one, or lost it. It is seldom the cause.
 VICTIM = re.compile(
@@ -50,6 +50,8 @@ def odd_ones_out(values: Mapping[int, object]) -> frozenset[int]:
 
 def compare(values: Mapping[int, object], what: str) -> Verdict:
     """Say which rank has another value than most; of two that differ none can be named."""
+    if not values:
+        return Verdict(f"{what}: there is nothing to compare")
     parts: dict[str, list[int]] = {}
     for rank, value in values.items():
         parts.setdefault(str(value), []).append(rank)
@@ -185,45 +187,18 @@ def judge_waits(before: list[Rank], ranks: list[Rank]) -> Verdict:
     return Verdict(f"{ranks_of(named)} read a result before it is there: {pair}", frozenset(named))
 
 
-# The flight recorder.
-
-
-def judge_recorder(notes: list[Notes], ranks: list[Rank]) -> Verdict:
-    """Compare the ranks' collectives: what they called, how many, and who came last.
-
-    The times are of one machine's clock; between machines they are as good as NTP.
-    """
-    for position, groups in enumerate(zip(*(n.groups for n in notes), strict=False), 1):
-        if len(set(groups)) > 1:
-            return compare(dict(enumerate(groups)), f"new_group {position}")
-    calls = [n.calls for n in notes]
-    for position, alike in enumerate(zip(*calls, strict=False), 1):
-        if len({call for call, _ in alike}) > 1:
-            return compare({rank: call for rank, (call, _) in enumerate(alike)}, f"call {position}")
-    counts = [len(made) for made in calls]
-    behind = frozenset(rank for rank, count in enumerate(counts) if count < max(counts))
-    if killed := [n for n in behind if ending(ranks[n]).startswith("SIG")]:
-        return Verdict(f"the last notes of {ranks_of(killed)} may be missing: it ended by a signal")
-    if behind:
-        ahead = set(range(len(calls))) - behind
-        text = f"{ranks_of(ahead)} made call {max(counts)}"
-        text += f"; {ranks_of(behind)} ended with call {min(counts)}"
-        odd = odd_ones_out(dict(enumerate(counts)))
-        advice = f"look at {ranks_of(odd)}" if odd else "one calls too often, or one too seldom"
-        return Verdict(f"{text}: {advice}", odd)
-    late = [0.0] * len(calls)
-    for alike in zip(*calls, strict=True):
-        first = min(at for _, at in alike)
-        late = [total + at - first for total, (_, at) in zip(late, alike, strict=True)]
-    last = max(range(len(late)), key=late.__getitem__)
-    others = max((s for rank, s in enumerate(late) if rank != last), default=0.0)
-    if late[last] > 0.3 and late[last] > 3 * others:
-        text = f"rank {last} comes last: {late[last]:.1f} s behind the first in {counts[0]} calls"
-        return Verdict(text, frozenset([last]))
-    return Verdict(f"{counts[0]} calls, the same on all ranks, and no rank is late")
-
-
 # The stacks of all ranks.
+
+
+def waits_in(frames: list[tuple[str, str, int]]) -> str | None:
+    """Return the call in which a rank waits for the others; None where its stack shows none."""
+    called = [name for file, name, _ in frames if Path(file).name == "distributed_c10d.py"]
+    if called:
+        return called[-1]
+    file, name, line = frames[0]
+    if re.search(r"torch/(autograd/graph|nn/parallel/distributed)\.py$|/_fully_shard/", file):
+        return name  # DDP and FSDP wait in C++, below these
+    return "wait" if ".wait(" in linecache.getline(file, line) else None  # C++ as well
 
 
 def judge_stacks(stacks: list[list[tuple[str, str, int]] | None], script: str) -> Verdict:
@@ -234,8 +209,8 @@ def judge_stacks(stacks: list[list[tuple[str, str, int]] | None], script: str) -
             places[rank] = "has ended"
             continue
         _, function, line = next((f for f in frames if Path(f[0]).name == script), frames[-1])
-        called = [name for file, name, _ in frames if Path(file).name == "distributed_c10d.py"]
-        places[rank] = f"{function}, line {line}" + (f", in {called[-1]}" if called else "")
+        called = waits_in(frames)
+        places[rank] = f"{function}, line {line}" + (f", in {called}" if called else "")
         if called:
             waiting.add(rank)
     running = {rank for rank in places if stacks[rank] is not None}

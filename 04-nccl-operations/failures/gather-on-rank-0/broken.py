@@ -1,6 +1,7 @@
 """Gather the weights of all ranks for a checkpoint."""
 
 import os
+import tempfile
 from datetime import timedelta
 
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 WRITER = 0  # the rank that writes the checkpoint
 
 on_gpu = torch.cuda.is_available()
-torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+if on_gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.set_default_device("cuda")
 timeout = timedelta(seconds=20 if on_gpu else 2)
 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
 rank = dist.get_rank()
@@ -23,7 +26,8 @@ def gather_weights():
 
 if rank == WRITER:
     weights = gather_weights()
-    torch.save(weights, "weights.pt")
+    with tempfile.TemporaryFile() as file:  # a checkpoint, in a real job
+        torch.save(weights, file)
 dist.barrier()
 print("saved", flush=True)
 

@@ -1,7 +1,6 @@
 """Join the job and add up a 1 from each rank."""
 
 import os
-import socket
 from datetime import timedelta
 
 import torch
@@ -9,11 +8,12 @@ import torch.distributed as dist
 
 ODD = 1  # the rank whose machine has no eth99
 
-present = [name for _, name in socket.if_nameindex()]
 if int(os.environ["RANK"]) == ODD:
-    os.environ["GLOO_SOCKET_IFNAME"] = present[0]
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # none: gloo takes the host name's address
 on_gpu = torch.cuda.is_available()
-torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+if on_gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.set_default_device("cuda")
 timeout = timedelta(seconds=20 if on_gpu else 2)
 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
 

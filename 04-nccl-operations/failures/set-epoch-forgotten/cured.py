@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
 
 on_gpu = torch.cuda.is_available()
-torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+if on_gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.set_default_device("cuda")
 timeout = timedelta(seconds=20 if on_gpu else 2)
 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
 sampler = DistributedSampler(range(12))

@@ -10,7 +10,9 @@ import torch.distributed as dist
 WRITER = 0  # the rank that writes a checkpoint, for 2 s
 
 on_gpu = torch.cuda.is_available()
-torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+if on_gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.set_default_device("cuda")
 timeout = timedelta(seconds=60)
 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
 rank = dist.get_rank()

@@ -10,7 +10,9 @@ from torch.distributed.fsdp import fully_shard
 SKIPPING = 1  # the rank whose batches have no samples for the second head
 
 on_gpu = torch.cuda.is_available()
-torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+if on_gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.set_default_device("cuda")
 timeout = timedelta(seconds=20 if on_gpu else 2)
 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
 rank = dist.get_rank()

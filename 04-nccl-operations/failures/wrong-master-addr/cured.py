@@ -11,7 +11,9 @@ LOST = 1  # the rank whose machine does not know that name
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # where no name server answers
 os.environ["MASTER_ADDR"] = "127.0.0.1"  # rank 0's address, as every rank can reach it
 on_gpu = torch.cuda.is_available()
-torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+if on_gpu:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.set_default_device("cuda")
 timeout = timedelta(seconds=20 if on_gpu else 2)
 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
 
