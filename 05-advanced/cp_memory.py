@@ -44,14 +44,17 @@ class LiveBytes(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def kept_for_backward(model):
-    """Collect in a dict the bytes that autograd keeps, by address; weights do not count."""
+def kept_for_backward(model, counts=lambda: True):
+    """Collect in a dict the bytes that autograd keeps, by address; weights do not count.
+
+    Nor does what is kept while `counts()` is false.
+    """
     weights = storages(list(model.parameters()))
     kept: dict[int, int] = {}
 
     def pack(tensor):
         for address, storage in storages(tensor).items():
-            if address not in weights:
+            if address not in weights and counts():
                 kept[address] = storage.nbytes()
         return tensor
 

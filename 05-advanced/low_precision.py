@@ -25,12 +25,13 @@ from lowp_checks import (
     check_scaling,
     check_skips,
     check_underflow,
+    chosen,
     draw,
     loss_of,
     refuse_fp8,
     refuse_scale,
 )
-from lowp_formats import RoundedAdamW, check_formats, check_sums
+from lowp_formats import check_formats, check_sums
 from lowp_memory import check_fsdp_bytes, check_memory
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -39,11 +40,11 @@ BF16_WEIGHTS = ("bf16-true", "bf16-stochastic", "bf16-masters")
 HERE = ("32-true", "bf16-mixed", "16-mixed", *BF16_WEIGHTS, "fp8-emulated")  # on every device
 
 
-def train_step(model, optimizer, scaler, precision, loss_of, batch):
+def train_step(model, optimizer, scaler, dtype, loss_of, batch):
     """Take one step; return its loss. Without float16 the scaler is disabled and does nothing."""
     optimizer.zero_grad()
     device = next(model.parameters()).device.type
-    with torch.autocast(device, AUTOCAST.get(precision), enabled=precision in AUTOCAST):
+    with torch.autocast(device, dtype, enabled=dtype is not None):
         loss = loss_of(model, *batch)
 
     scaler.scale(loss).backward()  # DDP averages the scaled gradients
@@ -55,6 +56,49 @@ def train_step(model, optimizer, scaler, precision, loss_of, batch):
     return loss.detach()
 
 
+# bfloat16 weights
+
+
+def round_stochastically(x, generator):
+    """Round float32 to one of the two nearest bfloat16, the nearer the likelier: right on average.
+
+    bfloat16 is the upper half of float32's bits: add a random lower half, and cut it off.
+    """
+    noise = torch.randint(2**16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
+    return ((x.view(torch.int32) + noise) & -(2**16)).view(torch.float32).bfloat16()
+
+
+class RoundedAdamW:
+    """AdamW in float32 for bfloat16 weights: keep float32 masters, or round stochastically."""
+
+    def __init__(self, weights, lr, keep_masters, seed):
+        self.weights = list(weights)
+        self.keep_masters = keep_masters
+        self.masters = [weight.detach().to(torch.float32, copy=True) for weight in self.weights]
+        self.adamw = torch.optim.AdamW(self.masters, lr=lr)
+        # The same numbers on every rank, or the replicas diverge.
+        self.generator = torch.Generator(self.weights[0].device).manual_seed(seed)
+
+    @torch.no_grad()
+    def step(self):
+        pairs = list(zip(self.masters, self.weights, strict=True))
+        for master, weight in pairs:
+            if not self.keep_masters:
+                master.data = weight.float()
+            master.grad = weight.grad.float()
+        self.adamw.step()
+        for master, weight in pairs:
+            stochastic = not self.keep_masters and weight.dtype == torch.bfloat16
+            weight.copy_(round_stochastically(master, self.generator) if stochastic else master)
+            master.grad = None
+            if not self.keep_masters:
+                master.data = master.new_empty(0)  # nothing but the bfloat16 survives a step
+
+    def zero_grad(self):
+        for weight in self.weights:
+            weight.grad = None
+
+
 # float8
 
 
@@ -63,6 +107,11 @@ def quantize(x, dtype):
     largest = torch.finfo(dtype).max
     scale = largest / x.abs().max().clamp(min=1e-12)
     return (x * scale).clamp(-largest, largest).to(dtype), scale
+
+
+def keep(x, dtype):
+    """Round nothing."""
+    return x, torch.ones((), device=x.device)
 
 
 def dequantize(numbers, scale):
@@ -109,12 +158,15 @@ def use_torchao(model):
 # training
 
 
-def prepare(model, precision, args):
-    """Turn a float32 model into one that trains in this precision; return optimizer and scaler."""
-    if precision in BF16_WEIGHTS:
+def prepare(model, precision, args, rounds=True):
+    """Turn a float32 model into one that trains in this precision; return optimizer and scaler.
+
+    Without `rounds` all numbers stay float32, and everything else is the same: for a check.
+    """
+    if precision in BF16_WEIGHTS and rounds:
         model.bfloat16()
     elif precision == "fp8-emulated":
-        emulate_float8(model, quantize)
+        emulate_float8(model, quantize if rounds else keep)
     elif precision == "fp8":
         use_torchao(model)
     weights = list(model.parameters())
@@ -126,15 +178,16 @@ def prepare(model, precision, args):
     return optimizer, torch.amp.GradScaler(device, init_scale=args.loss_scale, enabled=enabled)
 
 
-def train(job, precision, steps, loss_of=loss_of):
+def train(job, precision, steps, loss_of=loss_of, rounds=True):
     """Train under DDP; return model, optimizer, this rank's losses, and the steps it skipped."""
     model = job.build()
-    optimizer, scaler = prepare(model, precision, job.args)
+    optimizer, scaler = prepare(model, precision, job.args, rounds)
     ddp = DDP(model)
+    dtype = AUTOCAST.get(precision) if rounds else None
     losses, skipped = [], []
     for step, batch in enumerate(job.batches(steps, job.rank)):
         scale = scaler.get_scale()
-        losses.append(train_step(ddp, optimizer, scaler, precision, loss_of, batch))
+        losses.append(train_step(ddp, optimizer, scaler, dtype, loss_of, batch))
         skipped += [step] * (scaler.get_scale() < scale)
     return model, optimizer, torch.stack(losses), skipped
 
@@ -153,18 +206,6 @@ def parse_args():
     return parser.parse_args()
 
 
-def chosen(args, device, report):
-    """Return the precisions to train in, float32 first."""
-    if args.precision != "all":
-        return list(dict.fromkeys(["32-true", args.precision]))
-    try:
-        refuse_fp8(device)
-    except cli.UsageError as error:
-        report.say(f"skipped: {error}")
-        return list(HERE)
-    return [*HERE, "fp8"]
-
-
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
@@ -177,18 +218,18 @@ def main():
 
         check_formats(report)
         check_sums(report)
-        precisions = chosen(args, device, report)
+        precisions = chosen(args, device, report, HERE)
         trained = {name: train(job, name, args.max_steps) for name in precisions}
         check_memory(report, job, trained, train, AUTOCAST)
         check_fsdp_bytes(report, job)
         for name in precisions:
             if name != "fp8":  # its rounding is in torchao's kernels
-                check_parity(report, job, name, train, prepare)
-        check_rounding_off(report, job, emulate_float8)
+                check_parity(report, job, name, train)
+                check_rounding_off(report, job, name, train)
         check_scaling(report, job)
         check_skips(report, job, train)
         check_underflow(report, job, trained["32-true"][0])
-        check_lost_updates(report, job)
+        check_lost_updates(report, job, RoundedAdamW)
         if report.output and world.is_rank0:
             draw(report, job, trained)
         return report.finish("each precision trains as one process does with the same rounding")

@@ -1,7 +1,6 @@
-"""Floating-point formats: formulas and what casts find; rounded updates and sums; the pictures."""
+"""Floating-point formats: formulas and what casts find; rounded sums; the pictures."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,47 +105,7 @@ def check_formats(report: Report) -> None:
     report.table(rows, headers)
 
 
-# rounded updates and sums
-
-
-def round_stochastically(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Round float32 to one of the two nearest bfloat16, the nearer the likelier: right on average.
-
-    bfloat16 is the upper half of float32's bits: add a random lower half, and cut it off.
-    """
-    noise = torch.randint(2**16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
-    return ((x.view(torch.int32) + noise) & -(2**16)).view(torch.float32).bfloat16()
-
-
-class RoundedAdamW:
-    """AdamW in float32 for weights in bfloat16: keep float32 masters, or round stochastically."""
-
-    def __init__(
-        self, weights: Iterable[torch.Tensor], lr: float, keep_masters: bool, seed: int
-    ) -> None:
-        self.keep_masters = keep_masters
-        self.weights = list(weights)
-        self.masters = [weight.detach().float() for weight in self.weights]
-        self.adamw = torch.optim.AdamW(self.masters, lr=lr)
-        # The same numbers on every rank, or the replicas part.
-        self.generator = torch.Generator(self.weights[0].device).manual_seed(seed)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take AdamW's step in float32, then round the weights."""
-        for master, weight in zip(self.masters, self.weights, strict=True):
-            master.grad = weight.grad.float()
-            if not self.keep_masters:
-                master.copy_(weight)  # nothing but the bfloat16 survives a step
-        self.adamw.step()
-        for master, weight in zip(self.masters, self.weights, strict=True):
-            rounded = master if self.keep_masters else round_stochastically(master, self.generator)
-            weight.copy_(rounded)
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for weight in self.weights:
-            weight.grad = None
+# sums
 
 
 def error_of_sum(terms: int) -> tuple[float, float]:

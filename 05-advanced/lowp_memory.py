@@ -9,14 +9,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from cp_memory import kept_for_backward, storages
 from dist_common import models, runtime
 from dist_common.measure import CollectiveCounter
 from dist_common.report import Report
 from lowp_checks import Job, loss_of
 from lowp_formats import OTHER_SEED
 
-# Bytes per weight of weights, gradients and optimizer state: bf16-masters keeps float32 weights
-# beside Adam's two float32 moments; RoundedAdamW holds them for bf16-stochastic too, in a step.
+# Bytes per weight of weights, gradients and optimizer state, between two steps: bf16-masters keeps
+# float32 weights beside Adam's two float32 moments.
 STATE = {
     "32-true": (4, 4, 8), "bf16-mixed": (4, 4, 8), "16-mixed": (4, 4, 8), "fp8": (4, 4, 8),
     "fp8-emulated": (4, 4, 8), "bf16-true": (2, 2, 4), "bf16-masters": (2, 2, 12),
@@ -42,42 +43,32 @@ def kept_formula(config: models.TransformerConfig, name: str) -> tuple[int, int]
 
 def kept_bytes(job: Job, model: nn.Module, dtype, times: int) -> tuple[int, int]:
     """Count what autograd keeps of a batch, `times` over: of the blocks' linear layers, of all."""
-    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    everything, of_linears, inside = {}, {}, []
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:  # each storage counts once, and stays alive
-            everything[storage.data_ptr()] = storage
-            if inside:
-                of_linears[storage.data_ptr()] = storage
-        return tensor
-
-    hooks = []
+    inside, hooks, found = [], [], []
     for layer in model.blocks.modules():
         if isinstance(layer, nn.Linear):
             hooks.append(layer.register_forward_pre_hook(lambda *_: inside.append(0)))
             hooks.append(layer.register_forward_hook(lambda *_: inside.clear()))
     batch = [part.repeat(times, 1) for part in next(job.batches(1, job.rank))]
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast(job.device.type, dtype, enabled=dtype is not None),
-    ):
-        loss_of(model, *batch)
+    for counts in (lambda: inside, lambda: True):
+        with (
+            kept_for_backward(model, counts) as kept,
+            torch.autocast(job.device.type, dtype, enabled=dtype is not None),
+        ):
+            loss_of(model, *batch)
+        found.append(sum(kept.values()))
     for hook in hooks:
         hook.remove()
-    return tuple(sum(s.nbytes() for s in kept.values()) for kept in (of_linears, everything))
+    return tuple(found)
 
 
 def state_bytes(model: nn.Module, optimizer) -> tuple[int, int, int]:
-    """Sum the bytes of weights, gradients, and optimizer state with masters, if there are any."""
+    """Sum the bytes of weights, their gradients, and all that the optimizer holds."""
     weights = list(model.parameters())
     adam = getattr(optimizer, "adamw", optimizer)
     state = [t for s in adam.state.values() for name, t in s.items() if name != "step"]
-    if getattr(optimizer, "keep_masters", False):
-        state += optimizer.masters
-    gradients = [w.grad for w in weights]
-    return tuple(sum(t.nbytes for t in kind) for kind in (weights, gradients, state))
+    masters = getattr(optimizer, "masters", [])
+    kinds = weights, [w.grad for w in weights], [state, masters, [m.grad for m in masters]]
+    return tuple(sum(s.nbytes() for s in storages(kind).values()) for kind in kinds)
 
 
 def check_memory(report: Report, job: Job, trained: dict, train: Callable, autocast: dict) -> None:

@@ -36,9 +36,9 @@ def test_each_precision_trains_as_one_process_rounded_alike(run_script, tmp_path
     content = results_of(folder)
     checks = {check["name"]: check for check in content["checks"]}
     for name in load_script(SCRIPT).HERE:
-        assert {f"{name}: gradient, relative error", f"{name}: losses, relative error"} <= set(
-            checks
-        )
+        kinds = {"gradient", "losses"}
+        kinds |= {f"{kind} without rounding" for kind in kinds} if name != "32-true" else set()
+        assert {f"{name}: {kind}, relative error" for kind in kinds} <= set(checks)
     # Weights of width 32: two tables of 256 rows, a block of 4 attention matrices (k and v half as
     # wide), 3 of 64 columns, and 3 norms.
     weights = 2 * 256 * 32 + 3 * 32 * 32 + 3 * 32 * 64 + 3 * 32
@@ -68,6 +68,12 @@ def test_losses_of_rounding_at_full_width(run_script, tmp_path):
                        for s in (1, 65536))  # fmt: skip
     assert without > 0.1 > 0.01 > scaled
     assert metrics["updates lost at lr 1e-05"] > 0.5 > 0.2 > metrics["updates lost at lr 0.001"]
+    assert (
+        metrics["lost in 50 steps at lr 1e-05"] > 0.5 > 0.01 > metrics["masters lose at lr 1e-05"]
+    )
+    exact = metrics["32-true: loss"]
+    off = {name: abs(metrics[f"{name}: loss"] - exact) for name in load_script(SCRIPT).HERE}
+    assert max(off.values()) < abs(metrics["32-true, other weights: loss"] - exact), off
 
 
 # formats, without ranks
@@ -108,19 +114,29 @@ def test_stochastic_rounding_takes_both_neighbours_by_distance():
     generator = torch.Generator().manual_seed(0)
     for sign in (1, -1):
         third = torch.full((20_000,), sign * (1 + 0.25 * 2**-7))  # a quarter of the way up
-        rounded = lowp_formats.round_stochastically(third, generator).float()
+        rounded = load_script(SCRIPT).round_stochastically(third, generator).float()
         assert rounded.unique().numel() == 2
         # 4 standard deviations of a mean of 20,000 coins: 4 x sqrt(0.1875 / 20000) = 0.012.
         assert (rounded != sign).float().mean().item() == pytest.approx(0.25, abs=0.012)
+
+
+def test_stochastic_rounding_by_bits_is_stochastic_rounding_by_arithmetic():
+    numbers = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+    numbers = torch.cat((numbers * 10 ** (6 * numbers.roll(1)), torch.zeros(2), numbers.bfloat16()))
+    by_bits, by_arithmetic = (
+        round_(numbers, torch.Generator().manual_seed(1))
+        for round_ in (load_script(SCRIPT).round_stochastically, lowp_checks.round_to_a_neighbour)
+    )
+    assert torch.equal(by_bits, by_arithmetic) and not torch.equal(by_bits, numbers.bfloat16())
 
 
 # sabotage: one per kind of check
 
 
 def forget_to_unscale(script):
-    def train_step(model, optimizer, scaler, precision, loss_of, batch):
+    def train_step(model, optimizer, scaler, dtype, loss_of, batch):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16, enabled=precision == "16-mixed"):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
             loss = loss_of(model, *batch)
         scaler.scale(loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -170,6 +186,39 @@ def leave_gradients_unaveraged(script):
     script.DDP = lambda model: model
 
 
+def masters_forget(script):
+    """Start each step from the rounded weights: masters are there, and lose what bfloat16 does."""
+    right = script.RoundedAdamW.step
+
+    def step(optimizer):
+        for master, weight in zip(optimizer.masters, optimizer.weights, strict=True):
+            master.data.copy_(weight) if optimizer.keep_masters else None
+        right(optimizer)
+
+    script.RoundedAdamW.step = step
+
+
+def stochastic_keeps_its_copies(script):
+    right = script.RoundedAdamW.step
+
+    def step(optimizer):
+        right(optimizer)
+        if not optimizer.keep_masters:
+            for master, weight in zip(optimizer.masters, optimizer.weights, strict=True):
+                master.data = weight.detach().float()
+
+    script.RoundedAdamW.step = step
+
+
+def masters_in_a_learning_rate_of_their_own(script):
+    right = script.RoundedAdamW.__init__
+
+    def init(optimizer, weights, lr, keep_masters, seed):
+        right(optimizer, weights, 2 * lr if keep_masters else lr, keep_masters, seed)
+
+    script.RoundedAdamW.__init__ = init
+
+
 def double_a_gradient_in_backward(script):
     right = script.Float8Product.backward
 
@@ -187,7 +236,7 @@ def gather_in_float32(script):
 
 
 def cut_instead_of_rounding(script):
-    sys.modules["lowp_formats"].round_stochastically = lambda x, generator: (
+    script.round_stochastically = lambda x, generator: (
         (x.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
     )
 
@@ -206,11 +255,18 @@ def lose_part_of_the_loss_scale(script):
     )
 
 
-def keep_masters_in_adam(script):
+def flush_nothing_to_0(script):
+    right = lowp_checks.tensors_of_a_step
+    sys.modules["lowp_checks"].tensors_of_a_step = lambda job, model, dtype=None, factor=1.0: right(
+        job, model, None, factor
+    )
+
+
+def keep_a_third_number_in_adam(script):
     right = script.prepare
 
-    def prepare(model, precision, args):
-        optimizer, scaler = right(model, precision, args)
+    def prepare(model, precision, args, rounds=True):
+        optimizer, scaler = right(model, precision, args, rounds)
         if precision == "bf16-true":
             optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, amsgrad=True)
         return optimizer, scaler
@@ -227,8 +283,15 @@ SABOTAGES = [
      {"fp8-emulated: bytes kept by linear layers per token"}, FULL),
     (leave_gradients_unaveraged, "bf16-true",
      {"bf16-true: gradient, relative error", "bf16-true: bytes all-reduced by DDP"}, FULL),
+    (masters_forget, "bf16-masters",
+     {f"lr {lr:g}, masters, 50 steps: weights unlike float32's, rounded" for lr in (1e-4, 1e-5)},
+     ()),
+    (stochastic_keeps_its_copies, "bf16-stochastic",
+     {"bf16-stochastic, optimizer: bytes held"}, FULL),
+    (masters_in_a_learning_rate_of_their_own, "bf16-masters",
+     {"bf16-masters: losses without rounding, relative error"}, FULL),
     (double_a_gradient_in_backward, "fp8-emulated",
-     {"fp8-emulated without rounding: gradient, relative error"}, FULL),
+     {"fp8-emulated: gradient without rounding, relative error"}, FULL),
     (gather_in_float32, "32-true", {"FSDP2, bf16, reduce in bf16: bytes gathered",
                                     "FSDP2, bf16, reduce in bf16: bytes reduced"}, FULL),
     (cut_instead_of_rounding, "32-true",
@@ -237,7 +300,9 @@ SABOTAGES = [
      {"32-true: gradients changed by loss scaling"}, FULL),
     (lose_part_of_the_loss_scale, "32-true",
      {"tokens x 64, scale 65536: share that float16 rounds to 0"}, FULL),
-    (keep_masters_in_adam, "bf16-true", {"bf16-true, optimizer: bytes held"}, FULL),
+    (flush_nothing_to_0, "32-true",
+     {f"tokens x {times}, scale 1: share that float16 rounds to 0" for times in (1, 64)}, FULL),
+    (keep_a_third_number_in_adam, "bf16-true", {"bf16-true, optimizer: bytes held"}, FULL),
 ]  # fmt: skip
 
 
