@@ -276,7 +276,9 @@ def keep_a_third_number_in_adam(script):
 
 SKIPS = "16-mixed: ranks that skip the step one rank spoiled"
 SABOTAGES = [
-    (forget_to_unscale, "16-mixed", {"16-mixed: gradient, relative error"}, ()),
+    (forget_to_unscale, "16-mixed",
+     {f"16-mixed: {kind}, relative error" for kind in ("gradient", "gradient without rounding",
+                                                       "losses without rounding")}, ()),
     (one_rank_skips_alone, "16-mixed", {SKIPS, "distinct sets of weights over all ranks"}, ()),
     (do_not_scale_float8, "fp8-emulated", {"fp8-emulated: gradient, relative error"}, ()),
     (keep_float32_for_backward, "fp8-emulated",
