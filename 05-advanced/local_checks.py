@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: the task they train, their simulation in one process, bytes, pictures."""
+"""Check local_sgd.py: all ranks played in one process, the bytes; its tables and pictures."""
 
 import hashlib
 import math
@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils import vector_to_parameters
-from torch.utils.data import Subset
 
-from dist_common import data, measure, models, proofs, runtime
-from dist_common.cli import UsageError
+from dist_common import measure, models, proofs, runtime
 from dist_common.report import figure
+from local_task import Task, warmup_and_decay
 
 # float32 keeps 1.2e-7 of a number; sums of a few hundred, in another order, over some rounds.
 TOLERANCE = 1e-5  # relative to how far the weights moved
@@ -19,73 +18,9 @@ TOLERANCE = 1e-5  # relative to how far the weights moved
 # gradient that is all rounding error steps as far as any other. Both sides take a larger one.
 PROOF_EPS = 1e-5
 ROUNDS, STEPS_PER_ROUND = 4, 6  # of the proofs
-HELD_OUT = 20  # every 20th sequence of the text is for testing
 GPUS, FLOPS, BUSY = 8, 989e12, 0.4  # a worker: H100s, bfloat16 operations/s of each, part in use
 TOKENS = 524_288  # per worker and step
 LINKS = {"100 Mbit/s": 0.1e9, "1 Gbit/s": 1e9, "10 Gbit/s": 10e9, "400 Gbit/s": 400e9}  # bit/s
-
-
-class Task:
-    """Predict the next byte of Python's library: each rank trains on other modules of it."""
-
-    def __init__(self, args, world, device) -> None:
-        self.args, self.device, self.ranks, self.rank = args, device, world.world_size, world.rank
-        text = data.load_text(max_bytes=1_000_000)
-        self.sequences = data.Sequences(text, args.seq_len)
-        total, needed = len(self.sequences), HELD_OUT * self.ranks
-        if total < needed:
-            few = f"--seq-len {args.seq_len} cuts the text into {total} sequences"
-            raise UsageError(f"{few}, {self.ranks} ranks need {needed}: take a smaller one")
-        self.config = models.TransformerConfig(256, 32, 1, 2, 1, 88, args.seq_len)
-        numbers = torch.arange(len(self.sequences))
-        test = numbers % HELD_OUT == 0
-        self.shards = numbers[~test].tensor_split(self.ranks)
-        self.test = Subset(self.sequences, numbers[test][::6].tolist())
-        most = min(len(shard) for shard in self.shards)
-        if args.micro_batch_size > most:
-            raise UsageError(f"--micro-batch-size must be at most {most}, the sequences of a rank")
-        shard = f"{most:,} sequences of its own"
-        self.says = f"{self.config.num_parameters():,} weights; each rank has {shard}"
-
-    def build(self, setting, inner: str = "AdamW", eps: float = 1e-8):
-        """Return the same model on every rank, and an inner optimizer for it."""
-        runtime.seed_everything(self.args.seed)
-        model = models.Transformer(self.config).to(self.device)
-        if inner == "SGD":
-            return model, torch.optim.SGD(model.parameters(), lr=0.5)
-        # A k times larger batch has less noise: AdamW bears a learning rate sqrt(k) times larger.
-        lr = self.args.lr * math.sqrt(setting.accumulate)
-        return model, torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
-
-    def batches(self, steps: int, setting, rank: int | None = None):
-        """Yield a rank's batches, from its own part of the text. Shapes: (B, T) twice."""
-        rank = self.rank if rank is None else rank
-        draw = torch.Generator().manual_seed(1000 * self.args.seed + rank)
-        shard = self.shards[rank]
-        shuffled = Subset(self.sequences, shard[torch.randperm(len(shard), generator=draw)])
-        size = self.args.micro_batch_size * setting.accumulate
-        return data.batches_of(shuffled, steps, size, 0, size, self.device)
-
-    @torch.no_grad()
-    def held_out_loss(self, model) -> float:
-        """Return the loss on text that no rank trained on, the mean over the ranks' models."""
-        count = len(self.test)
-        tokens, targets = next(data.batches_of(self.test, 1, count, 0, count, self.device))
-        ignored = {"ignore_index": data.IGNORED}
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), **ignored)
-        dist.all_reduce(loss)
-        return loss.item() / self.ranks
-
-
-def warmup_and_decay(optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
-    """Raise the learning rate over a tenth of the steps, then lower it along a cosine to 0."""
-    warmup = max(1, steps // 10)
-
-    def factor(step: int) -> float:
-        rest = max(0, step - warmup) / max(1, steps - warmup)
-        return min(1, (step + 1) / warmup) * (1 + math.cos(math.pi * rest)) / 2
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def simulate(task: Task, setting, steps: int) -> torch.Tensor:
@@ -322,28 +257,24 @@ def draw_losses(folder, metrics, settings, drifts) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     colours = {"DDP": "tab:blue", "averaging": "tab:orange", "DiLoCo": "tab:green"}
+    sides = {"DDP": "center", "averaging": "bottom", "DiLoCo": "top"}  # so that no label covers one
     with figure(folder / "local_sgd_bytes.png", figsize=(8, 5)) as axes:
         losses = [metrics[f"{setting.name}: loss"] for setting in settings]
-        line_height = (max(losses) - min(losses)) / 25
-        labels: list[tuple[float, float]] = []
-        for setting, loss in sorted(zip(settings, losses, strict=True), key=lambda pair: pair[1]):
+        for setting, loss in zip(settings, losses, strict=True):
             kilobytes = metrics[f"{setting.name}: bytes per step"] / 1e3
             if setting.method == "alone":
                 axes.axhline(loss, color="grey", linestyle=":", label="alone: nothing sent")
                 continue
             axes.scatter(kilobytes, loss, color=colours[setting.method], zorder=3)
             label = setting.name.removeprefix(setting.method).lstrip(", ") or "DDP"
-            height = loss  # higher where it would cover another label
-            while any(abs(math.log(x / kilobytes)) < 1 and abs(y - height) < line_height
-                      for x, y in labels):  # fmt: skip
-                height += line_height / 4
-            labels.append((kilobytes, height))
-            white = {"facecolor": "white", "edgecolor": "none", "pad": 0.3}
-            axes.text(kilobytes * 1.04, height, label, fontsize=8, va="center", bbox=white)
+            factor, align = (1.04, "left") if setting.moments == "kept" else (0.96, "right")
+            place = {"ha": align, "va": sides[setting.method]}
+            axes.text(kilobytes * factor, loss, label, fontsize=8, **place)
         for method, colour in colours.items():
             axes.scatter([], [], color=colour, label=method)
         axes.set_xscale("log")
-        axes.set_xlim(right=axes.get_xlim()[1] * 1.2)  # room for the last label
+        left, right = axes.get_xlim()
+        axes.set_xlim(left / 2, right * 1.2)  # room for labels
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())

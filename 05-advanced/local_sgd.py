@@ -21,17 +21,17 @@ from dist_common import cli, measure, runtime
 from dist_common.report import Report
 from link_group import slow_group
 from local_checks import (
-    Task,
     check_bytes,
     check_lossless,
     check_rounds,
     draw_losses,
     print_losses,
     print_rounds_to_hide,
-    warmup_and_decay,
 )
+from local_task import Task, time_rounds, warmup_and_decay
 
 GENTLE = 0.5  # outer momentum that needs fewer rounds than the paper's 0.9
+TIMED = 3  # times that all settings end whole rounds, after one that does not count
 
 
 @torch.no_grad()
@@ -127,25 +127,29 @@ def settings_of(args):
             name = f"DiLoCo, H = {h}, momentum {momentum:g}"
             settings.append(Setting(name, "DiLoCo", h, "kept", args.outer_lr, momentum))
     for moments in ("averaged", "reset"):
-        name = f"averaging, H = {h}, moments {moments}"
-        settings.append(Setting(name, "averaging", h, moments))
+        longest = args.every[-1]
+        name = f"averaging, H = {longest}, moments {moments}"
+        settings.append(Setting(name, "averaging", longest, moments))
     return settings
 
 
 def run_setting(setting, task, args, group):
     """Train one setting; return held-out loss, what rounds send, and ms per step on the link."""
 
-    def run(steps, group=None):
+    def run(steps, group=None, timer=None):
         model, optimizer = task.build(setting)
         steps //= setting.accumulate
-        train(setting, model, optimizer, task.batches(steps, setting), steps, group)
+        batches = task.batches(steps, setting)
+        if timer:
+            batches = time_rounds(batches, args.whole_rounds // setting.accumulate, timer)
+        train(setting, model, optimizer, batches, steps, group)
         return model
 
     loss = task.held_out_loss(run(args.max_steps))
     with measure.CollectiveCounter() as counter:
         run(args.whole_rounds)
-    with measure.StepTimer(task.device) as timer:
-        run(args.whole_rounds, group)
+    timer = measure.StepTimer(task.device, warmup=1)
+    run((timer.warmup + TIMED) * args.whole_rounds, group, timer)
     return loss, counter, timer.median_ms() / args.whole_rounds
 
 
@@ -179,7 +183,7 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/local_sgd.py", args, world, device)
         task = Task(args, world, device)
-        group, how = slow_group(args.link)
+        group, how = slow_group(args.link, late=True)
         report.start(task.says, how)
 
         drifts = check_rounds(report, task, train, Setting)

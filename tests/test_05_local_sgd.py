@@ -1,6 +1,7 @@
 """Local SGD and DiLoCo: each equals itself in one process, DDP with its loss off, and its bytes."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch.distributed as dist
 from conftest import GPUS, REPO, load_script, results_of, run_command
 
 import local_checks
-from dist_common import models
+import local_task
+from dist_common import measure, models
 
 LOCAL = "05-advanced/local_sgd.py"
 SMALL = ("--max-steps", 6, "--seq-len", 16, "--micro-batch-size", 1)
@@ -19,7 +21,7 @@ FULL = pytest.mark.full
 
 def no_link(script):
     local_checks.ROUNDS = 2  # fewer than a reader's run has
-    script.slow_group = lambda rate: (dist.group.WORLD, "link: none emulated")
+    script.slow_group = lambda rate, late: (dist.group.WORLD, "link: none emulated")
 
 
 # the script
@@ -55,6 +57,32 @@ def test_each_method_equals_itself_in_one_process(run_script, tmp_path, world_si
         assert min(apart[1]) > 1e-4
         for moments in ("kept", "averaged"):
             assert metrics[f"AdamW differs from DDP, moments {moments}"] > 0.01
+
+
+def rounds_timed(rank: int, world_size: int) -> tuple[int, float, int]:
+    """Return the rounds timed, the shortest in ms, and the batches that came through.
+
+    A batch takes 10 ms to draw, and none to train on; a round ends after 30 ms.
+    """
+    timer = measure.StepTimer(torch.device("cpu"), warmup=1)
+
+    def drawn():
+        for number in range(6):
+            time.sleep(0.01)
+            yield number
+
+    count = 0
+    for number in local_task.time_rounds(drawn(), 2, timer):
+        count += 1
+        if number % 2:
+            time.sleep(0.03)
+    return len(timer.steps_ms), min(timer.steps_ms), count
+
+
+def test_a_round_is_timed_to_its_end(on_ranks):
+    """What ends a round counts, since it may send: the shortest round is no shorter."""
+    ((rounds, shortest, count),) = on_ranks(rounds_timed, 1)
+    assert (rounds, count) == (3, 6) and shortest >= 30
 
 
 # sabotage: one per kind of check
@@ -204,6 +232,22 @@ def test_local_sgd_on_an_emulated_link(torchrun, tmp_path):
     assert "link: 200 Mbit/s per rank" in ended.stdout
     metrics = results_of(folder)["metrics"]
     assert metrics["DDP: sending_ms"] == pytest.approx(28_000 * 4 * 8 / 200e6 * 1e3)
+    assert not faster_than_the_link(metrics)
+
+
+def faster_than_the_link(metrics: dict) -> set[str]:
+    """Return the settings with a step shorter than its sending: a busy machine has none either."""
+    names = {name.removesuffix(": sending_ms") for name in metrics if name.endswith(": sending_ms")}
+    return {n for n in names if metrics[f"{n}: step_time_ms"] < metrics[f"{n}: sending_ms"]}
+
+
+@FULL
+def test_a_link_that_delays_nothing_is_noticed(run_script, tmp_path):
+    """0.1 Mbit/s: nine seconds of sending, and no message is as late as that."""
+    argv = (*ONE, "--link", "0.1mbit", "--output-dir", tmp_path / "run")
+    ended = run_script(LOCAL, *argv, world_size=2, before=no_link)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "DDP" in faster_than_the_link(results_of(tmp_path / "run")["metrics"])
 
 
 @FULL
