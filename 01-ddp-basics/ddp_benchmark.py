@@ -82,6 +82,7 @@ def show_scaling(report, args, found):
     """Print and draw what a step takes on each number of ranks, and where it goes."""
     rows = []
     strong = []
+    noise = 0.0
     efficiency = {"strong": [], "weak": []}
     for kind in efficiency:
         for ranks, metrics in found.items():
@@ -93,8 +94,12 @@ def show_scaling(report, args, found):
             report.metrics[f"{kind}_step_time_ms_{ranks}"] = full
             report.metrics[f"{kind}_efficiency_{ranks}"] = ideal / full
             strong += [parts] if kind == "strong" else []
+            if ranks == 1:
+                noise = max(noise, *map(abs, parts[1:]))
+    report.metrics["noise_ms"] = noise
     report.say("a step is the sum of ideal and four losses:")
     report.table(rows, ("scaling", "ranks", "step", *PARTS, "efficiency"))
+    report.say(f"noise {noise:.1f} ms: one rank loses nothing, and its rows show up to that")
     if report.output:
         title = f"{args.model}, global batch {args.global_batch_size}"
         columns = dict(zip(PARTS, zip(*strong, strict=True), strict=True))

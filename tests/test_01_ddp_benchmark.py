@@ -41,6 +41,7 @@ def test_a_step_is_the_sum_of_ideal_and_what_is_lost(tmp_path, capsys):
     numbers = [words[::2] for words in lines if words[:2] == ["strong", "2"]]
     assert numbers == [["strong", "80.0", "50.0", "2.0", "13.0", "5.0", "10.0", "62%"]]
     assert report.metrics["strong_efficiency_2"] == 50 / 80
+    assert report.metrics["noise_ms"] == 1, "of one rank, full - slowest"
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert [check.ok for check in report.checks] == [False], "another gradient on two ranks"
 
