@@ -267,9 +267,10 @@ def draw_losses(folder, metrics, settings, drifts) -> None:
                 continue
             axes.scatter(kilobytes, loss, color=colours[setting.method], zorder=3)
             label = setting.name.removeprefix(setting.method).lstrip(", ") or "DDP"
-            factor, align = (1.04, "left") if setting.moments == "kept" else (0.96, "right")
-            place = {"ha": align, "va": sides[setting.method]}
-            axes.text(kilobytes * factor, loss, label, fontsize=8, **place)
+            factor, align, side = 1.04, "left", sides[setting.method]
+            if setting.moments != "kept":
+                factor, align, side = 0.96, "right", "top"
+            axes.text(kilobytes * factor, loss, label, fontsize=8, ha=align, va=side)
         for method, colour in colours.items():
             axes.scatter([], [], color=colour, label=method)
         axes.set_xscale("log")
