@@ -121,6 +121,10 @@ def draw(path, ranks, parts, efficiency, title):
             heights = [max(value, 0.0) for value in values]  # noise may make a part negative
             left.bar(names, heights, 0.6, bottom=floor, label=name)
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
+        steps = [sum(values) for values in zip(*parts.values(), strict=True)]
+        places = range(len(names))
+        ends = [place - 0.35 for place in places], [place + 0.35 for place in places]
+        left.hlines(steps, *ends, colors="black", label="the step")
         left.set(title=f"A step of strong scaling\n({title})", xlabel="ranks", ylabel="ms")
         left.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)  # beside the bars
         right.axhline(100, color="grey", linestyle="--", linewidth=1)
