@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from compress_job import NextByte, loss_of, train
+from compress_job import CONTEXT, NextByte, loss_of, train
 from dist_common import measure, proofs, runtime
 from dist_common.report import Report
 
@@ -130,12 +130,26 @@ def noting(method: partial, steps: list) -> Callable:
     return make
 
 
+def batches_without_ties(report: Report) -> list[list[list[torch.Tensor]]]:
+    """Return random batches, [step][rank], in which no context has a byte twice.
+
+    Equal bytes make equal gradients, and of equal sizes topk may take any: two right answers.
+    """
+    args, generator = report.args, torch.Generator().manual_seed(report.args.seed)
+
+    def draw() -> list[torch.Tensor]:
+        shuffled = torch.rand(args.micro_batch_size, 256, generator=generator).argsort(1)
+        return [part.to(report.device) for part in (shuffled[:, :CONTEXT], shuffled[:, CONTEXT])]
+
+    return [[draw() for _ in range(report.world.world_size)] for _ in range(STEPS)]
+
+
 class Proof:
     """Trains NextByte a few steps in each way, and compares the weights."""
 
-    def __init__(self, report: Report, data_parallel, batches: list) -> None:
+    def __init__(self, report: Report, data_parallel) -> None:
         self.report, self.data_parallel = report, data_parallel
-        self.batches, self.world = batches[:STEPS], report.world
+        self.batches, self.world = batches_without_ties(report), report.world
         self.start = proofs.flat(self.build().parameters())
 
     def build(self) -> nn.Module:

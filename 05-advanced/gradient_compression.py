@@ -29,7 +29,7 @@ from compress_job import (
     time_methods,
     train_methods,
 )
-from compress_proofs import STEPS, Proof, check_methods, check_pytorch, check_without_loss
+from compress_proofs import Proof, check_methods, check_pytorch, check_without_loss
 from dist_common import cli, runtime
 from dist_common.report import Report
 from link_group import slow_group
@@ -168,10 +168,10 @@ def main():
         weights = list(NextByte().parameters())
         refuse_settings(args.powersgd_rank, args.top_k_fraction, weights)
         methods = methods_of(args.top_k_fraction, args.powersgd_rank)
-        batches, test = draw_batches(args, max(args.max_steps, STEPS), world.world_size, device)
+        batches, test = draw_batches(args, args.max_steps, world.world_size, device)
         report.start(describe(args, world.world_size, weights))
 
-        proof = Proof(report, data_parallel, batches)
+        proof = Proof(report, data_parallel)
         check_methods(proof, methods)
         check_without_loss(proof, methods)
         check_pytorch(proof, methods["PowerSGD"])
@@ -181,7 +181,7 @@ def main():
             optimizer = OPTIMIZERS[args.optimizer](model.parameters())
             return data_parallel(model, methods[name], group), optimizer
 
-        own = [step[world.rank] for step in batches[: args.max_steps]]
+        own = [step[world.rank] for step in batches]
         losses = train_methods(report, prepare, own, test)
         alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(world.world_size)])
         link, _ = slow_group(args.link, late=True)
