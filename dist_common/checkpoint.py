@@ -8,12 +8,15 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -148,6 +151,157 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
     changed = [name for name in new if old.get(name) != new[name]]
     changes = [f"{name} {old.get(name)} -> {new[name]}" for name in changed]
     return f"changed since then: {', '.join(changes) or 'nothing'}"
+
+
+class Store:
+    """How a run's state gets into a checkpoint's folder, and out of it again.
+
+    A collective on a disk that all ranks share; `alone`, rank 0 writes and reads for the others.
+    """
+
+    alone = False
+    group: dist.ProcessGroup | None = None  # for names and checksums
+    rng: dict[str, Any] | None = None  # this rank's random state, once it is read
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the whole model by name: their shapes say whether it is ours."""
+        return {}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what else the manifest says."""
+        return {}
+
+    def problem(self, facts: dict[str, Any]) -> str | None:
+        """Say why a checkpoint with this manifest is none for this run; None if it is one."""
+        return other_model(facts, self.tensors())
+
+    def collect(self) -> Any:
+        """Return what `write` needs of the other ranks. A collective."""
+
+    def write(self, folder: Path, collected: Any) -> None:
+        """Write the state to an empty folder."""
+        raise NotImplementedError
+
+    def read(self, folder: Path) -> None:
+        """Read the state back, and this rank's random state into `rng`."""
+        raise NotImplementedError
+
+    def restore_rng(self) -> None:
+        """Set the random state that was read; without one, as on more ranks than before, none."""
+        if self.rng:
+            set_rng_state(self.rng)
+
+
+class Replicated(Store):
+    """State that every rank holds whole: rank 0 writes and reads it, no disk need be shared."""
+
+    alone = True
+
+    def __init__(self, model: torch.nn.Module, **parts: Any) -> None:
+        self.model, self.parts = model, {"model": model, **parts}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.model.state_dict()
+
+    def collect(self) -> list[dict[str, Any]]:
+        return gather(rng_state())
+
+    def write(self, folder: Path, collected: list[dict[str, Any]]) -> None:
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        with open(folder / "state.pt", "wb") as file:  # a path would lose the reason of a failure
+            torch.save(state | {"rng": collected}, file)
+
+    def read(self, folder: Path) -> None:
+        state = None
+        if dist.get_rank() == 0:
+            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        state = from_rank0(state)
+        for name, part in self.parts.items():
+            if name in state:
+                part.load_state_dict(state[name])
+        states = state["rng"]
+        self.rng = states[dist.get_rank()] if dist.get_rank() < len(states) else None
+
+
+class Sharded(Store):
+    """State of which each rank holds a part: each writes its own, and any number of ranks reads it.
+
+    `whole` is the state dict of the whole model, on meta.
+    """
+
+    def __init__(self, model, optimizer, whole: dict[str, torch.Tensor], timeout_s: float) -> None:
+        self.model, self.optimizer, self.whole = model, optimizer, whole
+        # Names and checksums are no GPU tensors.
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.whole
+
+    def state(self) -> dict[str, Any]:
+        """Return weights and moments by the names of the whole model. A collective."""
+        from torch.distributed.checkpoint import state_dict as dcp
+
+        # By name of the weight, not by its place in the optimizer.
+        self.by_name = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
+        moments = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=self.by_name)
+        return {"model": dcp.get_model_state_dict(self.model), "optimizer": moments}
+
+    def write(self, folder: Path, collected: None) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(self.state(), checkpoint_id=folder, process_group=self.group)
+        torch.save(rng_state(), folder / f"rng-{dist.get_rank()}.pt")
+
+    def read(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
+
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder, process_group=self.group)
+        set_model_state_dict(self.model, state["model"])
+        moments = state["optimizer"]
+        set_optimizer_state_dict(self.model, self.optimizer, moments, options=self.by_name)
+        rng = folder / f"rng-{dist.get_rank()}.pt"
+        self.rng = torch.load(rng, weights_only=True) if rng.exists() else None
+
+
+def save(directory: Path, step: int, store: Store, facts: dict[str, Any], keep: int = 2) -> None:
+    """Write a checkpoint of a store, with `facts` in its manifest. A collective."""
+    collected = store.collect()
+    if store.alone and dist.get_rank() != 0:
+        return
+    facts = {"tensors": shapes_of(store.tensors()), **store.facts(), **facts}
+    with sealed(directory, step, facts, keep, store.group, store.alone) as folder:
+        store.write(folder, collected)
+
+
+def find(directory: Path, report: Report, store: Store) -> tuple[Path, dict[str, Any]] | None:
+    """Return folder and manifest of the newest checkpoint that `store` can read. A collective."""
+    return newest(directory, report, store.problem, store.group, store.alone)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return this rank's random state, in a form that torch.load takes with weights_only."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Set this rank's random state to what `rng_state` returned."""
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def found(directory: Path) -> list[Path]:

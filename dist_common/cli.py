@@ -4,13 +4,12 @@ import argparse
 import atexit
 import contextlib
 import functools
-import math
 import os
 import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -53,45 +52,6 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
 
-def add_job_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
-    """Add the flags of the one job that every template trains: model, data, order, schedule."""
-    add, positive = parser.add_argument, positive_int
-    add("--preset", choices=presets, default="tiny", help="size of the model (tiny)")
-    add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
-    add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
-    add("--micro-batch-size", type=positive, default=8, help="sequences per rank at a time (8)")
-    add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
-    add("--global-batch-size", type=positive, help="sequences per step: sets --grad-accum-steps")
-    add("--max-steps", type=positive, default=60, help="optimizer steps of the whole run (60)")
-    add("--lr", type=positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
-    add("--warmup-steps", type=whole_number, default=10, help="steps of linear warmup (10)")
-    precisions = ("32-true", "bf16-mixed", "16-mixed")
-    add("--precision", choices=precisions, default="32-true", help="(32-true)")
-
-
-def lr_at(step: int, args: argparse.Namespace) -> float:
-    """Return the job's learning rate in a step, counted from 1: warmup, then cosine to a tenth."""
-    if step <= args.warmup_steps:
-        return args.lr * step / args.warmup_steps
-    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
-    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
-def due(step: int, every: int, last: bool) -> bool:
-    """Say whether what is done every so many steps, and after the last one, is due; 0 is never."""
-    return every > 0 and (last or step % every == 0)
-
-
-def stop_unless_finite(step: int, loss: float, norm: float, where: str = "") -> None:
-    """End the run, on all ranks together, when loss or gradient norm is infinite or no number."""
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise FloatingPointError(
-            f"stopped: in step {step} the loss is {loss:.4g}{where}, gradient norm {norm:.4g}: try "
-            "a lower --lr, or look at that data; the newest checkpoint may already be diverging: "
-            "try the one before"
-        )
-
-
 def whole_number(text: str, low: int = 0) -> int:
     """Parse a whole number from `low` to 2**31 - 1."""
     if not (text.isdecimal() and low <= int(text) < 2**31):
@@ -116,6 +76,14 @@ def link_rate(text: str) -> float:
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"must be like 100mbit or 1gbit, not {text!r}")
     return float(match[1]) * {"m": 1e6, "g": 1e9}[match[2]] / 8
+
+
+def byte_size(text: str) -> int:
+    """Parse 8, 4K, 128M or 1G: powers of 1024, as nccl-tests does."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text, re.IGNORECASE)
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"must be a size like 8, 4K, 128M or 1G, not {text!r}")
+    return int(match[1]) * 1024 ** " KMG".index(match[2].upper() or " ")
 
 
 def run(main: Callable[[], int]) -> None:

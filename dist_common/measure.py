@@ -7,27 +7,16 @@ import resource
 import statistics
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from dist_common.cli import UsageError
 from dist_common.models import TransformerConfig
+from dist_common.runtime import World, gather
 
 GIB = 2**30  # bytes
-# Bytes that a rank sends per byte of the whole tensor, by algorithms that send no more than a ring.
-# Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
-RING_FACTOR = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "send": lambda ranks: 1,
-} | dict.fromkeys(
-    ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "broadcast", "reduce"),
-    lambda ranks: (ranks - 1) / ranks,
-)
 # Dense peak in TFLOP/s: float32 outside the tensor cores, bfloat16 in them (V100: float16). By the
 # name that the driver gives, the first that fits. Source: NVIDIA data sheets.
 PEAK_TFLOPS = {
@@ -73,30 +62,6 @@ class StepTimer:
         return statistics.fmean(self.steps_cpu_ms[self.warmup :] or self.steps_cpu_ms)
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Count `calls` and `bytes` handed over by operation ("allreduce_"), those of DDP's own too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            name = func.overloadpacket.__name__
-            self.calls[name] += 1
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            self.bytes[name] += sum(tensor.nbytes for tensor in tensors)
-        return func(*args, **(kwargs or {}))
-
-
-def bytes_written() -> int | None:
-    """Return the bytes written to files and gloo's sockets (Linux, proc(5)); elsewhere None."""
-    if dist.get_backend() != "gloo" or not sys.platform.startswith("linux"):
-        return None
-    return psutil.Process().io_counters().write_chars
-
-
 def core_count() -> int | None:
     """Return the cores that this process may use, or that there are where macOS does not say."""
     known = hasattr(psutil.Process, "cpu_affinity")
@@ -111,11 +76,36 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
+def memory_in_use(device: torch.device) -> int:
+    """Return the bytes in use now: allocated on a GPU, resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
 def available_memory(device: torch.device) -> int:
     """Return the bytes that are free on a GPU, or that the machine can still give on the CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
+
+
+def require_memory(what: str, needed: int, shards: int, device: torch.device, world: World) -> None:
+    """Refuse what takes more bytes than all ranks have; call it on all, before allocating.
+
+    Units: bytes, `needed` of all `shards` ranks together, which hold equal parts.
+    Raises: UsageError with what is needed, what there is, and how many ranks would do.
+    """
+    free = available_memory(device)
+    free //= world.local_world_size if device.type == "cpu" else 1  # ranks share a machine's
+    least = min(gather(free))
+    if needed / shards > least:
+        raise UsageError(
+            f"{what} needs {needed / GIB:,.1f} GiB for weights, gradients and optimizer state, "
+            f"{needed / shards / GIB:,.1f} GiB on each of {shards} ranks, and activations on top; "
+            f"a rank has {least / GIB:,.1f} GiB: shard over more than {needed // least:,} such "
+            "ranks, or take a smaller model"
+        )
 
 
 def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
@@ -135,10 +125,13 @@ def mfu(flops_per_second: float, device: torch.device, precision: str) -> float 
 
 
 class StepLog:
-    """Keep steps' numbers in folder/metrics.jsonl; drop older ones from `first_step` on."""
+    """Keep steps' numbers in folder/metrics.jsonl; drop older ones from `first_step` on.
 
-    def __init__(self, folder: Path | None, first_step: int) -> None:
-        self.file = None
+    With `tensorboard` in its format too. Raises: UsageError when TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path | None, first_step: int, tensorboard: bool = False) -> None:
+        self.file, self.writer = None, None
         if folder is None:
             return
         path, partial = folder / "metrics.jsonl", folder / "metrics.partial"
@@ -149,11 +142,21 @@ class StepLog:
         partial.write_text("".join(f"{line}\n" for line in kept))
         partial.replace(path)
         self.file = path.open("a")
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UsageError("--tensorboard: pip install tensorboard first") from error
+            self.writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
 
     def write(self, step: int, **values: float) -> None:
         """Write the values of a step by name, at once: a run that is killed has them."""
-        # JSON knows no infinity, which the norm of a gradient is where float16 overflowed.
-        values = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        if self.file:
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if self.file:  # JSON knows no infinity, which a norm is where float16 overflowed
+            line = {"step": step} | dict.fromkeys(values) | finite
+            self.file.write(json.dumps(line) + "\n")
             self.file.flush()
+        if self.writer:
+            for name, value in finite.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()

@@ -1,6 +1,7 @@
 """The model that most scripts train: one Llama-style decoder, with presets from 1M to 70B."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_common.cli import UsageError
+
+# Drawing as one process does is a job of the CPU: beyond this, of more than ten minutes.
+DRAWN_AS_ONE_PROCESS = 10e9  # weights
 
 
 @dataclass(frozen=True)
@@ -155,3 +159,54 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))  # (B, T, V)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: its part of a DTensor, any other as it is."""
+    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+
+
+def cut_like(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, cut as the DTensor `weight` is."""
+    if not hasattr(weight, "placements"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    cut = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+    return cut.to_local()
+
+
+@torch.no_grad()
+def drawn_weights(
+    config: TransformerConfig, seed: int, device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) of the whole model as one process with this seed draws it, one by one.
+
+    Beyond DRAWN_AS_ONE_PROCESS weights they are drawn on `device` instead of the CPU: other
+    numbers, the same on any number of ranks too.
+    """
+    with torch.device("meta"):
+        whole = Transformer(config)
+    names = [name for name, _ in whole.named_parameters()]  # tied weights are there once
+    torch.manual_seed(seed)
+    if config.num_parameters() <= DRAWN_AS_ONE_PROCESS:
+        device = torch.device("cpu")
+        for layer in whole.modules():  # PyTorch draws when it makes a layer, before the model does
+            if isinstance(layer, (nn.Embedding, nn.Linear)):
+                layer.to_empty(device=device).reset_parameters()
+                layer.to("meta")
+    for name in names:
+        drawn = torch.empty(whole.get_parameter(name).shape, device=device)
+        whole.draw(name, drawn)
+        yield name, drawn
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module, config: TransformerConfig, seed: int) -> None:
+    """Fill a model, sharded or a part of the whole, with this rank's part of `drawn_weights`."""
+    own = dict(model.named_parameters())
+    device = local(next(iter(own.values()))).device
+    for name, drawn in drawn_weights(config, seed, device):
+        if name in own:
+            part = local(own[name])
+            part.copy_(cut_like(drawn.to(part.device), own[name]))

@@ -16,6 +16,10 @@ import torch.distributed as dist
 
 from dist_common.cli import UsageError, tear_down, tell
 
+# torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class World:

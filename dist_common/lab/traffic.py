@@ -1,18 +1,30 @@
-"""What a training step costs: traffic, memory, CPU time, under the same names in each template."""
+"""What a step sends and holds: one counter of collectives, and what each sends in a ring."""
 
-from collections.abc import Collection, Iterable, Iterator
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_common.measure import GIB, RING_FACTOR, StepTimer, peak_memory_gib
+from dist_common.measure import GIB, StepTimer, memory_in_use, peak_memory_gib
+from dist_common.models import local
 from dist_common.runtime import gather
+
+# Bytes that a rank sends per byte of the whole tensor, by algorithms that send no more than a ring.
+# Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
+RING_FACTOR = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "send": lambda ranks: 1,
+} | dict.fromkeys(
+    ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "broadcast", "reduce"),
+    lambda ranks: (ranks - 1) / ranks,
+)
 
 
 class Collective(NamedTuple):
@@ -37,7 +49,7 @@ class TrafficCounter(TorchDispatchMode):
         self.collectives: list[Collective] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(kind.__name__ == "DTensor" for kind in types):  # its import takes seconds
             return NotImplemented  # it calls what it is made of, which then comes here
         if func.namespace in ("c10d", "_c10d_functional"):
             self.note(func, args)
@@ -54,6 +66,19 @@ class TrafficCounter(TorchDispatchMode):
         if kind == "all_gather" and func.namespace == "_c10d_functional":  # the part alone
             sizes.append(group.size() * max(sizes))
         self.collectives.append(Collective(kind, max(sizes), group.size(), group.group_name))
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Return how many collectives were started, by kind."""
+        return Counter(call.kind for call in self.collectives)
+
+    @property
+    def nbytes(self) -> Counter[str]:
+        """Return the bytes of the whole tensors, by kind."""
+        sizes: Counter[str] = Counter()
+        for call in self.collectives:
+            sizes[call.kind] += call.nbytes
+        return sizes
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """Return calls and bytes sent, by kind; a group of one sends nothing."""
@@ -80,11 +105,14 @@ def group_of(args: tuple) -> dist.ProcessGroup:
 
 
 class StepProbe:
-    """Look once at what a step sends and what a rank holds in it; make it before the model."""
+    """Look once at what a step sends and what a rank holds in it.
 
-    def __init__(self, device: torch.device) -> None:
+    `before` are the bytes in use before the model was made: those in use now, if it is made later.
+    """
+
+    def __init__(self, device: torch.device, before: int | None = None) -> None:
         self.device = device
-        self.before = memory_in_use(device)
+        self.before = memory_in_use(device) if before is None else before
         self.traffic: TrafficCounter | None = None
         self.held: dict[str, int] = {}  # bytes by what they are for
         self.optimizer: torch.optim.Optimizer | None = None
@@ -103,17 +131,17 @@ class StepProbe:
 
     def size(self, tensors: Iterable[torch.Tensor]) -> int:
         """Return the bytes that this rank's device holds of tensors, sharded or not."""
-        own = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+        own = map(local, tensors)
         return sum(t.nbytes for t in own if t.device.type == self.device.type)
 
-    def watch(self, steps: Collection[int]) -> Iterator[int]:
+    def watch(self, steps: Iterable) -> Iterator:
         """Yield steps and count what the second one sends: the first may set up more."""
         for place, step in enumerate(steps):
-            if self.traffic is None and place == min(1, len(steps) - 1):
+            if place > 1:
+                yield step
+            else:
                 with TrafficCounter() as self.traffic:
                     yield step
-            else:
-                yield step
 
     def metrics(self, timer: StepTimer) -> dict:
         """Return what results.json says of a step. A collective.
@@ -146,8 +174,8 @@ class StepProbe:
         }
 
 
-def memory_in_use(device: torch.device) -> int:
-    """Return the bytes in use now: allocated on a GPU, resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return psutil.Process().memory_info().rss
+def bytes_written() -> int | None:
+    """Return the bytes written to files and gloo's sockets (Linux, proc(5)); elsewhere None."""
+    if dist.get_backend() != "gloo" or not sys.platform.startswith("linux"):
+        return None
+    return psutil.Process().io_counters().write_chars

@@ -1,0 +1,353 @@
+"""The one job of every template, as one loop: its flags, data, schedule, and place in them.
+
+A generator of steps, no Trainer: forward, backward, clipping and the optimizer stay in the script.
+"""
+
+import argparse
+import json
+import math
+import signal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_common import checkpoint, data, measure
+from dist_common.cli import ArgumentParser, UsageError, positive_float, positive_int, whole_number
+from dist_common.report import Report
+from dist_common.runtime import gather
+
+
+def add_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
+    """Add the flags of the one job, and those of its loop."""
+    add_task_flags(parser, presets)
+    add_loop_flags(parser)
+
+
+def add_task_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
+    """Add the flags that say what is trained: model, data, order, schedule."""
+    add, positive = parser.add_argument, positive_int
+    add("--preset", choices=presets, default="tiny", help="size of the model (tiny)")
+    add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
+    add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
+    add("--micro-batch-size", type=positive, default=8, help="sequences per rank at a time (8)")
+    add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
+    add("--global-batch-size", type=positive, help="sequences per step: sets --grad-accum-steps")
+    add("--max-steps", type=positive, default=60, help="optimizer steps of the whole run (60)")
+    add("--lr", type=positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
+    add("--warmup-steps", type=whole_number, default=10, help="steps of linear warmup (10)")
+    precisions = ("32-true", "bf16-mixed", "16-mixed")
+    add("--precision", choices=precisions, default="32-true", help="(32-true)")
+
+
+def add_loop_flags(parser: ArgumentParser) -> None:
+    """Add the flags that say how often the loop looks, evaluates and saves."""
+    add, whole = parser.add_argument, whole_number
+    add("--max-grad-norm", type=positive_float, default=1.0, help="clip longer gradients (1)")
+    add("--log-every", type=positive_int, default=10,
+        help="most steps between two looks at losses and stop signals (10)")  # fmt: skip
+    add("--eval-every", type=whole, default=30, help="steps, or 0 for never (30)")
+    add("--save-every", type=whole, default=20,
+        help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
+    add("--num-workers", type=whole, default=0, help="processes per rank that load data (0)")
+    add("--tensorboard", action="store_true", help="write for TensorBoard to --output-dir too")
+    add("--parity-steps", type=whole,
+        help="steps to compare with one process (0 for presets other than tiny)")  # fmt: skip
+
+
+def parse(parser: ArgumentParser, parity_steps: int = 1) -> argparse.Namespace:
+    """Parse, and set what depends on other flags. Raises: UsageError for a contradiction."""
+    args = parser.parse_args()
+    if args.parity_steps is None and "preset" in args:  # without one the script's proofs settle it
+        args.parity_steps = parity_steps if args.preset == "tiny" else 0
+    if args.tensorboard and not args.output_dir:
+        parser.error("--tensorboard needs --output-dir, the folder to write to")
+    return args
+
+
+def lr_at(step: int, args: argparse.Namespace) -> float:
+    """Return the job's learning rate in a step, counted from 1: warmup, then cosine to a tenth."""
+    if step <= args.warmup_steps:
+        return args.lr * step / args.warmup_steps
+    done = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+@dataclass
+class Step:
+    """One step of the job: what the script gets, and what it leaves with `record`."""
+
+    number: int  # from 1
+    lr: float  # by the schedule
+    micro_batches: list[Sequence[torch.Tensor]]  # of this rank: (inputs, targets), (B, T) each
+    loss_sum: torch.Tensor | None = None  # this rank's; those of all ranks add up to the batch's
+    tokens: torch.Tensor | None = None  # of the global batch: all ranks have the same number
+    norm: torch.Tensor | float | None = None  # of the whole gradient; None where it is not known
+
+    def record(self, loss_sum, tokens, norm, lr: float | None = None) -> None:
+        """Keep a step's results, still on the device: the loop reads them when it must."""
+        self.loss_sum, self.tokens, self.norm = loss_sum, tokens, norm
+        self.lr = self.lr if lr is None else lr
+
+
+@dataclass
+class Job:
+    """What a run is, and where it is. `store` says how its state is written and read."""
+
+    args: argparse.Namespace
+    report: Report
+    train_set: data.Sequences
+    test_set: data.Sequences | None
+    checksum: str  # of the text
+    dp_rank: int = 0  # which samples are this rank's: among the ranks that differ in samples
+    dp_ranks: int = 1
+    flops_per_token: float = math.nan  # without it there is no MFU
+    store: checkpoint.Store | None = None
+
+    step: int = 0  # the one that is being taken, or the last one
+    trained_tokens: int = 0  # from step 1
+    losses: list[float] = field(default_factory=list)  # of this start
+    norms: list[float] = field(default_factory=list)
+    test_loss: float | None = None
+    test_tokens: int = 0  # that it was measured on
+    step_tokens: float = math.nan
+    stopped: bool = False  # by a signal
+    found: tuple[Path, dict[str, Any]] | None = None  # the checkpoint to resume from
+
+    def __post_init__(self) -> None:
+        args, ranks = self.args, dist.get_world_size()
+        self.device = self.report.device
+        self.sampler = data.ShardedSampler(
+            len(self.train_set), self.dp_rank, self.dp_ranks, args.seed
+        )
+        settings = checkpoint.settings_of(args, ranks, self.checksum)
+        self.settings = json.loads(json.dumps(settings, default=str))  # as a manifest has them
+        pinned = self.device.type == "cuda"  # a GPU fetches from such memory while it computes
+        self.batches = data.job_batches(
+            self.train_set, self.sampler, args, args.num_workers, pinned
+        )
+        self.timer = measure.StepTimer(self.device, warmup=max(3, args.log_every))
+        self.memory_before = measure.memory_in_use(self.device)  # of the model, if it is made later
+        self.log: measure.StepLog | None = None
+        self.signals: list[int] = []
+
+    @property
+    def done(self) -> bool:
+        """Say whether there is nothing left to train, as after a resume."""
+        return self.step >= self.args.max_steps
+
+    @property
+    def summary(self) -> str:
+        """Say how the run ended."""
+        saved = "saved" if self.report.output and self.args.save_every else "not saved"
+        end = "trained to the end" if self.done else f"asked to stop, {saved}"
+        loss = self.losses[-1] if self.losses else math.nan
+        return f"loss {loss:.4f} after step {self.step}, {end}"
+
+    def find(self) -> bool:
+        """Choose the newest checkpoint and take its step; say what has changed. A collective."""
+        directory = self.report.output / "checkpoints"
+        self.found = checkpoint.find(directory, self.report, self.store)
+        if self.found is None:
+            return False
+        path, facts = self.found
+        if "trained_tokens" not in facts:
+            raise UsageError(f"{path} was written by an older version of this guide: start anew")
+        changes = checkpoint.changed_settings(facts["settings"], self.settings)
+        self.step = facts["step"]
+        self.sampler.load_state_dict(facts["sampler"])
+        self.trained_tokens = facts["trained_tokens"]
+        place = f"sample {self.sampler.position:,} of epoch {self.sampler.epoch + 1}"
+        self.report.say(f"at step {self.step}, {place}; {changes}")
+        return True
+
+    def load(self) -> None:
+        """Read the state that `find` chose into the model and the rest. A collective."""
+        self.store.read(self.found[0])
+
+    def resume(self) -> bool:
+        """Continue from the newest checkpoint if --resume is given and there is one."""
+        found = self.args.resume and self.find()
+        if found:
+            self.load()
+        return found
+
+    def save(self) -> None:
+        """Write a checkpoint of all that the next step depends on. A collective."""
+        facts = {
+            "settings": self.settings,
+            "sampler": self.sampler.state_dict(),
+            "trained_tokens": self.trained_tokens,
+        }
+        checkpoint.save(self.report.output / "checkpoints", self.step, self.store, facts)
+
+    def steps(self, evaluate: Callable[[], float] | None = None, until: int = 0) -> Iterator[Step]:
+        """Yield each step that is left, up to `until`; read, evaluate and save when it is due.
+
+        Results are read every --log-every steps at most: to read a number the host has to wait
+        until the device has computed it. `evaluate` returns the test loss.
+        Raises: FloatingPointError when a loss or a norm is infinite or no number.
+        """
+        args, report = self.args, self.report
+        last_step = until or args.max_steps
+        if self.log is None:
+            folder = report.output if report.world.is_rank0 else None
+            self.log = measure.StepLog(folder, self.step + 1, args.tensorboard)
+            self.catch_preemption()
+            if self.store:
+                self.store.restore_rng()
+        unread: list[Step] = []
+        left = range(self.step + 1, last_step + 1)
+        self.timer.start()
+        for number in report.progress([] if self.stopped else left, "training"):
+            self.step = number
+            step = Step(number, lr_at(number, args), next(self.batches))
+            unread.append(step)
+            yield step
+
+            step.micro_batches = []
+            self.sampler.advance(min(args.global_batch_size, self.samples_left()))
+            last = self.step == args.max_steps
+            save_due = report.output and self.store and due(self.step, args.save_every, last)
+            eval_due = evaluate and due(self.step, args.eval_every, last)
+            look = save_due or eval_due or last or self.step == last_step
+            if not (look or self.step % args.log_every == 0):
+                continue  # the next step is queued while the device still computes this one
+
+            self.stopped = self.read(unread)
+            unread.clear()
+            if eval_due and (last or not self.stopped):
+                self.test_loss = evaluate()
+                self.log.write(self.step, test_loss=self.test_loss)
+                report.say(f"step {self.step} | test loss {self.test_loss:.4f}")
+            if save_due or (self.stopped and report.output and self.store and args.save_every):
+                self.save()
+            if self.stopped:
+                break
+            self.timer.start()  # the time of evaluating and saving belongs to no step
+        if self.losses:
+            report.metrics |= self.metrics()
+        if self.done or self.stopped:
+            self.batches.close()  # ends the processes that load data
+
+    def samples_left(self) -> int:
+        """Return how many samples of this epoch are left to all ranks."""
+        return len(self.train_set) - self.sampler.position
+
+    def read(self, unread: list[Step]) -> bool:
+        """Log steps that nobody has read yet; return whether any rank was asked to stop."""
+        numbers = [(step.loss_sum, step.tokens, _number(step.norm)) for step in unread]
+        rows = [[torch.as_tensor(n).to(self.device).double() for n in row] for row in numbers]
+        own, tokens, norms = torch.stack([torch.stack(row) for row in rows]).unbind(1)
+        sums = torch.cat([own, own.new_tensor([len(self.signals)])])
+        dist.all_reduce(sums)
+        table = torch.stack([sums[:-1] / tokens, own, tokens, norms], dim=1).tolist()
+        time_ms = self.timer.lap(len(unread))
+        for step, (loss, own_sum, count, norm) in zip(unread, table, strict=True):
+            self.stop_unless_finite(step, loss, own_sum, norm)
+            self.losses.append(loss)
+            self.norms.append(norm)
+            self.trained_tokens += int(count)
+            speed = count / time_ms * 1e3
+            self.log.write(
+                step.number, loss=loss, lr=step.lr, grad_norm=norm, tokens_per_second=speed
+            )
+        self.step_tokens = tokens.mean().item()
+        self.report.step(self.step, self.losses[-1], time_ms, *self.speed(time_ms))
+        return sums[-1].item() > 0
+
+    def stop_unless_finite(self, step: Step, loss: float, own_sum: float, norm: float) -> None:
+        """End the run, on all ranks together, when its numbers are none; say where it began.
+
+        In float16 a norm may be infinite: the loss scaler leaves out such a step.
+        """
+        unknown = step.norm is None or self.args.precision == "16-mixed"
+        if math.isfinite(loss) and (unknown or math.isfinite(norm)):
+            return
+        bad = [str(r) for r, own in enumerate(gather(own_sum)) if not math.isfinite(own)]
+        which = f"on rank {', '.join(bad)} of {dist.get_world_size()}" if bad else "over all ranks"
+        raise FloatingPointError(
+            f"stopped: in step {step.number} the loss is {loss:.4g} {which}, gradient norm "
+            f"{norm:.4g}: try a lower --lr, or look at that data; the newest checkpoint may "
+            "already be diverging: try the one before"
+        )
+
+    def speed(self, step_time_ms: float) -> tuple[float, float | None]:
+        """Return tokens/s of all ranks, and the MFU of a device; None where it is not known."""
+        speed = self.step_tokens / step_time_ms * 1e3
+        flops = speed / dist.get_world_size() * self.flops_per_token
+        mfu = measure.mfu(flops, self.device, self.args.precision)
+        return speed, None if mfu is None or math.isnan(mfu) else mfu
+
+    def test_batches(self, rows: int = 0) -> Iterator[list[torch.Tensor]]:
+        """Yield this rank's (inputs, targets) of the test set, (rows, T) each.
+
+        All ranks take as many turns, as their collectives need: one whose samples have run out
+        goes through batches that no loss counts.
+        """
+        rows, ranks = rows or self.args.micro_batch_size, self.dp_ranks
+        for start in range(0, len(self.test_set), rows * ranks):
+            turn = range(start, min(start + rows * ranks, len(self.test_set)))
+            items = [self.test_set[index] for index in turn[self.dp_rank :: ranks]]
+            batch = data.collate(rows, self.args.seq_len, items)
+            yield [tensor.to(self.device) for tensor in batch]
+
+    @torch.no_grad()
+    def evaluate(self, model: torch.nn.Module, summed_loss: Callable, rows: int = 0) -> float:
+        """Return the mean loss over all tokens of the test set. A collective.
+
+        `summed_loss(inputs, targets)` is this rank's part of a batch's: all ranks' add up to it.
+        """
+        model.eval()  # no dropout here, if there is any
+        sums = torch.zeros(2, device=self.device, dtype=torch.float64)  # losses, tokens
+        for inputs, targets in self.test_batches(rows):
+            sums[0] += summed_loss(inputs, targets)
+            sums[1] += (targets != data.IGNORED).sum() * self.dp_ranks / dist.get_world_size()
+        model.train()
+        dist.all_reduce(sums)
+        loss, tokens = sums.tolist()
+        self.test_tokens = round(tokens)
+        return loss / tokens
+
+    def catch_preemption(self) -> None:
+        """Note SIGTERM and SIGUSR1 in `signals`, instead of dying from them in mid-step."""
+        note = self.signals.append
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, _: note(number))
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what results.json says of the run."""
+        step_time_ms = self.timer.median_ms()
+        speed, mfu = self.speed(step_time_ms)
+        tested = {} if self.test_loss is None else {"test_loss": self.test_loss}
+        return tested | {
+            "final_loss": self.losses[-1],
+            "step_time_ms": step_time_ms,
+            "tokens_per_second": speed,
+            "tokens_per_step": self.step_tokens,
+            "mfu": mfu,
+        }
+
+
+def _number(norm: torch.Tensor | float | None) -> torch.Tensor | float:
+    return math.nan if norm is None else norm
+
+
+def due(step: int, every: int, last: bool) -> bool:
+    """Say whether what is done every so many steps, and after the last one, is due; 0 is never."""
+    return every > 0 and (last or step % every == 0)
+
+
+def on_text(
+    args: argparse.Namespace, report: Report, dp_rank: int, dp_ranks: int, kind=data.Sequences
+) -> tuple[Job, str]:
+    """Return the job of the flags' text, and its batch sizes in words.
+
+    Raises: UsageError unless global batch = micro-batch x accumulation x data-parallel ranks.
+    """
+    identity = data.settle_batch_sizes(args, dp_ranks)
+    train_set, test_set, checksum = data.job_text(args, dp_ranks, kind)
+    return Job(args, report, train_set, test_set, checksum, dp_rank, dp_ranks), identity

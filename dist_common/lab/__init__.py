@@ -1,0 +1,1 @@
+"""What proves, counts and draws, and what emulates a cluster: a copied script does without it."""

@@ -1,0 +1,148 @@
+"""The claims that many lessons make, a call each: it measures, and adds a check to the report."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from dist_common.data import collate
+from dist_common.job import Job, Step
+from dist_common.lab.traffic import StepProbe, TrafficCounter
+from dist_common.models import cut_like, local
+from dist_common.report import Report
+from dist_common.runtime import gather
+
+# Relative. fp32 sums in another order differ in the last bits; bfloat16 keeps 8 bits.
+TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}
+
+
+def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a plain model's gradient of the sum of `losses`, graph by graph, as one vector."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    total = [torch.zeros_like(weight) for weight in weights]
+    for loss in losses:
+        for sum_, part in zip(total, torch.autograd.grad(loss, weights), strict=True):
+            sum_ += part
+    return flat(total)
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return tensors as one vector."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def same_gradient(
+    report: Report, model: nn.Module, expected: torch.Tensor, tolerance: float,
+    name: str = "gradient: relative error against one process", source: str = "one process",
+) -> None:  # fmt: skip
+    """Check every rank's `.grad` against a vector; the error is relative to the largest number."""
+    own = flat(local(p.grad) for p in model.parameters() if p.requires_grad)
+    error = (own - expected).abs().max() / expected.abs().max()
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
+    report.check(name, error.item(), 0, tolerance, source)
+
+
+def same_as_one_process(
+    job: Job, model: nn.Module, alone: nn.Module, items: list, loss_sum: torch.Tensor, tokens
+) -> torch.Tensor:
+    """Check the loss and each rank's part of the gradient against a whole model, on its own.
+
+    `items` are the global batch's samples, `tokens` those that its mean loss counts, `loss_sum` is
+    this rank's part of the summed one. Return the gradient of `alone` as a vector.
+    """
+    args, report, device = job.args, job.report, job.device
+    dtype = torch.bfloat16 if args.precision == "bf16-mixed" else None
+    losses = []
+
+    def losses_alone() -> Iterator[torch.Tensor]:
+        for start in range(0, len(items), args.micro_batch_size):
+            part = items[start : start + args.micro_batch_size]
+            inputs, targets = (x.to(device) for x in collate(len(part), args.seq_len, part))
+            with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                logits = alone(inputs).float().flatten(0, 1)
+            losses.append(F.cross_entropy(logits, targets.flatten(), reduction="sum") / tokens)
+            yield losses[-1]
+
+    gradient = gradient_of_one_process(alone, losses_alone())
+    parts = gradient.split([weight.numel() for weight in alone.parameters()])
+    whole = dict(zip(dict(alone.named_parameters()), parts, strict=True))
+    error = torch.zeros((), device=device)
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None, f"no gradient for {name}"
+        right = cut_like(whole[name].view(weight.shape), weight).to(device)
+        if right.numel():  # a rank may have no row of a short one
+            error = torch.maximum(error, (local(weight.grad).to(device) - right).abs().max())
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
+    error /= gradient.abs().max()
+    tolerance, source = TOLERANCE[args.precision], "one process on the same global batch"
+    name = "gradient: relative error against one process"
+    report.check(name, error.item(), 0, tolerance, source)
+    total = loss_sum.detach().clone()
+    dist.all_reduce(total)
+    expected = sum(losses).item()
+    report.check("loss", (total / tokens).item(), expected, tolerance * expected, source)
+    return gradient
+
+
+def same_losses(
+    report: Report, losses: torch.Tensor, expected: torch.Tensor, tolerance: float,
+    name: str = "largest error of a loss", source: str = "one process",
+) -> None:  # fmt: skip
+    """Check the losses of some steps against those of a reference. Shapes: (steps,) both."""
+    report.check(name, (losses - expected).abs().max().item(), 0, tolerance, source)
+
+
+def same_weights(report: Report, model: nn.Module) -> None:
+    """Check that all ranks hold the same weights, bit by bit, by a fingerprint."""
+    digest = hashlib.sha256()
+    for weight in model.parameters():
+        digest.update(weight.detach().cpu().flatten().view(torch.uint8).numpy())
+    fingerprints = len(set(gather(digest.hexdigest())))
+    name, source = "distinct sets of weights over all ranks", "replicas stay equal"
+    report.check(name, fingerprints, 1, 0, source)
+
+
+def one_gradient_sent(
+    report: Report, model: nn.Module, counter: TrafficCounter, other: int = 0,
+    name: str = "bytes all-reduced per step", share: float = 1.0,
+) -> None:  # fmt: skip
+    """Check that a step all-reduced each gradient once, a `share` of its bytes, and `other`."""
+    gradient = int(share * sum(p.nbytes for p in model.parameters() if p.requires_grad))
+    source = "one gradient per weight" + " and what the loop sums" * bool(other)
+    report.check(name, counter.nbytes["all_reduce"], gradient + other, 0, source)
+
+
+def proven_steps(
+    job: Job, steps: Iterable[Step], model: nn.Module, optimizer: torch.optim.Optimizer,
+    before: Callable[[], None], after: Callable[[], None],
+) -> Iterator[Step]:  # fmt: skip
+    """Yield a template's steps between two proofs: none if the first fails, and not after days.
+
+    Tokens are counted, and what a step sends and holds goes to the report's metrics.
+    """
+    before()
+    if job.report.failed:
+        return
+    probe = StepProbe(job.device, job.memory_before)
+    probe.attach(model, optimizer)
+    yield from probe.watch(steps)
+    if not job.losses:  # ended by a proof before any was read
+        return
+    after()
+    every_token_once(job)
+    job.report.metrics |= probe.metrics(job.timer)
+
+
+def every_token_once(job: Job) -> None:
+    """Check that each token up to the sampler's place was trained on, and the test set tested."""
+    sampler, lengths = job.sampler, job.train_set.lengths
+    part = sampler.global_order()[: sampler.position]
+    expected = int(sampler.epoch * lengths.sum() + lengths[part].sum())
+    name = "tokens trained on, from step 1"
+    job.report.check(name, job.trained_tokens, expected, 0, "each once")
+    if job.test_loss is not None:
+        tested = int(job.test_set.lengths.sum())
+        job.report.check("test tokens counted", job.test_tokens, tested, 0, "each once")
