@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import cli, data, measure, models, proofs, runtime
+from dist_common import cli, data, measure, models, runtime
+from dist_common.lab import proofs
 from dist_common.report import Report
 
 

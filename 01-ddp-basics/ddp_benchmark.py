@@ -14,31 +14,95 @@ Sources: Amdahl (1967) and Gustafson (1988) for strong and weak scaling; Li et a
 Distributed (VLDB 2020), section 5, for what is measured.
 """
 
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from bench_steps import TIMES, compute, ddp_of, gradient_norm, measure_step, part_of, timed
-from dist_common import cli, measure, proofs, runtime
-from dist_common.report import Report, figure
-from template_overhead import BLOCK, measure_overhead
+from ddp_parts import ddp_benchmark as part
+from dist_common import cli, measure, runtime
+from dist_common.lab import proofs, traffic
+from dist_common.report import Report
 
-PARTS = ("ideal", "small batch", "shared cores", "stragglers", "communication")
+
+def compute(model, batch, synchronised=True):
+    """Take forward and backward; DDP all-reduces gradients unless `synchronised` is false."""
+    inputs, targets = batch
+    with contextlib.nullcontext() if synchronised else model.no_sync():
+        logits = model(inputs)
+        F.cross_entropy(logits.flatten(0, -2), targets.flatten()).backward()
+    model.zero_grad(set_to_none=False)
+
+
+def timed(function, device):
+    """Return the milliseconds that a call takes, on a GPU until its kernels have ended."""
+    started = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1e3
+
+
+def measure_step(model, whole, own, rounds, world, device):
+    """Time a step, and the same work with less and less that can hold it up. Medians, in ms.
+
+    full: the step as it is. slowest: without communication, the slowest rank counts. mean: all
+    ranks count alike. alone: they compute one at a time. ideal: rank 0 alone takes the `whole`
+    batch, and its time is divided by the number of ranks.
+    """
+    found = {name: [] for name in part.TIMES}
+    for _ in range(rounds):  # in turn: a noisy moment meets all of them
+        dist.barrier()
+        full = timed(lambda: compute(model, own), device)
+        dist.barrier()
+        together = timed(lambda: compute(model, own, synchronised=False), device)
+        for rank in range(world.world_size):
+            dist.barrier()
+            if rank == world.rank:
+                alone = timed(lambda: compute(model, own, synchronised=False), device)
+        dist.barrier()
+        ideal = alone
+        if world.is_rank0 and whole is not own:
+            ideal = timed(lambda: compute(model, whole, synchronised=False), device)
+        everywhere = runtime.gather((full, together, alone, ideal / world.world_size))
+        full, together, alone, ideal = zip(*everywhere, strict=True)
+        now = (max(full), max(together), statistics.mean(together), statistics.mean(alone))
+        for name, value in zip(found, (*now, ideal[0]), strict=True):
+            found[name].append(value)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def ddp_of(name, device, **options):
+    """Return the model in DDP, after the first step, in which DDP settles its buckets."""
+    model, make = part.build(name, device)
+    model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, **options)
+    compute(model, [tensor.to(device) for tensor in make(1)])
+    return model, make
+
+
+def part_of(batch, world):
+    """Return this rank's share of a global batch."""
+    size = len(batch[0]) // world.world_size
+    start = world.rank * size
+    return [tensor[start : start + size] for tensor in batch]
 
 
 def check_bytes(report, model, batch, name):
     """Count a step's all-reduces; together they carry the gradient once. Return how many."""
-    with measure.CollectiveCounter() as counter:
+    with traffic.TrafficCounter() as counter:
         compute(model, batch)
     proofs.one_gradient_sent(report, model, counter, name=f"{name}: bytes all-reduced")
-    return counter.calls["allreduce_"]
+    return counter.calls["all_reduce"]
 
 
 def measure_this_world(report, args):
@@ -46,7 +110,7 @@ def measure_this_world(report, args):
     model, make = ddp_of(args.model, report.device)
     whole = [tensor.to(report.device) for tensor in make(args.global_batch_size)]
     own = part_of(whole, report.world)
-    report.metrics["gradient_norm"] = gradient_norm(model, own)
+    report.metrics["gradient_norm"] = part.gradient_norm(model, own)
     check_bytes(report, model, own, "step")
     for kind, batch in (("strong", own), ("weak", whole)):
         times = measure_step(model, whole, batch, args.rounds, report.world, report.device)
@@ -78,64 +142,6 @@ def compare_buckets(report, args):
     report.table(rows, ("bucket in MiB", "all-reduces", "step"))
 
 
-def show_scaling(report, args, found):
-    """Print and draw what a step takes on each number of ranks, and where it goes."""
-    rows = []
-    strong = []
-    noise = 0.0
-    efficiency = {"strong": [], "weak": []}
-    for kind in efficiency:
-        for ranks, metrics in found.items():
-            full, slowest, mean, alone, ideal = (metrics[f"{kind}_{name}_ms"] for name in TIMES)
-            parts = (ideal, alone - ideal, mean - alone, slowest - mean, full - slowest)
-            efficiency[kind].append(100 * ideal / full)
-            numbers = [f"{value:.1f} ms" for value in (full, *parts)]
-            rows.append((kind, str(ranks), *numbers, f"{100 * ideal / full:.0f}%"))
-            report.metrics[f"{kind}_step_time_ms_{ranks}"] = full
-            report.metrics[f"{kind}_efficiency_{ranks}"] = ideal / full
-            strong += [parts] if kind == "strong" else []
-            if ranks == 1:
-                noise = max(noise, *map(abs, parts[1:]))
-    report.metrics["noise_ms"] = noise
-    report.say("a step is the sum of ideal and four losses:")
-    report.table(rows, ("scaling", "ranks", "step", *PARTS, "efficiency"))
-    report.say(f"noise {noise:.1f} ms: one rank loses nothing, and its rows show up to that")
-    if report.output:
-        title = f"{args.model}, global batch {args.global_batch_size}"
-        columns = dict(zip(PARTS, zip(*strong, strict=True), strict=True))
-        draw(report.output / "scaling.png", list(found), columns, efficiency, title)
-    expected = found[1]["gradient_norm"]
-    for ranks, metrics in list(found.items())[1:]:
-        # A ReLU at its kink may turn a last bit into a different gradient: resnet50 has those.
-        tolerance = expected * (1e-4 if args.model == "resnet50" else 1e-5)
-        name = f"{ranks} ranks: norm of the gradient"
-        report.check(name, metrics["gradient_norm"], expected, tolerance, "one process")
-
-
-def draw(path, ranks, parts, efficiency, title):
-    """Draw a step's milliseconds, stacked, and the efficiencies. Shapes: lists as long as ranks."""
-    with figure(path, 1, 2, figsize=(9, 3.6)) as (left, right):
-        names = [str(number) for number in ranks]
-        floor = [0.0] * len(ranks)
-        for name, values in parts.items():
-            heights = [max(value, 0.0) for value in values]  # noise may make a part negative
-            left.bar(names, heights, 0.6, bottom=floor, label=name)
-            floor = [below + height for below, height in zip(floor, heights, strict=True)]
-        steps = [sum(values) for values in zip(*parts.values(), strict=True)]
-        places = range(len(names))
-        ends = [place - 0.35 for place in places], [place + 0.35 for place in places]
-        left.hlines(steps, *ends, colors="black", label="the step")
-        left.set(title=f"A step of strong scaling\n({title})", xlabel="ranks", ylabel="ms")
-        left.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)  # beside the bars
-        right.axhline(100, color="grey", linestyle="--", linewidth=1)
-        for name, percents in efficiency.items():
-            right.plot(names, percents, marker="o", label=name)
-        right.set(title="Efficiency against ideal", xlabel="ranks", ylabel="percent")
-        right.set_ylim(0, 110)
-        right.legend()
-        right.grid(alpha=0.3)
-
-
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add, positive = parser.add_argument, cli.positive_int
@@ -149,8 +155,8 @@ def parse_args():
     add("--overhead", action="store_true", help="of ddp_training.py over bare DDP")
     args = parser.parse_args()
     args.rounds = args.rounds or (60 if args.overhead else 8)
-    if args.overhead and args.rounds < 3 * BLOCK:
-        parser.error(f"--overhead needs --rounds of at least {3 * BLOCK}")
+    if args.overhead and args.rounds < 3 * part.BLOCK:
+        parser.error(f"--overhead needs --rounds of at least {3 * part.BLOCK}")
     return args
 
 
@@ -198,13 +204,13 @@ def main():
         report = Report("01-ddp-basics/ddp_benchmark.py", args, world, device)
         sizes = numbers_of_ranks(args)
         start(report, args, ranks)
-        show_scaling(report, args, measure_all(report, sizes))
+        part.show_scaling(report, args, measure_all(report, sizes))
         return report.finish("measured")
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("01-ddp-basics/ddp_benchmark.py", args, world, device)
         start(report, args, world.world_size)
         if args.overhead:
-            measure_overhead(report, args.rounds)
+            part.measure_overhead(report, args.rounds)
         elif args.buckets:
             compare_buckets(report, args)
         else:

@@ -11,14 +11,17 @@ that approaches max(compute, communication) instead of their sum.
 Source: Li et al., PyTorch Distributed (VLDB 2020), sections 3.2.1 to 3.2.3 for the first three.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import cli, data, models, proofs, runtime
+from ddp_parts import ddp_from_scratch as part
+from dist_common import cli, data, models, runtime
+from dist_common.lab import proofs
+from dist_common.lab.links import slow_group
 from dist_common.report import Report
-from gradient_ways import check_each, check_overlap, loss_of, time_each
-from slow_link import SlowLink
 
 MIB = 2**20  # bytes
 
@@ -73,9 +76,9 @@ def pack(bucket):
 
 def unpack(flat, bucket):
     """Copy the averaged gradients from their bucket back to where the optimizer looks for them."""
-    parts = flat.split([parameter.numel() for parameter in bucket])
-    for parameter, part in zip(bucket, parts, strict=True):
-        parameter.grad.copy_(part.view_as(parameter) / dist.get_world_size())
+    sums = flat.split([parameter.numel() for parameter in bucket])
+    for parameter, total in zip(bucket, sums, strict=True):
+        parameter.grad.copy_(total.view_as(parameter) / dist.get_world_size())
 
 
 def average_in_buckets(model, bucket_bytes, all_reduce):
@@ -131,9 +134,9 @@ class Overlapped:
         self.reset()
 
 
-def start_sum(tensor):
+def start_sum(tensor, group=None):
     """Start an all-reduce and return at once; `wait()` on what it returns, then use the sum."""
-    return dist.all_reduce(tensor, async_op=True)
+    return dist.all_reduce(tensor, group=group, async_op=True)
 
 
 def wrap(model, bucket_bytes=25 * MIB, all_reduce=start_sum):
@@ -142,7 +145,7 @@ def wrap(model, bucket_bytes=25 * MIB, all_reduce=start_sum):
     return Overlapped(model, bucket_bytes, all_reduce)
 
 
-def ways_of(build, bucket_bytes, link):
+def ways_of(build, bucket_bytes, group):
     """Return each way to a step's averaged gradient as name: (model, what to call after backward).
 
     `build(rank)` draws other weights on each rank, as a script without a seed would. Returns the
@@ -151,19 +154,16 @@ def ways_of(build, bucket_bytes, link):
     plain, each, buckets, overlapped, ddp = (build(dist.get_rank()) for _ in range(5))
     for model in (plain, each, buckets):
         start_equal(model)
-    overlap = wrap(overlapped, bucket_bytes, link.all_reduce)
-    ddp = DDP(ddp, bucket_cap_mb=bucket_bytes / MIB)
-    if link.bytes_per_second:
-        ddp.register_comm_hook(None, link.hook)
+    all_reduce = partial(start_sum, group=group)
+    overlap = wrap(overlapped, bucket_bytes, all_reduce)
+    ddp = DDP(ddp, process_group=group, bucket_cap_mb=bucket_bytes / MIB)
     ways = {
         "no communication": (plain, lambda: None),
-        "1 each gradient": (each, lambda: average_each(each, link.all_reduce)),
-        "2 buckets": (
-            buckets, lambda: average_in_buckets(buckets, bucket_bytes, link.all_reduce)
-        ),
+        "1 each gradient": (each, lambda: average_each(each, all_reduce)),
+        "2 buckets": (buckets, lambda: average_in_buckets(buckets, bucket_bytes, all_reduce)),
         "3 buckets, overlapped": (overlapped, overlap.wait),
         "4 PyTorch's DDP": (ddp, lambda: None),
-    }  # fmt: skip
+    }
     return ways, overlap
 
 
@@ -185,9 +185,9 @@ def main():
         config = models.preset("tiny", args.seq_len)
         size = args.micro_batch_size
         text = data.Sequences(data.load_text(), args.seq_len, size * world.world_size)
-        link = SlowLink(args.link)
+        group, link = slow_group(args.link, late=True)
         bucket_bytes = int(args.bucket_cap_mb * MIB)
-        report.start(f"{config.num_parameters():,} weights")
+        report.start(f"{config.num_parameters():,} weights; {link}")
 
         def build(rank):
             runtime.seed_everything(args.seed + rank)
@@ -197,15 +197,18 @@ def main():
             return next(data.batches_of(text, 1, size, rank * size, size, device))
 
         alone = build(rank=0)  # one process: the mean over all ranks' micro-batches
-        losses = (loss_of(alone, batch_of(r)) / world.world_size for r in range(world.world_size))
+        losses = (
+            part.loss_of(alone, batch_of(r)) / world.world_size for r in range(world.world_size)
+        )
         expected = proofs.gradient_of_one_process(alone, losses)
 
         batch = batch_of(world.rank)
-        ways, overlap = ways_of(build, bucket_bytes, link)
-        rows = check_each(report, ways, batch, expected)
-        time_each(report, ways, batch, link, expected.nbytes, rows)
+        ways, overlap = ways_of(build, bucket_bytes, group)
+        rows = part.check_each(report, ways, batch, expected)
+        rate = 0 if group is dist.group.WORLD else args.link
+        part.time_each(report, ways, batch, rate, expected.nbytes, rows)
         name = "3 buckets, overlapped"
-        check_overlap(report, name, ways[name], overlap, batch)
+        part.check_overlap(report, name, ways[name], overlap, batch)
         return report.finish("every step gives the gradient of one process")
 
 

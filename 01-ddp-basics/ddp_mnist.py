@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-import digits
-import replica_checkpoint
-from dist_common import cli, data, measure, proofs, runtime
-from dist_common.report import Report, figure
+from ddp_parts import digits
+from dist_common import checkpoint, cli, data, measure, runtime
+from dist_common.lab import proofs, traffic
+from dist_common.lab.figure import figure
+from dist_common.report import Report
 
 # Relative. fp32 sums taken in another order differ in the last bits; bf16 keeps 8 bits a number.
 GRADIENT_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}
@@ -73,7 +74,7 @@ def evaluate(model, test_set, device):
 def check_first_gradient(report, ddp_model, loader, train_set, precision):
     """Compare DDP's first gradient with the one that one process gets from the global batch."""
     images, labels = (tensor.to(report.device) for tensor in next(iter(loader)))
-    with measure.CollectiveCounter() as counter:
+    with traffic.TrafficCounter() as counter:
         loss_of(ddp_model, images, labels, precision).backward()
 
     model = ddp_model.module  # the model inside the wrapper: its backward sends nothing
@@ -89,36 +90,30 @@ def check_first_gradient(report, ddp_model, loader, train_set, precision):
     proofs.one_gradient_sent(report, model, counter)
 
 
-def save(report, epoch, images, model, optimizer, history):
+def save(report, epoch, images, store, history):
     """Write a checkpoint. All ranks call it; as all hold the same weights, rank 0 writes them."""
-    state = {
-        "epoch": epoch,
-        "data": images.name,
-        "optimizer": optimizer.state_dict(),
-        "history": history,
-    }
-    steps = len(history["losses"])
-    replica_checkpoint.save(report.output / "checkpoints", steps, model, state)
+    facts = {"epoch": epoch, "data": images.name, "history": history}
+    checkpoint.save(report.output / "checkpoints", len(history["losses"]), store, facts)
 
 
-def resume(report, images, model, optimizer):
+def resume(report, images, store, optimizer):
     """Load the newest checkpoint, if there is one; return the epochs done and their history."""
-    state = replica_checkpoint.load(report.output / "checkpoints", model, report)
-    if state is None:
+    found = checkpoint.find(report.output / "checkpoints", report, store)
+    if found is None:
         return 0, {"losses": [], "accuracies": []}
-    if state["data"] != images.name:
+    folder, facts = found
+    if facts["data"] != images.name:
         raise cli.UsageError(
-            f"{report.output} was trained on {state['data']}, not on {images.name}"
+            f"{report.output} was trained on {facts['data']}, not on {images.name}"
         )
-    if state["epoch"] >= report.args.epochs:
+    if facts["epoch"] >= report.args.epochs:
         raise cli.UsageError(
-            f"{report.output} has {state['epoch']} epochs: ask for more by --epochs"
+            f"{report.output} has {facts['epoch']} epochs: ask for more by --epochs"
         )
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    store.read(folder)
     optimizer.param_groups[0]["lr"] = report.args.lr  # from the command line, not the checkpoint
-    replica_checkpoint.restore_rng_state(state["rng"], report.world.rank)
-    return state["epoch"], state["history"]
+    store.restore_rng()
+    return facts["epoch"], facts["history"]
 
 
 def draw(path, losses, accuracies):
@@ -151,8 +146,9 @@ def train(report, ddp_model, optimizer, loader, images):
     """Train from the first epoch or a checkpoint; return the history and the last evaluation."""
     args, model = report.args, ddp_model.module
     first_epoch, history = 0, {"losses": [], "accuracies": []}
+    store = checkpoint.Replicated(model, optimizer=optimizer)
     if args.resume:
-        first_epoch, history = resume(report, images, model, optimizer)
+        first_epoch, history = resume(report, images, store, optimizer)
     timer = measure.StepTimer(report.device)
     for epoch in range(first_epoch, args.epochs):
         loader.sampler.set_epoch(epoch)  # a new order, the same one on all ranks
@@ -172,7 +168,7 @@ def train(report, ddp_model, optimizer, loader, images):
             f"{timer.median_ms():.1f} ms/step"
         )
         if report.output:
-            save(report, epoch + 1, images, model, optimizer, history)
+            save(report, epoch + 1, images, store, history)
     report.metrics = {
         "test_accuracy": accuracy,
         "final_loss": loss,

@@ -22,8 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-import digits
-from dist_common import cli, proofs, runtime
+from ddp_parts import digits
+from dist_common import cli, runtime
+from dist_common.lab import proofs
 from dist_common.report import Report
 
 MIB = 2**20  # bytes

@@ -11,7 +11,6 @@ Sources: Li et al., PyTorch Distributed (VLDB 2020), sections 3.2.2 and 3.2.3; d
 torch.profiler.
 """
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -19,10 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
-from dist_common import cli, data, measure, models, runtime
-from dist_common.report import Report, figure
+from dist_common import cli, data, models, runtime
+from dist_common.lab import traffic
+from dist_common.lab.figure import figure
+from dist_common.lab.trace import trace
+from dist_common.report import Report
 
 WARMUP = 3  # steps: DDP settles its buckets in the first, and memory is there after the second
 PROFILED = 3  # steps: a busy machine spoils one
@@ -47,17 +49,13 @@ def profile_step(model, batch, path):
     """
     for _ in range(WARMUP):
         take_step(model, batch)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * batch[0].is_cuda
-    traces = []
+    found = {}
     for _ in range(PROFILED):
         dist.barrier()
-        with profile(activities=activities, record_shapes=True) as profiler:
-            take_step(model, batch)
-        profiler.export_chrome_trace(str(path))
-        traces.append(path.read_text())
-    found = [[e for e in json.loads(t)["traceEvents"] if "dur" in e] for t in traces]
-    shortest = min(found, key=lambda events: sum(spans_of(events)["DDP waits"][0]))
-    path.write_text(traces[found.index(shortest)])
+        events = trace(lambda: take_step(model, batch), batch[0].device, path)
+        found[sum(spans_of(events)["DDP waits"][0])] = events, path.read_text()
+    shortest, text = found[min(found)]
+    path.write_text(text)
     return shortest
 
 
@@ -123,9 +121,9 @@ def profile_buckets(report, config, batch, name, cap):
             path = report.output / f"trace-{name.split()[0]}.json"
         events = profile_step(model, batch, path)
     spans = spans_of(events)
-    with measure.CollectiveCounter() as counter:  # in another step: the profiler is no witness here
+    with traffic.TrafficCounter() as counter:  # in another step: the profiler is no witness here
         take_step(model, batch)
-    check_trace(report, name, events, spans, counter.calls["allreduce_"], config.num_parameters())
+    check_trace(report, name, events, spans, counter.calls["all_reduce"], config.num_parameters())
     ((_, backward),) = spans["backward"]
     ((_, waited),) = spans["DDP waits"]
     sending = sum(length for _, length in spans["all-reduce"])

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dist_common import cli, ranks, runtime
+from dist_common import cli, runtime
+from dist_common.lab import ranks
 from dist_common.report import Report
 
 WAYS = ("python", "mp.spawn", "torchrun", "torchrun on each node", "as srun does", "as mpirun does")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dist_common import measure, proofs
+from dist_common.lab import proofs, traffic
 
 
 def loss_of(model, batch):
@@ -44,22 +44,22 @@ def check_each(report, ways, batch, expected):
     for name, way in list(ways.items())[1:]:
         take_step(*way, batch)  # DDP settles its buckets in its first step
         dist.barrier()
-        before = measure.bytes_written()
-        with measure.CollectiveCounter() as counter:
+        before = traffic.bytes_written()
+        with traffic.TrafficCounter() as counter:
             take_step(*way, batch)
-        calls = counter.calls["allreduce_"]
+        calls = counter.calls["all_reduce"]
         model = way[0]
         source = f"DDP paper, section 3.2.{name[0]}" if name[0] != "4" else "one process"
         proofs.same_gradient(report, model, expected, 1e-5, f"{name}: gradient error", source)
         proofs.one_gradient_sent(report, model, counter, name=f"{name}: bytes handed over")
         if before is not None:
-            sent = measure.bytes_written() - before
-            ring = round(measure.RING_FACTOR["all_reduce"](world_size) * expected.nbytes)
+            sent = traffic.bytes_written() - before
+            ring = round(traffic.RING_FACTOR["all_reduce"](world_size) * expected.nbytes)
             # Up to 1,000 bytes for each message of a ring, and as much from the barrier before.
             headers = 1000 * (world_size - 1) * (calls + 1)
             source = "2(N-1)/N of them, and gloo's headers"
             report.check(f"{name}: bytes sent", sent, ring, headers, source)
-        rows.append([name, str(calls), f"{counter.bytes['allreduce_']:,}"])
+        rows.append([name, str(calls), f"{counter.nbytes['all_reduce']:,}"])
         report.metrics[f"collectives_{name[0]}"] = calls
     return rows
 
@@ -85,8 +85,11 @@ def check_overlap(report, name, way, overlap, batch):
     report.check(name, sum(early), all_but_one, 0, "DDP paper, section 3.2.3")
 
 
-def time_each(report, ways, batch, link, gradient_bytes, rows):
-    """Time steps of each way, in turn, and print them beside what an ideal overlap would take."""
+def time_each(report, ways, batch, link_rate, gradient_bytes, rows):
+    """Time steps of each way, in turn, and print them beside what an ideal overlap would take.
+
+    Units: bytes/s of an emulated link; 0 is none.
+    """
     timings = {name: [] for name in ways}
     for _ in report.progress(range(report.args.max_steps), "timing"):
         for name, way in ways.items():  # in turn: a noisy moment meets all of them
@@ -94,7 +97,8 @@ def time_each(report, ways, batch, link, gradient_bytes, rows):
             timings[name].append(take_step(*way, batch))
     alone = timings.pop("no communication")
     forward, compute = (statistics.median(column) for column in zip(*alone, strict=True))
-    sending = link.seconds_for(gradient_bytes) * 1e3
+    ring = traffic.RING_FACTOR["all_reduce"](dist.get_world_size()) * gradient_bytes
+    sending = ring / link_rate * 1e3 if link_rate else 0.0
     for row, (name, times) in zip(rows, timings.items(), strict=True):
         median = statistics.median(whole for _, whole in times)
         ideal = compute + sending
