@@ -15,7 +15,6 @@ import warnings
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import (
     MixedPrecision,
@@ -25,11 +24,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from dist_common import cli, models, proofs, runtime
+from dist_common import cli, models, runtime
+from dist_common.lab import proofs
+from dist_common.lab.traffic import TrafficCounter
 from dist_common.models import Block
 from dist_common.report import Report
-from dist_common.steps import TrafficCounter
-from fsdp_bytes import (
+from fsdp_parts.sharding import loss_of, mesh_of
+from fsdp_parts.strategies import (
     LOSS_TOLERANCE,
     NAMES,
     Plan,
@@ -42,7 +43,6 @@ from fsdp_bytes import (
     unit_weights,
     watch,
 )
-from shard_tools import mesh_of
 
 WRAP_FROM = 40_000  # weights of a unit, at least, under --auto-wrap size
 
@@ -99,9 +99,8 @@ def weight_of(model):
 
 def train_step(model, optimizer, batch):
     """Take one step; return the loss of this rank's samples."""
-    inputs, targets = batch
     optimizer.zero_grad()
-    loss = F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+    loss = loss_of(model, batch)
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -145,7 +144,8 @@ def prove(report, api, plan, model, args, expected_losses, batches):
         moments = watch(model, layer, weight, optimizer, step)
     # On one rank, FSDP1 still has it sum with itself.
     reduced = len(units) * (plan.shards < plan.ranks or (api == "FSDP1" and plan.shards == 1))
-    measured = check_step(report, name, plan, units, model, optimizer, counter, reduced)
+    weights = model.parameters()
+    measured = check_step(report, name, plan, units, weights, optimizer, counter, reduced)
     return moments, measured
 
 

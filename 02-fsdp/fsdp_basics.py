@@ -16,15 +16,22 @@ import functools
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import cli, models, proofs, runtime
+from dist_common import cli, models, runtime
+from dist_common.lab import proofs
+from dist_common.lab.traffic import TrafficCounter
 from dist_common.report import Report
-from dist_common.steps import TrafficCounter
-from fsdp_bytes import (
-    GRADIENT_TOLERANCE,
+from fsdp_parts.fsdp_basics import (
+    GatherLog,
+    check_gathers,
+    draw_timeline,
+    parse_layout,
+    show_layout,
+)
+from fsdp_parts.sharding import loss_of, mesh_of, same_gradient
+from fsdp_parts.strategies import (
     LOSS_TOLERANCE,
     Plan,
     check_step,
@@ -33,13 +40,10 @@ from fsdp_bytes import (
     parse_sharding,
     print_moments,
     print_strategies,
-    same_gradient,
     steps_of,
     unit_weights,
     watch,
 )
-from fsdp_pictures import GatherLog, check_gathers, draw_timeline, parse_layout, show_layout
-from shard_tools import mesh_of
 
 
 def shard(model, sharding, mesh, group_size=1, precision="32-true"):
@@ -98,12 +102,6 @@ def train(model, optimizer, steps):
     return torch.stack([train_step(model, optimizer, micro_batches) for micro_batches in steps])
 
 
-def loss_of(model, batch):
-    """Return the mean cross-entropy. Shapes: batch is inputs and targets, (B, T) each."""
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
-
-
 def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -121,7 +119,8 @@ def prove(report, plan, model, expected, steps):
     optimizer = adam(model)
 
     accumulate(model, steps[0])
-    same_gradient(report, name, model, expected["gradient"], GRADIENT_TOLERANCE[plan.precision])
+    what = f"{name}: gradient, relative error"
+    same_gradient(report, what, model, expected["gradient"], proofs.TOLERANCE[plan.precision])
     losses = train(model, optimizer, steps) / plan.ranks
     dist.all_reduce(losses)
     report.metrics[f"final_loss_{name}"] = losses[-1].item()
@@ -131,7 +130,7 @@ def prove(report, plan, model, expected, steps):
     take_step = functools.partial(train_step, model, optimizer, steps[0])
     with TrafficCounter() as counter, GatherLog(model) as log:
         moments = watch(model, layer, lambda: layer.weight, optimizer, take_step)
-    measured = check_step(report, name, plan, units, model, optimizer, counter)
+    measured = check_step(report, name, plan, units, model.parameters(), optimizer, counter)
     check_gathers(report, plan, units, log)
     return [built, *moments], measured, log
 

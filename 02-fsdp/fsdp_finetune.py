@@ -9,17 +9,18 @@ tokenizer and *.safetensors of a Llama, Mistral, Qwen or the like; no rank ever 
 Look for: losses and weights of one plain process, on any number of ranks; the same logits from the
 exported files as from the shards; 16 bytes per weight, divided by the ranks.
 
+To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
+proofs". Delete what you do not need (`proofs`, `evaluate`, `export`), each with what uses it. A
+test deletes each and all, and runs the rest.
+
 Sources: PyTorch documentation, fully_shard and torch.distributed.checkpoint; Taori et al., Stanford
 Alpaca (2023), for learning rate and global batch of a 7B model.
 """
 
-import contextlib
 import functools
-import os
 import shutil
-import signal
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -32,22 +33,45 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-import finetune_checks
-import sharded_checkpoint
-from chat_data import Answers, load_pairs, trim
-from dist_common import cli, data, measure, runtime
+from dist_common import checkpoint as checkpoints
+from dist_common import cli, data, job, measure, runtime
+from dist_common.chat import Answers, load_pairs, trim
 from dist_common.report import Report
 
-with contextlib.suppress(ImportError):  # parse_args says what to install
+try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+except ImportError:  # parse_args says what to install
+    AutoConfig = None
+
+HELD_OUT = 20  # each twentieth pair is not trained on, but tested on
+OTHER_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a model's folder
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a folder: number of its file, from 1 on, shape and data type there."""
+
+    file: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Run:
+    """What the functions of this script share."""
+
+    job: job.Job  # flags, data, and the place in them
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    source: dict[str, Stored]  # the weights of --model
 
 
 def build(args, mesh, device):
     """Return the model sharded over a mesh, with memory for this rank's shards, still unfilled."""
-    config = finetune_checks.load(args, AutoConfig, "config.json")
+    config = load(args, AutoConfig, "config.json")
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    finetune_checks.refuse(args, model, device)
+    refuse(args, model, device)
     for layer in model.get_decoder().layers:
         # Backward computes a layer again instead of keeping its activations. Inside the unit:
         # when backward gets there, its weights have been gathered.
@@ -104,6 +128,11 @@ def read_weights(model, folder, group):
     dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(folder), process_group=group)
 
 
+def make_optimizer(model, args):
+    """Return the optimizer of this rank's shards. Fused, it needs no memory beside its state."""
+    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.0, fused=True)
+
+
 def summed_loss(model, inputs, targets):
     """Return the cross-entropy, summed over the answers' tokens. Shapes: (B, T) both."""
     # Padding is on the right, and attention looks to the left: it needs no mask.
@@ -130,65 +159,51 @@ def accumulate_gradient(model, micro_batches, device):
     return loss_sum, tokens
 
 
-def train_step(run, micro_batches):
-    """Take one step; return what accumulate_gradient does, and the gradient's norm."""
+def train_step(run, step):
+    """Take one step, and leave its results with the job: nothing here waits for the device."""
+    args = run.job.args
     run.optimizer.zero_grad()
-    sums = accumulate_gradient(run.model, micro_batches, run.report.device)
+    loss_sum, tokens = accumulate_gradient(run.model, step.micro_batches, run.job.device)
     for group in run.optimizer.param_groups:
-        group["lr"] = cli.lr_at(run.step, run.args)
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.args.max_grad_norm)
+        group["lr"] = step.lr
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), args.max_grad_norm)
     run.optimizer.step()
-    return *sums, norm.full_tensor()
+    step.record(loss_sum, tokens, norm.full_tensor())
 
 
-def train(run, steps, signals=()):
-    """Take steps; read results every --log-every of them, and save when due or asked to stop."""
-    args, report, unread = run.args, run.report, []
-    run.timer.start()
-    for run.step in report.progress(steps, "training"):
-        unread.append((run.step, *train_step(run, next(run.batches))))
-        run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
-        due = run.step == args.max_steps or run.step % args.save_every == 0
-        if due or run.step == steps[-1] or run.step % args.log_every == 0:
-            stopped = read_results(run, unread, signals)
-            unread.clear()
-            if (due or stopped) and report.output:
-                sharded_checkpoint.save(run)
-            if stopped:
-                break
-            run.timer.start()
-        if run.step == args.kill_at_step:
-            os.kill(os.getpid(), signal.SIGKILL)  # as when a machine fails: nothing is tidied up
+def train(run):
+    """Take the steps that are left. The job evaluates, saves and stops between them."""
+    steps = run.job.steps(evaluate=evaluate(run))
+    if part := proofs():
+        steps = part.proven_steps(run, steps, summed_loss, make_optimizer)
+    for step in steps:
+        train_step(run, step)
 
 
-def read_results(run, unread, signals):
-    """Log the steps since the last time; return whether any rank was asked to stop.
+def evaluate(run):
+    """Return what measures the test loss, or None where no pair is held out."""
 
-    To read a number the host waits until the device has computed it, so it is done seldom.
-    """
-    steps, *columns = zip(*unread, strict=True)
-    loss_sums, tokens, norms = (torch.stack(column).double() for column in columns)
-    sums = torch.cat([loss_sums, loss_sums.new_tensor([len(signals)])])
-    dist.all_reduce(sums)
-    rows = torch.stack([sums[:-1] / tokens, tokens, norms], dim=1).tolist()
-    time_ms = run.timer.lap(len(steps))
-    for step, (run.loss, count, norm) in zip(steps, rows, strict=True):
-        cli.stop_unless_finite(step, run.loss, norm)
-        run.history.append((run.loss, norm))
-        run.trained_tokens += int(count)
-        run.log.write(step, loss=run.loss, lr=cli.lr_at(step, run.args), grad_norm=norm)
-    run.report.step(run.step, run.loss, time_ms, tokens.mean().item() / time_ms * 1e3)
-    return sums[-1].item() > 0
+    def loss_of(inputs, targets):
+        return summed_loss(run.model, *trim(inputs, targets))
+
+    def test_loss():
+        loss = run.job.evaluate(run.model, loss_of)
+        for unit in run.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # what forward keeps for a backward that does not come here
+        return loss
+
+    return test_loss if run.job.test_set else None
 
 
 @torch.no_grad()
 def export(run, folder):
     """Write the weights as safetensors, named, cut into files and typed as those of --model."""
-    partial = Path(f"{folder}.partial")
-    if run.report.world.is_rank0:
+    partial, files = Path(f"{folder}.partial"), run.job.store.group
+    if run.job.report.world.is_rank0:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
-    dist.barrier(run.files)
+    dist.barrier(files)
     file_of = {name: tensor.file for name, tensor in run.source.items()}
     weights = {
         name: weight.detach().to(run.source[name].dtype)
@@ -198,16 +213,99 @@ def export(run, folder):
         partial / "shards", fqn_to_index_mapping=file_of, save_distributed=True
     )
 
-    dcp.save(weights, storage_writer=writer, process_group=run.files)  # each rank its own rows
+    dcp.save(weights, storage_writer=writer, process_group=files)  # each rank its own rows
     consolidate_safetensors_files_on_every_rank(  # each rank some of the files
-        partial / "shards", partial, file_of, process_group=run.files
+        partial / "shards", partial, file_of, process_group=files
     )
 
-    if run.report.world.is_rank0:
+    if run.job.report.world.is_rank0:
         shutil.rmtree(partial / "shards")
-        finetune_checks.copy_other_files(Path(run.args.model), partial)
+        for path in Path(run.job.args.model).iterdir():  # configuration and tokenizer
+            if path.suffix in OTHER_FILES and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, partial / path.name)
         partial.rename(folder)
-    dist.barrier(run.files)
+    dist.barrier(files)
+
+
+def proofs():
+    """Return what proves this script, and has its --make-tiny, --ask and --dry-run: or None."""
+    # proofs: a copy deletes these lines
+    from fsdp_parts import fsdp_finetune as part
+
+    return part
+    # end of proofs
+
+
+# what is refused, before anything is allocated
+
+
+def load(args, kind, what):
+    """Return what transformers' `kind` reads from --model. Raises: UsageError when it cannot."""
+    if not Path(args.model, "config.json").is_file():  # else transformers would ask its hub
+        raise cli.UsageError(f"--model {args.model}: no config.json in it: is it a model's folder?")
+    try:
+        return kind.from_pretrained(args.model)
+    except Exception as error:  # of transformers' many kinds
+        why = " ".join(str(error).split())[:200]
+        raise cli.UsageError(f"--model {args.model}: cannot read its {what} ({why})") from error
+
+
+def refuse(args, model, device):
+    """Stop when this cannot work: UsageError. A collective."""
+    decoder, kind = model.get_decoder(), type(model).__name__
+    if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
+        raise cli.UsageError(f"{kind} has no `layers` and `norm` as Llama has: adapt shard() to it")
+    longest = getattr(model.config, "max_position_embeddings", args.seq_len)
+    if args.seq_len > longest:
+        raise cli.UsageError(f"--seq-len must be at most {longest} for --model {args.model}")
+    # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments
+    needed, world = 16 * sum(weight.numel() for weight in model.parameters()), runtime.discover()
+    measure.require_memory(f"--model {args.model}", needed, world.world_size, device, world)
+
+
+def claim_folder(folder, flag):
+    """Make the empty folder that `flag` names. Raises: UsageError if it is used or unwritable."""
+    path = Path(folder)
+    try:  # now, and not after days of training
+        path.mkdir(parents=True, exist_ok=True)
+        used = any(path.iterdir())
+    except OSError as error:
+        raise cli.UsageError(f"{flag} {folder} cannot be written: {error.strerror}") from error
+    if used:
+        raise cli.UsageError(f"{flag} {folder} is not empty: name another folder")
+
+
+def tensors_of(model, folder):
+    """Return where each weight of a model is in a folder's safetensors files. A collective.
+
+    Raises: UsageError for files that cannot be read, or a weight missing or of another shape.
+    """
+    found = runtime.from_rank0(headers(folder) if dist.get_rank() == 0 else None)
+    if isinstance(found, str):
+        raise cli.UsageError(f"--model {folder}: {found}")
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        there = list(found[name][1]) if name in found else "missing"
+        if there != list(weight.shape):
+            raise cli.UsageError(
+                f"--model {folder}: {name} is {there} in its safetensors files and "
+                f"{list(weight.shape)} by its config.json"
+            )
+    files = sorted({found[name][0] for name in weights})
+    return {name: Stored(files.index(found[name][0]) + 1, *found[name][1:]) for name in weights}
+
+
+def headers(folder):
+    """Return (file, shape, data type) by name, from the files' headers; or why it cannot."""
+    try:
+        metadata = dcp.HuggingFaceStorageReader(folder).read_metadata()
+    except Exception as error:  # safetensors has kinds of its own
+        return f"a safetensors file is damaged ({error})"
+    stored = metadata.storage_data.items()
+    return {index.fqn: (i.relative_path, tuple(i.shape), i.dtype) for index, i in stored} or (
+        "no *.safetensors in it (older models have *.bin: load one with transformers and call "
+        "save_pretrained)"
+    )
 
 
 def parse_args():
@@ -223,92 +321,76 @@ def parse_args():
     add("--max-steps", type=positive, default=100, help="optimizer steps of the whole run (100)")
     add("--lr", type=cli.positive_float, default=2e-5, help="peak learning rate of AdamW (2e-5)")
     add("--warmup-steps", type=cli.whole_number, default=5, help="steps of linear warmup (5)")
-    add("--max-grad-norm", type=cli.positive_float, default=1.0, help="clip longer gradients (1)")
     add("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="(32-true)")
-    add("--log-every", type=positive, default=10, help="most steps between two looks (10)")
-    add("--save-every", type=positive, default=20, help="steps, with --output-dir (20)")
+    job.add_loop_flags(parser)  # --max-grad-norm, --log-every, --eval-every, --save-every, ...
     add("--export", metavar="DIR", help="write the tuned model for transformers to this folder")
-    add("--parity-steps", type=cli.whole_number,
-        help="compared with one process (2; 0 for a model above 50 million weights)")  # fmt: skip
-    add("--kill-at-step", type=positive, help="end all ranks by SIGKILL: rehearse a failure")
-    add("--make-tiny", metavar="DIR", help="write a tiny model with random weights, and end")
-    add("--ask", metavar="PROMPT", help="answer from --model by transformers alone, and end")
-    add("--max-new-tokens", type=positive, default=64, help="most tokens of an answer (64)")
-    add("--dry-run", action="store_true", help="say what --world-size GPUs would need, and end")
-    add("--world-size", type=positive, default=8, help="ranks of a dry run (8)")
-    args = parser.parse_args()
-    finetune_checks.need_transformers()
-    if not (args.model or args.make_tiny):
-        parser.error("--model is missing: a Hugging Face folder; --make-tiny DIR writes a tiny one")
-    return args
-
-
-def adamw(model, args):
-    """Return the optimizer of this rank's shards. Fused, it needs no memory beside its state."""
-    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.0, fused=True)
+    if part := proofs():
+        part.add_flags(parser)  # --make-tiny, --ask, --dry-run, --kill-at-step
+    if AutoConfig is None:
+        parser.error("transformers is missing: pip install transformers safetensors")
+    return job.parse(parser)
 
 
 def set_up(args, report):
     """Return the run: model, optimizer, data and its place in it, ready for the first step."""
     world, device = report.world, report.device
-    run = SimpleNamespace(args=args, report=report, step=0, history=[], trained_tokens=0)
+    if not args.model:
+        made = "--make-tiny DIR writes a tiny one"
+        raise cli.UsageError(f"--model is missing: a Hugging Face folder; {made}")
+    if args.export:
+        claim_folder(args.export, "--export")
     runtime.seed_everything(args.seed)
     identity = data.settle_batch_sizes(args, world.world_size)
-    finetune_checks.claim_folder(args.export, "--export")
-    run.pairs = load_pairs(args.text_file)
-    tokenizer = finetune_checks.load(args, AutoTokenizer, "tokenizer")
-    run.train_set = Answers(run.pairs, tokenizer, args.seq_len, world.world_size)
-    run.sampler = data.ShardedSampler(len(run.train_set), world.rank, world.world_size, args.seed)
-    run.model = build(args, init_device_mesh(device.type, (world.world_size,)), device)
-    run.shapes = dict(run.model.named_parameters())
-    run.source = finetune_checks.tensors_of(run.model, args.model)
-    finetune_checks.start(run, identity)
-
-    run.files = sharded_checkpoint.file_group()
-    run.optimizer = adamw(run.model, args)
-    run.settings = finetune_checks.settings_of(run)
-    if not (args.resume and sharded_checkpoint.resume(run)):
-        read_weights(run.model, args.model, run.files)
-    run.batches = data.job_batches(run.train_set, run.sampler, args)
-    run.timer = measure.StepTimer(device, warmup=args.log_every)
-    run.log = measure.StepLog(report.output if world.is_rank0 else None, run.step + 1)
-    return run
+    pairs = load_pairs(args.text_file)
+    tokenizer = load(args, AutoTokenizer, "tokenizer")
+    held_out = pairs[HELD_OUT - 1 :: HELD_OUT]
+    del pairs[HELD_OUT - 1 :: HELD_OUT]
+    train_set = Answers(pairs, tokenizer, args.seq_len, world.world_size)
+    test_set = Answers(held_out, tokenizer, args.seq_len, 0)
+    model = build(args, init_device_mesh(device.type, (world.world_size,)), device)
+    source = tensors_of(model, args.model)
+    the_job = job.Job(
+        args, report, train_set, test_set if len(test_set) else None, train_set.checksum(),
+        world.rank, world.world_size,
+    )  # fmt: skip
+    free = {"model", "export"}  # a resumed run may change these without a word
+    if part := proofs():
+        free |= part.FLAGS
+    the_job.settings = {name: s for name, s in the_job.settings.items() if name not in free}
+    weights = sum(weight.numel() for weight in model.parameters())
+    report.start(
+        f"{args.model}: {weights:,} weights in {max(s.file for s in source.values())} files",
+        f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
+        f"sequence {train_set.longest} of {args.seq_len} tokens; {len(test_set):,} pairs to test "
+        f"on; {train_set.left_out + test_set.left_out} too long, left out",
+        identity,
+    )
+    optimizer = make_optimizer(model, args)
+    whole = dict(model.named_parameters())  # tied ones once
+    the_job.store = checkpoints.Sharded(model, optimizer, whole, args.timeout)
+    if not the_job.resume():
+        read_weights(model, args.model, the_job.store.group)
+    return Run(the_job, model, optimizer, source)
 
 
 def main():
     args = parse_args()
-    if args.make_tiny or args.ask or args.dry_run:
-        return finetune_checks.alone(args)
+    if (part := proofs()) and part.alone(args, load, claim_folder):
+        return 0
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_finetune.py", args, world, device)
         run = set_up(args, report)
-        place = run.sampler.state_dict()
-        finetune_checks.check_padding(run, trim, summed_loss)
-        if run.step == 0:
-            finetune_checks.draw_batch(run)
-            expected = finetune_checks.one_process(run, adamw)
-            train(run, range(1, args.parity_steps + 1))
-            finetune_checks.check_parity(run, expected)
-        if report.failed:  # now, and not after days
-            return report.finish("")
-
-        signals = sharded_checkpoint.catch_preemption()
-        train(run, range(run.step + 1, args.max_steps + 1), signals)
-
-        if run.history:
-            finetune_checks.check_tokens(run, place)
-            finetune_checks.check_bytes(run)
-            report.metrics |= {"final_loss": run.loss, "step_time_ms": run.timer.median_ms()}
-        report.metrics["peak_memory_gib"] = measure.peak_memory_gib(device)
-        if run.step < args.max_steps:
-            end = f"asked to stop, {'saved' if report.output else 'not saved'}"
-        elif args.export:
+        if run.job.done and not args.export:
+            report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
+            return 0
+        if not run.job.done:
+            train(run)
+        if args.export and run.job.done and not report.failed:
             export(run, args.export)
-            finetune_checks.check_export(run)
-            end = f"exported to {args.export}"
-        else:
-            end = "trained to the end"
-        return report.finish(f"at step {run.step} of {args.max_steps}, {end}")
+            report.say(f"exported to {args.export}")
+            if part := proofs():
+                part.check_export(run, tensors_of(run.model, args.export))
+        return report.finish(run.job.summary)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from dist_common import cli, models, runtime
 from dist_common.report import Report
-from scratch_checks import MoveLog, check_one_process, check_run, draw_moves, job_of, train
-from scratch_tools import all_gather, flatten, gradient_of, groups_of, part_of, reduce_scatter
+from dist_common.runtime import all_gather_single, reduce_scatter_single
+from fsdp_parts.fsdp_from_scratch import (
+    MoveLog,
+    check_one_process,
+    check_run,
+    draw_moves,
+    flatten,
+    groups_of,
+    part_of,
+    train,
+)
+from fsdp_parts.strategies import Plan, print_strategies, steps_of, unit_weights
 
 PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16}  # what weights are gathered in
 
@@ -51,7 +61,7 @@ class Unit:
         if storage.nbytes() == 0:
             storage.resize_(self.whole.nbytes)
 
-            all_gather(self.whole, self.shard.to(self.whole.dtype))
+            all_gather_single(self.whole, self.shard.to(self.whole.dtype))
 
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.data = view
@@ -66,10 +76,10 @@ class Unit:
         """Move 4. Add up all ranks' gradients, each rank its own part, and drop the whole ones."""
         if all(parameter.grad is None for parameter in self.parameters):
             return  # frozen, or not used
-        whole = flatten([gradient_of(parameter) for parameter in self.parameters])
+        whole = flatten(p.new_zeros(p.shape) if p.grad is None else p.grad for p in self.parameters)
         mean = torch.empty_like(self.shard)
 
-        reduce_scatter(mean, whole.to(self.shard.dtype))
+        reduce_scatter_single(mean, whole.to(self.shard.dtype))
 
         mean /= dist.get_world_size()
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
@@ -191,30 +201,35 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_from_scratch.py", args, world, device)
         config = models.preset("tiny", args.seq_len)
-        job = job_of(args, world, device)
-        report.start(f"{config.num_parameters():,} weights; {job.sizes}")
+        own, together = steps_of(args, world, device)
+        size, m = args.micro_batch_size, args.grad_accum_steps
+        report.start(
+            f"{config.num_parameters():,} weights; global batch {size * m * world.world_size} = "
+            f"{size} per rank x {m} micro-batches x {world.world_size} ranks"
+        )
 
         def build():
             runtime.seed_everything(args.seed)
             return models.Transformer(config).to(device)
 
         alone = build()
-        expected = train(alone, list(alone.parameters()), job.whole)
-        rows = [["one process", "0", "0", "0", "0.00", f"{expected.losses[-1]:.6f}"]]
+        expected = train(alone, list(alone.parameters()), together)
+        measured = {}
         for precision, dtype in PRECISIONS.items():
+            plan = Plan("full", precision, m, world.world_size, world.world_size)
             model = build()
             modules = modules_of(model)
-            sizes = [sum(p.numel() for p in module.parameters()) for module in modules]
-            sizes.append(config.num_parameters() - sum(sizes))  # the rest
+            units = unit_weights([*modules, model], world.world_size, flat=True)
             sharded = Sharded(model, modules, dtype)
             log = MoveLog(sharded)
-            ours = train(model, sharded.shards(), job.own, log)
+            ours = train(model, sharded.shards(), own, log)
             twin = build()
-            theirs = train(twin, shard_by_pytorch(twin, modules_of(twin), dtype), job.own)
-            rows += check_run(report, precision, sizes, ours, theirs, log)
+            modules = modules_of(twin)
+            units_of_twin = unit_weights([*modules, twin], world.world_size)
+            theirs = train(twin, shard_by_pytorch(twin, modules, dtype), own)
+            measured |= check_run(report, plan, (ours, units), (theirs, units_of_twin), log)
             check_one_process(report, precision, sharded, ours, alone, expected)
-        headers = ("way", "all-gathers", "reduce-scatters", "bytes sent", "per weight", "last loss")
-        report.table(rows, headers)
+        print_strategies(report, measured)
         if report.output and world.is_rank0:
             draw_moves(report.output / "gathered.png", log)
         return report.finish(f"loss {ours.losses[-1]:.4f} after step {args.max_steps}")

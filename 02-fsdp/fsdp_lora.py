@@ -11,25 +11,16 @@ written out because the lesson is what FSDP does with it; the files are peft's.
 Source: Hu et al., LoRA (ICLR 2022), section 4.
 """
 
-from pathlib import Path
-
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import lora_checks
 from dist_common import cli, models, runtime
-from dist_common.models import Transformer
+from dist_common.models import Transformer, local
 from dist_common.report import Report
-from lora_layers import (
-    gathered,
-    layers_of,
-    loss_of,
-    materialize,
-    refuse_large_rank,
-    refuse_unfit,
-)
+from fsdp_parts import lora_checks
+from fsdp_parts.lora_layers import layers_of
+from fsdp_parts.sharding import gathered, loss_of
 
 WAYS = ("full", "LoRA", "LoRA-bf16")  # what is trained; -bf16: how frozen weights are stored
 
@@ -84,10 +75,10 @@ def build(config, way, args):
     return model
 
 
-def train(model, batches, lr, max_norm):
-    """Take a step of AdamW on each batch; return losses, norms of gradients, and the optimizer."""
+def train(model, batches, lr, max_norm, make_optimizer=torch.optim.AdamW):
+    """Take a step on each batch; return losses, norms of gradients, and the optimizer."""
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr)
+    optimizer = make_optimizer(trained, lr=lr)
     losses = []
     norms = []
     for batch in batches:
@@ -101,6 +92,23 @@ def train(model, batches, lr, max_norm):
     return torch.stack(losses), torch.stack(norms), optimizer
 
 
+@torch.no_grad()
+def merged(model, rows_of=lambda base: local(base.weight)):
+    """Yield (name in a plain model, this rank's rows of W + alpha/r B A), one layer at a time.
+
+    W and B are sharded by the same rows, so A alone is gathered. A linear layer without an adapter
+    comes too: one in 4 bits is what its codes stand for. Shape: (out/N, in), float32.
+    """
+    for path, layer in layers_of(model):
+        name = f"{path}.weight"
+        if not hasattr(layer, "lora_A"):
+            yield name, rows_of(layer)
+            continue
+        update = layer.scale * (local(layer.lora_B.weight) @ gathered(layer.lora_A.weight))
+
+        yield name, rows_of(layer.base_layer) + update
+
+
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     lora_checks.add_flags(parser, WAYS)
@@ -112,26 +120,18 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_lora.py", args, world, device)
         config = models.preset(args.preset, args.seq_len)
-        refuse_large_rank(args, config)
-        if args.adapter:
-            refuse_unfit(Path(args.adapter), build(config, "LoRA", args), args)
-        mesh = init_device_mesh(device.type, (world.world_size,))
-        lesson = lora_checks.Lesson(report, config, build, train)
+        lesson = lora_checks.Lesson(report, config, build, shard, train, merged)
         report.start(*lesson.header())
 
-        def sharded(way, seed=args.seed):
-            model = materialize(shard(build(config, way, args), mesh, way), device)
-            return lesson.fill(model, way, seed)
-
-        lesson.make_base(sharded("full"))
+        lesson.make_base()
         for way in args.ways:
-            model = sharded(way)
+            model = lesson.sharded(way, args.seed)
             expected = lesson.alone(way)  # one process; None without --parity-steps
             batches = lesson.batches(world.rank)
 
             trained = train(model, batches, lesson.lr(way), args.max_grad_norm)
 
-            lesson.prove(way, model, trained, expected, sharded)
+            lesson.prove(way, model, trained, expected)
         loss = lesson.print_table()
         return report.finish(f"loss {loss:.4f} after step {args.max_steps}")
 

@@ -21,11 +21,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-import fsdp_job
-from dist_common import cli, data, measure, models, runtime
+from dist_common import cli, data, job, measure, models, runtime
 from dist_common.report import Report
-from memory_tools import AllocationPeak, draw_peaks, show_peak, show_peaks
-from shard_tools import draw_weights, mesh_of, shards_of
+from fsdp_parts.memory import AllocationPeak, show_peak, show_peaks
+from fsdp_transformer import add_flags, describe, mesh_of, refuse, shards_of
 
 # What --compare changes, each beside the flags as they are.
 CHOICES = {
@@ -101,7 +100,7 @@ def measure_peak(template, args, config, mesh, device):
     allocated = AllocationPeak(device)
     allocated.start()
     run = start(template, args, config, mesh, device)
-    draw_weights(run.model, device, args.seed)
+    models.draw_weights(run.model, config, args.seed)
     for _ in range(2):  # Adam makes its state in the first one
         take_step(template, run)
     allocated.stop()
@@ -133,15 +132,13 @@ def check_shards(report, name, peak, config, shards):
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    cli.add_job_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --seq-len, ...
-    fsdp_job.add_flags(parser)  # --sharding, --activation-checkpointing, --loss-chunks, ...
+    job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --seq-len, ...
+    add_flags(parser)  # --sharding, --activation-checkpointing, --loss-chunks, ...
     add = parser.add_argument
     template = Path(__file__).with_name("fsdp_transformer.py")
     add("--template", metavar="FILE", default=template, help="the script (fsdp_transformer.py)")
     add("--world-size", type=cli.positive_int, default=8, help="ranks, 8 on a machine (8)")
-    add(
-        "--compare", action="store_true", help="predict for several choices; draw with --output-dir"
-    )
+    add("--compare", action="store_true", help="predict for several choices")
     add("--check", action="store_true", help="take two real steps on the ranks started, compare")
     args = parser.parse_args()
     if args.cpu_offload:
@@ -155,7 +152,7 @@ def parse_args():
 
 
 def predict_all(report, template, config):
-    """Predict for the flags as they are, or for each of CHOICES; print, check and draw."""
+    """Predict for the flags as they are, or for each of CHOICES; print and check."""
     args, world = report.args, report.world
     peaks = {}
     for name, change in (CHOICES if args.compare else {"": {}}).items():
@@ -167,8 +164,6 @@ def predict_all(report, template, config):
         show_peak(report, peaks[""])
         return f"{peaks['']['Total'] / measure.GIB:.2f} GiB at the peak of each rank"
     show_peaks(report, peaks)
-    if report.output:
-        draw_peaks(report.output / "memory.png", peaks, fsdp_job.describe_size(args))
     least = min(peaks, key=lambda name: peaks[name]["Total"])
     return f"least with {least!r}: {peaks[least]['Total'] / measure.GIB:.2f} GiB at the peak"
 
@@ -180,8 +175,8 @@ def check(args, template):
         identity = data.settle_batch_sizes(args, world.world_size)
         config = models.preset(args.preset, args.seq_len)
         shards = shards_of(args.sharding, args.shard_group_size, world)
-        fsdp_job.refuse(args, config, shards, world, device)
-        report.start(fsdp_job.describe(args, config), identity)
+        refuse(args, config, shards, world, device)
+        report.start(describe(args, config), identity)
 
         real = measure_peak(template, args, config, mesh_of(shards, device), device)
 
@@ -209,7 +204,7 @@ def main():
     report = Report("02-fsdp/fsdp_memory.py", args, world, torch.device("cpu"))
     identity = data.settle_batch_sizes(args, args.world_size)
     config = models.preset(args.preset, args.seq_len)
-    report.start(fsdp_job.describe(args, config), f"{identity}, of {args.seq_len:,} tokens each")
+    report.start(describe(args, config), f"{identity}, of {args.seq_len:,} tokens each")
     return report.finish(predict_all(report, template, config))
 
 

@@ -5,34 +5,24 @@
 
 Needs bitsandbytes. Look for: the parameters and the all-gathers, which are what LoRA left over;
 the losses of one process; how far a 4-bit weight is from the one it was made of. Try
-`--optimizer adamw8bit`. fsdp_lora.py comes first; LoRA below is its class.
+`--optimizer adamw8bit`. Adapters, `shard` and `train` are those of fsdp_lora.py.
 Source: Dettmers et al., QLoRA (NeurIPS 2023), section 3.
 """
 
 import functools
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import lora_bytes
-import lora_checks
-import nf4
 from dist_common import cli, models, runtime
-from dist_common.models import Transformer
+from dist_common.models import Transformer, local
 from dist_common.report import Report
-from lora_layers import (
-    gathered,
-    layers_of,
-    loss_of,
-    materialize,
-    refuse_large_rank,
-    refuse_unfit,
-)
-from nf4 import NF4_BLOCK, AdamW8bit, decode
+from fsdp_lora import add_adapters, merged, shard, train
+from fsdp_parts import fsdp_qlora as part
+from fsdp_parts import lora_checks
+from fsdp_parts.fsdp_qlora import NF4_BLOCK, bitsandbytes, decode
+from fsdp_parts.lora_layers import layers_of
 
 WAYS = ("full", "LoRA", "QLoRA", "QLoRA-bf16")  # -bf16: what 4-bit weights are unpacked to
 
@@ -73,28 +63,6 @@ class MultiplyNF4(torch.autograd.Function):
         return gradient @ weight.to(gradient.dtype), None, None, None
 
 
-class LoRA(nn.Module):
-    """A frozen layer W, and beside it the thin A and B that are trained: W x + alpha/r B A x.
-
-    Shapes: W (out, in), A (r, in), B (out, r). Names as in peft. Source: LoRA, section 4.1.
-    """
-
-    def __init__(self, base_layer, lora_rank, lora_alpha):
-        super().__init__()
-        inputs = base_layer.in_features
-        outputs = base_layer.out_features
-        device = next(base_layer.parameters()).device
-        self.base_layer = base_layer
-        self.scale = lora_alpha / lora_rank
-        self.lora_A = nn.Linear(inputs, lora_rank, bias=False, device=device)
-        self.lora_B = nn.Linear(lora_rank, outputs, bias=False, device=device)
-        nn.init.zeros_(self.lora_B.weight)  # so that training begins at the base's answers
-
-    def forward(self, x):
-
-        return self.base_layer(x) + self.scale * self.lora_B(self.lora_A(x))
-
-
 def build(config, way, args):
     """Return the model without memory for its weights: 4-bit layers first, then adapters."""
     with torch.device("meta"):
@@ -105,20 +73,36 @@ def build(config, way, args):
             for path, layer in layers_of(model):
                 model.set_submodule(path, NF4Linear(layer))
         if way != "full":
-            model.requires_grad_(False)
-            for path, layer in layers_of(model, args.target_modules):
-                model.set_submodule(path, LoRA(layer, args.lora_rank, args.lora_alpha))
+            add_adapters(model, args)
     return model
 
 
-def shard(model, mesh, way):
-    """Shard each block, and the rest, as for LoRA: FSDP2 does not ask what the bytes mean."""
-    compute = torch.bfloat16 if way.endswith("bf16") else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+class AdamW8bit:
+    """bitsandbytes' AdamW on this rank's shards: it knows plain tensors, FSDP has DTensors."""
 
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    def __init__(self, parameters, lr, min_8bit_size):
+        self.parameters = parameters
+        self.shards = [nn.Parameter(local(p).detach().view(-1)) for p in parameters]
+        adamw = bitsandbytes().optim.AdamW8bit
+        self.adamw = adamw(self.shards, lr=lr, min_8bit_size=min_8bit_size)
+
+    def step(self):
+        for parameter, piece in zip(self.parameters, self.shards, strict=True):
+            piece.data = local(parameter).detach().view(-1)  # the same memory, not a copy
+            piece.grad = local(parameter.grad).view(-1) if piece.numel() else None
+        self.adamw.step()
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @property
+    def state(self):
+        """Moments and their scales, by parameter; the code tables are shared by all of them."""
+        kept = ("state1", "state2", "absmax1", "absmax2")
+        states = (self.adamw.state[shard] for shard in self.shards)
+        states = [{name: state[name] for name in kept if name in state} for state in states]
+        return dict(zip(self.parameters, states, strict=True))
 
 
 def optimizer_of(args):
@@ -126,23 +110,6 @@ def optimizer_of(args):
     if args.optimizer == "adamw":
         return torch.optim.AdamW
     return functools.partial(AdamW8bit, min_8bit_size=args.min_shard_size)
-
-
-def train(model, batches, lr, max_norm, make_optimizer=torch.optim.AdamW):
-    """Take a step on each batch; return losses, norms of gradients, and the optimizer."""
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = make_optimizer(trained, lr=lr)
-    losses = []
-    norms = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(trained, max_norm)
-        optimizer.step()
-        losses.append(loss.detach())
-        norms.append(gathered(norm))
-    return torch.stack(losses), torch.stack(norms), optimizer
 
 
 def parse_args():
@@ -161,31 +128,21 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_qlora.py", args, world, device)
         config = models.preset(args.preset, args.seq_len)
-        refuse_large_rank(args, config)
-        nf4.refuse_without_nf4(device)
-        if args.adapter:
-            refuse_unfit(Path(args.adapter), build(config, "LoRA", args), args)
-        mesh = init_device_mesh(device.type, (world.world_size,))
-        lesson = lora_checks.Lesson(report, config, build, train)
+        lesson = lora_checks.Lesson(report, config, build, shard, train, merged)
+        part.refuse_without_nf4(device)
         report.start(*lesson.header())
 
-        def sharded(way, seed=args.seed):
-            model = materialize(shard(build(config, way, args), mesh, way), device)
-            return lesson.fill(model, way, seed)
-
-        lesson.make_base(sharded("full"))
+        lesson.make_base()
         for way in args.ways:
-            model = sharded(way)
+            model = lesson.sharded(way, args.seed)
             expected = lesson.alone(way)  # one process; None without --parity-steps
             batches = lesson.batches(world.rank)
 
             trained = train(model, batches, lesson.lr(way), args.max_grad_norm, optimizer_of(args))
 
-            lesson.prove(way, model, trained, expected, sharded)
+            lesson.prove(way, model, trained, expected)
         loss = lesson.print_table()
-        lora_bytes.print_large(report, args, WAYS)
-        if report.output and world.is_rank0:
-            lora_bytes.draw(report.output / "bytes_per_weight.png", report, config)
+        lora_checks.print_large(report, args, WAYS)
         return report.finish(f"loss {loss:.4f} after step {args.max_steps}")
 
 

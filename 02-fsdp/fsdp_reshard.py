@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import checkpoint_job
-import checkpoint_tensors
-from checkpoint_job import FULL, KEPT, TO_RANK0, newest, set_state, state_of
 from dist_common import checkpoint, cli
 from dist_common.cli import UsageError
+from fsdp_parts import checkpoint_job
+from fsdp_parts import fsdp_reshard as part
+from fsdp_parts.checkpoint_job import FULL, KEPT, TO_RANK0, newest, set_state, state_of
 
 TP = {"fsdp": 1, "ddp": 1, "tp-fsdp": 2}  # strategy: ranks that share a layer's rows and columns
 PLAN = {
@@ -108,7 +108,7 @@ def convert(job):
             checkpoint_job.write_file(state_of(run, **TO_RANK0), partial)
     made = newest(job, to)
     expected = len(found.tensors) + 3 * len(list(run.model.parameters()))
-    equal = checkpoint_tensors.count_equal(job, found, made)
+    equal = part.count_equal(job, found, made)
     job.report.check("tensors equal, bitwise", equal, expected, 0, "weights, and 3 of Adam each")
     return f"written to {to}"
 

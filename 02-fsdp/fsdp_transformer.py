@@ -8,39 +8,73 @@
 It does the same job as ddp_training.py of module 01: look for the same losses. With --output-dir
 and --resume it can be killed at any moment and resumed on another number of ranks.
 
-To copy: delete what you do not need (`checkpoint_activations`, `prefetch`, ways of `summed_loss`
-and `synchronise`, `fsdp_checks`), each with what calls it.
+To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
+proofs". Delete what you do not need (`checkpoint_activations`, `prefetch`, `evaluate`, `compile`,
+`float8`), each with what uses it. A test deletes each and all, and runs the rest.
 
 Sources: Zhao et al., PyTorch FSDP (VLDB 2023); Liang et al., TorchTitan (2024), for the units;
 Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); Korthikanti et al., Reducing
 Activation Recomputation (2022), section 5.
 """
 
+import argparse
 import functools
-from types import SimpleNamespace
+import importlib.util
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import fsdp_checks
-import fsdp_job
-import sharded_checkpoint
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, measure, models, runtime
+from dist_common import cli, data, job, measure, models, runtime
 from dist_common.models import Transformer
 from dist_common.report import Report
-from dist_common.steps import StepProbe
-from shard_tools import mesh_of, shards_of
 
+KEEPING = ("sharded", "whole", "gathered")  # between micro-batches
+FLOAT8_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later
 # What selective activation checkpointing keeps: matrix products and attention, which take the time.
 # It computes norms and activation functions again, which take memory only.
 KEPT = [torch.ops.aten.mm.default] + [
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{where}").default
     for kind, where in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
 ]
+
+
+@dataclass
+class Run:
+    """What the functions of this script share."""
+
+    args: argparse.Namespace
+    device: torch.device
+    config: models.TransformerConfig
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    job: job.Job  # data, and the place in them
+    shards: int  # over how many ranks the model is sharded
+
+
+def shards_of(sharding, group_size, world):
+    """Return over how many ranks the model is sharded; hybrid: those of a machine by default."""
+    size = min(group_size or world.local_world_size, world.world_size)
+    if sharding == "hybrid" and world.world_size % size:
+        raise cli.UsageError(
+            f"--sharding hybrid: --shard-group-size {size} does not divide {world.world_size} ranks"
+        )
+    return size if sharding == "hybrid" else world.world_size
+
+
+def mesh_of(shards, device):
+    """Arrange all ranks: a row shards one replica of the model, a column holds the same shard."""
+    ranks = dist.get_world_size()
+    if shards == ranks:
+        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+    shape = (ranks // shards, shards)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def build(args, config, mesh, device):
@@ -197,78 +231,124 @@ def count_tokens(micro_batches, device):
     return tokens
 
 
-def train(run, steps):
-    """Take steps; at least every --log-every of them read results, and save when due."""
-    args, report = run.args, run.report
-    unread = []
-    signals = sharded_checkpoint.catch_preemption()
-    run.timer.start()
-    for run.step in steps:
-        lr = cli.lr_at(run.step, args)
-        micro_batches = next(run.batches)
-        tokens = count_tokens(micro_batches, run.device)
-        loss_sum = accumulate_gradient(run, micro_batches, tokens)
-        unread.append((run.step, lr, loss_sum, tokens, update(run, lr)))
-        run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
-        last = run.step == args.max_steps
-        save_due = report.output and cli.due(run.step, args.save_every, last)
-        if not (save_due or last or run.step % args.log_every == 0):
-            continue  # the next step is queued while the device still computes this one
+def train(run):
+    """Take the steps that are left. The job evaluates, saves and stops between them."""
+    steps = run.job.steps(evaluate=evaluate(run))
+    # proofs: a copy deletes these lines
+    from fsdp_parts import fsdp_transformer as part
 
-        run.stopped = fsdp_job.read_results(run, unread, signals)
-        unread.clear()
-        if save_due or (report.output and args.save_every and run.stopped):
-            sharded_checkpoint.save(run)
-        if run.stopped:
-            break
-        run.timer.start()  # the time of saving belongs to no step
+    steps = part.proven_steps(run, steps, accumulate_gradient)
+    # end of proofs
+    for step in steps:
+        tokens = count_tokens(step.micro_batches, run.device)
+        loss_sum = accumulate_gradient(run, step.micro_batches, tokens)
+        step.record(loss_sum, tokens, update(run, step.lr))
+
+
+def evaluate(run):
+    """Return what measures the test loss: each forward gathers weights, so all ranks take part."""
+    loss_of = functools.partial(summed_loss, run.model, args=run.args)
+
+    def test_loss():
+        loss = run.job.evaluate(run.model, loss_of)
+        for unit in run.model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()  # what forward keeps for a backward that does not come here
+        return loss
+
+    return test_loss
+
+
+def add_flags(parser):
+    """Add the flags that say how the model is sharded and what saves memory."""
+    add, positive = parser.add_argument, cli.positive_int
+    add("--sharding", choices=("full", "grad-op", "hybrid"), default="full", help="(full)")
+    add("--shard-group-size", type=positive, help="of hybrid (the ranks of one machine)")
+    kinds = "none, full, selective, or k for each k-th block (none)"
+    add("--activation-checkpointing", type=parse_kind, default="none", metavar="KIND", help=kinds)
+    between = "keep gradients sharded, whole, or whole and weights gathered too (sharded)"
+    add("--accumulate", choices=KEEPING, default="sharded", help=f"between micro-batches {between}")
+    add("--loss-chunks", type=positive, default=1,
+        help="slices of tokens whose logits are computed one after the other (1)")  # fmt: skip
+    add("--fused-loss", action="store_true", help="take PyTorch's linear_cross_entropy for it")
+    add("--prefetch", type=cli.whole_number, default=0, help="blocks gathered ahead (0)")
+    add("--cpu-offload", action="store_true", help="keep shards and optimizer in host memory")
+    add("--compile", action="store_true", help="translate each block by torch.compile")
+    add("--float8", action="store_true", help="multiply in float8 by torchao, on a GPU")
+
+
+def parse_kind(text):
+    """Parse --activation-checkpointing."""
+    if text in ("none", "full", "selective") or (text.isdecimal() and int(text) > 1):
+        return text
+    allowed = "none, full, selective, or k of at least 2 for each k-th block"
+    raise argparse.ArgumentTypeError(f"must be {allowed}, not {text!r}")
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__, resumes=True)
-    cli.add_job_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --lr, ...
-    fsdp_job.add_flags(parser)  # --sharding, --activation-checkpointing, --loss-chunks, ...
-    add, positive = parser.add_argument, cli.positive_int
-    add("--log-every", type=positive, default=10,
-        help="most steps between two looks at losses and stop signals (10)")  # fmt: skip
-    add("--save-every", type=cli.whole_number, default=20,
-        help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
-    add("--num-workers", type=cli.whole_number, default=0,
-        help="processes per rank that load data (0)")  # fmt: skip
-    parity = "gradients to compare with one process (1; 0 for presets other than tiny)"
-    add("--parity-steps", type=cli.whole_number, help=parity)
-    args = parser.parse_args()
-    if args.parity_steps is None:
-        args.parity_steps = int(args.preset == "tiny")
-    return args
+    job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --lr, --save-every, ...
+    add_flags(parser)
+    return job.parse(parser)
+
+
+def describe(args, config):
+    """Return in one line what is trained, and how."""
+    return (
+        f"{args.preset}: {config.num_parameters():,} weights; {args.sharding} sharding, "
+        f"{args.precision}, activation checkpointing {args.activation_checkpointing}"
+    )
+
+
+def refuse(args, config, shards, world, device):
+    """Stop before anything is allocated when this cannot work: UsageError. A collective."""
+    if args.precision == "16-mixed":
+        raise cli.UsageError("--precision 16-mixed needs a loss scaler over shards: use bf16-mixed")
+    tokens = args.micro_batch_size * args.seq_len
+    if args.loss_chunks > tokens:
+        raise cli.UsageError(f"--loss-chunks must be at most the {tokens} tokens of a micro-batch")
+    if args.fused_loss and not hasattr(F, "linear_cross_entropy"):
+        raise cli.UsageError(
+            f"--fused-loss needs F.linear_cross_entropy, of PyTorch 2.14; this is "
+            f"{torch.__version__}: use --loss-chunks N"
+        )
+    if args.float8:
+        refuse_float8(device)
+    where = torch.device("cpu") if args.cpu_offload else device
+    # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments
+    needed = 16 * config.num_parameters()
+    measure.require_memory(f"--preset {args.preset}", needed, shards, where, world)
+
+
+def refuse_float8(device):
+    """Stop where nothing can multiply in float8. Raises: UsageError with what is missing."""
+    if device.type != "cuda":
+        raise cli.UsageError("--float8 needs an NVIDIA GPU of Ada, Hopper or later; this is a CPU")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        number = ".".join(map(str, capability))
+        raise cli.UsageError(f"--float8 needs a GPU of compute capability 8.9; this has {number}")
+    if importlib.util.find_spec("torchao") is None:
+        raise cli.UsageError("--float8 needs torchao: pip install torchao")
 
 
 def set_up(args, report):
     """Return the run: model, optimizer, data and its place in it, ready for the first step."""
     world, device = report.world, report.device
-    run = SimpleNamespace(args=args, report=report, device=device, step=0, trained_tokens=0)
-    identity = data.settle_batch_sizes(args, world.world_size)
-    run.config = models.preset(args.preset, args.seq_len)
-    run.shards = shards_of(args.sharding, args.shard_group_size, world)
-    fsdp_job.refuse(args, run.config, run.shards, world, device)
-    run.train_set, _, checksum = data.job_text(args, world.world_size)
-    run.sampler = data.ShardedSampler(len(run.train_set), world.rank, world.world_size, args.seed)
-    report.start(fsdp_job.describe(args, run.config), identity)
-    run.probe = StepProbe(device)
-    run.model = build(args, run.config, mesh_of(run.shards, device), device)
-    run.optimizer = make_optimizer(run.model, args)
-    run.probe.attach(run.model, run.optimizer)
-    run.files = sharded_checkpoint.file_group()
-    run.shapes = fsdp_job.shapes_of(run.config)
-    run.settings = checkpoints.settings_of(args, world.world_size, checksum)
-    run.resumed = args.resume and sharded_checkpoint.resume(run)
-    if not run.resumed:
-        fsdp_job.draw_weights(run.model, run.config, device, args.seed)
-    pinned = device.type == "cuda"  # a GPU fetches from such memory while it computes
-    run.batches = data.job_batches(run.train_set, run.sampler, args, args.num_workers, pinned)
-    run.flops_per_token = measure.flops_per_token(run.config, args.seq_len)
-    run.timer = measure.StepTimer(device, warmup=max(3, args.log_every))
-    return run
+    config = models.preset(args.preset, args.seq_len)
+    shards = shards_of(args.sharding, args.shard_group_size, world)
+    the_job, identity = job.on_text(args, report, world.rank, world.world_size)
+    the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
+    refuse(args, config, shards, world, device)
+    report.start(describe(args, config), identity)
+    model = build(args, config, mesh_of(shards, device), device)
+    optimizer = make_optimizer(model, args)
+    with torch.device("meta"):  # names and shapes of the whole model
+        whole = Transformer(config).state_dict()
+    the_job.store = checkpoints.Sharded(model, optimizer, whole, args.timeout)
+    if not the_job.resume():
+        models.draw_weights(model, config, args.seed)
+    return Run(args, device, config, model, optimizer, the_job, shards)
 
 
 def main():
@@ -277,23 +357,11 @@ def main():
     with runtime.init(args.device, args.timeout, cpu_tensors=args.cpu_offload) as (world, device):
         report = Report("02-fsdp/fsdp_transformer.py", args, world, device)
         run = set_up(args, report)
-        if run.step >= args.max_steps:
+        if run.job.done:
             report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
             return 0
-        fsdp_checks.check_gradient(run, accumulate_gradient)
-        if report.failed:  # now, and not after days
-            return report.finish("")
-        run.log = measure.StepLog(report.output if world.is_rank0 else None, run.step + 1)
-        run.first_sample = run.sampler.epoch, run.sampler.position
-
-        steps = report.progress(range(run.step + 1, args.max_steps + 1), "training")
-        train(run, run.probe.watch(steps))
-
-        fsdp_checks.check_trained_tokens(run)
-        fsdp_job.leave_metrics(run)
-        saved = "saved" if report.output and args.save_every else "not saved"
-        end = f"asked to stop, {saved}" if run.step < args.max_steps else "trained to the end"
-        return report.finish(f"loss {run.loss:.4f} after step {run.step}, {end}")
+        train(run)
+        return report.finish(run.job.summary)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_common import checkpoint, cli, data, models, proofs, runtime
+from dist_common import checkpoint, cli, data, models, runtime
 from dist_common.cli import UsageError
+from dist_common.lab import proofs
 from dist_common.models import PRESETS, Transformer
 from dist_common.report import Report
 from dist_common.runtime import from_rank0
-from shard_tools import draw_weights
+from fsdp_parts.sharding import draw_weights, materialize
 
 FULL = "full.pt"
 KEPT = sys.maxsize  # checkpoints in a folder: all
@@ -107,10 +108,7 @@ def build(job: SimpleNamespace, seed: int, shard: Callable[[nn.Module], object])
     with torch.device("meta"):
         model = Transformer(job.config)
     shard(model)
-    model.to_empty(device=job.device)
-    if job.config.tied_embeddings:
-        model.head.weight = model.embedding.weight  # to_empty has made two of it
-    draw_weights(model, job.device, seed)
+    draw_weights(materialize(model, job.device), job.device, seed)
     return model
 
 
@@ -171,6 +169,8 @@ def set_state(run: SimpleNamespace, state: dict[str, dict], **options: bool) -> 
     options = _by_name(options)
     # Not both by set_state_dict: a rank that brings {} would skip the weights, and rank 0 wait.
     dcp_state.set_model_state_dict(run.model, state["model"], options=options)
+    if run.optimizer is None:  # who exports needs the weights alone
+        return
     moments = state["optimizer"]
     dcp_state.set_optimizer_state_dict(run.model, run.optimizer, moments, options=options)
 
@@ -200,15 +200,6 @@ def load_file(run: SimpleNamespace, folder: Path) -> None:
     if dist.get_rank() == 0:
         state = torch.load(folder / FULL, "cpu", weights_only=True, mmap=True)
     set_state(run, state, **FROM_RANK0)
-
-
-def load_weights_of_file(model: nn.Module, folder: Path) -> None:
-    """Fill a model from the one file that rank 0 reads, without the optimizer. A collective."""
-    weights = {}
-    if dist.get_rank() == 0:
-        weights = torch.load(folder / FULL, "cpu", weights_only=True, mmap=True)["model"]
-    options = dcp_state.StateDictOptions(**FROM_RANK0)
-    dcp_state.set_model_state_dict(model, weights, options=options)
 
 
 def facts_of(job: SimpleNamespace, run: SimpleNamespace) -> dict:
@@ -257,20 +248,16 @@ def losses_alone(
         run = start(job, build(job, begin["seed"] or 0, lambda model: model), begin["seed"], None)
         run.progress = begin | {"step": 0}
         if begin["seed"] is None:  # imported: how its weights came about, nobody knows
-            _load_alone(run, found)
+            if FULL in found.files:
+                state = torch.load(found.folder / FULL, "cpu", weights_only=True)
+            else:
+                state = state_of(run)
+                load_alone(state, found.folder)
+            set_state(run, state)
             run.progress = begin.copy()
         todo = begin["step"] + steps - run.progress["step"]
         losses = train(job, run, todo)[-steps:]
     return from_rank0(losses, job.files)
-
-
-def _load_alone(run: SimpleNamespace, found: SimpleNamespace) -> None:
-    if FULL in found.files:
-        state = torch.load(found.folder / FULL, "cpu", weights_only=True)
-    else:
-        state = state_of(run)
-        load_alone(state, found.folder)
-    set_state(run, state)
 
 
 def load_alone(state: dict, folder: Path) -> None:
@@ -280,27 +267,29 @@ def load_alone(state: dict, folder: Path) -> None:
         dcp.load(state, checkpoint_id=folder, no_dist=True)
 
 
-def steps_to_compare(job: SimpleNamespace, steps: int) -> int:
-    """Return how many losses are compared with one process, and say when none are."""
-    asked = job.args.parity_steps
-    if asked is None:
-        asked = steps if job.args.preset == "tiny" else 0
-    if not asked:
+def check_never_stopped(
+    job: SimpleNamespace, begin: dict, losses: torch.Tensor, found: SimpleNamespace | None = None,
+    name: str = "largest error of a loss",
+) -> list[float]:  # fmt: skip
+    """Check losses against one process that never stopped; return its, as far as --parity-steps."""
+    steps = job.args.parity_steps
+    if steps is None:
+        steps = len(losses) if job.args.preset == "tiny" else 0
+    steps = min(steps, len(losses))
+    if not steps:
         job.report.say("not compared with one process, which would hold the whole model")
-    return min(asked, steps)
+        return []
+    alone = losses_alone(job, begin, steps, found)
+    proofs.same_losses(job.report, losses[:steps], alone, LOSS_TOLERANCE, name)
+    return alone.tolist()
 
 
 def compare_losses(
     job: SimpleNamespace, name: str, begin: dict, losses: torch.Tensor, found=None
 ) -> None:
     """Print a run's losses beside those of one process that never stopped, and check them."""
-    steps = steps_to_compare(job, len(losses))
-    alone = losses_alone(job, begin, steps, found).tolist() if steps else []
-    expected = [f"{loss:.6f}" for loss in alone] + ["not run"] * (len(losses) - steps)
-    rows = [
-        (str(begin["step"] + number), f"{own:.6f}", right)
-        for number, (own, right) in enumerate(zip(losses, expected, strict=True), 1)
-    ]
+    alone = [f"{loss:.6f}" for loss in check_never_stopped(job, begin, losses, found)]
+    alone += ["not run"] * (len(losses) - len(alone))
+    steps = map(str, range(begin["step"] + 1, begin["step"] + len(losses) + 1))
+    rows = zip(steps, (f"{loss:.6f}" for loss in losses), alone, strict=True)
     job.report.table(rows, ("step", name, "one process that never stopped"))
-    if steps:
-        proofs.same_losses(job.report, losses[:steps], torch.tensor(alone), LOSS_TOLERANCE)

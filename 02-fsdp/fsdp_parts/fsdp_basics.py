@@ -1,4 +1,4 @@
-"""When FSDP2 gathers and frees each unit, who holds what, and what it all weighs: drawn."""
+"""When FSDP2 gathers and frees each unit, who holds what (both drawn), and what it weighs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 # Private to PyTorch, and so may move: only there is a gather that has begun but not ended seen.
@@ -18,17 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from dist_common import models, runtime
 from dist_common.cli import UsageError
-from dist_common.report import Report, figure
-from fsdp_bytes import SOURCE, Plan, held_per_weight, whole_at_once
-from shard_tools import local, mesh_of
+from dist_common.lab.figure import figure
+from dist_common.measure import GIB
+from dist_common.models import local
+from dist_common.report import Report
+from fsdp_parts.sharding import mesh_of
+from fsdp_parts.strategies import SOURCE, Plan, held_per_weight, whole_at_once
 
 SHARDED, LARGER, GATHERING, WHOLE = range(4)
 PALETTE = ("#b5cbe0", "#7fa7cc", "#f2b263", "#2f6690")  # of these four
 STATES = ("this rank's shard only", "a larger shard, of its group", "all-gather begun", "whole")
-ABSENT = "#f1f1f1"
-GIB = 2**30  # bytes
 MAX_LIVE = 10**9  # weights that ZeRO-3 keeps gathered: DeepSpeed's stage3_max_live_parameters
-KINDS_HELD = ("weights", "gradients", "optimizer state", "whole in a step")
 
 
 class GatherLog:
@@ -41,7 +42,9 @@ class GatherLog:
     def __init__(self, model: nn.Module) -> None:
         self.model = getattr(model, "module", model)  # under DDP nothing is ever sharded
         self.units = [*self.model.blocks, self.model]
-        self.state = [SHARDED if is_sharded(unit) else WHOLE for unit in self.units]
+        self.hooks = []
+        weights = [list(unit.parameters())[-1] for unit in self.units]
+        self.state = [SHARDED if isinstance(w, DTensor) else WHOLE for w in weights]
         self.bytes = [0] * len(self.units)  # of a unit while it is whole, once known
         self.moments: dict[str, list[int]] = {}
         self.history: list[list[int]] = []
@@ -52,7 +55,6 @@ class GatherLog:
         self.originals = {name: getattr(FSDPParamGroup, name) for name in patches}
         for name, state in patches.items():
             setattr(FSDPParamGroup, name, self.noting(self.originals[name], state))
-        self.hooks = []
         for number, block in enumerate(self.model.blocks):
             self.hook(block.down, f"forward {number}", f"backward {number}")
         self.hook(self.model.embedding, "embedding")
@@ -103,11 +105,6 @@ class GatherLog:
         return max(sizes, default=0)
 
 
-def is_sharded(unit: nn.Module) -> bool:
-    """Say whether a unit's parameters are shards at this moment."""
-    return isinstance(list(unit.parameters())[-1], DTensor)
-
-
 def check_gathers(report: Report, plan: Plan, units: Sequence[int], log: GatherLog) -> None:
     """Check how much was whole at once, and that all ranks gathered and freed in one order."""
     source = "two blocks and the rest, by fully_shard's prefetch"
@@ -128,29 +125,25 @@ def draw_timeline(report: Report, logs: Mapping[str, GatherLog]) -> None:
     from matplotlib.patches import Patch
 
     ranks = dist.get_world_size()
-    blocks = len(next(iter(logs.values())).units) - 1
-    names = [*(f"block {n}" for n in range(blocks)), "rest"]
-    size = (9, 1 + len(logs) * (0.9 + 0.1 * ranks * len(names)))
+    units = len(next(iter(logs.values())).units)
+    names = [*(f"block {n}" for n in range(units - 1)), "rest"]
+    size = (9, 1 + len(logs) * (0.9 + 0.1 * ranks * units))
     options = {"figsize": size, "sharex": True, "squeeze": False}
     with figure(report.output / "timeline.png", len(logs), 1, **options) as axes:
         for ax, (name, of_ranks) in zip(axes.flat, moments.items(), strict=True):
             cells = [
                 [states[unit] for states in log.values()]
-                for unit in range(len(names)) for log in of_ranks
+                for unit in range(units) for log in of_ranks
             ]  # fmt: skip
             ax.imshow(cells, ListedColormap(PALETTE), vmin=0, vmax=3, aspect="auto")
             ax.set_title(name, loc="left", fontsize=10)
-            ax.set_yticks([ranks * (n + 0.5) - 0.5 for n in range(len(names))], names)
+            ax.set_yticks([ranks * (n + 0.5) - 0.5 for n in range(units)], names)
             columns = [key.replace(" ", "\n") for key in of_ranks[0]]
             ax.set_xticks(range(len(columns)), columns, fontsize=8)
-            for n in range(1, len(names) * ranks):
-                ax.axhline(n - 0.5, color="white", linewidth=0.6 if n % ranks else 4)
-            for n in range(1, len(columns)):
-                ax.axvline(n - 0.5, color="white", linewidth=1)
+            ax.hlines([ranks * n - 0.5 for n in range(1, units)], *ax.get_xlim(), "white", lw=4)
             ax.tick_params(length=0)
             ax.spines[:].set_visible(False)
-        seen = {state for log in logs.values() for row in log.moments.values() for state in row}
-        handles = [Patch(color=PALETTE[state], label=STATES[state]) for state in sorted(seen)]
+        handles = [Patch(color=c, label=text) for c, text in zip(PALETTE, STATES, strict=True)]
         title = f"each unit: a line for each of {ranks} ranks; columns: what computes"
         canvas = axes[0, 0].figure
         canvas.legend(handles=handles, loc="outside upper center", ncols=4, title=title)
@@ -165,7 +158,7 @@ def parse_layout(text: str) -> tuple[int, int]:
 
 
 def show_layout(script: str, args: argparse.Namespace, shard: Callable) -> int:
-    """Say and draw who holds what on `args.layout`, and what that weighs for `args.preset`.
+    """Draw who holds what on `args.layout`, and say what that weighs for `args.preset`.
 
     One process plays all ranks in turn, in a process group that answers by itself.
     """
@@ -243,21 +236,22 @@ def draw_layout(path: Path, held: Mapping[str, list[torch.Tensor]], machines: in
     from matplotlib.patches import Patch
 
     columns = ("between steps", "in a step: block 1 computes its forward")
+    colors = ("#ffffff", "#f1f1f1", PALETTE[0], PALETTE[WHOLE])
     with figure(path, len(held), 2, figsize=(11, 1.2 + 1.5 * len(held)), squeeze=False) as axes:
         for row, (name, of_ranks) in zip(axes, held.items(), strict=True):
+            per_machine = len(of_ranks) // machines
             for moment, ax in enumerate(row):
-                pieces, ticks, at = [], [], 0
+                pieces, ticks = [], []
+                width = 0
                 for rank, states in enumerate(of_ranks):
                     cells = states[moment].T + 1  # (N, units)
-                    if rank and rank % (len(of_ranks) // machines) == 0:
-                        pieces.append(torch.zeros(len(cells), 3))  # between machines
-                        at += 3
-                    ticks.append(at + (cells.shape[1] - 1) / 2)
-                    pieces += [cells, torch.zeros(len(cells), 1)]
-                    at += cells.shape[1] + 1
-                colors = ListedColormap(("#ffffff", ABSENT, PALETTE[0], PALETTE[WHOLE]))
-                ax.imshow(torch.cat(pieces, 1)[:, :-1], colors, vmin=0, vmax=3, aspect="auto")
-                ax.set_xlim(-3, at + 1)
+                    gap = 4 if rank % per_machine == per_machine - 1 else 1  # between machines: 4
+                    ticks.append(width + (cells.shape[1] - 1) / 2)
+                    pieces.append(F.pad(cells, (0, gap)))
+                    width += cells.shape[1] + gap
+                ax.imshow(
+                    torch.cat(pieces, 1), ListedColormap(colors), vmin=0, vmax=3, aspect="auto"
+                )
                 ax.set_xticks(ticks, [str(rank) for rank in range(len(of_ranks))])
                 ax.set_yticks([])
                 ax.tick_params(length=0)
@@ -268,15 +262,13 @@ def draw_layout(path: Path, held: Mapping[str, list[torch.Tensor]], machines: in
         for ax in axes[-1]:
             ax.set_xlabel(f"rank; the gap lies between the {machines} machines")
         kinds = "not here", "this rank's shard: with its gradient and moments", "gathered, whole"
-        colors = ABSENT, PALETTE[0], PALETTE[WHOLE]
-        handles = [Patch(color=c, label=text) for c, text in zip(colors, kinds, strict=True)]
-        units = len(next(iter(held.values()))[0][0])
-        title = f"each rank: {units} units (3 blocks, the rest) side by side, cut into N parts"
+        handles = [Patch(color=c, label=text) for c, text in zip(colors[1:], kinds, strict=True)]
+        title = "each rank: 4 units (3 blocks, the rest) side by side, cut into N parts"
         axes[0, 0].figure.legend(handles=handles, loc="outside upper center", ncols=3, title=title)
 
 
 def weigh(report: Report, config: models.TransformerConfig, preset: str, ranks: int) -> None:
-    """Print, and draw, by formula what a rank holds of a model: weights, gradients, state, whole.
+    """Print by formula what a rank holds of a model: weights, gradients, state, whole.
 
     Left out: activations, gradients before they are reduced, the buffers of collectives.
     """
@@ -284,47 +276,20 @@ def weigh(report: Report, config: models.TransformerConfig, preset: str, ranks: 
     rest = replace(config, num_layers=0).num_parameters()
     block = (weights - rest) // config.num_layers
     units = [block] * config.num_layers + [rest]
-    ways = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP grad-op", "FSDP full")
-    bars: dict[str, list[list[float]]] = {}
     rows = []
     for precision in ("32-true", "bf16-mixed"):
-        for way in ways:
-            held = [weights * b / GIB for b in held_per_weight(way, precision, ranks)]
+        for way in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP grad-op", "FSDP full"):
+            whole = 0
             if way.startswith("FSDP"):
-                plan = Plan(way.split()[1], precision, 1, ranks, ranks)
-                whole = whole_at_once(plan, units)
+                whole = whole_at_once(Plan(way.split()[1], precision, 1, ranks, ranks), units)
             elif way == "ZeRO-3":
                 whole = (2 if precision == "bf16-mixed" else 4) * min(weights, MAX_LIVE)
             elif way == "DDP" and precision == "bf16-mixed":
                 whole = 2 * (weights - config.vocab_size * config.dim)  # autocast's copies
-            else:
-                whole = 0
+            held = [weights * b / GIB for b in held_per_weight(way, precision, ranks)]
             held.append(whole / GIB)
-            bars.setdefault(precision, []).append(held)
             rows.append([precision, way, *(f"{part:.1f}" for part in (*held, sum(held)))])
             report.metrics[f"{way}_{precision}_gib"] = sum(held)
     report.say(f"{preset}, {weights:,} weights, on {ranks} ranks: GiB on each, by formula")
-    report.table(rows, ("", "", *KINDS_HELD, "sum"), names=2)
-    if report.output:
-        draw_memory(report.output / "memory.png", bars, ways, f"{preset} on {ranks} ranks")
-
-
-def draw_memory(path: Path, bars: Mapping[str, list], ways: Sequence[str], title: str) -> None:
-    """Draw what a rank holds as stacked bars, in GiB, in each precision."""
-    colors = "#2f6690", "#81a4cd", "#f2b263", "#9bc53d"
-    with figure(path, 1, len(bars), figsize=(11, 3.8), sharey=True) as axes:
-        for ax, (precision, held) in zip(axes, bars.items(), strict=True):
-            floor = [0.0] * len(ways)
-            for kind, parts, color in zip(KINDS_HELD, zip(*held, strict=True), colors, strict=True):
-                ax.bar(ways, parts, 0.65, bottom=floor, label=kind, color=color)
-                floor = [below + part for below, part in zip(floor, parts, strict=True)]
-            for place, height in enumerate(floor):
-                ax.text(place, height, f"{height:.0f}", ha="center", va="bottom", fontsize=9)
-            ax.set_title(precision)
-            ax.margins(y=0.08)
-            ax.tick_params(axis="x", rotation=30)
-            ax.grid(axis="y", alpha=0.3)
-            ax.set_axisbelow(True)
-        axes[0].set_ylabel("GiB on each rank")
-        axes[-1].legend()
-        axes[0].figure.suptitle(f"{title}: without activations and buffers")
+    kinds = ("weights", "gradients", "optimizer state", "whole in a step", "sum")
+    report.table(rows, ("", "", *kinds), names=2)

@@ -1,23 +1,23 @@
-"""What the two adapter lessons do beside the lesson: fill, save, load and merge, shard by shard."""
+"""What the two adapter lessons do beside the lesson: fill, save and load, shard by shard."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from dist_common import cli, models
-from shard_tools import local
+from dist_common.models import local
+from fsdp_parts.sharding import gathered, put
 
 LAYERS = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # the linear layers of a block
 WEIGHTS_FILE = "adapter_model.safetensors"  # as peft names it
@@ -40,35 +40,6 @@ def refuse_large_rank(args: argparse.Namespace, config: models.TransformerConfig
         raise cli.UsageError(
             f"--lora-rank must be at most {sides}, the smallest side of a layer to adapt"
         )
-
-
-def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Return the mean cross-entropy, in float32. Shapes: batch is inputs and targets, (B, T)."""
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole on every rank. A collective where it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@torch.no_grad()
-def put(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    """Copy a whole tensor into a parameter; a sharded one takes this rank's rows. No collective."""
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        whole = local(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
-    local(parameter).copy_(whole)
-
-
-@torch.no_grad()
-def materialize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Give a model on `meta` memory for what this rank holds of it; a tied head stays tied."""
-    model.to_empty(device=device)
-    if model.config.tied_embeddings:
-        model.head.weight = model.embedding.weight  # to_empty has made two of it
-    return model
 
 
 @torch.no_grad()
@@ -149,27 +120,3 @@ def load_adapters(folder: Path, model: nn.Module) -> None:
                 whole.copy_(stored.get_tensor(PREFIX + name))
             dist.broadcast(whole, src=0)
             put(parameter, whole)
-
-
-def frozen_rows(layer: nn.Module) -> torch.Tensor:
-    """Return this rank's rows of a frozen linear layer's weight. Shape: (out/N, in)."""
-    return local(layer.weight)
-
-
-@torch.no_grad()
-def merged(
-    model: nn.Module, rows_of: Callable[[nn.Module], torch.Tensor] = frozen_rows
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name in a plain model, this rank's rows of W + alpha/r B A), one layer at a time.
-
-    W and B are sharded by the same rows, so A alone is gathered. A linear layer without an adapter
-    comes too: one in 4 bits is what its codes stand for. Shape: (out/N, in), float32.
-    """
-    for path, layer in layers_of(model):
-        name = f"{path}.weight"
-        if not hasattr(layer, "lora_A"):
-            yield name, rows_of(layer)
-            continue
-        update = layer.scale * (local(layer.lora_B.weight) @ gathered(layer.lora_A.weight))
-
-        yield name, rows_of(layer.base_layer) + update

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint_job import FULL, load_alone
 from dist_common.runtime import gather
+from fsdp_parts.checkpoint_job import FULL, load_alone
 
 
 def names_of(found: SimpleNamespace) -> list[str]:

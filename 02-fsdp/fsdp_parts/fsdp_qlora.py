@@ -1,4 +1,4 @@
-"""bitsandbytes beside FSDP: NF4 codes of a weight, and AdamW in 8 bits on sharded parameters."""
+"""bitsandbytes beside FSDP: NF4 codes of a weight, cut by ranks, and how far off they are."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dist_common import cli
-from lora_layers import LAYERS, gathered, layers_of, put
-from shard_tools import local
+from dist_common.models import local
+from fsdp_parts.lora_layers import LAYERS, layers_of
+from fsdp_parts.sharding import gathered, put
 
 NF4_BLOCK = 64  # weights that share a scale
 NF4_HALF_GAP = 0.152  # of a block's largest weight: the widest gap is from -1 to -0.696
@@ -98,31 +99,3 @@ def rounding_of(model: nn.Module, base: Mapping[str, torch.Tensor]) -> float:
         errors = (found - weight).abs().flatten() / scales.repeat_interleave(NF4_BLOCK)
         worst = max(worst, errors.max().item())
     return worst
-
-
-class AdamW8bit:
-    """bitsandbytes' AdamW on this rank's shards: it knows plain tensors, FSDP has DTensors."""
-
-    def __init__(self, parameters, lr, min_8bit_size):
-        self.parameters = parameters
-        self.shards = [nn.Parameter(local(p).detach().view(-1)) for p in parameters]
-        adamw = bitsandbytes().optim.AdamW8bit
-        self.adamw = adamw(self.shards, lr=lr, min_8bit_size=min_8bit_size)
-
-    def step(self):
-        for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            shard.data = local(parameter).detach().view(-1)  # the same memory, not a copy
-            shard.grad = local(parameter.grad).view(-1) if shard.numel() else None
-        self.adamw.step()
-
-    def zero_grad(self):
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    @property
-    def state(self):
-        """Moments and their scales, by parameter; the code tables are shared by all of them."""
-        kept = ("state1", "state2", "absmax1", "absmax2")
-        states = (self.adamw.state[shard] for shard in self.shards)
-        states = [{name: state[name] for name in kept if name in state} for state in states]
-        return dict(zip(self.parameters, states, strict=True))

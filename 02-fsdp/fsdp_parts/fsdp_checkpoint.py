@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from checkpoint_job import LOSS_TOLERANCE, losses_alone, steps_to_compare, train
-from dist_common import proofs
-from dist_common.report import Report, figure
+from dist_common.lab.figure import figure
+from dist_common.report import Report
+from fsdp_parts.checkpoint_job import train
 
-HEADERS = (
-    "kind",
-    "training stood still",
-    "until on disk",
-    "to load",
-    "MB in all",
-    "by one rank",
-)
+HEADERS = ("kind", "training stood still", "until on disk", "to load", "MB in all", "by one rank")
 LABELS = {"async": "async, by thread", "async-process": "async, by process"}
 TRAINS = "#4c78a8"
 STILL = "#d62728"
@@ -57,40 +49,13 @@ class SavedRun:
         self.steps.append((begun, time.perf_counter()))
         return loss
 
-    @contextlib.contextmanager
-    def loading(self) -> Iterator[None]:
-        """Time how long it takes to load."""
-        begun = time.perf_counter()
-        yield
-        self.load_s = time.perf_counter() - begun
-
-    def seconds(self) -> dict[str, float]:
+    def columns(self, report: Report) -> list[str]:
         """Return how long training stood still, until all was on disk, and loading took."""
         still = self.released - self.begun
-        return {"stall": still, "on_disk": self.whole - self.begun, "load": self.load_s}
-
-    def metrics(self) -> dict[str, float]:
-        return {f"{self.kind}_{name}_ms": 1e3 * value for name, value in self.seconds().items()}
-
-    def row(self) -> list[str]:
-        return [f"{1e3 * value:,.0f} ms" for value in self.seconds().values()]
-
-
-def check_never_stopped(job: SimpleNamespace, begin: dict, losses: torch.Tensor) -> None:
-    """Check the losses of the run that all were saved from, as far as --parity-steps says."""
-    steps = steps_to_compare(job, len(losses))
-    if steps:
-        alone = losses_alone(job, begin, steps)
-        name = "never stopped: largest error of a loss"
-        proofs.same_losses(job.report, losses[:steps], alone, LOSS_TOLERANCE, name)
-
-
-def check_losses(job: SimpleNamespace, saved: SavedRun, resumed: torch.Tensor) -> None:
-    """Check a resumed run's losses against those of the run that went on after the save."""
-    straight = saved.losses[1:]  # the first one is of the step before the save
-    tolerance = 0 if job.device.type == "cpu" else LOSS_TOLERANCE  # GPUs add in any order
-    name = f"{saved.kind}: largest error of a loss"
-    proofs.same_losses(job.report, resumed, straight, tolerance, name, "never stopped")
+        seconds = {"stall": still, "on_disk": self.whole - self.begun, "load": self.load_s}
+        for name, value in seconds.items():
+            report.metrics[f"{self.kind}_{name}_ms"] = 1e3 * value
+        return [f"{1e3 * value:,.0f} ms" for value in seconds.values()]
 
 
 def check_bytes(job: SimpleNamespace, kind: str, found: SimpleNamespace) -> list[int]:
@@ -123,19 +88,15 @@ def draw_times(report: Report, saved: Mapping[str, SavedRun]) -> None:
             for begun, ended in times.steps:
                 axes.barh(row, ms(ended) - ms(begun), 0.4, ms(begun), color=TRAINS, ec="white")
             axes.barh(row, ms(times.released), 0.4, color=STILL)
-            if times.whole > times.released:
-                length = ms(times.whole) - ms(times.released)
-                axes.barh(row + 0.32, length, 0.14, ms(times.released), color=WRITES)
+            length = ms(times.whole) - ms(times.released)
+            axes.barh(row + 0.32, length, 0.14, ms(times.released), color=WRITES)
         axes.set_yticks(range(len(saved)), [LABELS.get(kind, kind) for kind in saved])
         axes.invert_yaxis()
         axes.set_xlabel("ms since the save began, rank 0")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(left=False)
-        labels = {
-            TRAINS: "training, a bar for each step",
-            STILL: "training stands still",
-            WRITES: "writing in the background",
-        }
-        handles = [Patch(color=color, label=label) for color, label in labels.items()]
+        colors = {"training, a bar for each step": TRAINS, "training stands still": STILL,
+                  "writing in the background": WRITES}  # fmt: skip
+        handles = [Patch(color=color, label=label) for label, color in colors.items()]
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.45, 1.2), ncols=3,
                     frameon=False)  # fmt: skip

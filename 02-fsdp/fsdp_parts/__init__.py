@@ -1,0 +1,1 @@
+"""What the lessons of module 02 prove, count and draw."""

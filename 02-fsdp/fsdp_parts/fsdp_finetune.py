@@ -1,0 +1,341 @@
+"""What fsdp_finetune.py has beside the job: what proves it, a tiny model, a dry run, a question."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import nn
+
+from dist_common import cli, data, runtime
+from dist_common.chat import load_pairs, prompt_ids, trim
+from dist_common.cli import UsageError
+from dist_common.job import Step, lr_at
+from dist_common.lab import proofs
+from dist_common.lab.figure import figure
+from dist_common.lab.proofs import TOLERANCE
+from dist_common.measure import GIB
+from fsdp_parts.fsdp_to_hf import count_equal_in_files
+from fsdp_parts.sharding import held_bytes
+
+with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
+    import huggingface_hub
+    import tokenizers
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    transformers.logging.disable_progress_bar()
+
+SMALL = 50_000_000  # weights: one process can hold a smaller model whole beside the shards
+MORE = 8  # tokens of padding
+TINY_FILE = "200KB"  # so that even the tiny model has several files
+FLAGS = {"make_tiny", "ask", "max_new_tokens", "dry_run", "world_size", "kill_at_step"}
+
+
+def add_flags(parser: cli.ArgumentParser) -> None:
+    """Add the flags of what is no training, FLAGS."""
+    add, positive = parser.add_argument, cli.positive_int
+    add("--kill-at-step", type=positive, help="end all ranks by SIGKILL: rehearse a failure")
+    add("--make-tiny", metavar="DIR", help="write a tiny model with random weights, and end")
+    add("--ask", metavar="PROMPT", help="answer from --model by transformers alone, and end")
+    add("--max-new-tokens", type=positive, default=64, help="most tokens of an answer (64)")
+    add("--dry-run", action="store_true", help="say what --world-size GPUs would need, and end")
+    add("--world-size", type=positive, default=8, help="ranks of a dry run (8)")
+
+
+def alone(args, load: Callable, claim_folder: Callable) -> bool:
+    """Do what --make-tiny, --ask or --dry-run says, in this one process; return if one did."""
+    given = [name for name in ("make_tiny", "ask", "dry_run") if getattr(args, name)]
+    if not given:
+        return False
+    if runtime.discover().world_size > 1:
+        flag = "--" + given[0].replace("_", "-")
+        raise UsageError(f"{flag} is one process: start it with python, not torchrun")
+    if args.make_tiny:
+        claim_folder(args.make_tiny, "--make-tiny")
+        make_tiny(args.make_tiny, args.seed)
+        print(*sorted(path.name for path in Path(args.make_tiny).iterdir()))
+        return True
+    if not args.model:
+        raise UsageError("--model is missing: a Hugging Face folder")
+    config = load(args, AutoConfig, "config.json")
+    if args.ask:
+        print(generate(args.model, args.ask, args.max_new_tokens)[-1])
+    else:
+        say_needs(args, config)
+    return True
+
+
+def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
+    """Write a Llama of 0.1 million random weights, in several files, whose tokens are bytes."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    ids = {letter: number for number, letter in enumerate(letters)}
+    by_byte = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
+    by_byte.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_byte.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=by_byte, eos_token="</s>")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=176, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=tied,
+        initializer_range=0.1,  # not 0.02, which is for wide layers: it learns sooner
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    # As save_pretrained would, which imports DeepSpeed where it is installed. Tied weights once.
+    weights = dict(LlamaForCausalLM(config).named_parameters())
+    huggingface_hub.save_torch_state_dict(weights, folder, max_shard_size=TINY_FILE)
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = "float32"
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def generate(folder: str, prompt: str, max_new_tokens: int) -> tuple:
+    """Have transformers alone answer from a folder, greedily: the likeliest token each time.
+
+    Return its model, all tokens (T,), how many of them are the prompt's, and the answer as text.
+    """
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    asked = torch.tensor([prompt_ids(tokenizer, prompt)])
+    tokens = model.generate(
+        asked, attention_mask=torch.ones_like(asked), do_sample=False,
+        max_new_tokens=max_new_tokens, pad_token_id=tokenizer.eos_token_id,
+    )[0]  # fmt: skip
+    start = asked.shape[1]
+    return model, tokens, start, tokenizer.decode(tokens[start:], skip_special_tokens=True)
+
+
+def say_needs(args, config) -> None:
+    """Print what each of --world-size ranks needs for --model: state exactly, the rest about."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = sum(weight.numel() for weight in model.parameters())
+    layer = sum(weight.numel() for weight in model.get_decoder().layers[0].parameters())
+    tokens = args.micro_batch_size * args.seq_len
+    compute = 2 if args.precision == "bf16-mixed" else 4
+    shard = weights / args.world_size
+    held = [
+        ("weights, float32", 4 * shard),
+        ("gradients, float32", 4 * shard),
+        ("Adam's two moments, float32", 8 * shard),
+        ("two layers gathered to compute with", 2 * compute * layer),
+        ("a layer's gradient before it is sharded", (compute + 4) * layer),
+        ("activations kept: one per layer", compute * len(model.get_decoder().layers)
+         * tokens * config.hidden_size),
+        ("logits, their float32 copy and gradient", (compute + 8) * tokens * config.vocab_size),
+    ]  # fmt: skip
+    rows = [(name, size / GIB) for name, size in held]
+    rows.append(("all of it at once", sum(size for _, size in rows)))
+    print(f"{args.model}: {weights:,} weights on {args.world_size} ranks, {args.precision}, "
+          f"{args.micro_batch_size} x {args.seq_len} tokens")  # fmt: skip
+    print(tabulate(rows, ("one rank", "GiB"), floatfmt=".2f"))
+    if max(held, key=lambda row: row[1]) == held[-1]:
+        print("the logits are the largest: lower --micro-batch-size or --seq-len, or compute the "
+              "loss in slices as summed_loss of fsdp_transformer.py does")  # fmt: skip
+    print(f"on disk: {12 * weights / GIB:.1f} GiB for a checkpoint")
+
+
+# what is proved
+
+
+def proven_steps(run, steps: Iterable[Step], *functions: Callable) -> Iterator[Step]:
+    """Yield the run's steps between the proofs, and with those of the first steps among them."""
+    summed_loss, make_optimizer = functions
+
+    def before():
+        check_padding(run, summed_loss)
+        draw_batch(run)
+
+    steps = compared(run, steps, parity_steps(run), make_optimizer)
+    yield from proofs.proven_steps(
+        run.job, steps, run.model, run.optimizer, before, partial(check_bytes, run)
+    )
+
+
+def parity_steps(run) -> int:
+    """Settle --parity-steps: by default 2 of a small model, none after a resume; in one epoch."""
+    args = run.job.args
+    if args.parity_steps is None:
+        args.parity_steps = 2 * (sum(weight.numel() for weight in run.model.parameters()) < SMALL)
+    epoch = math.ceil(len(run.job.train_set) / args.global_batch_size)
+    return 0 if run.job.found else min(args.parity_steps, args.max_steps, epoch)
+
+
+def compared(run, steps: Iterable[Step], number: int, make_optimizer: Callable) -> Iterator[Step]:
+    """Yield steps; hold the first ones against one process, and end the run if they differ."""
+    args, report = run.job.args, run.job.report
+    if number:
+        expected = one_process(run, number, make_optimizer)
+    else:
+        why = "the first weights are gone" if run.job.found else "--parity-steps 0"
+        report.say(f"not compared with one process ({why})")
+    taken = []
+    for step in steps:
+        if args.kill_at_step and step.number > args.kill_at_step:
+            os.kill(os.getpid(), signal.SIGKILL)  # as when a machine fails: nothing is tidied up
+        yield step
+        if step.number <= number:
+            taken.append((step.loss_sum / step.tokens, step.norm))
+        if step.number == number:
+            check_parity(run, taken, *expected)
+            del expected
+            if report.failed:  # now, and not after days
+                return
+
+
+@torch.no_grad()
+def check_padding(run, summed_loss: Callable) -> None:
+    """Check that a batch has the same loss trimmed, and padded to MORE than --seq-len."""
+    args, device, train_set = run.job.args, run.job.device, run.job.train_set
+    first = range(run.job.dp_rank, len(train_set), run.job.dp_ranks)
+    items = [train_set[index] for index in first[: args.micro_batch_size]]
+    inputs, targets = data.collate(args.micro_batch_size, args.seq_len, items)
+    longer = (0, MORE)
+    more = F.pad(inputs, longer, value=1), F.pad(targets, longer, value=data.IGNORED)
+    sums = [
+        summed_loss(run.model, batch[0].to(device), batch[1].to(device))
+        for batch in (trim(inputs, targets), more)
+    ]
+    error = (sums[0] - sums[1]).abs() / sums[0]
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)
+    name = f"relative error of a loss when padded to {args.seq_len + MORE} tokens"
+    source = "padding counts nowhere"
+    run.job.report.check(name, error.item(), 0, TOLERANCE[args.precision], source)
+
+
+def one_process(run, steps: int, make_optimizer: Callable) -> tuple:
+    """Train the plain model for some steps, whole batches at once, and with attention masks.
+
+    Return losses and norms (steps,), and the weights by name.
+    """
+    args, device, train_set = run.job.args, run.job.device, run.job.train_set
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
+    optimizer = make_optimizer(model, args)
+    order = run.job.sampler.global_order().split(args.global_batch_size)
+    losses, norms = [], []
+    for step, indices in enumerate(order[:steps], 1):
+        batch = [train_set[index] for index in indices]
+        inputs, targets = (torch.stack(part).to(device) for part in zip(*batch, strict=True))
+        used = torch.tensor([len(train_set.tokens[index]) - 1 for index in indices])
+        mask = (torch.arange(args.seq_len) < used[:, None]).long().to(device)
+        logits = model(input_ids=inputs, attention_mask=mask).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # the mean over answers
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, args)
+        optimizer.step()
+        losses.append(loss.detach())
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    return torch.stack(losses), torch.stack(norms), weights
+
+
+@torch.no_grad()
+def check_parity(run, taken: list, losses, norms, weights: dict[str, torch.Tensor]) -> None:
+    """Compare the steps so far with one process: losses, gradient norms, updated weights."""
+    report, precision = run.job.report, run.job.args.precision
+    tolerance = TOLERANCE[precision]
+    own = torch.stack([loss for loss, _ in taken])
+    dist.all_reduce(own)
+    proofs.same_losses(report, own, losses, tolerance)
+    error = (torch.stack([norm for _, norm in taken]) / norms - 1).abs().max().item()
+    # Adam undoes any factor of a gradient: weights alone would not show a wrong one.
+    report.check("relative error of a gradient norm", error, 0, tolerance, "one process")
+    if precision != "32-true":  # Adam takes a step of --lr, however small the gradient
+        return
+    tolerance = run.job.args.lr / 10  # where a gradient is near 0, its rounding shows
+    errors = [
+        (weight.full_tensor() - weights[name]).abs().max().item()
+        for name, weight in run.model.named_parameters()
+    ]
+    report.check("largest error of an updated weight", max(errors), 0, tolerance, "one process")
+
+
+def check_bytes(run) -> None:
+    """Check the bytes that the fullest rank holds: 4 + 4 + 8 per weight, cut by rows."""
+    ranks = run.job.dp_ranks
+    shapes = [stored.shape for stored in run.source.values()]
+    rows = sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
+    kinds = (("weights", 4), ("gradients", 4), ("Adam's moments", 8))
+    held = held_bytes(run.model.parameters(), run.optimizer)
+    for (kind, size), measured in zip(kinds, held, strict=True):
+        source = "ZeRO paper, section 3.1"
+        run.job.report.check(f"{kind}: bytes on the fullest rank", measured, size * rows, 0, source)
+
+
+@torch.no_grad()
+def check_export(run, found: dict) -> None:
+    """Check an export's files against the shards; of a small model also what transformers computes.
+
+    `found` are its tensors by name. Each rank reads its own rows again: of a model of any size.
+    """
+    report, args = run.job.report, run.job.args
+    differing = sum(found[name] != stored for name, stored in run.source.items())
+    report.check("tensors of another file, shape or type", differing, 0, 0, "--model")
+    exported = {
+        name: weight.to(run.source[name].dtype) for name, weight in run.model.named_parameters()
+    }
+    equal = count_equal_in_files(exported, args.export, run.job.store.group)
+    report.check("weights equal in the files", equal, len(run.source), 0, "the shards")
+    if args.parity_steps:  # rank 0 alone holds the whole model
+        check_generated(run)
+
+
+@torch.no_grad()
+def check_generated(run) -> None:
+    """Check that transformers computes the shards' logits and tokens from the exported files."""
+    args, report = run.job.args, run.job.report
+    prompt = load_pairs(args.text_file)[0][0]
+    by_transformers = None
+    if report.world.is_rank0:
+        model, tokens, start, answer = generate(args.export, prompt, args.max_new_tokens)
+        by_transformers = tokens, start, answer, model(tokens[None]).logits[0]
+    tokens, start, answer, expected = runtime.from_rank0(by_transformers)
+    ids = tokens[None].to(report.device)
+    logits = run.model(input_ids=ids, use_cache=False).logits[0].float().cpu()  # (T, V)
+    error = ((logits - expected).abs().max() / expected.abs().max()).item()
+    exact = {stored.dtype for stored in run.source.values()} == {torch.float32}
+    exact &= args.precision == "32-true"
+    tolerance = TOLERANCE["32-true" if exact else "bf16-mixed"]
+    name = "relative error of an exported model's logit"
+    report.check(name, error, 0, tolerance, "the sharded model")
+    if exact:  # in 16 bits two tokens may be equally likely
+        same = int((logits.argmax(dim=-1)[start - 1 : -1] == tokens[start:]).sum())
+        name = "tokens generated by transformers"
+        report.check(name, same, len(tokens) - start, 0, "the sharded model's likeliest")
+    report.say(f"{prompt!r} -> {answer!r}")
+
+
+def draw_batch(run) -> None:
+    """Draw which tokens of the first global batch count, rank after rank, to batch.png."""
+    report, train_set, ranks = run.job.report, run.job.train_set, run.job.dp_ranks
+    if not (report.output and report.world.is_rank0):
+        return
+    first = run.job.sampler.global_order()[: run.job.args.global_batch_size].tolist()
+    rows, labels = [], []
+    for rank in range(ranks):
+        kinds = []  # of each token: 0 padding, 1 prompt, 2 answer
+        for index in first[rank::ranks]:
+            targets = train_set[index][1]
+            real = torch.arange(len(targets)) < len(train_set.tokens[index]) - 1
+            kinds.append(real.int() + (targets != data.IGNORED).int())
+        rows += kinds
+        labels.append(f"rank {rank}: {int((torch.stack(kinds) == 2).sum())} tokens count")
+    per_rank = len(rows) / ranks
+    with figure(report.output / "batch.png", figsize=(9, 3)) as axes:
+        axes.imshow(torch.stack(rows), "Blues", aspect="auto", interpolation="none")
+        axes.set_yticks([per_rank * (rank + 0.5) - 0.5 for rank in range(ranks)], labels)
+        axes.hlines([per_rank * rank - 0.5 for rank in range(1, ranks)], *axes.get_xlim(), "black")
+        axes.set_xlabel("position in the sequence")
+        axes.set_title("light blue: a prompt; dark: its answer, which counts; white: padding")

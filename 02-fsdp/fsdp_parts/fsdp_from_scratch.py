@@ -1,0 +1,224 @@
+"""What fsdp_from_scratch.py does not teach: cutting vectors, choosing groups, whole weights."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from dist_common.lab import proofs
+from dist_common.lab.figure import figure
+from dist_common.lab.traffic import TrafficCounter
+from dist_common.report import Report
+from dist_common.runtime import all_gather_single
+from fsdp_parts.sharding import loss_of
+from fsdp_parts.strategies import LOSS_TOLERANCE, Plan, check_step
+
+
+def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return tensors as one vector, with zeros at its end until N ranks can share it equally."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
+
+
+def part_of(vector: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a vector. Shapes: (n,) in, (n / N,) out."""
+    return vector.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def groups_of(model: nn.Module, modules: Collection[nn.Module]) -> dict[tuple, list[nn.Parameter]]:
+    """Return the parameters of each unit by (module, trained or frozen, dtype).
+
+    A parameter that several modules share belongs to the rest, as one in none of them does; the
+    rest is the model's own. Raises: ValueError for units that lie in one another.
+    """
+    inside = set(model.modules())
+    holders = Counter(part for module in modules for part in set(module.modules()))
+    for module in modules:
+        if module not in inside or holders[module] > 1:
+            name = type(module).__name__
+            raise ValueError(f"{name}: a unit must be in the model, once, and not in another unit")
+    owners = defaultdict(list)
+    for module in modules:
+        for parameter in module.parameters():
+            owners[parameter].append(module)
+    groups = defaultdict(list)
+    for parameter in model.parameters():
+        owner = owners[parameter]
+        place = owner[0] if len(owner) == 1 else model
+        groups[place, parameter.requires_grad, parameter.dtype].append(parameter)
+    return groups
+
+
+def assemble(unit: Any, part: torch.Tensor) -> list[torch.Tensor]:
+    """Return a unit's whole tensors, such as its gradients, of which each rank has a part."""
+    whole = part.new_empty(unit.whole.shape)
+    all_gather_single(whole, part)
+    return unit.cut(whole)
+
+
+def whole_state(sharded: Any) -> dict[str, torch.Tensor]:
+    """Return the state dict of the plain model, in the precision of the shards.
+
+    Every rank must call it, and gets it: save it on one.
+    """
+    whole: dict[int, torch.Tensor] = {}
+    for unit in sharded.units:
+        tensors = assemble(unit, unit.shard)
+        whole |= {id(p): tensor for p, tensor in zip(unit.parameters, tensors, strict=True)}
+    own = sharded.model.state_dict(keep_vars=True)
+    return {name: whole.get(id(value), value) for name, value in own.items()}
+
+
+def load_whole_state(sharded: Any, state: dict[str, torch.Tensor]) -> None:
+    """Keep this rank's part of a plain model's state dict. Raises: ValueError for other names."""
+    own = sharded.model.state_dict(keep_vars=True)
+    if own.keys() != state.keys():
+        raise ValueError(f"only one of the two has {', '.join(sorted(own.keys() ^ state.keys()))}")
+    names = {id(value): name for name, value in own.items()}
+    for unit in sharded.units:
+        tensors: Sequence[torch.Tensor] = [state[names[id(p)]] for p in unit.parameters]
+        for parameter, shape, tensor in zip(unit.parameters, unit.shapes, tensors, strict=True):
+            if tensor.shape != shape:
+                name = names[id(parameter)]
+                raise ValueError(f"{name} is {tuple(tensor.shape)}, must be {tuple(shape)}")
+        unit.shard.copy_(part_of(flatten(tensors)))
+    for name, buffer in sharded.model.named_buffers():
+        buffer.copy_(state.get(name, buffer))
+
+
+# Relative to a gradient's largest number, and of losses near 5: float32 sums of some 1,000 numbers
+# in another order; bf16 keeps 8 bits. Both ways round alike in bf16; on 3 ranks one divides before
+# it sums, and roundings differ.
+TWIN_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-3}
+LR = 1e-3
+
+
+@dataclass
+class Run:
+    """What a run left: mean losses, the first gradient, the last step's traffic."""
+
+    losses: torch.Tensor  # (steps,)
+    gradients: list[torch.Tensor]  # in the order of the optimizer's tensors
+    counter: TrafficCounter
+    optimizer: torch.optim.Optimizer
+
+
+def train(
+    model: nn.Module, weights: list[torch.Tensor], steps: list[list], log: MoveLog | None = None
+) -> Run:
+    """Train with AdamW on micro-batches; every rank must call it."""
+    optimizer = torch.optim.AdamW(weights, lr=LR)
+    losses = torch.zeros(len(steps), device=weights[0].device)
+    for number, micro_batches in enumerate(steps):
+        optimizer.zero_grad()
+        with TrafficCounter() as counter:
+            for batch in micro_batches:
+                if log:
+                    log.moves.clear()  # the last micro-batch's are drawn
+                loss = loss_of(model, batch) / len(micro_batches)
+                loss.backward()
+                losses[number] += loss.detach()
+        if number == 0:
+            gradients = [weight.grad.clone() for weight in weights]
+        optimizer.step()
+    dist.all_reduce(losses)
+    return Run(losses / dist.get_world_size(), gradients, counter, optimizer)
+
+
+class MoveLog:
+    """Write down each move of each unit, and the most bytes that were whole on this rank."""
+
+    def __init__(self, sharded: Any) -> None:
+        self.units = sharded.units
+        self.moves: list[tuple[str, int]] = []  # the move, the unit's number
+        self.most = 0
+        for number, unit in enumerate(self.units):
+            for move in ("gather", "free", "reduce"):
+                setattr(unit, move, partial(self.note, move, number, getattr(unit, move)))
+
+    def note(self, move: str, number: int, make: Any) -> None:
+        unit = self.units[number]
+        before = unit.whole.untyped_storage().nbytes(), unit.shard.grad
+        make()
+        after = unit.whole.untyped_storage().nbytes(), unit.shard.grad
+        if after[0] != before[0] or after[1] is not before[1]:  # else there was nothing to do
+            self.moves.append((move, number))
+            whole = sum(unit.whole.untyped_storage().nbytes() for unit in self.units)
+            self.most = max(self.most, whole)
+
+
+def check_run(
+    report: Report, plan: Plan, ours: tuple[Run, list], theirs: tuple[Run, list], log: MoveLog
+) -> dict[str, list[float]]:
+    """Check both runs against the formulas, and ours against PyTorch's own; return the numbers.
+
+    With each run the numbers of weights in its units, the rest last; it may be empty.
+    """
+    name = plan.precision
+    measured = {}
+    for way, (run, units) in (("from scratch", ours), ("fully_shard", theirs)):
+        weights = run.optimizer.param_groups[0]["params"]
+        what = f"{name} {way}"
+        measured[what] = check_step(report, what, plan, units, weights, run.optimizer, run.counter)
+    *units, rest = ours[1]
+    most = plan.gathered_bytes * (rest + max(units, default=0))
+    report.check(f"{name}: most bytes whole at once", log.most, most, 0, "rest and one unit")
+    losses = (run.losses for run, _ in (ours, theirs))
+    what = f"{name}, fully_shard: error of a loss"
+    proofs.same_losses(report, *losses, TWIN_TOLERANCE[name], what, "fully_shard")
+    return measured
+
+
+def check_one_process(
+    report: Report, precision: str, sharded: Any, ours: Run, alone: nn.Module, expected: Run
+) -> None:
+    """Check losses, first gradient and, in float32, the weights at the end against one process."""
+    name = f"{precision}, one process: error of a loss"
+    proofs.same_losses(report, ours.losses, expected.losses, LOSS_TOLERANCE[precision], name)
+    right = proofs.flat(expected.gradients)
+    error = (in_order(sharded, ours.gradients) - right).abs().max() / right.abs().max()
+    name = f"{precision}: relative error of the gradient"
+    report.check(name, error.item(), 0, proofs.TOLERANCE[precision], "one process")
+    if precision == "32-true":
+        weights = in_order(sharded, [unit.shard for unit in sharded.units])
+        error = (weights - proofs.flat(alone.parameters())).abs().max().item()
+        # AdamW divides by the gradient's size: where it is near 0, rounding shows.
+        report.check(f"{precision}: error of a weight", error, 0, LR / 10, "one process")
+    report.metrics["final_loss"] = ours.losses[-1].item()
+
+
+def in_order(sharded: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what ranks hold parts of, whole, in the order of the model's parameters."""
+    whole = {}
+    for unit, part in zip(sharded.units, parts, strict=True):
+        whole |= dict(zip(unit.parameters, assemble(unit, part), strict=True))
+    return proofs.flat(whole[parameter] for parameter in sharded.model.parameters())
+
+
+def draw_moves(path: Path, log: MoveLog) -> None:
+    """Draw over the moves of a micro-batch when each unit is whole, and when it is reduced."""
+    names = [f"unit {number}" for number in range(len(log.units))]
+    if log.moves[0][1] == len(names) - 1:  # what forward gathers first, and backward frees last
+        names[-1] = "rest"
+    with figure(path, figsize=(9, 3)) as axes:
+        since = {}
+        for place, (move, number) in enumerate(log.moves):
+            if move == "gather":
+                since[number] = place
+            elif move == "free":
+                axes.barh(number, place - since[number], left=since[number], color="tab:blue")
+            else:
+                axes.plot(place, number, "kv")
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlabel("moves, in order; a triangle is a reduce-scatter")
+        axes.set_title("One micro-batch: a unit is whole from its all-gather until it is freed")
+        axes.grid(axis="x", alpha=0.3)

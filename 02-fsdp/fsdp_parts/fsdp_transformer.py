@@ -1,0 +1,97 @@
+"""What fsdp_transformer.py proves: the gradient of one process, collectives by formula."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from dist_common import data, models, runtime
+from dist_common.job import Step
+from dist_common.lab import proofs, traffic
+from dist_common.models import TransformerConfig
+
+
+def expected_collectives(
+    args: argparse.Namespace, config: TransformerConfig, shards: int, replicas: int
+) -> list[tuple[str, str, int]]:
+    """Return how many collectives a step's gradient takes: (name, kind, number) of each.
+
+    Source: FSDP paper, section 3.2.
+    """
+    first = not config.tied_embeddings  # whether the embedding is a unit of its own
+    units = config.num_layers + first + 1
+    micro_batches = args.grad_accum_steps
+    # Gathered again for backward: all but norm and head, which are still there.
+    again = 0 if args.sharding == "grad-op" else config.num_layers + first
+    forward = units * (1 if args.accumulate == "gathered" else micro_batches)
+    gathers = forward + micro_batches * again
+    scatters = units * (micro_batches if args.accumulate == "sharded" else 1)
+    return [
+        ("all-gathers", "all_gather", gathers * (shards > 1)),
+        ("reduce-scatters", "reduce_scatter", scatters * (shards > 1)),
+        ("all-reduces", "all_reduce", units * (replicas > 1)),  # between groups, once per step
+    ]
+
+
+def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
+    """Yield the run's steps between the proofs."""
+    before = partial(check_gradient, run, accumulate_gradient)
+    return proofs.proven_steps(run.job, steps, run.model, run.optimizer, before, lambda: None)
+
+
+def check_gradient(run, accumulate_gradient: Callable) -> None:
+    """Compare gradient, loss and norm with those of one process; count the collectives.
+
+    With --parity-steps 0, or after a resume, only the collectives are counted.
+    """
+    args, report, resumed = run.args, run.job.report, run.job.found
+    parity = 0 if resumed else args.parity_steps
+    if not parity:
+        why = "the first weights are gone" if resumed else "--parity-steps 0"
+        report.say(f"gradient not compared with one process ({why})")
+    for indices in run.job.sampler.global_order().split(args.global_batch_size)[: max(1, parity)]:
+        items = unequal(run.job.train_set, indices)
+        tokens = torch.tensor(sum(int((t != data.IGNORED).sum()) for _, t in items))
+        tokens = tokens.to(run.device)
+        with traffic.TrafficCounter() as counter:
+            loss = accumulate_gradient(run, micro_batches_of(run, items), tokens)
+        if parity:
+            compare_with_one_process(run, items, tokens, loss)
+        run.optimizer.zero_grad()
+    replicas = dist.get_world_size() // run.shards
+    for name, kind, expected in expected_collectives(args, run.config, run.shards, replicas):
+        report.check(f"{name} per step", counter.calls[kind], expected, 0, "FSDP paper, 3.2")
+
+
+def unequal(sequences, indices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return sequences of which a loss counts unequally many tokens: so a wrong mean shows."""
+    items = []
+    for index in indices.tolist():
+        inputs, targets = sequences[index]
+        targets = targets.clone()
+        targets[len(targets) - index % (len(targets) // 2 + 1) :] = data.IGNORED
+        items.append((inputs, targets))
+    return items
+
+
+def micro_batches_of(run, items: list) -> list:
+    """Deal a global batch to this rank as data.job_batches does."""
+    size, length = run.args.micro_batch_size, run.args.seq_len
+    own = items[run.job.sampler.rank :: run.job.sampler.world_size]
+    starts = range(0, size * run.args.grad_accum_steps, size)
+    return [data.collate(size, length, own[start : start + size]) for start in starts]
+
+
+def compare_with_one_process(run, items, tokens, loss: torch.Tensor) -> None:
+    """Hold loss, norm and every rank's part of the gradient against a plain model's."""
+    runtime.seed_everything(run.args.seed)
+    alone = models.Transformer(run.config).to(run.device)
+    gradient = proofs.same_as_one_process(run.job, run.model, alone, items, loss, tokens)
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), float("inf")).full_tensor()
+    expected = gradient.double().norm().item()  # in float32 it loses four digits
+    tolerance, source = proofs.TOLERANCE[run.args.precision], "one process on the same global batch"
+    run.job.report.check("gradient norm", norm.item(), expected, tolerance * expected, source)
