@@ -13,14 +13,13 @@ say which keys it knows.
 
 import argparse
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 
-import ds_hints
-import ds_rules
-import ds_schema
-import ds_setup
+from deepspeed_parts import config_rules, setup
 from dist_common import cli
 
 
@@ -34,31 +33,57 @@ class Parser(argparse.ArgumentParser):
 def findings_of(path, ranks=None):
     """Return all findings for one file. Raises: UsageError when it cannot be opened."""
     try:
-        config, findings = ds_rules.read(path)
+        config, findings = config_rules.read(path)
     except OSError as error:
         raise cli.UsageError(f"{path}: {error.strerror}") from error
     if config is None:  # no JSON: nothing else can be said
         return findings
 
-    if shapes := list(ds_rules.wrong_shapes(config)):  # the other rules could not read it
+    if shapes := list(config_rules.wrong_shapes(config)):  # the other rules could not read it
         return findings + shapes
-    findings += ds_rules.of_deepspeed(config, ranks)
-    findings += ds_rules.of_script(config)
-    findings += ds_rules.of_machine(config)
-    findings += ds_rules.of_ops(config)
-    findings += ds_hints.hints(config)
+    findings += config_rules.of_deepspeed(config, ranks)
+    findings += config_rules.of_script(config)
+    findings += of_machine(config, setup.ops_needed(config))
+    findings += config_rules.by_the_table(config, config_rules.HINT)
 
     return findings
 
 
+def of_machine(config, ops=()):
+    """Find what this machine lacks for a config: float16, a disk, a compiler for `ops`."""
+    from deepspeed.accelerator import get_accelerator
+
+    finding = partial(config_rules.Finding, config_rules.MACHINE)
+    fp16 = config_rules.value_of(config, "fp16.enabled") is True
+    if fp16 and not get_accelerator().is_fp16_supported():
+        text = "DeepSpeed cannot train in float16 on this device: use a GPU or bf16-mixed"
+        yield finding(text, config_rules.STOPS)
+    for name, part in config_rules.offloads(config):
+        folder = part.get("nvme_path")
+        if part.get("device") != "nvme" or folder == "auto" or not isinstance(folder, str):
+            continue
+        what = f"{name}: nvme_path {folder}"
+        if not Path(folder).is_dir():
+            yield finding(f"{what} is not a folder: make it first", config_rules.STOPS)
+            continue
+        try:
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            yield finding(f"{what} cannot be written: {error.strerror}", config_rules.STOPS)
+    for op in ops:
+        if lack := setup.missing_for(op):
+            other = ' or set "torch_adam": true, PyTorch\'s own' if op.endswith("_adam") else ""
+            yield finding(f"{lack}{other}", "the run ends when DeepSpeed loads the op")
+
+
 def show(path, findings):
     """Print one line for each finding, by kind, the worst first; return how many are no hints."""
-    for kind in (ds_schema.WRONG, ds_schema.SCRIPT, ds_schema.MACHINE, ds_schema.HINT):
+    for kind in (config_rules.WRONG, config_rules.SCRIPT, config_rules.MACHINE, config_rules.HINT):
         for finding in findings:
             if finding.kind == kind:
                 stop = "" if finding.text.endswith(("?", ".")) else "."
                 print(f"{path}: {kind}: {finding.text}{stop} Cost: {finding.cost}")
-    failing = sum(finding.kind != ds_schema.HINT for finding in findings)
+    failing = sum(finding.kind != config_rules.HINT for finding in findings)
     hints = len(findings) - failing
     if not failing:
         print(f"{path}: OK" + f", {hints} hint{'s' * (hints != 1)}" * bool(hints))
@@ -82,7 +107,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    ds_setup.prepare(torch.device(args.device))
+    setup.prepare(torch.device(args.device))
     failing = 0
     missing = []
     for path in args.files:

@@ -23,11 +23,10 @@ import io
 import torch
 import torch.distributed as dist
 
-import autotp_checks
-import autotp_models
-import ds_setup
-from autotp_models import DTYPES
-from dist_common import cli, measure, runtime
+from deepspeed_parts import autotp, setup
+from deepspeed_parts.autotp import DTYPES
+from dist_common import cli, data, measure, runtime
+from dist_common.lab import traffic
 from dist_common.models import PRESETS
 from dist_common.report import Report
 
@@ -36,7 +35,7 @@ REPEATS = 5  # generations that are timed, after a first one that is not
 
 def cut(model, ranks, dtype):
     """Return DeepSpeed's engine, in whose model each linear layer is this rank's part of it."""
-    import deepspeed  # only after ds_setup.prepare has said for which device
+    import deepspeed  # only after setup.prepare has said for which device
 
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     # Parts are multiples of a grain. With the default, 64, a width of 352 becomes 192 and 160.
@@ -73,7 +72,7 @@ def take_turns(engine, plain, prompt, new_tokens, device):
     Return the tokens of both, the engine's cache and collectives, and two timers of each.
     """
     pairs = [[measure.StepTimer(device, n) for n in (1, new_tokens - 1)] for _ in range(2)]
-    counter, right = measure.CollectiveCounter(), None
+    counter, right = traffic.TrafficCounter(), None
     for number in range(1 + REPEATS):  # the first warms up, and is counted
         if plain:
             right, _ = generate(plain, prompt, new_tokens, *pairs[0])
@@ -96,6 +95,34 @@ def how_cut(skeleton, engine):
         by = "-" if whole == part else by
         rows.append((name, by, *(" x ".join(map(str, shape)) for shape in (whole, part))))
     return rows
+
+
+def prompts_of(args, config, tokenizer):
+    """Return B prompts of T tokens, (B, T): --prompt in each, or parts of a text.
+
+    Without a tokenizer a byte is a token. Raises: UsageError when they do not fit the model.
+    """
+    B, T = args.batch_size, args.prompt_tokens
+    given = args.prompt is not None
+    text = args.prompt.encode() if given else data.load_text()[: 16 * B * T].numpy().tobytes()
+    ids = tokenizer(text.decode(errors="replace")).input_ids if tokenizer else list(text)
+    if not ids:
+        raise cli.UsageError("--prompt is empty")
+    T, most = len(ids) if given else T, config.max_position_embeddings
+    if T + args.max_new_tokens > most:
+        raise cli.UsageError(
+            f"--max-new-tokens {args.max_new_tokens} after {T} of the prompt are more than the "
+            f"{most} positions of the model"
+        )
+    tokens = torch.tensor(ids)[torch.arange(T if given else B * T) % len(ids)]
+    return tokens.view(-1, T).expand(B, T) % config.vocab_size
+
+
+def text_of(ids, tokenizer):
+    """Return tokens as text, as bytes, or as numbers where they are neither."""
+    if tokenizer:
+        return repr(tokenizer.decode(ids))
+    return repr(bytes(ids)) if max(ids) < 256 else str(ids)
 
 
 def parse_args():
@@ -121,13 +148,13 @@ def main():
         ranks = world.world_size
         dtype = DTYPES[args.precision]
         new = args.max_new_tokens
-        ds_setup.prepare(device)
-        autotp_models.import_transformers()
-        what, config, skeleton = autotp_models.examine(args, world, ranks)
-        tokenizer = autotp_models.tokenizer_of(args)
-        prompt = autotp_models.prompts_of(args, config, tokenizer).to(device)
+        setup.prepare(device)
+        autotp.import_transformers()
+        what, config, skeleton = autotp.examine(args, world, ranks)
+        tokenizer = autotp.tokenizer_of(args)
+        prompt = prompts_of(args, config, tokenizer).to(device)
         B, T = prompt.shape
-        model = autotp_models.load(args, config, dtype)
+        model = autotp.load(args, config, dtype)
         report.start(
             f"{what}: {skeleton.num_parameters():,} weights, {args.precision}",
             f"{B} prompt(s) of {T} tokens, {new} new ones each",
@@ -137,13 +164,11 @@ def main():
         report.table(how_cut(skeleton, engine), ("weight", "cut by", "whole", "rank 0"), names=2)
         tokens, right, cache, counter, pairs = take_turns(engine, plain, prompt, new, device)
 
-        expected = autotp_checks.expected_of(skeleton, config, ranks, prompt, new, dtype.itemsize)
-        measured = autotp_checks.measured_of(engine, cache, counter)
-        autotp_checks.check_parts(report, expected, measured)
-        autotp_checks.check_answers(report, engine, plain, tokens, right)
-        autotp_checks.print_speeds(report, pairs, B, new)
-        report.say(f"{autotp_models.text_of(prompt[0, -64:].tolist(), tokenizer)} goes on")
-        report.say(autotp_models.text_of(tokens[0, T:].tolist(), tokenizer))
+        autotp.check_parts(report, skeleton, config, prompt, engine, cache, counter)
+        autotp.check_answers(report, engine, plain, tokens, right)
+        autotp.print_speeds(report, pairs, B, new)
+        report.say(f"{text_of(prompt[0, -64:].tolist(), tokenizer)} goes on")
+        report.say(text_of(tokens[0, T:].tolist(), tokenizer))
         return report.finish(f"{B * new} tokens generated")
 
 

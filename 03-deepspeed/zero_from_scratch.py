@@ -15,24 +15,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from deepspeed_parts import zero_from_scratch as part
+from deepspeed_parts.zero_from_scratch import assemble, buckets_of, flatten, part_of, views_of
 from dist_common import cli, models, runtime
 from dist_common.report import Report
-from zero_checks import (
-    all_gather,
-    buckets_of,
-    check_held_and_sent,
-    check_one_process,
-    draw_shares,
-    flatten,
-    gradient_of,
-    held_spans,
-    job_of,
-    part_of,
-    reduce_scatter,
-    train,
-    train_alone,
-    views_of,
-)
+from dist_common.runtime import all_gather_single, reduce_scatter_single
 
 MIB = 2**20  # bytes
 PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}  # of weights and gradients
@@ -50,19 +37,18 @@ class Bucket:
 
         self.flat = original.to(dtype)
         if dtype != original.dtype:
-            self.part = (
-                self.part.clone()
-            )  # the float32 weights: without it all would stay in memory
+            self.part = self.part.clone()  # float32 weights: without it all would stay in memory
         for parameter, view in zip(parameters, views_of(self.flat, parameters), strict=True):
             parameter.data = view
         self.gradient = None
 
     def reduce(self):
         """Add up all ranks' gradients, each rank its own part, and drop the whole ones."""
-        whole = flatten([gradient_of(parameter) for parameter in self.parameters])
+        weights = self.parameters  # without a gradient: in a branch that this rank did not take
+        whole = flatten(torch.zeros_like(w) if w.grad is None else w.grad for w in weights)
         mean = torch.empty_like(self.part, dtype=self.reduce_dtype)
 
-        reduce_scatter(mean, whole.to(self.reduce_dtype))
+        reduce_scatter_single(mean, whole.to(self.reduce_dtype))
 
         mean /= dist.get_world_size()
         self.gradient = mean if self.gradient is None else self.gradient + mean
@@ -71,7 +57,7 @@ class Bucket:
 
     def gather(self):
         """Give every rank the parts that the others have updated."""
-        all_gather(self.flat, self.part.to(self.flat.dtype, copy=True))
+        all_gather_single(self.flat, self.part.to(self.flat.dtype, copy=True))
 
 
 class Zero:
@@ -132,6 +118,25 @@ class Zero:
             bucket.gather()
 
 
+def whole_state(zero, model):
+    """Return the model's state dict with the weights that the optimizer updates, in float32.
+
+    `model.state_dict()` has them in the precision of the model. Every rank must call it.
+    """
+    whole = assemble(zero, [bucket.part for bucket in zero.buckets])
+    by_id = {id(parameter): tensor for parameter, tensor in whole.items()}
+    own = model.state_dict(keep_vars=True)
+    return {name: by_id.get(id(value), value) for name, value in own.items()}
+
+
+def load_whole_state(zero, model, state):
+    """Load a state dict; every rank must call it. Raises: RuntimeError for other names or sizes."""
+    names = {id(value): name for name, value in model.state_dict(keep_vars=True).items()}
+    model.load_state_dict(state)
+    for bucket in zero.buckets:
+        bucket.part.copy_(part_of(flatten(state[names[id(p)]] for p in bucket.parameters)))
+
+
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
@@ -152,32 +157,24 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("03-deepspeed/zero_from_scratch.py", args, world, device)
         config = models.preset("tiny", args.seq_len)
-        job = job_of(args, world, device)
-        report.start(f"{config.num_parameters():,} weights; {job.sizes}")
+        whole, own, sizes = part.batches_of(args, world, device)
+        report.start(f"{config.num_parameters():,} weights; {sizes}")
 
         def build():
             runtime.seed_everything(args.seed)
             return models.Transformer(config).to(device)
 
-        expected = train_alone(build(), job.whole)
-        bucket_bytes = int(args.bucket_cap_mb * MIB)
+        alone = part.train_alone(build(), whole)
         reduce_dtype = torch.float32 if args.reduce_dtype == "float32" else None
-        rows = [["one process", *["-"] * 4, f"{expected.losses[-1]:.6f}"]]
-        spans = {}
+        size = int(args.bucket_cap_mb * MIB)
+        rows = [["one process", *["-"] * 4, f"{alone.losses[-1]:.6f}"]]
         for precision, dtype in PRECISIONS.items():
             for stage in (1, 2):
-                name = f"stage {stage}, {precision}"
-                kinds = {"dtype": dtype, "reduce_dtype": reduce_dtype}
-                wrap = partial(Zero, stage=stage, bucket_bytes=bucket_bytes, **kinds)
-                run = train(build, wrap, job.own)
-                rows.append(check_held_and_sent(report, name, run, stage, dtype, reduce_dtype))
-                check_one_process(report, name, run, expected, dtype)
-                spans[f"stage {stage}"] = held_spans(run)
-        headers = ("", "reduce-scatters", "all-gathers", "held", "sent", "last loss")
+                kinds = {"stage": stage, "dtype": dtype, "reduce_dtype": reduce_dtype}
+                run = part.train(build, partial(Zero, bucket_bytes=size, **kinds), own)
+                rows.append(part.check(report, f"stage {stage}, {precision}", run, alone, **kinds))
         report.say("held and sent in bytes per weight")
-        report.table(rows, headers)
-        if report.output and world.is_rank0:
-            draw_shares(report.output / "shares.png", spans)
+        report.table(rows, ("", "reduce-scatters", "all-gathers", "held", "sent", "last loss"))
         return report.finish(f"loss {run.losses[-1]:.4f} after step {args.max_steps}")
 
 

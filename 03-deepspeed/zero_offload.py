@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import ds_setup
-import offload_formulas
+from deepspeed_parts import setup
+from deepspeed_parts import zero_offload as part
+from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
+from deepspeed_parts.zero_offload import DTYPES, KINDS, disk_traffic, target
 from dist_common import cli, data, measure, runtime
 from dist_common.models import Transformer, TransformerConfig
 from dist_common.report import Report
-from ds_config import load_config
-from offload_formulas import DTYPES, KINDS, disk_traffic, kinds_held, target
-from tensor_bytes import live_bytes
 
 CONFIGS = {
     "none-2": (2, "zero2_config.json"),
@@ -42,7 +41,7 @@ WARMUP = 2  # steps: Adam's moments come with the first, memory is looked at in 
 
 def start_engine(config, build):
     """Hand a new model to DeepSpeed; where its parts lie is in config["zero_optimization"]."""
-    import deepspeed  # only after ds_setup.prepare has said for which device
+    import deepspeed  # only after setup.prepare has said for which device
 
     model = build()
     if target(config["zero_optimization"], "offload_param") == "nvme":
@@ -95,7 +94,7 @@ class Run:
             self.traffic.append([now - then for now, then in zip(now, before, strict=True)])
 
     def look(self):
-        self.held = kinds_held(self.engine, live_bytes() - self.before)
+        self.held = bytes_by_kind(self.engine, self.engine.optimizer, live_bytes() - self.before)
 
 
 def load_configs(args, world, shape, shards, torch_adam):
@@ -105,8 +104,7 @@ def load_configs(args, world, shape, shards, torch_adam):
         if name not in args.offload and not (name.startswith("none") and stage in stages):
             continue
         path = Path(__file__).parent / "configs" / file
-        asked = argparse.Namespace(**vars(args), deepspeed_config=path, lr=3e-4, grad_accum_steps=1)
-        config = configs[name] = load_config(asked, world, shape)
+        config = configs[name] = part.settled(path, args, shape, world.world_size)
         if torch_adam:
             config["optimizer"]["params"]["torch_adam"] = True
         if "nvme" in name:  # buffers as large as it takes, and no larger
@@ -163,11 +161,11 @@ def main():
         with torch.device("meta"):
             shapes = [weight.numel() for weight in Transformer(shape).parameters()]
         shards = [-(-numel // ranks) for numel in shapes]
-        ds_setup.prepare(device)
-        lack = None if args.torch_adam else ds_setup.missing_for("cpu_adam")
+        setup.prepare(device)
+        lack = None if args.torch_adam else setup.missing_for("cpu_adam")
         configs = load_configs(args, world, shape, shards, args.torch_adam or lack is not None)
         if any("nvme" in name for name in configs):
-            offload_formulas.require_disk(args, world, shards)
+            part.require_disk(args, world, shards)
         text = data.Sequences(data.load_text(), args.seq_len, count * ranks)
         own = args.max_steps, count * ranks, world.rank * count, count, device
         batches = list(data.batches_of(text, *own))
@@ -182,13 +180,13 @@ def main():
         )
         if lack:
             report.say(f"{lack}; until then PyTorch's Adam takes the steps")
-        ops = {op for config in configs.values() for op in ds_setup.ops_needed(config)}
-        ds_setup.build_ops(sorted(ops), report)
+        ops = {op for config in configs.values() for op in setup.ops_needed(config)}
+        setup.build_ops(sorted(ops), report)
         if device.type == "cpu":
             report.say("no GPU: the device's memory is the CPU's, so offloading frees nothing here")
         runs = train(configs, build, batches, report)
         baselines = {run.zero["stage"]: run for run in reversed(runs)}  # each stage's first
-        rows = [offload_formulas.compare(run, baselines, shapes, report) for run in runs]
+        rows = [part.compare(run, baselines, shapes, report) for run in runs]
         report.say("bytes per weight on a rank: in memory, in files, to and from disk per step")
         report.table(rows, ("offload", *KINDS, "files", "read", "written", "step", "of none's"))
         return report.finish(f"loss {runs[0].losses[-1].item():.4f} at the end")

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-import ds_setup
-import stage_formulas
-from dist_common import cli, data, measure, models, runtime
+from deepspeed_parts import setup
+from deepspeed_parts import zero_stages as part
+from deepspeed_parts.plain_engines import OneProcess, shard_with_fsdp
+from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
+from dist_common import cli, data, models, runtime
+from dist_common.lab import traffic
 from dist_common.report import Report
-from plain_engines import OneProcess, shard_with_fsdp
-from tensor_bytes import live_bytes
 
 LR = 2e-3
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -53,7 +54,7 @@ def config_of(stage, precision, args, dim):
 
 def start_engine(model, config):
     """Hand the model to DeepSpeed; nothing else in the training loop depends on the stage."""
-    import deepspeed  # only after ds_setup.prepare has said for which device
+    import deepspeed  # only after setup.prepare has said for which device
 
     engine, *_ = deepspeed.initialize(model=model, config=config)
 
@@ -89,7 +90,7 @@ class Seen:
 
     losses: torch.Tensor
     held: dict[str, int]
-    counter: measure.CollectiveCounter
+    counter: traffic.TrafficCounter
 
 
 def train(start, model, steps, before=None):
@@ -98,10 +99,11 @@ def train(start, model, steps, before=None):
     losses = [loss for step in steps[:-1] for loss in train_step(engine, step)]
 
     def look():
-        own = live_bytes().total() - before
-        held.update(stage_formulas.held_kinds(model, engine.optimizer, own))
+        kinds = bytes_by_kind(model, engine.optimizer, live_bytes() - before)
+        names = ("weights", "optimizer state", "gradients")
+        held.update((name, own.total()) for name, own in zip(names, kinds, strict=True))
 
-    with measure.CollectiveCounter() as counter:
+    with traffic.TrafficCounter() as counter:
         losses += train_step(engine, steps[-1], look if before is not None else None)
     return Seen(torch.stack(losses), held, counter)
 
@@ -149,7 +151,7 @@ def main():
         size = args.micro_batch_size
         together = size * world.world_size
         shape = models.preset("tiny", args.seq_len)
-        ds_setup.prepare(device)
+        setup.prepare(device)
         own = batches_of(args, world.rank * size, size, together, device)
         report.start(
             f"{shape.num_parameters():,} weights; global batch {together * accumulate} = {size} "
@@ -165,12 +167,12 @@ def main():
         rows = {}
         for name, starts in ways_of(args, shape.dim).items():
             runs = {"32-true": train(starts["32-true"], build(), own)}
-            before = live_bytes().total()
+            before = live_bytes()
             runs["bf16-mixed"] = train(starts["bf16-mixed"], build(), own, before)
-            rows[name] = stage_formulas.compare(report, name, runs, alone, accumulate, shape)
-        stage_formulas.print_table(report, rows)
+            rows[name] = part.compare(report, name, runs, alone, accumulate, shape)
+        part.print_table(report, rows)
         if report.output and world.is_rank0:
-            stage_formulas.draw_stages(report.output / "stages.png", rows, report, accumulate)
+            part.draw_stages(report.output / "stages.png", rows, world.world_size)
         return report.finish(f"loss {alone[-1].item():.4f} at the end")
 
 

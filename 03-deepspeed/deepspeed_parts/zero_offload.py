@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import statistics
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+import check_config
+import deepspeed_train
+from deepspeed_parts import config_rules, setup
 from dist_common import cli, measure, runtime
-from dist_common.proofs import same_losses
+from dist_common.lab.proofs import same_losses
+from dist_common.models import TransformerConfig
 from dist_common.report import Report
 from dist_common.runtime import World
-from tensor_bytes import bytes_by_place
 
 KINDS = ("weights", "optimizer state", "gradients and buffers")
 DISK = ("files", "read per step", "written per step")
@@ -26,6 +30,24 @@ DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}  # of weights 
 FP32, K = 4, 12  # bytes per weight: a float32 gradient; a float32 copy and Adam's two moments
 SMALLEST = 2**20  # bytes: smaller tensors are never swapped to disk, and DeepSpeed does not say so
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-2}  # of losses near 5; bf16 keeps 8 bits
+
+
+def settled(path: Path, args, shape: TransformerConfig, ranks: int) -> dict[str, Any]:
+    """Read a shipped config, with values of the flags in place of "auto", and a folder on the disk.
+
+    Raises: UsageError, also when the disk cannot be written.
+    """
+    flags = argparse.Namespace(
+        **vars(args), deepspeed_config=path, lr=3e-4, grad_accum_steps=1, warmup_steps=0,
+        max_grad_norm=1.0, global_batch_size=args.micro_batch_size * ranks,
+    )  # fmt: skip
+    config = config_rules.read_right(path)
+    config_rules.fill_disk(config, flags, {"nvme_path"})
+    config_rules.refuse(path, check_config.of_machine(config))
+    deepspeed_train.settle_precision(config, flags, {"precision"})
+    deepspeed_train.fill(config, flags, shape.dim)
+    setup.make_swap_folders([part for _, part in config_rules.offloads(config)])
+    return config
 
 
 def target(zero: dict, part: str) -> str:
@@ -81,16 +103,6 @@ def swapped(sizes: Iterable[int], width: int) -> int:
     return sum(size for size in sizes if size * width >= SMALLEST)
 
 
-def kinds_held(engine, everything: Counter) -> tuple[Counter, ...]:
-    """Return the bytes of each of KINDS by place; the last is all of `everything` that is left."""
-    weights = [getattr(weight, "ds_tensor", weight) for weight in engine.parameters()]
-    adam = engine.optimizer.optimizer  # Adam itself, inside DeepSpeed's
-    state = [t for master, own in adam.state.items() for t in (master, *own.values())]
-    state = [tensor for tensor in state if isinstance(tensor, torch.Tensor)]  # no count of steps
-    kinds = bytes_by_place(weights), bytes_by_place(state)
-    return *kinds, everything - kinds[0] - kinds[1]
-
-
 def disk_traffic() -> list[int]:
     """Return the bytes that this process has had read from disks and written to them so far."""
     if not sys.platform.startswith("linux"):  # which alone has libaio, and counts
@@ -123,16 +135,16 @@ def require_disk(args, world: World, shards: Sequence[int]) -> None:
     """
     find = ["stat", "-f", "-c", "%T", args.nvme_path]
     kind = subprocess.run(find, capture_output=True, text=True).stdout.strip()
+    where = f"--nvme-path {args.nvme_path}"
     if kind in ("tmpfs", "ramfs"):
-        why = f"--nvme-path {args.nvme_path} is a {kind}, which is memory: name a folder on a disk"
-        raise cli.UsageError(why)
+        raise cli.UsageError(f"{where} is a {kind}, which is memory: name a folder on a disk")
     width = DTYPES[args.precision].itemsize
     runs = world.local_world_size * sum("nvme" in name for name in args.offload)
     # DeepSpeed does not notice that a write failed, and aborts at the next read.
     needed, free = runs * (K + FP32 + width) * sum(shards), shutil.disk_usage(args.nvme_path).free
     if needed > free:
         gib = f"{needed / measure.GIB:.1f} GiB, and {free / measure.GIB:.1f} are free"
-        raise cli.UsageError(f"--nvme-path {args.nvme_path}: the files take {gib}")
+        raise cli.UsageError(f"{where}: the files take {gib}")
     size = max(shards) * width
     if size < SMALLEST:
         raise cli.UsageError(
@@ -156,7 +168,8 @@ def compare(run, baselines: dict, shapes: Sequence[int], report: Report) -> tupl
         for name, value, right in zip((*KINDS, *DISK * swaps), measured, expected, strict=False):
             name, right = f"{run.name}: {name}, bytes per weight", right / weights
             report.check(name, value, right, 0.02 * max(right, 1), "ZeRO-Infinity, section 3")
-        ours, theirs = (losses_of_all_ranks(one) for one in (run, baseline))
+        own = [torch.stack(one.losses).tolist() for one in (run, baseline)]
+        ours, theirs = torch.tensor(runtime.gather(own)).transpose(0, 1)  # (ranks, steps) each
         name = f"{run.name}: largest error of a loss"
         same_losses(report, ours, theirs, LOSS_TOLERANCE[precision], name, baseline.name)
     cells = [
@@ -166,8 +179,3 @@ def compare(run, baselines: dict, shapes: Sequence[int], report: Report) -> tupl
     disk = [f"{number:.2f}" if swaps else "-" for number in measured[3:]]
     slower = milliseconds / baseline.timer.median_ms()
     return run.name, *cells, *disk, f"{milliseconds:.0f} ms", f"{slower:.2f}x"
-
-
-def losses_of_all_ranks(run) -> torch.Tensor:
-    """Return each rank's own losses. Shape: (ranks, steps)."""
-    return torch.tensor(runtime.gather(torch.stack(run.losses).tolist()))

@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
+from torch import nn
+
+from dist_common.models import local
 
 
 def live_bytes() -> Counter[str]:
@@ -37,3 +40,18 @@ def bytes_by_place(tensors: Iterable[torch.Tensor]) -> Counter[str]:
     for (device, _), size in storages.items():
         held[device] += size
     return held
+
+
+def bytes_by_kind(model: nn.Module, optimizer, held: Counter[str]) -> tuple[Counter[str], ...]:
+    """Return the bytes of weights, of optimizer state and of all else in `held`, each by place.
+
+    The rest is gradients and buffers. Stage 3 keeps a rank's part of a weight in `ds_tensor`.
+    """
+    weights = [local(getattr(weight, "ds_tensor", weight)) for weight in model.parameters()]
+    while hasattr(optimizer, "optimizer"):  # PyTorch's, inside DeepSpeed's
+        optimizer = optimizer.optimizer
+    state = [t for owner, own in optimizer.state.items() for t in (owner, *own.values())]
+    state = [local(tensor) for tensor in state if isinstance(tensor, torch.Tensor)]
+    own = bytes_by_place(weights)
+    both = bytes_by_place([*weights, *state])
+    return own, both - own, held - both

@@ -1,0 +1,118 @@
+"""What zero_stages.py checks: bytes held and sent, by the ZeRO paper and as they were counted."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dist_common.lab.figure import figure
+from dist_common.lab.proofs import same_losses
+from dist_common.lab.traffic import RING_FACTOR
+from dist_common.models import TransformerConfig
+from dist_common.report import Report
+
+KINDS = ("weights", "gradients", "optimizer state")
+BF16, FP32 = 2, 4  # bytes of a number
+WIDTHS = {"bf16-mixed": BF16, "32-true": FP32}  # of a weight and of its gradient
+TOLERANCE = 0.02  # relative: buffers, and small weights that stay whole
+LOSS_TOLERANCE = 1e-5  # float32, of losses near 5: the same sums in another order
+COLORS = ("tab:blue", "tab:orange", "tab:green")
+
+
+class Row(NamedTuple):
+    """A way of training: bytes per weight held and by formula, by kind; sent, by precision."""
+
+    held: list[float]
+    formula: tuple[float, ...]
+    sent: dict[str, float]
+
+
+def held_per_weight(name: str, accumulate: int, ranks: int, width: int = BF16) -> tuple[float, ...]:
+    """Return what a rank holds for each weight, in bytes of each of KINDS, in mid-step.
+
+    `width`: bytes of a weight and of a gradient. Optimizer state is a float32 copy and Adam's two
+    moments; FSDP and stage 0 need no copy of float32 weights. With one micro-batch, stage 1 has
+    reduced its gradient by then. Source: ZeRO paper, section 5 and figure 1.
+    """
+    state = 3 * FP32
+    return {
+        "stage 0": (width, width, state if width < FP32 else 2 * FP32),
+        "stage 1": (width, width / (ranks if accumulate == 1 else 1), state / ranks),
+        "stage 2": (width, width / ranks, state / ranks),
+        "stage 3": (width / ranks, width / ranks, state / ranks),
+        "FSDP": (FP32 / ranks, FP32 / ranks, 2 * FP32 / ranks),
+    }[name]
+
+
+def sent_per_weight(name: str, width: int, accumulate: int, ranks: int) -> float:
+    """Return the bytes that a rank sends for each weight in a step, in rings.
+
+    `width`: bytes of a weight and of a gradient, 2 or 4. All weights cross once in a reduction and
+    once in a gathering; stages 2 and 3 reduce in every micro-batch, stage 3 gathers for forward and
+    again for backward. FSDP does the same, but reduces in float32.
+    Source: ZeRO paper, section 7, which has one micro-batch.
+    """
+    sizes = {
+        "stage 0": 2 * width,  # an all-reduce is a reduction and a gathering
+        "stage 1": width + width,
+        "stage 2": accumulate * width + width,
+        "stage 3": accumulate * 3 * width,
+        "FSDP": accumulate * (2 * width + FP32),
+    }
+    return sizes[name] * RING_FACTOR["all_gather"](ranks)
+
+
+def compare(
+    report: Report, name: str, runs: dict, alone: torch.Tensor, accumulate: int,
+    shape: TransformerConfig,
+) -> Row:  # fmt: skip
+    """Check a way's runs, by precision, against the formulas and the losses of one process."""
+    ranks = report.world.world_size
+    weights = shape.num_parameters()
+    own = torch.tensor([runs["bf16-mixed"].held[kind] for kind in KINDS], device=report.device)
+    dist.all_reduce(own, op=dist.ReduceOp.MAX)  # the fullest rank: shards are not equally large
+    row = Row((own / weights).tolist(), held_per_weight(name, accumulate, ranks), {})
+    tolerance = TOLERANCE * sum(row.formula)
+    for kind, held, expected in zip(KINDS, row.held, row.formula, strict=True):
+        report.check(f"{name}: {kind}", held, expected, tolerance, "ZeRO paper, section 5")
+    for precision, run in runs.items():
+        expected = sent_per_weight(name, WIDTHS[precision], accumulate, ranks)
+        sent = sum(call.sent for call in run.counter.collectives) / weights
+        check, source = f"{name}, {precision}: bytes sent", "ZeRO paper, section 7"
+        report.check(check, sent, expected, TOLERANCE * expected, source)
+        report.metrics[f"bytes_sent_per_weight_{name}_{precision}"] = row.sent[precision] = sent
+    losses = runs["32-true"].losses
+    dist.all_reduce(losses)
+    same_losses(report, losses / ranks, alone, LOSS_TOLERANCE, f"{name}: largest error of a loss")
+    report.metrics[f"bytes_per_weight_{name}"] = sum(row.held)
+    return row
+
+
+def print_table(report: Report, rows: dict[str, Row]) -> None:
+    """Print what a rank held and sent, in bytes per weight."""
+    cells = []
+    for name, row in rows.items():
+        sent = [row.sent[precision] for precision in WIDTHS]
+        numbers = (*row.held, sum(row.held), sum(row.formula), *sent)
+        cells.append((name, *(f"{number:.2f}" for number in numbers)))
+    report.say("bytes per weight and rank: held in bf16, sent in a step")
+    report.table(cells, ("", *KINDS, "all", "by formula", "sent, bf16", "sent, float32"))
+
+
+def draw_stages(path: Path, rows: dict[str, Row], ranks: int) -> None:
+    """Draw as PNG what each way held, beside the formula."""
+    with figure(path, figsize=(8, 4)) as axes:
+        for place, row in enumerate(rows.values()):
+            for x, sizes, hatch in ((place - 0.2, row.held, ""), (place + 0.2, row.formula, "///")):
+                floor = 0.0
+                for size, color in zip(sizes, COLORS, strict=True):
+                    fill = "none" if hatch else color
+                    axes.bar(x, size, 0.36, bottom=floor, fc=fill, ec=color, hatch=hatch)
+                    floor += size
+                axes.text(x, floor, f"{floor:.2f}", ha="center", va="bottom", fontsize=8)
+        marks = [axes.bar(0, 0, color=color) for color in COLORS]
+        marks.append(axes.bar(0, 0, facecolor="none", edgecolor="gray", hatch="///"))
+        axes.legend(marks, [*KINDS, "by formula"])
+        axes.set_xticks(range(len(rows)), rows)
+        axes.set(title=f"held by each of {ranks} ranks in bf16", ylabel="bytes per weight")
