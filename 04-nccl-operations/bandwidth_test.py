@@ -11,26 +11,24 @@ columns; Hockney, The communication challenge for MPP (1994), for latency and ba
 """
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-import bandwidth_data as data
-import bandwidth_tables as tables
-from bandwidth_summary import conclude
-from cluster_nodes import NEXT, PAIRS, RING, Links, groups_of, nodes_of, yardstick
-from dist_common import cli, measure, runtime
+from dist_common import cli, runtime
+from dist_common.lab import traffic
 from dist_common.report import Report
-from stop_early import StopEarly
-
-# torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
+from dist_common.runtime import all_gather_single, reduce_scatter_single
+from nccl_parts import bandwidth_test as part
+from nccl_parts import clusters, data
+from nccl_parts.clusters import NEXT, PAIRS, RING
+from nccl_parts.measurement import StopEarly, gb_per_s
 
 # One call of each collective. PyTorch reduces and broadcasts in place only: out of place, these
 # cost a copy more.
@@ -95,7 +93,6 @@ class Collective:
 
     run: Callable  # (sent, received, call)
     bus_factor: Callable  # n ranks -> busbw / algbw: the buffers that the busiest has to send
-    expected: Callable  # data.Sent -> what this rank must hold afterwards
     sends: str = "whole"
     receives: str = "whole"
     in_parts: bool = False  # nccl-tests prints the count of a part
@@ -107,38 +104,28 @@ class Collective:
 
 
 COLLECTIVES = {  # by nccl-tests' names
-    "all_reduce": Collective(all_reduce, lambda n: 2 * (n - 1) / n, data.the_total, reduces=True),
-    "all_gather": Collective(
-        all_gather, lambda n: (n - 1) / n, data.everyones_part, sends="part", in_parts=True
-    ),
+    "all_reduce": Collective(all_reduce, lambda n: 2 * (n - 1) / n, reduces=True),
+    "all_gather": Collective(all_gather, lambda n: (n - 1) / n, sends="part", in_parts=True),
     "reduce_scatter": Collective(
-        reduce_scatter, lambda n: (n - 1) / n, data.own_part_of_the_total, receives="part",
-        in_parts=True, reduces=True,
+        reduce_scatter, lambda n: (n - 1) / n, receives="part", in_parts=True, reduces=True
     ),
     "alltoall": Collective(
-        alltoall, lambda n: (n - 1) / n, data.own_part_from_each, in_parts=True, in_place=False,
-        path=PAIRS,
+        alltoall, lambda n: (n - 1) / n, in_parts=True, in_place=False, path=PAIRS
     ),
     "alltoallv": Collective(
         # Rank 0 keeps 1 of 1 + 2 + ... + n units, and sends the rest.
-        alltoallv, lambda n: 1 - 2 / (n * (n + 1)), data.own_uneven_part_from_each,
-        in_parts=True, in_place=False, uneven=True, path=None,
+        alltoallv, lambda n: 1 - 2 / (n * (n + 1)), in_parts=True, in_place=False, uneven=True,
+        path=None,
     ),
-    "broadcast": Collective(broadcast, lambda n: 1, data.the_buffer_of_the_root, rooted=True),
-    "reduce": Collective(
-        reduce, lambda n: 1, data.the_total_on_the_root, reduces=True, rooted=True
-    ),
+    "broadcast": Collective(broadcast, lambda n: 1, rooted=True),
+    "reduce": Collective(reduce, lambda n: 1, reduces=True, rooted=True),
     "gather": Collective(
-        gather, lambda n: (n - 1) / n, data.everyones_part_on_the_root, sends="part", in_parts=True,
-        rooted=True, path=PAIRS,
+        gather, lambda n: (n - 1) / n, sends="part", in_parts=True, rooted=True, path=PAIRS
     ),
     "scatter": Collective(
-        scatter, lambda n: (n - 1) / n, data.own_part_from_the_root, receives="part", in_parts=True,
-        rooted=True, path=PAIRS,
+        scatter, lambda n: (n - 1) / n, receives="part", in_parts=True, rooted=True, path=PAIRS
     ),
-    "sendrecv": Collective(
-        sendrecv, lambda n: 1, data.the_buffer_of_the_previous, in_place=False, path=NEXT
-    ),
+    "sendrecv": Collective(sendrecv, lambda n: 1, in_place=False, path=NEXT),
 }  # fmt: skip
 
 
@@ -166,10 +153,10 @@ def timed(run, prepare, warmup, iters, device):
 def measure_one(name, size, in_place, args, call, device):
     """Return one size's figures, the same on all ranks; None where each part would be empty."""
     collective, dtype = COLLECTIVES[name], data.TYPES[args.datatype]
-    buffers = data.buffers_of(collective, size, dtype, call.rank, call.ranks, in_place, device)
-    if buffers.count == 0 or in_place and not collective.in_place:
+    place = call.rank, call.ranks, in_place, device
+    sent, received, count = data.buffers_of(collective, size, dtype, *place)
+    if count == 0 or in_place and not collective.in_place:
         return None
-    sent, received = buffers.sent, buffers.received
 
     def run():
         collective.run(sent, received, call)
@@ -177,15 +164,15 @@ def measure_one(name, size, in_place, args, call, device):
             torch.cuda.synchronize()
 
     data.fill(sent, data.numbers(call.rank, call.ranks, args.op))
-    before, written, wrong = measure.bytes_written(), None, None
+    before, written, wrong = traffic.bytes_written(), None, None
 
     run()
 
     if before is not None:
-        written = measure.bytes_written() - before
+        written = traffic.bytes_written() - before
     if args.check:
-        wrong = data.count_wrong(received, collective.expected, call.rank, call.ranks, call.root,
-                                 buffers.count, args.op)  # fmt: skip
+        expected = data.EXPECTED[name](call, count)
+        wrong = data.count_wrong(received, expected, call.ranks, args.op)
 
     noise = data.noise(call.rank)
     data.fill(sent, noise)
@@ -195,17 +182,39 @@ def measure_one(name, size, in_place, args, call, device):
     own = timed(run, prepare, args.warmup_iters, args.iters, device), wrong, written
 
     times, wrong, written = zip(*runtime.gather(own), strict=True)
-    return tables.figures_of(
-        times, buffers.nbytes, buffers.count, collective.bus_factor(call.ranks), collective.rooted,
-        sum(wrong) if args.check else None, None if before is None else max(written),
+    return part.figures_of(
+        times, max(sent.nbytes, received.nbytes), count, collective.bus_factor(call.ranks),
+        collective.rooted, sum(wrong) if args.check else None,
+        None if before is None else max(written),
     )  # fmt: skip
+
+
+def fit(sizes, times):
+    """Fit time = alpha + size / rate; return alpha in us, rate in GB/s, and the largest error.
+
+    Errors count relative to the time: those of 8 bytes as much as those of 128 MiB. None for all
+    three where the times leave them open: one or two sizes, which any line fits, or times that grow
+    with the size by no more than the fit is off, which is noise.
+    """
+    if len(set(sizes)) < 3:
+        return None, None, None
+    sizes, times = np.array(sizes, dtype=float), np.array(times)
+    design = np.stack([1 / times, sizes / times], axis=1)
+    (alpha, per_byte), *_ = np.linalg.lstsq(design, np.ones_like(times), rcond=None)
+    if alpha < 0:  # the best line through 0 instead
+        alpha, per_byte = 0.0, design[:, 1].sum() / (design[:, 1] ** 2).sum()
+    fitted = alpha + per_byte * sizes
+    error = np.abs(fitted / times - 1).max()
+    if per_byte <= 0 or fitted.max() - fitted.min() <= error * fitted.min():
+        return None, None, None
+    return float(alpha), float(1e-3 / per_byte), float(error)
 
 
 def sweep_of(name, group, links):
     """Return one collective's sweep on a kind of groups, with nothing measured yet."""
     collective = COLLECTIVES[name]
-    bound = yardstick(collective.path, group, links)
-    return tables.Sweep(name, group, collective.bus_factor(group.ranks), collective.rooted, bound)
+    bound = clusters.yardstick(collective.path, group, links)
+    return part.Sweep(name, group, collective.bus_factor(group.ranks), collective.rooted, bound)
 
 
 def run_sweep(report, sweep, args, stop):
@@ -213,7 +222,7 @@ def run_sweep(report, sweep, args, stop):
     collective, group = COLLECTIVES[sweep.name], sweep.group.group
     ranks, op = sweep.group.ranks, data.REDUCTIONS[args.op][0]
     call = data.Call(group, dist.get_rank(group), ranks, args.root % ranks, op)
-    tables.print_header(report, sweep, args)
+    part.print_header(report, sweep)
     size = args.minbytes
     while size <= args.maxbytes and not stop.stopped:
         stop.during = f"{sweep.label}, {size} bytes"
@@ -223,13 +232,13 @@ def run_sweep(report, sweep, args, stop):
             redop = args.op if collective.reduces else "none"
             root = call.root if collective.rooted else -1
             left = (out["size"], out["count"], args.datatype, redop, root)
-            report.say(tables.columns(left, tables.side(out), tables.side(inside)))
+            report.say(part.columns(left, part.side(out), part.side(inside)))
             sweep.rows.append({"out_of_place": out, "in_place": inside})
         size = size + args.stepbytes if args.stepbytes else size * args.stepfactor
         stop.agreed()
-    if sweep.rows:
-        tables.print_footer(report, sweep, args)
-    elif not stop.stopped:
+    if sweep.rows and args.per_iter_timing:
+        part.print_percentiles(report, sweep)
+    elif not sweep.rows and not stop.stopped:
         raise cli.UsageError(f"-e {args.maxbytes} leaves each rank of {sweep.name} nothing")
 
 
@@ -239,12 +248,15 @@ def copy_rates(size, device):
     target = torch.empty_like(source)
     dist.barrier()
     times = timed(lambda: target.copy_(source), lambda: None, 2, 10, device)
-    return runtime.gather(source.nbytes / statistics.median(times) / 1e3)
+    return runtime.gather(gb_per_s(source.nbytes, statistics.median(times) / 1e6))
 
 
 def parse_args():
+    def not_here(text):
+        raise argparse.ArgumentTypeError("ranks come from the launcher: torchrun --nproc-per-node")
+
     parser = cli.ArgumentParser(__doc__)
-    add, count, size = parser.add_argument, cli.positive_int, data.byte_size
+    add, count, size = parser.add_argument, cli.positive_int, cli.byte_size
     add("--collective", choices=[*COLLECTIVES, "all"], default="all_reduce", metavar="NAME",
         help=f"{', '.join(COLLECTIVES)} or all (all_reduce)")  # fmt: skip
     add("-b", "--minbytes", type=size, default="8", metavar="SIZE", help="first size (8)")
@@ -266,7 +278,7 @@ def parse_args():
         help="1: on a GPU, wait for each call, and count the wait (0)")  # fmt: skip
     add("-I", "--per_iter_timing", type=int, choices=(0, 1), default=0,
         help="1: print percentiles of sizes and ranks, and outliers, too (0)")  # fmt: skip
-    add("-g", "--ngpus", "-t", "--nthreads", type=data.not_here, help=argparse.SUPPRESS)
+    add("-g", "--ngpus", "-t", "--nthreads", type=not_here, help=argparse.SUPPRESS)
     add("--link", type=cli.link_rate, help="one network adapter, as 400gbit: compare with it")
     add("--nics", type=count, help="network adapters of each node (one per rank)")
     add("--nvlink-gb-s", type=cli.positive_float,
@@ -299,17 +311,18 @@ def main():
         rates = copy_rates(args.maxbytes, device)
         copied = statistics.median(rates)
         report.metrics |= {"copy_gb_s": copied, "copy_gb_s_by_rank": rates}
-        nodes = nodes_of()
+        nodes = clusters.nodes_of()
         nics = args.nics or max(len(node) for node in nodes)
-        links = Links(args.link and args.link / 1e9, nics, args.nvlink_gb_s)
-        groups = groups_of(nodes, report)
+        links = clusters.Links(args.link and args.link / 1e9, nics, args.nvlink_gb_s)
+        groups = clusters.groups_of(nodes, report)
         sweeps = [sweep_of(name, group, links) for group in groups for name in names]
 
-        with StopEarly(report.say, lambda: conclude(report, sweeps, copied, True)) as stop:
+        end = functools.partial(part.conclude, report, sweeps, copied, fit)
+        with StopEarly(report.say, lambda: end(interrupted=True)) as stop:
             for sweep in sweeps:
                 if not stop.stopped:
                     run_sweep(report, sweep, args, stop)
-        return conclude(report, sweeps, copied, stop.stopped)
+        return end(interrupted=stop.stopped)
 
 
 if __name__ == "__main__":

@@ -4,33 +4,23 @@
     GPU   torchrun --standalone --nproc-per-node=gpu 04-nccl-operations/collective_ops.py
 
 `--op all_gather` shows one. Look for: who has what afterwards, and what in training needs it. Each
-result is compared with its definition in collective_definitions.py, computed without a collective.
+result is compared with its definition in nccl_parts/collective_ops.py, computed without one.
 
 Sources: docs.pytorch.org, "Distributed communication package"; MPI: A Message-Passing Interface
 Standard, version 4.1, chapter 6.
 """
 
 import functools
+import time
+import warnings
 
 import torch
 import torch.distributed as dist
 
-from collective_definitions import (
-    DEFINITIONS,
-    LACKING,
-    buffer_of,
-    draw,
-    refuse_lacking,
-    show_and_check,
-)
-from collective_variants import VARIANTS
 from dist_common import cli, runtime
 from dist_common.report import Report
-
-# torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
+from dist_common.runtime import all_gather_single, reduce_scatter_single
+from nccl_parts import collective_ops as part
 
 # From one rank to all, and from all to one. `mine` is this rank's buffer: N numbers for N ranks.
 
@@ -61,8 +51,10 @@ def gather(mine):
 # From all to all.
 
 
-def all_reduce(op, mine):
-    dist.all_reduce(mine, op=op)
+def all_reduce(mine, op):
+    scaled = dist._make_nccl_premul_sum(0.5)  # halves each buffer first
+    op = scaled if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)
+    dist.all_reduce(mine, op)
     return mine
 
 
@@ -115,36 +107,107 @@ def all_reduce_of_a_group(mine):
     return mine
 
 
-HERE = (
-    broadcast, scatter, reduce, gather, all_gather, all_gather_into_tensor, reduce_scatter_tensor,
-    all_to_all, all_to_all_single, all_reduce_async, all_reduce_of_a_group,
+# Without a tensor, of several ones, of any Python objects.
+
+
+def barrier(mine):
+    arrived = functools.partial(dist.group.WORLD.get_group_store().add, "collective_ops/arrived")
+    time.sleep(0.05 * dist.get_rank())  # the ranks arrive one after the other
+    arrived(1)
+    dist.barrier()
+    return arrived(0)  # how many had arrived when the barrier let this rank through
+
+
+def all_reduce_coalesced(mine):
+    other = mine.flip(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its name is to go, and gloo has no other one yet
+        dist.all_reduce_coalesced([mine, other])
+    return mine + other
+
+
+def broadcast_object_list(mine):
+    box = [part.text_of(mine)]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def all_gather_object(mine):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, part.text_of(mine))
+    return found
+
+
+def gather_object(mine):
+    found = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(part.text_of(mine), found, dst=0)
+    return found
+
+
+def scatter_object_list(mine):
+    box = [None]
+    dist.scatter_object_list(box, part.text_of(mine).split(), src=0)
+    return box[0]
+
+
+COLLECTIVES = (
+    broadcast, scatter, reduce, gather, all_reduce, all_gather, all_gather_into_tensor,
+    reduce_scatter_tensor, all_to_all, all_to_all_single, all_reduce_async, all_reduce_of_a_group,
+    barrier, all_reduce_coalesced, broadcast_object_list, all_gather_object, gather_object,
+    scatter_object_list,
 )  # fmt: skip
 
 
-def function_of(name):
-    """Return the function that calls a collective of DEFINITIONS, here or in VARIANTS."""
-    kind, _, op = name.partition(" ")
-    if op and name not in VARIANTS:
-        return functools.partial(all_reduce, getattr(dist.ReduceOp, op))
-    return VARIANTS.get(name) or {function.__name__: function for function in HERE}[kind]
+def buffer_of(rank, ranks, dtype, device):
+    """Return what a rank begins with: 1 2 3 ... on rank 0, 11 12 13 ... on rank 1. (ranks,)."""
+    return torch.arange(1, ranks + 1, dtype=dtype, device=device) + 10 * rank
 
 
 def run_one(name, device):
     """Run a collective; return what all ranks held before it and after it, on every rank."""
-    ranks = dist.get_world_size()
-    mine = buffer_of(dist.get_rank(), ranks, DEFINITIONS[name].dtype, device)
+    function, *op = name.split()  # "all_reduce SUM" is all_reduce(mine, "SUM")
+    call = {one.__name__: one for one in COLLECTIVES}[function]
+    bits = name in part.LACKING["nccl"]  # those of whole numbers
+    dtype = torch.int64 if bits else torch.float32
+    mine = buffer_of(dist.get_rank(), dist.get_world_size(), dtype, device)
     begun = mine.clone()
 
-    after = function_of(name)(mine)
+    after = call(mine, *op)
 
     own = [held.cpu() if isinstance(held, torch.Tensor) else held for held in (begun, after)]
     return zip(*runtime.gather(own), strict=True)
 
 
+def wrong_elements(result, defined, rounding):
+    """Return how many elements of a rank's result are not as defined; of an undefined one, none."""
+    if defined is None:
+        return 0
+    if not isinstance(defined, torch.Tensor):
+        return int(result != defined)
+    if result.shape != defined.shape:
+        return max(result.numel(), defined.numel())
+    right = (result == defined) | torch.isclose(result, defined, rtol=rounding, atol=0)
+    return (~right).sum().item()
+
+
+def show_and_check(report, name, before, after):
+    """Print what all ranks held before and after; check it against the definition."""
+    used, results = part.DEFINITIONS[name]
+    defined = results([buffer.clone() for buffer in before])
+    rounding = part.ROUNDING.get(name, 0.0)
+    wrong = sum(wrong_elements(*pair, rounding) for pair in zip(after, defined, strict=True))
+    report.check(f"{name}: elements not as defined", wrong, 0, 0, "MPI 4.1, chapter 6")
+    report.say(f"\n{name}: {used}")
+    rows = enumerate(zip(map(part.text_of, before), map(part.text_of, after), strict=True))
+    report.table([(f"{rank}", *row) for rank, row in rows], ("rank", "before", "after"), names=3)
+
+
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    names = ", ".join(DEFINITIONS)
-    parser.add_argument("--op", choices=DEFINITIONS, metavar="NAME", help=f"one of {names} (all)")
+    names = ", ".join(part.DEFINITIONS)
+    parser.add_argument(
+        "--op", choices=part.DEFINITIONS, metavar="NAME", help=f"one of {names} (all)"
+    )
     return parser.parse_args()
 
 
@@ -155,9 +218,12 @@ def main():
         if world.world_size == 1:
             raise cli.UsageError("one rank has nobody to talk to: start 2 or more (torchrun)")
         backend = dist.get_backend()
-        refuse_lacking(args.op, backend)
+        lacking = part.LACKING[backend]
+        if args.op in lacking:
+            other = {"gloo": "nccl", "nccl": "gloo"}[backend]
+            raise cli.UsageError(f"--op {args.op}: {backend} has it not; {other} has")
         report.start(f"each rank begins with {world.world_size} numbers")
-        names = [args.op] if args.op else [n for n in DEFINITIONS if n not in LACKING[backend]]
+        names = [args.op] if args.op else [n for n in part.DEFINITIONS if n not in lacking]
         held = {}
         for name in names:
             try:
@@ -171,7 +237,7 @@ def main():
             held[name] = before, after
         report.say()
         if report.output and world.is_rank0:
-            draw(report.output / "collectives.png", held)
+            part.draw(report.output / "collectives.png", held)
         several = "s" * (len(held) != 1)
         return report.finish(f"{len(held)} collective{several} on {world.world_size} ranks")
 

@@ -13,23 +13,14 @@ Sources: those of variables.toml; NCCL user guide, "Troubleshooting"; ProcessGro
 import ipaddress
 import os
 from collections import defaultdict
-from dataclasses import asdict
 
 from dist_common import cli, runtime
 from dist_common.report import Report
-from doctor_rules import (
-    TABLE,
-    VARIABLES,
-    differences,
-    wrong_limits,
-    wrong_machine,
-    wrong_names,
-    wrong_network,
-    wrong_values,
-)
-from host_facts import GIB, addresses_of, names_in, read_host
-from net_devices import nccl_version, read_interfaces
+from interfaces import addresses_of, nccl_version, refuse_unknown
+from nccl_parts import doctor as part
+from nccl_parts import host
 
+OWN_OF_A_RANK = {"CUDA_VISIBLE_DEVICES", "NCCL_DEBUG_FILE"}
 HEADER = "| variable | since | default | values | what it does | set it for | source |"
 
 
@@ -39,14 +30,42 @@ def examine(hosts, ranks):
     for here in hosts:
         one = here[0]
         rules = (
-            wrong_names(one, names_in),
-            wrong_values(one),
-            wrong_network(one, several_hosts=len(hosts) > 1),
-            wrong_limits(one, world_size=len(ranks)),
-            wrong_machine(here),
+            part.wrong_names(one, host.names_in),
+            part.wrong_values(one),
+            part.wrong_network(one, several_hosts=len(hosts) > 1),
+            part.wrong_limits(one, world_size=len(ranks)),
+            part.wrong_machine(here),
         )
         found += [(f"on host {one['host']}", finding) for rule in rules for finding in rule]
     return found
+
+
+def differences(ranks):
+    """Find what differs between ranks that should be alike."""
+    seen = defaultdict(dict)
+    for one in ranks:
+        who = f"rank {one['rank']} on {one['host']}"
+        for name in set().union(*(other["settings"] for other in ranks)) - OWN_OF_A_RANK:
+            seen[name][who] = one["settings"].get(name, ["unset"])[0]
+        for library, version in one["versions"].items():
+            seen[f"version of {library}"][who] = version
+        for library, network, mtu in networks(one):
+            seen[f"network of {library}"][who] = network
+            seen[f"MTU of {library}"][who] = mtu
+    for what, values in sorted(seen.items()):
+        if len(set(values.values())) > 1:
+            first = {value: who for who, value in reversed(values.items())}
+            told = ", ".join(f"{who} has {value}" for value, who in reversed(first.items()))
+            yield part.finding("differs", what=what, told=told)
+
+
+def networks(one):
+    """Yield library, network and MTU of each interface at which a library listens."""
+    for library, addresses in one["listens"].items():
+        for own in one["interfaces"]:
+            for place in map(ipaddress.ip_interface, own["addresses"]):
+                if str(place.ip) in (addresses or ()):
+                    yield library, str(place.network), own["mtu"]
 
 
 def by_host(ranks):
@@ -69,10 +88,7 @@ def look_around():
 
 def refuse_what_cannot_start(world, master):
     """Raises: UsageError for what would keep the ranks from meeting, so that none can report it."""
-    known = [own.name for own in read_interfaces()]
-    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-        if name and known and name not in known:  # gloo would not start, and say less
-            raise cli.UsageError(f"GLOO_SOCKET_IFNAME: {name} has no address, {known} have")
+    refuse_unknown(os.environ.get("GLOO_SOCKET_IFNAME"))
     addresses = addresses_of(master)
     if not addresses:
         do = "give the address of rank 0's machine, or add the name to DNS or /etc/hosts"
@@ -91,7 +107,7 @@ def show_host(report, here):
     report.say(f"cores: {len(one['cores'])}; " + "; ".join(map(told_limit, one["limits"].items())))
     rows = []
     for name, (value, where) in sorted(one["settings"].items()):
-        does = VARIABLES[name]["does"] if name in VARIABLES else "not in variables.toml"
+        does = part.VARIABLES[name]["does"] if name in part.VARIABLES else "not in variables.toml"
         rows.append((f"{name}={value}", where, does))
     if rows:
         report.table(rows, ("setting", "set by", "what it does"), names=3)
@@ -102,7 +118,7 @@ def told_limit(limit):
     name, most = limit
     if most is None:
         return f"{name}: unlimited"
-    return f"{name}: {most:,}" if name == "open files" else f"{name}: {most / GIB:.2f} GiB"
+    return f"{name}: {most:,}" if name == "open files" else f"{name}: {most / host.GIB:.2f} GiB"
 
 
 def show_findings(report, findings):
@@ -125,11 +141,11 @@ def check_launcher(report, hosts):
 
 def wrong_rows():
     """Return the variables whose version in variables.toml is not as in the NCCL that is loaded."""
-    names = names_in("libnccl", "NCCL_")
+    names = host.names_in("libnccl", "NCCL_")
     if names is None:
         return None
     version = version_of(nccl_version())
-    rows = [row for row in TABLE["variable"] if row["library"] == "NCCL"]
+    rows = [row for row in part.TABLE["variable"] if row["library"] == "NCCL"]
     expected = {row["name"] for row in rows if version_of(row["since"]) <= version}
     return sorted(expected ^ (names & {row["name"] for row in rows}))
 
@@ -151,7 +167,7 @@ def version_of(text):
 def list_variables():
     """Print variables.toml as tables in Markdown."""
     group = None
-    for row in TABLE["variable"]:
+    for row in part.TABLE["variable"]:
         if row["group"] != group:
             group = row["group"]
             print(f"\n**{group}**\n\n{HEADER}\n{'|---' * HEADER.count(' | ')}|---|")
@@ -159,7 +175,7 @@ def list_variables():
         cells = (since, row["default"], row["values"], row["does"], row["when"], row["source"])
         print(f"| `{row['name']}` | " + " | ".join(cell.replace("*", "\\*") for cell in cells), "|")
     print("\nSources:\n")
-    for key, source in TABLE["sources"].items():
+    for key, source in part.TABLE["sources"].items():
         print(f"- {key}: {source}")
 
 
@@ -181,7 +197,7 @@ def main():
     refuse_what_cannot_start(world, master)
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("04-nccl-operations/doctor.py", args, world, device)
-        ranks = runtime.gather(read_host(world, VARIABLES))
+        ranks = runtime.gather(host.read_host(world, part.VARIABLES))
         hosts = by_host(ranks)
         report.start(f"hosts: {len(hosts)}")
         for here in hosts:
@@ -194,7 +210,7 @@ def main():
         check_launcher(report, hosts)
         if args.strict:
             report.check("findings", len(findings), 0, 0, "--strict")
-        report.metrics["findings"] = [{"where": w, **asdict(finding)} for w, finding in findings]
+        report.metrics["findings"] = [{"where": w, **finding._asdict()} for w, finding in findings]
         report.metrics["ranks"] = ranks
         return report.finish(f"findings: {len(findings)}")
 

@@ -7,13 +7,15 @@
 Each failure is a folder in failures/: broken.py, cured.py, and case.toml, which says what to
 expect. This runner starts the ranks of both scripts on the CPU, with the variables that torchrun
 sets, and finds the cause by a tool that looks from outside, or is put in before the script starts.
-Without a name it lists the failures.
+Without a name it lists the failures. --record puts its recorder of collectives into your own job.
 Look for: what the ranks say, which is seldom what is wrong, and what the tool can and cannot say.
 
 Sources: docs.pytorch.org, "Distributed communication package", section "Debugging
 torch.distributed applications"; py-spy; torch 2.14.1, FlightRecorder.hpp.
 """
 
+import argparse
+import functools
 import re
 import sys
 import tempfile
@@ -22,12 +24,12 @@ from pathlib import Path
 
 import torch
 
-import gallery_lab
-import gallery_tools as tools
-import recorder
 from dist_common import cli, runtime
 from dist_common.report import Report
-from gallery_lab import NAMES, Failure, Job, load, may_enter
+from nccl_parts import failure_gallery as part
+from nccl_parts import recorder, verdicts
+from nccl_parts.failure_gallery import NAMES, Failure, Job, load, may_enter
+from nccl_parts.verdicts import Verdict, compare, ranks_of
 
 DEADLINE_S = 15.0  # of a job, after which its ranks are ended; --timeout makes it shorter
 CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
@@ -38,64 +40,104 @@ WIDTH = 100  # of what a rank says, in characters
 
 def by_logs(job):
     ended = job.run("broken.py")
-    return ended, tools.judge_logs(ended)
+    return ended, verdicts.judge_logs(ended)
 
 
 def by_lines(job):
+    """Compare what the ranks print, line by line, without their rank numbers."""
     ended = job.run("broken.py")
-    return ended, tools.judge_lines(ended)
+    printed = [re.sub(r"\brank \d+", "rank R", rank.out).splitlines() for rank in ended]
+    for position, lines in enumerate(zip(*printed, strict=False), 1):
+        if len(set(lines)) > 1:
+            return ended, compare(dict(enumerate(lines)), f"line {position}")
+    return ended, compare(dict(enumerate(map(len, printed))), "number of lines")
 
 
 def by_epochs(job):
+    """Compare what each rank prints in one epoch with what it prints in the next."""
     ended = job.run("broken.py")
-    return ended, tools.judge_epochs(ended)
+    same = set()
+    for number, rank in enumerate(ended):
+        epochs = re.findall(r"epoch \d+: (.+)", rank.out)
+        if len(epochs) > 1 and len(set(epochs)) == 1:
+            same.add(number)
+    text = f"{ranks_of(same)}: every epoch has the same samples in order"
+    return ended, Verdict(text if same else "the epochs differ", frozenset(same))
 
 
 def by_stacks(job):
     stacks = []
 
     def look(pids):
-        time.sleep(gallery_lab.STUCK_S)
-        stacks.extend(gallery_lab.stack_of(pid) for pid in pids)
+        time.sleep(part.STUCK_S)
+        stacks.extend(part.stack_of(pid) for pid in pids)
 
     ended = job.run("broken.py", during=look)
-    return ended, tools.judge_stacks(stacks, "broken.py")
+    return ended, verdicts.judge_stacks(stacks, "broken.py")
 
 
 def by_heartbeat(job):
+    """Watch who stands still: none is to blame more than another if all do."""
     stuck = []
     logs = [job.logs("broken.py") / f"rank-{rank}.out" for rank in range(job.world_size)]
     ended = job.run(
-        "broken.py", during=lambda pids: stuck.extend(gallery_lab.wait_until_stuck(pids, logs))
+        "broken.py", during=lambda pids: stuck.extend(part.wait_until_stuck(pids, logs))
     )
-    return ended, tools.judge_heartbeat(stuck, ended)
+    text = f"{ranks_of(stuck)}: no new line and no CPU time"
+    if not stuck:
+        return ended, Verdict("every rank ended by itself")
+    if len(stuck) == len(ended):
+        return ended, Verdict(f"{text}: compare their stacks")
+    return ended, Verdict(f"{text}; all others have ended", frozenset(stuck))
 
 
 def by_detail(job):
-    return job.run("broken.py"), tools.judge_detail(
-        job.run("broken.py", TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    )
+    """Read what TORCH_DISTRIBUTED_DEBUG=DETAIL says each rank is about to call."""
+    ended = job.run("broken.py")
+    said = "".join(rank.err for rank in job.run("broken.py", TORCH_DISTRIBUTED_DEBUG="DETAIL"))
+    pattern = r"Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)\)(?=[.,])"
+    calls = {}
+    for rank, call in re.findall(pattern, said):
+        words = re.findall(r"OpType=(\w+)|TensorShape=(\[.*?\])|TensorDtypes=(\w+)", call)
+        calls[int(rank)] = " ".join("".join(word) for word in words)
+    return ended, compare(calls, "the collective") if calls else Verdict("DETAIL says nothing")
 
 
 def by_recorder(job):
-    def put_in(rank):
-        file = job.folder / f"rank-{rank}.trace"
-        return recorder.record(file)
-
-    ended = job.run("broken.py", put_in)
-    files = [job.folder / f"rank-{rank}.trace" for rank in range(len(ended))]
-    return ended, recorder.judge_recorder([recorder.notes_of(file) for file in files], ended)
+    files = [job.folder / f"rank-{rank}.trace" for rank in range(job.world_size)]
+    ended = job.run("broken.py", lambda rank: recorder.record(files[rank]))
+    notes = [recorder.notes_of(file) for file in files[: len(ended)]]
+    return ended, recorder.judge_recorder(notes, ended)
 
 
 def by_inputs(job):
-    ended = job.run("broken.py", lambda rank: recorder.check_inputs())
-    return ended, tools.judge_inputs(ended)
+    """Find who is first to hand a number that is not finite to a collective."""
+
+    def check(call, tensor):  # on NCCL TORCH_NCCL_NAN_CHECK=1 does this, for every collective
+        if not tensor.isfinite().all():
+            print(f"inputs: call {call} is not finite", file=sys.stderr, flush=True)
+
+    ended = job.run("broken.py", lambda rank: recorder.around_all_reduce(before=check))
+    said = [re.search(r"inputs: call (\d+) is not finite", rank.err) for rank in ended]
+    first = {number: int(match[1]) for number, match in enumerate(said) if match}
+    if not first:
+        return ended, Verdict("every input of every collective is finite")
+    call = min(first.values())
+    named = frozenset(number for number in first if first[number] == call)
+    return ended, Verdict(f"{ranks_of(named)}: the input of call {call} is not finite", named)
 
 
 def by_waits(job):
-    ended = job.run("broken.py")
-    waited = job.run("broken.py", lambda rank: recorder.wait_for_each())
-    return ended, tools.judge_waits(ended, waited)
+    """Find the ranks that print something else once every collective is waited for."""
+    before = job.run("broken.py")
+    wait = functools.partial(recorder.around_all_reduce, after=lambda work: work and work.wait())
+    after = job.run("broken.py", lambda rank: wait())
+    differ = [n for n in range(len(before)) if before[n].out != after[n].out]
+    if not differ:
+        return before, Verdict("waiting for every collective changes nothing")
+    pair = [repr(verdicts.last_line(ranks[differ[0]])) for ranks in (before, after)]
+    text = f"{ranks_of(differ)} read a result before it is there: {' becomes '.join(pair)}"
+    return before, Verdict(text, frozenset(differ))
 
 
 TOOLS = {
@@ -105,9 +147,9 @@ TOOLS = {
     "stacks": (by_stacks, "py-spy on each rank, after 1 s"),
     "heartbeat": (by_heartbeat, "the log size and CPU time of each rank, watched"),
     "detail": (by_detail, "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
-    "recorder": (by_recorder, "the flight recorder of each rank, by recorder.py"),
-    "inputs": (by_inputs, "a check of the input of every all_reduce, by recorder.py"),
-    "waits": (by_waits, "the job again, with a wait after every all_reduce, by recorder.py"),
+    "recorder": (by_recorder, "the flight recorder of each rank"),
+    "inputs": (by_inputs, "a check of the input of every all_reduce"),
+    "waits": (by_waits, "the job again, with a wait after every all_reduce"),
 }
 
 
@@ -115,12 +157,12 @@ def show(report, title, ended, pattern):
     """Print how each rank ended, and the line of its log that tells most."""
     report.say(f"\n{title}")
     for number, rank in enumerate(ended):
-        line = tools.last_line(rank, pattern) or "says nothing"
+        line = verdicts.last_line(rank, pattern) or "says nothing"
         found = re.search(pattern, line)
         if found and found.end() > WIDTH:
             line = f"... {line[found.start() :]}"
         line = line if len(line) <= WIDTH else f"{line[:WIDTH].rsplit(' ', 1)[0]} ..."
-        report.say(f"  rank {number}, {tools.ending(rank)}: {line}")
+        report.say(f"  rank {number}, {verdicts.ending(rank)}: {line}")
 
 
 def result_of(job: Job) -> str:
@@ -146,12 +188,12 @@ def check(report, job, broken, verdict, cured, seconds):
     failure, source = job.failure, f"failures/{job.failure.name}/case.toml"
     right = result_of(job)
     heard = [
-        any(re.search(failure.message, line) for rank in ended for line in tools.lines_of(rank))
+        any(re.search(failure.message, line) for rank in ended for line in verdicts.lines_of(rank))
         for ended in (broken, cured)
     ]
     ends = [
         re.fullmatch(failure.ends.get("culprit" if n == job.culprit else "others", ""), end)
-        for n, end in enumerate(map(tools.ending, broken))
+        for n, end in enumerate(map(verdicts.ending, broken))
     ]
     sure = to_be_named(job)
     maybe = {job.culprit} if failure.names == "the others" else set()
@@ -201,11 +243,16 @@ def parse_args():
     add("--tool", choices=TOOLS, help="look with this tool instead of the failure's own")
     add("--ranks", type=cli.positive_int, help="how many ranks to start (2, or what it needs)")
     add("--culprit", type=cli.whole_number, help="break this rank instead (what broken.py says)")
+    add("--record", nargs=argparse.REMAINDER, metavar="FOLDER [SCRIPT ...]",
+        help="run SCRIPT with its arguments and write notes of its collectives to FOLDER; without "
+        "SCRIPT: compare the ranks' notes")  # fmt: skip
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
+    if args.record is not None:
+        return recorder.run_or_compare(args.record)
     world = runtime.discover()
     report = Report("04-nccl-operations/failure_gallery.py", args, world, torch.device("cpu"))
     if args.name is None:

@@ -10,17 +10,18 @@ Sources: PyTorch 2.14, ProcessGroupGloo.cpp (createDefaultDevice) and gloo's tcp
 NCCL 2.30.7, src/misc/socket.cc (ncclFindInterfaces) and src/os/linux.cc (ncclOsFindInterfaces).
 """
 
+import contextlib
 import ipaddress
 import os
 import socket
 from dataclasses import asdict, dataclass
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from dist_common import cli, runtime
 from dist_common.report import Report
-from net_devices import listens_at, nccl_version, read_interfaces, resolve_here
 
 # NCCL tries these lists in this order, and takes the first running interface that one matches.
 NCCL_RULES = {
@@ -31,6 +32,21 @@ NCCL_RULES = {
     "virbr": "virbr*, since there is nothing else",
 }
 SOURCES = {"gloo": "ProcessGroupGloo.cpp", "nccl": "NCCL, socket.cc"}
+
+
+@dataclass
+class Interface:
+    """A network interface as the kernel shows it."""
+
+    name: str
+    running: bool  # switched on, and its cable has a signal
+    loopback: bool
+    mtu: int  # bytes of the largest packet
+    addresses: list[str]  # with the length of the network's prefix, IPv4 first: 10.0.0.5/24
+
+    def ips(self):
+        """Return the addresses without the length of their prefix."""
+        return [address.split("/")[0] for address in self.addresses]
 
 
 @dataclass
@@ -98,19 +114,86 @@ def long_enough(value):
     return value if value and len(value) > 1 else ""
 
 
-def look(settings, rank):
-    """Return what this rank predicts and finds, as plain values that can be gathered."""
-    interfaces = read_interfaces()
-    hostname = socket.gethostname()
+# What there is: the kernel's interfaces, and the sockets at which this process listens.
+
+
+def read_interfaces():
+    """Return the interfaces that have an address, in the kernel's order."""
+    stats = psutil.net_if_stats()
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [with_prefix(entry.address, entry.netmask) for entry in entries
+                     if entry.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
+        state = stats.get(name.split(":")[0])  # eth0:1 is a second address of eth0
+        if addresses and state:
+            loopback = "loopback" in state.flags.split(",")
+            found.append(Interface(name, state.isup, loopback, state.mtu, addresses))
+    return sorted(found, key=lambda interface: socket.if_nametoindex(interface.name))
+
+
+def with_prefix(address, netmask):
+    """Return an address with the length of its prefix: 255.255.255.0 is /24."""
+    own = ipaddress.ip_address(address.split("%")[0])  # fe80::1%eth0 names its interface
+    mask = ipaddress.ip_address(netmask) if netmask else None
+    return f"{own}/{int(mask).bit_count() if mask else own.max_prefixlen}"
+
+
+def resolve_here(hostname):
+    """Return the first address of a name at which this machine can listen, or None."""
+    with contextlib.suppress(OSError):
+        for place in socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(*place[:3]) as probe:
+                probe.bind(place[4])
+                return place[4][0]
+    return None
+
+
+def addresses_of(hostname):
+    """Return the addresses that a name resolves to here; none if it does not."""
+    with contextlib.suppress(OSError):
+        places = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
+        return sorted({place[4][0] for place in places})
+    return []
+
+
+def listens_at(start):
+    """Call start(); return the addresses at which it made this process listen."""
+
+    def listening():
+        sockets = psutil.Process().net_connections("tcp")
+        return {own.laddr for own in sockets if own.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    with contextlib.suppress(RuntimeError):  # NCCL found no interface
+        start()
+    return sorted({place.ip for place in listening() - before})
+
+
+def ask_libraries(settings):
+    """Return where gloo and NCCL make this process listen. A collective: gloo makes a group."""
     found = {"gloo": listens_at(lambda: dist.new_group(backend="gloo"))}
     # Where NCCL_COMM_ID is set, NCCL looks for the subnet of that address, which is not shown here.
     if nccl_version() and "NCCL_COMM_ID" not in settings:
         found["nccl"] = listens_at(torch.cuda.nccl.unique_id)
+    return found
+
+
+def nccl_version():
+    """Return NCCL's version, as 2.30.7; None for a PyTorch without NCCL."""
+    with contextlib.suppress(AttributeError, ImportError):
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return None
+
+
+def look(settings, rank):
+    """Return what this rank predicts and finds, as plain values that can be gathered."""
+    interfaces = read_interfaces()
+    hostname = socket.gethostname()
     chosen = {
         "gloo": asdict(gloo_choice(interfaces, settings, hostname)),
         "nccl": asdict(nccl_choice(interfaces, settings)),
     }
-    return {"host": hostname, "rank": rank, "chosen": chosen, "found": found,
+    return {"host": hostname, "rank": rank, "chosen": chosen, "found": ask_libraries(settings),
             "interfaces": [asdict(one) for one in interfaces]}  # fmt: skip
 
 
@@ -132,8 +215,8 @@ def show(report, one):
 def refuse_unknown(named):
     """Raises: UsageError for an interface that gloo would stop for, saying less."""
     known = [one.name for one in read_interfaces()]
-    for name in named.split(","):
-        if name and name not in known:
+    for name in long_enough(named).split(","):
+        if name and known and name not in known:
             raise cli.UsageError(f"GLOO_SOCKET_IFNAME: {name} has no address, {known} have")
 
 
@@ -143,7 +226,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    refuse_unknown(long_enough(os.environ.get("GLOO_SOCKET_IFNAME")))
+    refuse_unknown(os.environ.get("GLOO_SOCKET_IFNAME"))
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("04-nccl-operations/interfaces.py", args, world, device)
         report.start(f"NCCL {nccl_version() or 'is not in this PyTorch'}")

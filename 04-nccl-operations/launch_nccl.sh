@@ -6,8 +6,7 @@
 #   launch_nccl.sh slurm       [SCRIPT] --nnodes N --nproc-per-node N [--cpus-per-task N] ...
 #   launch_nccl.sh sbatch      [SCRIPT] [--nnodes N] [--nproc-per-node N] [--cpus-per-task N] ...
 #
-#   SCRIPT       bandwidth_test.py (default), pairwise_scan.py, collective_ops.py,
-#                point_to_point.py, interfaces.py or doctor.py
+#   SCRIPT       bandwidth_test.py (default) or another one of this folder
 #   sbatch       prints a file to adapt and to submit (2 nodes x 8 tasks x 12 cores unless said)
 #   --ifname NAME            NCCL and gloo meet at that interface, on every machine
 #   --nccl-debug             NCCL says what it finds and chooses: a file for each rank
@@ -24,9 +23,7 @@ if [[ ${1:-} == *.py ]]; then
   script="$1"
   shift
 fi
-[[ $script =~ ^(bandwidth_test|pairwise_scan|collective_ops|point_to_point|interfaces|doctor).py$ ]] \
-  || fail "$script is none of bandwidth_test.py, pairwise_scan.py, collective_ops.py," \
-    "point_to_point.py, interfaces.py, doctor.py"
+[[ -f $here/$script ]] || fail "$script is none of $(cd "$here" && echo *.py)"
 read_arguments "$@"
 [[ ${nproc_per_node:-1} =~ ^[1-9][0-9]*$ ]] \
   || fail "--nproc-per-node must be a whole number of at least 1, not '$nproc_per_node'"

@@ -9,17 +9,20 @@ matrix of bandwidths, and below it the row, column or block that is slow, if the
 Source: the circle method for tournaments (Lucas, Recreations mathematiques, volume 2, 1883).
 """
 
+import functools
+import statistics
 import time
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 
-import bandwidth_data as data
-from cluster_nodes import nodes_of
 from dist_common import cli, runtime
 from dist_common.report import Report
-from pairwise_verdict import Scan, conclude
-from stop_early import StopEarly
+from nccl_parts import data
+from nccl_parts import pairwise_scan as part
+from nccl_parts.clusters import nodes_of
+from nccl_parts.measurement import StopEarly, gb_per_s, refuse_size
 
 BURSTS = 3  # timed ones, each way
 
@@ -102,7 +105,7 @@ def meet(pair, message, arrived, iters):
                 times.append(burst(message, arrived, sender, receiver, count))
         if rank == sender:
             # The best one: what another program disturbs is not the link's fault.
-            speed = iters * message.nbytes / min(times[1:]) / 1e9
+            speed = gb_per_s(iters * message.nbytes, min(times[1:]))
         if rank == receiver:
             right = data.fill(torch.empty_like(arrived), data.noise(sender))
             wrong = int((arrived != right).sum())
@@ -129,10 +132,77 @@ def run_rounds(scan, message, iters, stop):
             break
 
 
+def possible_causes(scan):
+    """Return what could be slow, with the measured ways that it would slow: larger ones first."""
+    of_nodes, of_paths, of_ranks = defaultdict(set), defaultdict(set), defaultdict(set)
+    node_of = {rank: number for number, node in enumerate(scan.nodes) for rank in node}
+    several = [f"rank{'s' * (len(node) > 1)} {', '.join(map(str, node))}" for node in scan.nodes]
+    for way in sorted(scan.speeds):
+        kind, nodes = scan.kind(way), [node_of[rank] for rank in way]
+        for rank, node, direction in zip(way, nodes, (part.SENDS, part.RECEIVES), strict=True):
+            of_ranks[f"rank {rank}", direction, kind].add(way)
+            if kind == part.ACROSS and len(scan.nodes) > 2:
+                of_nodes[f"node {node} ({several[node]})", direction, kind].add(way)
+        if kind == part.ACROSS:
+            of_paths[f"node {nodes[0]} -> node {nodes[1]}", part.SENDS, kind].add(way)
+    return of_nodes | of_paths | of_ranks
+
+
+def find_slow(scan):
+    """Return the fewest causes that explain all slow ways, by the speeds alone.
+
+    A rank or node is named where every way from it, or to it, is slow, and it has two peers at
+    least: with one, nobody can tell which side it is.
+    """
+    fast = part.fast_speeds(scan)
+    of_fast = {way: gb_s / fast[scan.kind(way)] for way, gb_s in scan.speeds.items()}
+    slow = {way for way in of_fast if of_fast[way] < part.BELOW}
+    left, found = set(slow), []
+    causes = {cause: ways for cause, ways in possible_causes(scan).items() if ways <= slow}
+    several = {cause: ways for cause, ways in causes.items() if told_apart(cause, ways)}
+    while left and several:
+        # The one that explains most; of two alike the larger: a node before its rank.
+        best = max(several, key=lambda cause: (len(several[cause] & left), len(several[cause])))
+        if len(several[best] & left) < 2:
+            break
+        left -= several[best]
+        found.append((best, several.pop(best)))
+    for cause, ways in causes.items():  # its one peer within the node, say, once it is known
+        if ways & left and any(cause[:2] == known[:2] for known, _ in found):
+            left -= ways
+            found.append((cause, ways))
+    for one, other in sorted(left):
+        cause = f"rank {one} -> rank {other}", part.SENDS, scan.kind((one, other))
+        found.append((cause, {(one, other)}))
+    return list(merged(found, of_fast))
+
+
+def merged(found, of_fast):
+    """Join causes that differ in direction or place only."""
+    joined = {}
+    for (what, direction, where), ways in found:
+        back = " -> ".join(reversed(what.split(" -> ")))
+        if back != what and back in joined:
+            what, direction = back, part.RECEIVES
+        joined.setdefault(what, []).append((direction, where, ways))
+    for what, rows in joined.items():
+        directions, places, ways = zip(*rows, strict=True)
+        direction = part.BOTH if len(set(directions)) > 1 else directions[0]
+        name = what.replace(" -> ", " <-> ") if direction == part.BOTH else what
+        speed = statistics.median(of_fast[way] for way in set().union(*ways))
+        yield part.Slow(name, direction, ", ".join(sorted(set(places))), speed)
+
+
+def told_apart(cause, ways):
+    """Say whether slow ways tell a rank or node from its peers: it has two of them at least."""
+    what, direction, _ = cause
+    return "->" in what or len({way[direction == part.SENDS] for way in ways}) > 1
+
+
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
-    add("-b", "--bytes", type=data.byte_size, default="4M", metavar="SIZE",
+    add("-b", "--bytes", type=cli.byte_size, default="4M", metavar="SIZE",
         help="size of a message (4M)")  # fmt: skip
     add("-n", "--iters", type=cli.positive_int, default=5,
         help="messages in a burst; the best of three bursts counts (5)")  # fmt: skip
@@ -150,15 +220,16 @@ def main():
         nodes = nodes_of()
         if args.nodes_only and len(nodes) == 1:
             raise cli.UsageError("--nodes-only: all ranks are on one node")
-        data.refuse_size("-b", args.bytes, world, device)
-        scan = Scan(nodes, rounds_of(nodes, args.nodes_only), args.nodes_only)
+        refuse_size("-b", args.bytes, world, device)
+        scan = part.Scan(nodes, rounds_of(nodes, args.nodes_only), args.nodes_only)
         report.start(f"nodes: {len(nodes)}, rounds: {len(scan.rounds)}")
 
         message = torch.empty(max(1, args.bytes // 4), device=device)  # of 4 bytes each
         data.fill(message, data.noise(world.rank))
-        with StopEarly(report.say, lambda: conclude(report, scan, True)) as stop:
+        end = functools.partial(part.conclude, report, scan, find_slow)
+        with StopEarly(report.say, lambda: end(interrupted=True)) as stop:
             run_rounds(scan, message, args.iters, stop)
-        return conclude(report, scan, stop.stopped)
+        return end(interrupted=stop.stopped)
 
 
 if __name__ == "__main__":

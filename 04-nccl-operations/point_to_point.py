@@ -12,7 +12,9 @@ MPICH (2005), sections 3 and 4; Patarasuk and Yuan, Bandwidth Optimal All-reduce
 Clusters of Workstations (2009); docs.pytorch.org, "Point-to-point communication".
 """
 
+import itertools
 import math
+import statistics
 from datetime import timedelta
 
 import torch
@@ -20,8 +22,7 @@ import torch.distributed as dist
 
 from dist_common import cli, runtime
 from dist_common.report import Report
-from p2p_checks import SMALL, check_spellings, compare_all_reduces, measure_link
-from p2p_pictures import draw_all
+from nccl_parts import point_to_point as part
 
 DEADLOCK_S = 1.0  # how long two blocking sends may wait for each other
 
@@ -63,8 +64,32 @@ def both_send_first(peer, group):
     return None
 
 
-# Three all-reduces. `move(sent, to, received, source)` sends one tensor and receives another in the
-# same step; p2p_checks.py has it.
+# What is made of such messages. `move(sent, to, received, source)` sends one tensor and receives
+# another in the same step.
+
+
+def ping_pong(ball, move):
+    """Send a tensor there and back: ranks 0 and 1, 2 and 3 ... at once."""
+    rank, peer = dist.get_rank(), dist.get_rank() ^ 1
+    if peer >= dist.get_world_size():
+        return
+    for turn in (0, 1):
+        if rank % 2 == turn:
+            move(ball, peer)
+        else:
+            move(received=ball, source=peer)
+
+
+def cost_of(small, large, nbytes):
+    """Return what a message costs, by times of small and large ones, taken in turns, in s.
+
+    The bytes cost the median difference. Where the middle half of the differences is spread wider
+    than that, it is noise: another run could find half or twice as much, or less than nothing.
+    """
+    differences = [more - less for less, more in zip(small, large, strict=True)]
+    low, middle, high = statistics.quantiles(differences, n=4, method="inclusive")
+    rate = nbytes / middle if middle > high - low else None
+    return part.Cost(alpha=statistics.median(small), rate=rate)
 
 
 def ring_all_reduce(x, move):
@@ -127,6 +152,18 @@ ALGORITHMS = {
 }
 
 
+def check_spellings(report):
+    """Check that each spelling brings every rank the number of the rank before it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for spelling in (send_recv, isend_irecv, batch_isend_irecv):
+        mine = torch.tensor([rank + 1.0], device=report.device)
+        received = torch.zeros_like(mine)
+        spelling(mine, received, (rank + 1) % ranks, (rank - 1) % ranks)
+        wrong = sum(runtime.gather(received.item() != (rank - 1) % ranks + 1))
+        name = f"{spelling.__name__}: ranks with another number than the previous rank's"
+        report.check(name, wrong, 0, 0, "PyTorch, Point-to-point communication")
+
+
 def show_deadlock(report):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # By gloo also where there are GPUs: a GPU that waits for ever takes its process along.
@@ -139,6 +176,27 @@ def show_deadlock(report):
     pairs = 2 * (ranks // 2)
     report.check("both send first: ranks whose send did not end", len(errors), pairs, 0,
                  "both wait for a receive")  # fmt: skip
+
+
+def compare_all_reduces(report, large, link, cost):
+    """Check what each all-reduce does and sends; print its time beside that of the cost model."""
+    rows = []
+    for numbers, (name, all_reduce) in itertools.product((part.SMALL, large), ALGORITHMS.items()):
+        size, x = 4 * numbers, torch.ones(numbers, device=report.device)
+        steps, sent, in_a_step = paper = part.theory(name, dist.get_world_size())
+        label, move = f"{name}, {size:,} bytes", part.Mover(*link)
+        part.check_counts(report, label, all_reduce, numbers, move, paper)
+
+        (times,) = part.times_s(report.device, lambda: all_reduce(x, part.Mover(*link)))  # noqa: B023
+
+        took, predicted = statistics.median(times), cost.predict(steps, in_a_step * size)
+        beside = ("unknown", f"{1e3 * took:.2f} ms", "")
+        if predicted is not None:
+            beside = f"{1e3 * predicted:.2f} ms", beside[1], f"{took / predicted:.2f}x"
+        rows.append((name, f"{size:,} bytes", f"{steps}", f"{sent:g}", *beside))
+        report.metrics[f"{name} {size:,} bytes ms"] = 1e3 * took
+    headers = ("all-reduce", "size", "steps", "sends x size", "predicted", "median", "ratio")
+    report.table(rows, headers, names=2)
 
 
 def parse_args():
@@ -160,16 +218,16 @@ def main():
         if device.type == "cuda" and (math.isfinite(args.link) or args.latency_ms):
             # Its sends are queued, and waited for by the GPU: the host would sleep beside them.
             raise cli.UsageError("--link and --latency-ms emulate on the CPU: --device cpu")
-        report.start(f"messages of {SMALL * 4} bytes and of {args.mib} MiB")
+        report.start(f"messages of {part.SMALL * 4} bytes and of {args.mib} MiB")
 
         large = args.mib * 2**20 // 4  # numbers of 4 bytes
         link = args.link, args.latency_ms / 1e3
-        check_spellings(report, (send_recv, isend_irecv, batch_isend_irecv))
+        check_spellings(report)
         show_deadlock(report)
-        alpha, rate = measure_link(report, large, link)
-        compare_all_reduces(report, ALGORITHMS, large, link, alpha, rate)
+        cost = part.measure_link(report, ping_pong, cost_of, large, link)
+        compare_all_reduces(report, large, link, cost)
         if report.output:
-            draw_all(report, ALGORITHMS)
+            part.draw(report, ALGORITHMS)
         return report.finish(f"three all-reduces on {world.world_size} ranks")
 
 

@@ -7,14 +7,19 @@ import mmap
 import os
 import re
 import resource
+import shutil
 import socket
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from net_devices import listens_at, nccl_version, read_interfaces
+from interfaces import ask_libraries, nccl_version, read_interfaces
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
 
 ROOT = Path("/")
 GIB = 2**30  # bytes
@@ -31,10 +36,8 @@ def text(path: Path) -> str:
         return ""
 
 
-def number(path: Path) -> int | None:
-    """Return the whole number in a file, or None."""
-    found = text(path)
-    return int(found) if re.fullmatch(r"-?\d+", found) else None
+def read_toml(path: Path) -> dict:
+    return tomllib.loads(path.read_text())
 
 
 def read_settings(environ, known, root: Path = ROOT) -> dict[str, list[str]]:
@@ -64,11 +67,10 @@ def read_cpu_limit(root: Path = ROOT) -> float | None:
 
 def read_limits() -> dict[str, int | None]:
     """Return limits that NCCL and data loaders meet first, in bytes or files; None: unlimited."""
-    soft = {name: resource.getrlimit(limit)[0] for name, limit in LIMITS.items()}
-    found = {name: None if most == resource.RLIM_INFINITY else most for name, most in soft.items()}
+    found = {name: resource.getrlimit(limit)[0] for name, limit in LIMITS.items()}
+    found = {name: None if most == resource.RLIM_INFINITY else most for name, most in found.items()}
     if Path("/dev/shm").exists():
-        room = os.statvfs("/dev/shm")
-        found["shared memory"] = room.f_blocks * room.f_frsize
+        found["shared memory"] = shutil.disk_usage("/dev/shm").total
     return found
 
 
@@ -76,28 +78,24 @@ def read_infiniband(root: Path = ROOT) -> list[dict]:
     """Return name, state and Gbit/s of each port of an InfiniBand or RoCE adapter."""
     found = []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        rate = text(port / "rate").split()
-        state = text(port / "state").split(": ")[-1]
-        found.append({"name": f"{port.parent.parent.name}:{port.name}", "state": state,
-                      "gbit_s": float(rate[0]) if rate else None})  # fmt: skip
+        rate, state = text(port / "rate").split(), text(port / "state").split(": ")[-1]
+        name, gbit_s = f"{port.parent.parent.name}:{port.name}", float(rate[0]) if rate else None
+        found.append({"name": name, "state": state, "gbit_s": gbit_s})
     return found
 
 
 def read_lanes(pci: str, root: Path = ROOT) -> dict:
     """Return how many PCIe lanes a device uses now, and how many it could."""
-    folder = root / "sys/bus/pci/devices" / pci
-    return {"pci": pci, "lanes": number(folder / "current_link_width"),
-            "most_lanes": number(folder / "max_link_width")}  # fmt: skip
+    files = [root / f"sys/bus/pci/devices/{pci}/{kind}_link_width" for kind in ("current", "max")]
+    lanes, most = (int(width) if width.isdecimal() else None for width in map(text, files))
+    return {"pci": pci, "lanes": lanes, "most_lanes": most}
 
 
 def read_gpus() -> list[dict]:
     """Return PCI address and lanes of the GPUs that this process sees."""
-    found = []
-    for gpu in range(torch.cuda.device_count()):
-        card = torch.cuda.get_device_properties(gpu)
-        place = card.pci_domain_id, card.pci_bus_id, card.pci_device_id
-        found.append(read_lanes("{:04x}:{:02x}:{:02x}.0".format(*place)))
-    return found
+    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    places = ((card.pci_domain_id, card.pci_bus_id, card.pci_device_id) for card in cards)
+    return [read_lanes("{:04x}:{:02x}:{:02x}.0".format(*place)) for place in places]
 
 
 def names_in(library: str, prefix: str) -> set[str] | None:
@@ -105,31 +103,8 @@ def names_in(library: str, prefix: str) -> set[str] | None:
     loaded = re.search(rf"/\S*{library}\.so\S*", text(ROOT / "proc/self/maps"))
     if not loaded:
         return None
-    start, found = prefix.encode(), set()
     with open(loaded[0], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-        at = data.find(start)
-        while at >= 0:
-            name = re.match(rb"[A-Z0-9_]+", data[at : at + 80])[0]
-            found.add(name.decode())
-            at = data.find(start, at + len(name))
-    return found
-
-
-def addresses_of(hostname: str) -> list[str]:
-    """Return the addresses that a name resolves to here; none if it does not."""
-    try:
-        places = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return sorted({place[4][0] for place in places})
-
-
-def listening_addresses(settings) -> dict[str, list[str] | None]:
-    """Return where gloo and NCCL make this process listen; None where NCCL was not asked."""
-    # With NCCL_COMM_ID set, NCCL asks that address instead of choosing one.
-    asked = nccl_version() and "NCCL_COMM_ID" not in settings
-    gloo = listens_at(lambda: dist.new_group(backend="gloo"))
-    return {"gloo": gloo, "nccl": listens_at(torch.cuda.nccl.unique_id) if asked else None}
+        return {name.decode() for name in re.findall(rb"%b[A-Z0-9_]*" % prefix.encode(), data)}
 
 
 def read_host(world, known) -> dict:
@@ -144,6 +119,6 @@ def read_host(world, known) -> dict:
         "cores": sorted(cores), "cpu_limit": read_cpu_limit(), "threads": torch.get_num_threads(),
         "gpus": read_gpus(), "installed": len([*Path("/proc/driver/nvidia/gpus").glob("*")]),
         "infiniband": read_infiniband(), "interfaces": [asdict(own) for own in read_interfaces()],
-        "listens": listening_addresses(settings),
+        "listens": {"nccl": None} | ask_libraries(settings),
         "versions": {"torch": torch.__version__, "NCCL": nccl_version()},
     }  # fmt: skip

@@ -1,0 +1,222 @@
+"""How failure_gallery.py starts a failure's ranks, as a launcher would, and looks at them."""
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
+
+from dist_common import cli
+from dist_common.lab import links, ranks
+from nccl_parts.host import read_toml
+
+FAILURES = Path(__file__).parents[1] / "failures"
+STUCK_S = 1.0  # without a line and without CPU time, a rank counts as stuck
+GRACE_S = 3.0  # after the first failure, until the ranks that still run are ended
+PR_SET_PTRACER, ANY = 0x59616D61, ctypes.c_ulong(-1)  # prctl(2)
+LIBC = ctypes.CDLL(None, use_errno=True)
+NEW_MOUNTS, NEW_NAME = 0x20000, 0x4000000  # of unshare(2)
+# The line of a broken script that says which rank is broken, where one rank is.
+CULPRIT = re.compile(r"^([A-Z]+) = (\d+)(?=  # the rank )", re.M)
+
+
+@dataclass
+class Failure:
+    """What case.toml says of a failure."""
+
+    name: str
+    group: str  # "calls", "one", "silent" or "start": the table of the page it stands in
+    symptom: str
+    cause: str
+    message: str  # a regular expression: what a rank of the broken job says; "" for silence
+    ends: dict[str, str]  # regular expressions: how `culprit` and `others` of the broken job end
+    tool: str  # what finds it
+    says: str  # a regular expression: what the tool says
+    # "the rank", "the odd one" (of 3 or more), "the others" (and perhaps that rank), "all", "none"
+    names: str
+    cure: str
+    right: str  # what each rank of the cured job prints last; {n}: ranks, {others}: one less
+    page: str = ""  # what the page adds
+    ranks: int = 2  # that are started, unless --ranks says otherwise
+    missing: int = 0  # ranks that WORLD_SIZE promises and nobody starts
+    restarts: int = 0  # of the cured job, after a failure
+    limits: dict[str, int] = field(default_factory=dict)  # of each rank's process
+    linux: bool = False  # whether it needs what only Linux does
+    lowest: int = 0  # the first rank that it can be moved to
+    fixed: int | None = None  # the broken rank, where no other one can be
+
+    def culprit(self) -> int | None:
+        """Return the rank that broken.py breaks; None where it breaks all of them."""
+        if self.fixed is not None:
+            return self.fixed
+        named = CULPRIT.search((FAILURES / self.name / "broken.py").read_text())
+        return int(named[2]) if named else None
+
+
+def load(name: str) -> Failure:
+    """Read failures/NAME/case.toml."""
+    return Failure(name, **read_toml(FAILURES / name / "case.toml"))
+
+
+NAMES = sorted(folder.parent.name for folder in FAILURES.glob("*/case.toml"))
+
+
+@dataclass
+class Job:
+    """A script of a failure, as it is started: on how many ranks, broken on which, in a folder."""
+
+    failure: Failure
+    world_size: int
+    culprit: int | None
+    folder: Path
+    deadline_s: float
+
+    def run(self, script: str, put_in=lambda rank: None, during=lambda pids: None, **environ):
+        """Run a script, in each rank `put_in` first, as the recorder is; return how they ended."""
+        broken, n = script == "broken.py", self.world_size
+        file = self.folder / script
+        source = (FAILURES / self.failure.name / script).read_text()
+        file.write_text(CULPRIT.sub(rf"\g<1> = {self.culprit}", source))
+        if re.search("DistributedDataParallel|fully_shard", source):
+            importlib.import_module("torch._dynamo")  # here once, not in each rank: it is slow
+        apart = "host" in self.failure.limits
+        with links.hosts([1e9] * n) if apart else contextlib.nullcontext() as network:
+            for attempt in range(1 if broken else 1 + self.failure.restarts):
+                launched = {
+                    "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "OMP_NUM_THREADS": 1,
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+                    "TORCHELASTIC_RUN_ID": f"gallery-{os.getpid()}",
+                    "TORCHELASTIC_RESTART_COUNT": attempt, "CUDA_VISIBLE_DEVICES": "",
+                    "TORCH_DISTRIBUTED_DEBUG": "OFF", **environ,
+                }  # fmt: skip
+                body = functools.partial(self._be, file, launched, put_in, network)
+                logs, started = self.logs(script, attempt), n - self.failure.missing * broken
+                ended = ranks.fork(body, started, logs, self.deadline_s, GRACE_S, during)
+                if all(rank.code == 0 for rank in ended):
+                    break
+        return ended
+
+    def logs(self, script: str, attempt: int = 0) -> Path:
+        return self.folder / f"logs-{script}-{attempt}"
+
+    def _be(self, file: Path, launched: dict, put_in, network, rank: int) -> None:
+        faulthandler.disable()  # a rank that is ended would tell of that, and not of what it did
+        launched |= {"RANK": rank, "LOCAL_RANK": rank}
+        os.environ.update({name: str(value) for name, value in launched.items()})
+        os.chdir(self.folder)
+        dist.set_debug_level_from_env()
+        if sys.platform == "linux":  # Ubuntu lets py-spy read none but its own children otherwise
+            LIBC.prctl(PR_SET_PTRACER, ANY)
+        if network is not None:
+            be_a_host(network, rank)
+        limit(self.failure.limits)
+        at_end = put_in(rank)
+        sys.argv = [str(file)]
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        finally:
+            if at_end:
+                at_end()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, and the next one neither."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)  # below those that Linux hands out
+        with contextlib.suppress(OSError):
+            for number in (port, port + 1):
+                socket.create_server(("", number)).close()
+            return port
+
+
+def limit(limits: dict[str, int]) -> None:
+    """Give this rank less than the machine has, as `ulimit -n`, `ulimit -v` or docker would."""
+    if "shm_mib" in limits:
+        enter(NEW_MOUNTS, f"-t tmpfs -o size={limits['shm_mib']}m none /dev/shm")
+    if "open_files" in limits:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits["open_files"],) * 2)
+    if "memory_mib" in limits:
+        most = psutil.Process().memory_info().vms + limits["memory_mib"] * 2**20
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def py_spy() -> str | None:
+    """Return py-spy's path: beside this Python, or on PATH."""
+    beside = f"{Path(sys.executable).parent}:{sys.exec_prefix}/bin"
+    return shutil.which("py-spy", path=f"{beside}:{os.environ.get('PATH', os.defpath)}")
+
+
+def stack_of(pid: int) -> list[tuple[str, str, int]] | None:
+    """Return (file, function, line) of a process's main thread, innermost first, by py-spy."""
+    command = py_spy()
+    if command is None:
+        raise cli.UsageError("this tool needs py-spy: pip install py-spy")
+    asked = subprocess.run([command, "dump", "--json", "--pid", str(pid)], capture_output=True)
+    if asked.returncode == 0:
+        main = next(t for t in json.loads(asked.stdout) if t["os_thread_id"] == pid)
+        return [(frame["filename"], frame["name"], frame["line"]) for frame in main["frames"]]
+    if not runs(pid):
+        return None
+    raise cli.UsageError(f"py-spy cannot read process {pid}: {asked.stderr.decode().strip()}")
+
+
+def runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def wait_until_stuck(pids: list[int], logs: list[Path]) -> list[int]:
+    """Watch logs and CPU time; once all ranks that run are stuck, end them and return which."""
+    last, since = None, time.monotonic()
+    while alive := {rank: psutil.Process(pid) for rank, pid in enumerate(pids) if runs(pid)}:
+        beats = {rank: (logs[rank].stat().st_size, round(sum(process.cpu_times()[:2]), 1))
+                 for rank, process in alive.items()}  # fmt: skip
+        if beats != last:
+            last, since = beats, time.monotonic()
+        elif time.monotonic() - since > STUCK_S:
+            for process in alive.values():
+                process.terminate()
+            return list(alive)
+        time.sleep(0.1)
+    return []
+
+
+def enter(namespaces: int, mounts: str) -> None:
+    """Enter namespaces of Linux that no other process sees, and mount there as mount(8) does."""
+    if LIBC.unshare(namespaces):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for words in ("--make-rprivate /", mounts):
+        subprocess.run(["mount", *words.split()], check=True)
+
+
+def may_enter() -> bool:
+    """Say whether this process may make namespaces; tried in a process that ends at once."""
+    tool = shutil.which("unshare")
+    command = [tool, "--mount", "--uts", "--net", "true"]
+    return bool(tool) and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def be_a_host(network: links.Network, rank: int) -> None:
+    """Make this process a machine of its own, with /etc/hosts as Debian writes it."""
+    network.enter(rank)
+    del os.environ["GLOO_SOCKET_IFNAME"]  # a machine has none
+    for command in (f"set {links.CARD} down", f"set {links.CARD} name eth0", "set eth0 up"):
+        subprocess.run(["ip", "link", *command.split()], check=True)
+    Path(f"hosts-{rank}").write_text(f"127.0.0.1 localhost\n127.0.1.1 node-{rank}\n")
+    enter(NEW_MOUNTS | NEW_NAME, f"--bind hosts-{rank} /etc/hosts")
+    socket.sethostname(f"node-{rank}")
