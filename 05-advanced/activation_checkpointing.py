@@ -20,18 +20,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from advanced_parts import activation_checkpointing as part
 from dist_common import cli, models, runtime
 from dist_common.report import Report
-from recompute_checks import (
-    Bench,
-    Reference,
-    check_dropout,
-    check_exact,
-    check_step,
-    micro_batch,
-    small,
-)
-from recompute_scale import at_scale, choose, draw_block, draw_step
 
 PRODUCT = torch.ops.aten.mm.default
 ATTENTION = [
@@ -137,7 +128,7 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/activation_checkpointing.py", args, world, device)
-        config = small(args.train_seq_len)
+        config = part.small(args.train_seq_len)
         length = args.seq_len or min(8192, models.PRESETS[args.preset].max_seq_len)
         large, tokens = models.preset(args.preset, length), (args.micro_batch_size, length)
         report.start(f"{config.num_layers} blocks, {args.train_seq_len} tokens per sequence")
@@ -146,24 +137,16 @@ def main():
             runtime.seed_everything(args.seed)
             return models.Transformer(config).to(device)
 
-        batches = [
-            micro_batch(rank, args.train_seq_len, device) for rank in range(world.world_size)
-        ]
-        reference = Reference(build, batches)
+        reference = part.Reference(build, args.train_seq_len, device)
         for name, way in WAYS.items():
-            check_exact(report, name, build, way, reference)
-        check_dropout(report, build, add_dropout, checkpoint_each, batches[world.rank])
+            part.check_exact(report, name, build, way, reference)
+        part.check_dropout(report, build, add_dropout, checkpoint_each, reference)
 
         if world.is_rank0:  # without collectives from here on
-            bench = Bench(build, args.train_seq_len, device)
-            rows = [check_step(report, name, way, bench, SEGMENT) for name, way in WAYS.items()]
-            report.table(rows, ("blocks of tiny", "kept", "peak", "operations"))
-
-            rows = at_scale(report, large, tokens, WAYS, SEGMENT)
-            choose(report, rows, args.activation_gib)
+            part.check_steps(report, build, args.train_seq_len, WAYS, SEGMENT)
+            part.at_scale(report, large, tokens, WAYS, SEGMENT)
             if report.output:
-                draw_block(report, report.output / "block.png", large, tokens, WAYS)
-                draw_step(report.output / "step.png", args.preset, large, tokens, WAYS)
+                part.draw_step(report.output / "step.png", args.preset, large, tokens, WAYS)
         return report.finish("what backward computes again is what forward computed")
 
 

@@ -3,8 +3,8 @@
     CPU   python 05-advanced/combining.py --model llama2-7b --gpus 8
     also  python 05-advanced/combining.py --model llama3-70b --gpus 64 --tp 8 --dp 8
 
-No GPU is needed, now or later: everything is computed from formulas (layout_model.py,
-layout_traffic.py) and held against counts on one layer of the real size (layout_counts.py).
+No GPU is needed, now or later: everything is computed from formulas (layout_memory.py and
+layout_traffic.py in advanced_parts/) and held against counts on one layer of the real size.
 `--published` sets predictions beside what the authors of 13 large runs measured.
 
 Look for: which axis crosses which link, whether the memory fits, and which axis is exposed.
@@ -13,15 +13,13 @@ Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pi
 
 from itertools import permutations
 
+from advanced_parts import combining as part
+from advanced_parts.layout_memory import MODELS, RECOMPUTE, SHARDINGS, Cluster, Job, Layout
+from advanced_parts.layout_traffic import RESERVE, Prediction, predict
 from dist_common import cli, runtime
+from dist_common.lab.figure import figure
 from dist_common.measure import GIB
-from dist_common.report import Report, figure
-from layout_cheaper import list_changes
-from layout_counts import check_layout
-from layout_model import MODELS, RECOMPUTE, SHARDINGS, Cluster, Job, Layout
-from layout_published import H100, compare
-from layout_search import checked, ranked
-from layout_traffic import RESERVE, Prediction, predict
+from dist_common.report import Report
 
 SHOWN = 5
 AXES = ("tp", "cp", "dp", "pp")
@@ -49,6 +47,19 @@ HOLDS = {
     "logits": "bfloat16 and twice float32, of the last stage's micro-batch",
 }
 COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#228833", "#aa3377", "#bbbbbb")  # Paul Tol, bright
+
+
+def ranked(job: Job, cluster: Cluster, gpus: int, *choices) -> list[Prediction]:
+    """Return all layouts' predictions: those that fit by step time, then the others by memory.
+
+    `choices` as in layouts_of. Raises: UsageError when no layout divides the job.
+    """
+    found = [predict(job, cluster, layout) for layout in part.layouts_of(job, gpus, *choices)]
+    if not found:
+        batch = f"--global-batch-size {job.global_batch_size} in sequences"
+        hint = f"change --gpus, {batch}, or --virtual-stages"
+        raise cli.UsageError(f"no layout of {gpus} GPUs divides heads, layers and batch: {hint}")
+    return sorted(found, key=lambda p: (not p.fits, p.step_s if p.fits else p.memory_gib))
 
 
 def describe_traffic(report: Report, job: Job, prediction: Prediction) -> None:
@@ -142,11 +153,10 @@ def list_best(report: Report, found: list[Prediction]) -> list[Prediction]:
 def list_published(report: Report) -> None:
     """Print 13 published runs beside their predictions."""
     rows, errors = [], []
-    for run, prediction in compare(report):
-        measured, predicted = run.published(prediction), run.predicted(prediction)
+    for name, layout, measured, predicted in part.compare(report):
         errors.append(predicted / measured - 1)
         numbers = f"{measured:.0f}", f"{predicted:.0f}", f"{errors[-1]:+.0%}"
-        rows.append((run.name, str(run.layout), *numbers))
+        rows.append((name, str(layout), *numbers))
     headers = ("run", "layout", "published", "predicted", "error")
     report.table(rows, headers, names=2)
     report.say("published and predicted: TFLOP/s per GPU")
@@ -210,15 +220,15 @@ def parse_args():
     schedules = ("1f1b", "interleaved", "gpipe")
     add("--schedule", choices=schedules, default="1f1b", help="of the pipeline (1f1b)")
     add("--virtual-stages", type=count, help="stages per rank of pp (2 if interleaved, else 1)")
-    add("--gpu-tflops", type=rate, default=H100.gpu_tflops,
+    add("--gpu-tflops", type=rate, default=part.H100.gpu_tflops,
         help="TFLOP/s that matmuls reach (594: 0.6 of an H100's 989, see --published)")  # fmt: skip
-    add("--nvlink-gb-s", type=rate, default=H100.nvlink_gb_s,
+    add("--nvlink-gb-s", type=rate, default=part.H100.nvlink_gb_s,
         help="GB/s per GPU in a node (350: all-reduce of 64 MiB, ml-engineering)")  # fmt: skip
-    add("--network-gb-s", type=rate, default=H100.network_gb_s,
+    add("--network-gb-s", type=rate, default=part.H100.network_gb_s,
         help="GB/s of each GPU's network card (45: 0.9 of 400 Gb/s)")  # fmt: skip
-    add("--latency-us", type=rate, default=H100.latency_us,
+    add("--latency-us", type=rate, default=part.H100.latency_us,
         help="us of a tiny collective (20: half an all-reduce of 32 KiB, same page)")  # fmt: skip
-    add("--gpu-memory-gib", type=rate, default=H100.gpu_memory_gib, help="GiB per GPU (80)")
+    add("--gpu-memory-gib", type=rate, default=part.H100.gpu_memory_gib, help="GiB per GPU (80)")
     return parser.parse_args()
 
 
@@ -244,7 +254,10 @@ def predict_all(report: Report, args, job: Job, cluster: Cluster) -> list[Predic
     if any(getattr(args, axis) for axis in AXES):
         sizes = {axis: getattr(args, axis) or 1 for axis in AXES}
         layout = Layout(**sizes, sharding=args.fsdp or "full", recompute=args.recompute or "none")
-        return [predict(job, cluster, checked(job, layout, args.gpus))]
+        why_not = part.refusal(job, layout, args.gpus)
+        if why_not:
+            raise cli.UsageError(why_not)
+        return [predict(job, cluster, layout)]
     shardings = (args.fsdp,) if args.fsdp else SHARDINGS
     recompute = (args.recompute,) if args.recompute else RECOMPUTE
     return list_best(report, ranked(job, cluster, args.gpus, shardings, recompute))
@@ -271,8 +284,8 @@ def main():
         describe_memory(report, job, best)
         describe_step(report, cluster, best)
         if args.cheaper:
-            list_changes(report, job, cluster, best.layout)
-        check_layout(report, job, args.gpus, best)
+            part.list_changes(report, job, cluster, best.layout)
+        part.check_layout(report, job, args.gpus, best)
         report.metrics |= {
             "layout": str(best.layout), "step_time_s": best.step_s, "tflops_per_gpu": best.tflops,
             "memory_gib": best.memory_gib, "fits": best.fits, "seconds": best.seconds,

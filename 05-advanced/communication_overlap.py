@@ -21,18 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import cli, data, models, proofs, runtime
+from advanced_parts import communication_overlap as part
+from dist_common import cli, data, models, runtime
+from dist_common.lab import proofs
+from dist_common.lab.links import slow_group
 from dist_common.report import Report
-from link_group import slow_group
-from overlap_checks import (
-    check_and_time,
-    check_trap,
-    check_way,
-    emulation_of,
-    order_of_arrival,
-)
-from overlap_predict import Job
-from overlap_trace import draw, profile_ways
 
 MIB = 2**20  # bytes
 
@@ -61,9 +54,9 @@ def no_overlap(model, group):
         dist.all_reduce(flat, group=group)
 
         flat /= dist.get_world_size()
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+        means = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
         return loss
 
     return step
@@ -168,7 +161,7 @@ def main():
         config = models.preset("tiny", args.seq_len)
         size, ranks = args.micro_batch_size, world.world_size
         text = data.Sequences(data.load_text(), args.seq_len, size * ranks)
-        rate, seconds = emulation_of(args.link, args.layer_ms, device)
+        rate, seconds = part.emulation_of(args.link, args.layer_ms, device)
         group, how = slow_group(rate)
         report.start(how, f"{config.num_parameters():,} weights, {config.num_layers} blocks")
 
@@ -183,18 +176,18 @@ def main():
         losses = [loss_of(alone, batch_of(rank)) / ranks for rank in range(ranks)]
         expected = sum(losses).item(), proofs.gradient_of_one_process(alone, losses)
         batch = batch_of(world.rank)
-        arrived = order_of_arrival(alone, forward_and_backward, batch)
-        job = Job(alone, group, rate, args.bucket_cap_mb * MIB, arrived)
+        arrived = part.order_of_arrival(alone, forward_and_backward, batch)
+        job = part.Job(alone, group, rate, args.bucket_cap_mb * MIB, arrived)
 
         ways = ways_of(build, group, args.bucket_cap_mb)
         for name, (model, step) in ways.items():
-            check_way(report, job, name, model, step, batch, expected)
-        check_trap(report, *read_before_wait(group, device))
+            part.check_way(report, job, name, model, step, batch, expected)
+        part.check_trap(report, *read_before_wait(group, device))
         ways["0 no communication"] = alone, lambda batch: forward_and_backward(alone, batch)
-        traces = profile_ways(report, ways, batch, seconds)
-        check_and_time(report, job, traces)
+        traces = part.profile_ways(report, ways, batch, seconds)
+        part.check_and_time(report, job, traces)
         if report.output and world.is_rank0:
-            draw(report.output / "communication_overlap.png", traces)
+            part.draw(report.output / "communication_overlap.png", traces)
         return report.finish("one gradient in five ways, and each began when it says")
 
 

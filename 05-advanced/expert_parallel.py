@@ -19,15 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import moe_checks
+from advanced_parts import expert_parallel as part
 from dist_common import cli, data, models, runtime
 from dist_common.report import Report
-from moe_dense_loop import to_dense_loop
-from moe_model import Experts, build_model, keep_own_experts
-from moe_pictures import draw_load, draw_tokens
-
-# torch 2.13 gave it this name; until then it was all_gather_into_tensor.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class AllToAll(torch.autograd.Function):
@@ -45,6 +39,29 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return AllToAll.apply(gradient, *ctx.way_back), None, None, None
+
+
+class Experts(nn.Module):
+    """Several SwiGLU feed-forwards (Shazeer, 2020), weights stacked: the experts of one rank."""
+
+    def __init__(self, config, num_experts):
+        super().__init__()
+        E, D, hidden = num_experts, config.dim, config.ffn_dim
+        self.gate = nn.Parameter(torch.empty(E, D, hidden))
+        self.up = nn.Parameter(torch.empty(E, D, hidden))
+        self.down = nn.Parameter(torch.empty(E, hidden, D))
+
+    def forward(self, rows, counts):
+        """Compute rows (R, D), sorted by source rank, then expert; counts are (ranks, E).
+
+        An expert without a row takes part with none, so that its gradient is zeros and not None.
+        """
+        experts = torch.arange(counts.shape[1], device=rows.device).repeat(counts.shape[0])
+        by_expert = experts.repeat_interleave(counts.flatten()).argsort(stable=True)
+        parts = rows[by_expert].split(counts.sum(0).tolist())
+        weights = zip(parts, self.gate, self.up, self.down, strict=True)
+        done = [(F.silu(part @ gate) * (part @ up)) @ down for part, gate, up, down in weights]
+        return torch.cat(done)[by_expert.argsort()]  # (R, D), in the order of arrival
 
 
 class MoE(nn.Module):
@@ -68,7 +85,6 @@ class MoE(nn.Module):
 
         computed = self.exchange(tokens[rows])  # (R, D)
 
-        self.chosen, self.sent = experts, choices  # for the picture
         weighted = computed * weights.flatten()[choices, None]
         return torch.zeros_like(tokens).index_add(0, rows, weighted).view_as(x)
 
@@ -113,7 +129,7 @@ def count_choices(experts, num_experts):
     """Tell all ranks how often each rank chose each expert: (ranks, E)."""
     own = torch.bincount(experts.flatten(), minlength=num_experts)
     counts = own.new_empty(dist.get_world_size(), num_experts)
-    all_gather_single(counts, own[None])
+    runtime.all_gather_single(counts, own[None])
     return counts
 
 
@@ -129,6 +145,38 @@ def sort_kept(experts, counts, kept):
     chosen, order = experts.flatten().sort(stable=True)
     place = torch.arange(len(chosen), device=chosen.device) - (counts.cumsum(0) - counts)[chosen]
     return order[place < kept[chosen]]
+
+
+class MoEBlock(models.Block):
+    """A block whose feed-forward is a mixture of experts; a token that it drops stays as it is."""
+
+    def __init__(self, config, moe):
+        super().__init__(config)
+        del self.gate, self.up, self.down
+        self.moe = moe
+
+    def forward(self, x, cos, sin):
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.moe(self.ffn_norm(x))  # (B, T, D)
+
+
+def build_model(config, layer, seed, device):
+    """Draw a transformer from a seed, the same on all ranks; layer() is a block's feed-forward."""
+    runtime.seed_everything(seed)
+    model = models.Transformer(config)
+    for index in range(config.num_layers):
+        model.blocks[index] = MoEBlock(config, layer())
+    model.reset_parameters()
+    return model.to(device)
+
+
+def keep_own_experts(model, mesh):
+    """Leave a rank E / ep of the experts; all ranks drew all of them from one seed."""
+    for block in model.blocks:
+        for name, weight in block.moe.experts.named_parameters():
+            own = weight.detach().chunk(mesh["ep"].size())[mesh.get_local_rank("ep")]
+            setattr(block.moe.experts, name, nn.Parameter(own.clone()))
+    return model
 
 
 def loss_of(model, batch):
@@ -153,15 +201,15 @@ def backward(model, batch, aux_weight, mesh):
     return loss.item()
 
 
-def train(model, batches, way, lr, mesh):
-    """Train; yield each step's loss after it."""
+def train(backward, model, batches, aux_weight, bias_rate, lr, mesh):
+    """Train; yield each step's loss after it. `backward` is the one above, or the dense loop's."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for batch in batches:
         optimizer.zero_grad()
-        loss = backward(model, batch, way.aux_weight, mesh)
+        loss = backward(model, batch, aux_weight, mesh)
         optimizer.step()
         for block in model.blocks:
-            block.moe.nudge_bias(way.bias_rate)
+            block.moe.nudge_bias(bias_rate)
         yield loss
 
 
@@ -189,40 +237,43 @@ def parse_args():
 def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
-        moe_checks.refuse_bad_sizes(args, world.world_size)
+        part.refuse_bad_sizes(args, world.world_size)
         report = Report("05-advanced/expert_parallel.py", args, world, device)
         ep = args.ep or world.world_size
         sizes = (world.world_size // ep, ep)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "ep"))
         tiny = models.preset("tiny", args.seq_len)
         config = dataclasses.replace(tiny, num_layers=args.layers, ffn_dim=tiny.dim)
-        size, whole = args.micro_batch_size, args.micro_batch_size * world.world_size
+        size = args.micro_batch_size
+        whole = size * world.world_size
         text = data.Sequences(data.load_text(), args.seq_len, whole)
         held = f"{args.experts // ep} of {args.experts} experts on each rank"
         report.start(f"{held}, top {args.top_k}, {size * args.seq_len} tokens per rank and step")
 
         shape = (config, args.experts, args.top_k, args.capacity_factor, mesh)
 
-        def build():
-            return build_model(config, lambda: MoE(*shape), args.seed, device)
+        def build(layer=lambda moe: moe):
+            return build_model(config, lambda: layer(MoE(*shape)), args.seed, device)
 
         def batches(steps, first=world.rank * size, count=size):
             return data.batches_of(text, steps, whole, first, count, device)
 
-        model, alone = keep_own_experts(build(), mesh), to_dense_loop(build())
-        draw_tokens(report, model, next(batches(1)))
+        model, alone = keep_own_experts(build(), mesh), build(part.DenseLoop)
         both = next(batches(1)), next(batches(1, 0, whole))
-        moe_checks.check_step(report, model, alone, both, mesh, loss_of, backward)
+        part.check_step(report, model, alone, both, mesh, loss_of, backward)
 
         history = {}
-        for way in report.progress(moe_checks.ways(args), "balancing"):
-            model, alone = keep_own_experts(build(), mesh), to_dense_loop(build())
-            steps = train(model, batches(args.max_steps), way, args.lr, mesh)
-            history[way.name] = moe_checks.record(model, steps)
-            expected = batches(min(args.parity_steps, args.max_steps), 0, whole)
-            moe_checks.check_steps(report, history[way.name], alone, expected, way)
-        moe_checks.compare(report, history)
-        draw_load(report, history)
+        # Each way to balance: factor of the auxiliary loss, rate of the bias.
+        ways = {"none": (0, 0), "auxiliary loss": (args.aux_weight, 0), "bias": (0, args.bias_rate)}
+        for name in report.progress(ways, "balancing"):
+            model, alone = keep_own_experts(build(), mesh), build(part.DenseLoop)
+            steps = train(backward, model, batches(args.max_steps), *ways[name], args.lr, mesh)
+            history[name] = part.record(model, steps)
+            first = batches(min(args.parity_steps, args.max_steps), 0, whole)
+            steps = train(part.backward_alone, alone, first, *ways[name], args.lr, mesh)
+            part.check_steps(report, name, history[name], alone, steps)
+        part.compare(report, history)
+        part.draw_load(report, history)
         return report.finish("the experts on all ranks are the dense loop's")
 
 

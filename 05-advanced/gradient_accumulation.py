@@ -3,9 +3,9 @@
     CPU   torchrun --standalone --nproc-per-node=2 05-advanced/gradient_accumulation.py
     GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/gradient_accumulation.py
 
-Add --output-dir for the timeline. Look for: the same losses and weights in every row of the first
-table; one all-reduce of each bucket per step under no_sync; how wrong a gradient is when means are
-averaged instead of tokens; what an epoch's last, smaller step must be divided by.
+Look for: the same losses and weights in every row of the first table; one all-reduce of each bucket
+per step under no_sync; how wrong a gradient is when means are averaged instead of tokens; what an
+epoch's last, smaller step must be divided by.
 
 Sources: Li et al., PyTorch Distributed (VLDB 2020), section 3.2.4; Hugging Face, Fixing Gradient
 Accumulation (October 2024).
@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from acc_runs import check_factorizations, check_optimizers, draw_steps, profile_steps
-from acc_steps import Job, check_remainder, check_sending, check_weighings
+from advanced_parts import gradient_accumulation as part
 from dist_common import cli, data, runtime
 from dist_common.report import Report
 
@@ -141,8 +140,8 @@ def parse_args():
         "steps (what makes up to 4 micro-batches)")  # fmt: skip
     add("--grad-accum-steps", type=positive, help="micro-batches per rank, in the counted steps "
         "(global batch / micro-batch size / ranks)")  # fmt: skip
-    add("--link", type=cli.link_rate, default=0, help="emulate a link for the timeline: 100mbit, "
-        "1gbit (none)")  # fmt: skip
+    add("--link", type=cli.link_rate, default=0, help="emulate a link for the timed steps: "
+        "100mbit, 1gbit (none)")  # fmt: skip
     add("--seq-len", type=positive, default=32, help="tokens per sequence at most (32)")
     return parser.parse_args()
 
@@ -151,14 +150,19 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/gradient_accumulation.py", args, world, device)
-        job = Job(report, summed_loss)
-        report.start(*job.describe())
+        job = part.Job(report, summed_loss)
+        sizes = f"{job.gradient_bytes // 4:,} weights, {job.gradient_bytes:,} bytes of gradient"
+        report.start(f"{sizes}; SGD", f"counted steps: {job.identity}")
 
-        gradients = check_factorizations(job, train)
+        gradients = part.check_factorizations(job, train)
 
-        ways = {"send each": send_each, "no_sync": accumulate}
-        traps = {"forward outside": forward_outside, "forward inside": forward_inside}
-        check_sending(job, ways, traps, by_tokens)
+        ways = {
+            "send each": send_each,
+            "no_sync": accumulate,
+            "forward outside": forward_outside,
+            "forward inside": forward_inside,
+        }
+        part.check_sending(job, ways, by_tokens)
 
         weighings = {
             "mean over all tokens": by_tokens,
@@ -166,15 +170,11 @@ def main():
             "mean of rank means": mean_of_ranks,
             "sum of micro-batch means": sum_of_means,
         }
-        check_weighings(job, accumulate, weighings)
-        check_optimizers(job, gradients)
+        part.check_weighings(job, accumulate, weighings)
+        part.check_optimizers(job, gradients)
 
-        check_remainder(job, accumulate, by_tokens, carry_over)
+        part.check_remainder(job, accumulate, by_tokens, carry_over)
 
-        if report.output:
-            spans = profile_steps(job, ways, by_tokens)
-            if world.is_rank0:
-                draw_steps(report.output / "gradient_accumulation.png", spans)
         return report.finish("every factorization takes the same steps as one process")
 
 

@@ -16,26 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from compress_job import (
-    OPTIMIZERS,
-    NextByte,
-    describe,
-    done,
-    draw,
-    draw_batches,
-    print_bytes,
-    print_methods,
-    refuse_settings,
-    time_methods,
-    train_methods,
-)
-from compress_proofs import Proof, check_methods, check_pytorch, check_without_loss
+from advanced_parts import gradient_compression as part
 from dist_common import cli, runtime
+from dist_common.lab.links import slow_group
 from dist_common.report import Report
-from link_group import slow_group
-
-# torch 2.13 gave it this name; until then it was all_gather_into_tensor.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Half:
@@ -81,7 +65,7 @@ class TopK:
     def gather(self, own):
         """Return all ranks' vectors, one after the other. Shapes: (k,) -> (N k,)."""
         whole = own.new_empty(dist.get_world_size(self.group) * len(own))
-        all_gather(whole, own, group=self.group)
+        runtime.all_gather_single(whole, own, group=self.group)
         return whole
 
 
@@ -116,14 +100,21 @@ class PowerSGD:
         return done(bucket.buffer())
 
 
+def done(tensor):
+    """Return a Future that has its value already: a hook that has waited owes DDP one."""
+    future = torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
+    future.set_result(tensor)
+    return future
+
+
 def average(tensors, group):
     """Replace tensors by their mean over all ranks, in one all-reduce."""
     if tensors:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat, group=group)
-        parts = (flat / dist.get_world_size(group)).split([t.numel() for t in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view_as(tensor))
+        means = (flat / dist.get_world_size(group)).split([t.numel() for t in tensors])
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.copy_(mean.view_as(tensor))
 
 
 def methods_of(fraction, rank):
@@ -152,7 +143,7 @@ def parse_args():
     add, positive = parser.add_argument, cli.positive_int
     add("--micro-batch-size", type=positive, default=64, help="samples per rank and step (64)")
     add("--max-steps", type=positive, default=150, help="of each method (150)")
-    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="of the compared runs (sgd)")
+    add("--optimizer", choices=part.OPTIMIZERS, default="sgd", help="of the compared runs (sgd)")
     add("--top-k-fraction", type=cli.positive_float, default=0.01,
         help="of a bucket's numbers, which top-k sends (0.01)")  # fmt: skip
     add("--powersgd-rank", type=positive, default=2, help="columns of P and of Q (2)")
@@ -165,30 +156,27 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/gradient_compression.py", args, world, device)
-        weights = list(NextByte().parameters())
-        refuse_settings(args.powersgd_rank, args.top_k_fraction, weights)
+        weights = list(part.next_byte().parameters())
+        part.refuse_settings(args.powersgd_rank, args.top_k_fraction, weights)
         methods = methods_of(args.top_k_fraction, args.powersgd_rank)
-        batches, test = draw_batches(args, args.max_steps, world.world_size, device)
-        report.start(describe(args, world.world_size, weights))
+        own, test = part.draw_batches(args, world, device)
+        samples = f"{args.max_steps} steps x {world.world_size} ranks x {args.micro_batch_size}"
+        count = sum(weight.numel() for weight in weights)
+        report.start(f"{count:,} weights, {samples} samples, {args.optimizer}")
 
-        proof = Proof(report, data_parallel)
-        check_methods(proof, methods)
-        check_without_loss(proof, methods)
-        check_pytorch(proof, methods["PowerSGD"])
+        proof = part.Proof(report, data_parallel)
+        part.check_methods(proof, methods)
+        part.check_without_loss(proof, methods)
 
         def prepare(name, group=None):
             model = proof.build()
-            optimizer = OPTIMIZERS[args.optimizer](model.parameters())
+            optimizer = part.OPTIMIZERS[args.optimizer](model.parameters())
             return data_parallel(model, methods[name], group), optimizer
 
-        own = [step[world.rank] for step in batches]
-        losses = train_methods(report, prepare, own, test)
         alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(world.world_size)])
         link, _ = slow_group(args.link, late=True)
-        steps_ms = [time_methods(report, prepare, own, group) for group in (alone, link)]
-        print_methods(report, losses, steps_ms, args.link)
-        print_bytes(report)
-        draw(report)
+        part.compare_methods(report, prepare, own, test, (alone, link), args.link)
+        part.print_bytes(report)
         return report.finish("each method does what one process computes, and sends what it should")
 
 

@@ -4,11 +4,13 @@
     GPU   torchrun --standalone --nproc-per-node=8 05-advanced/hybrid_parallelism.py --tp 2 --pp 2 \
               --preset llama3-8b --seq-len 4096 --precision bf16-mixed --data-parallel grad-op
 
-It does the same job as ddp_training.py of module 01. Look for: the same losses as there, whatever
---dp, --tp, --pp and --cp are, and the bytes that each axis sends, which say what link it needs.
+It does the same job as ddp_training.py of module 01, and stops, saves and resumes as that does.
+Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and the bytes that each
+axis sends, which say what link it needs.
 
-To copy: delete the axes that you do not need; each is one function (`split_tensors`,
-`split_sequence`, `split_layers`, `split_batch`) and the lines that call it.
+To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
+proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `split_batch`, `evaluate`),
+each with what uses it. A test deletes each and all, and runs the rest.
 
 Sources: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM (SC 2021); Liang et al., TorchTitan (2024); Grattafiori et al., The Llama 3 Herd of
@@ -17,16 +19,17 @@ Models (2024), section 3.3.2, for the all-gather of keys and values.
 
 import contextlib
 import functools
-from types import SimpleNamespace
+import math
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
@@ -35,45 +38,50 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import hybrid_checkpoint
-import hybrid_checks
-import hybrid_results
-from dist_common import cli, data, measure, models, runtime
+from dist_common import checkpoint, cli, data, job, measure, models, runtime
+from dist_common.models import local
 from dist_common.report import Report
-from dist_common.steps import StepProbe
-from hybrid_gather import GatherSequence
-from hybrid_layout import (
-    copies_of,
-    draw_weights,
-    drop_other_stages,
-    local,
-    resolve_axes,
-    say_layout,
-)
 
+AXES = ("pp", "dp", "cp", "tp")  # in the order of ranks: the last one's are neighbours
 SCHEDULES = {  # and how many stages each rank has
     "gpipe": (pipelining.ScheduleGPipe, 1),
     "1f1b": (pipelining.Schedule1F1B, 1),
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
     "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
 }
+AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
+
+
+@dataclass
+class Run:
+    """What the functions of this script share."""
+
+    job: job.Job  # flags, data, and the place in them
+    mesh: DeviceMesh  # of AXES
+    data_mesh: DeviceMesh  # dp and cp: the ranks that differ in samples or in tokens
+    model: nn.Module  # on meta, until `build` has cut it
+    positions: torch.Tensor  # (T / cp,): this rank's tokens of each sequence
+    stages: list[nn.Module] = field(default_factory=list)  # this rank's
+    schedule: object = None
+    optimizer: torch.optim.Optimizer | None = None
+    tokens: torch.Tensor | None = None  # of the step's global batch
+
+    @property
+    def mean_over(self):
+        """FSDP takes the mean over so many ranks, where a sum is meant."""
+        return 1 if self.job.args.data_parallel == "replicate" else self.data_mesh.size()
 
 
 def split_tensors(model, mesh):
     """Tensor parallelism: cut each block's matrices, and the vocabulary, over the ranks of `tp`."""
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "gate", "up"), columns)
+    plan |= dict.fromkeys(("attention.wo", "down"), rows)
     # One tensor in, and a gradient that is summed once, for all matrices that read the norm.
-    shared = functools.partial(PrepareModuleOutput, use_local_output=False)
-    plan = {
-        "attention_norm": shared(output_layouts=Replicate(), desired_output_layouts=Replicate()),
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": ColwiseParallel(),
-        "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(),
-        "ffn_norm": shared(output_layouts=Replicate(), desired_output_layouts=Replicate()),
-        "gate": ColwiseParallel(),
-        "up": ColwiseParallel(),
-        "down": RowwiseParallel(),
-    }
+    shared = PrepareModuleOutput(
+        output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
+    )
+    plan |= dict.fromkeys(("attention_norm", "ffn_norm"), shared)
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], plan)
     ends = {
@@ -83,15 +91,23 @@ def split_tensors(model, mesh):
     parallelize_module(model, mesh["tp"], ends)
 
 
+def gather_sequence(part, mesh):
+    """All-gather the parts of a sequence; in backward each rank gets the sum for its own part.
+
+    Shapes: (B, heads, T / cp, head_dim) -> (B, heads, T, head_dim).
+    """
+    cut = DTensor.from_local(part, mesh["cp"], [Shard(2)])
+    # Each rank's queries give a part of the whole gradient: Partial() has them reduce-scattered.
+    return cut.full_tensor(grad_placements=[Partial()])
+
+
 def split_sequence(model, mesh, positions, seq_len):
     """Context parallelism: own queries attend to all ranks' keys and values, which are gathered."""
-    group = mesh["cp"].get_group()
     past = positions[:, None] >= torch.arange(seq_len, device=positions.device)  # (T / cp, T)
 
     def attend(q, k, v):
         shared_by = q.shape[1] // k.shape[1]  # GPU kernels that take a mask want equal heads
-        k = GatherSequence.apply(k, group).repeat_interleave(shared_by, dim=1)
-        v = GatherSequence.apply(v, group).repeat_interleave(shared_by, dim=1)
+        k, v = (gather_sequence(x, mesh).repeat_interleave(shared_by, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=past)
 
     for block in model.blocks:
@@ -108,7 +124,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(model.blocks[number * size : (number + 1) * size])
         self.embedding = model.embedding if number == 0 else None
         self.norm, self.head = (model.norm, model.head) if number == stages - 1 else (None, None)
-        self.dtype = {"32-true": None, "bf16-mixed": torch.bfloat16}[precision]
+        self.dtype = AUTOCAST[precision]
 
     def forward(self, x, targets=None):
         """Shapes: tokens (B, T / cp) or x (B, T / cp, D); returns such an x, or the loss (1,)."""
@@ -126,40 +142,38 @@ class Stage(nn.Module):
         return torch.stack([local(loss)])
 
 
-def split_layers(model, run):
-    """Pipeline parallelism: return this rank's stages and the schedule that drives them."""
-    args, mesh = run.args, run.mesh
+def split_layers(run):
+    """Pipeline parallelism: make this rank's stages, and the schedule that drives them."""
+    args, device = run.job.args, run.job.device
+    pp = run.mesh["pp"]
     schedule, per_rank = SCHEDULES[args.schedule]
-    numbers = range(mesh["pp"].get_local_rank(), per_rank * args.pp, args.pp)
-    stages = [
-        Stage(model, number, per_rank * args.pp, run.positions, args.precision)
-        for number in numbers
-    ]
+    total = per_rank * args.pp
     tokens = torch.empty(args.micro_batch_size, len(run.positions), dtype=torch.long, device="meta")
-    between = torch.empty(*tokens.shape, model.config.dim, device="meta", requires_grad=True)
-
-    def piped(number, stage):
-        last = torch.empty(1, device="meta", requires_grad=True) if stage.head else between
-        return pipelining.PipelineStage(
-            stage, number, per_rank * args.pp, run.report.device,
-            input_args=between if number else tokens, output_args=last,
-            group=mesh["pp"].get_group(),
-        )  # fmt: skip
+    between = torch.empty(*tokens.shape, run.model.config.dim, device="meta", requires_grad=True)
+    loss = torch.empty(1, device="meta", requires_grad=True)
+    piped = []
+    for number in range(pp.get_local_rank(), total, args.pp):
+        stage = Stage(run.model, number, total, run.positions, args.precision)
+        run.stages.append(stage)
+        shapes = {"input_args": between if number else tokens}
+        shapes["output_args"] = between if stage.head is None else loss
+        piped.append(
+            pipelining.PipelineStage(stage, number, total, device, group=pp.get_group(), **shapes)
+        )
 
     def mean_loss(loss, _):  # over the tokens of the global batch: each token counts alike
         return loss / run.tokens * run.mean_over
 
-    piped_stages = [piped(*pair) for pair in zip(numbers, stages, strict=True)]
-    takes = piped_stages[0] if per_rank == 1 else piped_stages
-    return stages, schedule(takes, args.grad_accum_steps, loss_fn=mean_loss, scale_grads=False)
+    takes = piped[0] if per_rank == 1 else piped
+    run.schedule = schedule(takes, args.grad_accum_steps, loss_fn=mean_loss, scale_grads=False)
 
 
-def split_batch(stages, run):
+def split_batch(run):
     """Data parallelism that shards: FSDP over the ranks that differ in samples or in tokens."""
-    for stage in stages:
+    for stage in run.stages:
         for module in [*stage.blocks, stage]:
             # grad-op gathers weights once per step; full once per micro-batch, and once more.
-            full = run.args.data_parallel == "full"
+            full = run.job.args.data_parallel == "full"
             fully_shard(module, mesh=run.data_mesh, reshard_after_forward=full)
 
 
@@ -174,76 +188,97 @@ def average_gradients(run):
         handle.wait()
 
 
+def summed_loss(run, drive, inputs, targets):
+    """Drive a schedule's `step` or `eval`; return this rank's part of the summed loss.
+
+    Shapes: micro-batches joined, (m B, T) each.
+    """
+    inputs, targets = (x[:, run.positions].contiguous() for x in (inputs, targets))
+    tokens = (inputs,) if run.stages[0].embedding else ()
+    ends = {"target": targets, "targets": targets} if run.stages[-1].head else {}
+    with loss_parallel() if run.mesh["tp"].size() > 1 else contextlib.nullcontext():
+        sums = drive(*tokens, **ends)  # of the micro-batches, on the last stage
+    # Once for all ranks of tp, which computed the same loss.
+    counts = sums is not None and run.mesh["tp"].get_local_rank() == 0
+    return sums.detach().sum() if counts else torch.zeros((), device=run.job.device)
+
+
 def accumulate_gradient(run, micro_batches):
-    """Leave the gradient of the global batch's mean loss; return this rank's share of that loss."""
-    inputs, targets = (torch.cat(part) for part in zip(*micro_batches, strict=True))  # (m B, T)
-    run.tokens = (targets != data.IGNORED).sum().to(run.report.device)
+    """Leave the gradient of the global batch's mean loss; return this rank's part of its sum."""
+    inputs, targets = (torch.cat(side) for side in zip(*micro_batches, strict=True))
+    run.tokens = (targets != data.IGNORED).sum().to(run.job.device)
     dist.all_reduce(run.tokens, group=run.mesh["dp"].get_group())
-    inputs = inputs[:, run.own_tokens].to(run.report.device)
-    targets = targets[:, run.own_tokens].contiguous().to(run.report.device)
-    losses = []
-    with loss_parallel() if run.args.tp > 1 else contextlib.nullcontext():
-        tokens = (inputs,) if run.stages[0].embedding else ()
-        ends = {"target": targets, "targets": targets} if run.stages[-1].head else {}
+    inputs, targets = inputs.to(run.job.device), targets.to(run.job.device)
 
-        run.schedule.step(*tokens, losses=losses, return_outputs=False, **ends)
+    loss_sum = summed_loss(run, run.schedule.step, inputs, targets)
 
-    if run.args.data_parallel == "replicate":
+    if run.job.args.data_parallel == "replicate":
         average_gradients(run)
-    # Of the last stage alone, and once for all ranks of tp, which computed the same loss.
-    counts = losses and run.mesh["tp"].get_local_rank() == 0
-    return sum(losses).detach().squeeze() / run.mean_over if counts else 0.0 * run.tokens
+    return loss_sum
 
 
 def clip_gradients(run):
     """Scale gradients to a norm of at most --max-grad-norm; return the norm of the whole model."""
-    weights = list(run.model.parameters())
-    square = sum(local(w.grad).square().sum() / copies_of(w, run.args) for w in weights)
+    args, weights = run.job.args, list(run.model.parameters())
+    square = sum(local(w.grad).square().sum() / copies_of(w, args) for w in weights)
     dist.all_reduce(square)  # over all ranks: what several hold, each counts in part
     norm = square.sqrt()
     for weight in weights:
-        local(weight.grad).mul_((run.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        local(weight.grad).mul_((args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
-def train(run, steps):
-    """Take steps; read losses every --log-every of them, and save when it is due."""
-    args, unread = run.args, []
-    run.timer.start()
-    for run.step in steps:
-        run.optimizer.zero_grad()
-        loss = accumulate_gradient(run, next(run.batches))
-        norm = clip_gradients(run)
-        for group in run.optimizer.param_groups:
-            group["lr"] = cli.lr_at(run.step, args)
-        run.optimizer.step()
-        run.sampler.advance(min(args.global_batch_size, len(run.train_set) - run.sampler.position))
-        unread.append((run.step, loss, norm))
-        last = run.step == args.max_steps
-        save_due = run.report.output and cli.due(run.step, args.save_every, last)
-        if last or save_due or run.step % args.log_every == 0:
-            hybrid_results.read(run, unread)
-            unread.clear()
-            if save_due:
-                hybrid_checkpoint.save(run)
-            run.timer.start()
+def copies_of(weight, args):
+    """Return how many ranks hold the same part of a weight as this one."""
+    sizes = getattr(weight, "device_mesh", None)
+    cuts = () if sizes is None else zip(sizes.shape, weight.placements, strict=True)
+    parts = math.prod(ranks for ranks, placement in cuts if not placement.is_replicate())
+    return args.dp * args.cp * args.tp // parts
 
 
-def build(run, config):
+def train_step(run, step):
+    """Take one step, and leave its results with the job."""
+    run.optimizer.zero_grad()
+    loss_sum = accumulate_gradient(run, step.micro_batches)
+    norm = clip_gradients(run)
+    for group in run.optimizer.param_groups:
+        group["lr"] = step.lr
+    run.optimizer.step()
+    step.record(loss_sum, run.tokens, norm)
+
+
+def train(run):
+    """Take the steps that are left. The job evaluates, saves and stops between them."""
+    steps = run.job.steps(evaluate=evaluate(run))
+    # proofs: a copy deletes these lines
+    from advanced_parts import hybrid_parallelism as part
+
+    steps = part.proven_steps(run, steps, accumulate_gradient)
+    # end of proofs
+    for step in steps:
+        train_step(run, step)
+
+
+def evaluate(run):
+    """Return what measures the test loss: forwards of the stages, as many rows as in a step."""
+    loss_of = functools.partial(summed_loss, run, run.schedule.eval)
+    rows = run.job.args.micro_batch_size * run.job.args.grad_accum_steps
+    return functools.partial(run.job.evaluate, run.model, loss_of, rows)
+
+
+def build(run):
     """Cut the model along every axis before any weight exists; then draw this rank's weights."""
-    args, device = run.args, run.report.device
-    with torch.device("meta"):
-        run.model = models.Transformer(config)
+    args = run.job.args
     if args.tp > 1:
         split_tensors(run.model, run.mesh)
     if args.cp > 1:
         split_sequence(run.model, run.mesh, run.positions, args.seq_len)
-    run.stages, run.schedule = split_layers(run.model, run)
+    split_layers(run)
     if args.data_parallel != "replicate":
-        split_batch(run.stages, run)
+        split_batch(run)
     drop_other_stages(run.model, run.stages)
-    run.model.to_empty(device=device)
-    draw_weights(run.model, config, args.seed)
+    run.model.to_empty(device=run.job.device)
+    models.draw_weights(run.model, run.model.config, args.seed)
     by_mesh = {}  # an optimizer's kernel takes tensors of one mesh at a time
     for weight in run.model.parameters():
         by_mesh.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
@@ -251,11 +286,20 @@ def build(run, config):
     run.optimizer = torch.optim.AdamW(groups, args.lr, (0.9, 0.95), weight_decay=0.1)
 
 
+def drop_other_stages(model, stages):
+    """Leave only this rank's blocks in the model, under the names that they have in the whole."""
+    own = {module for stage in stages for module in stage.modules()} | {model.blocks}
+    for parent in (model, model.blocks):
+        for name, child in parent.named_children():
+            if child not in own:
+                setattr(parent, name, nn.Identity())
+
+
 def parse_args():
     parser = cli.ArgumentParser(__doc__, resumes=True)
     # The others tie the embedding to the output layer, which stand on different stages.
     untied = [name for name, config in models.PRESETS.items() if not config.tied_embeddings]
-    cli.add_job_flags(parser, untied)  # --preset, --micro-batch-size, --lr, ...
+    job.add_flags(parser, untied)  # --preset, --micro-batch-size, --lr, --save-every, ...
     add, positive = parser.add_argument, cli.positive_int
     add("--dp", type=positive, help="ranks of data parallelism (what the other axes leave)")
     add("--tp", type=positive, default=1, help="ranks of tensor parallelism (1)")
@@ -264,54 +308,78 @@ def parse_args():
     add("--data-parallel", choices=("replicate", "grad-op", "full"), default="replicate",
         help="all-reduce gradients, or FSDP over dp and cp (replicate)")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (1f1b)")
-    add("--ranks-per-node", type=positive, help="in table and picture (as started)")
-    add("--max-grad-norm", type=cli.positive_float, default=1.0, help="clip longer gradients (1)")
-    add("--log-every", type=positive, default=10, help="most steps between two looks (10)")
-    add("--save-every", type=cli.whole_number, default=20,
-        help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
-    add("--num-workers", type=cli.whole_number, default=0, help="processes that load data (0)")
-    parity = "gradients to compare with one process (1; 0 for presets other than tiny)"
-    add("--parity-steps", type=cli.whole_number, help=parity)
-    args = parser.parse_args()
-    if args.parity_steps is None:
-        args.parity_steps = int(args.preset == "tiny")
-    return args
+    add("--ranks-per-node", type=positive, help="in the table of axes (as started)")
+    return job.parse(parser)
+
+
+def resolve_axes(args, world, config):
+    """Set --dp to what the other axes leave; check that all of them divide what they cut.
+
+    Raises: UsageError naming the flag, with the numbers.
+    """
+    args.ranks_per_node = args.ranks_per_node or world.local_world_size
+    others = args.tp * args.pp * args.cp
+    args.dp = args.dp or max(1, world.world_size // others)
+    product = args.dp * others
+    if product != world.world_size:
+        axes = f"--dp {args.dp} x --tp {args.tp} x --pp {args.pp} x --cp {args.cp}"
+        raise cli.UsageError(f"{axes} = {product} ranks, but {world.world_size} were started")
+    per_rank = SCHEDULES[args.schedule][1]
+    several = f" ({per_rank} stages per rank)" if per_rank > 1 else ""
+    of_model = f"of --preset {args.preset}"
+    cuts = [  # what --tp cuts besides, heads and embedding, are multiples of the first
+        (f"--tp {args.tp}", args.tp, config.num_kv_heads, f"key and value heads {of_model}"),
+        (f"--tp {args.tp}", args.tp, config.ffn_dim, f"columns of the feed-forward {of_model}"),
+        (f"--tp {args.tp}", args.tp, config.vocab_size, f"words of the vocabulary {of_model}"),
+        (f"--pp {args.pp}{several}", args.pp * per_rank, config.num_layers, f"layers {of_model}"),
+        (f"--cp {args.cp}", args.cp, args.seq_len, "tokens of --seq-len"),
+    ]
+    for axis, parts, whole, what in cuts:
+        if whole % parts:
+            raise cli.UsageError(f"{axis} does not divide the {whole} {what}")
+    if not (args.grad_accum_steps or args.global_batch_size):
+        args.grad_accum_steps = args.pp  # a pipeline of fewer micro-batches has idle stages
+
+
+def refuse(args):
+    """Refuse what PyTorch gets wrong without an error, and what has no stages to fill."""
+    if args.precision == "16-mixed":
+        why = "needs a loss scaler over all stages: use bf16-mixed"
+        raise cli.UsageError(f"--precision 16-mixed {why}")
+    if args.schedule == "zero-bubble" and args.data_parallel == "full":
+        raise cli.UsageError(
+            "--schedule zero-bubble with --data-parallel full: PyTorch loses gradients without an "
+            "error where FSDP frees weights between forward and a backward in two parts: use "
+            "--data-parallel grad-op or replicate, or --schedule 1f1b or interleaved"
+        )
+    steps, schedule = f"--grad-accum-steps {args.grad_accum_steps}", f"--schedule {args.schedule}"
+    if args.schedule != "gpipe" and args.grad_accum_steps < args.pp:
+        few = f"{steps} is less than --pp {args.pp}"
+        raise cli.UsageError(f"{schedule} needs at least as many micro-batches as stages: {few}")
+    if SCHEDULES[args.schedule][1] > 1 and args.grad_accum_steps % args.pp:
+        groups = f"micro-batches in groups of --pp {args.pp}"
+        raise cli.UsageError(f"{schedule} needs {groups}: {steps} is no multiple of it")
 
 
 def set_up(args, report):
     """Return the run: mesh, stages, schedule, optimizer and data, ready for the first step."""
     world, device = report.world, report.device
-    run = SimpleNamespace(args=args, report=report, step=0, losses=[])
     config = models.preset(args.preset, args.seq_len)
-    args.ranks_per_node = args.ranks_per_node or world.local_world_size
-    resolve_axes(args, world.world_size, config, SCHEDULES[args.schedule][1])
-    identity = data.settle_batch_sizes(args, args.dp)
-    hybrid_checks.refuse(args)
+    resolve_axes(args, world, config)
     # The last axis has neighbouring ranks: tp sends most, so it gets the fastest links.
-    run.mesh = init_device_mesh(
-        device.type, (args.pp, args.dp, args.cp, args.tp), mesh_dim_names=("pp", "dp", "cp", "tp")
-    )
-    run.data_mesh = run.mesh["dp", "cp"]._flatten("dp_cp")
-    # FSDP takes the mean over its ranks where a sum is meant, hence the factor.
-    run.mean_over = 1 if args.data_parallel == "replicate" else run.data_mesh.size()
-    cp_rank, part = run.mesh["cp"].get_local_rank(), args.seq_len // args.cp
-    run.own_tokens = slice(cp_rank * part, (cp_rank + 1) * part)  # of each sequence
-    run.positions = torch.arange(args.seq_len, device=device)[run.own_tokens]
-    run.train_set, _, run.checksum = data.job_text(args, args.dp)
-    dp_rank = run.mesh["dp"].get_local_rank()
-    run.sampler = data.ShardedSampler(len(run.train_set), dp_rank, args.dp, args.seed)
+    mesh = init_device_mesh(device.type, (args.pp, args.dp, args.cp, args.tp), mesh_dim_names=AXES)
+    the_job, identity = job.on_text(args, report, mesh["dp"].get_local_rank(), args.dp)
+    refuse(args)
+    the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
     report.start(f"{args.preset}: {config.num_parameters():,} weights", identity)
-    say_layout(report, args)
-    run.probe = StepProbe(device)
-    build(run, config)
-    run.probe.attach(run.model, run.optimizer)
-    run.files = hybrid_checkpoint.file_group()
-    hybrid_checks.check_gradient(run, accumulate_gradient)
-    if args.resume:
-        hybrid_checkpoint.resume(run)
-    run.batches = data.job_batches(run.train_set, run.sampler, args, args.num_workers)
-    run.flops_per_token = measure.flops_per_token(config, args.seq_len)
-    run.timer = measure.StepTimer(device, warmup=max(3, args.log_every))
+    with torch.device("meta"):
+        model, whole = models.Transformer(config), models.Transformer(config).state_dict()
+    positions = torch.arange(args.seq_len, device=device).chunk(args.cp)
+    own = positions[mesh["cp"].get_local_rank()]
+    run = Run(the_job, mesh, mesh["dp", "cp"]._flatten("dp_cp"), model, own)
+    build(run)
+    the_job.store = checkpoint.Sharded(run.model, run.optimizer, whole, args.timeout)
+    the_job.resume()
     return run
 
 
@@ -320,19 +388,11 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/hybrid_parallelism.py", args, world, device)
         run = set_up(args, report)
-        if run.step >= args.max_steps:
+        if run.job.done:
             report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
             return 0
-        if report.failed:  # now, and not after days
-            return report.finish("")
-        run.log = measure.StepLog(report.output if world.is_rank0 else None, run.step + 1)
-
-        steps = report.progress(range(run.step + 1, args.max_steps + 1), "training")
-        train(run, run.probe.watch(steps))
-
-        hybrid_checks.check_replicas(run)
-        hybrid_results.leave(run)
-        return report.finish(f"loss {run.losses[-1]:.4f} after {run.step} steps")
+        train(run)
+        return report.finish(run.job.summary)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@
 source "$(dirname "$0")/../launch.sh"
 
 script=hybrid_parallelism.py
-known="activation_checkpointing communication_overlap expert_parallel gradient_accumulation"
-known+=" gradient_compression hybrid_parallelism local_sgd low_precision pipeline_parallel"
-known+=" ring_attention tensor_parallel tensor_parallel_dtensor ulysses"
 read_mode "local, multi-node or slurm" "$@"
 shift
 if [[ ${1:-} == *.py ]]; then
   script="$1"
   shift
 fi
-[[ " $known " == *" ${script%.py} "* ]] || fail "$script is none of ${known// /.py, }.py"
+# Lessons whose docstring starts them by torchrun: the others are no job of several ranks.
+lessons="$(cd "$here" && grep -lE 'CPU +torchrun' -- *.py | xargs)"
+[[ " $lessons " == *" $script "* ]] || fail "$script is none of ${lessons// /, }"
 read_arguments "$@"
 check_counts
 compose "${script%.py}" "$here/$script"

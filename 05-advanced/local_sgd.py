@@ -17,18 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from advanced_parts import local_sgd as part
 from dist_common import cli, measure, runtime
+from dist_common.lab import traffic
+from dist_common.lab.links import slow_group
 from dist_common.report import Report
-from link_group import slow_group
-from local_checks import (
-    check_bytes,
-    check_lossless,
-    check_rounds,
-    draw_losses,
-    print_losses,
-    print_rounds_to_hide,
-)
-from local_task import Task, time_rounds, warmup_and_decay
 
 GENTLE = 0.5  # outer momentum that needs fewer rounds than the paper's 0.9
 TIMED = 3  # times that all settings end whole rounds, after one that does not count
@@ -43,8 +36,8 @@ def mean_over_ranks(tensors, group):
 
     flat /= dist.get_world_size(group)
     parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+    for tensor, mean in zip(tensors, parts, strict=True):
+        tensor.copy_(mean.view_as(tensor))
 
 
 def average(model, optimizer, moments, group):
@@ -107,7 +100,7 @@ def prepare(setting, model, optimizer, group):
 def train(setting, model, optimizer, batches, steps, group=None):
     """Take `steps` inner steps on this rank's own batches; a round ends every H of them."""
     compute, end_round = prepare(setting, model, optimizer, group)
-    schedule = warmup_and_decay(optimizer, steps)
+    schedule = part.warmup_and_decay(optimizer, steps)
     for step, (tokens, targets) in enumerate(batches, 1):
         F.cross_entropy(compute(tokens).flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
@@ -141,12 +134,12 @@ def run_setting(setting, task, args, group):
         steps //= setting.accumulate
         batches = task.batches(steps, setting)
         if timer:
-            batches = time_rounds(batches, args.whole_rounds // setting.accumulate, timer)
+            batches = part.time_rounds(batches, args.whole_rounds // setting.accumulate, timer)
         train(setting, model, optimizer, batches, steps, group)
         return model
 
     loss = task.held_out_loss(run(args.max_steps))
-    with measure.CollectiveCounter() as counter:
+    with traffic.TrafficCounter() as counter:
         run(args.whole_rounds)
     timer = measure.StepTimer(task.device, warmup=1)
     run((timer.warmup + TIMED) * args.whole_rounds, group, timer)
@@ -182,20 +175,19 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/local_sgd.py", args, world, device)
-        task = Task(args, world, device)
+        task = part.Task(args, world, device)
         group, how = slow_group(args.link, late=True)
         report.start(task.says, how)
 
-        drifts = check_rounds(report, task, train, Setting)
-        check_lossless(report, task, train, Setting)
+        drifts = part.check_rounds(report, task, train, Setting)
+        part.check_lossless(report, task, train, Setting)
 
         settings = settings_of(args)
         results = [run_setting(setting, task, args, group) for setting in settings]
-        check_bytes(report, task, settings, results)
-        print_losses(report, task, settings, results)
-        print_rounds_to_hide(report)
+        part.compare(report, task, settings, results)
+        part.print_rounds_to_hide(report)
         if report.output and world.is_rank0:
-            draw_losses(report.output, report.metrics, settings, drifts)
+            part.draw_drift(report.output / "local_sgd_drift.png", drifts)
         return report.finish("each method equals itself in one process")
 
 

@@ -1,4 +1,4 @@
-"""Low precision: the same training in float32, bfloat16, float16 and float8, under DDP and FSDP2.
+"""Low precision: the same training in float32, bfloat16, float16 and float8, under DDP.
 
     CPU   torchrun --standalone --nproc-per-node=2 05-advanced/low_precision.py
     GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/low_precision.py --precision fp8
@@ -15,24 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from advanced_parts import low_precision as part
 from dist_common import cli, runtime
 from dist_common.report import Report
-from lowp_checks import (
-    Job,
-    check_lost_updates,
-    check_parity,
-    check_rounding_off,
-    check_scaling,
-    check_skips,
-    check_underflow,
-    chosen,
-    draw,
-    loss_of,
-    refuse_fp8,
-    refuse_scale,
-)
-from lowp_formats import check_formats, check_sums
-from lowp_memory import check_fsdp_bytes, check_memory
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "fp8": torch.bfloat16}
@@ -178,7 +163,7 @@ def prepare(model, precision, args, rounds=True):
     return optimizer, torch.amp.GradScaler(device, init_scale=args.loss_scale, enabled=enabled)
 
 
-def train(job, precision, steps, loss_of=loss_of, rounds=True):
+def train(job, precision, steps, loss_of=part.loss_of, rounds=True):
     """Train under DDP; return model, optimizer, this rank's losses, and the steps it skipped."""
     model = job.build()
     optimizer, scaler = prepare(model, precision, job.args, rounds)
@@ -210,28 +195,24 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/low_precision.py", args, world, device)
-        job = Job(args, world, device)
-        refuse_scale(args.loss_scale)
+        job = part.Job(args, world, device)
         if args.precision == "fp8":
-            refuse_fp8(device)
+            part.refuse_fp8(device)
         report.start(f"{job.config.num_parameters():,} weights")
 
-        check_formats(report)
-        check_sums(report)
-        precisions = chosen(args, device, report, HERE)
+        part.check_formats(report)
+        precisions = part.chosen(args, device, report, HERE)
         trained = {name: train(job, name, args.max_steps) for name in precisions}
-        check_memory(report, job, trained, train, AUTOCAST)
-        check_fsdp_bytes(report, job)
+        part.check_memory(report, job, trained, train, AUTOCAST)
         for name in precisions:
             if name != "fp8":  # its rounding is in torchao's kernels
-                check_parity(report, job, name, train)
-                check_rounding_off(report, job, name, train)
-        check_scaling(report, job)
-        check_skips(report, job, train)
-        check_underflow(report, job, trained["32-true"][0])
-        check_lost_updates(report, job, RoundedAdamW)
+                part.check_parity(report, job, name, train, round_stochastically)
+        part.check_scaling(report, job)
+        part.check_skips(report, job, train)
+        part.check_underflow(report, job, trained["32-true"][0])
+        part.check_lost_updates(report, job, RoundedAdamW)
         if report.output and world.is_rank0:
-            draw(report, job, trained)
+            part.draw_ranges(report, job, trained["32-true"][0])
         return report.finish("each precision trains as one process does with the same rounding")
 
 

@@ -14,33 +14,69 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
-from cp_checks import (
-    batch_of,
-    build,
-    check_attention,
-    check_bytes,
-    check_transformer,
-    refuse_uneven,
-    tiny,
-)
-from cp_costs import ring_bytes
-from cp_kernels import attend_block, attend_block_backward
-from cp_ring import check_balance, draw, measure_memory, print_balance
+from advanced_parts import context_job
+from advanced_parts import ring_attention as part
 from dist_common import cli, runtime
 from dist_common.report import Report
 
+aten = torch.ops.aten
+ALIGNMENT = 32  # the CUDA kernel rounds the length of its log-sum-exp up to a multiple
 LAYOUTS = {"contiguous": 1, "zig-zag": 2}  # chunks of the sequence per rank
 
 
-def merge(out, lse, part, part_lse):
+def merge(out, lse, part_out, part_lse):
     """Add attention to one more block, in place. Shapes: out (B, heads, T, d), lse without d."""
     total = torch.logaddexp(lse, part_lse)
 
     out.mul_((lse - total).exp()[..., None])  # the sum below the fraction has grown
-    out.add_((part_lse - total).exp()[..., None] * part)
+    out.add_((part_lse - total).exp()[..., None] * part_out)
 
     lse.copy_(total)
+
+
+def attend_block(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention to one block of keys, and each query's log-sum-exp over this block.
+
+    SDPA computes the log-sum-exp but keeps it to itself; the kernels beneath it return it.
+    Shapes: q (B, heads, Tq, head_dim); k and v (B, kv heads, Tk, head_dim); (B, heads, Tq) float32.
+    """
+    k, v = (share(x, q.shape[1]) for x in (k, v))
+    if q.device.type == "cuda":
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal
+        )
+        return out, lse[..., : q.shape[2]]
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+def attend_block_backward(grad_out, q, out, lse, k, v, causal: bool) -> list[torch.Tensor]:
+    """Return what one block adds to the gradients of q, k and v.
+
+    `out` and `lse` are of the whole sequence: with them the kernel finds the block's share of the
+    whole softmax. Shapes: as in attend_block, gradients as q, k and v.
+    """
+    kv_heads = k.shape[1]
+    k, v = (share(x, q.shape[1]) for x in (k, v))
+    lse = lse.contiguous()
+    if q.device.type == "cuda":
+        lse = F.pad(lse, (0, -lse.shape[2] % ALIGNMENT), value=torch.inf)
+        unused = torch.zeros((), dtype=torch.int64)  # seed and offset of a dropout that is 0
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, None, out, lse, unused, unused, 0.0, [True] * 3 + [False], causal
+        )
+    else:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, lse, 0.0, causal
+        )
+    # A key that several query heads share gets the sum of their gradients.
+    return [dq, *(x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (dk, dv))]
+
+
+def share(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeat key or value heads to `heads`: the CUDA kernel has no grouped-query attention."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 class Block(NamedTuple):
@@ -118,8 +154,8 @@ class RingAttention(torch.autograd.Function):
             for block in ring.blocks(step, q.shape[2]):
                 keys, values = kv[..., block.columns, :]
                 queries = q[:, :, block.rows]
-                part = attend_block(queries, keys, values, block.causal)
-                merge(out[:, :, block.rows], lse[:, :, block.rows], *part)
+                partial_out = attend_block(queries, keys, values, block.causal)
+                merge(out[:, :, block.rows], lse[:, :, block.rows], *partial_out)
                 ring.record.append((step, block.query, block.key))
             kv = kv if last else wait()
         out = out.to(q.dtype)
@@ -165,15 +201,19 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add, positive = parser.add_argument, cli.positive_int
     add("--seq-len", type=positive, default=256, help="tokens per sequence, over all ranks (256)")
-    add(
-        "--batch-size",
-        type=positive,
-        default=2,
-        help="sequences, of which each rank has a part (2)",
-    )
+    parts = "sequences, of which each rank has a part (2)"
+    add("--batch-size", type=positive, default=2, help=parts)
     add("--layout", choices=("both", *LAYOUTS), default="both", help="of tokens on ranks (both)")
     add("--memory-tokens", type=positive, default=256, help="per rank, to measure memory (256)")
     return parser.parse_args()
+
+
+def refuse_uneven(args, layouts, ranks):
+    """Refuse sequences that cannot be cut. Raises: UsageError."""
+    for layout in reversed(layouts):  # zig-zag, which needs more, first
+        chunks, why = LAYOUTS[layout], f"{layout} on {ranks} ranks"
+        context_job.refuse_uneven("--seq-len", args.seq_len, ranks * chunks, why)
+        context_job.refuse_uneven("--memory-tokens", args.memory_tokens, chunks, layout)
 
 
 def main():
@@ -181,34 +221,30 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/ring_attention.py", args, world, device)
         layouts = list(LAYOUTS) if args.layout == "both" else [args.layout]
-        for layout in reversed(layouts):  # zig-zag, which needs more, first
-            parts = world.world_size * LAYOUTS[layout]
-            refuse_uneven("--seq-len", args.seq_len, parts, f"{layout} on {world.world_size} ranks")
-            refuse_uneven("--memory-tokens", args.memory_tokens, LAYOUTS[layout], layout)
-        config = tiny(args.seq_len)
-        model = build(args.seed, config, device)
-        batch = batch_of(args.seq_len, args.batch_size, device)
-        report.start(
-            f"{args.seq_len} tokens per sequence, {args.seq_len // world.world_size} per rank"
-        )
+        refuse_uneven(args, layouts, world.world_size)
+        model = context_job.build(args.seed, args.seq_len, device)
+        config = model.config
+        batch = context_job.batch_of(args.seq_len, args.batch_size, device)
+        tokens = args.seq_len // world.world_size
+        report.start(f"{args.seq_len} tokens per sequence, {tokens} per rank")
 
-        records, rows = {}, []
-        expected = ring_bytes(config, args.batch_size * args.seq_len, world.world_size)
+        records = {}
+        expected = part.ring_bytes(config, args.batch_size * args.seq_len, world.world_size)
         for layout in layouts:
             ring = Ring(layout)
             attend = partial(ring_attention, ring=ring)
             positions = ring.positions(args.seq_len, device)
-            check_attention(report, layout, attend, positions, config, args.batch_size)
+            context_job.check_attention(report, layout, attend, positions, config, args.batch_size)
             records[layout] = runtime.gather(ring.record)
-            counted = check_transformer(report, layout, model, attend, positions, batch)
-            sent = [count.bytes["send"] // config.num_layers for count in counted]
-            check_bytes(report, layout, sent, expected, "hops of k, v, dk, dv")
-            rows.append(check_balance(report, layout, records[layout], args.seq_len))
-        print_balance(report, rows)
+            counted = context_job.check_transformer(report, layout, model, attend, positions, batch)
+            source = "hops of k, v, dk, dv"
+            context_job.check_bytes(report, layout, counted, config.num_layers, expected, source)
+        part.check_balance(report, records, args.seq_len)
 
-        measured = measure_memory(report, partial(Ring, layouts[-1]), ring_attention)
+        ring_of = partial(Ring, layouts[-1])
+        part.measure_memory(report, ring_of, lambda ring: partial(ring_attention, ring=ring))
         if report.output and world.is_rank0:
-            draw(report.output, records, args.seq_len, measured)
+            part.draw(report.output / "ring_attention_blocks.png", records)
         return report.finish("full attention, and no rank held all keys")
 
 

@@ -5,29 +5,24 @@
 
 tiny has two heads of keys and values; for 4 ranks add `--num-kv-heads 4`. Look for: the first
 table's wrong gradients; losses of one process in all steps; sequence parallelism sends as much as
-tensor parallelism and keeps less for backward. --output-dir draws what each rank holds.
+tensor parallelism and keeps less for backward. --output-dir draws how each matrix is cut.
 
 Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation
 Recomputation (2022), section 4.2.
 """
+
+import functools
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import tp_costs
-import tp_job
-import tp_pictures
-import tp_wrong
-from dist_common import cli, proofs, runtime
+from advanced_parts import tensor_job
+from advanced_parts import tensor_parallel as part
+from dist_common import cli, runtime
 from dist_common.models import rotary_tables
 from dist_common.report import Report
-from dist_common.steps import TrafficCounter
-
-# torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def same(x):
@@ -46,7 +41,7 @@ def gather_tokens(x):
     B, T, D = x.shape
     tp = dist.get_world_size()
     parts = x.new_empty(tp * B, T, D)
-    all_gather(parts, x.contiguous())
+    runtime.all_gather_single(parts, x.contiguous())
     return torch.cat(parts.chunk(tp), dim=1)
 
 
@@ -54,7 +49,7 @@ def scatter_tokens(x):
     """Sum over the ranks, each rank its own tokens. Shapes: (B, T, D) in, (B, T/tp, D) out."""
     parts = torch.cat(x.chunk(dist.get_world_size(), dim=1))  # (tp * B, T/tp, D)
     own = torch.empty_like(parts[: len(x)])
-    reduce_scatter(own, parts)
+    runtime.reduce_scatter_single(own, parts)
     return own
 
 
@@ -82,8 +77,8 @@ g_tokens = conjugate(scatter_tokens, gather_tokens)
 def keep_part(layer, dim):
     """Keep this rank's part of a weight (out, in): dim 0 cuts the layer's columns, 1 its rows."""
     whole = layer.weight.detach()
-    part = whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
-    layer.weight = nn.Parameter(part.clone())
+    own = whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    layer.weight = nn.Parameter(own.clone())
     return layer
 
 
@@ -136,8 +131,8 @@ class ParallelTransformer(nn.Module):
         """After backward: with sequence parallelism a rank's norms saw its own tokens only."""
         gradients = [weight.grad for weight in self.parameters() if weight.dim() == 1]
         total = all_reduced(torch.cat(gradients))
-        for gradient, part in zip(gradients, total.split(self.config.dim), strict=True):
-            gradient.copy_(part)
+        for gradient, own in zip(gradients, total.split(self.config.dim), strict=True):
+            gradient.copy_(own)
 
 
 def rows_here(tokens, rows):
@@ -168,7 +163,7 @@ def compute_gradient(model, batch):
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    tp_job.add_flags(parser)
+    tensor_job.add_flags(parser)
     return parser.parse_args()
 
 
@@ -176,31 +171,30 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/tensor_parallel.py", args, world, device)
-        config = tp_job.config_of(args, world.world_size)
-        batches = tp_job.batches_of(args, device)
+        config = tensor_job.config_of(args, world.world_size)
+        batches = tensor_job.batches_of(args, device)
         report.start(f"{config.num_parameters():,} weights, tp = {world.world_size}")
-        tp_wrong.check_ways(report, f)
+        part.check_ways(report, f)
 
-        whole = tp_job.whole_model(args, config, device)
-        blocks = {"one process": tp_costs.run_block(whole.blocks[0], args, config, device)}
-        losses, gradient = tp_job.train_alone(args, whole, batches)
+        whole = tensor_job.whole_model(args, config, device)
+        blocks = {"one process": part.run_block(whole.blocks[0], args, config, device)}
+        alone = tensor_job.train_alone(args, whole, batches)
+        step_of = functools.partial(
+            tensor_job.traffic_of_step, config, args.batch_size * args.seq_len
+        )
         for name, sequence_parallel in (("tensor parallel", False), ("sequence parallel", True)):
-            model = ParallelTransformer(tp_job.whole_model(args, config, device), sequence_parallel)
-            with TrafficCounter() as step:
-                compute_gradient(model, batches[0])
-            tokens = args.batch_size * args.seq_len
-            expected = tp_costs.traffic_of_step(config, tokens, sequence_parallel)
-            tp_costs.check_step(report, name, tp_costs.traffic_of(step), expected)
-            proofs.same_gradient(report, model, gradient, 1e-5, f"{name}: gradient error")
-            own = tp_job.train(model, compute_gradient, batches, args.lr)
-            proofs.same_losses(report, own, losses, 1e-5, f"{name}: largest error of a loss")
-            report.metrics[f"losses, {name}"] = own.tolist()
+            model = ParallelTransformer(
+                tensor_job.whole_model(args, config, device), sequence_parallel
+            )
+            tensor_job.check_model(
+                report, name, model, compute_gradient, batches, alone, step_of(sequence_parallel)
+            )
             parts = world.world_size if sequence_parallel else 1
-            blocks[name] = tp_costs.run_block(model.blocks[0], args, config, device, parts)
-        tp_costs.check_blocks(report, blocks, args, config)
+            blocks[name] = part.run_block(model.blocks[0], args, config, device, parts)
+        part.check_blocks(report, blocks, args, config)
         if report.output and world.is_rank0:
-            tp_pictures.draw_cuts(report.output / "tensor_parallel_cuts.png", blocks)
-            tp_pictures.draw_tensors(report.output / "tensor_parallel_tensors.png", blocks)
+            cuts = report.output / "tensor_parallel_cuts.png"
+            part.draw(cuts, whole.blocks[0], model.blocks[0])
         return report.finish(f"the losses of {args.max_steps} steps are those of one process")
 
 

@@ -26,11 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import tp_costs
-import tp_job
-from dist_common import cli, proofs, runtime
+from advanced_parts import tensor_job
+from dist_common import cli, runtime
 from dist_common.report import Report
-from dist_common.steps import TrafficCounter
 
 WHOLE, TOKENS = Replicate(), Shard(1)  # of (B, T, D): all of it on each rank, T/tp of it
 
@@ -110,7 +108,7 @@ def place_gradients(model):
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    tp_job.add_flags(parser)
+    tensor_job.add_flags(parser)
     return parser.parse_args()
 
 
@@ -118,35 +116,29 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/tensor_parallel_dtensor.py", args, world, device)
-        config = tp_job.config_of(args, world.world_size)
-        batches = tp_job.batches_of(args, device)
+        config = tensor_job.config_of(args, world.world_size)
+        batches = tensor_job.batches_of(args, device)
         report.start(f"{config.num_parameters():,} weights, tp = {world.world_size}")
         mesh = init_device_mesh(device.type, (world.world_size,), mesh_dim_names=("tp",))
-        alone = tp_job.whole_model(args, config, device)
-        losses, gradient = tp_job.train_alone(args, alone, batches)
+        whole = tensor_job.whole_model(args, config, device)
+        alone = tensor_job.train_alone(args, whole, batches)
         tokens = args.batch_size * args.seq_len
-        step_of = functools.partial(tp_costs.traffic_of_step, config, tokens)
+        step_of = functools.partial(tensor_job.traffic_of_step, config, tokens)
         by_hand = {"by hand": step_of(False), "by hand, sequence": step_of(True)}
-        rows = [tp_costs.row(*way, world.world_size) for way in by_hand.items()]
+        rows = [tensor_job.row(*way, world.world_size) for way in by_hand.items()]
         for name, (plan, sequence_parallel, fs) in PLANS.items():
-            model = tp_job.whole_model(args, config, device)
+            model = tensor_job.whole_model(args, config, device)
 
             parallelize_module(model, mesh["tp"], plan())
 
-            with TrafficCounter() as step:
-                compute_gradient(model, batches[0])
-            held = tp_job.on_this_rank(model)
-            proofs.same_gradient(report, held, gradient, 1e-5, f"{name}: gradient error")
-            own = tp_job.train(model, compute_gradient, batches, args.lr)
-            proofs.same_losses(report, own, losses, 1e-5, f"{name}: largest error of a loss")
-            report.metrics[f"losses, {name}"] = own.tolist()
             expected = step_of(sequence_parallel, fs, norms_apart=True)
             if world.world_size == 1:  # DTensor leaves out what a mesh of one does not need
-                expected = tp_costs.traffic_of_loss(tokens)
-            sent = tp_costs.traffic_of(step)
-            tp_costs.check_step(report, name, sent, expected)
-            rows.append(tp_costs.row(f"plan {name}", sent, world.world_size))
-        report.table(rows, ("a step", *tp_costs.HEADERS))
+                expected = tensor_job.loss(tokens)
+            sent = tensor_job.check_model(
+                report, name, model, compute_gradient, batches, alone, expected
+            )
+            rows.append(tensor_job.row(f"plan {name}", sent, world.world_size))
+        report.table(rows, ("a step", *tensor_job.HEADERS))
         return report.finish(f"the losses of {args.max_steps} steps are those of one process")
 
 

@@ -13,24 +13,8 @@ import math
 import torch
 import torch.distributed as dist
 
-from cp_checks import (
-    batch_of,
-    build,
-    check_attention,
-    check_bytes,
-    check_transformer,
-    refuse_uneven,
-    tiny,
-)
-from cp_costs import ulysses_bytes
-from cp_ulysses import (
-    bytes_sent,
-    check_calls,
-    draw_layouts,
-    layouts_of,
-    print_comparison,
-    refuse_heads,
-)
+from advanced_parts import context_job
+from advanced_parts import ulysses as part
 from dist_common import cli, models, runtime
 from dist_common.report import Report
 
@@ -86,6 +70,15 @@ def ulysses_attention(q, k, v, group=None):
     return to_tokens(out, group)
 
 
+def refuse_uneven(args, heads, ranks):
+    """Refuse tokens or heads that the ranks cannot have as many of. Raises: UsageError."""
+    context_job.refuse_uneven("--seq-len", args.seq_len, ranks, f"tokens on {ranks} ranks")
+    if heads % ranks:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        some = f"{heads} heads cannot be dealt to {ranks} ranks alike"
+        raise cli.UsageError(f"{some}: start {fits}, or take ring_attention.py")
+
+
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add, positive = parser.add_argument, cli.positive_int
@@ -99,26 +92,29 @@ def main():
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/ulysses.py", args, world, device)
-        ranks, config = world.world_size, tiny(args.seq_len)
-        refuse_uneven("--seq-len", args.seq_len, ranks, f"tokens on {ranks} ranks")
-        refuse_heads(config.num_heads, ranks)
+        ranks = world.world_size
+        model = context_job.build(args.seed, args.seq_len, device)
+        config = model.config
+        refuse_uneven(args, config.num_heads, ranks)
         report.start(f"{args.seq_len} tokens per sequence, {args.seq_len // ranks} per rank")
 
         positions = torch.arange(args.seq_len, device=device).chunk(ranks)[world.rank]
-        check_attention(report, "ulysses", ulysses_attention, positions, config, args.batch_size)
+        context_job.check_attention(
+            report, "ulysses", ulysses_attention, positions, config, args.batch_size
+        )
 
-        model = build(args.seed, config, device)
-        batch = batch_of(args.seq_len, args.batch_size, device)
-        counted = check_transformer(report, "ulysses", model, ulysses_attention, positions, batch)
-        check_calls(report, counted, config.num_layers)
-        sent = [bytes_sent(count, ranks) // config.num_layers for count in counted]
-        expected = ulysses_bytes(config, args.batch_size * args.seq_len, ranks)
-        check_bytes(report, "ulysses", sent, expected, "q, out, k, v: what is not one's own part")
+        batch = context_job.batch_of(args.seq_len, args.batch_size, device)
+        counted = context_job.check_transformer(
+            report, "ulysses", model, ulysses_attention, positions, batch
+        )
+        for way, counter in zip(("forward", "backward"), counted, strict=True):
+            calls = counter.calls["all_to_all"] / config.num_layers
+            report.check(f"{way}: all-to-alls per layer", calls, 4, 0, "q, k, v and out")
+        expected = part.ulysses_bytes(config, args.batch_size * args.seq_len, ranks)
+        source = "q, out, k, v: what is not one's own part"
+        context_job.check_bytes(report, "ulysses", counted, config.num_layers, expected, source)
 
-        print_comparison(report, args.compare_tokens)
-        layouts = layouts_of(to_heads, config.num_heads, report)
-        if report.output and world.is_rank0:
-            draw_layouts(report.output / "ulysses_layouts.png", *layouts)
+        part.print_comparison(report, args.compare_tokens)
         return report.finish("full attention, and each rank computed its own heads")
 
 

@@ -1,0 +1,350 @@
+"""What activation_checkpointing.py proves: results, bytes, operations; at full size on `meta`."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.flop_counter import FlopCounterMode
+
+from advanced_parts.kept_bytes import LiveBytes, kept_for_backward, storages
+from advanced_parts.layout_memory import (
+    BF16,
+    FP32,
+    activation_bytes,
+    as_on_a_gpu,
+    attention_flops,
+    key_width,
+    layer_matrices,
+    products,
+)
+from dist_common import data, models, runtime
+from dist_common.cli import UsageError
+from dist_common.lab import proofs
+from dist_common.lab.figure import figure
+from dist_common.lab.traffic import TrafficCounter
+from dist_common.measure import GIB
+
+# float32 keeps 1.2e-7 of a number; sums of a few hundred terms, in another order.
+TOLERANCE = 1e-5
+BATCH = 2  # sequences of each rank's micro-batch
+
+
+def small(seq_len: int) -> models.TransformerConfig:
+    """Return the preset `tiny` with as many key heads as query heads.
+
+    A GPU has no fused attention in float32 for shared ones. Raises: UsageError for long sequences.
+    """
+    config = models.PRESETS["tiny"]
+    if seq_len > config.max_seq_len:
+        raise UsageError(f"--train-seq-len must be at most {config.max_seq_len}")
+    return replace(config, num_kv_heads=config.num_heads)
+
+
+def loss_of(model, batch) -> torch.Tensor:
+    """Return the mean loss. Shapes: batch (B, T) twice."""
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+class Reference:
+    """Loss and gradient of a rank's own micro-batch, and of all ranks', without checkpoints."""
+
+    def __init__(self, build, seq_len: int, device) -> None:
+        ranks = dist.get_world_size()
+        text = data.Sequences(data.load_text(max_bytes=1_000_000), seq_len)
+        batches = list(data.batches_of(text, ranks, BATCH, 0, BATCH, device))  # one for each rank
+        self.batch = batches[dist.get_rank()]
+        # The same sums on one device: a GPU may add in another order.
+        self.exact = TOLERANCE if device.type == "cuda" else 0
+        model = build()
+        loss = loss_of(model, self.batch)
+        self.own = loss.item(), proofs.gradient_of_one_process(model, [loss])
+        losses = [loss_of(model, batch) / ranks for batch in batches]
+        mean = sum(loss.item() for loss in losses)
+        self.all = mean, proofs.gradient_of_one_process(model, losses)
+
+
+def shard(model):
+    """Make each block, or segment, a unit of FSDP: its checkpoint is inside the unit."""
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh)
+    return model
+
+
+def check_exact(report, name, build, way, reference: Reference) -> None:
+    """Check loss, gradients and collectives of a way: alone, under DDP, under fully_shard.
+
+    `build()` draws the same model each time; `way(model)` checkpoints it. Recomputation repeats no
+    collective of data parallelism.
+    """
+    model = build()
+    way(model)
+    loss = loss_of(model, reference.batch)
+    loss.backward()
+    (expected, gradient), source = reference.own, "no checkpointing"
+    check, exact = f"{name}, alone: loss against none", reference.exact
+    report.check(check, loss.item(), expected, exact, source)
+    check = f"{name}, alone: gradient against none"
+    proofs.same_gradient(report, model, gradient, exact, check, source)
+
+    (expected, gradient), source = reference.all, "one process, the sequences of all ranks"
+    for wrapper, wrap in (("DDP", DDP), ("FSDP", shard)):
+        model = build()
+        way(model)
+        wrapped = wrap(model)
+        with TrafficCounter() as counter:
+            loss = loss_of(wrapped, reference.batch)
+            loss.backward()
+        mean = sum(runtime.gather(loss.item())) / dist.get_world_size()
+        check = f"{name}, {wrapper}: loss against one process"
+        report.check(check, mean, expected, TOLERANCE * expected, source)
+        grads = (weight.grad for weight in model.parameters())
+        own = proofs.flat(g.full_tensor() if isinstance(g, DTensor) else g for g in grads)
+        error = ((own - gradient).abs().max() / gradient.abs().max()).item()
+        check = f"{name}, {wrapper}: gradient against one process"
+        report.check(check, max(runtime.gather(error)), 0, TOLERANCE, source)
+        if wrapper == "DDP":
+            check = f"{name}, DDP: bytes all-reduced"
+            proofs.one_gradient_sent(report, model, counter, name=check)
+        elif dist.get_world_size() > 1:  # on one rank PyTorch has nothing to gather
+            check, units = f"{name}, FSDP: all-gathers, no more than without", len(model.blocks)
+            gathers, each = counter.calls["all_gather"], "each unit in forward and in backward"
+            report.check(check, gathers, 2 * units + 1, 0, f"{each}, the root once")
+            report.metrics[f"{name}, FSDP all-gathers"] = gathers
+
+
+def check_dropout(report, build, add_dropout, checkpoint_each, reference: Reference) -> None:
+    """Check that a recomputed dropout draws the same numbers again, and show what happens if not.
+
+    `add_dropout(model)` gives the blocks dropout, `checkpoint_each(blocks, **options)` recomputes.
+    """
+
+    def gradient(recompute) -> torch.Tensor:
+        model = build()
+        add_dropout(model)
+        recompute(model.blocks)
+        torch.manual_seed(report.args.seed + dist.get_rank())  # each rank drops other numbers
+        return proofs.gradient_of_one_process(model, [loss_of(model, reference.batch)])
+
+    expected = gradient(lambda blocks: None)
+    recomputed = checkpoint_each, partial(checkpoint_each, preserve_rng_state=False)
+    errors = ((gradient(way) - expected).abs().max() / expected.abs().max() for way in recomputed)
+    right, wrong = (error.item() for error in errors)
+    source = "the same seed, no checkpointing"
+    report.check("full: gradient with dropout", right, 0, reference.exact, source)
+    report.metrics["dropout error without RNG state"] = wrong
+    report.say(f"dropout with preserve_rng_state=False: no error, and a gradient {wrong:.0%} off")
+
+
+# what each way keeps and computes
+
+
+def step_flops(config, seq_len: int, name: str, segment: int) -> float:
+    """Return a step's operations per block and token: 3 forwards', and those that backward repeats.
+
+    Forward has 2 per weight, and attention's. PyTorch ends a recomputation when backward has all it
+    needs: before a checkpoint's last product.
+    """
+    whole = 2 * layer_matrices(config) + attention_flops(config, seq_len)
+    last = 2 * products(config)[-1]
+    repeated = {
+        "2nd product": 2 * sum(products(config)[1::2]),
+        "2nd block": (whole - last) / 2,
+        "segments": whole - last / segment,
+        "full": whole - last,
+    }
+    return 3 * whole + repeated.get(name, 0)
+
+
+def kept_bytes(config, name: str, number: int, block: float, segment: int) -> float:
+    """Return the bytes kept per block and token; `number` bytes each, `block` without checkpoint.
+
+    Selective: the block's input (D), what its products return (3 D + 2 kv + 2 F), attention's
+    output (D), and for each head a float32.
+    """
+    D, F_, kv_dim = config.dim, config.ffn_dim, key_width(config)
+    heads = FP32 * config.num_heads
+    return {
+        "none": block,
+        "selective": number * (5 * D + 2 * kv_dim + 2 * F_) + heads,
+        "2nd product": number * (4 * D + kv_dim + F_) + heads,
+        "2nd block": (block + number * D) / 2,
+        "segments": number * D / segment,
+        "full": number * D,
+    }[name]
+
+
+def _attention(query, key, *args, **kwargs) -> int:
+    return 4 * math.prod(query) * key[2]  # all queries times all keys, and all scores times v
+
+
+# PyTorch counts nothing for the CPU's kernel, and the scores that a GPU's computes twice.
+KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+BACKWARD = ("_backward", lambda grad, *args, **kwargs: 2 * _attention(*args))
+COUNTED = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{way}"): count
+    for kernel in KERNELS
+    for way, count in (("", _attention), BACKWARD)
+}
+
+
+def inputs_of_blocks(config, tokens: tuple[int, int], dtype, device):
+    """Return what blocks are called on. Shapes: tokens (B, T), x (B, T, D), tables (T, D / 2H)."""
+    x = torch.randn(*tokens, config.dim, dtype=dtype, device=device, requires_grad=True)
+    places = torch.arange(tokens[1], device=device)
+    return x, models.rotary_tables(places, config.dim // config.num_heads, config.rope_theta)
+
+
+def measure(blocks, x, tables, live: LiveBytes) -> tuple[int, int, int, int]:
+    """Return bytes kept and at the peak, operations of forward, and of forward and backward.
+
+    Weights and their gradients do not count.
+    """
+    counter, found = FlopCounterMode(display=False, custom_mapping=COUNTED), []
+    for tensor in (x, *blocks.parameters()):
+        tensor.grad = torch.zeros_like(tensor)  # there already: backward adds to it
+    for mode, count in ((live, lambda: live.alive), (counter, counter.get_total_flops)):
+        with mode:
+            out = x
+            for block in blocks:
+                out = block(out, *tables)
+            found.append(count())
+            loss = out.sum()
+            del out
+            loss.backward()
+        found.append(count())
+    kept, _, forward, step = found
+    return kept, live.peak, forward, step
+
+
+def check_steps(report, build, seq_len: int, ways: dict, segment: int) -> None:
+    """Check memory and operations of each way on real blocks, and print them."""
+    config, tokens = build().config, BATCH * seq_len
+    L, KIB = config.num_layers, 2**10
+    x, tables = inputs_of_blocks(config, (BATCH, seq_len), torch.float32, report.device)
+    first = build().blocks[:1]
+    with kept_for_backward(first) as kept:
+        first[0](x, *tables)
+    # By saved-tensor hooks; `measure` looks at what is alive.
+    block = sum(size for at, size in kept.items() if at not in storages(tables))
+    _, peak, *_ = measure(build().blocks[:1], x, tables, LiveBytes())
+    peaks = {
+        "none": L * block,
+        "2nd block": L * (block + x.nbytes) / 2,
+        "segments": L * x.nbytes / segment + segment * block - x.nbytes,
+        "full": L * x.nbytes + block - x.nbytes,
+    }  # and the gradients inside one block
+    rows = []
+    for name, way in ways.items():
+        model = build()
+        way(model)
+        kept, peak_of_way, forward, step = measure(model.blocks, x, tables, LiveBytes())
+        expected = L * tokens * kept_bytes(config, name, FP32, block / tokens, segment)
+        # A GPU's kernels pad, and keep the state of their random numbers.
+        source = "kept_bytes; of a block without checkpoint: saved-tensor hooks"
+        report.check(f"{name}: bytes kept", kept, int(expected), 0.01 * expected, source)
+        if name in peaks:
+            expected = peaks[name] + peak - block
+            source = "what is kept, and one checkpoint's tensors again"
+            check = f"{name}: bytes at the peak"
+            report.check(check, peak_of_way, int(expected), 0.01 * expected, source)
+        expected = L * tokens * step_flops(config, seq_len, name, segment)
+        source = "2 per weight and token forward, 4 backward"
+        report.check(f"{name}: operations", step, int(expected), 0, source)
+        sizes = (f"{size / KIB:,.0f} KiB" for size in (kept, peak_of_way))
+        rows.append((name, *sizes, f"{step / forward:.2f}"))
+    report.table(rows, ("blocks of tiny", "kept", "peak", "operations"))
+
+
+# at full size
+
+
+def flash_attention(q, k, v):
+    """Call a GPU's kernel by name: on `meta` it has shapes, and `scaled_dot_product` no choice."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
+def on_meta(config, tokens: tuple[int, int], layers: int, way):
+    """Return some blocks in bfloat16, checkpointed, and inputs: nothing of it has memory."""
+    with torch.device("meta"):
+        model = models.Transformer(replace(config, num_layers=layers)).to(torch.bfloat16)
+    for block in model.blocks:
+        as_on_a_gpu(block, flash_attention)
+    way(model)
+    return model.blocks, *inputs_of_blocks(config, tokens, torch.bfloat16, "meta")
+
+
+def check_scale(report, config, tokens, name, way, segment) -> dict:
+    """Measure 2 and 4 blocks, check both, and return what all the preset's blocks need."""
+    count = math.prod(tokens)
+    # Attention's heads are also copied side by side.
+    block = activation_bytes(config) + BF16 * config.dim
+    expected = count * kept_bytes(config, name, BF16, block, segment)
+    two, four = (measure(*on_meta(config, tokens, blocks, way), LiveBytes()) for blocks in (2, 4))
+    for blocks, kept in ((2, two[0]), (4, four[0])):
+        # 64: the state of a kernel's random numbers.
+        check = f"{name}, {blocks} blocks: bytes kept, full size"
+        report.check(check, kept, int(blocks * expected), 64 * blocks, "kept_bytes")
+    kept, peak, forward, step = two
+    check = f"{name}: bytes that 2 more blocks add to the peak"
+    source = "what they keep: all blocks are alike"
+    report.check(check, four[1] - peak, int(2 * expected), 64 * 2, source)
+    expected = 2 * count * step_flops(config, tokens[1], name, segment)
+    report.check(f"{name}: operations, full size", step, int(expected), 0, "step_flops")
+    return {
+        "way": name,
+        "kept_gib": config.num_layers * kept / 2 / GIB,
+        "peak_gib": (peak + (config.num_layers - 2) * kept / 2) / GIB,
+        "extra": step / (3 * forward) - 1,
+    }
+
+
+def at_scale(report, config, tokens: tuple[int, int], ways: dict, segment: int) -> None:
+    """Check a preset's blocks in each way; print all, and the one that fits in --activation-gib.
+
+    That is the way with the fewest extra operations, of equal ones the first.
+    """
+    room = report.args.activation_gib
+    rows = [check_scale(report, config, tokens, name, way, segment) for name, way in ways.items()]
+    lines = []
+    for row in rows:
+        saved = rows[0]["peak_gib"] - row["peak_gib"]
+        sizes = (f"{size:.1f}" for size in (row["kept_gib"], row["peak_gib"], saved))
+        rate = f"{saved / row['extra'] / 100:.1f}" if row["extra"] else "-"
+        lines.append((row["way"], *sizes, f"{row['extra']:.1%}", rate))
+    size = f"{config.num_layers} blocks, {tokens[0]} x {tokens[1]:,} tokens"
+    report.say(f"{report.args.preset}: {size}, bfloat16, in GiB:")
+    headers = ("way", "kept", "peak", "saved", "extra operations", "saved per 1%")
+    report.table(lines, headers)
+    fit = [row for row in rows if row["peak_gib"] <= room]
+    chosen = min(fit, key=lambda row: row["extra"], default=None)
+    report.metrics |= {"at scale": rows, "chosen": chosen and chosen["way"]}
+    if chosen:
+        size = f"{chosen['peak_gib']:.1f} GiB, {chosen['extra']:.1%} more operations"
+        report.say(f"fewest extra operations that fit in {room:g} GiB: {chosen['way']}, {size}")
+    else:
+        cure = "a smaller --micro-batch-size, or split sequences (cp) or matrices (tp)"
+        report.say(f"nothing fits in {room:g} GiB: {cure}")
+
+
+def draw_step(path, name: str, config, tokens: tuple[int, int], ways: dict) -> None:
+    """Draw the bytes that are alive during forward and backward of 8 blocks, by way."""
+    shown = ("none", "selective", "full", "segments")
+    with figure(path, 1, len(shown), figsize=(10, 3.2), sharey=True) as axes:
+        for ax, way in zip(axes, shown, strict=True):
+            live = LiveBytes()
+            measure(*on_meta(config, tokens, 8, ways[way]), live)
+            gib = [size / GIB for size in live.history]
+            ax.fill_between(range(len(gib)), gib, step="post", color="C0", lw=0)
+            ax.set_title(f"{way}: peak {live.peak / GIB:.1f} GiB", fontsize=10)
+            ax.set_xlabel("operations, in order")
+        axes[0].set_ylabel("GiB alive")
+        axes[0].figure.suptitle(f"Forward and backward of 8 blocks of {name}")

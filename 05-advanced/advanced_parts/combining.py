@@ -1,0 +1,350 @@
+"""What holds the predictions of combining.py: counts on a real layer, and published runs.
+
+Also which layouts a job can have, and what the module's cheaper steps would change in one. The
+counted layer is dist_common's own, at full size on the device `meta`: shapes, no memory. The
+published numbers and their sources are in combining_published.json.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from advanced_parts import layout_memory as memory
+from advanced_parts import layout_traffic as traffic
+from advanced_parts.kept_bytes import kept_for_backward
+from advanced_parts.layout_memory import RECOMPUTE, SHARDINGS, Cluster, Job, Layout
+from advanced_parts.layout_traffic import Prediction, predict
+from dist_common.measure import GIB
+from dist_common.models import Block, Transformer, TransformerConfig, rotary_tables
+from dist_common.report import Report
+
+# which layouts a job can have
+
+
+def refusal(job: Job, layout: Layout, gpus: int) -> str | None:
+    """Say in one line why a layout cannot be, None where it can."""
+    config, tp, cp, pp = job.config, layout.tp, layout.cp, layout.pp
+    chunks = pp * job.virtual_stages
+    replica = layout.dp * job.micro_batch_size
+    if layout.gpus != gpus:
+        return f"{layout} is {layout.gpus} GPUs, but --gpus is {gpus}: make them equal"
+    for count, name in ((config.num_heads, "heads"), (config.num_kv_heads, "key-value heads")):
+        if count % tp:
+            return f"--tp {tp} must divide the model's {count} {name}"
+    if config.num_layers % chunks and (pp < 2 or (config.num_layers + 2) % chunks):
+        stages = f"--pp {pp}" + f" x --virtual-stages {job.virtual_stages}" * (chunks != pp)
+        least = f"{stages} must divide the model's {config.num_layers} layers"
+        return f"{least}, or {config.num_layers + 2} where first and last stage have one less"
+    if min(memory.layers_of_stages(config.num_layers, pp)) < 1:
+        return f"--pp {pp} leaves a stage without a layer: the model has {config.num_layers}"
+    if job.seq_len % (2 * cp if cp > 1 else 1) or job.seq_len // cp % tp:
+        parts = f"--cp {cp}" + f" (zig-zag: {2 * cp} chunks)" * (cp > 1) + f" and --tp {tp}"
+        return f"--seq-len {job.seq_len} must be divisible by {parts}"
+    if job.global_batch_size % replica:
+        parts = f"--dp {layout.dp} x --micro-batch-size {job.micro_batch_size} = {replica}"
+        return f"--global-batch-size {job.global_batch_size} must be divisible by {parts}"
+    if job.schedule == "interleaved" and job.micro_batches(layout) < pp:
+        few = f"--schedule interleaved needs at least --pp {pp} micro-batches"
+        return f"{few}, this layout has {job.micro_batches(layout)}: use 1f1b"
+    return None
+
+
+def layouts_of(job: Job, gpus: int, shardings=SHARDINGS, recompute=RECOMPUTE) -> Iterator[Layout]:
+    """Yield each layout whose axes multiply to `gpus` and divide what they split."""
+    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    for tp, cp, pp in product(divisors, repeat=3):
+        dp, rest = divmod(gpus, tp * cp * pp)
+        if rest or refusal(job, Layout(tp, cp, dp, pp), gpus):
+            continue
+        # One replica has nobody to share with: one entry, not three.
+        for sharding, again in product(shardings if dp * cp > 1 else ("none",), recompute):
+            yield Layout(tp, cp, dp, pp, sharding, again)
+
+
+# counts
+
+SEQ_LEN = 64  # tokens that are counted; everything but attention's scores grows with them
+
+
+class Flash(torch.autograd.Function):
+    """What flash attention keeps for backward: its inputs, its output, a number per row."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        B, H, T, head_dim = q.shape
+        # The kernel writes (B, T, H, head_dim): the reshape after it copies nothing.
+        out = q.new_empty(B, T, H, head_dim).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(B, H, T, dtype=torch.float32))
+        return out
+
+
+def counted_bytes(config: TransformerConfig) -> tuple[int, int]:
+    """Run one bfloat16 layer with a GPU's fused kernels; return two counts of bytes per token.
+
+    What autograd keeps of its forward, without weights. What tp gathers and scatters in it: the
+    inputs of the column-parallel matrices, once for those that share one, and the outputs of the
+    row-parallel ones (Korthikanti, 2022, figure 5).
+    """
+    head_dim = config.dim // config.num_heads
+    with torch.device("meta"):
+        block = Block(config).to(torch.bfloat16)
+        x = torch.empty(1, SEQ_LEN, config.dim, dtype=torch.bfloat16, requires_grad=True)
+        tables = rotary_tables(torch.empty(SEQ_LEN), head_dim, config.rope_theta)
+    memory.as_on_a_gpu(block, Flash.apply)
+    attention, gathered, scattered = block.attention, {}, []
+    for column in (attention.wq, attention.wk, attention.wv, block.gate, block.up):
+        column.register_forward_hook(lambda _, i, o: gathered.update({id(i[0]): i[0]}))
+    for row in (attention.wo, block.down):
+        row.register_forward_hook(lambda _, i, o: scattered.append(o))
+    with kept_for_backward(block) as kept:
+        block(x, *tables)
+    own = sum(table.nbytes for table in tables)
+    handed_over = sum(tensor.nbytes for tensor in (*gathered.values(), *scattered))
+    return (sum(kept.values()) - own) // SEQ_LEN, handed_over // SEQ_LEN
+
+
+def counted_flops(config: TransformerConfig) -> int:
+    """Return the operations of forward and backward of SEQ_LEN tokens through one layer and head.
+
+    Scores are counted whole: the counted attention skips none.
+    """
+    with torch.device("meta"):
+        model = Transformer(replace(config, num_layers=1, max_seq_len=SEQ_LEN))
+        with FlopCounterMode(display=False) as counter:
+            tokens = torch.empty(1, SEQ_LEN, dtype=torch.int64)
+            model(tokens).sum().backward()
+    return counter.get_total_flops()
+
+
+def weights_on_meta(config: TransformerConfig) -> list[torch.Tensor]:
+    """Return the whole model's weights, shapes alone."""
+    with torch.device("meta"):
+        return list(Transformer(config).parameters())
+
+
+def check_layout(report: Report, job: Job, gpus: int, prediction: Prediction) -> None:
+    """Check a prediction's formulas against counts on the model's own tensors."""
+    layout, config, check = prediction.layout, job.config, report.check
+    places = {tuple(traffic.place(rank, layout, job.order).values()) for rank in range(gpus)}
+    check("ranks with a place of their own", len(places), gpus, 0, "--gpus")
+
+    whole, stages = replace(layout, tp=1), range(layout.pp)
+    weights = sum(memory.weights_of_stage(config, whole, stage) for stage in stages)
+    counted = sum(weight.numel() for weight in weights_on_meta(config))
+    counted += config.vocab_size * config.dim * (config.tied_embeddings and layout.pp > 1)
+    check("weights of all stages", int(weights), counted, 0, "the model on meta")
+
+    short = replace(job, seq_len=SEQ_LEN, micro_batch_size=1, causal_share=1.0)
+    flops = int(3 * sum(memory.forward_flops(short, Layout()).values()))
+    check("operations, one layer and head", flops, counted_flops(config), 0, "FlopCounterMode")
+    kept, handed_over = counted_bytes(config)
+    formula = memory.activation_bytes(config)
+    check("bytes kept per token and layer", formula, kept, 0, "saved tensors")
+
+    tp, _, _, pp = prediction.traffic
+    tokens, t = job.tokens(layout), layout.tp
+    # Forward hands over as much as backward, which gathers the two inputs again.
+    passes = 2.5 + (layout.recompute == "full")
+    sent = passes * (t - 1) / t * handed_over * tokens
+    check("bytes tp sends per layer", int(tp.layer_bytes), int(sent), 1, "hooks on a layer")
+    shape = job.micro_batch_size, job.seq_len // layout.cp, config.dim // t
+    sent = 2 * torch.empty(shape, dtype=torch.bfloat16, device="meta").nbytes * (pp.size > 1)
+    check("bytes pp sends per boundary", int(pp.layer_bytes), sent, 1, "a slice on meta")
+
+
+# the module's cheaper steps
+
+# Tokens/s of MPT-3B with FP8 over BF16, 8 H100, 2,048 tokens: 30,587 / 24,143. With 512 tokens it
+# is 1.31, with 8,192 1.15, with 32,768 1.00. Source: llm-foundry, scripts/train/benchmarking.
+FP8_SPEEDUP = 30_587 / 24_143
+POWERSGD_RANK = 4
+TOPK_SHARE = 0.01
+TOPK_ENTRY = 8  # bytes: a float32 value and an int32 index
+LOCAL_STEPS = 50
+
+
+class Change(NamedTuple):
+    """One change to a layout, and what becomes of its step. Units: bytes and seconds per step."""
+
+    name: str
+    sent: float  # by the dp axis, from each GPU
+    takes: float
+    exposed: float
+    memory: float  # bytes on the fullest GPU
+    step: float
+    price: str
+
+
+def powersgd_numbers(config: TransformerConfig, rank: int) -> int:
+    """Return the numbers that PowerSGD all-reduces in place of all gradients.
+
+    A matrix (n, m) becomes P (n, r) and Q (m, r); vectors are sent whole. Source: Vogels et al.
+    (2019), algorithm 1.
+    """
+    matrices = (w.shape if w.dim() == 2 else (w.numel(), 0) for w in weights_on_meta(config))
+    return sum(min(rank, n, m) * (n + m) if m else n for n, m in matrices)
+
+
+def changes(job: Job, cluster: Cluster, layout: Layout) -> list[Change]:
+    """Return the layout as it is, and after each change that it allows."""
+    base = predict(job, cluster, layout)
+    dp, kept, m = base.traffic[2], sum(base.memory.values()), job.micro_batches(layout)
+    rows = []
+
+    def add(name: str, price: str, p: Prediction) -> None:
+        own = p.traffic[2]
+        sizes = own.step_bytes, own.seconds, own.exposed_s, sum(p.memory.values())
+        rows.append(Change(name, *sizes, p.step_s, price))
+
+    def sending(name: str, sent: float, hidden: float, more: float, price: str) -> None:
+        """Add what sends so much, `hidden` seconds of it beside backward, with more memory."""
+        takes = sent / dp.rate_gb_s / 1e9
+        exposed = max(0.0, takes - hidden)
+        step = base.step_s - dp.exposed_s + exposed
+        rows.append(Change(name, sent, takes, exposed, kept + more, step, price))
+
+    add("as above", "", base)
+    for kind in RECOMPUTE:
+        if kind != layout.recompute:
+            other = predict(job, cluster, replace(layout, recompute=kind))
+            share = other.executed_flops / base.executed_flops - 1
+            add(f"recompute {kind}", f"{share:+.0%} operations", other)
+    for size in (job.micro_batch_size // 2, job.micro_batch_size * 2):
+        if size and job.global_batch_size % (size * layout.dp) == 0:
+            other = replace(job, micro_batch_size=size)
+            name = f"{other.micro_batches(layout)} micro-batches of {size}"
+            add(name, "none", predict(other, cluster, layout))
+    faster = replace(cluster, gpu_tflops=cluster.gpu_tflops * FP8_SPEEDUP)
+    add("fp8 matmuls", "rounding", predict(job, faster, layout))
+    if layout.replicas == 1:
+        return rows
+    sending("without overlap", dp.step_bytes, 0, 0, "none")  # what buckets and prefetch save
+    halved = replace(job, reduce_bytes=memory.BF16)
+    add("bf16 gradients", "rounding", predict(halved, cluster, layout))
+    if layout.gpus > layout.replicas or layout.sharding != "none":
+        return rows
+    # Only replicas that hold all weights can do the rest. Backward waits in the hooks of PowerSGD
+    # and top-k, which hide nothing. Their computing is left out: their steps are lower bounds.
+    weights = memory.weights_of_stage(job.config, layout, 0)
+    copy = memory.FP32 * weights  # what error feedback did not send yet, or a set of weights
+    low_rank = dp.step_bytes * powersgd_numbers(job.config, POWERSGD_RANK) / weights
+    # An all-gather of what each rank chose: it grows with the ranks.
+    chosen = (layout.replicas - 1) * TOPK_SHARE * weights * TOPK_ENTRY
+    if m > 1:
+        sending("without no_sync", dp.step_bytes * m, dp.behind_s * m, 0, "none")
+    sending(f"PowerSGD, rank {POWERSGD_RANK}", low_rank, 0, copy, "loss, two passes")
+    sending(f"top {TOPK_SHARE:.0%}", chosen, 0, copy, "loss")
+    sending(f"DiLoCo, {LOCAL_STEPS} steps", dp.step_bytes / LOCAL_STEPS, 0, 2 * copy, "loss")
+    return rows
+
+
+def list_changes(report: Report, job: Job, cluster: Cluster, layout: Layout) -> None:
+    """Print the changes, and check what PowerSGD sends of a layer by formula."""
+    found, rows, config = changes(job, cluster, layout), [], job.config
+    limit = predict(job, cluster, layout).memory_limit
+    for each in found:
+        sizes = f"{each.sent / 1e9:.2f} GB", f"{each.takes:.3f} s", f"{each.exposed:.3f} s"
+        over = "too much: " * (each.memory > limit)
+        whole = f"{over}{each.memory / GIB:.1f} GiB", f"{each.step:.3f} s"
+        rows.append((each.name, *sizes, *whole, each.price))
+    headers = ("change", "dp sends", "takes", "exposed", "memory", "step", "price")
+    report.table(rows, headers)
+    one = replace(config, num_layers=config.num_layers + 1)
+    layer = powersgd_numbers(one, POWERSGD_RANK) - powersgd_numbers(config, POWERSGD_RANK)
+    D, kv_dim, F = config.dim, memory.key_width(config), config.ffn_dim
+    sent = POWERSGD_RANK * (4 * D + 2 * (kv_dim + D) + 3 * (F + D)) + 2 * D
+    report.check("numbers PowerSGD sends per layer", layer, sent, 0, "widths of its matrices")
+    report.metrics["step_time_s_by_change"] = {each.name: each.step for each in found}
+
+
+# published runs
+
+# Matmuls at 0.6 of the data sheet's peak: between the 0.80 (H100) and 0.86 (A100) that one large
+# matmul reaches (ml-engineering) and the 0.43 and 0.52 of the best whole runs below.
+OF_PEAK = 0.6
+H100 = Cluster(8, round(OF_PEAK * 989.4), 350, 45, 20, 80)  # sources: combining.py --help
+# NVLink: all-reduce of 1 GiB on 8 A100s (vTrain, MICRO 2024). Network: 0.9 of 200 Gb/s (Selene).
+A100 = Cluster(8, round(OF_PEAK * 312), 229, 22.5, 20, 80)
+# One rate for all sizes: matrices of width 20,480 run faster than 0.6, those of width 2,304 slower;
+# what the formulas leave out makes a prediction high. Operations counted twice leave the band;
+# smaller terms are held by pairs of runs and by check_layout.
+LOWEST, HIGHEST = 0.85, 1.4  # predicted over published
+
+
+def gpt(layers: int, dim: int, heads: int, vocab_size: int = 51_200) -> TransformerConfig:
+    """Return GPT's shape: its two matrices of 4 D hold what SwiGLU's three of 8/3 D do."""
+    sizes = dim, layers, heads, heads, round(8 / 3 * dim), 2048
+    return TransformerConfig(vocab_size, *sizes, tied_embeddings=True)
+
+
+def compare(report: Report) -> list[tuple[str, Layout, float, float]]:
+    """Check all published runs against their predictions.
+
+    Return name, layout, and TFLOP/s per GPU, published and predicted, of each.
+    """
+    published = json.loads(Path(__file__).with_name("combining_published.json").read_text())
+    middle, half = (LOWEST + HIGHEST) / 2, (HIGHEST - LOWEST) / 2
+    rows = []
+    for run in published["runs"]:
+        config = gpt(*run["gpt"]) if "gpt" in run else memory.LLAMA3_405B
+        layout, v = Layout(*run["layout"]), run["virtual_stages"]
+        schedule = "interleaved" if v > 1 else "1f1b"
+        share = 1.0 if "gpt" in run else 0.5  # of the scores: Llama 3 was trained with flash
+        sizes = run["seq_len"], *run["batch"]
+        job = Job(config, *sizes, schedule, v, causal_share=share)
+        prediction = predict(job, A100 if "gpt" in run else H100, layout)
+        flops = prediction.model_flops
+        name, paper = run["name"], f"published, {run['name']}"
+        if run["counts_recompute"]:
+            flops = prediction.executed_flops
+            claim, source = f"{name}: operations over closed form", "Narayanan, 2021, equation 3"
+            report.check(claim, flops / closed_form(job, layout), 1, 1e-3, source)
+        predicted = flops / prediction.step_s / 1e12
+        # Where a step's time was published, it gets the same operations.
+        measured = run.get("tflops") or flops / run["step_s"] / 1e12
+        weights, rounding = config.num_parameters() / 1e9, 0.05 + 0.003 * run["billions"]
+        report.check(f"{name}: weights, 1e9", weights, run["billions"], rounding, paper)
+        ratio = predicted / measured
+        report.check(f"{name}: predicted over published", ratio, middle, half, paper)
+        rows.append((name, layout, measured, predicted))
+    check_ratios(report, rows)
+    check_memory(report, published["states"])
+    return rows
+
+
+def closed_form(job: Job, layout: Layout) -> float:
+    """Return Narayanan's operations per GPU: 96 B s l h^2 (1 + s / 6h + V / 16 l h) over GPUs."""
+    l, h, s = job.config.num_layers, job.config.dim, job.seq_len  # noqa: E741
+    form = 1 + s / (6 * h) + job.config.vocab_size / (16 * l * h)
+    return form * 96 * job.global_batch_size * s * l * h**2 / layout.gpus
+
+
+def check_ratios(report: Report, rows) -> None:
+    """Two runs that differ in one thing: rates cancel, so the band is narrow."""
+
+    def check(name: str, one: int, other: int, tolerance: float, source: str) -> None:
+        measured, predicted = (rows[one][side] / rows[other][side] for side in (2, 3))
+        report.check(name, predicted, measured, tolerance, source)
+
+    # Without a bubble the prediction would be 1.01.
+    check("Llama 3: 32 over 16 micro-batches", 0, 1, 0.03, "bubble, table 4")
+    for one, name in ((10, "175B"), (12, "530B")):
+        source = "recomputation, Korthikanti, table 5"
+        check(f"{name}: recompute none over full", one, one - 1, 0.1, source)
+
+
+def check_memory(report: Report, states: list[dict]) -> None:
+    """Korthikanti's figure 1 has 18 bytes per weight, without embeddings."""
+    for run in states:
+        config, pp = gpt(*run["gpt"], vocab_size=0), run["pp"]
+        job, layout = Job(config, 2048, run["batch"], 1), Layout(8, 1, 1, pp, "none")
+        parts = memory.memory_of_stage(job, layout, 0)
+        gib = sum(parts[name] for name in ("weights", "gradients", "optimizer")) / GIB
+        name = f"Korthikanti, {config.num_layers} layers: GiB of weights, gradients, optimizer"
+        report.check(name, gib, run["gib"], 0.005 * run["gib"], "Korthikanti, 2022, figure 1")

@@ -1,0 +1,133 @@
+"""What both lessons of context parallelism train and check: against full attention, one process.
+
+A rank reads a part of every sequence: the tokens at `positions`, (T/N,) of T.
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from dist_common import data, models, runtime
+from dist_common.cli import UsageError
+from dist_common.lab import proofs
+from dist_common.lab.traffic import TrafficCounter
+
+# float32 keeps 1.2e-7 of a number; sums of a few hundred terms, in another order.
+TOLERANCE = 1e-5
+
+# a step of training
+
+
+def set_attention(model, attend) -> None:
+    """Put another function in the place of causal_attention, in all blocks."""
+    for block in model.blocks:
+        block.attention.attend = attend
+
+
+def sharded_loss(model, batch, positions) -> torch.Tensor:
+    """Return this rank's share of the mean loss: over all ranks the shares add up to it.
+
+    Shapes: batch (tokens, targets), (B, T) each.
+    """
+    tokens, targets = (x[:, positions] for x in batch)
+    logits = model(tokens, positions)  # the rotation of q and k needs the true places
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total / batch[1].numel()  # of all ranks' tokens, not of this rank's
+
+
+def sum_gradients(model) -> None:
+    """Sum the weights' gradients: each rank's come from its own tokens only."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def build(seed, seq_len, device) -> models.Transformer:
+    """Return the preset `tiny` for any length, since rotary positions have no weights."""
+    config = dataclasses.replace(models.PRESETS["tiny"], max_seq_len=seq_len)
+    runtime.seed_everything(seed)  # the same model on every rank
+    return models.Transformer(config).to(device)
+
+
+def batch_of(seq_len: int, batch_size: int, device) -> list[torch.Tensor]:
+    """Return the same tokens and targets on every rank. Shapes: (B, T) each."""
+    text = data.load_text()
+    if seq_len * batch_size > len(text):
+        what = f"{batch_size} sequences of {seq_len:,} tokens"
+        raise UsageError(f"--seq-len, --batch-size: {what} are more than the text's {len(text):,}")
+    sequences = data.Sequences(text, seq_len)
+    return next(data.batches_of(sequences, 1, batch_size, 0, batch_size, device))
+
+
+def refuse_uneven(flag: str, tokens: int, parts: int, why: str) -> None:
+    """Raise UsageError when a sequence cannot be cut into equal parts."""
+    if tokens % parts:
+        low, high = tokens // parts * parts, (tokens // parts + 1) * parts
+        near = " or ".join(str(n) for n in (low, high) if n)
+        raise UsageError(f"{flag} {tokens} is not divisible by {parts} ({why}): take {near}")
+
+
+# checks
+
+
+def check_attention(report, name, attend, positions, config, batch_size) -> None:
+    """Check attention alone: output and the gradients of q, k and v, each against SDPA's.
+
+    `attend` gets this rank's tokens. The error is relative to the largest number, over all ranks.
+    """
+    draw = torch.Generator().manual_seed(report.args.seed)
+    width = config.dim // config.num_heads
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
+    shapes = [(batch_size, count, config.max_seq_len, width) for count in heads]
+    *qkv, grad_out = (torch.randn(shape, generator=draw).to(report.device) for shape in shapes)
+    whole = [x.requires_grad_() for x in qkv]
+    own = [x.detach()[:, :, positions].requires_grad_() for x in qkv]
+
+    expected = models.causal_attention(*whole)
+    expected = [expected, *torch.autograd.grad(expected, whole, grad_out)]
+    measured = attend(*own)
+    measured = [measured, *torch.autograd.grad(measured, own, grad_out[:, :, positions])]
+
+    for what, ours, theirs in zip(("out", "dq", "dk", "dv"), measured, expected, strict=True):
+        error = (ours - theirs[:, :, positions]).abs().max() / theirs.abs().max()
+        dist.all_reduce(error, op=dist.ReduceOp.MAX)
+        check = f"{name}, {what}: attention, relative error"
+        report.check(check, error.item(), 0, TOLERANCE, "full attention, SDPA")
+
+
+def check_transformer(report, name, model, attend, positions, batch) -> list[TrafficCounter]:
+    """Check the transformer's loss and gradients against one process that reads whole sequences.
+
+    Return what was counted in forward and in backward. Shapes: batch (B, T) twice.
+    """
+    set_attention(model, models.causal_attention)
+    tokens, targets = batch
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    gradient = proofs.gradient_of_one_process(model, [loss])
+
+    set_attention(model, attend)
+    model.zero_grad()
+    with TrafficCounter() as forward:
+        share = sharded_loss(model, batch, positions)
+    with TrafficCounter() as backward:
+        share.backward()
+    sum_gradients(model)
+
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    source = "one process, whole sequences"
+    relative = (total - loss.detach()).abs() / loss.detach().abs()
+    report.check(f"{name}: loss, relative error", relative.item(), 0, TOLERANCE, source)
+    name = f"{name}: gradient, relative error"
+    proofs.same_gradient(report, model, gradient, TOLERANCE, name, source)
+    return [forward, backward]
+
+
+def check_bytes(report, name, counted, layers: int, expected, source) -> None:
+    """Check the bytes that the busiest rank sent per layer, in (forward, backward)."""
+    for way, counter, formula in zip(("forward", "backward"), counted, expected, strict=True):
+        sent = round(sum(call.sent for call in counter.collectives)) // layers
+        most = max(runtime.gather(sent))
+        report.check(f"{name}, {way}: bytes sent per layer", most, formula, 0, source)
+        report.metrics[f"{name} {way} bytes per layer"] = most

@@ -1,0 +1,299 @@
+"""The mixture of experts on one process, and what the parallel one is compared with it in.
+
+The dense loop has a loop over experts and a queue for each of them. Every expert computes every
+token, and what the router did not choose counts 0: wasteful, but nothing is sorted, sent or
+gathered, so that nothing of it can hide a mistake of the parallel layer.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from dist_common import runtime
+from dist_common.cli import UsageError
+from dist_common.lab import proofs, traffic
+from dist_common.lab.figure import figure
+
+# float32 sums over tokens and experts in another order, through a few blocks and three steps.
+TOLERANCE = 1e-5
+EXACT = 0.5  # no whole number is this close to another one; the counts depend on the text
+MIN_STEPS = 40  # after so many, what balances must balance better than what does not
+SHOWN_STEPS = 10  # at the end of a run, over which the table's loads are averaged
+
+
+def refuse_bad_sizes(args, world_size):
+    """Check the flags before any work. Raises: UsageError, naming the flag."""
+    ep = args.ep or world_size
+    if world_size % ep:
+        raise UsageError(f"--ep {ep} must divide the {world_size} ranks")
+    if args.experts % ep:
+        raise UsageError(f"--experts {args.experts} must be a multiple of the {ep} ranks of --ep")
+    if args.top_k > args.experts:
+        raise UsageError(f"--top-k {args.top_k} must be at most --experts {args.experts}")
+
+
+# on one process
+
+
+class DenseLoop(nn.Module):
+    """Stand in for a parallel layer that has all experts, on the tokens of all ranks.
+
+    Shapes: x (B, T, D) in and out. After it `counts` (1, E) are choices by expert, and `decisions`
+    every choice that was kept, as (token, expert).
+    """
+
+    def __init__(self, moe):
+        super().__init__()
+        self.top_k, self.capacity_factor = moe.top_k, moe.capacity_factor
+        self.router, self.experts = moe.router, moe.experts
+        self.register_buffer("bias", moe.bias)
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        logits = tokens @ self.router.weight.T
+        self.probabilities = logits.exp() / logits.exp().sum(1, keepdim=True)  # (tokens, E)
+        scores = (self.probabilities + self.bias).detach()
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        for _ in range(self.top_k):
+            best = scores.masked_fill(chosen, -math.inf).argmax(1)
+            chosen[torch.arange(len(tokens)), best] = True
+        weights = self.probabilities * chosen
+        weights = weights / weights.sum(1, keepdim=True)
+        # Tokens queue at their experts, in order.
+        capacity = math.ceil(self.capacity_factor * self.top_k * len(tokens) / len(self.bias))
+        stays = chosen & (chosen.cumsum(0) <= capacity)  # (tokens, E)
+        self.counts, self.kept = chosen.sum(0, keepdim=True), stays.sum(0)
+        self.decisions = stays.nonzero().tolist()
+        out = torch.zeros_like(tokens)
+        every = zip(self.experts.gate, self.experts.up, self.experts.down, strict=True)
+        for expert, (gate, up, down) in enumerate(every):
+            computed = (F.silu(tokens @ gate) * (tokens @ up)) @ down
+            out = out + (weights * stays)[:, expert, None] * computed
+        return out.view_as(x)
+
+    def dropped(self):
+        return self.counts[0] - self.kept
+
+    def auxiliary_loss(self):
+        """Return the loss of Switch Transformers' equations 4 to 6, from the queues."""
+        load = self.counts[0].float()
+        return len(load) * (load / load.sum()) @ self.probabilities.mean(0)
+
+    def nudge_bias(self, rate):
+        """Add the sign of the mean load less the expert's own, times a rate."""
+        load = self.counts[0].tolist()
+        mean = sum(load) / len(load)
+        for expert, own in enumerate(load):
+            self.bias[expert] += rate * ((own < mean) - (own > mean))
+
+
+def backward_alone(alone, batch, aux_weight, mesh=None):
+    """Compute the dense loop's gradient on the global batch; return its mean cross-entropy."""
+    inputs, targets = batch
+    loss = F.cross_entropy(alone(inputs).flatten(0, 1), targets.flatten())
+    auxiliary = sum(block.moe.auxiliary_loss() for block in alone.blocks)
+    (loss + aux_weight * auxiliary).backward()
+    return loss.item()
+
+
+# one step
+
+
+class Exchanges(traffic.TrafficCounter):
+    """Note of each all_to_all_single the rows that went to each rank, and the bytes of a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[tuple[list[int], int]] = []
+
+    def note(self, func, args):
+        super().note(func, args)
+        if "alltoall" in func.overloadpacket.__name__:
+            sent = args[1]
+            row_bytes = math.prod(sent.shape[1:]) * sent.element_size()
+            self.rows.append(([int(rows) for rows in args[4]], row_bytes))
+
+
+def check_step(report, model, alone, batches, mesh, loss_of, backward):
+    """Take one step's gradient on all ranks and on one process; check all that it computed.
+
+    `batches` are this rank's own and the global one, (inputs, targets) of (B, T) each. Experts have
+    a bias and there is an auxiliary loss, so that both must be right too.
+    """
+    own, whole = batches
+    for block in (*model.blocks, *alone.blocks):
+        numbers = torch.arange(len(block.moe.bias), device=block.moe.bias.device)
+        block.moe.bias.copy_(0.02 * torch.sin(numbers.float()))
+    weight = report.args.aux_weight
+    expected = backward_alone(alone, whole, weight)
+    check_bytes(report, model, alone, own, mesh, loss_of)
+    model.zero_grad()
+    with torch.no_grad():
+        logits = alone(whole[0]).chunk(dist.get_world_size())[dist.get_rank()]
+        error = (model(own[0]) - logits).abs().max()
+    dist.all_reduce(error, op=dist.ReduceOp.MAX)
+    report.check("outputs: largest error", error.item(), 0, TOLERANCE, "dense loop")
+    error = abs(backward(model, own, weight, mesh) - expected)
+    report.check("loss: error", error, 0, TOLERANCE, "dense loop")
+    check_gradients(report, model, alone, mesh)
+
+
+def check_gradients(report, model, alone, mesh):
+    """Check the gradients of routers, experts and the rest against those of the dense loop."""
+    kinds = {"routers": ([], []), "experts": ([], []), "the rest": ([], [])}
+    expected = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = expected[name].grad
+        kind = "routers" if ".router." in name else "the rest"
+        if ".experts." in name:
+            kind = "experts"
+            gradient = gradient.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")]
+        kinds[kind][0].append(parameter)
+        kinds[kind][1].append(gradient)
+    for kind, (parameters, gradients) in kinds.items():
+        name = f"{kind}: relative error of the gradient"
+        own, vector = nn.ParameterList(parameters), proofs.flat(gradients)
+        proofs.same_gradient(report, own, vector, TOLERANCE, name, "dense loop")
+
+
+def check_bytes(report, model, alone, batch, mesh, loss_of):
+    """Check each all-to-all's bytes against the dense loop's decisions, and print their sums."""
+    ranks, ep = dist.get_world_size(), mesh["ep"].size()
+    row_bytes = 4 * alone.config.dim  # float32
+    dist.barrier()
+    before = traffic.bytes_written()
+    with Exchanges() as exchanges:
+        loss, auxiliary = loss_of(model, batch)
+        (loss + auxiliary).backward()
+    written = None if before is None else traffic.bytes_written() - before
+    names = call_names(len(model.blocks))
+    report.check("all-to-alls per step", len(exchanges.rows), len(names), 0, "4 for each block")
+    others = len(exchanges.collectives) - len(exchanges.rows)
+    report.check("other collectives", others, len(model.blocks), 0, "a gather of counts each")
+    place = mesh.get_local_rank("ep")
+    sent = [(sum(rows) - rows[place]) * size for rows, size in exchanges.rows]
+    sent = runtime.gather((sent + [0] * len(names))[: len(names)])  # [rank][call]
+    tokens = batch[0].numel()
+    expected = [expected_bytes(alone, rank, ep, tokens, row_bytes) for rank in range(ranks)]
+    for rank in range(ranks):
+        for name, measured, right in zip(names, sent[rank], expected[rank], strict=True):
+            claim = f"rank {rank}, {name}: bytes sent"
+            report.check(claim, measured, right, EXACT, "the dense loop's decisions")
+    if written is not None:
+        counts = len(model.blocks) * (ranks - 1) * len(model.blocks[0].moe.bias) * 8
+        messages = (len(names) + len(model.blocks) + 1) * (ranks - 1)
+        payload = sum(expected[dist.get_rank()]) + counts
+        source = "those and the counts; gloo's headers"
+        report.check("bytes written to sockets", written, payload, 1000 * messages, source)
+    check_rows(report, model, alone, exchanges)
+    # What leaves a rank arrives at another: on average all all-to-alls of a block send as much.
+    means = [sum(map(sum, side)) / ranks / len(names) for side in (sent, expected)]
+    formula = tokens * report.args.top_k * row_bytes * (ep - 1) / ep
+    kb = [f"{value / 1e3:,.1f} KB" for value in (*means, formula)]
+    report.say(f"{len(names)} all-to-alls a step; each sends {kb[0]} per rank, on average")
+    report.say(f"by the router's decisions {kb[1]}; k T D 4 (N-1)/N is {kb[2]}")
+
+
+def call_names(blocks):
+    """Return the names of a step's all-to-alls in the order of calls."""
+    forward = [f"block {b}, {kind}" for b in range(blocks) for kind in ("dispatch", "return")]
+    return forward + [name.replace(", ", ", backward of ") for name in reversed(forward)]
+
+
+def expected_bytes(alone, rank, ep, tokens, row_bytes):
+    """Return the bytes that each all-to-all of a step sends from a rank to others, in order.
+
+    Results go where tokens came from, and gradients go the way back: so each all-to-all sends what
+    this rank dispatches to others, or what others dispatch to it. `tokens` are those of a rank.
+    """
+    per_block = []
+    for block in alone.blocks:
+        leaves = arrives = 0
+        per_rank = len(block.moe.bias) // ep
+        for token, expert in block.moe.decisions:
+            source = token // tokens
+            target = source // ep * ep + expert // per_rank  # in the source's group
+            leaves += source == rank and target != rank
+            arrives += target == rank and source != rank
+        per_block.append([leaves * row_bytes, arrives * row_bytes])
+    return sum(per_block + per_block[::-1], [])  # forward, then backward from the last block
+
+
+def check_rows(report, model, alone, exchanges):
+    """Check that every choice was either computed or counted as dropped, block by block."""
+    for number, (block, reference) in enumerate(zip(model.blocks, alone.blocks, strict=True)):
+        rows = torch.tensor(sum(exchanges.rows[2 * number][0]), device=block.moe.bias.device)
+        dist.all_reduce(rows)
+        accounted = rows.item() + block.moe.dropped().sum().item()
+        name, choices = f"block {number}: choices computed or counted as dropped", "tokens times k"
+        report.check(name, accounted, reference.moe.counts.sum().item(), 0, choices)
+
+
+# some steps
+
+
+def record(model, losses):
+    """Go through a training; return its losses (steps,), load and dropped (steps, L, E)."""
+    rows = []
+    for loss in losses:
+        load = torch.stack([block.moe.counts.sum(0) for block in model.blocks])
+        dropped = torch.stack([block.moe.dropped() for block in model.blocks])
+        rows.append((torch.tensor(loss), load.cpu(), dropped.cpu()))
+    return [torch.stack(side) for side in zip(*rows, strict=True)]
+
+
+def check_steps(report, name, steps, alone, losses_alone):
+    """Train the dense loop on the same global batches; check losses and dropped choices.
+
+    `steps` is what `record` returned; `losses_alone` go through its first few, if any.
+    """
+    if not report.args.parity_steps:
+        return
+    right, _, counted = record(alone, losses_alone)
+    losses, _, dropped = (side[: len(right)] for side in steps)
+    claim, source = f"{name}: largest error of a loss", "the dense loop's queues"
+    proofs.same_losses(report, losses, right, TOLERANCE, claim, "dense loop")
+    total = dropped.sum().item(), counted.sum().item()
+    report.check(f"{name}: choices dropped", *total, EXACT, source)
+    wrong = (dropped != counted).sum().item()
+    report.check(f"{name}: experts with a wrong count of them", wrong, 0, 0, source)
+
+
+def compare(report, history):
+    """Print loss, imbalance and dropped choices of each way; check that balancing balances."""
+    rows, last = [], {}
+    end = slice(-SHOWN_STEPS, None)
+    for name, (losses, load, dropped) in history.items():
+        worst = load.amax(2) / load.double().mean(2)  # (steps, L)
+        last[name] = worst[end].mean().item()
+        share = dropped[end].sum().item() / load[end].sum().item()
+        loss = losses[end].mean().item()
+        rows.append((name, f"{loss:.4f}", f"{last[name]:.2f}x", f"{share:.0%}"))
+        numbers = {"imbalance": last[name], "dropped": dropped.sum().item(), "loss": loss}
+        report.metrics |= {f"{name}: {what}": number for what, number in numbers.items()}
+    steps = len(losses)
+    report.say(f"mean of the last {min(SHOWN_STEPS, steps)} of {steps} steps:")
+    report.table(rows, ("balancing", "loss", "max/mean load", "dropped"))
+    if steps >= MIN_STEPS:
+        better = sum(last[name] < last["none"] for name in last)
+        report.check("ways with less max/mean load than none", better, len(last) - 1, 0, "measured")
+
+
+def draw_load(report, history):
+    """Draw each expert's load in the first block over the steps, one panel for each way."""
+    if report.output is None or not report.world.is_rank0:
+        return
+    path = report.output / "expert_parallel_load.png"
+    with figure(path, 1, len(history), figsize=(10, 3.2), sharey=True) as panels:
+        for axes, (name, (_, load, _)) in zip(panels, history.items(), strict=True):
+            load = load[:, 0].float()  # (steps, E)
+            axes.plot(load / load.mean(1, keepdim=True), lw=1)
+            axes.axhline(report.args.capacity_factor, color="black", ls="--", lw=1)
+            axes.set(title=name, xlabel="step")
+        panels[0].set_ylabel("tokens of an expert / mean")
+        panels[0].set_ylim(0)
+        panels[-1].plot([], [], color="black", ls="--", lw=1, label="capacity")
+        panels[-1].legend(loc="upper right")

@@ -1,0 +1,383 @@
+"""What gradient_accumulation.py is compared with: one process, formulas, counts."""
+
+import argparse
+import dataclasses
+import itertools
+import math
+import statistics
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from advanced_parts.kept_bytes import kept_for_backward
+from dist_common import data, models, runtime
+from dist_common.lab import proofs
+from dist_common.lab.links import slow_group
+from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
+from dist_common.measure import StepTimer
+
+MODEL = dataclasses.replace(models.PRESETS["tiny"], num_layers=2)
+BUCKET_MIB = 0.25  # several buckets for a model as small as this
+LR = 0.1  # of SGD
+MOST = 4  # micro-batches of the counted steps, unless a flag gives their number or size
+# float32 keeps 1.2e-7 of a number; sums of a few hundred terms, in another order. SGD's update is
+# proportional to the gradient, so it enlarges no rounding, as Adam's does for gradients near 0.
+TOLERANCE = 1e-5
+ERROR = "gradient, relative error"
+DISTANCE = "distance from the right one"
+
+
+class Ragged(data.Sequences):
+    """Sequences of 1 to T tokens, of random lengths: targets of IGNORED fill them up."""
+
+    def cut(self, text: torch.Tensor) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(0)
+        lengths = torch.randint(1, self.seq_len + 1, (len(text) // self.seq_len,), generator=draw)
+        return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
+
+
+class Job:
+    """What all parts of the script share: sizes, text, and the loss that is accumulated.
+
+    Raises: UsageError where micro-batch size x accumulation x ranks cannot be the global batch.
+    """
+
+    def __init__(self, report, summed_loss) -> None:
+        self.report, self.args, self.device = report, report.args, report.device
+        self.ranks, self.rank = report.world.world_size, report.world.rank
+        self.summed_loss = summed_loss
+        args = self.args
+        if args.micro_batch_size is None:
+            share, rest = divmod(args.global_batch_size, self.ranks)
+            steps = args.grad_accum_steps or max(n for n in range(1, MOST + 1) if share % n == 0)
+            args.micro_batch_size = 1 if rest else max(share // steps, 1)
+        self.identity = data.settle_batch_sizes(args, self.ranks)
+        self.config = dataclasses.replace(MODEL, max_seq_len=args.seq_len)
+        self.gradient_bytes = 4 * self.config.num_parameters()
+        # An epoch of two whole steps and one that holds half a batch and one sequence.
+        self.samples = 2 * args.global_batch_size + args.global_batch_size // 2 + 1
+        text = data.load_text()
+        self.ragged = Ragged(text, args.seq_len, self.samples)
+        self.even = data.Sequences(text, args.seq_len, self.samples)
+        self.order = data.ShardedSampler(self.samples, 0, 1, args.seed).global_order()
+
+    def model(self) -> models.Transformer:
+        """Return the model with the same weights on every rank and in every call."""
+        runtime.seed_everything(self.args.seed)
+        return models.Transformer(self.config).to(self.device)
+
+    def ddp(self, group=None) -> DDP:
+        """Return the model for all ranks, its buckets settled by a first step."""
+        ddp = DDP(self.model(), bucket_cap_mb=BUCKET_MIB, process_group=group)
+        self.summed_loss(ddp, *self.batch(self.even, [0])).backward()
+        ddp.zero_grad()
+        return ddp
+
+    def batch(self, sequences, indices) -> list[torch.Tensor]:
+        """Return the inputs and targets of some sequences. Shapes: (B, T) both."""
+        items = [sequences[int(index)] for index in indices]
+        batch = data.collate(len(items), self.args.seq_len, items)
+        return [tensor.to(self.device) for tensor in batch]
+
+    def dealt(self, sequences, rank: int, first=0, micro_batches=None) -> list[list[torch.Tensor]]:
+        """Return a rank's micro-batches of the counted size, from sequence `first` on."""
+        count, size = micro_batches or self.args.grad_accum_steps, self.args.micro_batch_size
+        places = torch.arange(first + rank, first + count * size * self.ranks, self.ranks)
+        return [self.batch(sequences, part) for part in places.split(size)]
+
+    def one_process(self, batches, divisors) -> torch.Tensor:
+        """Return the gradient of summed losses, each divided by its divisor, without ranks."""
+        model, pairs = self.model(), zip(batches, divisors, strict=True)
+        losses = (self.summed_loss(model, *batch) / divisor for batch, divisor in pairs)
+        return proofs.gradient_of_one_process(model, losses)
+
+    def right_gradient(self, sequences, first: int, count: int) -> torch.Tensor:
+        """Return the gradient of the mean over all tokens of `count` sequences, in one process."""
+        batch = self.batch(sequences, range(first, first + count))
+        return self.one_process([batch], [tokens_in(batch[1])])
+
+
+def tokens_in(targets: torch.Tensor) -> int:
+    """Return how many tokens the loss counts; the script's `counted` is compared with it."""
+    return int((targets != data.IGNORED).sum())
+
+
+def gradient(model) -> torch.Tensor:
+    """Return a model's gradient as one vector."""
+    return proofs.flat(p.grad for p in model.parameters())
+
+
+def distance(found: torch.Tensor, right: torch.Tensor) -> float:
+    """Return how far a vector is from the right one, as a part of the right one's length."""
+    return ((found - right).norm() / right.norm()).item()
+
+
+def shown(error: float) -> str:
+    """Return a distance for a table: what rounding explains is no percentage."""
+    return f"{error:.1e}" if error < TOLERANCE else f"{error:.1%}"
+
+
+def check_factorizations(job: Job, train) -> list[torch.Tensor]:
+    """Train an epoch in every factorization; check losses, weights and samples; print a table.
+
+    Also measures the bytes kept for backward and the speed. Return the gradients of one process.
+    """
+    report, share = job.report, job.args.global_batch_size // job.ranks
+    losses, start, end, gradients = train_alone(job)
+    tokens = sum(tokens_in(job.ragged[index][1]) for index in job.order)
+    due = Counter(tuple(job.ragged[index][0].tolist()) for index in job.order)
+    rows = []
+    for size in (size for size in range(1, share + 1) if share % size == 0):
+        name, batches = f"{size} x {share // size} x {job.ranks}", list(epoch_of(job, size))
+        model, seen = job.ddp(), Counter()
+        watch = model.module.register_forward_pre_hook(
+            # Rows of zeros only fill up a batch.
+            lambda _, inputs, seen=seen: seen.update(filter(any, map(tuple, inputs[0].tolist())))
+        )
+        optimizer = torch.optim.SGD(model.parameters(), LR)
+        with TrafficCounter() as counter:
+            found = train(model, optimizer, batches)
+        watch.remove()
+        source, check = "one process, the whole batch at once", f"{name}: largest error of a loss"
+        proofs.same_losses(report, found, losses, TOLERANCE, check, source)
+        error = (proofs.flat(model.parameters()) - end).abs().max() / (end - start).abs().max()
+        error = max(runtime.gather(error.item()))
+        report.check(f"{name}: weights, relative error", error, 0, TOLERANCE, source)
+        seen = sum(runtime.gather(seen), Counter())
+        wrong = sum(abs(seen[row] - due[row]) for row in seen | due)
+        report.check(f"{name}: samples not seen exactly once", wrong, 0, 0, "the epoch's samples")
+        sent, expected = counter.nbytes["all_reduce"], len(losses) * (job.gradient_bytes + 8 + 4)
+        source = "per step a gradient, the number of tokens, a loss; whatever the accumulation"
+        report.check(f"{name}, an epoch: bytes all-reduced", sent, expected, 0, source)
+        kept, (expected, source) = kept_bytes(job, size), kept_formula(job, size)
+        tolerance = expected // 1000  # a GPU's attention kernels keep some numbers of their own
+        report.check(f"{name}: bytes kept for backward", kept, expected, tolerance, source)
+        dist.barrier()
+        with StepTimer(job.device, warmup=0) as timer:  # an epoch in which nothing is counted
+            train(model, optimizer, batches)
+        errors = f"{(found - losses).abs().max():.1e}", f"{error:.1e}"
+        rate = f"{tokens / timer.steps_ms[0] * 1e3:,.0f} tok/s"
+        rows.append((name, *errors, f"{sent // len(losses):,}", f"{kept:,}", rate))
+    report.metrics["losses"] = losses.tolist()
+    values = ", ".join(f"{loss:.4f}" for loss in losses)
+    lengths = f"{job.samples} sequences of 1 to {job.args.seq_len} tokens"
+    report.say(f"{len(losses)} steps, {lengths}, losses {values}")
+    headers = ("loss error", "weights error", "handed over", "bytes kept", "speed")
+    report.table(rows, ("micro x acc. x ranks", *headers))
+    return gradients
+
+
+def epoch_of(job: Job, size: int):
+    """Yield an epoch's steps on this rank, in micro-batches of `size` sequences each."""
+    steps = job.args.global_batch_size // job.ranks // size
+    factors = {"micro_batch_size": size, "grad_accum_steps": steps}
+    args = argparse.Namespace(**vars(job.args) | factors)
+    sampler = data.ShardedSampler(job.samples, job.rank, job.ranks, args.seed)
+    count = math.ceil(job.samples / args.global_batch_size)
+    for step in itertools.islice(data.job_batches(job.ragged, sampler, args), count):
+        yield [[tensor.to(job.device) for tensor in batch] for batch in step]
+
+
+def train_alone(job: Job) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Train with each whole batch at once; return losses, weights before and after, gradients."""
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    start, losses, gradients = proofs.flat(model.parameters()), [], []
+    for indices in job.order.split(job.args.global_batch_size):
+        inputs, targets = job.batch(job.ragged, indices)
+        loss = job.summed_loss(model, inputs, targets) / tokens_in(targets)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(gradient(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses), start, proofs.flat(model.parameters()), gradients
+
+
+def kept_bytes(job: Job, size: int) -> int:
+    """Return the bytes that autograd keeps for the backward of a micro-batch."""
+    model = job.model()
+    with kept_for_backward(model) as kept:
+        job.summed_loss(model, *job.batch(job.even, range(size)))
+    return sum(kept.values())
+
+
+def kept_formula(job: Job, size: int) -> tuple[int, str]:
+    """Return the bytes that a micro-batch of `size` sequences should keep, and where it is from.
+
+    Per token and block: for each of two norms its input, what it scales, what it returns and a
+    root; queries, attention's output twice (its heads are copied side by side), keys, values, a
+    number per head; gate, its SiLU, up, their product. Head: a norm, probabilities, token, target.
+    Per micro-batch: two rotary tables, and a number of the loss.
+    """
+    config, T = job.config, job.args.seq_len
+    D, heads = config.dim, config.num_heads
+    kv_dim = D // heads * config.num_kv_heads
+    block = 9 * D + 2 * kv_dim + 4 * config.ffn_dim + heads + 2
+    token = 4 * (config.num_layers * block + 3 * D + 1 + config.vocab_size) + 2 * 8
+    once = 4 * (2 * T * D // heads // 2 + 1)
+    if job.device.type == "cpu":
+        return once + size * T * token, "sizes of the tensors that backward needs"
+    # A GPU's norms and attention keep other tensors.
+    return once + size * (kept_bytes(job, 1) - once), "proportional to the micro-batch size"
+
+
+def check_sending(job: Job, ways, factors_of) -> None:
+    """Count the all-reduces of a step of each way, compare its gradient with one process, time it.
+
+    Time: the shortest of a few steps over --link, since a busy machine spoils one.
+    """
+    report, steps = job.report, job.args.grad_accum_steps
+    group, how = slow_group(job.args.link)
+    report.say(how)
+    micro_batches = job.dealt(job.ragged, job.rank)
+    factors = factors_of(micro_batches)
+    expected = job.right_gradient(job.ragged, 0, job.args.global_batch_size)
+    model = job.ddp()
+    with TrafficCounter() as counter:  # one backward of DDP's own
+        job.summed_loss(model, *micro_batches[0]).backward()
+    buckets = counter.calls["all_reduce"]
+    backwards = {"send each": steps, "no_sync": 1, "forward outside": steps, "forward inside": 0}
+    rows = []
+    for name, way in ways.items():
+        model, counter, early = job.ddp(), TrafficCounter(), []
+        model.register_forward_pre_hook(
+            lambda *_, counter=counter, early=early: early.append(counter.calls["all_reduce"])
+        )
+        with counter:
+            way(model, micro_batches, factors)
+        calls, sent = counter.calls["all_reduce"], counter.nbytes["all_reduce"]
+        claim, source = "all-reduces per step", f"in {backwards[name]} of {steps} backwards"
+        report.check(f"{name}: {claim}", calls, backwards[name] * buckets, 0, source)
+        due = (steps - 1) * buckets if backwards[name] == steps else 0
+        report.check(f"{name}, before the last forward: {claim}", early[-1], due, 0, source)
+        due = backwards[name] * job.gradient_bytes
+        report.check(f"{name}, a step: bytes all-reduced", sent, due, 0, source)
+        if name != "forward inside":
+            proofs.same_gradient(report, model, expected, TOLERANCE, f"{name}: {ERROR}")
+        own = gradient(model)
+        sets = len({round(value, 9) for value in runtime.gather(own.norm().item())})
+        alike = "the same" if sets == 1 else "each rank its own"
+        row = [name, str(calls), f"{sent:,}", f"{distance(own, expected):.1e}", alike]
+
+        model, timer = job.ddp(group), StepTimer(job.device, warmup=0)
+        for _ in range(3):
+            dist.barrier()
+            with timer:
+                way(model, micro_batches, factors)
+        row.append(f"{min(timer.steps_ms):.1f} ms")
+        if job.args.link:
+            busy = RING_FACTOR["all_reduce"](job.ranks) * sent / job.args.link * 1e3
+            report.metrics[f"{name}: sending ms"] = busy
+            row.append(f"{busy:.1f} ms")
+        rows.append(row)
+        report.metrics |= {f"{name}: calls": calls, f"{name}: bytes": sent}
+    report.metrics["buckets"] = buckets
+    report.say(f"one step, {steps} micro-batches, {buckets} buckets:")
+    headers = "way", "all-reduces", "bytes", "gradient error", "on the ranks", "step", "link busy"
+    report.table(rows, headers[: len(rows[0])])
+
+
+def check_weighings(job: Job, accumulate, weighings) -> None:
+    """Print each weighing's gradient error; check it against the same weighing in one process."""
+    report, rows = job.report, {name: [name] for name in weighings}
+    steps, ranks = job.args.grad_accum_steps, job.ranks
+    for kind, sequences in (("full sequences", job.even), ("1 to T tokens", job.ragged)):
+        right = job.right_gradient(sequences, 0, job.args.global_batch_size)
+        everyone = [job.dealt(sequences, rank) for rank in range(ranks)]
+        tokens = [[tokens_in(targets) for _, targets in mine] for mine in everyone]
+        each = [(here, sum(mine)) for mine in tokens for here in mine]
+        divisors = {  # DDP's mean over ranks is one of them
+            "mean over all tokens": [sum(map(sum, tokens)) for _ in each],
+            "mean of micro-batch means": [here * steps * ranks for here, _ in each],
+            "mean of rank means": [of_rank * ranks for _, of_rank in each],
+            "sum of micro-batch means": [here * ranks for here, _ in each],
+        }
+        for name, factors_of in weighings.items():
+            model, mine = job.ddp(), everyone[job.rank]
+            accumulate(model, mine, factors_of(mine))
+            expected = job.one_process(itertools.chain(*everyone), divisors[name])
+            claim = f"{name}, {kind}: {ERROR}"
+            proofs.same_gradient(report, model, expected, TOLERANCE, claim, "derived divisors")
+            error = report.metrics[f"{name}, {kind}"] = distance(gradient(model), right)
+            rows[name].append(shown(error))
+    name = "sum of micro-batch means"
+    error, source = report.metrics[f"{name}, full sequences"], "gradient x accumulation"
+    report.check(f"{name}: {DISTANCE}", error, steps - 1, 1e-4, source)
+    report.say("error of the gradient, as a part of its length:")
+    report.table(rows.values(), ("the loss is a", "full sequences", "1 to T tokens"))
+
+
+def check_optimizers(job: Job, gradients: list[torch.Tensor]) -> None:
+    """Feed optimizers with gradients, and with these times the accumulation; compare the moves."""
+    steps, weights = job.args.grad_accum_steps, proofs.flat(job.model().parameters())
+    clip = statistics.median(gradient.norm().item() for gradient in gradients)
+    kept, none = {"weight_decay": 0.0}, math.inf
+    optimizers = {  # its class, options, and the norm that clipping leaves
+        "SGD": (torch.optim.SGD, {}, none),
+        "AdamW, eps 1e-30": (torch.optim.AdamW, kept | {"eps": 1e-30}, none),
+        "AdamW, eps 1e-8": (torch.optim.AdamW, kept, none),
+        "AdamW, weight decay 0.1": (torch.optim.AdamW, {"weight_decay": 0.1}, none),
+        "AdamW, norm clipped": (torch.optim.AdamW, kept, clip),
+        "Adam, L2 weight decay 0.1": (torch.optim.Adam, {"weight_decay": 0.1}, none),
+    }
+
+    def move(scale, kind, options, limit):
+        weight = weights.clone().requires_grad_()
+        optimizer = kind([weight], lr=1e-3, **options)
+        for each in gradients:
+            weight.grad = each * scale
+            torch.nn.utils.clip_grad_norm_([weight], limit)
+            optimizer.step()
+        return weight.detach() - weights
+
+    linear, rows = {"SGD": steps - 1, "AdamW, eps 1e-30": 0}, []
+    for name, optimizer in optimizers.items():
+        error = distance(move(steps, *optimizer), move(1, *optimizer))
+        job.report.metrics[f"unscaled: {name}"] = error
+        rows.append((name, f"{error:.3%}"))
+        if name in linear:
+            source = "linear in the gradient, or free of its size"
+            job.report.check(f"{name}: {DISTANCE}", error, linear[name], 1e-4 * steps, source)
+    times = f"gradients x {steps}, {len(gradients)} steps"
+    job.report.say(f"{times}: how far the weights' moves differ")
+    job.report.table(rows, ("optimizer", "difference"))
+
+
+def check_remainder(job: Job, accumulate, by_tokens, carry_over) -> None:
+    """Take an epoch of one whole step and one micro-batch per rank; compare what becomes of it."""
+    report, steps = job.report, job.args.grad_accum_steps
+    if steps == 1:
+        report.say("one micro-batch per step: no step of an epoch is left incomplete")
+        return
+    whole = job.args.global_batch_size
+    epoch = whole + whole // steps
+    leftover = job.dealt(job.even, job.rank, whole, 1)
+    right = job.right_gradient(job.even, whole, whole // steps)
+    full = [1 / tokens_in(targets) / steps for _, targets in leftover]
+    found = []
+    for factors in (by_tokens(leftover), full):
+        model = job.ddp()
+        accumulate(model, leftover, factors)
+        found.append(distance(gradient(model), right))
+
+    model, carried = job.ddp(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that the weights stay the same
+    optimizer.register_step_pre_hook(lambda *_: carried.append(gradient(model)))
+    first = job.dealt(job.even, job.rank)
+    carry_over(model, optimizer, [first + leftover, first], steps)
+    found.append(distance(carried[1], job.right_gradient(job.even, 0, epoch)))
+
+    rows = [("dropped", "1", f"{whole} of {epoch}", "-")]
+    becomes = {  # how many steps and sequences; the error, and why
+        "a step, divided by what it holds": (2, epoch, 0, "one process"),
+        "a step, divided by a whole step": (2, epoch, 1 - 1 / steps, "1 micro-batch is there"),
+        "carried into the next epoch": (1, whole, 1 / steps, "1 micro-batch more than divided by"),
+    }
+    for (name, (taken, seen, due, source)), error in zip(becomes.items(), found, strict=True):
+        report.check(f"{name}: {DISTANCE}", max(runtime.gather(error)), due, TOLERANCE, source)
+        rows.append((name, str(taken), f"{seen} of {epoch}", shown(error)))
+    report.say(f"an epoch of {epoch} sequences, {whole} to a step; the last ones are:")
+    report.table(rows, ("", "steps", "sequences", "gradient error"))

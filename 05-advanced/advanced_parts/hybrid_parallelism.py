@@ -1,0 +1,162 @@
+"""What hybrid_parallelism.py proves: gradient of one process, bytes of each axis; who is where."""
+
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from dist_common import data, models, runtime
+from dist_common.job import Step
+from dist_common.lab import proofs
+from dist_common.lab.traffic import TrafficCounter
+from dist_common.models import local
+
+AXES = ("pp", "dp", "cp", "tp")  # in the order of ranks: the last one's are neighbours
+
+
+def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
+    """Say where each rank is; yield the run's steps between the proofs."""
+    say_layout(run)
+    before = partial(check_gradient, run, accumulate_gradient)
+    yield from proofs.proven_steps(
+        run.job, steps, run.model, run.optimizer, before, partial(check_replicas, run)
+    )
+
+
+# the gradient of one process
+
+
+def check_gradient(run, accumulate_gradient: Callable) -> None:
+    """Compare a gradient and its loss with those of one process, and bytes with the formulas.
+
+    With --parity-steps 0 only the bytes are compared. Weights and data stay where they are.
+    """
+    job, args = run.job, run.job.args
+    sampler = copy.copy(job.sampler)
+    sampler.position = 0
+    batches = data.job_batches(job.train_set, sampler, args)
+    orders = sampler.global_order().split(args.global_batch_size)
+    accumulate_gradient(run, next(batches))  # the first one settles FSDP's and the stages' buffers
+    for indices in orders[1 : 1 + max(1, args.parity_steps)]:
+        run.optimizer.zero_grad()
+        with TrafficCounter() as counter:
+            loss_sum = accumulate_gradient(run, next(batches))
+        if args.parity_steps:
+            items = [job.train_set[index] for index in indices]
+            alone = whole_model(run)
+            proofs.same_as_one_process(job, run.model, alone, items, loss_sum, run.tokens)
+        else:
+            job.report.say("not compared with one process (--parity-steps 0)")
+    run.optimizer.zero_grad()
+    check_bytes(run, counter)
+
+
+def whole_model(run):
+    """Return the model of one process: drawn from the seed, or of the checkpoint resumed from."""
+    job = run.job
+    runtime.seed_everything(job.args.seed)
+    alone = models.Transformer(run.model.config)
+    if job.found:
+        state = {"model": alone.state_dict()}
+        dcp.load(state, checkpoint_id=job.found[0], process_group=job.store.group)
+        alone.load_state_dict(state["model"])
+    return alone.to(job.device)
+
+
+def check_replicas(run) -> None:
+    """Check that ranks that hold the same part of a weight hold the same bits."""
+    own = {}
+    for name, weight in run.model.named_parameters():
+        place = ()
+        if isinstance(weight, DTensor):
+            coordinates = zip(weight.device_mesh.get_coordinate(), weight.placements, strict=True)
+            place = tuple(None if cut.is_replicate() else number for number, cut in coordinates)
+        content = local(weight).detach().cpu().flatten().view(torch.uint8).numpy()
+        own[name, place] = hashlib.sha256(content).hexdigest()
+    copies = {part for rank in runtime.gather(own) for part in rank.items()}
+    differing = len(copies) - len({part for part, _ in copies})
+    name = "parts of weights whose copies differ between ranks"
+    run.job.report.check(name, differing, 0, 0, "replicas stay equal")
+
+
+# bytes
+
+
+def data_axis(args) -> str:
+    """Name the axis along which gradients are summed: ranks that differ in samples or in tokens."""
+    return "dp and cp" if args.dp > 1 and args.cp > 1 else "dp" if args.dp > 1 else "cp"
+
+
+def expected_bytes(run):
+    """Return what this rank sends along each axis in one step, by formula: {axis: bytes}."""
+    args, config = run.job.args, run.model.config
+    micro_batches = args.grad_accum_steps
+    blocks = sum(len(stage.blocks) for stage in run.stages)
+    first = run.stages[0].embedding is not None
+    last = run.stages[-1].head is not None
+    rows = args.micro_batch_size * len(run.positions)  # tokens of a micro-batch on this rank
+    activations = 4 * rows * config.dim  # bytes, float32
+    ring = {axis: (getattr(args, axis) - 1) / getattr(args, axis) for axis in AXES}
+    # Two all-reduces in a block's forward (wo, down), two in backward (the inputs of q, k, v and of
+    # gate, up); the embedding's columns gathered, which is half of one; the gradient of the head's
+    # input; and for each row the loss's maximum, sum of exponentials and target's logit.
+    reduced = (4 * blocks + first / 2 + last) * activations + last * 3 * 4 * rows
+    # k and v of (B, kv heads / tp, T, head_dim), gathered in forward, their gradients scattered.
+    kv_dim = config.num_kv_heads * (config.dim // config.num_heads) // args.tp
+    gathered = 2 * 4 * args.micro_batch_size * args.seq_len * kv_dim
+    stages = [stage.number for stage in run.stages]
+    total = args.pp * len(stages)
+    crossings = sum((n < total - 1) + (n > 0) for n in stages)  # one way, and the gradient back
+    own = 4 * sum(local(weight).numel() for weight in run.model.parameters())
+    group = args.dp * args.cp
+    if args.data_parallel == "replicate":
+        gradients = 2 * (group - 1) / group * own
+    else:  # gradients scattered once; a rank holds 1 / group of them, and of the weights
+        # full frees weights after each forward: whatever comes next gathers them again.
+        gathers = micro_batches + 1 if args.data_parallel == "full" else 1
+        gradients = (gathers + 1) * (group - 1) * own
+    sent = {
+        "tp": 2 * ring["tp"] * micro_batches * reduced,
+        "cp": 2 * ring["cp"] * micro_batches * blocks * gathered,
+        "pp": crossings * micro_batches * activations if args.pp > 1 else 0,
+    }
+    sent[data_axis(args)] = sent.get(data_axis(args), 0) + gradients
+    return sent
+
+
+def check_bytes(run, counter: TrafficCounter) -> None:
+    """Compare what each axis sent in one step with the formula, on the rank that differs most."""
+    report, expected = run.job.report, expected_bytes(run)
+    axes = {run.mesh[axis].get_group().group_name: axis for axis in AXES}
+    axes[run.data_mesh.get_group().group_name] = data_axis(run.job.args)
+    sent = Counter()  # bytes of this rank, in rings
+    for call in counter.collectives:
+        sent[axes.get(call.group)] += call.sent
+    every_rank = runtime.gather([(round(sent[axis]), round(expected[axis])) for axis in expected])
+    report.metrics["bytes_per_axis"] = {}
+    for axis, pairs in zip(expected, zip(*every_rank, strict=True), strict=True):
+        measured, wanted = max(pairs, key=lambda pair: (abs(pair[0] - pair[1]), pair[0]))
+        report.metrics["bytes_per_axis"][axis] = max(own for own, _ in pairs)
+        if run.job.args.precision == "32-true" and wanted:
+            name, source = f"bytes sent by a rank along {axis}", "see combining.md"
+            report.check(name, measured, wanted, round(0.001 * wanted), source)
+
+
+# which rank is where
+
+
+def say_layout(run):
+    """Print for each axis its size, the group of rank 0, and whether that group leaves a node."""
+    rows = []
+    for axis in AXES:
+        group = run.mesh[axis].mesh.tolist()
+        nodes = {rank // run.job.args.ranks_per_node for rank in group}
+        link = "-" if len(group) == 1 else "within a node" if len(nodes) == 1 else "between nodes"
+        shown = " ".join(map(str, group[:8])) + " ..." * (len(group) > 8)
+        rows.append((axis, str(len(group)), shown, link))
+    run.job.report.table(rows, ("axis", "ranks", "group of rank 0", "its link"), names=1)

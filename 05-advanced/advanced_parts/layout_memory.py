@@ -1,0 +1,218 @@
+"""What a layer, and a layout of GPUs, computes and holds: formulas only.
+
+A layout is tp x cp x dp x pp GPUs. bfloat16 computes, float32 keeps master weights, gradients and
+Adam's moments. Letters as in TransformerConfig: V, D, L, F; b sequences of T tokens a micro-batch.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from dist_common.models import PRESETS, Block, TransformerConfig
+
+# Grattafiori et al., The Llama 3 Herd of Models (2024), table 3.
+LLAMA3_405B = TransformerConfig(128_256, 16_384, 126, 128, 8, 53_248, 131_072, rope_theta=5e5)
+MODELS = {**PRESETS, "llama3-405b": LLAMA3_405B}
+
+BF16, FP32 = 2, 4  # bytes of a number
+OPTIMIZER = 12  # bytes per weight: float32 master copy and Adam's two moments
+LOGITS = 10  # bytes per logit: bfloat16, float32 probabilities, float32 gradient
+SHARDINGS = ("none", "grad-op", "full")
+RECOMPUTE = ("none", "swiglu", "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ways each axis splits the job, what replicas shard, what backward recomputes."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    sharding: str = "full"
+    recompute: str = "none"
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights: those of cp see other tokens, so they average too."""
+        return self.dp * self.cp
+
+    def __str__(self) -> str:
+        return f"tp {self.tp} x cp {self.cp} x dp {self.dp} x pp {self.pp}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and in what order its axes number the ranks (innermost first)."""
+
+    config: TransformerConfig
+    seq_len: int
+    global_batch_size: int  # sequences
+    micro_batch_size: int  # sequences
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
+    causal_share: float = 0.5  # of the scores that attention computes: flash skips the others
+    reduce_bytes: float = FP32  # of a gradient on its way
+
+    def micro_batches(self, layout: Layout) -> int:
+        return self.global_batch_size // (layout.dp * self.micro_batch_size)
+
+    def tokens(self, layout: Layout) -> int:
+        """Tokens of a micro-batch on one rank of cp: b T / cp."""
+        return self.micro_batch_size * self.seq_len // layout.cp
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Rates that are reached, not those of a data sheet."""
+
+    gpus_per_node: int
+    gpu_tflops: float
+    nvlink_gb_s: float
+    network_gb_s: float  # of each GPU's own network card
+    latency_us: float  # of a collective of few bytes, or of a hop to the neighbour
+    gpu_memory_gib: float
+
+    def seconds(self, sent: float, rate_gb_s: float, calls: float) -> float:
+        """Return the time of `calls` that send `sent` bytes from each GPU in all."""
+        return sent / rate_gb_s / 1e9 + calls * self.latency_us / 1e6
+
+
+# a layer
+
+
+def key_width(config: TransformerConfig) -> int:
+    """Return the width of keys and of values: query heads may share them."""
+    return config.dim // config.num_heads * config.num_kv_heads
+
+
+def products(config: TransformerConfig) -> list[int]:
+    """Return the weights of a layer's seven products, in the order of its forward."""
+    D, kv_dim, wide = config.dim, key_width(config), config.dim * config.ffn_dim
+    return [D * D, D * kv_dim, D * kv_dim, D * D, wide, wide, wide]
+
+
+def layer_matrices(config: TransformerConfig) -> int:
+    """Return the weights of a layer's matrices, which tp splits."""
+    return sum(products(config))
+
+
+def attention_flops(config: TransformerConfig, seq_len: int) -> int:
+    """Return attention's operations per token: scores with seq_len tokens, and their values."""
+    return 4 * seq_len * config.dim
+
+
+def activation_bytes(config: TransformerConfig, recompute: str = "none") -> int:
+    """Return the bytes that backward needs of one token and layer (after Korthikanti, 2022).
+
+    bfloat16: the inputs of both norms and what they return, queries, the attention's output (6 D),
+    keys, values, and four times F: gate, its SiLU, up, and their product. float32: a number per
+    head for flash attention, one per norm. No dropout, so no masks; flash keeps no scores. With
+    `swiglu` a fused kernel keeps gate and up, and computes SiLU and product again.
+    """
+    wide = 2 if recompute == "swiglu" else 4
+    kept = 6 * config.dim + 2 * key_width(config) + wide * config.ffn_dim
+    return BF16 * kept + FP32 * (config.num_heads + 2)
+
+
+class FusedNorm(torch.autograd.Function):
+    """What the fused RMSNorm of a GPU keeps; `meta` has only the unfused one, which keeps more."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def as_on_a_gpu(block: Block, attention) -> None:
+    """Have a block on `meta` call this attention, and keep of its norms what a GPU would."""
+    block.attention.attend = attention
+    for norm in (block.attention_norm, block.ffn_norm):
+        norm.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), norm)
+
+
+# a stage of the layout
+
+
+def layers_of_stages(num_layers: int, stages: int) -> list[int]:
+    """Return each stage's layers; first and last have one less where that is what divides."""
+    if num_layers % stages == 0:
+        return [num_layers // stages] * stages
+    inner = (num_layers + 2) // stages
+    return [inner - 1, *[inner] * (stages - 2), inner - 1]
+
+
+def weights_of_stage(config: TransformerConfig, layout: Layout, stage: int) -> float:
+    """Return the weights on a GPU of a stage: norms are whole on each rank of tp."""
+    layers = layers_of_stages(config.num_layers, layout.pp)[stage]
+    last = stage == layout.pp - 1
+    tied_here = config.tied_embeddings and layout.pp == 1
+    tables = (stage == 0) + (last and not tied_here)
+    split = layers * layer_matrices(config) + tables * config.vocab_size * config.dim
+    return split / layout.tp + (2 * layers + last) * config.dim
+
+
+def forward_flops(job: Job, layout: Layout) -> dict[str, float]:
+    """Return a micro-batch's operations on one GPU: a layer's matrices, its attention, the head."""
+    config, tokens = job.config, job.tokens(layout) / layout.tp
+    return {
+        "matrices": 2 * layer_matrices(config) * tokens,
+        "attention": attention_flops(config, job.seq_len) * tokens * job.causal_share,
+        "head": 2 * config.vocab_size * config.dim * tokens,
+    }
+
+
+def compute_seconds(job: Job, cluster: Cluster, layout: Layout) -> float:
+    """Return a micro-batch's forward on the slowest stage; backward takes twice as long."""
+    flops = forward_flops(job, layout)
+    layer = flops["matrices"] + flops["attention"]
+    layers = layers_of_stages(job.config.num_layers, layout.pp)
+    slowest = max(max(layers) * layer, layers[-1] * layer + flops["head"])
+    return slowest / (cluster.gpu_tflops * 1e12)
+
+
+def in_flight(job: Job, layout: Layout, stage: int) -> float:
+    """Return the micro-batches whose activations a stage holds at once (Narayanan, 2021)."""
+    p, m, v = layout.pp, job.micro_batches(layout), job.virtual_stages
+    if job.schedule == "gpipe":
+        return m
+    if job.schedule == "1f1b":
+        return min(m, p - stage)
+    return min(m, (2 * (p - stage - 1) + (v - 1) * p + 1) / v)  # chunks of warm-up, and one
+
+
+def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
+    """Return bytes by part on one GPU of a stage, at the peak."""
+    config, n = job.config, layout.replicas
+    weights = weights_of_stage(config, layout, stage)
+    layer = layer_matrices(config) / layout.tp + 2 * config.dim
+    sharded = layout.sharding != "none"
+    reduces_at_once = layout.sharding == "full" or (sharded and job.micro_batches(layout) == 1)
+    layers = layers_of_stages(config.num_layers, layout.pp)[stage]
+    tokens = job.tokens(layout) / layout.tp  # the rank's slice: sequence parallel
+    # Full sharding holds the tables, a layer in use, and the next layer on its way.
+    gathered = weights - (layers - 2) * layer if layout.sharding == "full" else weights
+    kept = activation_bytes(config, layout.recompute)
+    if layout.recompute == "full":  # each layer's input; one layer whole while it is recomputed
+        activations = (layers * in_flight(job, layout, stage) * BF16 * config.dim + kept) * tokens
+    else:
+        activations = layers * in_flight(job, layout, stage) * kept * tokens
+    head = (LOGITS * config.vocab_size + 2 * BF16 * config.dim) * tokens
+    return {
+        "weights": BF16 * gathered,
+        "gradients": FP32 * (weights / n + layer if reduces_at_once else weights),
+        "optimizer": OPTIMIZER * weights / (n if sharded else 1),
+        "activations": activations,
+        "logits": head if stage == layout.pp - 1 else 0,
+    }

@@ -1,0 +1,70 @@
+"""What ulysses.py compares beside its answer: the bytes of each way, and what hides them."""
+
+import math
+
+from advanced_parts.layout_memory import BF16, FP32, key_width
+from advanced_parts.ring_attention import ring_bytes
+from dist_common.models import PRESETS
+
+COMPARED = ("llama2-7b", "llama3-8b", "llama3-70b")  # presets
+RANKS = (2, 8, 32, 64)
+# NVIDIA's data sheets, H100 SXM: NVLink 900 GB/s in both directions together, dense bfloat16; a
+# 400 Gbit/s InfiniBand adapter per GPU.
+LINKS_GB_S = {"NVLink": 450.0, "InfiniBand": 50.0}
+PEAK_FLOPS = 989.4e12
+
+
+def ulysses_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int, int]:
+    """Return the bytes that a rank sends per layer in (forward, backward), `width` per number.
+
+    An all-to-all each of q, k, v and out, the same ones backward. A rank keeps one of `ranks`
+    parts. Key and value heads are repeated until each rank gets one.
+    """
+    heads = math.lcm(config.num_kv_heads, ranks)
+    widths = 2 * config.dim + 2 * heads * config.dim // config.num_heads  # q, out; k, v
+    one_way = tokens // ranks * widths * width * (ranks - 1) // ranks
+    return one_way, one_way
+
+
+def all_gather_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int, int]:
+    """Return the same for k and v gathered once and kept, dk and dv reduce-scattered."""
+    block = 2 * tokens // ranks * key_width(config)
+    return (ranks - 1) * block * width, (ranks - 1) * block * FP32
+
+
+def tokens_to_hide(config, link_gb_s: float) -> int:
+    """Return the tokens per rank from which the ring's forward computes longer than it sends.
+
+    With c tokens per rank, half of a block's pairs are attended: 2 products of c x c / 2 x D, 2
+    operations each; 2 x c x kv_dim bfloat16 numbers are sent meanwhile. Source: Liu et al. (2023),
+    section 3, without the causal half and grouped-query attention.
+    """
+    seconds_computing = 2 * config.dim / PEAK_FLOPS  # times c * c
+    seconds_sending = 2 * key_width(config) * BF16 / (link_gb_s * 1e9)  # times c
+    return math.ceil(seconds_sending / seconds_computing)
+
+
+def print_comparison(report, tokens: int) -> None:
+    """Print what each way sends, and from how many tokens on the ring hides it."""
+    rows = []
+    for name in COMPARED:
+        config = PRESETS[name]
+        heads = f"{config.num_heads} / {config.num_kv_heads}"
+        for ranks in RANKS:
+            ring, gather, ulysses = (
+                f"{sum(formula(config, tokens, ranks, BF16)) / 2**20:,.0f}"
+                for formula in (ring_bytes, all_gather_bytes, ulysses_bytes)
+            )
+            if config.num_heads % ranks:
+                ulysses = f"{config.num_heads} heads"
+            rows.append((name, heads, str(ranks), ring, gather, ulysses))
+    what = "MiB that a rank sends per layer, forward and backward, bf16"
+    report.say(f"{what}, one sequence of {tokens:,} tokens:")
+    report.table(rows, ("model", "heads / kv", "ranks", "ring", "all-gather", "Ulysses"))
+    report.say("tokens per rank from which the ring's forward hides its sends, H100, bf16:")
+    rows = [
+        (name, *(f"{tokens_to_hide(PRESETS[name], rate):,}" for rate in LINKS_GB_S.values()))
+        for name in COMPARED
+    ]
+    links = [f"{name}, {rate:.0f} GB/s" for name, rate in LINKS_GB_S.items()]
+    report.table(rows, ("model", *links))
