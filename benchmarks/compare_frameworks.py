@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bench_ports import ENVIRONMENT, PORTS, REPO, Port, Run, count_code_lines, run_port, versions_in
+from bench.ports import ENVIRONMENT, PORTS, REPO, Port, Run, count_code_lines, run_port, versions_in
 from dist_common import cli, models, runtime
 from dist_common.report import Report
 

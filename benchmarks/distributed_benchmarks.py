@@ -10,7 +10,7 @@ Look for: the verdict of each strategy's loss first, then whether times differ b
     train    one strategy on one number of ranks
     comm     the collectives by themselves
     sweep    strategies x world sizes x models x precisions x links, resumed where it was killed
-    report   tables, CSV, figures and an HTML page of one sweep or several
+    report   tables, CSV, figures and an HTML page of a sweep
 
 Sources: nccl-tests (what is reported), torchtitan's benchmark reports (versions, flags, hardware in
 the file); benchmark_method.md says what is timed.
@@ -20,25 +20,15 @@ import argparse
 
 from tabulate import tabulate
 
-import bench_comm
-import bench_report
-import bench_strategies
-import bench_sweep
-import bench_train
+from bench import comm, report, runner, settings, strategies, train
+from bench.points import plan
 from dist_common import cli
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line, with exit code 2."""
-
-    def error(self, message: str) -> None:
-        raise cli.UsageError(message)
 
 
 def list_strategies(args: argparse.Namespace) -> int:
     """Print the strategies and what each can run on."""
     rows = []
-    for strategy in bench_strategies.load(args.strategies_file).values():
+    for strategy in strategies.load(args.strategies_file).values():
         kind = "" if strategy.exact else " (lossy)"
         rows.append((strategy.name, strategy.does + kind, strategy.world_sizes, strategy.path.name))
     headers = ("strategy", "what it does", "world sizes", "script")
@@ -51,23 +41,39 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies-file", metavar="FILE", help="TOML file with your own as well")
 
 
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `sweep`."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file that says what flags do not")
+    settings.add_arguments(parser)
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Run all points, one after the other, recording each; resume where a sweep was killed."""
+    chosen = settings.settle(args)
+    return runner.run(plan(args, chosen), args)
+
+
 COMMANDS = {
     "list": (add_list_arguments, list_strategies, "the strategies, and what each can run on"),
-    "train": (bench_train.add_arguments, bench_train.run, "one strategy on one number of ranks"),
-    "comm": (bench_comm.add_arguments, bench_comm.run, "the collectives by themselves"),
-    "sweep": (bench_sweep.add_arguments, bench_sweep.run, "many points, one after the other"),
-    "report": (bench_report.add_arguments, bench_report.run, "what sweeps measured"),
+    "train": (train.add_arguments, train.run, "one strategy on one number of ranks"),
+    "comm": (comm.add_arguments, comm.run, "the collectives by themselves"),
+    "sweep": (add_sweep_arguments, sweep, "many points, one after the other"),
+    "report": (report.add_arguments, report.run, "what a sweep measured"),
 }
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = settings.Parser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (add_arguments, run, help_text) in COMMANDS.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
         add_arguments(command)
         command.set_defaults(run=run)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if getattr(args, "config", None):
+        commands.choices["sweep"].set_defaults(**settings.read_file(args.config))
+        args = parser.parse_args()
+    return args
 
 
 def main() -> int:

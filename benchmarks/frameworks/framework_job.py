@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, Subset
 
-from dist_common import cli, data, measure, models, runtime
+from dist_common import cli, data, job, measure, models, runtime
 from dist_common.report import Report
 
 MAX_NORM = 1.0  # longer gradients are clipped, as the template does
@@ -24,7 +24,7 @@ LOOK_EVERY = 10  # steps between two looks at the losses, as the template does
 def parse_args(doc: str) -> argparse.Namespace:
     """Read the flags of the one job; --device is then cpu or cuda, --output-dir absolute."""
     parser = cli.ArgumentParser(doc)
-    cli.add_job_flags(parser, models.PRESETS)
+    job.add_task_flags(parser, models.PRESETS)
     parser.add_argument("--world-size", type=cli.positive_int, default=2,
         help="ranks that there must be, started by the framework or by torchrun (2)")  # fmt: skip
     args = parser.parse_args()
@@ -56,7 +56,7 @@ def build_model(args: argparse.Namespace) -> models.Transformer:
 def build_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> tuple:
     """Return AdamW, and its schedule, which takes one step after each of the optimizer's."""
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
-    schedule = LambdaLR(optimizer, lambda done: cli.lr_at(done + 1, args) / args.lr)
+    schedule = LambdaLR(optimizer, lambda done: job.lr_at(done + 1, args) / args.lr)
     return optimizer, schedule
 
 

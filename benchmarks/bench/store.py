@@ -17,8 +17,7 @@ from filelock import FileLock, Timeout
 from dist_common import cli
 
 OK, FAILED, TIMEOUT, SKIPPED = "ok", "failed", "timeout", "skipped"  # how a point can end
-SETTINGS, RESULTS, POINTS = "sweep.json", "results.jsonl", "points"
-PLANNED = "points"  # the setting that lists the ids of all points
+SETTINGS, RESULTS = "sweep.json", "results.jsonl"
 LOCK, PARTIAL = ".lock", ".partial"
 LOCK_PATIENCE_S = 3.0  # the ranks of a killed sweep may hold its lock for a moment longer
 
@@ -48,8 +47,8 @@ def load(folder: str | Path) -> Sweep:
     """
     folder = Path(folder)
     content = _settings_file(folder)
-    sweep = Sweep(folder, content["settings"], content["started"])
-    sweep.machines = content.get("machines", [])
+    machines = content.get("machines", [])
+    sweep = Sweep(folder, content["settings"], content["started"], machines=machines)
     path = folder / RESULTS
     lines = path.read_bytes().splitlines() if path.exists() else []
     found: dict[str, dict[str, Any]] = {}
@@ -112,7 +111,7 @@ class Store:
             self._write({"settings": self.settings, "started": now(), "machines": []})
         cut = self._cut_half_a_line()
         self.sweep = load(self.folder)
-        self.sweep.warnings += [cut] if cut else []
+        self.sweep.warnings += cut
 
     def _write(self, content: dict[str, Any]) -> None:
         partial = self.folder / PARTIAL
@@ -120,11 +119,10 @@ class Store:
         partial.replace(self.folder / SETTINGS)
 
     def _make(self) -> None:
-        known = {SETTINGS, PARTIAL, LOCK}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             names = {entry.name for entry in self.folder.iterdir()}
-            if SETTINGS not in names and names - known:
+            if SETTINGS not in names and names - {PARTIAL, LOCK}:
                 other = f"{self.folder} holds other files than a sweep's"
                 raise cli.UsageError(f"{other}: name another folder")
             (self.folder / LOCK).touch()
@@ -134,39 +132,33 @@ class Store:
     def _compare(self) -> None:
         """Raise UsageError where the folder's sweep was asked for with other settings."""
         old = _settings_file(self.folder)["settings"]
-        names = [*self.settings, *(name for name in old if name not in self.settings)]
         differ = []
-        for name in names:
-            if name == PLANNED:  # follows from the others
-                continue
-            before, asked = old.get(name), self.settings.get(name)
-            if before != asked:
-                differ.append(f"{name} ({brief(before)} there, {brief(asked)} here)")
+        for name in {**self.settings, **old}:
+            pair = [json.dumps(own.get(name)) for own in (old, self.settings)]
+            if pair[0] != pair[1] and name != "points":  # which follow from the others
+                there, here = (text if len(text) <= 60 else f"{text[:57]}..." for text in pair)
+                differ.append(f"{name} ({there} there, {here} here)")
         if differ:
             other = f"{self.folder} holds another sweep's results: {', '.join(differ)}"
             raise cli.UsageError(f"{other}: name another folder, or ask for the same")
 
-    def _cut_half_a_line(self) -> str | None:
+    def _cut_half_a_line(self) -> list[str]:
         """Cut what a killed sweep left of its last line, and say so: its point runs again."""
         path = self.folder / RESULTS
         text = path.read_bytes() if path.exists() else b""
-        whole = text.rfind(b"\n") + 1
-        if whole == len(text):
-            return None
-        with path.open("rb+") as file:
-            if _record(text[whole:]) is None:
-                file.truncate(whole)
-                number = text.count(b"\n") + 1
-                return f"{path} line {number} was truncated: cut, its point runs again"
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
-        return None
+        *lines, last = text.split(b"\n")
+        if last and _record(last) is None:
+            os.truncate(path, len(text) - len(last))
+            return [f"{path} line {len(lines) + 1} was truncated: cut, its point runs again"]
+        if last:
+            path.write_bytes(text + b"\n")
+        return []
 
     def append(self, record: dict[str, Any]) -> None:
         """Write a point's record to disk; it counts from then on, whatever happens to the sweep."""
         if self.machine and self.machine not in self.sweep.machines:
             self.sweep.machines.append(self.machine)
-            content = json.loads((self.folder / SETTINGS).read_text())
+            content = _settings_file(self.folder)
             self._write(content | {"machines": self.sweep.machines})
         with (self.folder / RESULTS).open("a") as file:
             file.write(json.dumps(record, default=str) + "\n")
@@ -175,16 +167,6 @@ class Store:
         others = [kept for kept in self.sweep.records if kept["id"] != record["id"]]
         self.sweep.records = [*others, record]
 
-    def point_folder(self, identity: str) -> Path:
-        """Return the folder of a point; the script makes it."""
-        return self.folder / POINTS / identity
-
     def close(self) -> None:
         """Let another sweep have the folder."""
         self.lock.release()
-
-
-def brief(value: Any) -> str:
-    """Return a setting in a few words, as it stands in a message."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import runpy
-import shlex
 import shutil
 import signal
 import socket
@@ -19,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import bench_guard
-import bench_link
-from bench_strategies import REPOSITORY
-from dist_common import cli, measure, ranks
+from bench import guard
+from bench.strategies import REPOSITORY
+from dist_common import cli, measure
+from dist_common.lab import links, ranks
 
 AUTO, FORK, TORCHRUN, SRUN = LAUNCHERS = ("auto", "fork", "torchrun", "srun")
 GRACE_S = 1.0  # from a rank's failure to the end of the others: it may have more to say
@@ -81,8 +80,7 @@ def why_not(launcher: str, device: str, world_size: int) -> str | None:
     if launcher == TORCHRUN and device == "cuda" and world_size > visible_gpus():
         return f"{world_size} ranks need as many GPUs, and this machine has {visible_gpus()}"
     if launcher == SRUN:
-        tasks = int(os.environ.get("SLURM_NTASKS", world_size))
-        nodes = _nodes(world_size)
+        tasks, nodes = int(os.environ.get("SLURM_NTASKS", world_size)), _nodes(world_size)
         if world_size > tasks:
             return f"{world_size} ranks need as many tasks, and this SLURM job has {tasks}"
         if world_size % nodes:
@@ -104,29 +102,21 @@ def command(
         return ["srun", *words, *python, script, *arguments]
     if world_size == 1:
         return [*python, script, *arguments]
-    ranks_here = ["--standalone", f"--nproc-per-node={world_size}"]
-    return [*torchrun, *ranks_here, script, *arguments]
+    return [*torchrun, "--standalone", f"--nproc-per-node={world_size}", script, *arguments]
 
 
 def threads(launcher: str, world_size: int) -> str:
-    """Return OMP_NUM_THREADS of each rank: its share of the cores, if this process has no say.
-
-    A fork has one thread, whatever is set (dist_common.ranks): as many ranks, as many cores.
-    """
-    own = os.environ.get("OMP_NUM_THREADS")
-    if launcher == FORK or own:
-        return "1" if launcher == FORK else own
-    cores, ranks_here = measure.core_count() or 1, world_size
+    """Return OMP_NUM_THREADS of each rank: its share of the cores, if this process has no say."""
+    if launcher == FORK:  # has one thread, whatever is set (dist_common.lab.ranks)
+        return "1"
+    if own := os.environ.get("OMP_NUM_THREADS"):
+        return own
+    per_node = world_size
     if launcher == SRUN:
         if per_task := os.environ.get("SLURM_CPUS_PER_TASK"):
             return per_task
-        ranks_here = math.ceil(world_size / _nodes(world_size))
-    return str(max(1, cores // ranks_here))
-
-
-def quoted(words: Sequence[str]) -> str:
-    """Return words as one would type them."""
-    return shlex.join(words)
+        per_node = math.ceil(world_size / _nodes(world_size))
+    return str(max(1, (measure.core_count() or 1) // per_node))
 
 
 def prepare(launcher: str) -> None:
@@ -151,20 +141,20 @@ def start(
         python = [sys.executable]  # whatever PATH says
         torchrun = [*python, "-m", "torch.distributed.run"]
         words = command(launcher, script, arguments, world_size, python, torchrun)
-        environ = clean_environ(launcher, world_size)
-        code = _launch(words, environ, folder, timeout_s, gently=launcher == SRUN)
+        with (folder / "job.out").open("w") as out, (folder / "job.err").open("w") as err:
+            how = {"cwd": REPOSITORY, "env": clean_environ(launcher, world_size)}
+            how |= {"stdout": out, "stderr": err}
+            code = guard.run(words, timeout_s, gently=launcher == SRUN, **how)
     seconds = time.monotonic() - started
-    kinds = ("*.out", "*.err")
-    out, err = ("".join(map(_text, sorted(folder.glob(kind)))) for kind in kinds)
+    out, err = ("".join(path.read_text(errors="replace") for path in sorted(folder.glob(kind)))
+                for kind in ("*.out", "*.err"))  # fmt: skip
     return Outcome(code, seconds, out, err)
 
 
-def _text(path: Path) -> str:
-    return path.read_text(errors="replace")
-
-
 def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
-    port = _free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
 
     def body(rank: int) -> None:
         atexit._clear()  # of this process, whose temporary folders a rank's end would remove
@@ -187,26 +177,17 @@ def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
     with contextlib.ExitStack() as stack:
         network = None
         if link:
-            namespaces = bench_link.namespaces(world_size, cli.link_rate(link))
-            network = stack.enter_context(namespaces)
+            network = stack.enter_context(links.hosts([cli.link_rate(link)] * world_size))
 
-        def guard(pids: list[int]) -> None:
-            stack.enter_context(bench_guard.guarded(pids))
+        def be_guarded(pids: list[int]) -> None:
+            stack.enter_context(guard.guarded(pids))
 
-        ended = ranks.fork(body, world_size, folder, timeout_s, GRACE_S, guard=guard)
+        ended = ranks.fork(body, world_size, folder, timeout_s, GRACE_S, guard=be_guarded)
     # A rank that was ended because another one failed has a signal's code, below 0.
-    failed = [rank.code for rank in ended if rank.code is not None and rank.code > 0]
+    codes = [rank.code for rank in ended if rank.code]
+    failed = [code for code in codes if code > 0]
     late = any(rank.code is None for rank in ended)
-    killed = [rank.code for rank in ended if rank.code]
-    return next(iter(failed), None if late else next(iter(killed), 0))
-
-
-def _launch(
-    words: list[str], environ: dict[str, str], folder: Path, timeout_s: float, gently: bool
-) -> int | None:
-    with (folder / "job.out").open("w") as out, (folder / "job.err").open("w") as err:
-        how = {"cwd": REPOSITORY, "env": environ, "stdout": out, "stderr": err}
-        return bench_guard.run(words, timeout_s, gently, **how)
+    return failed[0] if failed else None if late else next(iter(codes), 0)
 
 
 def clean_environ(launcher: str, world_size: int) -> dict[str, str]:
@@ -219,9 +200,3 @@ def _nodes(world_size: int) -> int:
     """Return how few nodes of the SLURM job hold so many tasks; "8(x2)" is 8 on each of two."""
     digits = re.match(r"\d+", os.environ.get("SLURM_TASKS_PER_NODE", ""))
     return math.ceil(world_size / int(digits[0])) if digits else 1
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,11 +1,13 @@
 """A report in words: numbers with their units, and what may be said about them."""
 
+import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from bench_analysis import Analysis, Row, leaders
-from bench_baseline import Change, Comparison
-from bench_records import LOSSY, UNCOMPARED, WRONG, Group
-from bench_store import OK
+from bench.analysis import Analysis, Row
+from bench.baseline import Change, Comparison
+from bench.records import LOSSY, UNCOMPARED, WRONG, Group
+from bench.store import OK, Sweep
 
 DASH = "-"
 
@@ -13,50 +15,35 @@ DASH = "-"
 # numbers with their units
 
 
+def shown(form: str, value: float | None) -> str:
+    return DASH if value is None else form.format(value)
+
+
+gib = functools.partial(shown, "{:.2f} GiB")
+speed = functools.partial(shown, "{:,.0f} tok/s")
+times = functools.partial(shown, "{:.2f}x")
+percent = functools.partial(shown, "{:.0%}")
+count = functools.partial(shown, "{:,.0f}")
+loss = functools.partial(shown, "{:.4f}")
+us = functools.partial(shown, "{:,.1f} us")
+
+
 def ms(value: float | None) -> str:
-    if value is None:
-        return DASH
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{digits}f} ms"
-
-
-def gib(value: float | None) -> str:
-    return DASH if value is None else f"{value:.2f} GiB"
+    digits = 0 if value is None or value >= 100 else 1 if value >= 10 else 2
+    return shown(f"{{:,.{digits}f}} ms", value)
 
 
 def size(value: float | None) -> str:
     """Return bytes in the unit in which they read well."""
-    if value is None:
-        return DASH
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= factor:
+        if value is not None and value >= factor:
             return f"{value / factor:,.2f} {unit}"
-    return f"{value:.0f} B"
-
-
-def speed(value: float | None) -> str:
-    return DASH if value is None else f"{value:,.0f} tok/s"
-
-
-def times(value: float | None) -> str:
-    return DASH if value is None else f"{value:.2f}x"
+    return shown("{:.0f} B", value)
 
 
 def change(found: Change | None) -> str:
     """Return new / old, marked where that is beyond the noise."""
     return DASH if found is None else times(found.ratio) + " !" * bool(found.beyond)
-
-
-def percent(value: float | None) -> str:
-    return DASH if value is None else f"{100 * value:.0f}%"
-
-
-def count(value: float | None) -> str:
-    return DASH if value is None else f"{value:,.0f}"
-
-
-def loss(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, (int, float)) else DASH
 
 
 def verdict(row: Row) -> str:
@@ -76,27 +63,21 @@ def ranks(world_size: int) -> str:
 
 def title(group: Group) -> str:
     """Return what the strategies of a group have in common."""
-    words = [f"{group.scope}: {group.preset}" if group.scope else group.preset, group.precision]
-    words += [
-        ranks(group.world_size),
-        f"global batch {group.global_batch_size} x {group.seq_len} tokens",
-    ]
-    words += [f"{group.max_steps} steps", *([f"link {group.link}"] if group.link else [])]
-    return ", ".join(map(str, words + ([f"seed {group.seed}"] if group.seed else [])))
+    batch = f"global batch {group.global_batch_size} x {group.seq_len} tokens"
+    words = [str(group.preset), str(group.precision), ranks(group.world_size), batch]
+    words.append(f"{group.max_steps} steps")
+    words += [f"{name} {value}" for name in ("link", "seed") if (value := getattr(group, name))]
+    return ", ".join(words)
 
 
-def progress(analysis: Analysis) -> list[str]:
-    """Say for each sweep how many of its points are there, and how they ended."""
-    lines = []
-    for sweep in analysis.sweeps:
-        points = len(sweep.records)
-        planned = sweep.settings.get("points")
-        ended = [record["status"] for record in sweep.records]
-        others = [f"{ended.count(s)} {s}" for s in sorted(set(ended) - {OK})]
-        of = f" of {len(planned)}" if isinstance(planned, list) else ""
-        lines.append(", ".join([f"{sweep.folder}: {points}{of} points", *others]))
-        lines[-1] += f"; started {sweep.started[:16].replace('T', ' ')}"
-    return lines
+def progress(sweep: Sweep) -> str:
+    """Say how many of a sweep's points are there, and how they ended."""
+    planned = sweep.settings.get("points")
+    of = f" of {len(planned)}" if isinstance(planned, list) else ""
+    ended = Counter(record["status"] for record in sweep.records)
+    others = [f"{ended[status]} {status}" for status in sorted(set(ended) - {OK})]
+    said = ", ".join([f"{sweep.folder}: {len(sweep.records)}{of} points", *others])
+    return f"{said}; started {sweep.started[:16].replace('T', ' ')}"
 
 
 def environment(analysis: Analysis) -> str:
@@ -121,8 +102,11 @@ def noise(analysis: Analysis) -> str:
     if analysis.noise.width is None:
         return "noise: unknown, since nothing ran twice; no places without it: use --repeats 3"
     lines = []
-    for key, found in analysis.noises.items():
-        head = f"noise{where_noisy(key, analysis)}"
+    presets, precisions, _ = map(set, zip(*analysis.noises, strict=True))
+    for (preset, precision, link), found in analysis.noises.items():
+        names = [str(preset)] * (len(presets) > 1) + [str(precision)] * (len(precisions) > 1)
+        head = f"noise of {', '.join(names)}" if names else "noise"
+        head += f" over {link}" if link else ""
         if found.width is None:
             lines.append(f"{head}: unknown, since nothing ran twice there")
             continue
@@ -133,33 +117,21 @@ def noise(analysis: Analysis) -> str:
     return "\n".join(lines) + "; a smaller difference decides nothing"
 
 
-def where_noisy(key: tuple, analysis: Analysis) -> str:
-    """Return of which points a noise is, as far as there are others."""
-    scope, preset, precision, link = key
-    scopes, presets, precisions, _ = map(set, zip(*analysis.noises, strict=True))
-    names = [str(preset)] * (len(presets) > 1) + [str(precision)] * (len(precisions) > 1)
-    of = f" of {', '.join(names)}" if names else ""
-    return of + (f" over {link}" if link else "") + (f" in {scope}" if len(scopes) > 1 else "")
-
-
-def winners(rows: Sequence[Row]) -> str | None:
-    """Say which strategies of a group are fastest, as far as the noise tells; None without."""
-    placed = [row for row in rows if row.place]
-    if not placed:
-        return None
-    first = leaders(placed)
-    names = [row.label for row in first]
-    if len(first) == len(placed):
-        return f"no difference beyond the noise: {listed(names)}"
-    if len(first) == 1:
-        return f"fastest beyond the noise: {names[0]}"
-    return f"fastest, and not told apart: {listed(names)}"
-
-
-def witnesses(rows: Iterable[Row]) -> str | None:
-    """Say with what losses were compared, where that is not one process; None otherwise."""
+def outcome(rows: Sequence[Row]) -> list[str]:
+    """Say which strategies of a group are fastest, as far as the noise tells; and with what losses
+    were compared, where that is not one process.
+    """
+    placed = [row.label for row in rows if row.place]
+    first = [row.label for row in rows if row.place.partition("-")[0] == "1"]
+    said = []
+    if placed:
+        one = "fastest beyond the noise" if len(first) == 1 else "fastest, and not told apart"
+        how = "no difference beyond the noise" if first == placed else one
+        said.append(f"{how}: {listed(first)}")
     found = {row.verdict.words for row in rows if row.verdict.ranked} - {""}
-    return f"losses compared with {listed(sorted(found))}: no single process" if found else None
+    if found:
+        said.append(f"losses compared with {listed(sorted(found))}: no single process")
+    return said
 
 
 def unfit(rows: Iterable[Row]) -> list[Row]:
@@ -180,8 +152,8 @@ def conclusion(analysis: Analysis) -> str:
     if "cuda" in known.get("device", ""):
         return "These times hold for this machine, model and batch: measure again for others."
     shared = f"CPU ranks share {known.get('cores', 'the')} cores"
-    return (f"{shared}: times show overhead, not the speed of GPUs; bytes, calls and losses hold "
-            "anywhere.")  # fmt: skip
+    holds = "bytes, calls and losses hold anywhere."
+    return f"{shared}: times show overhead, not the speed of GPUs; {holds}"
 
 
 def only_in_one(comparison: Comparison) -> list[tuple[str, str, list[str]]]:

@@ -1,31 +1,25 @@
 """The ports of frameworks/: what starts each, what its run left, how long its file is."""
 
 import ast
-import io
 import json
 import os
 import re
 import subprocess
 import tempfile
 import time
-import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import bench_guard
+from bench import guard
 from dist_common import cli
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 FOLDER = REPO / "benchmarks" / "frameworks"
 ENVIRONMENT = Path(".venv-frameworks", "bin", "python")  # what `make frameworks` installs
 JOB_FLAGS = ("preset", "seq_len", "micro_batch_size", "max_steps", "seed", "device")
 TEMPLATE_FLAGS = ("--parity-steps", "0", "--save-every", "0", "--eval-every", "0")
 # Ray would report its use, Hugging Face's libraries ask for updates, torchft log each vote.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "RUST_LOG": "warn"}
-LAYOUT = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,8 @@ def count_code_lines(source: str) -> int:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if text or isinstance(node, (ast.Import, ast.ImportFrom)):
             left_out |= set(range(node.lineno, node.end_lineno + 1))
-    code = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in LAYOUT:
-            code |= set(range(token.start[0], token.end[0] + 1))
-    return len(code - left_out)
+    lines = {n: line.strip() for n, line in enumerate(source.splitlines(), 1)}
+    return sum(bool(line) and line[0] != "#" for n, line in lines.items() if n not in left_out)
 
 
 def versions_in(python: Path) -> dict[str, str | None]:
@@ -93,22 +84,19 @@ def versions_in(python: Path) -> dict[str, str | None]:
 
     Raises: UsageError when that environment cannot run a port at all.
     """
-    packages = sorted({port.package for port in PORTS.values()})
     asked = (
-        "import importlib.metadata as m, json, sys\n"
-        "known = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
-        "print(json.dumps({name: known.get(name) for name in sys.argv[1:]}))"
+        "import importlib.metadata as m, json\n"
+        "print(json.dumps({d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
     )
     try:
-        answer = subprocess.run(
-            [python, "-c", asked, *packages], capture_output=True, text=True, check=True
-        ).stdout
+        answer = subprocess.check_output([python, "-c", asked], stderr=subprocess.PIPE, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise cli.UsageError(f"--python {python} does not run: {error}") from error
-    versions = {name: v and v.partition("+")[0] for name, v in json.loads(answer).items()}
-    if versions["torch"] is None:
+    known = json.loads(answer)
+    if "torch" not in known:
         raise cli.UsageError(f"--python {python} has no PyTorch: `make frameworks` installs one")
-    return versions
+    packages = sorted({port.package for port in PORTS.values()})
+    return {name: known[name].partition("+")[0] if name in known else None for name in packages}
 
 
 def run_port(port: Port, args, folder: Path) -> Run:
@@ -124,27 +112,19 @@ def run_port(port: Port, args, folder: Path) -> Run:
     started = time.monotonic()
     code, printed = run_group([*command, *own], args.limit)
     seconds = time.monotonic() - started
-    written = (folder / "results.json").exists()
-    run = read_run(folder, seconds) if written else Run()
+    run, written = Run(), (folder / "results.json").exists()
+    if written:
+        results = json.loads((folder / "results.json").read_text())
+        metrics = results["metrics"]
+        run.losses = metrics.get("losses") or losses_of_template(folder)
+        run.world_size, run.cpu_ms = results["world_size"], metrics["cpu_time_per_step_ms"]
+        run.outside_s = seconds - sum(metrics["step_times_ms"]) / 1e3
     if code != 0 or not written:
         how = f"no end after {args.limit:g} s" if code is None else f"exit code {code}"
         how += ", results written" if written else ""
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "silent")
         run.failure = f"FAILED: {how}: {last}"[:170]
     return run
-
-
-def read_run(folder: Path, seconds: float) -> Run:
-    """Return what a run wrote, which took so long with start and end."""
-    results = json.loads((folder / "results.json").read_text())
-    metrics = results["metrics"]
-    losses = metrics.get("losses") or losses_of_template(folder)
-    return Run(
-        losses,
-        results["world_size"],
-        metrics["cpu_time_per_step_ms"],
-        seconds - sum(metrics["step_times_ms"]) / 1e3,
-    )
 
 
 def losses_of_template(folder: Path) -> list[float]:
@@ -159,6 +139,6 @@ def run_group(command: list[str], limit_s: float) -> tuple[int | None, str]:
     environ = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
     with tempfile.TemporaryFile("w+") as log:
-        code = bench_guard.run(command, limit_s, env=environ, stdout=log, stderr=log)
+        code = guard.run(command, limit_s, env=environ, stdout=log, stderr=log)
         log.seek(0)
         return code, log.read()

@@ -7,41 +7,35 @@ from pathlib import Path
 
 import torch
 
-from bench_launch import FORK
-from bench_strategies import REPOSITORY
+from bench.launch import FORK
+from bench.strategies import REPOSITORY
 
 
 def describe(launcher: str) -> dict[str, str]:
     """Return what is known of this machine and code, by name; CUDA is not started for it."""
-    own = os.environ.get("OMP_NUM_THREADS") if launcher != FORK else None
+    listed = said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    info = Path("/proc/cpuinfo")  # where Linux says the processor's name
+    lines = info.read_text().splitlines() if info.exists() else []
     found = {
         "commit": commit(REPOSITORY),
-        "CPU": cpu_model(),
-        "OMP_NUM_THREADS": own,
+        "CPU": next((x.split(": ", 1)[1] for x in lines if x.startswith("model name")), None),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") if launcher != FORK else None,
         "nodes": os.environ.get("SLURM_JOB_NUM_NODES"),
-        **gpus(said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")),
+        **gpus(listed or ""),
     }
     return {name: value for name, value in found.items() if value}
 
 
 def commit(repository: Path) -> str | None:
     """Return the commit of the code that runs, and whether files differ from it."""
-    git = ("git", "-C", str(repository))
-    short = said(*git, "rev-parse", "--short=10", "HEAD")
-    changed = said(*git, "status", "--porcelain", "--untracked-files=no")
+    short = said("git", "-C", str(repository), "rev-parse", "--short=10", "HEAD")
+    changed = said("git", "-C", str(repository), "status", "--porcelain", "--untracked-files=no")
     return f"{short} with changes" if short and changed else short
 
 
-def cpu_model() -> str | None:
-    """Return the processor's name, where Linux says it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), None)
-
-
-def gpus(listed: str | None) -> dict[str, str]:
+def gpus(listed: str) -> dict[str, str]:
     """Return names and number of the GPUs, driver, CUDA, NCCL; `listed` is "name, driver" lines."""
-    rows = [line.split(", ") for line in (listed or "").splitlines()]
+    rows = [line.split(", ") for line in listed.splitlines()]
     if not rows or any(len(row) != 2 for row in rows):
         return {}
     names = Counter(name for name, _ in rows)

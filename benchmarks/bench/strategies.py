@@ -1,19 +1,30 @@
 """The strategies that can be compared: read from strategies.toml, and what each can run on."""
 
+import difflib
+import itertools
 import math
 import os
 import shlex
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-import bench_toml
 from dist_common import cli, models
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-TABLE = Path(__file__).with_name("strategies.toml")
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TABLE = REPOSITORY / "benchmarks" / "strategies.toml"
 REFERENCE = "single"  # the strategy whose loss the exact ones must have
+PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
 ALL = "all"
+MOST_RANKS = 1_000_000
+KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +38,7 @@ class Strategy:
     flags: str = ""
     exact: bool = True
     least_ranks: int = 1
-    most_ranks: int | None = None
+    most_ranks: int = MOST_RANKS
     multiple_of: int = 1
     why: str = ""
     tp: int | str = 1
@@ -35,7 +46,7 @@ class Strategy:
     micro_batches: int = 1
     stages: int = 1
     untied: bool = False
-    precisions: list[str] = field(default_factory=list)
+    precisions: list[str] = field(default_factory=PRECISIONS.copy)
     compiles: bool = False
 
     @property
@@ -47,15 +58,11 @@ class Strategy:
     @property
     def world_sizes(self) -> str:
         """Say in a few words which world sizes it can use."""
-        if self.most_ranks == self.least_ranks:
-            return str(self.least_ranks)
-        step = self._multiple()
-        if step == 1:
-            most = f" to {self.most_ranks}" if self.most_ranks else " or more"
-            return f"{self.least_ranks}{most}"
-        first = math.ceil(self.least_ranks / step) * step
-        sizes = [size for size in range(first, first + 3 * step, step) if not self._above(size)]
-        return ", ".join([*map(str, sizes), *["..."] * (len(sizes) == 3)])
+        if self._multiple() == 1 and self.most_ranks == MOST_RANKS:
+            return f"{self.least_ranks} or more"
+        sizes = filter(self._takes, range(1, self.most_ranks + 1))
+        shown = list(map(str, itertools.islice(sizes, 4)))
+        return ", ".join(shown[:3] + ["..."] * (len(shown) > 3))
 
     def ranks_of(self, axis: str, world_size: int) -> int:
         """Return how many ranks `tp` or `pp` has."""
@@ -73,20 +80,20 @@ class Strategy:
 
     def why_not(self, world_size: int, preset: str, precision: str) -> str | None:
         """Say in one line why it cannot train this model on so many ranks; None if it can."""
-        below = world_size < self.least_ranks
-        if below or self._above(world_size) or world_size % self._multiple():
+        if not self._takes(world_size):
             ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             can = f"{self.name} cannot use {ranks}, it needs {self.world_sizes}"
             return f"{can}: {self.why}" if self.why else can
-        if self.precisions and precision not in self.precisions:
+        if precision not in self.precisions:
             return f"{self.name} cannot train in {precision}, only in {', '.join(self.precisions)}"
         compiler = os.environ.get("CXX", "c++")
         if self.compiles and shutil.which(compiler) is None:
             return f"{self.name} needs a C++ compiler, and there is no {compiler} here"
         return self._why_not_this_model(world_size, preset)
 
-    def _above(self, world_size: int) -> bool:
-        return self.most_ranks is not None and world_size > self.most_ranks
+    def _takes(self, world_size: int) -> bool:
+        within = self.least_ranks <= world_size <= self.most_ranks
+        return within and world_size % self._multiple() == 0
 
     def _multiple(self) -> int:
         fixed = [ranks for ranks in (self.tp, self.pp) if ranks != ALL]
@@ -127,36 +134,73 @@ def choose(names: list[str], table: dict[str, Strategy]) -> list[Strategy]:
     """Return the strategies of these names. Raises: UsageError naming the nearest, and all."""
     for name in names:
         if name not in table:
-            hint = bench_toml.nearest(name, table)
+            hint = nearest(name, table)
             raise cli.UsageError(f"unknown strategy {name}{hint} There are {', '.join(table)}")
     return [table[name] for name in dict.fromkeys(names)]
 
 
 def _read(path: Path) -> dict[str, Strategy]:
     found = {}
-    for name, row in bench_toml.load(path).items():
+    for name, row in load_toml(path).items():
         where = f"{path} [{name}]"
         if not isinstance(row, dict):
             raise cli.UsageError(f"{path}: {name} must be a table, [NAME] and its keys below")
-        strategy = bench_toml.fill(Strategy, row, where, name=name, folder=path.resolve().parent)
+        _check(row, where)
+        found[name] = strategy = Strategy(name, path.resolve().parent, **row)
         if not strategy.path.is_file():
             raise cli.UsageError(f"{where}: there is no script {strategy.script}")
-        _check(strategy, where)
-        found[name] = strategy
+        try:
+            strategy.script_flags(2)
+        except (KeyError, IndexError, ValueError) as error:
+            said = f"flags can have {{world_size}} and {{half}}, not {strategy.flags}"
+            raise cli.UsageError(f"{where}: {said}") from error
     return found
 
 
-def _check(strategy: Strategy, where: str) -> None:
+def _check(row: dict[str, Any], where: str) -> None:
     """Refuse what would fail in the middle of a sweep only."""
-    for axis in ("tp", "pp"):
-        ranks = getattr(strategy, axis)
-        if not (ranks == ALL or (isinstance(ranks, int) and ranks > 0)):
-            raise cli.UsageError(f'{where}: {axis} must be at least 1, or "{ALL}", not {ranks!r}')
-    for name in ("least_ranks", "multiple_of", "micro_batches", "stages"):
-        if getattr(strategy, name) < 1:
-            raise cli.UsageError(f"{where}: {name} must be at least 1")
+    needed = {"does": "", "script": ""}
+    known = {option.name: option.default for option in fields(Strategy)[2:]} | needed
+    for key, value in row.items():
+        axis = key in ("tp", "pp")
+        if axis and value != ALL and not (type(value) is int and value > 0):
+            raise cli.UsageError(f'{where}: {key} must be at least 1, or "{ALL}", not {value!r}')
+        if not axis:
+            check_kind(where, key, value, known | {"precisions": PRECISIONS})
+        if type(value) is int and value < 1:
+            raise cli.UsageError(f"{where}: {key} must be at least 1")
+    for key in needed:
+        if key not in row:
+            raise cli.UsageError(f"{where}: {key} is missing")
+
+
+# TOML files that users write
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file. Raises: UsageError naming the file, and line and column of a mistake."""
     try:
-        strategy.script_flags(2)
-    except (KeyError, IndexError, ValueError) as error:
-        known = "{world_size} and {half}"
-        raise cli.UsageError(f"{where}: flags can have {known}, not {strategy.flags}") from error
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise cli.UsageError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise cli.UsageError(f"{path} is not valid TOML: {error}") from error
+
+
+def check_kind(where: str, key: str, value: Any, known: dict[str, Any]) -> None:
+    """Raise UsageError for an unknown key, or a value of another kind than the one in `known`."""
+    if key not in known:
+        raise cli.UsageError(f"{where}: unknown key {key}{nearest(key, known)}".rstrip("."))
+    several = isinstance(known[key], list)
+    kind = type(known[key][0] if several else known[key])
+    allowed = (int, float) if kind is float else (kind,)
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list) != several or any(type(one) not in allowed for one in values):
+        said = "a list, each " * several + KINDS[kind]
+        raise cli.UsageError(f"{where}: {key} must be {said}, not {value!r}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence: ": did you mean X?", or "." if nothing known is like it."""
+    close = difflib.get_close_matches(str(word), list(known), 1, cutoff=0.5)
+    return f": did you mean {close[0]}?" if close else "."

@@ -49,14 +49,12 @@ def end(pids: Sequence[int], gently: bool = False) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             found += [process, *process.children(recursive=True)]
-    if gently:
+    for number in (signal.SIGTERM, signal.SIGKILL)[not gently :]:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        psutil.wait_procs(found, PATIENCE_S)
-    for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+                process.send_signal(number)
+        if number == signal.SIGTERM:
+            psutil.wait_procs(found, PATIENCE_S)
     for pid in pids:
         # No such group, or on macOS one of zombies.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -67,11 +65,10 @@ def end(pids: Sequence[int], gently: bool = False) -> None:
 def guarded(pids: Sequence[int], gently: bool = False) -> Iterator[None]:
     """Have the processes ended if this one dies inside the `with` block, by SIGKILL too."""
     words = [str(int(gently)), *map(str, pids)]
-    command = [sys.executable, "-c", "import bench_guard; bench_guard.watch()", *words]
-    folder = str(Path(__file__).parent)
+    folder = str(Path(__file__).parents[1])
     paths = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     guard = subprocess.Popen(
-        command,
+        [sys.executable, "-c", "from bench import guard; guard.watch()", *words],
         stdin=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": paths},
         start_new_session=True,  # Ctrl-C in the terminal is not meant for it

@@ -1,0 +1,259 @@
+"""What each record of a sweep says, and whether it trained what one process trains."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.points import EARLY_STEPS
+from bench.store import FAILED, OK, SKIPPED, TIMEOUT, Sweep
+from bench.strategies import REFERENCE
+
+WRONG, LOSSY, UNCOMPARED = "wrong", "lossy", "no reference"  # beside store's
+SEVERITY = (OK, LOSSY, UNCOMPARED, SKIPPED, TIMEOUT, FAILED, WRONG)
+UNTIMED_STEPS = 3  # where a sweep's settings do not say
+PARTS = ("before", "weights", "gradients", "optimizer", "rest")  # of memory at its peak
+ONE_PROCESS = "one process"
+WITNESSES = 3  # exact strategies whose median loss can stand for one process
+
+
+class Group(NamedTuple):
+    """What strategies must have in common to be compared; all but the last two decide the loss."""
+
+    preset: Any
+    precision: Any
+    seq_len: Any
+    global_batch_size: Any
+    max_steps: Any
+    seed: Any
+    world_size: Any
+    link: Any
+
+    @property
+    def job(self) -> tuple:
+        return self[:-2]
+
+    def sort_key(self) -> list[tuple[bool, str, float]]:
+        """Return a key by which None, texts and numbers can be sorted together."""
+        return [(True, "", value) if finite(value) else (False, str(value or ""), 0.0)
+                for value in self]  # fmt: skip
+
+
+@dataclass
+class Verdict:
+    """Whether a measurement may be compared: how a point ended, or what its loss says."""
+
+    kind: str
+    words: str = ""
+    difference: float | None = None  # of the loss that decided it
+
+    @property
+    def ranked(self) -> bool:
+        return self.kind == OK
+
+    @property
+    def severity(self) -> int:
+        """Return the place in SEVERITY; a kind that is not known comes last."""
+        return SEVERITY.index(self.kind) if self.kind in SEVERITY else len(SEVERITY)
+
+
+@dataclass
+class Run:
+    """One record. None is what it does not say; units are in the names."""
+
+    group: Group
+    record: dict[str, Any]
+    times_ms: list[float] = field(default_factory=list)  # of the timed steps
+    step_time_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    cpu_time_per_step_ms: float | None = None
+    peak_memory_gib: float | None = None
+    memory_gib: dict[str, float] = field(default_factory=dict)  # by PARTS
+    bytes_sent_per_step: float | None = None
+    calls_per_step: float | None = None
+    losses: list[float] = field(default_factory=list)  # of the first EARLY_STEPS, if it wrote them
+    final_loss: float | None = None
+    loss_difference: float | None = None  # of the last step
+    early_loss_difference: float | None = None  # the largest of the first EARLY_STEPS
+    verdict: Verdict = field(default_factory=lambda: Verdict(UNCOMPARED))
+
+    @property
+    def strategy(self) -> str:
+        return str(self.record["point"].get("strategy"))
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return (self.record.get("results") or {}).get("metrics") or {}
+
+
+def read_run(record: dict[str, Any], sweep: Sweep) -> Run:
+    """Read a record of results.jsonl; what a script did not write stays None."""
+    run = Run(Group(*(record["point"].get(name) for name in Group._fields)), record)
+    metrics = run.metrics
+    if record["status"] != OK or not metrics:
+        return run
+    untimed = sweep.settings.get("untimed_steps", UNTIMED_STEPS)
+    steps = metrics.get("step_times_ms")
+    every = steps[untimed:] if isinstance(steps, list) else [metrics.get("step_time_ms")]
+    run.times_ms = [ms for ms in map(number, every) if ms]
+    if run.times_ms:
+        run.step_time_ms = statistics.median(run.times_ms)
+        run.p10_ms, run.p90_ms = map(float, np.percentile(run.times_ms, (10, 90)))
+        tokens = number(metrics.get("tokens_per_step"))
+        run.tokens_per_second = tokens and tokens / run.step_time_ms * 1e3
+    for name in ("mfu", "cpu_time_per_step_ms", "bytes_sent_per_step", "peak_memory_gib"):
+        setattr(run, name, number(metrics.get(name)))
+    counted = metrics.get("collectives_per_step")
+    if isinstance(counted, dict):
+        run.calls_per_step = sum(kind.get("calls", 0) for kind in counted.values())
+    run.memory_gib = memory_parts(metrics)
+    run.losses = (record.get("losses") or [])[:EARLY_STEPS]
+    loss = metrics.get("final_loss")
+    run.final_loss = loss if isinstance(loss, (int, float)) else None  # NaN stays: it is wrong
+    return run
+
+
+def memory_parts(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return GiB by PARTS; the rest is what the peak has beyond the tensors that were counted."""
+    named = metrics.get("memory_gib") or {}
+    parts = {part: number(named.get(part)) or 0.0 for part in PARTS[:-1]}
+    peak = number(metrics.get("peak_memory_gib"))
+    if peak is None or not named:
+        return {}
+    return parts | {"rest": max(0.0, peak - sum(parts.values()))}
+
+
+def conditions(sweep: Sweep) -> dict[str, list[str]]:
+    """Return what a sweep's times depend on beside its flags: by name all values, sorted."""
+    said = [{"untimed steps": sweep.settings.get("untimed_steps", UNTIMED_STEPS)}]
+    for record in sweep.records:
+        results = record.get("results") or {}
+        said.append({"launcher": record.get("launcher")})
+        said.append({name: results.get(name) for name in ("device", "backend")})
+        said += [results.get(name) or {} for name in ("versions", "machine")]
+    found: dict[str, set[str]] = defaultdict(set)
+    for values in said + sweep.machines:  # one of these for each start
+        for name, value in values.items():
+            found[name] |= set() if value is None else {str(value)}
+    return {name: sorted(values) for name, values in found.items() if values}
+
+
+# losses
+
+
+class Tolerance(NamedTuple):
+    """By how much losses may differ, since sums are in another order; each step adds to that.
+
+    benchmark_method.md has what was measured: rounding, and gradients that are not averaged.
+    """
+
+    early: float  # in each of the first EARLY_STEPS
+    final: float  # after the last step
+
+
+FLOAT32 = Tolerance(2e-5, 5e-3)
+IN_16_BITS = Tolerance(6e-3, 0.3)
+
+
+def tolerance_of(group: Group) -> Tolerance:
+    """Return by how much losses of an exact strategy may differ from those of one process."""
+    return FLOAT32 if group.precision == "32-true" else IN_16_BITS
+
+
+class Reference(NamedTuple):
+    """The losses that the exact strategies of a job must have, and in words whose they are."""
+
+    losses: list[float]
+    final_loss: float
+    whose: str
+
+
+def judge(runs: Sequence[Run]) -> None:
+    """Set the verdict of each run: its loss against one process, or most strategies, on its job."""
+    found = references(runs)
+    for run in runs:
+        run.verdict = verdict_of(run, found.get(run.group.job))
+
+
+def references(runs: Sequence[Run]) -> dict[tuple, Reference]:
+    """Return by job the losses that exact strategies must have.
+
+    Where one process did not train the job, as when no device holds the model, the median of
+    WITNESSES strategies or more stands for it.
+    """
+    trained = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if run.record["point"].get("exact", True) and losses_are_finite(run):
+            trained[run.group.job][run.strategy].append(run)
+    found = {}
+    for job, by_strategy in trained.items():
+        own, whose = by_strategy.get(REFERENCE), ONE_PROCESS
+        if own is None:
+            own = [repeats[-1] for repeats in by_strategy.values()]
+            whose = f"the median of {len(own)} strategies"
+        if whose == ONE_PROCESS or len(own) >= WITNESSES:
+            early = zip(*(run.losses for run in own if run.losses), strict=False)
+            final = statistics.median(run.final_loss for run in own)
+            found[job] = Reference([statistics.median(step) for step in early], final, whose)
+    return found
+
+
+def losses_are_finite(run: Run) -> bool:
+    return all(map(finite, [*run.losses, run.final_loss]))
+
+
+def verdict_of(run: Run, expected: Reference | None) -> Verdict:
+    """Judge a run by how it ended, on how many ranks, and its losses; set their differences."""
+    status = run.record["status"]
+    if status != OK:
+        return Verdict(status, run.record.get("reason") or "no reason recorded")
+    ranks = (run.record.get("results") or {}).get("world_size")
+    if ranks not in (None, run.group.world_size):
+        return Verdict(WRONG, f"its world size was {ranks} instead of {run.group.world_size}")
+    if "final_loss" not in run.metrics:
+        return Verdict(UNCOMPARED, "no loss recorded")
+    if not losses_are_finite(run):
+        return Verdict(WRONG, "the loss is not a finite number")
+    if expected is None:
+        few = f"and fewer than {WITNESSES} strategies can stand for it"
+        return Verdict(UNCOMPARED, f"loss not compared: one process did not train this job, {few}")
+    run.loss_difference = last = run.final_loss - expected.final_loss
+    if not run.record["point"].get("exact", True):
+        return Verdict(LOSSY, f"loss {last:+.2g} from {expected.whose}", last)
+    steps = zip(run.losses, expected.losses, strict=False)
+    run.early_loss_difference = early = max((a - b for a, b in steps), key=abs, default=None)
+    allowed = tolerance_of(run.group)
+    for difference, limit, when in (
+        (early, allowed.early, f" in the first {EARLY_STEPS} steps"),
+        (last, allowed.final, ""),
+    ):
+        if difference is not None and abs(difference) > limit:
+            said = f"loss {difference:+.2g} from {expected.whose}{when}, {limit:g} allowed"
+            return Verdict(WRONG, said, difference)
+    return Verdict(OK, "" if expected.whose == ONE_PROCESS else expected.whose)
+
+
+# numbers
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number as it is, and None for anything else."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if known and math.isfinite(value) else None
+
+
+def finite(value: Any) -> bool:
+    return number(value) is not None
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are known; None without one."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,140 @@
+"""What a sweep is asked for: flags over a TOML file over defaults, checked before it starts."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from bench import launch, strategies
+from bench.strategies import PRECISIONS, REFERENCE, Strategy
+from dist_common import cli, models
+from dist_common.lab import links
+
+NO_LINK = "none"
+# What has no default in the flags, as what it would be.
+EXAMPLES = {"micro_batch_size": 1, "strategies_file": ""}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line, with exit code 2."""
+
+    def error(self, message: str) -> None:
+        raise cli.UsageError(message)
+
+
+def link(text: str) -> str:
+    """Check the speed of a link, such as 100mbit."""
+    if text != NO_LINK:
+        cli.link_rate(text)
+    return text
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser, output_dir: str | None) -> None:
+    """Add the flags that say how points are started."""
+    add = parser.add_argument
+    add("--timeout", type=cli.positive_float, default=600.0, metavar="SECONDS",
+        help="of each point (600)")  # fmt: skip
+    add("--launcher", choices=launch.LAUNCHERS, default=launch.AUTO,
+        help="auto: srun in a SLURM job, torchrun with GPUs, else fork (auto)")  # fmt: skip
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
+    add("--output-dir", default=output_dir, metavar="DIR",
+        help=f"folder of results; what it has does not run again ({output_dir})")  # fmt: skip
+
+
+def add_point_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of commands that run many points."""
+    add, positive = parser.add_argument, cli.positive_int
+    add("--world-sizes", nargs="+", type=positive, default=[2], metavar="N",
+        help="numbers of ranks (2)")  # fmt: skip
+    add("--links", nargs="+", type=link, default=[NO_LINK], metavar="RATE",
+        help="speed of every rank's link, such as 100mbit, or none: as it is (none)")  # fmt: skip
+    add("--repeats", type=positive, default=3, help="times that each point runs, in turn (3)")
+    add("--retry-failed", action="store_true", help="run points that failed before once more")
+    add("--dry-run", action="store_true", help="print the commands of all points, start nothing")
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the one job."""
+    add, positive = parser.add_argument, cli.positive_int
+    add("--strategies-file", metavar="FILE", help="TOML file with your own as well")
+    add("--no-reference", action="store_false", dest="reference",
+        help="leave out one process: the median of strategies is compared with")  # fmt: skip
+    add("--global-batch-size", type=positive, default=16, help="sequences per step (16)")
+    add("--micro-batch-size", type=positive, help="most sequences per rank at a time (no limit)")
+    add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
+    add("--max-steps", type=positive, default=20, help="optimizer steps of a point (20)")
+    add("--untimed-steps", type=cli.whole_number, default=3, help="first steps not timed (3)")
+    add("--lr", type=cli.positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
+    add("--warmup-steps", type=cli.whole_number, default=2, help="steps of linear warmup (2)")
+    add("--seed", type=cli.whole_number, default=0, help="of weights and order of samples (0)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `sweep` that a file can have too."""
+    add = parser.add_argument
+    add("--strategies", nargs="+", default=["ddp", "fsdp-full"], metavar="NAME",
+        help="see `list` (ddp fsdp-full)")  # fmt: skip
+    add("--presets", nargs="+", choices=models.PRESETS, default=["tiny"], help="models (tiny)")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=["32-true"], help="(32-true)")
+    add("--scaling", choices=("strong", "weak"), default="strong",
+        help="same global batch on all world sizes, or weak: times ranks (strong)")  # fmt: skip
+    add_point_arguments(parser)
+    add_job_arguments(parser)
+    add_launch_arguments(parser, "runs/sweep")
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Return what a TOML file asks for, in place of flags. Raises: UsageError naming the file."""
+    parser = Parser()
+    add_arguments(parser)
+    known = vars(parser.parse_args([])) | EXAMPLES
+    table = strategies.load_toml(path)
+    words = []
+    for key, value in table.items():
+        strategies.check_kind(path, key, value, known)
+        if key == "reference":
+            words += ["--no-reference"] * (not value)
+        else:
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{key.replace('_', '-')}", *map(str, values)]
+    try:
+        given = vars(parser.parse_args(words))
+    except cli.UsageError as error:
+        raise cli.UsageError(f"{path}: {error}") from error
+    found = {key: given[key] for key in table}
+    if "strategies_file" in found:  # relative to the file
+        found["strategies_file"] = str(Path(path).parent / found["strategies_file"])
+    return found
+
+
+def settle(args: argparse.Namespace) -> list[Strategy]:
+    """Check and complete what was asked for; return its strategies, the reference before them.
+
+    Raises: UsageError naming the flag.
+    """
+    if args.untimed_steps >= args.max_steps:
+        steps = f"--untimed-steps {args.untimed_steps} of --max-steps {args.max_steps}"
+        raise cli.UsageError(f"{steps} leave none to time")
+    for preset in args.presets:
+        models.preset(preset, args.seq_len)  # refuses a sequence that is too long for it
+    names = [*[REFERENCE] * args.reference, *args.strategies]
+    chosen = strategies.choose(names, strategies.load(args.strategies_file))
+    args.strategies = [strategy.name for strategy in chosen]
+    args.commands = {row.name: f"{row.script} {row.flags}".strip() for row in chosen}
+    settle_launch(args)
+    return chosen
+
+
+def settle_launch(args: argparse.Namespace) -> None:
+    """Decide launcher and device; check them and the links, unless nothing will be started here."""
+    for name, value in vars(args).items():
+        if isinstance(value, list):  # what is named twice counts once
+            setattr(args, name, list(dict.fromkeys(value)))
+    args.launcher, args.device = launch.resolve(args.launcher, args.device)
+    slow = set(args.links) - {NO_LINK}
+    if slow and args.launcher != launch.FORK:
+        raise cli.UsageError(f"--links need --launcher {launch.FORK}, and so the CPU")
+    if getattr(args, "dry_run", False):
+        return
+    launch.require(args.launcher, args.device)
+    if slow and (reason := links.why_not()):
+        raise cli.UsageError(f"--links: {reason}")
