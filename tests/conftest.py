@@ -30,12 +30,15 @@ import torch.distributed as dist
 import torchvision.datasets  # noqa: F401
 from matplotlib import pyplot  # noqa: F401
 
-from dist_common import cli, ranks
+from dist_common import cli
+from dist_common.lab import ranks
 
 REPO = Path(__file__).resolve().parent.parent
 # A script finds the helper files of its folder there; their names are unique in the repository.
 sys.path += [str(folder) for folder in [*sorted(REPO.glob("0*-*")), REPO / "benchmarks"]]
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
+# With it print writes a line's end apart from the line, and another rank's line comes between.
+os.environ.pop("PYTHONUNBUFFERED", None)
 # Pages show the CPU's output, and CUDA survives no fork: a test that wants GPUs starts a command
 # with CUDA_VISIBLE_DEVICES=GPUS.
 _listed = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True)
@@ -263,9 +266,9 @@ def run_command(
 def compiled(op: str) -> bool:
     """Say whether DeepSpeed's op is in the cache; asked in a process of its own."""
     asked = (
-        "import sys, torch; sys.path.append('03-deepspeed'); import ds_setup; "
-        "ds_setup.prepare(torch.device('cpu')); "
-        f"sys.exit(not ds_setup.op_library('{op}').exists())"
+        "import sys, torch; sys.path.append('03-deepspeed'); "
+        "from deepspeed_parts import setup; setup.prepare(torch.device('cpu')); "
+        f"sys.exit(not setup.op_library('{op}').exists())"
     )
     return run_command(["python", "-c", asked], REPO, 60).codes == [0]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_common import models
+from dist_common import job, models
 
 MNIST = "01-ddp-basics/ddp_mnist.py"
 TRAINING = "01-ddp-basics/ddp_training.py"
@@ -50,8 +50,10 @@ def with_a_small_model(*changes):
 
 
 def newest_state(folder: Path) -> dict:
+    """Return what the newest checkpoint's manifest and its file hold."""
     newest = sorted((folder / "checkpoints").iterdir())[-1]
-    return torch.load(newest / "state.pt", weights_only=True)
+    facts = json.loads((newest / "manifest.json").read_text())
+    return facts | torch.load(newest / "state.pt", weights_only=True)
 
 
 def steps_in(folder: Path, name: str = "loss") -> dict[int, float]:
@@ -94,14 +96,14 @@ def ask_to_stop_in(step: int):
     """Send SIGTERM from within that step: to test what follows, not when it comes."""
 
     def before(script) -> None:
-        lr_at = script.lr_at
+        record = job.Step.record
 
-        def asked(current, args):
-            if current == step:
+        def asked(self, *results, **options):
+            if self.number == step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return lr_at(current, args)
+            record(self, *results, **options)
 
-        script.lr_at = asked
+        job.Step.record = asked
 
     return before
 

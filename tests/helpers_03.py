@@ -6,15 +6,21 @@ import contextlib
 import importlib
 import json
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from conftest import REPO, results_of
+import pytest
+import torch
+from conftest import REPO, load_script, results_of
 
-import ds_config
-from dist_common import models, runtime
+from deepspeed_parts import deepspeed_train as part
+from deepspeed_parts import setup
+from dist_common import data, models
+
+TRAIN = "03-deepspeed/deepspeed_train.py"
 
 # Two layers, so that two ranks' parts meet between them: in stage 2 DeepSpeed keeps the whole
 # gradient of a weight that lies in both parts, which a model as small as this would show.
@@ -32,6 +38,11 @@ def deepspeed_in_the_parent(*names: str) -> Iterator[None]:
     yield
     if before is None:
         del os.environ["DS_ACCELERATOR"]
+
+
+def first_is_quick(*cases: tuple) -> list:
+    """Return a table's rows, of which all but the first need time: `full`."""
+    return [cases[0], *(pytest.param(*case, marks=pytest.mark.full) for case in cases[1:])]
 
 
 def small(script: ModuleType) -> None:
@@ -66,15 +77,22 @@ def losses_of(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def settled(
-    path: Path, ranks: int = 2, given: set[str] | None = None, **flags
-) -> tuple[dict, Namespace]:
-    """Load a config as a script does, in a fork: it changes the environment."""
-    args = Namespace(deepspeed_config=path, micro_batch_size=None, grad_accum_steps=None, lr=None,
-                     max_steps=None, precision=None, nvme_path=path.parent)  # fmt: skip
-    vars(args).update(flags)
-    world = runtime.World(0, 0, ranks, ranks, "python")
-    return ds_config.load_config(args, world, models.PRESETS["tiny"], given), args
+def settled(path: Path, *words: object, ranks: int = 2) -> tuple[dict, Namespace]:
+    """Bring a config and flags to one, as the template does; in a fork: it changes the environment.
+
+    Raises: UsageError.
+    """
+    script = load_script(TRAIN)
+    sys.argv = [TRAIN, "--deepspeed_config", str(path), *map(str, words)]
+    setup.prepare(torch.device("cpu"))
+    args, given = script.parse_args()
+    shape = models.PRESETS["tiny"]
+    config = part.checked_config(args, given, shape, ranks)
+    script.take_values(config, args, given)
+    script.settle_precision(config, args, given)
+    data.settle_batch_sizes(args, ranks)
+    script.fill(config, args, shape.dim)
+    return config, args
 
 
 def places(part: dict, above: tuple = ()) -> list[tuple]:
@@ -173,3 +191,74 @@ FROM_THE_TRAINER_S_PAGE = {
         "train_micro_batch_size_per_gpu": "auto",
     },
 }
+
+
+# A config, flags, and what is said about them.
+MISREAD = [
+    ('{\n  "bf16": {"enabled": true},\n  "zero_optimization": {"stage" 2}\n}', (),
+     "is not JSON: line 3, column 33: Expecting ':' delimiter"),
+    ('{"bf16": {}, "bf16": {}}', (), "bf16 is there twice"),
+    ("[1]", (), "must hold an object"),
+    (changed(zero_optimisation={"stage": 3}), (),
+     "unknown key zero_optimisation: did you mean zero_optimization?"),
+    (changed(zero_optimization={"overlap_com": True}), (),
+     "unknown key zero_optimization.overlap_com: did you mean overlap_comm?"),
+    (changed(xyzzy=1), (), "unknown key xyzzy: DeepSpeed knows no such key"),
+    (changed(zero_optimization={"stage": 5}), (), "stage must be 0, 1, 2 or 3, not 5"),
+    (changed(zero_optimization={"stage": "2"}), (), 'stage must be 0, 1, 2 or 3, not "2"'),
+    (changed(train_batch_size=32, train_micro_batch_size_per_gpu=4), ("--grad-accum-steps", 2),
+     "--global-batch-size 32 is not --micro-batch-size 4 x 1 ranks x --grad-accum-steps 2 = 8"),
+    (changed(train_micro_batch_size_per_gpu=4), ("--micro-batch-size", 2),
+     "--micro-batch-size 2, but"),
+    (changed(train_micro_batch_size_per_gpu=0), (), "whole number of at least 1, not 0"),
+    (changed(bf16={"enabled": True}), ("--precision", "32-true"),
+     "has bf16.enabled true: change one, or write \"auto\" there"),
+    (changed(bf16={"enabled": True}, fp16={"enabled": True}), (), "both enabled"),
+    (changed(zero_optimization={"contiguous_gradients": "auto"}), (),
+     'contiguous_gradients is "auto", which this script'),
+    (changed(optimizer={"params": {"lr": "1e-3"}}), (), 'must be a number above 0, not "1e-3"'),
+    (changed(optimizer={"params": {"betas": [0.9]}}), (), "betas must be two numbers below 1"),
+    (changed(optimizer={"params": None}), (), "optimizer.params must be an object"),
+    (changed(optimizer={"type": "AdamWw"}), (), 'must be Adam or AdamW here, not "AdamWw"'),
+    (changed(scheduler={"type": "WarmupDecayLRR"}), (), "did you mean WarmupDecayLR?"),
+    (changed(aio={"queue_dept": 8}), (), "key aio.queue_dept: did you mean queue_depth?"),
+    (changed(checkpoint={"load_universall": True}), (), "did you mean load_universal?"),
+    (changed(bf16={"enabled": "true"}), (), 'bf16.enabled must be true, false or "auto"'),
+    (changed(torch_autocast={"enabled": True, "dtype": "bfloat16"}, bf16={"enabled": True}), (),
+     "torch_autocast beside bf16: one of them"),
+    (changed(torch_autocast={"enabled": True, "dtype": "bfloat16"}), ("--precision", "32-true"),
+     "has torch_autocast.dtype bfloat16: change one"),
+    (changed(torch_autocast={"enabled": True}), (), "torch_autocast needs a dtype"),
+    ('{"gradient_clipping": NaN}', (), "NaN is no number that JSON has"),
+    (changed(gradient_clipping="1.0"), (), "gradient_clipping must be a number of at least 0"),
+    (changed(zero_optimization={"stage": 3, "offload_param": {"device": "nvme",
+     "nvme_path": "/a"}}), ("--nvme-path", "/b"), "has offload_param.nvme_path /a: change one"),
+    (changed(optimizer={"params": {"learning_rate": 1}}), (), "unknown key optimizer.params.l"),
+    (changed(gradient_allreduce_op="sum"), (), "gradient_allreduce_op must be mean"),
+    (changed(tensor_parallel={"autotp_size": 2}), (), "autotp_size must be 0 or 1"),
+    (changed(amp={"enabled": True}), (), "Apex AMP integration has been removed"),
+    ({"zero_optimization": {"stage": 1}}, (), "no optimizer: add"),
+    (changed(zero_optimization={"offload_param": {"device": "cpu"}}), (),
+     "offload_param to cpu needs stage 3, not 2"),
+    (changed(zero_optimization={"offload_optimizer": {"device": "disk"}}), (),
+     "Input should be 'none', 'cpu' or 'nvme'"),
+    (changed(zero_optimization={"offload_optimizer": "cpu"}), (),
+     "zero_optimization.offload_optimizer must be an object"),
+    (changed(zero_optimization={"offload_optimizer": {"device": ["cpu"]}}), (),
+     "offload_optimizer.device: Input should be 'none', 'cpu' or 'nvme'"),
+    (changed(tensor_parallel={"autotp_size": "auto"}), (),
+     'tensor_parallel.autotp_size is "auto", which this script'),
+    (changed(tensor_parallel={"autotp_size": "2"}), (), 'must be a whole number, not "2"'),
+    (changed(data_types={"grad_accum_dtype": "fp33"}), (),
+     'data_types.grad_accum_dtype must be fp32, bf16 or fp16, not "fp33"'),
+    (changed(communication_data_type=[1]), (),
+     "communication_data_type must be a text: fp32, bf16 or fp16, not [1]"),
+    (changed(aio=[1]), (), "aio must be an object"),
+    (None, (), "No such file or directory"),
+]  # fmt: skip
+
+
+def write_config(path: Path, config: dict | str | None) -> None:
+    path.unlink(missing_ok=True)
+    if config is not None:
+        path.write_text(config if isinstance(config, str) else json.dumps(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import load_script
 
-import bench_strategies
+from bench import settings as bench_settings
+from bench import strategies as bench_strategies
 from dist_common import cli
 
 TOOL = "benchmarks/distributed_benchmarks.py"
@@ -96,6 +98,15 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             return str(error)
 
     return run
+
+
+def asked_for(**changes: object) -> argparse.Namespace:
+    """Return what `sweep` is asked for without flags, on forks, but for some changes."""
+    parser = bench_settings.Parser()
+    bench_settings.add_arguments(parser)
+    asked = parser.parse_args(["--launcher", "fork", "--device", "cpu"])
+    vars(asked).update(changes)
+    return asked
 
 
 def runs_of(folder: Path) -> list[tuple[str, str, int]]:

@@ -78,9 +78,6 @@ class Step:
     after: str
     recorded: bool  # on a machine that the tests do not have
 
-    def has(self, comment: str) -> bool:
-        return f"<!-- {comment} -->" in self.commands.lead
-
     def needs(self) -> str | None:
         """Return the operation of DeepSpeed that has to be compiled for this, or `frameworks`."""
         named = re.search(r"<!-- needs: (\w+) -->", self.commands.lead)
@@ -174,10 +171,10 @@ TESTS = re.compile(r"\bpytest\b|python tests/")
 PLAIN = re.compile(
     r"(?:OMP_NUM_THREADS=1 )?(?:torchrun --standalone --nproc-per-node=(\d+)|python) (\S+\.py)(.*)"
 )
-SHELL = re.compile(r"(mkdir|echo|printf|sed|cp|mv|rm|touch|truncate|ls|cat|head|tail|grep) ")
-STARTS_PYTHON = re.compile(r"(^| )(python|torchrun|deepspeed) ")
 # What a script of ours says on stderr: neither torchrun's report nor PyTorch's logging.
 OWN_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
+# A machine whose own name has no address: PyTorch's word on it is no script's.
+OF_THE_MACHINE = re.compile(r"\[W.*socket\.cpp.*(hostname|IPv6)|.*\d+(%\||it/s)|\s*$")
 
 
 def runnable(command: str) -> str | None:
@@ -198,13 +195,6 @@ def plain(command: str) -> tuple[int | None, str, list[str]] | None:
     if not match or match[2] not in TRACKED or re.search(r"[|&;<>$`*~]", match[3]):
         return None
     return int(match[1]) if match[1] else None, match[2], shlex.split(match[3])
-
-
-def is_quick(command: str) -> bool:
-    """Say whether a test may run a command without the time that starting Python takes."""
-    planned = re.match(r"(bash|make) ", command) and command.endswith("--dry-run")
-    shell = (planned or SHELL.match(command)) and not STARTS_PYTHON.search(command)
-    return bool(plain(command) or shell)
 
 
 def can_be_forked(script: str) -> bool:
@@ -233,6 +223,7 @@ class Printed:
     failed: bool
     out: str
     err: str  # what a script of ours said
+    noise: str  # what else stood on stderr of a run that went well
     everything: str
 
     def orders(self) -> tuple[str, str]:
@@ -244,7 +235,10 @@ class Printed:
 def printed_by(ended: Ended, copy: Path) -> Printed:
     out, err = (text.replace(f"{copy}/", "") for text in (ended.stdout, ended.stderr))
     own = "".join(line for line in err.splitlines(True) if OWN_LINE.match(line))
-    return Printed(any(ended.codes), out, own, err + out)
+    failed = any(ended.codes)  # then a launcher reports, too
+    rest = [line for line in err.splitlines(True) if not OWN_LINE.match(line)]
+    noise = "".join(line for line in rest if not OF_THE_MACHINE.match(line))
+    return Printed(failed, out, own, "" if failed else noise, err + out)
 
 
 def launch(command: str, copy: Path) -> Printed:
@@ -305,22 +299,15 @@ def fault_of_record(text: str, file: Path) -> str | None:
     return None
 
 
-def quick_commands(path: str) -> list[str]:
-    runs = [runnable(command) for step in steps(read(path)) if not step.has("slow")
-            for _, command in commands(step.commands)]  # fmt: skip
-    return [run for run in runs if run and is_quick(run)]
-
-
-def follow(path: str, copy: Path, run_script, quick: bool) -> None:
+def follow(path: str, copy: Path, run_script) -> None:
     """Run a page's commands and compare what they print and draw with what it shows.
 
-    Quick: forks only. Otherwise the first run of a script is launched, the next ones are forked.
+    The first run of a script is launched as a reader would launch it, the next ones are forked.
     """
     __tracebackhide__ = True  # the message says it all
     launched, missing = set(), set()  # scripts; folders that commands left out would have filled
     for step in steps(read(path)):
-        later = quick and step.has("slow")
-        lacks = None if later else step.lacks()
+        lacks = step.lacks()
         if lacks and not step.recorded:
             warnings.warn(f"{path}:{step.commands.line} was not run: {lacks}", stacklevel=1)
         printed, left_out = None, False
@@ -328,14 +315,13 @@ def follow(path: str, copy: Path, run_script, quick: bool) -> None:
             run = runnable(command)
             if run is None:
                 continue
-            left_out = bool(later or lacks or (quick and not is_quick(run)))
-            left_out |= bool(missing & folders(run))
+            left_out = bool(lacks or missing & folders(run))
             if left_out:
                 missing |= folders(run)
                 continue
             where = f"{path}:{line}: {command}\n"
             script = plain(run) and plain(run)[1]
-            forked = script and can_be_forked(script) and (quick or script in launched)
+            forked = script is not None and script in launched and can_be_forked(script)
             launched.add(script)
             try:
                 printed = fork(run, copy, run_script) if forked else launch(run, copy)
@@ -343,6 +329,7 @@ def follow(path: str, copy: Path, run_script, quick: bool) -> None:
                 raise AssertionError(f"{where}{error}") from error
             fault = "did not fail" if step.fails() else "failed"
             assert printed.failed == step.fails(), f"{where}{fault}:\n{printed.everything}"
+            assert not printed.noise, f"{where}stderr says what no page shows:\n{printed.noise}"
         if left_out:
             continue
         if step.output:

@@ -6,12 +6,12 @@ import signal
 
 import pytest
 import torch
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 from helpers_01 import BENCHMARK, skip_all_reduce, with_a_small_model
+from helpers_04 import first_is_quick
 from torch.nn.parallel import DistributedDataParallel
 
-import bench_steps
-import template_overhead
+from ddp_parts import ddp_benchmark as part
 from dist_common import models, runtime
 from dist_common.report import Report
 
@@ -29,14 +29,13 @@ def metrics_of(times: dict, norm: float) -> dict:
 
 def test_a_step_is_the_sum_of_ideal_and_what_is_lost(tmp_path, capsys):
     """Times in which every loss is known: of 100 ms on one rank, 50 are ideal on two."""
-    script = load_script(BENCHMARK)
     one = {"full": 101, "slowest": 100, "mean": 100, "alone": 100, "ideal": 100}
     two = {"full": 80, "slowest": 70, "mean": 65, "alone": 52, "ideal": 50}
     args = argparse.Namespace(
         model="transformer", global_batch_size=8, output_dir=str(tmp_path), resume=None
     )
     report = Report(BENCHMARK, args, runtime.World(0, 0, 1, 1, "python"), torch.device("cpu"))
-    script.show_scaling(report, args, {1: metrics_of(one, 1.0), 2: metrics_of(two, 1.1)})
+    part.show_scaling(report, args, {1: metrics_of(one, 1.0), 2: metrics_of(two, 1.1)})
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     numbers = [words[::2] for words in lines if words[:2] == ["strong", "2"]]
     assert numbers == [["strong", "80.0", "50.0", "2.0", "13.0", "5.0", "10.0", "62%"]]
@@ -65,11 +64,12 @@ def test_the_training_is_the_same_on_any_number_of_ranks(run_script, tmp_path, m
 def test_a_step_that_does_not_send_the_gradient_fails_a_check(run_script):
     ended = run_script(
         BENCHMARK, "--global-batch-size", 2, "--rounds", 1, world_size=2,
-        before=with_a_small_model(lambda script: skip_all_reduce(bench_steps)),
+        before=with_a_small_model(skip_all_reduce),
     )  # fmt: skip
     assert ended.stdout.splitlines()[-1] == "FAILED: step: bytes all-reduced"
 
 
+@full
 def test_it_says_when_cores_are_shared(run_script):
     def one_core(script):
         script.measure.core_count = lambda: 1
@@ -84,19 +84,20 @@ def test_it_says_when_cores_are_shared(run_script):
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    [
+    first_is_quick([
         (["--max-ranks", 3], "--global-batch-size 8 cannot be dealt to 3 ranks"),
         (["--overhead", "--rounds", 14], "--overhead needs --rounds of at least 15"),
         (["--buckets", 0], "--buckets: must be a number above 0"),
         (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_bad_input_gets_one_line_and_writes_nothing(run_script, tmp_path, argv, says):
     ended = run_script(BENCHMARK, *argv, "--output-dir", tmp_path / "new", environ={})
     assert_one_line(ended, says, "ddp_benchmark.py")
     assert not ended.stdout and not (tmp_path / "new").exists()
 
 
+@full
 def test_a_failed_launch_is_an_error_that_says_why(run_script):
     def fail(script):
         script.launch = lambda *args, **options: argparse.Namespace(
@@ -111,6 +112,7 @@ def test_a_failed_launch_is_an_error_that_says_why(run_script):
 # buckets
 
 
+@full
 def test_bucket_sizes_change_the_number_of_all_reduces_only(run_script):
     ended = run_script(
         BENCHMARK, "--buckets", 0.1, 1, 25, "--global-batch-size", 2, "--rounds", 1, world_size=2
@@ -159,6 +161,7 @@ def quick_overhead(run_script, folder, *changes):
     )  # fmt: skip
 
 
+@full
 def test_overhead_compares_loops_that_train_alike(run_script, tmp_path):
     ended = quick_overhead(run_script, tmp_path / "run")
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
@@ -170,21 +173,15 @@ def test_overhead_compares_loops_that_train_alike(run_script, tmp_path):
 
 def test_overhead_of_a_loop_that_trains_otherwise_fails_a_check(run_script, tmp_path):
     def other_losses(script):
-        step = template_overhead.BareLoop.step
-        template_overhead.BareLoop.step = lambda self: step(self) + 1e-4
+        step = part.BareLoop.step
+        part.BareLoop.step = lambda self: step(self) + 1e-4
 
     ended = quick_overhead(run_script, tmp_path / "run", other_losses)
     assert 1 in ended.codes and not set(ended.codes) - {0, 1, -signal.SIGTERM}, ended.stderr
     assert ended.stdout.splitlines()[-1] == "FAILED: largest difference of losses"
 
 
-def test_rounds_that_are_no_multiple_of_a_block_are_cut_to_one(run_script, tmp_path):
-    ended = run_script(
-        BENCHMARK, "--overhead", "--rounds", 18, world_size=1, before=with_a_small_model()
-    )
-    assert ended.codes == [0], ended.stdout + ended.stderr
-
-
+@full
 def test_more_rounds_than_an_epoch_has_steps_are_refused(run_script):
     ended = run_script(
         BENCHMARK, "--overhead", "--rounds", 10**6, world_size=2, before=with_a_small_model()

@@ -25,6 +25,7 @@ def test_a_pitfall_has_its_symptom(run_script, pitfall):
     assert 1 in ended.codes and SYMPTOMS[pitfall] in ended.stdout + ended.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pitfall", SYMPTOMS)
 def test_the_cure_cures(run_script, pitfall):
     cured = run_script(PITFALLS, pitfall, "--cured", world_size=2)

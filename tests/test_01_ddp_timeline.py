@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import load_script, results_of
-from torch.nn.parallel import DistributedDataParallel
+from helpers_01 import skip_all_reduce
 
 TIMELINE = "01-ddp-basics/ddp_timeline.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 2)
@@ -24,22 +24,6 @@ def test_timeline_is_drawn_from_a_trace_that_has_every_all_reduce(run_script, tm
     assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((folder / "trace-0.5.json").read_text())["traceEvents"]
     assert sum(event["name"] == "gloo:all_reduce" for event in events) == 6
-
-
-def skip_all_reduce(script):
-    def leave_bucket_alone(
-        state: object, bucket: torch.distributed.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    class Unreduced(DistributedDataParallel):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.register_comm_hook(None, leave_bucket_alone)
-
-    script.DDP = Unreduced
 
 
 def reduce_after_backward(script):
@@ -66,8 +50,8 @@ def reduce_after_backward(script):
     ("sabotage", "failed"),
     [
         (skip_all_reduce, "one bucket: numbers all-reduced; 0.5 MiB: numbers all-reduced"),
-        (reduce_after_backward, "one bucket: begun before the last gradient; "
-                                "0.5 MiB: begun before the last gradient"),
+        pytest.param(reduce_after_backward, "one bucket: begun before the last gradient; "
+                     "0.5 MiB: begun before the last gradient", marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failed):

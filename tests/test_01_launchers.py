@@ -101,6 +101,7 @@ def test_a_launch_that_forms_no_group_fails_a_check(run_script):
     assert ended.stdout.splitlines()[-1] == "FAILED: as srun does: sum of the ranks"
 
 
+@full
 def test_a_launch_that_fails_is_named(run_script):
     def with_a_wrong_size(script):
         only("as srun does", "as mpirun does")(script)
@@ -116,6 +117,7 @@ def test_a_launch_that_fails_is_named(run_script):
     assert "OMPI_COMM_WORLD_SIZE='two' is not a number" in line
 
 
+@full
 def test_started_by_a_launcher_it_works_once_and_bad_input_is_one_line(run_script):
     ended = run_script(LAUNCHERS, world_size=2, before=only("as srun does"))
     assert ended.codes == [0, 0] and ended.stdout.count("OK: 1 check passed") == 1, ended.stderr

@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from helpers_02 import quick
 from torch.distributed.tensor import DTensor
 
 from dist_common import models
@@ -43,14 +44,11 @@ def failed_in(folder):
 @pytest.mark.parametrize(
     ("world_size", "m", "precision", "before"),
     [
-        (4, 1, "32-true", narrow),
-        (2, 3, "bf16-mixed", narrow),
+        (2, 1, "32-true", narrow),
         *(
             pytest.param(*case, marks=full)
             for case in (
-                (2, 1, "32-true", None), (2, 3, "32-true", narrow), (2, 1, "bf16-mixed", narrow),
-                (4, 3, "32-true", narrow), (4, 1, "bf16-mixed", None),
-                (4, 3, "bf16-mixed", narrow),
+                (4, 1, "32-true", narrow), (2, 3, "bf16-mixed", narrow), (4, 3, "32-true", narrow),
             )
         ),
     ],
@@ -94,9 +92,10 @@ def test_every_sharding_trains_as_one_process_and_sends_what_the_formula_says(
     assert max(losses) < least, "they start at ln 256 = 5.55, and would prove little there"
 
 
+@full
 @pytest.mark.parametrize(
     ("world_size", "sharding", "before"),
-    [(3, ("full", "grad-op"), narrow), pytest.param(1, ALL, None, marks=full)],
+    [(3, ("full", "grad-op"), narrow), (1, ALL, narrow)],
 )
 def test_one_process_and_a_number_of_ranks_that_divides_no_dimension(
     run_script, world_size, sharding, before
@@ -107,6 +106,7 @@ def test_one_process_and_a_number_of_ranks_that_divides_no_dimension(
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
 
 
+@full
 def test_a_weight_is_a_shard_except_while_it_is_needed(run_script, tmp_path):
     """The one difference between full and grad-op: between forward and backward."""
     for sharding, after_forward in (("full", "DTensor, S(0)"), ("grad-op", "Parameter")):
@@ -203,15 +203,12 @@ AT_ONCE = "most bytes whole at once"
     ("sabotage", "options", "failing"),
     [
         (shard_nothing, ("full",), [*WRONG, *HELD, GATHERS, SCATTERS, "bytes sent", AT_ONCE]),
-        (
-            all_reduce_every_micro_batch,
-            ("hybrid", "--grad-accum-steps", 2),
-            ["all-reduces: collectives", "bytes sent"],
-        ),
-        (log_in_another_order, ("full",), ["ranks that gather and free in another order"]),
         *(
             pytest.param(*case, marks=full)
             for case in (
+                (all_reduce_every_micro_batch, ("hybrid", "--grad-accum-steps", 2),
+                 ["all-reduces: collectives", "bytes sent"]),
+                (log_in_another_order, ("full",), ["ranks that gather and free in another order"]),
                 (keep_replicas_apart, ("hybrid",),
                  [*WRONG, "all-reduces: collectives", "bytes sent"]),
                 (one_unit_for_all, ("full",), [GATHERS, SCATTERS, "bytes sent", AT_ONCE]),
@@ -251,10 +248,10 @@ def test_a_layout_shows_who_holds_what(run_script, tmp_path):
     assert gib["ZeRO-1_bf16-mixed_gib"] == pytest.approx((2 + 2 + 12 / 4) * weights)
     assert gib["ZeRO-2_bf16-mixed_gib"] == pytest.approx((2 + (2 + 12) / 4) * weights)
     assert gib["FSDP grad-op_bf16-mixed_gib"] == pytest.approx((16 / 4 + 2) * weights)
-    for name in ("layout", "memory"):
-        assert (folder / f"{name}.png").stat().st_size > 5000
+    assert (folder / "layout.png").stat().st_size > 5000
 
 
+@full
 def test_a_layout_of_what_was_not_sharded_fails(run_script, tmp_path):
     ended = run_script(
         BASICS, "--layout", "2x2", "--output-dir", tmp_path / "run", environ={},
@@ -305,6 +302,7 @@ def make_the_optimizer_first(script):
     script.watch = lambda model, layer, weight, optimizer, step: [] if step() is None else []
 
 
+@full
 def test_an_optimizer_made_before_sharding_trains_nothing(run_script, tmp_path):
     ended = run_script(
         BASICS, *SMALL, "--output-dir", tmp_path / "run",
@@ -317,21 +315,32 @@ def test_an_optimizer_made_before_sharding_trains_nothing(run_script, tmp_path):
 
 @pytest.mark.parametrize(
     ("world_size", "argv", "says"),
-    [
-        (
-            2,
-            ("--sharding", "ZERO3"),
-            "must be one of full, grad-op, hybrid, none, hpz, FULL_SHARD,",
-        ),
-        (3, ("--sharding", "hybrid"), "--shard-group-size 2 does not divide 3 ranks"),
-        (4, ("--sharding", "HYBRID_SHARD", "--shard-group-size", "3"), "3 does not divide 4 ranks"),
-        (3, ("--sharding", "hpz"), "--sharding hpz: --shard-group-size 2 does not divide 3 ranks"),
-        (1, ("--shard-group-size", "1"), "must be a whole number of at least 2, not '1'"),
-        (1, ("--seq-len", "257"), "--seq-len must be at most 256"),
-        (1, ("--grad-accum-steps", "0"), "must be a whole number of at least 1, not '0'"),
-        (1, ("--layout", "8"), "--layout: must be like 2x4, for 2 to 64 ranks, not '8'"),
-        (2, ("--layout", "2x4"), "--layout is one process: start it with python, not torchrun"),
-    ],
+    quick(
+        2,
+        [
+            (
+                2,
+                ("--sharding", "ZERO3"),
+                "must be one of full, grad-op, hybrid, none, hpz, FULL_SHARD,",
+            ),
+            (3, ("--sharding", "hybrid"), "--shard-group-size 2 does not divide 3 ranks"),
+            (
+                4,
+                ("--sharding", "HYBRID_SHARD", "--shard-group-size", "3"),
+                "3 does not divide 4 ranks",
+            ),
+            (
+                3,
+                ("--sharding", "hpz"),
+                "--sharding hpz: --shard-group-size 2 does not divide 3 ranks",
+            ),
+            (1, ("--shard-group-size", "1"), "must be a whole number of at least 2, not '1'"),
+            (1, ("--seq-len", "257"), "--seq-len must be at most 256"),
+            (1, ("--grad-accum-steps", "0"), "must be a whole number of at least 1, not '0'"),
+            (1, ("--layout", "8"), "--layout: must be like 2x4, for 2 to 64 ranks, not '8'"),
+            (2, ("--layout", "2x4"), "--layout is one process: start it with python, not torchrun"),
+        ],
+    ),
 )
 def test_basics_refuses_bad_input(run_script, world_size, argv, says):
     ended = run_script(BASICS, *argv, world_size=world_size)

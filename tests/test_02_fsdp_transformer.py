@@ -11,8 +11,10 @@ import signal
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from helpers_01 import ask_to_stop_in
+from helpers_02 import quick
 
-from dist_common import models
+from dist_common import job, models
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -62,20 +64,20 @@ FUSED = pytest.mark.skipif(
     not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs torch 2.14"
 )
 WAYS = [
-    (2, "--activation-checkpointing full --prefetch 2 --loss-chunks 3"),
-    (2, "--activation-checkpointing selective --precision bf16-mixed"),
-    (2, "--cpu-offload --grad-accum-steps 2 --activation-checkpointing 2"),
-    (3, "--grad-accum-steps 3 --accumulate gathered"),
-    (4, "--sharding hybrid --shard-group-size 2 --grad-accum-steps 2"),
-    pytest.param(2, "--fused-loss --loss-chunks 3 --grad-accum-steps 2", marks=FUSED),
-    pytest.param(1, "", marks=full),
-    pytest.param(3, "--loss-chunks 5 --sharding grad-op", marks=full),
-    pytest.param(2, "--grad-accum-steps 3 --accumulate whole --loss-chunks 2", marks=full),
-    pytest.param(2, "--grad-accum-steps 2 --accumulate gathered --sharding grad-op", marks=full),
+    (2, "--activation-checkpointing full --prefetch 2 --loss-chunks 3 --grad-accum-steps 2"),
     pytest.param(
         4, "--sharding hybrid --shard-group-size 2 --grad-accum-steps 3 --accumulate whole",
         marks=full,
     ),
+    pytest.param(
+        2, "--activation-checkpointing selective --precision bf16-mixed", marks=full
+    ),
+    pytest.param(
+        2, "--cpu-offload --grad-accum-steps 2 --activation-checkpointing 2", marks=full
+    ),
+    pytest.param(3, "--grad-accum-steps 3 --accumulate gathered", marks=full),
+    pytest.param(3, "--loss-chunks 5 --sharding grad-op", marks=full),
+    pytest.param(2, "--fused-loss --loss-chunks 3 --grad-accum-steps 2", marks=[full, FUSED]),
     pytest.param(2, "--fused-loss --precision bf16-mixed --loss-chunks 4", marks=[full, FUSED]),
 ]  # fmt: skip
 
@@ -104,10 +106,10 @@ def test_compiled_blocks_give_the_gradient_of_one_process(run_script):
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("loss", [(), pytest.param(("--loss-chunks", 3), marks=full)])
-def test_tied_embeddings_stay_tied(run_script, loss):
+@full
+def test_tied_embeddings_stay_tied(run_script):
     """After the model got its memory: as one process, which ties them itself."""
-    ended = run_script(FSDP, *SMALL, *loss, world_size=2, before=small(config=TIED))
+    ended = run_script(FSDP, *SMALL, "--loss-chunks", 3, world_size=2, before=small(config=TIED))
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
@@ -117,13 +119,13 @@ JOB = (
 )  # fmt: skip
 
 
+@full
 @pytest.mark.parametrize(
     ("world_size", "way"),
     [
-        (2, "--activation-checkpointing full --loss-chunks 2"),
         (4, "--sharding hybrid --shard-group-size 2"),
-        pytest.param(3, "--global-batch-size 18 --accumulate whole", marks=full),
-        pytest.param(4, "--cpu-offload", marks=full),
+        (3, "--global-batch-size 18 --accumulate whole"),
+        (2, "--cpu-offload"),
     ],
 )
 def test_the_job_has_the_losses_of_ddp_training(run_script, tmp_path, world_size, way):
@@ -179,7 +181,6 @@ def drop_a_micro_batch(script):
 
 def keep_the_norm_of_a_part(script):
     """As a loop that clips by the norm of its own shards."""
-    import fsdp_checks
 
     class Part:
         def __init__(self, weights, limit):
@@ -189,13 +190,13 @@ def keep_the_norm_of_a_part(script):
         def full_tensor(self):
             return self.norm
 
-    fsdp_checks.torch.nn.utils.clip_grad_norm_ = Part
+    script.torch.nn.utils.clip_grad_norm_ = Part
 
 
 def draw_apart(script):
-    draw = script.fsdp_job.draw_weights
-    script.fsdp_job.draw_weights = lambda model, config, device, seed: draw(
-        model, config, device, seed + script.dist.get_rank()
+    draw = models.draw_weights
+    script.models.draw_weights = lambda model, config, seed: draw(
+        model, config, seed + script.dist.get_rank()
     )
 
 
@@ -226,7 +227,7 @@ def skip_a_batch(script):
         (reduce_every_micro_batch, "--grad-accum-steps 2 --accumulate whole",
          {"reduce-scatters per step"}),
         (keep_the_norm_of_a_part, "", {"gradient norm"}),
-        (skip_a_batch, "--grad-accum-steps 2", {"tokens trained on since the start"}),
+        (skip_a_batch, "--grad-accum-steps 2", {"tokens trained on, from step 1"}),
         pytest.param(
             reduce_every_micro_batch,
             "--grad-accum-steps 2 --sharding hybrid --shard-group-size 1",
@@ -261,30 +262,18 @@ RUN = (
 )  # fmt: skip
 
 
-def ask_to_stop_in(step, on_rank=1):
-    """Send SIGTERM to one rank from within that step."""
-
-    def before(script):
-        lr_at = script.cli.lr_at
-
-        def asked(current, args):
-            if current == step and script.dist.get_rank() == on_rank:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return lr_at(current, args)
-
-        script.cli.lr_at = asked
-
-    return before
-
-
 def die_in(step):
     """End all ranks at once in that step, as a kill -9 or a power cut does."""
 
     def before(script):
-        lr_at = script.cli.lr_at
-        script.cli.lr_at = lambda current, args: (
-            os.kill(os.getpid(), signal.SIGKILL) if current == step else lr_at(current, args)
-        )
+        record = job.Step.record
+
+        def killed(self, *results):
+            if self.number == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            record(self, *results)
+
+        job.Step.record = killed
 
     return before
 
@@ -300,20 +289,16 @@ def text(tmp_path):
     return ("--text-file", tmp_path / "text")
 
 
-@pytest.mark.parametrize(
-    ("sharding", "config"),
-    [("", NARROW), pytest.param("--cpu-offload --precision bf16-mixed", TIED, marks=full)],
-)
-def test_a_killed_run_resumes_as_if_it_had_never_stopped(
-    run_script, tmp_path, text, sharding, config
-):
+@full
+def test_a_killed_run_resumes_over_the_end_of_an_epoch(run_script, tmp_path, text):
     """Killed after the checkpoint of step 3; then asked to stop; then trained to the end."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    arguments = (*RUN, *text, *flags(sharding), "--resume", "--output-dir")
+    sharding = flags("--cpu-offload --precision bf16-mixed")
+    arguments = (*RUN, *text, *sharding, "--resume", "--output-dir")
 
     def start(folder, *changes):
         return run_script(
-            FSDP, *arguments, folder, world_size=2, before=small(*changes, config=config)
+            FSDP, *arguments, folder, world_size=2, before=small(*changes, config=TIED)
         )
 
     assert start(straight).codes == [0, 0]
@@ -332,7 +317,6 @@ def test_a_killed_run_resumes_as_if_it_had_never_stopped(
     [
         ((2, ""), (3, "--activation-checkpointing full --sharding grad-op")),
         pytest.param((4, "--sharding hybrid --shard-group-size 2"), (1, ""), marks=full),
-        pytest.param((1, ""), (4, "--cpu-offload"), marks=full),
     ],
 )
 def test_another_number_of_ranks_resumes(run_script, tmp_path, text, first, second):
@@ -378,18 +362,21 @@ def test_a_loss_that_is_no_number_ends_the_run(run_script):
 
 @pytest.mark.parametrize(
     ("world_size", "argv", "says"),
-    [
-        (2, "--sharding FULL", "--sharding: invalid choice: 'FULL'"),
-        (3, "--sharding hybrid --shard-group-size 2", "2 does not divide 3 ranks"),
-        (1, "--activation-checkpointing 1", "none, full, selective, or k of at least 2"),
-        (1, "--seq-len 257", "--seq-len must be at most 256"),
-        (2, "--preset llama3-70b", "--preset llama3-70b needs 1,051.3 GiB for weights, "),
-        (1, "--precision 16-mixed", "use bf16-mixed"),
-        (1, "--float8 --device cpu", "--float8 needs an NVIDIA GPU of Ada, Hopper or later"),
-        (1, "--loss-chunks 2000", "--loss-chunks must be at most the 1024 tokens"),
-        (2, "--global-batch-size 3", "--global-batch-size 3 must be --micro-batch-size 8"),
-        (1, "--resume", "--resume needs --output-dir"),
-    ],
+    quick(
+        2,
+        [
+            (2, "--sharding FULL", "--sharding: invalid choice: 'FULL'"),
+            (3, "--sharding hybrid --shard-group-size 2", "2 does not divide 3 ranks"),
+            (1, "--activation-checkpointing 1", "none, full, selective, or k of at least 2"),
+            (1, "--seq-len 257", "--seq-len must be at most 256"),
+            (2, "--preset llama3-70b", "--preset llama3-70b needs 1,051.3 GiB for weights, "),
+            (1, "--precision 16-mixed", "use bf16-mixed"),
+            (1, "--float8 --device cpu", "--float8 needs an NVIDIA GPU of Ada, Hopper or later"),
+            (1, "--loss-chunks 2000", "--loss-chunks must be at most the 1024 tokens"),
+            (2, "--global-batch-size 3", "--global-batch-size 3 must be --micro-batch-size 8"),
+            (1, "--resume", "--resume needs --output-dir"),
+        ],
+    ),
 )
 def test_bad_input_gets_one_line(run_script, world_size, argv, says):
     ended = run_script(FSDP, *flags(argv), world_size=world_size)

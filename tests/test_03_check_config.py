@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -11,15 +12,16 @@ from conftest import REPO, fork_ranks, load_script
 from helpers_03 import (
     CONFIGS,
     FROM_THE_TRAINER_S_PAGE,
+    MISREAD,
     changed,
     deepspeed_in_the_parent,
     places,
+    write_config,
 )
-from test_03_ds_config import MISREAD, write_config
 
-import ds_schema
-import ds_setup
+from deepspeed_parts import config_rules, setup
 from dist_common import cli
+from dist_common.cli import UsageError
 
 CHECK = "03-deepspeed/check_config.py"
 WRONG, SCRIPT, MACHINE, HINT = (
@@ -58,9 +60,7 @@ def check(tmp_path):
 
 def enough_compilers():
     """Have every op look compilable, whatever this machine lacks."""
-    import ds_rules
-
-    ds_rules.missing_for = lambda op: None
+    setup.missing_for = lambda op: None
 
 
 def test_the_shipped_configs_have_no_findings(check):
@@ -77,7 +77,7 @@ def test_hugging_face_s_examples_have_no_findings(check, name):
     assert code == 0, lines
 
 
-# What load_config refuses for the config alone, and who refuses it.
+# What a run refuses for the config alone, and who refuses it.
 OURS = {"must be Adam or AdamW": SCRIPT, "no optimizer": SCRIPT, "cannot fill in": SCRIPT,
         "this script": SCRIPT, "gradient_allreduce_op": SCRIPT, "autotp_size": SCRIPT}  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_what_a_run_refuses_is_a_finding(check, tmp_path):
 
 def misread_values(rank, world_size, folder):
     """Put values of other types at each place of a config; return what is said of them."""
-    ds_setup.prepare(torch.device("cpu"))
+    setup.prepare(torch.device("cpu"))
     script = load_script(CHECK)
     disk = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 5}
     whole = changed(
@@ -128,6 +128,7 @@ def misread_values(rank, world_size, folder):
     return said
 
 
+@pytest.mark.full
 def test_no_value_of_another_type_is_an_error_of_the_tool(on_ranks, tmp_path):
     """Nor is a finding what Python says of a type, or there twice."""
     [said] = on_ranks(misread_values, 1, tmp_path)
@@ -137,6 +138,44 @@ def test_no_value_of_another_type_is_an_error_of_the_tool(on_ranks, tmp_path):
             assert not text.startswith("error: "), (place, value, text)
             assert "object has no attribute" not in text and "\n" not in text, (place, value, text)
         assert len(set(texts)) == len(texts), (place, value, texts)
+
+
+def misspell_every_key(rank, world_size, folder):
+    """Return the keys that may be misspelt without the right one being named."""
+    setup.prepare(torch.device("cpu"))
+    unnoticed, tried = [], 0
+    for path in CONFIGS:
+        for *above, name in places(json.loads(path.read_text())):
+            config = json.loads(path.read_text())
+            part = config
+            for section in above:
+                part = part[section]
+            part[name[:-1] + "q" + name[-1]] = part.pop(name)
+            (folder / "wrong.json").write_text(json.dumps(config))
+            tried += 1
+            try:
+                config_rules.read_right(folder / "wrong.json")
+                unnoticed.append((path.name, name))
+            except UsageError as error:
+                if f"did you mean {name}?" not in str(error):
+                    unnoticed.append((path.name, name, str(error)))
+    return tried, unnoticed
+
+
+def test_every_key_of_every_config_is_known_and_a_misspelt_one_is_not(on_ranks, tmp_path):
+    """Unknown sections DeepSpeed passes over, and unknown keys too where the value is "auto"."""
+    [(tried, unnoticed)] = on_ranks(misspell_every_key, 1, tmp_path)
+    assert tried > 100 and unnoticed == []
+
+
+def test_the_guide_explains_every_key():
+    guide = (REPO / "03-deepspeed/check_config.md").read_text()
+    table = guide.split("## The config, key by key")[1].split("\n## ")[0]
+    explained = set(re.findall(r"`(\w+)`", table))
+    used = [json.loads(path.read_text()) for path in CONFIGS]
+    for config in (*used, *FROM_THE_TRAINER_S_PAGE.values()):
+        names = {place[-1] for place in places(config)}
+        assert names <= explained, names - explained
 
 
 def test_three_kinds_are_kept_apart_and_all_are_told(check):
@@ -157,7 +196,7 @@ def test_three_kinds_are_kept_apart_and_all_are_told(check):
     assert code == 1 and kinds == sorted(kinds, key=[WRONG, SCRIPT, MACHINE, HINT].index)
     for kind, says in ((WRONG, "zero_optimisation"), (WRONG, "overlap_com:"), (WRONG, "Apex AMP"),
                        (WRONG, "reduce_bucket_size"), (WRONG, "on any number of ranks"),
-                       (WRONG, '"1e-3"'), (SCRIPT, "'Lion'"), (MACHINE, "float16")):  # fmt: skip
+                       (WRONG, '"1e-3"'), (SCRIPT, '"Lion"'), (MACHINE, "float16")):  # fmt: skip
         assert sum(f": {kind}: " in line and says in line for line in lines) == 1, (says, lines)
 
 
@@ -221,10 +260,7 @@ def test_sabotage_a_key_that_deepspeed_does_not_know_is_noticed(check):
     """Without the list of what DeepSpeed looks up, a misspelt section would pass."""
 
     def know_everything():
-        ds_schema.unknown_names = None
-        import ds_rules
-
-        ds_rules.unknown_names = lambda config: iter(())
+        config_rules.unknown_names = lambda config: iter(())
 
     config = changed(zero_optimisation={"stage": 3})
     assert check(config)[0] == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import assert_one_line, fork_ranks, results_of
-from helpers_03 import deepspeed_in_the_parent
+from helpers_03 import deepspeed_in_the_parent, first_is_quick
 
 # One worker imports transformers, which takes seconds, and not each of them.
 pytestmark = pytest.mark.xdist_group("transformers")
@@ -86,8 +86,9 @@ def run_quietly(run_script, *argv, world_size=2, before=once):
     return ended
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(
+    ("precision", "world_size"), first_is_quick(("32-true", 2), ("bf16-true", 2), ("32-true", 1))
+)
 def test_cut_or_whole_the_same_logits(run_script, tmp_path, world_size, precision):
     run = tmp_path / "run"
     ended = run_quietly(
@@ -130,15 +131,14 @@ def test_a_model_that_module_02_exports(run_script, tmp_path):
     assert f"--model {tmp_path / 'exported'}: 803,968 weights" in ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [("uneven", 3), ("qwen2", 2), pytest.param("uneven", 2, marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "world_size"), [("uneven", 3), ("qwen2", 2)])
 def test_other_shapes_and_families(run_script, folders, name, world_size):
     """Heads and widths that the ranks do not divide, biases, a head tied to the embedding."""
     run_quietly(run_script, "--model", folders / name, *SMALL, world_size=world_size)
 
 
+@pytest.mark.full
 def test_a_tokenizer_in_the_folder_is_used(run_script, folders, tmp_path):
     folder = tmp_path / "words"
     shutil.copytree(folders / "llama", folder)
@@ -256,12 +256,12 @@ LOGITS, TOKENS = "largest difference of a logit", "tokens that differ"
     [
         (after_cut(on_rank1(shift_a_shard)), [LOGITS]),
         (leave_the_head_whole, [WEIGHTS, CALLS, SUMMED]),
-        (after_generating(another_last_token), [TOKENS]),
         (after_generating(keep_twice_the_values), [CACHE]),
     ]
     + [
         pytest.param(*case, marks=pytest.mark.full)
         for case in (
+            (after_generating(another_last_token), [TOKENS]),
             (sum_nothing, [CALLS, SUMMED, LOGITS, TOKENS]),
             (after_cut(keep_a_whole_weight_too), [WEIGHTS]),
             (after_cut(sum_the_logits_of_all_tokens), [SUMMED]),
@@ -304,7 +304,7 @@ def test_rounded_rotary_frequencies_fail_a_check_far_from_the_start(run_script, 
 
 @pytest.mark.parametrize(
     ("world_size", "argv", "says"),
-    [
+    first_is_quick(
         (3, (), "--preset tiny has 2 key-value head(s) for 3 ranks"),
         (1, ("--max-new-tokens", 1), "--max-new-tokens: must be a whole number of at least 2"),
         (1, ("--max-new-tokens", 193), "193 after 64 of the prompt are more than the 256"),
@@ -312,7 +312,7 @@ def test_rounded_rotary_frequencies_fail_a_check_far_from_the_start(run_script, 
         (1, ("--preset", "llama3-70b"), "--preset llama3-70b needs "),
         (1, ("--precision", "16-true"), "invalid choice: '16-true'"),
         (1, ("--model", "nowhere"), "--model nowhere: no config.json there"),
-    ],
+    ),
 )
 def test_bad_flags_are_refused(run_script, world_size, argv, says):
     ended = run_script(SCRIPT, *argv, world_size=world_size)
@@ -362,7 +362,7 @@ def change_config(**changes):
 
 @pytest.mark.parametrize(
     ("name", "damage", "says"),
-    [
+    first_is_quick(
         ("gpt2", None, "is of type gpt2: this script knows how AutoTP cuts llama, mistral, "),
         ("no-head", None, "1 weight(s) missing: lm_head.weight"),
         ("llama", without_a_weight, "1 weight(s) missing: model.layers.1.mlp.up_proj.weight"),
@@ -375,7 +375,7 @@ def change_config(**changes):
         ("llama", change_config(model_type="nothing"), "nothing"),
         ("llama", change_config(hidden_size=63), "63"),
         ("llama", change_config(quantization_config={"quant_method": "gptq"}), "unquantised"),
-    ],
+    ),
 )
 def test_bad_folders_are_refused(run_script, folders, tmp_path, name, damage, says):
     folder = tmp_path / "copy"
@@ -386,6 +386,7 @@ def test_bad_folders_are_refused(run_script, folders, tmp_path, name, damage, sa
     assert_one_line(ended, says, "deepspeed_inference.py")
 
 
+@pytest.mark.full
 def test_without_transformers_it_says_what_to_install(run_script):
     def before(script):
         sys.modules["transformers"] = None

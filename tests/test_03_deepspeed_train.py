@@ -3,30 +3,41 @@
 import json
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from conftest import GPUS, REPO, assert_one_line, compiled, results_of, run_command
+from conftest import (
+    GPUS,
+    REPO,
+    assert_one_line,
+    compiled,
+    load_script,
+    results_of,
+    run_command,
+)
 from helpers_03 import (
     FROM_THE_TRAINER_S_PAGE,
+    MISREAD,
     SMALL,
+    TRAIN,
     changed,
     config_of,
     deepspeed_in_the_parent,
     failed_checks,
     losses_of,
     on_small,
+    settled,
     small,
+    write_config,
 )
 
-import ds_checkpoint
-import ds_checks
+from deepspeed_parts import deepspeed_train as part
 from dist_common import models
+from dist_common.cli import UsageError
 
-TRAIN = "03-deepspeed/deepspeed_train.py"
 QUICK = (*SMALL, "--max-steps", 4, "--grad-accum-steps", 2, "--eval-every", 100)
 full = pytest.mark.full
 FIRST = "largest error of the first 2 losses"
@@ -66,25 +77,23 @@ def with_torch_adam(config: dict) -> dict:
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "precision"),
-    [(2, 2, "32-true"), (2, 3, "32-true"), (3, 3, "bf16-mixed")]
+    [(3, 3, "bf16-mixed")]
     + [
         pytest.param(*case, marks=full)
-        for case in [(4, stage, "32-true") for stage in (2, 3)]
-        + [(2, 0, "32-true"), (2, 1, "32-true")]
-        + [(2, stage, "bf16-mixed") for stage in (1, 2, 3)]
-        + [(1, 2, "32-true")]
+        for case in [(2, stage, "32-true") for stage in range(4)]
+        + [(2, 1, "bf16-mixed"), (2, 2, "bf16-mixed"), (1, 2, "32-true")]
     ],
 )
 def test_train_as_one_process_in_every_stage(train, tmp_path, ranks, stage, precision):
     """Losses and norms with accumulation, clipping and schedule, bytes held, exported weights."""
     ended = train(
-        config_of(stage), "--precision", precision, *QUICK, "--consolidate", "--save-16bit-model",
-        "--output-dir", tmp_path / "run", ranks=ranks, before=None if ranks == 4 else small,
+        config_of(stage), "--precision", precision, *QUICK, "--consolidate",
+        "--output-dir", tmp_path / "run", ranks=ranks,
     )  # fmt: skip
     assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
     results = results_of(tmp_path / "run")
     # Stage 0 in float32 keeps no gradient norm.
-    assert ended.stderr == "" and len(results["checks"]) == (6 if stage else 5)
+    assert ended.stderr == "" and len(results["checks"]) == (7 if stage else 6)
     assert results["metrics"]["final_loss"] < 5.6, "it starts at ln 256 = 5.55"
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line)["lr"] for line in lines[:4]]
@@ -99,23 +108,19 @@ def test_the_losses_of_ddp_training(train, run_script, tmp_path, stage):
     reference = ("--micro-batch-size", 8, "--output-dir", tmp_path / "ddp")
     reference += ("--text-file", tmp_path / "text")
     assert run_script("01-ddp-basics/ddp_training.py", *job, *reference, before=small).codes == [0]
-    for ranks in (2, 4):
-        sizes = ("--micro-batch-size", 4 // ranks, "--grad-accum-steps", 2)
-        ended = train(config_of(stage), *job, *sizes, "--output-dir", tmp_path / f"{ranks}",
-                      ranks=ranks)  # fmt: skip
-        assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
-        assert losses_of(tmp_path / f"{ranks}") == pytest.approx(
-            losses_of(tmp_path / "ddp"), abs=1e-5
-        )
+    ended = train(config_of(stage), *job, "--grad-accum-steps", 2, "--output-dir", tmp_path / "ds")
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert losses_of(tmp_path / "ds") == pytest.approx(losses_of(tmp_path / "ddp"), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [pytest.param("zero2", marks=full), "zero3"])
+@full
+@pytest.mark.parametrize("name", FROM_THE_TRAINER_S_PAGE)
 def test_a_config_from_hugging_face_s_page_trains(train, tmp_path, name):
     """Without the op that DeepSpeed would compile for it; test_..._as_it_stands has it."""
     config = with_torch_adam(FROM_THE_TRAINER_S_PAGE[name])
     ended = train(config, *QUICK, "--output-dir", tmp_path / "run")
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "bytes per weight, buffers and all" in ended.stdout and "OK: 3 checks" in ended.stdout
+    assert "bytes per weight, buffers and all" in ended.stdout and "OK: 5 checks" in ended.stdout
 
 
 @full
@@ -128,13 +133,10 @@ def test_a_config_from_hugging_face_s_page_as_it_stands(train, tmp_path, name):
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
+@full
 @pytest.mark.parametrize(
     ("name", "adam"),
-    [
-        pytest.param("zero2_offload_cpu", True, marks=full),
-        pytest.param("zero2_offload_cpu", False, marks=full),
-        pytest.param("zero3_offload_cpu", False, marks=full),
-    ],
+    [("zero2_offload_cpu", True), ("zero2_offload_cpu", False), ("zero3_offload_cpu", False)],
 )
 def test_train_with_offload_to_the_cpu_resumes_bitwise(train, tmp_path, name, adam):
     config = REPO / f"03-deepspeed/configs/{name}_config.json"
@@ -152,13 +154,14 @@ def test_train_with_offload_to_the_cpu_resumes_bitwise(train, tmp_path, name, ad
     assert losses_of(tmp_path / "r") == straight
 
 
+@full
 def test_without_a_compiler_pytorch_s_adam_takes_the_steps(train):
     """On all ranks, if one lacks it."""
 
     def lacking(script):
         small(script)
         if os.environ["RANK"] == "1":
-            script.ds_setup.missing_for = lambda op: f"no compiler for {op}"
+            part.setup.missing_for = lambda op: f"no compiler for {op}"
 
     config = REPO / "03-deepspeed/configs/zero2_offload_cpu_config.json"
     ended = train(config, *QUICK, "--parity-steps", 0, before=lacking)
@@ -172,7 +175,7 @@ def test_a_large_model_is_drawn_on_the_device(train, tmp_path):
 
     def large(script):
         small(script)
-        script.ds_setup.DRAWN_AS_ONE_PROCESS = 0
+        models.DRAWN_AS_ONE_PROCESS = 0
 
     first = []
     for name, stage, before in (("2", 2, large), ("3", 3, large), ("cpu", 2, small)):
@@ -187,25 +190,11 @@ def test_a_large_model_is_drawn_on_the_device(train, tmp_path):
 CHECKPOINTING = {"activation_checkpointing": {"partition_activations": False}}
 
 
-@pytest.mark.parametrize(
-    ("stage", "section"),
-    [(3, {}), pytest.param(2, CHECKPOINTING, marks=full), pytest.param(0, {}, marks=full)],
-)
+@full
+@pytest.mark.parametrize(("stage", "section"), [(3, {}), (2, CHECKPOINTING), (0, {})])
 def test_recomputed_activations_change_no_loss(train, stage, section):
     config = json.loads(config_of(stage).read_text()) | section
-    recomputed = []
-
-    def counted(script):
-        small(script)
-        made = script.checkpoint_activations
-
-        def counting(model, config):
-            made(model, config)
-            recomputed.append(config)
-
-        script.checkpoint_activations = counting
-
-    ended = train(config, *QUICK, "--activation-checkpointing", before=counted)
+    ended = train(config, *QUICK, "--activation-checkpointing")
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
@@ -242,8 +231,13 @@ def test_other_types_of_gradients_train_too(train, stage, keys):
 
 
 def one_micro_batch_twice(script):
-    step = script.train_step
-    script.train_step = lambda run, batches: step(run, [batches[0]] * 2)
+    take = script.train_step
+
+    def broken(run, step):
+        step.micro_batches = [step.micro_batches[0]] * 2
+        take(run, step)
+
+    script.train_step = broken
 
 
 def no_clipping(script):
@@ -275,32 +269,32 @@ def never_draw(script):
     def refuse(*_):
         raise AssertionError("weights were drawn that a checkpoint has")
 
-    script.ds_setup.draw_weights = refuse
+    script.draw_weights = refuse
 
 
 def altered_weights(script):
-    consolidated = ds_checkpoint.load_weights
+    exported = script.load_weights
 
     def broken(folder):
-        weights = consolidated(folder)
+        weights = exported(folder)
         weights["head.weight"] = weights["head.weight"].roll(1, 0)
         return weights
 
-    ds_checkpoint.load_weights = broken
+    script.load_weights = broken
 
 
 def other_weights_on_rank_1(script):
-    check = ds_checks.check_weights
+    check = part.check_weights
 
     def broken(run):
         next(run.engine.module.parameters()).data += 0.001 * script.dist.get_rank()
         check(run)
 
-    ds_checks.check_weights = broken
+    part.check_weights = broken
 
 
 def swapped_rows_on_rank_1(script):
-    check = ds_checks.check_weights
+    check = part.check_weights
 
     def broken(run):
         weight = next(run.engine.module.parameters()).data
@@ -308,30 +302,30 @@ def swapped_rows_on_rank_1(script):
             weight[:2] = weight[:2].flip(0)
         check(run)
 
-    ds_checks.check_weights = broken
+    part.check_weights = broken
 
 
 def other_whole_weights_on_rank_1(script):
     """In stage 3: a norm, which stays whole."""
-    check = ds_checks.check_weights
+    check = part.check_weights
 
     def broken(run):
         run.engine.module.norm.weight.data += 0.001 * script.dist.get_rank()
         check(run)
 
-    ds_checks.check_weights = broken
+    part.check_weights = broken
 
 
 def stage_one(script):
-    loaded = script.ds_config.load_config
+    examined = part.examined
 
-    def broken(*args):
-        config = loaded(*args)
+    def broken(run):
+        config = examined(run)
         config["zero_optimization"]["stage"] = 1
         return config
 
-    script.ds_config.load_config = broken
-    ds_checks.bytes_per_weight = lambda run: 4 + 4 / 2 + 12 / 2  # of stage 2
+    part.examined = broken
+    part.bytes_per_weight = lambda run: 4 + 4 / 2 + 12 / 2  # of stage 2
 
 
 @pytest.mark.parametrize(
@@ -355,6 +349,7 @@ def test_sabotage_of_the_training_fails_a_check(train, tmp_path, sabotage, faili
     assert failed_checks(tmp_path / "run") == failing
 
 
+@full
 def test_sabotage_of_a_weight_that_stays_whole_in_stage_3_fails_a_check(train, tmp_path):
     ended = train(
         config_of(3), *QUICK, "--output-dir", tmp_path / "run",
@@ -364,27 +359,12 @@ def test_sabotage_of_a_weight_that_stays_whole_in_stage_3_fails_a_check(train, t
     assert failed_checks(tmp_path / "run") == [WEIGHTS]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fingerprint_tells_one_bit_and_the_order(dtype):
-    weights = [torch.randn(6, 4).to(dtype), torch.randn(5).to(dtype)]
-    reference = ds_checks.fingerprint_of(weights)
-    for change in (
-        lambda matrix, vector: matrix[2:4].copy_(matrix[2:4].flip(0)),
-        lambda matrix, vector: matrix[:, 1:3].copy_(matrix[:, 1:3].flip(1)),
-        lambda matrix, vector: vector[:2].copy_(vector[:2].flip(0)),
-        lambda matrix, vector: matrix.view(torch.int16)[5, 3].add_(1),
-    ):
-        other = [weight.clone() for weight in weights]
-        change(*other)
-        assert ds_checks.fingerprint_of(other) != reference
-
-
 @full
 def test_where_all_weights_are_cut_none_are_compared(train):
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     ended = train(changed(zero_optimization=zero), *QUICK)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "weights not compared" in ended.stdout and "OK: 3 checks" in ended.stdout
+    assert "weights not compared" in ended.stdout and "OK: 5 checks" in ended.stdout
 
 
 @full
@@ -410,7 +390,7 @@ def test_a_config_of_deepspeed_s_own_defaults_trains(train):
         ended = train(config, *QUICK)
         assert ended.codes == [0, 0], ended.stdout + ended.stderr
         assert "bytes per weight, buffers and all" in ended.stdout
-        assert "OK: 3 checks" in ended.stdout
+        assert "OK: 5 checks" in ended.stdout
 
 
 @full
@@ -431,54 +411,31 @@ def test_between_stages_1_and_2_and_in_stage_0_on_other_ranks(train, tmp_path):
         assert all(abs(resumed[step] - straight[step]) < 1e-4 for step in straight)
 
 
-def stand_still_after_step_6(script):
-    saved = ds_checkpoint.save
-
-    def broken(run):
-        saved(run)
-        time.sleep(600 if run.step == 6 else 0)
-
-    ds_checkpoint.save = broken
-
-
 @full
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_killed_run_resumes_also_on_other_numbers_of_ranks(train, tmp_path, stage):
+def test_a_run_resumes_on_other_numbers_of_ranks(train, tmp_path, stage):
+    """On the same number bitwise, also when it was killed: test_templates.py."""
     # On 4 ranks, what stage 2 keeps of weights that two ranks share is too much of a small model.
     smaller = small if stage == 3 else lambda script: None
+    folder = tmp_path / "run"
 
-    def run(folder, ranks, *argv, stage=stage, before=smaller, **options):
+    def run(folder, ranks, *argv, stage=stage, before=smaller):
         sizes = ("--micro-batch-size", 8 // ranks, "--output-dir", folder)
-        return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks, before=before, **options)
+        return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks, before=before)
 
-    def stand_still(script):
-        smaller(script)
-        stand_still_after_step_6(script)
-
-    assert run(tmp_path / "straight", 2).codes == [0, 0]
-    straight, folder = losses_of(tmp_path / "straight"), tmp_path / "killed"
-
-    def kill(pids):
-        deadline = time.monotonic() + 60
-        while not (folder / "checkpoints/step-00000006").exists():
-            assert time.monotonic() < deadline, "it never saved"
-            time.sleep(0.005)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    killed = run(folder, 2, before=stand_still, during=kill, end_job_on_failure=False)
-    assert killed.codes == [-signal.SIGKILL] * 2
+    assert run(folder, 2).codes == [0, 0]
+    straight = losses_of(folder)
+    done = run(folder, 2, "--resume")
+    assert done.codes == [0, 0] and "nothing to do" in done.stdout
+    shutil.rmtree(folder / "checkpoints/step-00000008")
     for ranks in (4, 1):
         shutil.copytree(folder, tmp_path / f"on-{ranks}")
 
-    def resumed(script):  # with two processes that convert, if it does
+    def resumed(script):  # with two processes that convert
         smaller(script)
         never_draw(script)
-        ds_checkpoint._workers_for = lambda sizes: 2
+        script.workers_for = lambda sizes: 2
 
-    same = run(folder, 2, "--resume", before=resumed)
-    assert same.codes == [0, 0] and "step-00000006, saved by 2 ranks" in same.stdout, same.stderr
-    assert losses_of(folder) == straight, "bitwise"
     for ranks in (4, 1):
         argv = ("--resume", "--consolidate")
         other = run(tmp_path / f"on-{ranks}", ranks, *argv, before=resumed)
@@ -488,18 +445,16 @@ def test_a_killed_run_resumes_also_on_other_numbers_of_ranks(train, tmp_path, st
         assert all(abs(losses[step] - straight[step]) < 1e-5 for step in straight)
         left = [path.name for path in (tmp_path / f"on-{ranks}/checkpoints").iterdir()]
         assert not any("universal" in name or "partial" in name for name in left)
-    done = run(folder, 2, "--resume")
-    assert done.codes == [0, 0] and "nothing to train" in done.stdout
-    for argv, says in (
-        (("--seed", 1), "--seed is 1 here and 0 in the checkpoint"),
-        (("--precision", "bf16-mixed"), "was saved with another --precision: take that"),
-    ):
-        other = run(folder, 2, "--resume", "--max-steps", 9, *argv)
-        assert_one_line(other, says, "deepspeed_train.py")
+        assert (tmp_path / f"on-{ranks}/checkpoints/latest").read_text() == "step-00000008"
+    refused = [
+        (("--seed", 1), stage, "--seed is 1 here and 0 in the checkpoint"),
+        (("--precision", "bf16-mixed"), stage, "saved with --precision 32-true: take that"),
+    ]
     if stage == 3:
-        refused = run(folder, 2, "--resume", "--max-steps", 9, stage=2)
-        assert_one_line(refused, "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot resume",
-                        "deepspeed_train.py")  # fmt: skip
+        says = "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot resume from it"
+        refused.append(((), 2, says))
+    for argv, other, says in refused:
+        assert_one_line(run(folder, 2, "--resume", *argv, stage=other), says, "deepspeed_train.py")
 
 
 @full
@@ -508,12 +463,12 @@ def test_ranks_wait_for_a_conversion_longer_than_for_a_collective(train, tmp_pat
 
     def slow(script):
         small(script)
-        work = ds_checkpoint.on_rank0
+        wait = script.EngineFiles.on_rank0
 
-        def slower(what, do):
-            work(what, lambda: (time.sleep(12), do()))
+        def slower(files, what, work):
+            wait(files, what, lambda: (time.sleep(12), work()))
 
-        ds_checkpoint.on_rank0 = slower
+        script.EngineFiles.on_rank0 = slower
 
     folder = tmp_path / "run"
     argv = (*LONG, "--max-steps", 3, "--output-dir", folder)
@@ -533,7 +488,15 @@ def test_a_run_resumed_with_the_optimizer_on_a_disk_takes_other_losses(train, tm
     (tmp_path / "disk").mkdir()
 
     def allow(script):
-        ds_checkpoint.refuse = lambda run: None
+        examined = part.examined
+
+        def without_folder(run):
+            run.args.output_dir, folder = None, run.args.output_dir
+            config = examined(run)
+            run.args.output_dir = folder
+            return config
+
+        part.examined = without_folder
 
     def run(*more):
         flags = ("--nvme-path", tmp_path / "disk", *LONG, "--max-steps", 6)
@@ -548,12 +511,13 @@ def test_a_run_resumed_with_the_optimizer_on_a_disk_takes_other_losses(train, tm
 
 
 def test_as_many_processes_convert_as_cores_and_memory_take(monkeypatch):
+    script = load_script(TRAIN)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    gib, free = 2**30, ds_checkpoint.psutil.virtual_memory().available
-    assert ds_checkpoint._workers_for([gib // 4] * 2) == 1, "a small one: no processes"
-    assert ds_checkpoint._workers_for([gib] * 4 + [free]) == 1
-    assert ds_checkpoint._workers_for([free // 5] * 8) == 2
-    assert ds_checkpoint._workers_for([gib // 64] * 128) == 8
+    gib, free = 2**30, psutil.virtual_memory().available
+    assert script.workers_for([gib // 4] * 2) == 1, "a small one: no processes"
+    assert script.workers_for([gib] * 4 + [free]) == 1
+    assert script.workers_for([free // 5] * 8) == 2
+    assert script.workers_for([gib // 64] * 128) == 8
 
 
 @full
@@ -573,23 +537,20 @@ def test_the_config_for_a_disk_trains_as_it_stands(train, tmp_path):
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
-def test_buffers_that_a_weight_does_not_fit_into_are_refused(train, tmp_path):
-    disk = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 4095}
-    config = changed(zero_optimization={"stage": 3, "offload_param": disk})
-    ended = train(config, *SMALL)
-    says = "buffer_size 4,095 is below 4,096 elements, a rank's part of the largest weight"
-    assert_one_line(ended, says, "deepspeed_train.py")
-
-
 def one_batch_more_on_rank_0(script):
-    evaluated = script.evaluate
+    evaluate = script.evaluate
 
-    def broken(run, model):
-        if script.dist.get_rank() == 0:
-            inputs = torch.zeros(1, run.args.seq_len, dtype=torch.int64)
-            with torch.no_grad():
-                script.summed_loss(run, model, inputs, inputs)
-        return evaluated(run, model)
+    def broken(run):
+        measure = evaluate(run)
+
+        def uneven():
+            if script.dist.get_rank() == 0:
+                inputs = torch.zeros(1, run.args.seq_len, dtype=torch.int64)
+                with torch.no_grad():
+                    script.summed_loss(run, run.engine, inputs, inputs)
+            return measure()
+
+        return uneven
 
     script.evaluate = broken
 
@@ -624,7 +585,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_none_at_all_is_one_line(train, 
         path.write_bytes(content)
         if step == 6:
             ended = run("--resume")
-            assert ended.codes == [0, 0] and "step-00000003, saved by" in ended.stdout
+            assert ended.codes == [0, 0] and "/step-00000003" in ended.stdout
             assert f"altered ({path.name} does not match its checksum)" in ended.stderr
             shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
             shutil.copytree(folder, tmp_path / "run/checkpoints/step-00000003", dirs_exist_ok=True)
@@ -645,6 +606,136 @@ def test_train_under_slurm(run_script, tmp_path):
     assert ended.codes == [0, 0] and "2 ranks started by srun" in ended.stdout, ended.stderr
 
 
+# Config and flags
+
+
+def settle_sizes(rank, world_size, folder):
+    told = []
+    for sizes, flags in (
+        ({}, ()),
+        ({}, ("--micro-batch-size", 3, "--grad-accum-steps", 5)),
+        ({"train_batch_size": 96}, ("--micro-batch-size", 4)),
+        ({"train_micro_batch_size_per_gpu": 6}, ("--grad-accum-steps", 1)),
+    ):
+        (folder / "sizes.json").write_text(json.dumps(changed(**sizes)))
+        config, args = settled(folder / "sizes.json", *flags, ranks=4)
+        told.append((args.micro_batch_size, args.grad_accum_steps, config["train_batch_size"]))
+    config, args = settled(config_of(3), "--lr", 0.5, "--max-steps", 7)
+    told += [config["bf16"]["enabled"], config["optimizer"]["params"]["lr"], args.max_steps]
+    told += [config["zero_optimization"]["reduce_bucket_size"], config["gradient_clipping"]]
+    return told
+
+
+def test_flags_and_config_settle_what_the_other_leaves_open(on_ranks, tmp_path):
+    [told] = on_ranks(settle_sizes, 1, tmp_path)
+    assert told == [(8, 1, 32), (3, 5, 60), (4, 6, 96), (6, 1, 24), False, 0.5, 7, 128 * 128, 1.0]
+
+
+def settle_with_defaults(rank, world_size, folder):
+    """Flags have defaults: those that were not given yield to the config."""
+    own = changed(train_batch_size=16, gradient_clipping=0.3, bf16={"enabled": True},
+                  optimizer={"params": {"lr": 0.1, "betas": "auto"}})  # fmt: skip
+    (folder / "own.json").write_text(json.dumps(own))
+    told = []
+    for words in ((), ("--micro-batch-size", "4"), ("--lr", "0.1"), ("--lr", "0.2"),
+                  ("--max-grad-norm", "1"), ("--global-batch-size", "32"),
+                  ("--precision", "32-true"), ("--grad-accum-steps", "2")):  # fmt: skip
+        try:
+            config, args = settled(folder / "own.json", *words)
+            told.append((args.micro_batch_size, args.grad_accum_steps, args.global_batch_size,
+                         args.lr, args.max_grad_norm, args.precision,
+                         config["optimizer"]["params"]["betas"]))  # fmt: skip
+        except UsageError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_flag_that_was_not_given_yields_to_the_config(on_ranks, tmp_path):
+    [told] = on_ranks(settle_with_defaults, 1, tmp_path)
+    rest = (16, 0.1, 0.3, "bf16-mixed", [0.9, 0.95])
+    assert told[:3] == [(8, 1, *rest), (4, 2, *rest), (8, 1, *rest)]
+    flags = ("--lr 0.2", "--max-grad-norm 1.0", "--global-batch-size 32", "--precision 32-true")
+    for flag, line in zip(flags, told[3:7], strict=True):
+        assert line.startswith(f"{flag}, but ") and 'or write "auto" there' in line
+    assert "--global-batch-size 16 is not" in told[7]
+
+
+def let_hugging_face_fill_in(rank, world_size, folder):
+    part.setup.prepare(torch.device("cpu"))
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    shape = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=1
+    )  # fmt: skip
+    paths = [config_of(stage) for stage in range(4)]
+    for name, config in FROM_THE_TRAINER_S_PAGE.items():
+        paths.append(folder / f"{name}.json")
+        paths[-1].write_text(json.dumps(config))
+    told = []
+    for path in paths:
+        bf16 = "bf16" in json.loads(path.read_text())
+        given = TrainingArguments(
+            output_dir=folder, deepspeed=str(path), use_cpu=True, report_to=[],
+            per_device_train_batch_size=4, gradient_accumulation_steps=3, learning_rate=1e-4,
+            max_steps=50, warmup_steps=4, max_grad_norm=0.5, bf16=bf16, adam_beta2=0.95,
+            weight_decay=0.1,
+        )  # fmt: skip
+        theirs = given.hf_deepspeed_config
+        theirs.trainer_config_finalize(given, LlamaForCausalLM(shape), 50)
+        ours, _ = settled(
+            path, "--micro-batch-size", 4, "--grad-accum-steps", 3, "--lr", 1e-4, "--max-steps", 50,
+            "--warmup-steps", 4, "--max-grad-norm", 0.5, *["--precision", "bf16-mixed"] * bf16,
+            ranks=1,
+        )  # fmt: skip
+        theirs.config.pop("steps_per_print", None)
+        ours.pop("steps_per_print", None)
+        ours.pop("train_batch_size")  # which they may leave to DeepSpeed
+        theirs.config.pop("train_batch_size", None)
+        told.append((ours, theirs.config))
+    return told
+
+
+@pytest.mark.full
+@pytest.mark.xdist_group("transformers")  # which takes seconds to import
+def test_hugging_face_fills_in_the_same_values(on_ranks, tmp_path):
+    """Their Trainer refuses numbers that contradict its arguments, and sets what is "auto"."""
+    pytest.importorskip("transformers")
+    [told] = on_ranks(let_hugging_face_fill_in, 1, tmp_path)
+    for ours, theirs in told:
+        assert ours == theirs
+
+
+def read_misread(rank, world_size, path, cases):
+    """Return what is said about each case; a second line would be a second element."""
+    said = []
+    for config, argv, _ in cases:
+        write_config(path, config)
+        try:
+            settled(path, *argv, ranks=1)
+            said.append(["accepted"])
+        except UsageError as error:
+            said.append(str(error).splitlines())
+    return said
+
+
+def test_a_config_that_deepspeed_would_misread_is_refused(on_ranks, tmp_path):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 4095}
+    config = changed(zero_optimization={"stage": 3, "offload_param": disk})
+    too_small = (config, (), "buffer_size 4,095 is below 45,056 elements, a rank's part of")
+    cases = [*MISREAD, too_small]
+    [said] = on_ranks(read_misread, 1, tmp_path / "own.json", cases)
+    for (config, argv, says), lines in zip(cases, said, strict=True):
+        assert len(lines) == 1 and says in lines[0], (config, argv, lines)
+
+
+@full
+def test_a_config_that_deepspeed_would_misread_is_one_line(run_script, tmp_path):
+    config, argv, says = MISREAD[0]
+    write_config(tmp_path / "own.json", config)
+    ended = run_script(TRAIN, "--deepspeed_config", tmp_path / "own.json", *argv)
+    assert_one_line(ended, says, "deepspeed_train.py")
+
+
 # Bad input
 
 
@@ -657,40 +748,32 @@ def no_float16(script):
 NVME = REPO / "03-deepspeed/configs/zero3_offload_nvme_config.json"
 
 
+BAD = [
+    (
+        ("--deepspeed_config", NVME, "--nvme-path", REPO, "--output-dir", "runs/never"),
+        "with an optimizer on nvme takes other losses than one that never stopped",
+        None,
+    ),
+    (
+        ("--precision", "16-mixed"),
+        "DeepSpeed cannot train in float16 on this device",
+        no_float16,
+    ),
+    (("--consolidate",), "--consolidate needs --output-dir", None),
+    (("--seq-len", 257), "--seq-len must be at most 256", None),
+    (
+        ("--deepspeed_config", NVME),
+        "offload_optimizer to nvme needs --nvme-path, a folder on the disk",
+        None,
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("argv", "says", "before"),
-    [
-        (
-            ("--deepspeed_config", NVME, "--nvme-path", REPO, "--output-dir", "runs/never"),
-            "with an optimizer on nvme takes other losses than one that never stopped",
-            None,
-        ),
-        (
-            ("--precision", "16-mixed"),
-            "DeepSpeed cannot train in float16 on this device",
-            no_float16,
-        ),
-        (("--consolidate",), "--consolidate needs --output-dir", None),
-        (("--save-16bit-model",), "--save-16bit-model needs --output-dir", None),
-        (("--seq-len", 257), "--seq-len must be at most 256", None),
-        (("--micro-batch-size", "two"), "must be a whole number of at least 1", None),
-        (("--text-file", "nowhere.txt"), "--text-file nowhere.txt: No such file", None),
-        (
-            ("--deepspeed_config", NVME),
-            "offload_optimizer to nvme needs --nvme-path, a folder on the disk",
-            None,
-        ),
-    ],
+    ("argv", "says", "before"), [BAD[0], *(pytest.param(*case, marks=full) for case in BAD[1:])]
 )
 def test_train_refuses_bad_input(run_script, argv, says, before):
     assert_one_line(run_script(TRAIN, *argv, before=before), says, "deepspeed_train.py")
-
-
-def test_what_deepspeed_would_not_save_is_refused(train, tmp_path):
-    zero = {"stage": 3, "use_multi_rank_bucket_allreduce": True}
-    ended = train(changed(zero_optimization=zero), "--save-16bit-model", "--output-dir", tmp_path)
-    says = "--save-16bit-model in stage 3 needs stage3_gather_16bit_weights_on_model_save"
-    assert_one_line(ended, says, "deepspeed_train.py")
 
 
 # launch_deepspeed.sh

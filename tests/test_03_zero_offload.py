@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, fork_ranks, results_of, run_command
-from helpers_03 import deepspeed_in_the_parent
+from helpers_03 import deepspeed_in_the_parent, first_is_quick
 
-import ds_setup
+from deepspeed_parts import setup
 
 OFFLOAD = "03-deepspeed/zero_offload.py"
 SMALL = ("--dim", 64, "--seq-len", 32, "--micro-batch-size", 2, "--max-steps", 4)
@@ -36,8 +36,8 @@ def use_compiled(op: str, builder: str, tmp_path_factory):
     """Load one of DeepSpeed's ops for all forks, or skip: compiling it would take minutes."""
 
     def find(_rank: int) -> dict[str, str] | None:
-        ds_setup.prepare(torch.device("cpu"))  # in a fork: it changes the environment
-        if ds_setup.op_library(op).exists():
+        setup.prepare(torch.device("cpu"))  # in a fork: it changes the environment
+        if setup.op_library(op).exists():
             return {name: os.environ[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")}
         return None
 
@@ -92,7 +92,6 @@ def failed_checks(folder: Path) -> list[str]:
     [
         (2, "bf16-mixed", 2),
         pytest.param(2, "32-true", 4, marks=pytest.mark.full),
-        pytest.param(1, "bf16-mixed", 2, marks=pytest.mark.full),
         pytest.param(3, "bf16-mixed", 2, marks=pytest.mark.full),
     ],
 )
@@ -117,7 +116,7 @@ def test_offload_to_the_cpu_trains_alike(run_script, tmp_path, world_size, preci
 
 @pytest.mark.parametrize(
     ("world_size", "precision"),
-    [(2, "bf16-mixed"), pytest.param(2, "32-true", marks=pytest.mark.full)],
+    first_is_quick((2, "bf16-mixed"), (2, "32-true")),
 )
 def test_deepspeed_s_own_adam_trains_alike(run_script, tmp_path, cpu_adam, world_size, precision):
     """Without offload PyTorch's Adam takes the steps: so this compares the two."""
@@ -133,6 +132,7 @@ def without_a_compiler(script):
     os.environ["CXX"] = "missing-compiler"
 
 
+@pytest.mark.full
 def test_without_a_compiler_pytorch_s_adam_takes_the_steps(run_script):
     argv = ("--offload", "optimizer-cpu", *SMALL, "--max-steps", 3)
     ended = run_script(OFFLOAD, *argv, before=without_a_compiler)
@@ -261,7 +261,7 @@ def forget_to_write_the_weights(script):
 
 
 def lose_a_file(script):
-    counted = script.offload_formulas.measured_bytes
+    counted = script.part.measured_bytes
 
     def broken(run, device):
         folder = Path(run.zero.get("offload_optimizer", {}).get("nvme_path", "/none"))
@@ -269,7 +269,7 @@ def lose_a_file(script):
             path.unlink(missing_ok=True)
         return counted(run, device)
 
-    script.offload_formulas.measured_bytes = broken
+    script.part.measured_bytes = broken
 
 
 @pytest.mark.full
@@ -349,13 +349,13 @@ def no_libaio(folder):
     return before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lack", "cached"),
     [
-        (no_compiler, False),
+        (no_compiler, True),
         (no_libaio, True),
-        pytest.param(no_compiler, True, marks=pytest.mark.full),
-        pytest.param(no_libaio, False, marks=pytest.mark.full),
+        (no_libaio, False),
     ],
 )
 def test_an_op_that_cannot_be_compiled_or_loaded(run_script, tmp_path, lack, cached):
@@ -372,14 +372,12 @@ def test_an_op_that_cannot_be_compiled_or_loaded(run_script, tmp_path, lack, cac
 
 
 def fill_the_disk(script):
-    script.offload_formulas.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(
-        1, 1, 100 * 2**20
-    )
+    script.part.shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1, 1, 100 * 2**20)
 
 
 @pytest.mark.parametrize(
     ("argv", "says", "before"),
-    [
+    first_is_quick(
         (("all-nvme",), "offload_optimizer to nvme needs --nvme-path", None),
         (("all-nvme", "--nvme-path", "/nowhere"), "nvme_path /nowhere is not a folder", None),
         (("all-nvme", "--nvme-path", "/proc"), "nvme_path /proc cannot be written", None),
@@ -389,7 +387,7 @@ def fill_the_disk(script):
         (("all-disk",), "invalid choice: 'all-disk'", None),
         (("all-cpu", "--dim", "100"), "--dim must be a multiple of 64", None),
         (("all-cpu", "--max-steps", "2"), "must be a whole number of at least 3", None),
-    ],
+    ),
 )
 def test_offload_refuses_bad_input(run_script, argv, says, before):
     ended = run_script(OFFLOAD, "--offload", *argv, before=before)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import GPUS, REPO, assert_one_line, results_of, run_command
-from helpers_03 import SMALL, deepspeed_in_the_parent, on_small, small
+from helpers_03 import SMALL, deepspeed_in_the_parent, first_is_quick, on_small, small
 
 STAGES = "03-deepspeed/zero_stages.py"
 QUICK = (*SMALL, "--max-steps", 2)
@@ -27,7 +27,7 @@ def failed_checks(folder: Path) -> list[str]:
     [(2, 3, small)]
     + [
         pytest.param(*case, marks=pytest.mark.full)
-        for case in [(1, 2, small), (2, 1, small), (3, 2, None), (4, 1, small), (4, 3, small)]
+        for case in [(1, 2, small), (2, 1, small), (3, 2, None)]
     ],
 )
 def test_every_stage_trains_as_one_process_and_holds_and_sends_what_the_paper_says(
@@ -136,12 +136,12 @@ def without_keys(*names):
 
 def leave_the_root_whole(script):
     """FSDP2's default: embedding, norm and head are gathered once instead of twice."""
-    shard = sys.modules["plain_engines"].fully_shard
+    shard = sys.modules["deepspeed_parts.plain_engines"].fully_shard
 
     def broken(module, reshard_after_forward, **options):
         return shard(module, **options)
 
-    sys.modules["plain_engines"].fully_shard = broken
+    sys.modules["deepspeed_parts.plain_engines"].fully_shard = broken
 
 
 SENT = [f"{precision}: bytes sent" for precision in ("32-true", "bf16-mixed")]
@@ -189,11 +189,11 @@ def test_sabotage_of_a_stage_fails_a_check(run_script, tmp_path, sabotage, name,
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    [
+    first_is_quick(
         (("--seq-len", 257), "--seq-len must be at most 256"),
         (("--max-steps", 1), "--max-steps: must be a whole number of at least 2"),
         (("--stages", 4), "--stages: invalid choice: 4"),
-    ],
+    ),
 )
 def test_bad_input_is_one_line(run_script, argv, says):
     assert_one_line(run_script(STAGES, *argv), says, "zero_stages.py")

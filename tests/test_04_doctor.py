@@ -15,23 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, assert_one_line, load_script, results_of
+from helpers_04 import first_is_quick, full, launched
 
-import doctor_rules as rules
-import host_facts
-import net_devices
 from dist_common import cli, runtime
+from nccl_parts import doctor as part
+from nccl_parts import host
 
 DOCTOR = "04-nccl-operations/doctor.py"
 PAGE = REPO / "04-nccl-operations/variables.md"
 script = load_script(DOCTOR)
 GIB = 2**30
-NO_NCCL = net_devices.nccl_version() is None
+NO_NCCL = script.nccl_version() is None
 needs_nccl = pytest.mark.skipif(NO_NCCL, reason="this PyTorch comes without NCCL")
-
-
-def launched(**extra):
-    """Return the environment of a launch by hand of one rank, and more."""
-    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | extra
 
 
 # Reading a host: trees of files as Linux would show them
@@ -59,7 +54,7 @@ def plant(root, files):
     ],
 )  # fmt: skip
 def test_a_container_that_grants_fewer_cores(tmp_path, files, limit):
-    assert host_facts.read_cpu_limit(plant(tmp_path, files)) == limit
+    assert host.read_cpu_limit(plant(tmp_path, files)) == limit
 
 
 def test_infiniband_ports(tmp_path):
@@ -68,7 +63,7 @@ def test_infiniband_ports(tmp_path):
 
     tree = port("mlx5_0", state="4: ACTIVE", rate="400 Gb/sec (4X NDR)")
     tree |= port("mlx5_1", state="1: DOWN", rate="10 Gb/sec (4X SDR)")
-    assert host_facts.read_infiniband(plant(tmp_path, tree)) == [
+    assert host.read_infiniband(plant(tmp_path, tree)) == [
         {"name": "mlx5_0:1", "state": "ACTIVE", "gbit_s": 400},
         {"name": "mlx5_1:1", "state": "DOWN", "gbit_s": 10},
     ]
@@ -77,9 +72,9 @@ def test_infiniband_ports(tmp_path):
 def test_the_pcie_lanes_of_a_gpu(tmp_path):
     folder = "sys/bus/pci/devices/0000:3b:00.0"
     plant(tmp_path, {f"{folder}/current_link_width": 8, f"{folder}/max_link_width": 16})
-    found = host_facts.read_lanes("0000:3b:00.0", tmp_path)
+    found = host.read_lanes("0000:3b:00.0", tmp_path)
     assert found == {"pci": "0000:3b:00.0", "lanes": 8, "most_lanes": 16}
-    assert host_facts.read_lanes("0000:ff:00.0", tmp_path)["lanes"] is None
+    assert host.read_lanes("0000:ff:00.0", tmp_path)["lanes"] is None
 
 
 def test_settings_of_files_yield_to_the_environment(tmp_path):
@@ -89,12 +84,12 @@ def test_settings_of_files_yield_to_the_environment(tmp_path):
         "other.conf": "NCCL_PROTO=Simple",
     })  # fmt: skip
     environ = {"HOME": "/home/me", "NCCL_BUFFSIZE": "2097152", "NCCL_VERSION": "2.30", "PATH": "/"}
-    assert host_facts.read_settings(environ, {}, root) == {
+    assert host.read_settings(environ, {}, root) == {
         "NCCL_BUFFSIZE": ["2097152", "environment"],
         "NCCL_DEBUG": ["INFO", "/home/me/.nccl.conf"],
         "NCCL_IB_HCA": ["=mlx5_0", "/etc/nccl.conf"],
     }
-    instead = host_facts.read_settings(environ | {"NCCL_CONF_FILE": "/other.conf"}, {}, root)
+    instead = host.read_settings(environ | {"NCCL_CONF_FILE": "/other.conf"}, {}, root)
     assert instead["NCCL_PROTO"] == ["Simple", "/other.conf"]
     assert instead["NCCL_DEBUG"] == ["WARN", "/etc/nccl.conf"]
 
@@ -135,9 +130,9 @@ def known(library, prefix):
 
 def found_in(*here, hosts=1, names_in=known):
     one = here[0]
-    return [*rules.wrong_names(one, names_in), *rules.wrong_values(one),
-            *rules.wrong_network(one, hosts > 1), *rules.wrong_limits(one, len(here) * hosts),
-            *rules.wrong_machine(list(here))]  # fmt: skip
+    return [*part.wrong_names(one, names_in), *part.wrong_values(one),
+            *part.wrong_network(one, hosts > 1), *part.wrong_limits(one, len(here) * hosts),
+            *part.wrong_machine(list(here))]  # fmt: skip
 
 
 def port(name, state="ACTIVE", gbit_s=400.0):
@@ -207,7 +202,7 @@ MISTAKES = [
 def test_each_mistake_has_its_finding(wrong, what, costs, do):
     (finding,) = found_in(machine(**wrong))
     assert what in finding.what and costs in finding.costs and do in finding.do
-    assert finding.costs and finding.do and "\n" not in "".join(map(str, vars(finding).values()))
+    assert finding.costs and finding.do and "\n" not in "".join(finding)
 
 
 def test_names_are_not_judged_without_the_library():
@@ -230,7 +225,7 @@ def test_mistakes_of_several_ranks_and_hosts():
                 **is_set(CUDA_VISIBLE_DEVICES=f"{rank}"))
         for rank in range(2)
     ]  # fmt: skip  # as srun binds them
-    assert found_in(*own) == [] and list(rules.differences(own)) == []
+    assert found_in(*own) == [] and list(script.differences(own)) == []
     assert found_in(machine(**LOOP), hosts=1) == []
     (finding,) = found_in(machine(**LOOP), hosts=2)
     assert "gloo listens at 127.0.1.1" in finding.what and "no other host" in finding.costs
@@ -238,54 +233,52 @@ def test_mistakes_of_several_ranks_and_hosts():
 
 
 def test_ranks_and_hosts_that_differ():
-    assert list(rules.differences([machine(), machine(rank=1, host="n2")])) == []
+    assert list(script.differences([machine(), machine(rank=1, host="n2")])) == []
     two = machine(
         rank=1, host="n2", versions={"torch": "2.13", "NCCL": "2.30.7"},
         interfaces=[interface("eth0", "10.9.0.7/24"), interface("ib0", "10.2.0.7/24", 4092)],
         listens={"gloo": ["10.9.0.7"], "nccl": ["10.2.0.7"]}, **is_set(NCCL_ALGO="Ring"),
     )  # fmt: skip
     who = "rank 0 on n1 has {}, rank 1 on n2 has {}".format
-    assert [one.what for one in rules.differences([machine(), two])] == [
+    assert [one.what for one in script.differences([machine(), two])] == [
         f"MTU of nccl: {who(1500, 4092)}",
         f"NCCL_ALGO: {who('unset', 'Ring')}",
         f"network of gloo: {who('10.0.0.0/24', '10.9.0.0/24')}",
         f"version of torch: {who('2.14', '2.13')}",
     ]
     same_host = [machine(), machine(rank=1, **is_set(NCCL_PROTO="LL"))]
-    assert [one.kind for one in rules.differences(same_host)] == ["differs"]
+    assert [one.kind for one in script.differences(same_host)] == ["differs"]
 
 
 # variables.toml against the libraries that are installed
 
 
-def libraries_of(row):
+def libraries_of(library):
+    """Return the files of a library that comes with PyTorch."""
     folder = Path(torch.__file__).parent
     names = {"NCCL": ["../nvidia/nccl/lib/libnccl.so*"], "gloo": ["lib/libtorch_cpu.so"],
              "PyTorch": ["lib/libtorch_cuda.so", "lib/libtorch_cpu.so", "lib/libc10.so"],
-             "OpenMP": ["lib/libgomp*", "lib/libomp*"]}.get(row["library"])  # fmt: skip
-    if names is None:
-        pytest.skip(f"{row['library']} does not come with PyTorch")
+             "OpenMP": ["lib/libgomp*", "lib/libomp*"]}.get(library, [])  # fmt: skip
     return [path for name in names for path in folder.glob(name)]
 
 
-@pytest.mark.parametrize("row", rules.TABLE["variable"], ids=lambda row: row["name"])
-def test_every_variable_is_one_that_a_library_reads(row):
-    if NO_NCCL and re.match("(TORCH_)?NCCL_|TORCH_FR_", row["name"]):
-        pytest.skip("this PyTorch comes without NCCL")
-    name = row["name"].encode()
+@pytest.mark.parametrize("library", ["NCCL", "gloo", "PyTorch", "OpenMP"])
+def test_every_variable_is_one_that_its_library_reads(library):
+    version = script.version_of(script.nccl_version() or "0")
+    names = {row["name"] for row in part.TABLE["variable"] if row["library"] == library
+             and not (library == "NCCL" and script.version_of(row["since"]) > version)
+             and not (NO_NCCL and re.match("(TORCH_)?NCCL_|TORCH_FR_", row["name"]))}  # fmt: skip
     # C++ names its own variables like that, with more letters after them: mangled names.
-    whole = re.compile(rb"(?<![A-Z0-9_])" + name + rb"(?![A-Z0-9_])")
-    for file in libraries_of(row):
+    whole = {name: re.compile(rb"(?<![A-Z0-9_])%b(?![A-Z0-9_])" % name.encode()) for name in names}
+    for file in libraries_of(library):
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
-            start = data.find(name)
-            while start >= 0:
-                if whole.match(data, start):
-                    return
-                start = data.find(name, start + 1)
-    version = net_devices.nccl_version()
-    if row["library"] == "NCCL" and script.version_of(row["since"]) > script.version_of(version):
-        pytest.skip(f"NCCL {version} is older than {row['since']}")
-    pytest.fail(f"{row['name']} is in none of its libraries")
+            for name in list(whole):
+                start = data.find(name.encode())
+                while start >= 0 and not whole[name].match(data, start):
+                    start = data.find(name.encode(), start + 1)
+                if start >= 0:
+                    del whole[name]
+    assert not whole, f"in no file of {library}: {sorted(whole)}"
 
 
 @needs_nccl
@@ -299,25 +292,30 @@ def test_nccls_words_on_the_pages_are_nccls():
         "NCCL_TOPO_FILE set by environment to": "clusters.md", "GDRDMA": "hardware.md",
         "Call to ibv_reg_mr failed": "doctor.md", "failed to extend": "doctor.md",
     }  # fmt: skip
-    (library,) = libraries_of({"library": "NCCL"})
+    (library,) = libraries_of("NCCL")
     with library.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
         for word, page in words.items():
             assert word in (REPO / "04-nccl-operations" / page).read_text(), f"{page}: {word}"
             assert data.find(word.encode()) >= 0, f"NCCL does not say {word}"
 
 
+def test_every_finding_is_told_by_a_rule():
+    rules = "".join(Path(module.__file__).read_text() for module in (part, script))
+    assert set(re.findall(r'finding\(\s*"([\w-]+)"', rules)) == set(part.FINDINGS)
+
+
 def test_the_table_is_whole():
-    names = [row["name"] for row in rules.TABLE["variable"]]
-    assert len(names) == len(set(names)) > 60 and not set(names) & set(rules.STALE)
-    for row in rules.TABLE["variable"]:
+    names = [row["name"] for row in part.TABLE["variable"]]
+    assert len(names) == len(set(names)) > 60 and not set(names) & set(part.STALE)
+    for row in part.TABLE["variable"]:
         assert all(row[key] for key in ("library", "since", "default", "values", "does", "when"))
-        assert row["source"] in rules.TABLE["sources"]
+        assert row["source"] in part.TABLE["sources"]
         re.compile(row.get("pattern", ""))
     missing = """CUMEM_ENABLE MNNVL_ENABLE PXN_DISABLE DMABUF_ENABLE IB_SPLIT_DATA_ON_QPS
         IB_ADAPTIVE_ROUTING IB_MERGE_NICS IB_ROCE_VERSION_NUM COLLNET_ENABLE TUNER_PLUGIN
         NCHANNELS_PER_NET_PEER GRAPH_DUMP_FILE RAS_ENABLE RAS_ADDR"""
     assert {f"NCCL_{name}" for name in missing.split()} <= set(names)
-    assert all(row["name"] in names + ["CUDA_LAUNCH_BLOCKING"] for row in rules.TABLE["left_over"])
+    assert all(row["name"] in names + ["CUDA_LAUNCH_BLOCKING"] for row in part.TABLE["left_over"])
 
 
 def listed():
@@ -369,11 +367,12 @@ def test_what_is_wrong_is_found_and_told(run_script, tmp_path):
     assert re.search(r"^NCCL_MIN_CTAS=1 +environment +not in variables.toml$", ended.stdout, re.M)
 
 
+@full
 def test_each_host_is_examined(run_script):
     def on_a_host_each(script):
         rank = os.environ["RANK"]
         os.environ.update(LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo", NCCL_ALGO=f"^{rank}")
-        sys.modules["host_facts"].socket.gethostname = lambda: f"n{rank}"
+        host.socket.gethostname = lambda: f"n{rank}"
         # Both ranks are here: what follows from an address of this host is tested apart.
         script.refuse_what_cannot_start = lambda *_: None
 
@@ -382,12 +381,12 @@ def test_each_host_is_examined(run_script):
     assert re.findall(r"^host (.*)$", ended.stdout, re.M) == ["n0: ranks 0", "n1: ranks 1"]
     told = "1. differs between ranks: NCCL_ALGO: rank 0 on n0 has ^0, rank 1 on n1 has ^1\n"
     assert told in ended.stdout
-    for host in ("n0", "n1"):
-        assert f"network on host {host}: gloo listens at 127.0.0.1" in ended.stdout
+    for name in ("n0", "n1"):
+        assert f"network on host {name}: gloo listens at 127.0.0.1" in ended.stdout
 
 
 def a_wrong_version(script):
-    row = next(row for row in script.TABLE["variable"] if row["name"] == "NCCL_MAX_CTAS")
+    row = next(row for row in part.TABLE["variable"] if row["name"] == "NCCL_MAX_CTAS")
     row["since"] = "99.0"
 
 
@@ -406,12 +405,12 @@ def test_a_launcher_that_miscounts_is_found(run_script):
 
 @pytest.mark.parametrize(
     ("argv", "environ", "says"),
-    [
-        (("--lst",), {}, "unrecognized arguments: --lst"),
+    first_is_quick([
         ((), {"GLOO_SOCKET_IFNAME": "nope"}, "GLOO_SOCKET_IFNAME: nope has no address"),
         ((), {"MASTER_ADDR": "no.such.invalid"}, "=no.such.invalid does not resolve here"),
-    ],
-)
+        (("--lst",), {}, "unrecognized arguments: --lst"),
+    ]),
+)  # fmt: skip
 def test_bad_input_is_one_line(run_script, argv, environ, says):
     ended = run_script(DOCTOR, *argv, environ=launched(**environ))
     assert_one_line(ended, says, "doctor.py")

@@ -9,32 +9,35 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPO, assert_one_line, load_script, results_of, run_command
+from helpers_04 import clock, first_is_quick, full
+
+from dist_common.lab.ranks import Rank
+from nccl_parts import failure_gallery as part
+from nccl_parts import recorder, verdicts
 
 GALLERY = "04-nccl-operations/failure_gallery.py"
-RECORDER = "04-nccl-operations/recorder.py"
 FAILURES = REPO / "04-nccl-operations/failures"
 PAGE = FAILURES / "README.md"
 gallery = load_script(GALLERY)
 load, NAMES = gallery.load, gallery.NAMES
-# Their ranks wait for no timeout: with all their runs they take a second or two.
+# One for each tool that needs no timeout: with all their runs they take a second or two.
 QUICK = {
-    "batch-skipped", "different-order", "exception-on-one-rank", "leaves-early", "nan-on-one-rank",
-    "out-of-memory", "rank-dies", "read-before-wait", "set-epoch-forgotten", "unused-parameters",
+    "different-order", "exception-on-one-rank", "leaves-early", "nan-on-one-rank",
+    "read-before-wait", "set-epoch-forgotten",
 }  # fmt: skip
 CLOCKED = {"rank-slow", "timeout-too-short"}  # what finds them compares times
-needs_py_spy = pytest.mark.skipif(
-    gallery.gallery_lab.py_spy() is None, reason="needs py-spy: pip install py-spy"
-)
+needs_py_spy = pytest.mark.skipif(part.py_spy() is None, reason="needs py-spy: pip install py-spy")
 needs_namespaces = pytest.mark.skipif(
-    not gallery.may_enter(), reason="needs root on Linux, for namespaces of its own"
+    not part.may_enter(), reason="needs root on Linux, for namespaces of its own"
 )
 
 
 def marked(name, *values, quick=True):
     """Return a parameter with the marks of its failure."""
-    marks = [] if quick and name in QUICK else [pytest.mark.full]
-    marks += [pytest.mark.xdist_group("clock")] * (name in CLOCKED)
+    marks = [] if quick and name in QUICK else [full]
+    marks += [clock] * (name in CLOCKED)
     marks += [needs_namespaces] * bool({"shm_mib", "host"} & set(load(name).limits))
     marks += [needs_py_spy] * (load(name).tool == "stacks")
     return pytest.param(name, *values, marks=marks)
@@ -55,6 +58,8 @@ def test_a_failure_breaks_is_found_and_cured(run_script, tmp_path, name):
     assert ended.codes == [0], ended.stdout + ended.stderr
     assert ended.stderr == ""
     assert len(results["checks"]) == (9 if load(name).message else 7)
+    if name == "different-order":  # of two ranks that differ none is named
+        assert "compare them" in ended.stdout
 
 
 def moved():
@@ -82,12 +87,7 @@ def test_a_failure_is_found_on_another_rank_too(run_script, tmp_path, name, culp
     assert sure[0]["expected"] == wanted
 
 
-def test_of_two_ranks_that_differ_none_is_named(run_script, tmp_path):
-    ended, _ = play(run_script, tmp_path, "different-order")
-    assert ended.codes == [0] and "compare them" in ended.stdout
-
-
-@pytest.mark.full
+@full
 @pytest.mark.parametrize(
     ("name", "tool", "says"),
     [
@@ -113,8 +113,6 @@ def test_another_tool_says_what_the_page_says(run_script, tmp_path, name, tool, 
 
 
 def ranks_that_say(*texts, codes=None):
-    from dist_common.ranks import Rank
-
     codes = codes or [1] * len(texts)
     return [Rank(code, 0.1, "", text, None) for code, text in zip(codes, texts, strict=True)]
 
@@ -135,17 +133,16 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
     ],
 )
 def test_logs_name_the_rank_that_did_not_only_lose_another_one(texts, codes, named):
-    verdict = gallery.tools.judge_logs(ranks_that_say(*texts, codes=codes))
+    verdict = verdicts.judge_logs(ranks_that_say(*texts, codes=codes))
     assert verdict.named == named, verdict
 
 
 def test_the_recorder_names_who_is_missing_who_differs_and_who_is_late():
     def judge(*calls, codes=None, groups=None):
-        notes = [gallery.recorder.Notes(made) for made in calls]
-        for note, made in zip(notes, groups or [], strict=False):
-            note.groups = made
+        made = zip(calls, groups or [[]] * len(calls), strict=True)
+        notes = [recorder.Notes(*pair) for pair in made]
         ranks = ranks_that_say(*[""] * len(calls), codes=codes)
-        return gallery.recorder.judge_recorder(notes, ranks).named
+        return recorder.judge_recorder(notes, ranks).named
 
     call, other = ("all_reduce [1] Float", 0.0), ("broadcast [1] Float", 0.0)
     late, early = ("all_reduce [1] Float", 2.0), ("all_reduce [1] Float", 0.01)
@@ -161,7 +158,7 @@ def test_the_recorder_names_who_is_missing_who_differs_and_who_is_late():
 
 
 def test_the_recorder_compares_what_it_still_has_of_all_ranks():
-    Notes, judge = gallery.recorder.Notes, gallery.recorder.judge_recorder
+    Notes, judge = recorder.Notes, recorder.judge_recorder
     one, two, three = [(name, 0.0) for name in ("one", "two", "three")]
     alike = [Notes([one, two, three]), Notes([two, three], first=1), Notes([one, two, three])]
     assert judge(alike).text.startswith("3 calls, the same on all ranks")
@@ -173,7 +170,7 @@ def test_the_recorder_compares_what_it_still_has_of_all_ranks():
 
 
 def test_stacks_name_who_is_elsewhere():
-    judge, wait = gallery.tools.judge_stacks, ("x/distributed_c10d.py", "all_reduce", 9)
+    judge, wait = verdicts.judge_stacks, ("x/distributed_c10d.py", "all_reduce", 9)
     main, stuck = ("broken.py", "<module>", 7), ("broken.py", "next_batch", 3)
     assert judge([[wait, main], [stuck, main], [wait, main]], "broken.py").named == {1}
     assert judge([[wait, main], [wait, stuck, main]], "broken.py").named == set()
@@ -195,13 +192,13 @@ def test_a_rank_that_waits_below_python_is_not_the_odd_one(tmp_path, innermost):
     (tmp_path / "train.py").write_text("work = dist.all_reduce(x, async_op=True)\nwork.wait()\n")
     innermost = innermost or (str(tmp_path / "train.py"), "<module>", 2)
     main, stuck = ("broken.py", "<module>", 7), ("broken.py", "next_batch", 3)
-    judge, waits = gallery.tools.judge_stacks, [innermost, main]
+    judge, waits = verdicts.judge_stacks, [innermost, main]
     assert judge([waits, [stuck, main], waits], "broken.py").named == {1}
     assert judge([waits, [stuck, *waits], waits], "broken.py").named == {1}  # called by PyTorch
 
 
 def test_tools_that_saw_nothing_name_nobody():
-    assert gallery.tools.judge_stacks([], "broken.py").named == set()
+    assert verdicts.judge_stacks([], "broken.py").named == set()
 
 
 # Sabotage: what is broken is not, what finds it does not, what cures it does not.
@@ -236,7 +233,7 @@ def blind(module):
     for name, (look, title) in module.TOOLS.items():
 
         def looks_away(job, look=look):
-            return look(job)[0], module.tools.Verdict("nothing to see")
+            return look(job)[0], verdicts.Verdict("nothing to see")
 
         module.TOOLS[name] = (looks_away, title)
 
@@ -250,7 +247,7 @@ def accuse_another(module):
 
         def wrong(job, look=look):
             ended, verdict = look(job)
-            return ended, module.tools.Verdict(verdict.text, frozenset([0]))
+            return ended, verdicts.Verdict(verdict.text, frozenset([0]))
 
         module.TOOLS[name] = (wrong, title)
 
@@ -267,15 +264,14 @@ IN_TIME = "all jobs end within the deadline of a case"
     ("name", "sabotage", "red"),
     [
         ("exception-on-one-rank", swap("broken.py", "cured.py"), {MESSAGE, ENDS, SAYS, RIGHTLY}),
-        ("exception-on-one-rank", blind, {SAYS, RIGHTLY}),
         ("exception-on-one-rank", accuse_another, {RIGHTLY, WRONGLY}),
         ("exception-on-one-rank", swap("cured.py", "broken.py"), {STILL, WELL, RESULT}),
-        ("exception-on-one-rank", allow_no_time, {IN_TIME}),
-        ("rank-dies", without("checkpoint.write_text(str(step + 1))"), {RESULT}),
-        pytest.param(
-            "nan-on-one-rank", swap("cured.py", "broken.py"), {STILL, RESULT},
-            marks=pytest.mark.full,
-        ),
+        *(pytest.param(*row, marks=full) for row in [
+            ("exception-on-one-rank", blind, {SAYS, RIGHTLY}),
+            ("exception-on-one-rank", allow_no_time, {IN_TIME}),
+            ("rank-dies", without("checkpoint.write_text(str(step + 1))"), {RESULT}),
+            ("nan-on-one-rank", swap("cured.py", "broken.py"), {STILL, RESULT}),
+        ]),
     ],
 )  # fmt: skip
 def test_sabotage_turns_its_checks_red(run_script, tmp_path, name, sabotage, red):
@@ -287,7 +283,7 @@ def test_sabotage_turns_its_checks_red(run_script, tmp_path, name, sabotage, red
 # The scripts as a reader would start them.
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -302,14 +298,11 @@ def test_under_torchrun_the_broken_script_breaks_and_the_cured_one_does_not(torc
     assert cured.codes == [0] and says not in cured.stderr, cured.stderr
 
 
-# A quarter, to save time: each way to start, to wrap a model and to write a file.
-CURED = (
-    "gather-on-rank-0", "models-differ", "no-such-interface", "port-in-use", "rank-dies",
-    "rank-hangs", "unused-under-fsdp",
-)  # fmt: skip
+# A few, to save time: one that sets where ranks meet, one that restarts and writes, one that wraps.
+CURED = ("port-in-use", "rank-dies", "unused-under-fsdp")
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("name", CURED)
 def test_under_torchrun_a_cured_script_ends_with_the_right_result(tmp_path, name):
     launch = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
@@ -334,40 +327,40 @@ def train(tmp_path):
 
 def test_the_recorder_runs_a_script_and_judges_its_notes(run_script, tmp_path, train):
     notes = tmp_path / "notes"
-    ran = run_script(RECORDER, notes, train, world_size=2)
+    ran = run_script(GALLERY, "--record", notes, train, world_size=2)
     assert sorted(ran.codes) == [0, 1] and "Traceback" in ran.stderr, ran.stderr
-    judged = run_script(RECORDER, notes, environ={})
+    judged = run_script(GALLERY, "--record", notes, environ={})
     assert judged.codes == [0] and judged.stdout.splitlines() == [
         "rank 0: 4 calls, the last one all_reduce [1] Float",
         "rank 1: 3 calls, the last one all_reduce [1] Float",
         SAYS,
     ]
-    again = run_script(RECORDER, notes, train, environ={})
-    assert_one_line(again, "rank-0.trace is of an earlier job", "recorder.py")
+    again = run_script(GALLERY, "--record", notes, train, environ={})
+    assert_one_line(again, "rank-0.trace is of an earlier job", "failure_gallery.py")
     (notes / "rank-0.trace").unlink()
-    judged = run_script(RECORDER, notes, environ={})
+    judged = run_script(GALLERY, "--record", notes, environ={})
     assert judged.stdout.startswith("rank 0: no file\nrank 1: 3 calls"), judged.stdout
 
 
-@pytest.mark.full
+def test_the_notes_leave_out_what_was_called_before_the_recorder(on_ranks, tmp_path):
+    def count(rank, world_size):
+        torch.distributed.all_reduce(torch.ones(1))
+        finish = recorder.record(tmp_path / "rank-0.trace")
+        torch.distributed.all_reduce(torch.ones(1))
+        finish()
+        return recorder.notes_of(tmp_path / "rank-0.trace").count
+
+    assert on_ranks(count, 1) == [1]
+
+
+@full
 def test_the_recorder_runs_a_script_under_torchrun(tmp_path, train):
-    command = ["torchrun", "--standalone", "--nproc-per-node=2", str(REPO / RECORDER), "notes"]
-    ran = run_command([*command, "train.py", "--lr", "0.1"], tmp_path, 90)
+    record = [str(REPO / GALLERY), "--record", "notes"]
+    launch = ["torchrun", "--standalone", "--nproc-per-node=2"]
+    ran = run_command([*launch, *record, "train.py", "--lr", "0.1"], tmp_path, 90)
     assert ran.codes == [1] and ran.stdout.count("3 steps") == 1, ran.stdout + ran.stderr
-    judged = run_command(["python", str(REPO / RECORDER), "notes"], tmp_path, 90)
+    judged = run_command(["python", *record], tmp_path, 90)
     assert judged.codes == [0] and judged.stdout.endswith(f"{SAYS}\n")
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (("nowhere",), "there is no rank-N.trace in nowhere"),
-        (("nowhere", "nope.py"), "there is no nope.py"),
-        ((), "the following arguments are required: FOLDER"),
-    ],
-)
-def test_the_recorder_refuses_bad_input(run_script, argv, says):
-    assert_one_line(run_script(RECORDER, *argv, environ={}), says, "recorder.py")
 
 
 # All of their ranks are broken, or the broken one is never started, or no other one can be broken.
@@ -389,7 +382,7 @@ def test_each_script_is_short_plain_takes_its_gpu_and_names_its_broken_rank_once
             assert "dist_common" not in source and ast.get_docstring(ast.parse(source))
             assert ON_ITS_GPU in source.split("dist.init_process_group(")[0], f"{name}/{script}"
         broken = (FAILURES / name / "broken.py").read_text()
-        assert len(gallery.gallery_lab.CULPRIT.findall(broken)) == (name not in NO_CULPRIT), name
+        assert len(part.CULPRIT.findall(broken)) == (name not in NO_CULPRIT), name
 
 
 # Bad input, the list, the page.
@@ -402,26 +395,30 @@ def test_without_a_name_they_are_listed(run_script):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "environ", "argv", "says"),
-    [
-        (1, {}, ("shapes",), "argument NAME: invalid choice: 'shapes'"),
-        (1, {}, ("rank-dies", "--device", "cuda"), "start broken.py with torchrun"),
-        (1, None, ("rank-dies",), "start this with python; torchrun can start failures/rank-dies/"),
-        (1, {}, ("rank-dies", "--ranks", "1"), "--ranks must be at least 2, not 1"),
-        (1, {}, ("rank-dies", "--culprit", "2"), "--culprit must be from 0 to 1"),
-        (1, {}, ("firewall-drops", "--culprit", "0"), "must be from 1 to 1"),
-        (1, {}, ("port-in-use", "--culprit", "1"), "cannot be moved to another rank"),
-        (1, {}, ("set-epoch-forgotten", "--culprit", "1"), "cannot be moved to another rank"),
-    ],
-)
-def test_the_gallery_refuses_bad_input(run_script, world_size, environ, argv, says):
-    ended = run_script(GALLERY, *argv, world_size=world_size, environ=environ)
+    ("environ", "argv", "says"),
+    first_is_quick([
+        ({}, ("rank-dies", "--culprit", "2"), "--culprit must be from 0 to 1"),
+        ({}, ("shapes",), "argument NAME: invalid choice: 'shapes'"),
+        ({}, ("rank-dies", "--device", "cuda"), "start broken.py with torchrun"),
+        (None, ("rank-dies",), "start this with python; torchrun can start failures/rank-dies/"),
+        ({}, ("rank-dies", "--ranks", "1"), "--ranks must be at least 2, not 1"),
+        ({}, ("firewall-drops", "--culprit", "0"), "must be from 1 to 1"),
+        ({}, ("port-in-use", "--culprit", "1"), "cannot be moved to another rank"),
+        ({}, ("set-epoch-forgotten", "--culprit", "1"), "cannot be moved to another rank"),
+        ({}, ("--record", "nowhere"), "there is no rank-N.trace in nowhere"),
+        ({}, ("--record", "nowhere", "nope.py"), "there is no nope.py"),
+        ({}, ("--record",), "--record needs a FOLDER"),
+    ]),
+)  # fmt: skip
+def test_the_gallery_refuses_bad_input(run_script, environ, argv, says):
+    ended = run_script(GALLERY, *argv, environ=environ)
     assert_one_line(ended, says, "failure_gallery.py")
 
 
+@full
 def test_a_machine_without_py_spy_or_namespaces_is_told_what_is_missing(run_script):
     def none(module):
-        module.gallery_lab.shutil.which = lambda *args, **kwargs: None
+        part.shutil.which = lambda *args, **kwargs: None
         module.may_enter = lambda: False
 
     ended = run_script(GALLERY, "rank-hangs", environ={}, before=none)

@@ -14,27 +14,20 @@ import psutil
 import pytest
 import torch
 from conftest import assert_one_line, fork_ranks, load_script, results_of
-
-import net_devices
-from net_devices import Interface
+from helpers_04 import first_is_quick, full, launched
 
 SCRIPT = "04-nccl-operations/interfaces.py"
 script = load_script(SCRIPT)
 needs_nccl = pytest.mark.skipif(
-    net_devices.nccl_version() is None, reason="this PyTorch comes without NCCL"
+    script.nccl_version() is None, reason="this PyTorch comes without NCCL"
 )
-
-
-def launched(**extra):
-    """Return the environment of a launch by hand of one rank, and more."""
-    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | extra
 
 
 # The rules, on machines that are made up
 
 
 def interface(name, *addresses, running=True):
-    return Interface(name, running, name == "lo", 1500, list(addresses))
+    return script.Interface(name, running, name == "lo", 1500, list(addresses))
 
 
 MACHINE = [
@@ -83,9 +76,9 @@ def test_gloos_rule(monkeypatch):
 
 
 def test_an_address_of_another_machine_is_passed_over():
-    assert net_devices.resolve_here("127.0.0.1") == "127.0.0.1"
-    assert net_devices.resolve_here("192.0.2.77") is None
-    assert net_devices.resolve_here("no.such.invalid") is None
+    assert script.resolve_here("127.0.0.1") == "127.0.0.1"
+    assert script.resolve_here("192.0.2.77") is None
+    assert script.resolve_here("no.such.invalid") is None
 
 
 def test_interfaces_come_in_the_kernels_order_with_ipv4_first(monkeypatch):
@@ -109,19 +102,19 @@ def test_interfaces_come_in_the_kernels_order_with_ipv4_first(monkeypatch):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
     monkeypatch.setattr(socket, "if_nametoindex", index.get)
-    assert net_devices.read_interfaces() == [
-        Interface("lo", True, True, 65536, ["127.0.0.1/8"]),
-        Interface("eth1", True, False, 9000, ["10.0.0.5/24", "fd00::2/64", "fe80::1/64"]),
-        Interface("down0", False, False, 1500, ["10.9.0.1/32"]),
+    assert script.read_interfaces() == [
+        script.Interface("lo", True, True, 65536, ["127.0.0.1/8"]),
+        script.Interface("eth1", True, False, 9000, ["10.0.0.5/24", "fd00::2/64", "fe80::1/64"]),
+        script.Interface("down0", False, False, 1500, ["10.9.0.1/32"]),
     ]
 
 
 def test_interfaces_and_listening_are_those_of_this_machine():
-    (lo,) = [one for one in net_devices.read_interfaces() if one.loopback]
+    (lo,) = [one for one in script.read_interfaces() if one.loopback]
     assert "127.0.0.1/8" in lo.addresses and lo.running
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        assert net_devices.listens_at(server.listen) == ["127.0.0.1"]
+        assert script.listens_at(server.listen) == ["127.0.0.1"]
 
 
 # NCCL itself
@@ -162,8 +155,8 @@ def add_interfaces(names):
         for step in steps:
             subprocess.run(["ip", *step.split()], check=True, capture_output=True)
     deadline = time.monotonic() + 10
-    while sum(one.running for one in net_devices.read_interfaces()) < len(names):
-        assert time.monotonic() < deadline, net_devices.read_interfaces()
+    while sum(one.running for one in script.read_interfaces()) < len(names):
+        assert time.monotonic() < deadline, script.read_interfaces()
         time.sleep(0.05)
 
 
@@ -182,8 +175,8 @@ def test_nccl_chooses_so_on_machines_that_are_made_for_it(tmp_path):
         if not enter_a_network_of_its_own():
             return "forbidden"
         add_interfaces(names)
-        choice = script.nccl_choice(net_devices.read_interfaces(), {})
-        return choice.interface, choice.addresses, net_devices.listens_at(torch.cuda.nccl.unique_id)
+        choice = script.nccl_choice(script.read_interfaces(), {})
+        return choice.interface, choice.addresses, script.listens_at(torch.cuda.nccl.unique_id)
 
     ended = fork_ranks(body, len(machines), tmp_path, 100, end_job_on_failure=False)
     if "forbidden" in ended.returned:
@@ -196,7 +189,7 @@ def test_nccl_chooses_so_on_machines_that_are_made_for_it(tmp_path):
 # The script
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=full)])
 def test_what_is_predicted_is_what_listens(run_script, tmp_path, world_size):
     ended = run_script(SCRIPT, "--output-dir", tmp_path / "run", world_size=world_size)
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
@@ -209,9 +202,9 @@ def test_what_is_predicted_is_what_listens(run_script, tmp_path, world_size):
     assert results["metrics"]["hosts"] == 1
 
 
-@pytest.mark.parametrize("named", ["lo", "other"])
+@pytest.mark.parametrize("named", ["other", pytest.param("lo", marks=full)])
 def test_named_interfaces_are_used(run_script, tmp_path, named):
-    there = [one.name for one in net_devices.read_interfaces() if one.running]
+    there = [one.name for one in script.read_interfaces() if one.running]
     name = named if named == "lo" else next((name for name in there if name != "lo"), None)
     if name is None:
         pytest.skip("this machine has no interface but lo")
@@ -226,6 +219,7 @@ def test_named_interfaces_are_used(run_script, tmp_path, named):
         assert found == one["chosen"][library]["addresses"] != []
 
 
+@full
 def test_each_host_has_its_table(run_script):
     def on_a_host_each(script):
         rank = os.environ["RANK"]
@@ -254,11 +248,11 @@ def test_a_wrong_rule_turns_its_check_red(run_script, library):
 
 @pytest.mark.parametrize(
     ("argv", "environ", "says"),
-    [
-        (("--nope",), {}, "unrecognized arguments: --nope"),
+    first_is_quick([
         ((), {"GLOO_SOCKET_IFNAME": "nope"}, "GLOO_SOCKET_IFNAME: nope has no address"),
-    ],
-)
+        (("--nope",), {}, "unrecognized arguments: --nope"),
+    ]),
+)  # fmt: skip
 def test_bad_input_is_one_line(run_script, argv, environ, says):
     ended = run_script(SCRIPT, *argv, environ=launched(**environ))
     assert_one_line(ended, says, "interfaces.py")

@@ -56,6 +56,7 @@ def test_the_words_of_ras_are_in_nccl():
         assert all(piece.strip() in shown for piece in re.split(r"%s|:", word)), word
 
 
+@pytest.mark.full
 def test_every_variable_of_the_recorder_is_one_that_pytorch_reads():
     if not [*TORCH.glob("lib/libtorch_cuda.so")]:
         pytest.skip("this PyTorch comes without NCCL")

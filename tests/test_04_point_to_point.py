@@ -7,16 +7,15 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_one_line, load_script, results_of
+from conftest import REPO, assert_one_line, load_script, results_of
+from helpers_04 import first_is_quick, full
 
-import p2p_checks
-import p2p_pictures
+from nccl_parts import point_to_point as part
 
 P2P = "04-nccl-operations/point_to_point.py"
-full = pytest.mark.full
 
 
-@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=full) for n in (4, 5))])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=full)])
 def test_written_out_all_reduces_equal_the_librarys_in_steps_of_the_theory(
     run_script, tmp_path, world_size
 ):
@@ -25,7 +24,7 @@ def test_written_out_all_reduces_equal_the_librarys_in_steps_of_the_theory(
     results = results_of(tmp_path / "run")
     assert ended.stderr == "" and len(results["checks"]) == 25
     assert results["metrics"]["alpha_us"] > 0
-    assert all((tmp_path / "run" / name).exists() for name in ("messages.png", "ring.png"))
+    assert (tmp_path / "run/messages.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,46 @@ def test_written_out_all_reduces_equal_the_librarys_in_steps_of_the_theory(
     ],
 )
 def test_theory_of_an_all_reduce(ranks, name, steps, sends, in_a_step):
-    assert p2p_checks.theory(name, ranks) == (steps, sends, in_a_step)
+    assert part.theory(name, ranks) == (steps, sends, in_a_step)
+
+
+MS = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("small_ms", "large_ms", "alpha_ms", "mb_s"),  # of 1 MB
+    [
+        ([1, 1, 1, 1], [5, 5, 5, 5], 1, 250),
+        ([1, 3, 1, 1], [5, 7, 9, 5], 1, 250),  # one pair was disturbed, one message too
+        ([1, 9, 1, 1], [5, 5, 5, 5], 1, 250),
+        ([2, 2, 2, 2], [2, 2, 2, 2], 2, None),
+        ([5, 5, 5, 5], [1, 1, 1, 1], 5, None),  # by the difference of two medians -250 MB/s
+        ([1, 5, 1, 5], [5, 1, 5, 2], 3, None),
+        ([1, 1, 1, 1], [1, 9, 2, 12], 1, None),
+    ],
+)
+def test_a_rate_is_told_only_where_the_bytes_outlast_the_noise(small_ms, large_ms, alpha_ms, mb_s):
+    small, large = ([MS * t for t in times] for times in (small_ms, large_ms))
+    cost = load_script(P2P).cost_of(small, large, 10**6)
+    assert cost.alpha == pytest.approx(alpha_ms * MS)
+    assert (cost.rate and cost.rate / 1e6) == pytest.approx(mb_s)
+    assert cost.predict(6, 256) == pytest.approx(6 * alpha_ms * MS, rel=0.01)
+    assert (cost.predict(6, 10**6) is None) == (mb_s is None)
+
+
+def hide_the_rate(script):
+    time_once()
+    cost_of = script.cost_of
+    script.cost_of = lambda small, large, nbytes: cost_of(large, large, nbytes)
+
+
+def test_without_a_rate_the_script_says_so_in_words(run_script, tmp_path):
+    argv = ("--mib", 1, "--output-dir", tmp_path / "run")
+    ended = run_script(P2P, *argv, world_size=2, before=hide_the_rate)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert "then no rate: the large message takes longer by no more than noise" in ended.stdout
+    assert re.search(r"ring +1,048,576 bytes +2 +1 +unknown +[\d.]+ ms *$", ended.stdout, re.M)
+    assert results_of(tmp_path / "run")["metrics"]["link_mb_s"] is None
 
 
 def receive_first(script):
@@ -53,7 +91,7 @@ def forget_the_second_half(script):
     whole = script.ALGORITHMS["ring"]
 
     def half(x, move):
-        kept = p2p_checks.Mover(move.rate, move.latency_s)
+        kept = part.Mover(move.rate, move.latency_s)
         whole(x, kept)
         move.steps, move.bytes, move.largest = kept.steps // 2, kept.bytes // 2, kept.largest
 
@@ -74,7 +112,7 @@ def send_twice(script):
     plain = script.tree_all_reduce
 
     def broken(x, move):
-        plain(x.clone(), p2p_checks.Mover())
+        plain(x.clone(), part.Mover())
         plain(x, move)
 
     script.ALGORITHMS["tree"] = broken
@@ -90,20 +128,20 @@ def receive_nothing(script):
 
 
 def time_once():
-    p2p_checks.WARM_UP, p2p_checks.ROUNDS = 0, 1
+    part.WARM_UP, part.ROUNDS = 0, 2
 
 
 @pytest.mark.parametrize(
     ("sabotage", "fails"),
-    [
+    first_is_quick([
+        (forget_the_second_half, "ring, 1,048,576 bytes: steps"),
         (receive_first, "both send first: ranks whose send did not end"),
         (receive_nothing, "isend_irecv: ranks with another number than the previous rank's"),
-        (forget_the_second_half, "ring, 1,048,576 bytes: steps"),
         (skip_an_addition, "recursive doubling, 1,048,576 bytes: numbers unlike dist.all_reduce's"),
         (whole_buffers_around_the_ring, "ring, 1,048,576 bytes: bytes that one step sends"),
         (send_twice, "tree, 1,048,576 bytes: bytes that the busiest rank sends"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_sabotage_of_point_to_point_fails_its_check(run_script, tmp_path, sabotage, fails):
     def before(script):
         time_once()
@@ -117,7 +155,7 @@ def test_sabotage_of_point_to_point_fails_its_check(run_script, tmp_path, sabota
 
 def say_instead_of_sleeping(script):
     time_once()
-    p2p_checks.time = types.SimpleNamespace(
+    part.time = types.SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda seconds: print(f"sleep {seconds:.6f}")
     )
 
@@ -131,28 +169,47 @@ def test_an_emulated_link_holds_each_message_back(run_script):
     assert slept == {round(0.005 + size / 12.5e6, 6) for size in messages}
 
 
-# the pictures
+# the picture, and the page's table of the ring
 
 
-def watched(rank, ranks, name):
-    all_reduce = load_script(P2P).ALGORITHMS[name]
-    return p2p_pictures.watch(all_reduce, torch.full((ranks,), 2.0**rank))
+def messages(rank, ranks, name):
+    return part.messages_of(load_script(P2P).ALGORITHMS[name], torch.full((ranks,), 2.0**rank))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=full) for n in (4, 8))])
-def test_halfway_around_the_ring_each_rank_has_one_whole_sum(on_ranks, ranks):
-    steps, held = on_ranks(watched, ranks, "ring")[0]
-    whole = 2**ranks - 1
-    assert [own[ranks - 1].count(whole) for own in held] == [1] * ranks
-    assert [own[-1] for own in held] == [[whole] * ranks] * ranks
-    messages = p2p_pictures.messages_of(steps)
-    sent = [(m.time, m.source, m.to, m.sent) for m in messages]
-    assert sent == [(time, r, (r + 1) % ranks, 4) for time in range(2 * (ranks - 1))
-                    for r in range(ranks)]  # fmt: skip
+def held(rank, ranks):
+    """Return what this rank holds before and after each step: sums of powers of two."""
+    x, seen = torch.full((ranks,), 2.0**rank), []
+
+    def move(*given):
+        seen.append(x.int().tolist())
+        part.Mover()(*given)
+
+    load_script(P2P).ring_all_reduce(x, move)
+    return [*seen, x.int().tolist()]
+
+
+def test_the_table_of_the_ring_is_what_the_ranks_hold(on_ranks):
+    """Halfway each rank has one whole sum, at the end all."""
+    rows = re.findall(r"^\| rank \d \| (.*) \|$", (REPO / P2P).with_suffix(".md").read_text(), re.M)
+    told = [[cell.split(", ") for cell in row.split(" | ")] for row in rows]
+
+    def ranks_in(number):
+        found = [str(rank) for rank in range(3) if number >> rank & 1]
+        return "all" if len(found) == 3 else "+".join(found)
+
+    assert told == [[[*map(ranks_in, step)] for step in own] for own in on_ranks(held, 3)]
+    assert [own[2].count("all") for own in told] == [1] * 3
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=full)])
+def test_the_ring_sends_to_the_next_rank_in_every_step(on_ranks, ranks):
+    assert on_ranks(messages, ranks, "ring")[0] == [
+        (time, r, (r + 1) % ranks, 4) for time in range(2 * (ranks - 1)) for r in range(ranks)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "messages"),  # (time, from, to)
+    ("name", "ranks", "sent"),  # (time, from, to)
     [
         ("recursive doubling", 2, [(0, 0, 1), (0, 1, 0)]),
         ("tree", 3, [(0, 1, 0), (0, 2, 0), (1, 0, 2), (2, 0, 1)]),
@@ -165,25 +222,23 @@ def test_halfway_around_the_ring_each_rank_has_one_whole_sum(on_ranks, ranks):
         ),
     ],
 )  # fmt: skip
-def test_messages_are_placed_in_time(on_ranks, name, ranks, messages):
-    steps, _ = on_ranks(watched, ranks, name)[0]
-    assert [(m.time, m.source, m.to) for m in p2p_pictures.messages_of(steps)] == messages
+def test_messages_are_placed_in_time(on_ranks, name, ranks, sent):
+    assert [message[:3] for message in on_ranks(messages, ranks, name)[0]] == sent
 
 
 def test_no_picture_of_more_ranks_than_it_can_show(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: p2p_pictures.LARGEST_DRAWN + 1)
-    p2p_pictures.draw_all(None, {"ring": None})  # needs neither
+    monkeypatch.setattr(dist, "get_world_size", lambda: part.LARGEST_DRAWN + 1)
+    part.draw(None, {"ring": None})  # needs neither
 
 
 @pytest.mark.parametrize(
     ("world_size", "argv", "says"),
-    [
+    first_is_quick([
         (1, (), "one rank has nobody to send to: start 2 or more"),
         (1, ("--mib", "0"), "argument --mib: must be a whole number of at least 1, not '0'"),
         (1, ("--link", "fast"), "argument --link: must be like 100mbit or 1gbit, not 'fast'"),
         (2, ("--latency-ms", "-1"), "argument --latency-ms: must be a number above 0, not '-1'"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_point_to_point_refuses_bad_input(run_script, world_size, argv, says):
     assert_one_line(run_script(P2P, *argv, world_size=world_size), says, "point_to_point.py")

@@ -5,9 +5,6 @@ import torch
 import torch.distributed as dist
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 
-import link_group
-import overlap_predict
-
 OVERLAP = "05-advanced/communication_overlap.py"
 FULL = pytest.mark.full
 SMALL = ("--seq-len", 16, "--micro-batch-size", 1, "--layer-ms", 1, "--link", "1gbit",
@@ -29,6 +26,11 @@ def complete_late(script):
     script.slow_group.__globals__["_group_in_namespaces"] = lambda rate: (None, "as a test asks")
 
 
+def send_at_once(script):
+    shrink(script)
+    script.slow_group = lambda rate: (dist.group.WORLD, "link: none emulated")
+
+
 def faster_than_the_link(metrics: dict) -> set[int]:
     """Return the ways whose step is too short: a busy machine has none either.
 
@@ -42,14 +44,7 @@ def faster_than_the_link(metrics: dict) -> set[int]:
 
 @pytest.mark.parametrize(
     ("world_size", "before"),
-    [
-        (2, shrink),
-        (3, complete_late),
-        *(
-            pytest.param(*case, marks=FULL)
-            for case in ((1, shrink), (2, complete_late), (3, shrink))
-        ),
-    ],
+    [(2, complete_late), pytest.param(2, shrink, marks=FULL), pytest.param(3, shrink, marks=FULL)],
 )
 def test_each_way_gives_the_gradient_of_one_process(run_script, tmp_path, world_size, before):
     """Loss and gradient within 1e-5: float32 sums of the same numbers, in another order."""
@@ -57,39 +52,36 @@ def test_each_way_gives_the_gradient_of_one_process(run_script, tmp_path, world_
     argv = (*SMALL, "--output-dir", folder)
     ended = run_script(OVERLAP, *argv, world_size=world_size, before=before)
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
-    assert "Warning" not in ended.stderr, ended.stderr
+    assert not ended.stderr, "the profiler's library logs no GPU as an error"
     content = results_of(folder)
     checks = {check["name"]: check["measured"] for check in content["checks"]}
     assert all(check["ok"] for check in content["checks"])
-    assert len(checks) == (40 if world_size > 1 else 20)
+    assert len(checks) == 40
     assert checks["1 no overlap, all_reduce: calls"] == 1
     assert checks["2 start early, all_reduce: calls"] == 9 * LAYERS + 3
     assert 3 <= checks["3 DDP buckets, all_reduce: calls"] < 9 * LAYERS + 3
     for way in ("1 no overlap", "2 start early", "3 DDP buckets"):
         handed = checks[f"{way}, all_reduce: bytes handed over"]
         assert handed == 4 * (LAYERS * BLOCK + REST)
-    if world_size == 1:
-        return
     assert checks["3 DDP buckets: handed over before the last gradient"] >= 2
     for way in ("4 FSDP", "5 FSDP, prefetch"):
         assert checks[f"{way}, all_gather: calls"] == 2 * LAYERS + 1
         assert checks[f"{way}, reduce_scatter: calls"] == LAYERS + 1
-    if world_size == 2:  # nothing to fill up: the whole, and half of it on each rank
+    if world_size == 2:  # nothing to fill up
         handed = checks["5 FSDP, prefetch, all_gather: bytes handed over"]
-        assert handed == 4 * 3 * (2 * LAYERS * BLOCK + REST) / 2
+        assert handed == 4 * (2 * LAYERS * BLOCK + REST)
     if before is complete_late:  # namespaces send BURST_BYTES at once
         assert not faster_than_the_link(content["metrics"])
     assert (folder / "communication_overlap.png").exists()
     assert (folder / "trace-5.json").exists()
 
 
-def test_a_link_that_delays_nothing_is_noticed(run_script, tmp_path, monkeypatch):
+@FULL
+def test_a_link_that_delays_nothing_is_noticed(run_script, tmp_path):
     """0.1 Mbit/s: seconds of sending in each way, and no message is as late as that."""
-    for kind in link_group.SENT:
-        monkeypatch.setitem(link_group.SENT, kind, lambda n, out, given: 0)
     folder = tmp_path / "run"
     argv = (*SMALL, "--link", "0.1mbit", "--output-dir", folder)
-    ended = run_script(OVERLAP, *argv, world_size=2, before=complete_late)
+    ended = run_script(OVERLAP, *argv, world_size=2, before=send_at_once)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
     assert faster_than_the_link(results_of(folder)["metrics"]) == {1, 2, 3, 4, 5}
 
@@ -97,20 +89,20 @@ def test_a_link_that_delays_nothing_is_noticed(run_script, tmp_path, monkeypatch
 def test_predictions_follow_a_timeline_drawn_by_hand(monkeypatch):
     """Two blocks that compute 10 and 20 ms, beside collectives of 8 and of 100 ms each."""
     script = load_script(OVERLAP)
-    predicted = overlap_predict.predicted_ms
+    predicted = script.part.predicted_ms
     model = script.models.Transformer(script.models.TransformerConfig(256, 32, 2, 4, 2, 88, 256))
     arrived = list(reversed(list(model.parameters())))
-    job = script.Job(model, None, 1.0, 1, arrived, forward_ms=10, backward_ms=20, rest_ms=0)
-    monkeypatch.setattr(script.Job, "ranks", 2)
-    monkeypatch.setattr(script.Job, "ms", lambda job, kind, size: 8)
+    job = script.part.Job(model, None, 1.0, 1, arrived, forward_ms=10, backward_ms=20, rest_ms=0)
+    monkeypatch.setattr(script.part.Job, "ranks", 2)
+    monkeypatch.setattr(script.part.Job, "ms", lambda job, kind, size: 8)
     # The rest's gather, the first block's, both blocks beside gathers; a gather, then each block
     # and its reduce-scatter, and the rest's.
     assert predicted(job, "5 FSDP, prefetch") == 8 + 8 + 20 + 8 + 28 + 28 + 8
-    monkeypatch.setattr(script.Job, "ms", lambda job, kind, size: 100)
+    monkeypatch.setattr(script.part.Job, "ms", lambda job, kind, size: 100)
     # Slower than computing: the link is busy from the first gradient on, the head's.
     assert predicted(job, "2 start early") == 20 + 100 * len(arrived)
     # As fast as nothing: what is left is computing.
-    monkeypatch.setattr(script.Job, "ms", lambda job, kind, size: 0)
+    monkeypatch.setattr(script.part.Job, "ms", lambda job, kind, size: 0)
     assert predicted(job, "3 DDP buckets") == 60
 
 
@@ -128,7 +120,7 @@ def wait_at_once(script):
         return lambda batch: script.forward_and_backward(model, batch)
 
     script.start_early_wait_late = start_early_wait_late
-    script.check_way.__globals__["PATIENCE_S"] = 3.0  # for sums that nobody else will complete
+    script.part.PATIENCE_S = 3.0  # for sums that nobody else will complete
 
 
 def remove_prefetch(script):
@@ -223,9 +215,9 @@ def test_overlap_refuses_bad_input(run_script, argv, says):
 def test_gpus_get_no_emulation():
     script = load_script(OVERLAP)
     gpu = torch.device("cuda", 0)
-    assert script.emulation_of(None, None, gpu) == (0, 0)
+    assert script.part.emulation_of(None, None, gpu) == (0, 0)
     with pytest.raises(script.cli.UsageError, match="leave them out"):
-        script.emulation_of(12.5e6, None, gpu)
+        script.part.emulation_of(12.5e6, None, gpu)
 
 
 @FULL

@@ -1,31 +1,29 @@
 """Gradient accumulation: one step in many micro-batches, with the result of one large batch."""
 
 import dataclasses
-import sys
 
 import pytest
 import torch
 from conftest import GPUS, REPO, load_script, results_of, run_command
 
-import link_group
 from dist_common import data
+from dist_common.lab import links
 
 SCRIPT = "05-advanced/gradient_accumulation.py"
 SMALL = ("--global-batch-size", 12, "--seq-len", 8)
 FULL = pytest.mark.full
 
 
-def shrink():
+def shrink(part):
     """One layer, width 32: the checks are the same."""
-    steps = sys.modules["acc_steps"]
     small = {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 64}
-    steps.MODEL = dataclasses.replace(steps.MODEL, **small)
-    steps.BUCKET_MIB = 0.03
+    part.MODEL = dataclasses.replace(part.MODEL, **small)
+    part.BUCKET_MIB = 0.03
 
 
 def run_small(run_script, folder, world_size, sabotage=lambda script: None, *argv):
     def before(script):
-        shrink()
+        shrink(script.part)
         sabotage(script)
 
     arguments = (*SMALL, *argv, "--output-dir", folder)
@@ -33,12 +31,12 @@ def run_small(run_script, folder, world_size, sabotage=lambda script: None, *arg
 
 
 PARTS = ("check_factorizations", "check_sending", "check_weighings", "check_optimizers",
-         "check_remainder", "profile_steps", "draw_steps")  # fmt: skip
+         "check_remainder")  # fmt: skip
 
 
 def leave_out(script, parts):
     for part in set(PARTS) - set(parts):
-        setattr(script, part, lambda *_: None)
+        setattr(script.part, part, lambda *_: None)
 
 
 def measured(folder) -> dict:
@@ -48,12 +46,11 @@ def measured(folder) -> dict:
 # the script
 
 
-@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=FULL) for n in (1, 4))])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
 def test_every_factorization_is_one_process(run_script, tmp_path, world_size):
     """Tolerance 1e-5: float32 keeps 1.2e-7 of a number; SGD enlarges no rounding."""
     folder = tmp_path / "run"
-    parts = PARTS[:-2] if world_size == 3 else PARTS  # another one draws the timeline
-    ended = run_small(run_script, folder, world_size, lambda script: leave_out(script, parts))
+    ended = run_small(run_script, folder, world_size)
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     content = results_of(folder)
     assert all(check["ok"] for check in content["checks"])
@@ -65,7 +62,7 @@ def test_every_factorization_is_one_process(run_script, tmp_path, world_size):
         assert found[f"{name}: weights, relative error"] < 1e-5
         assert found[f"{name}: largest error of a loss"] < 1e-5
     metrics = content["metrics"]
-    assert metrics["factorizations"] == len(sizes) and len(metrics["losses"]) == 3
+    assert len(metrics["losses"]) == 3
     # Embedding and head, a block of 2 x 32 x 16 x (2 + 1) + 3 x 32 x 64 + 2 x 32, a norm.
     weights = 2 * 256 * 32 + 2 * 32 * 16 * 3 + 3 * 32 * 64 + 2 * 32 + 32
     steps = max(n for n in range(1, 5) if share % n == 0)
@@ -74,12 +71,10 @@ def test_every_factorization_is_one_process(run_script, tmp_path, world_size):
     assert metrics["forward inside: calls"] == 0 < metrics["no_sync: calls"] == metrics["buckets"]
     assert metrics["buckets"] > 1
     assert metrics["send each: calls"] == steps * metrics["buckets"]
-    assert (folder / "gradient_accumulation.png").exists() or parts != PARTS
-    if world_size > 1:
-        check_wrong_divisors(metrics, steps)
+    check_wrong_divisors(metrics, found, steps)
 
 
-def check_wrong_divisors(metrics, steps):
+def check_wrong_divisors(metrics, found, steps):
     """What the page says of means, of Adam, and of the last step of an epoch."""
     for name in ("mean over all tokens", "mean of micro-batch means", "mean of rank means"):
         assert metrics[f"{name}, full sequences"] < 1e-5
@@ -91,9 +86,10 @@ def check_wrong_divisors(metrics, steps):
     assert max(hidden) < 0.05 < metrics["unscaled: Adam, L2 weight decay 0.1"]
     assert metrics["unscaled: SGD"] == pytest.approx(steps - 1, abs=1e-3)
     assert metrics["unscaled: AdamW, norm clipped"] > 1e-3
-    assert metrics["remainder by what it holds"] < 1e-5
-    assert metrics["remainder by a whole step"] == pytest.approx(1 - 1 / steps, abs=1e-5)
-    assert metrics["remainder carried"] == pytest.approx(1 / steps, abs=1e-5)
+    last = {"a step, divided by what it holds": 0, "a step, divided by a whole step": 1 - 1 / steps,
+            "carried into the next epoch": 1 / steps}  # fmt: skip
+    for name, error in last.items():
+        assert found[f"{name}: distance from the right one"] == pytest.approx(error, abs=1e-5)
 
 
 @FULL
@@ -225,8 +221,8 @@ def test_sabotage_of_accumulation_fails_a_check(run_script, tmp_path, sabotage, 
          "N, a multiple of 10", marks=FULL),
         (2, ("--micro-batch-size", 4, "--grad-accum-steps", 2),
          "is not --micro-batch-size 4 x 2 ranks x --grad-accum-steps 2 = 16: take that, or 3"),
-        (2, ("--grad-accum-steps", 5), "must be a micro-batch size x 2 ranks x "
-                                       "--grad-accum-steps 5, a multiple of 10"),
+        (2, ("--grad-accum-steps", 5), "is not --micro-batch-size 2 x 2 ranks x "
+                                       "--grad-accum-steps 5 = 20: take that, or 6 steps"),
         (1, ("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
         (1, ("--seq-len", 4_000_001), "fewer than one sequence of 4000001 tokens"),
     ],
@@ -259,13 +255,13 @@ def test_an_empty_micro_batch_has_a_sum_but_no_mean(in_a_fork):
 
 
 def complete_late(script):
-    link_group._group_in_namespaces = lambda rate: (None, "told to")
+    links._group_in_namespaces = lambda rate: (None, "told to")
 
 
 @FULL
 @pytest.mark.parametrize("before", [lambda script: None, complete_late])
 def test_a_slow_link_delays_but_does_not_change(run_script, tmp_path, before):
-    """A trace of the late group holds its spans and gloo's: each all-reduce counts once."""
+    """By network namespaces, and where there are none by collectives that complete late."""
     folder = tmp_path / "run"
     ended = run_small(run_script, folder, 2, before, "--link", "200mbit")
     assert ended.codes == [0, 0], ended.stdout + ended.stderr

@@ -7,13 +7,15 @@ import torch
 import torch.distributed as dist
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+
+from dist_common.lab.proofs import flat
 
 SCRIPT = "05-advanced/gradient_compression.py"
 SMALL = ("--micro-batch-size", 8, "--max-steps", 4)
 FULL = pytest.mark.full
 ALONE, AS_DDP = "weights against one process", "weights against DDP"
-FAMILY = "weights against powerSGD_hook"
 
 
 def failed_checks(folder) -> set[str]:
@@ -32,11 +34,10 @@ def faster_than_the_link(folder) -> set[str]:
 
 def leave_out_times(script):
     send_at_once(script)
-    script.draw = lambda report: None
-    script.time_methods = lambda report, *_: dict.fromkeys(report.metrics["methods"], 1.0)
+    script.part.fastest_step_ms = lambda *_: 1.0
 
 
-@pytest.mark.parametrize("world_size", [2, 3, *(pytest.param(n, marks=FULL) for n in (1, 4))])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
 def test_methods_equal_one_process_and_send_their_formula(run_script, tmp_path, world_size):
     folder = tmp_path / "run"
     before = None if world_size == 2 else leave_out_times  # one run crosses the emulated link
@@ -45,7 +46,7 @@ def test_methods_equal_one_process_and_send_their_formula(run_script, tmp_path, 
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     assert not ended.stderr
     content = results_of(folder)
-    assert len(content["checks"]) == 25 and all(check["ok"] for check in content["checks"])
+    assert len(content["checks"]) == 23 and all(check["ok"] for check in content["checks"])
     # An embedding 256 x 32, weights 256 x 512 and 256 x 256, two biases of 256.
     n = 256 * 32 + 256 * 512 + 256 * 256 + 2 * 256
     k = math.ceil(n / 100)
@@ -59,11 +60,11 @@ def test_methods_equal_one_process_and_send_their_formula(run_script, tmp_path, 
     assert methods["PowerSGD"]["sent"] == pytest.approx(ring * 4 * low_rank)
     assert content["metrics"]["ranks at which top-k sends as much as float32"] == 100
     assert content["metrics"]["ranks at which top-k sends as much as bfloat16"] == 50
-    assert (folder / "gradient_compression.png").exists() == (before is None)
     if before is None:
         assert not faster_than_the_link(folder)
 
 
+@FULL
 def test_a_link_that_delays_nothing_is_noticed_and_one_step_is_enough(run_script, tmp_path):
     """10 Mbit/s: 657 ms of sending in float32, and no message is as late as that."""
     arguments = ("--max-steps", 1, "--micro-batch-size", 8, "--link", "10mbit")
@@ -80,16 +81,16 @@ def test_fewer_steps_than_the_proofs_take(run_script, steps):
     arguments = ("--max-steps", steps, "--micro-batch-size", 8)
     ended = run_script(SCRIPT, *arguments, world_size=2, before=leave_out_times)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "OK: 25 checks passed" in ended.stdout
+    assert "OK: 23 checks passed" in ended.stdout
 
 
 @FULL
 def test_other_settings(run_script):
-    """A rank at which P and Q are larger than a weight: powerSGD_hook is not compared."""
+    """A rank at which P and Q are larger than a weight, and top-k of all numbers."""
     arguments = (*SMALL, "--powersgd-rank", 256, "--top-k-fraction", 1)
     ended = run_script(SCRIPT, *arguments, world_size=2, before=leave_out_times)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "not compared" in ended.stdout and "OK: 23 checks passed" in ended.stdout
+    assert "OK: 23 checks passed" in ended.stdout
 
 
 @FULL
@@ -167,7 +168,7 @@ def keep_a_rank_apart(script):
             marks=FULL,
         ),
         (forget_to_divide, {f"PowerSGD: {ALONE}", f"PowerSGD, no feedback: {ALONE}",
-                            f"PowerSGD, full rank: {AS_DDP}", f"PowerSGD: {FAMILY}"}),
+                            f"PowerSGD, full rank: {AS_DDP}"}),
         (send_indices_twice, {"top-k: bytes handed over", "top-k, no feedback: bytes handed over"}),
         pytest.param(
             keep_a_rank_apart,
@@ -223,20 +224,21 @@ class LastFirst(nn.Module):
         return self.late(self.early(x))
 
 
-def rebuilt_buckets(rank: int, world_size: int) -> tuple[list, float]:
-    """Return each step's order of parameters; how far sent and unsent are from the gradients."""
+def rebuilt_buckets(rank: int, world_size: int, bucket_mb: float) -> tuple[list, float]:
+    """Return each step's buckets of parameters; how far sent and unsent are from the gradients."""
     script = load_script(SCRIPT)
     torch.manual_seed(0)
     model = LastFirst()
     names = {p: name for name, p in model.named_parameters()}
     method = script.TopK(list(model.parameters()), 0.1, None)
-    orders, received = [], {p: torch.zeros_like(p) for p in model.parameters()}
+    orders, received = [[]], {p: torch.zeros_like(p) for p in model.parameters()}
 
     def hook(state, bucket):
-        orders.append([names[p] for p in bucket.parameters()])
+        orders[-1].append([names[p] for p in bucket.parameters()])
+        orders.extend([[]] if bucket.is_last() else [])
         return method.hook(state, bucket)
 
-    ddp = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     ddp.register_comm_hook(None, hook)
     for _ in range(3):
         model.zero_grad()
@@ -250,10 +252,63 @@ def rebuilt_buckets(rank: int, world_size: int) -> tuple[list, float]:
     return orders, max(errors).item()
 
 
-def test_what_is_unsent_survives_that_ddp_deals_parameters_anew(on_ranks):
-    for orders, error in on_ranks(rebuilt_buckets, 2):
+@pytest.mark.parametrize("bucket_mb", [25, 1e-4])
+def test_what_is_unsent_survives_that_ddp_deals_parameters_anew(on_ranks, bucket_mb):
+    for orders, error in on_ranks(rebuilt_buckets, 2, bucket_mb):
         assert orders[0] != orders[1] == orders[2]
+        assert (len(orders[1]) > 1) == (bucket_mb < 1)
         assert error < 1e-5, "what was sent and what is unsent are the sum of all gradients"
+
+
+def beside_pytorch(rank: int, world_size: int) -> tuple[float, int, int]:
+    """Train four steps with PyTorch's PowerSGD and with ours, with one bucket and the same first Q.
+
+    Return the error of a weight, relative to the farthest that one has moved; bytes, and ours.
+    """
+    script = load_script(SCRIPT)
+    part, models = script.part, []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(part.next_byte())
+    own, model = models
+    start = flat(model.parameters())
+    generator = torch.Generator().manual_seed(rank)
+
+    def draw(*shape):
+        return torch.randint(256, shape, generator=generator)
+
+    batches = [[draw(8, 16), draw(8)] for _ in range(4)]
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=1)
+    bucket_order = []
+
+    def hook(state, bucket):
+        bucket_order[:] = bucket.parameters()
+        return powerSGD_hook.powerSGD_hook(state, bucket)
+
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1000)  # gloo aborts with several buckets
+    ddp.register_comm_hook(state, hook)
+    for _ in range(2):  # it compresses from the third backward on: DDP rebuilds buckets before
+        part.loss_of(ddp, batches[0]).backward()
+    hooked = script.PowerSGD(list(own.parameters()), 2, None)
+    pairs = zip(model.parameters(), own.parameters(), strict=True)
+    first_q = {p: hooked.q[q] for p, q in pairs if q in hooked.q}
+    matrices = [p for p in bucket_order if p in first_q]  # no two have one shape: kept as they come
+    state.q_memory_dict[0] = flat(first_q[p] for p in matrices)
+    state.p_memory_dict[0] = torch.empty(sum(len(p) * first_q[p].shape[1] for p in matrices))
+    part.train(ddp, torch.optim.SGD(model.parameters(), lr=1.0), batches)
+    ours = script.data_parallel(own, lambda parameters, group: hooked)
+    part.train(ours, torch.optim.SGD(own.parameters(), lr=1.0), batches)
+
+    expected = flat(model.parameters())
+    error = (flat(own.parameters()) - expected).abs().max() / (expected - start).abs().max()
+    method = script.methods_of(0.01, 2)["PowerSGD"]
+    handed_over = part.handed_over(method, list(own.parameters()))
+    return error.item(), 4 * state.compression_stats()[2] // len(batches), handed_over
+
+
+def test_power_sgd_is_the_one_of_pytorch(on_ranks):
+    for error, sent, handed_over in on_ranks(beside_pytorch, 2):
+        assert error < 1e-5 and sent == handed_over
 
 
 def test_float16_of_a_sum_overflows_where_the_mean_does_not():

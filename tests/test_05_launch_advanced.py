@@ -7,7 +7,7 @@ LAUNCH = ["bash", "05-advanced/launch_advanced.sh"]
 
 
 def launch(*arguments):
-    return run_command([*LAUNCH, *arguments], REPO, 60, CUDA_VISIBLE_DEVICES="")
+    return run_command([*LAUNCH, *arguments], REPO, 200, CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,6 @@ def test_what_it_cannot_start_gets_one_line(arguments, says):
 
 @pytest.mark.full
 def test_it_starts_the_template():
-    small = "--micro-batch-size 2 --seq-len 32 --max-steps 2 --warmup-steps 0"
+    small = "--micro-batch-size 2 --seq-len 32 --max-steps 2 --eval-every 0"
     ended = launch("local", "--nproc-per-node", "2", "--tp", "2", *small.split())
     assert ended.codes == [0] and "OK: " in ended.stdout, ended.stdout + ended.stderr

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -11,6 +12,7 @@ import time
 from argparse import Namespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,9 +21,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_common import checkpoint, cli, data, measure, models, proofs, ranks, runtime
-from dist_common import report as folder
-from dist_common.report import Check, Report, figure
+from dist_common import checkpoint, cli, data, measure, models, runtime
+from dist_common import output as folder
+from dist_common.lab import proofs, ranks, traffic
+from dist_common.lab.figure import figure
+from dist_common.report import Check, Report
 
 
 @pytest.fixture
@@ -401,6 +405,28 @@ def test_the_newest_checkpoint_is_loaded_and_old_ones_are_dropped(saved):
     assert load(folder / "none", model) is None
 
 
+def test_random_state_of_every_rank_comes_back(on_ranks, tmp_path):
+    def draw():
+        return torch.rand(1).item(), float(np.random.rand()), random.random()
+
+    def body(rank, world_size):
+        model = nn.Linear(1, 1)
+        store = checkpoint.Replicated(model)
+        runtime.seed_everything(rank)
+        draw()
+        checkpoint.save(tmp_path / "ck", 1, store, {})
+        expected = draw()
+        runtime.seed_everything(99)
+        path, _ = checkpoint.find(tmp_path / "ck", Recorder(), store)
+        store.read(path)
+        store.restore_rng()
+        assert draw() == expected
+        return expected
+
+    first, second = on_ranks(body, 2)
+    assert first != second
+
+
 def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
     def body(rank, world_size):
         with checkpoint.sealed(tmp_path / "ck", 7, {"note": "kept"}) as inside:
@@ -539,11 +565,11 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, singl
 def test_collectives_that_ddp_starts_are_counted(on_ranks):
     def body(rank, world_size):
         model = nn.parallel.DistributedDataParallel(nn.Linear(10, 10))
-        with measure.CollectiveCounter() as counter:
+        with traffic.TrafficCounter() as counter:
             model(torch.ones(1, 10)).sum().backward()
-        with measure.CollectiveCounter() as silent, model.no_sync():
+        with traffic.TrafficCounter() as silent, model.no_sync():
             model(torch.ones(1, 10)).sum().backward()
-        return counter.calls["allreduce_"], counter.bytes["allreduce_"], silent.calls["allreduce_"]
+        return counter.calls["all_reduce"], counter.nbytes["all_reduce"], silent.calls["all_reduce"]
 
     assert on_ranks(body, 2) == [(1, 110 * 4, 0)] * 2
 
@@ -748,7 +774,7 @@ def test_proofs_hold_and_can_fail(on_ranks):
         alone = proofs.gradient_of_one_process(model, losses)
         assert model.weight.grad is None
         ddp = nn.parallel.DistributedDataParallel(model)
-        with measure.CollectiveCounter() as counter:
+        with traffic.TrafficCounter() as counter:
             ddp(batch[2 * rank : 2 * rank + 2]).pow(2).mean().backward()
         report = Recorder()
         proofs.same_gradient(report, model, alone, 1e-6)
@@ -758,7 +784,7 @@ def test_proofs_hold_and_can_fail(on_ranks):
         if rank == 1:
             model.weight.grad[0, 0] += 1
             model.weight.data[0, 0] += 1e-7
-        counter.bytes["allreduce_"] += 4
+        counter.collectives += counter.collectives
         proofs.same_gradient(report, model, alone, 1e-6)
         proofs.one_gradient_sent(report, model, counter)
         proofs.same_weights(report, model)
@@ -800,3 +826,18 @@ def test_the_job_has_the_same_global_batches_however_it_is_cut(workers):
     assert sorted(sum(whole[:3], [])) == [4 * i for i in range(26)], "each sequence once"
     for cut in ((6, 2, 1), (3, 2, 2), (4, 1, 3)):
         assert steps(*cut) == whole
+
+
+def test_batch_sizes_follow_from_one_another():
+    for total, accum, settled in ((None, None, (16, 1)), (None, 3, (48, 3)), (32, None, (32, 2))):
+        args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)
+        line = data.settle_batch_sizes(args, dp_ranks=2)
+        assert (args.global_batch_size, args.grad_accum_steps) == settled
+        assert line.startswith(f"global batch {settled[0]} = 8 per rank x {settled[1]} micro")
+    for total, accum, says in (
+        (24, None, "24 must be --"),
+        (32, 3, "32 is not .* = 48: take that"),
+    ):
+        args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)
+        with pytest.raises(cli.UsageError, match=says):
+            data.settle_batch_sizes(args, dp_ranks=2)

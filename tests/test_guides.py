@@ -5,9 +5,7 @@
   outputs.py says how the two are compared. Where the last paragraph before the commands names an
   exit code other than 0, they must fail.
 - `python tests/test_guides.py --record PAGE` runs the commands and writes such blocks and figures.
-- <!-- slow --> before a block leaves it to the tests marked `full`; so does any command but a plain
-  `torchrun --standalone --nproc-per-node=N SCRIPT` or `python SCRIPT`, or a shell's own like mkdir.
-  A later command that names the same folder of runs/ is left out with it.
+- Nothing may stand on stderr but lines of a script of ours, unless the command fails.
 - A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's OP has not
   been compiled, which takes minutes; after <!-- needs: frameworks -->, without their environment.
 - <!-- recorded: FILE --> before a ```text block: it was printed on another machine, and stands as
@@ -34,7 +32,7 @@ from pathlib import Path
 import pages
 import pytest
 from conftest import REPO, run_command
-from pages import PAGES, TRACKED, all_of, commands, quick_commands, read, steps
+from pages import PAGES, TRACKED, all_of, commands, read, steps
 from recording import DIFF, diff_of, record, write_diffs
 
 # commands and what they print
@@ -48,15 +46,7 @@ def copy(tmp_path) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("path", [page for page in PAGES if steps(read(page))])
 def test_every_command_prints_and_draws_what_the_page_shows(path, copy, run_script):
-    pages.follow(path, copy, run_script, quick=False)
-
-
-@pytest.mark.parametrize("path", [page for page in PAGES if quick_commands(page)])
-def test_quick_commands_print_and_draw_what_the_page_shows(path, copy, run_script, request):
-    full = f"test_every_command_prints_and_draws_what_the_page_shows[{path}]"
-    if any(item.name == full for item in request.session.items):
-        pytest.skip("the full run of this page, of which this is a part, was asked for too")
-    pages.follow(path, copy, run_script, quick=True)
+    pages.follow(path, copy, run_script)
 
 
 MINUTES = re.compile(r"^\| \[.*?\]\((\w+\.md)\).*\| (\d+) \|$", re.M)
@@ -68,7 +58,9 @@ def test_minutes_of_lessons_are_those_of_their_pages(path):
     assert lessons
     for page, minutes in lessons:
         head = " ".join(read(str(Path(path).with_name(page))).prose.split("\n##")[0].split())
-        assert f"{minutes} minutes" in head, f"{path}: {page}"
+        assert f"{minutes} minutes" in head, (
+            f"{path} says {minutes} minutes, the head of {page} not"
+        )
 
 
 def test_every_choice_of_tests_finds_some():
@@ -119,7 +111,8 @@ def test_code_on_a_page_is_the_code_that_runs(path, block):
         for file in sources if any(file.is_relative_to(folder) for folder in near)
     ]  # fmt: skip
     wanted = re.sub(r"^[ \t]+", "", block.text, flags=re.M)
-    assert any(wanted in text for text in texts), f"{path}:{block.line} is in none of {near}"
+    where = f"{path}:{block.line}: no file of {near[0].name}/ or dist_common/ has these lines"
+    assert any(wanted in text for text in texts), where
 
 
 @pytest.mark.parametrize(("path", "block"), all_of("diff"))
@@ -133,7 +126,10 @@ def test_a_diff_on_a_page_is_the_difference(path, block):
 def test_every_image_says_what_drew_it():
     for page in PAGES:
         prose = read(page).prose
-        assert prose.count("![") == len(pages.FIGURE.findall(prose)), page
+        comment = (
+            "each ![picture] needs, on the next line, <!-- drawn by the command above: FILE -->"
+        )
+        assert prose.count("![") == len(pages.FIGURE.findall(prose)), f"{page}: {comment}"
 
 
 @cache
@@ -151,10 +147,12 @@ def flags_of(path: str) -> set[str]:
 
 
 def flags_for(script: str) -> set[str]:
-    """Return a script's flags and those of the files it may import: helpers have no main."""
-    folder = str(Path(script).parent)
-    helpers = [p for p in TRACKED if p.startswith(f"{folder}/") and p.endswith(".py")
-               and not pages.can_be_forked(p)]  # fmt: skip
+    """Return a script's flags and those of what it may import: parts, and lessons that it names."""
+    folder, source = str(Path(script).parent), (REPO / script).read_text()
+    helpers = [
+        p for p in TRACKED if p.startswith(f"{folder}/") and p.endswith(".py")
+        and (not pages.can_be_forked(p) or re.search(rf"^from {Path(p).stem} import", source, re.M))
+    ]  # fmt: skip
     shared = [p for p in TRACKED if p.startswith("dist_common/") and p.endswith(".py")]
     return set().union(*map(flags_of, [script, *helpers, *shared]))
 

@@ -17,8 +17,8 @@ from conftest import REPO, assert_one_line, load_script, results_of, run_command
 
 sys.path += [str(REPO / "benchmarks"), str(REPO / "benchmarks" / "frameworks")]
 
-import bench_ports
-from bench_ports import PORTS, Port, Run
+from bench import ports as bench_ports
+from bench.ports import PORTS, Port, Run
 
 full = pytest.mark.full
 TOOL = "benchmarks/compare_frameworks.py"
@@ -243,6 +243,7 @@ def test_bare_ddp_trains_as_the_template_does(run_script, tmp_path):
     assert metrics["cpu_time_per_step_ms"] > 0 and len(metrics["step_times_ms"]) == 4
 
 
+@full
 def test_fsdp2_trains_as_ddp_does(run_script, tmp_path):
     losses = []
     for name in ("bare_ddp", "bare_fsdp2"):
@@ -294,13 +295,14 @@ def test_a_run_leaves_no_process(start, code):
     assert ended[0] == code and gone(int(ended[1]))
 
 
+@full
 def test_a_comparison_that_is_killed_leaves_no_process(tmp_path):
     file = tmp_path / "pid"
     rank = f"import os, sys; sys.stdout = open({str(file)!r}, 'w'); {SLEEPER}"
     program = f"""
 import sys
 sys.path[:0] = {[str(REPO), str(REPO / "benchmarks")]!r}
-import bench_ports
+from bench import ports as bench_ports
 bench_ports.run_group([sys.executable, "-c", {rank!r}], 600)
 """
 
@@ -483,10 +485,11 @@ if __name__ == "__main__":
 @with_frameworks
 def test_accelerates_fsdp_is_ddp_on_cpus(tmp_path):
     (tmp_path / "kind.py").write_text("""
-import torch
+import os, torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin as Plugin
 accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=2))
-print("wrapped in", type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__)
+wrapped = type(accelerator.prepare(torch.nn.Linear(2, 2))).__name__
+os.write(1, f"wrapped in {wrapped}\\n".encode())  # one write: lines of two ranks do not mix
 """)
     launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ended = run_command([*map(str, launch), str(tmp_path / "kind.py")], REPO, 200)

@@ -1,4 +1,4 @@
-"""sweep and train: order, points that fail or hang, resume, launchers, bad input."""
+"""The sweep: plan, points that fail or hang, resume, launchers, strategies, its folder."""
 
 import json
 import os
@@ -10,16 +10,18 @@ import time
 
 import psutil
 import pytest
-from conftest import REPO, run_command
-from helpers_benchmarks import TOOL, bench, fakes, runs_of  # noqa: F401
+from conftest import REPO, compiled, load_script, run_command
+from helpers_benchmarks import TOOL, asked_for, bench, fakes, runs_of  # noqa: F401
 
-import bench_launch
-import bench_link
-import bench_machine
-import bench_points
-import bench_strategies
-from bench_settings import Settings
-from bench_store import load
+from bench import launch as bench_launch
+from bench import machine as bench_machine
+from bench import points as bench_points
+from bench import store as bench_store
+from bench import strategies as bench_strategies
+from bench.records import FLOAT32, IN_16_BITS
+from bench.store import Store, load
+from dist_common import cli
+from dist_common.lab import links
 
 full = pytest.mark.full
 # pytest passes fixtures by name.
@@ -27,7 +29,7 @@ full = pytest.mark.full
 
 
 def plan_of(names, **settings):
-    asked = Settings(strategies=list(names), launcher="fork", device="cpu", **settings)
+    asked = asked_for(**settings)
     table = bench_strategies.load()
     return bench_points.plan(asked, bench_strategies.choose(["single", *names], table))
 
@@ -108,9 +110,9 @@ def test_shipped_sweeps_can_be_planned_and_a_dry_run_starts_nothing(bench, capsy
 
 
 def test_a_dry_run_plans_a_link_that_this_machine_cannot_have(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_link, "why_not", lambda: "a slow link: no program ip")
+    monkeypatch.setattr(links, "why_not", lambda: "a slow link: no program ip")
     words = ("sweep", "--links", "1gbit", "--output-dir", tmp_path / "new")
-    assert bench(*words) == "links: a slow link: no program ip"
+    assert bench(*words) == "--links: a slow link: no program ip"
     assert bench(*words, "--dry-run") == 0 and not (tmp_path / "new").exists()
 
 
@@ -167,6 +169,7 @@ def test_a_wrong_loss_is_the_sweep_s_exit_code(bench, fakes, tmp_path, capsys):
     assert re.search(said, capsys.readouterr().out, re.M)
 
 
+@full
 def test_finished_points_are_not_repeated_and_failed_ones_when_asked(bench, fakes, tmp_path):
     words = ("sweep", "--strategies", "train", "hang-once", "--repeats", 1, "--timeout", 4,
              "--output-dir", tmp_path / "out")  # fmt: skip
@@ -180,6 +183,7 @@ def test_finished_points_are_not_repeated_and_failed_ones_when_asked(bench, fake
     assert [name for name, rank, _ in runs_of(fakes)][5:] == ["hang-once.w2#1"] * 2
 
 
+@full
 def test_a_folder_of_another_sweep_is_refused(bench, fakes, tmp_path):
     words = ("sweep", "--strategies", "train", "--repeats", 1, "--output-dir", tmp_path / "out")
     assert bench(*words) == 0
@@ -193,8 +197,9 @@ def test_a_folder_of_another_sweep_is_refused(bench, fakes, tmp_path):
 SWEEP = """
 import sys
 sys.path[:0] = {paths!r}
-import bench_strategies, distributed_benchmarks, pathlib
-bench_strategies.TABLE = pathlib.Path({table!r})
+import distributed_benchmarks, pathlib
+from bench import strategies
+strategies.TABLE = pathlib.Path({table!r})
 sys.argv = ["distributed_benchmarks.py", *sys.argv[1:]]
 distributed_benchmarks.cli.run(distributed_benchmarks.main)
 """
@@ -227,14 +232,14 @@ def test_a_killed_sweep_s_ranks_end_and_it_resumes(fakes, tmp_path, launcher):
     assert len(records_of(tmp_path / "out")) == 3
 
 
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=full)])
 def test_no_rank_starts_when_the_sweep_is_killed_before_its_guard_is_there(tmp_path, launcher):
     (tmp_path / "job.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     program = f"""
 import contextlib, os, pathlib, signal, sys
 sys.path[:0] = {[str(REPO / "benchmarks"), str(REPO)]!r}
-import bench_guard, bench_launch
-bench_launch.REPOSITORY = folder = pathlib.Path.cwd()
+from bench import guard, launch
+launch.REPOSITORY = folder = pathlib.Path.cwd()
 
 @contextlib.contextmanager
 def guarded(pids, gently=False):
@@ -242,8 +247,8 @@ def guarded(pids, gently=False):
     os.kill(os.getpid(), signal.SIGKILL)
     yield
 
-bench_guard.guarded = guarded
-bench_launch.start({launcher!r}, str(folder / "job.py"), [], 2, folder / "launch", 60)
+guard.guarded = guarded
+launch.start({launcher!r}, str(folder / "job.py"), [], 2, folder / "launch", 60)
 """
     ended = run_command([sys.executable, "-c", program], tmp_path, 60)
     assert ended.codes == [-signal.SIGKILL], ended.stderr
@@ -281,7 +286,7 @@ def test_a_killed_real_sweep_completes_without_repeating_a_point(tmp_path):
 
 
 @full
-@pytest.mark.parametrize(("what", "code"), [("train", 0), ("one dies", 1), ("hang", None)])
+@pytest.mark.parametrize(("what", "code"), [("one dies", 1), ("hang", None)])
 def test_torchrun_starts_ranks_and_leaves_none(fakes, tmp_path, what, code):
     words = ["--do", what, "--output-dir", str(tmp_path / "out")]
     script = str(fakes / "fake.py")
@@ -330,7 +335,7 @@ def test_what_runs_here_is_described(tmp_path):
     listed = "NVIDIA H100, 580.1\nNVIDIA H100, 580.1\nNVIDIA A100, 580.1"
     found = bench_machine.gpus(listed)
     assert (found["GPUs"], found["driver"]) == ("2 x NVIDIA H100 and 1 x NVIDIA A100", "580.1")
-    assert bench_machine.gpus("No devices were found") == bench_machine.gpus(None) == {}
+    assert bench_machine.gpus("No devices were found") == bench_machine.gpus("") == {}
     assert bench_machine.commit(tmp_path) is None, "no repository"
 
     def git(*words):
@@ -427,15 +432,15 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
         (["train", "single"], "single cannot use 2 ranks, it needs 1: it is one process"),
         (["train", "tp", "--world-size", 4], "tp cannot cut the 2 key and value heads of tiny"),
         (["train", "ddp", "--world-size", 3], "16 sequences cannot be dealt to 3 data-parallel"),
-        (["train", "ddp", "--preset", "tinny"], "there is no tinny: did you mean tiny? Allowed: "),
-        (["sweep", "--presets", "tiny", "13b"], "presets: there is no 13b"),
-        (["sweep", "--precisions", "fp8"], "precisions: there is no fp8"),
+        (["train", "ddp", "--preset", "tinny"], "--preset: invalid choice: 'tinny' (choose from"),
+        (["sweep", "--presets", "tiny", "13b"], "--presets: invalid choice: '13b' (choose from"),
+        (["sweep", "--precisions", "fp8"], "--precisions: invalid choice: 'fp8' (choose from"),
         (["sweep", "--strategies", "fsdp-grad"], "did you mean fsdp-grad-op?"),
         (["sweep", "--world-sizes", 0], "must be a whole number of at least 1, not '0'"),
-        (["sweep", "--links", "fast"], "links must be like 100mbit or 1gbit, not 'fast', or none"),
-        (["sweep", "--links", "1gbit", "--launcher", "torchrun"], "links need --launcher fork"),
+        (["sweep", "--links", "fast"], "--links: must be like 100mbit or 1gbit, not 'fast'"),
+        (["sweep", "--links", "1gbit", "--launcher", "torchrun"], "--links need --launcher fork"),
         (["sweep", "--seq-len", 512], "--seq-len must be at most 256"),
-        (["sweep", "--max-steps", 3], "untimed_steps 3 of max_steps 3 leave none to time"),
+        (["sweep", "--max-steps", 3], "--untimed-steps 3 of --max-steps 3 leave none to time"),
         (["sweep", "--config", "gone.toml"], "gone.toml: No such file or directory"),
         (["sweep", "--launcher", "srun"], "--launcher srun works inside a SLURM job"),
         (["sweep", "--device", "cuda"], "nvidia-smi lists no GPU here: use --device cpu"),
@@ -454,14 +459,14 @@ def test_bad_input_is_refused_before_anything_starts(bench, tmp_path, capsys, wo
     [
         ("repeat = 3", "sweep.toml: unknown key repeat: did you mean repeats?"),
         ('repeats = "3"', "sweep.toml: repeats must be a whole number, not '3'"),
-        ("repeats = 0", "sweep.toml: repeats must be above 0"),
+        ("repeats = 0", "sweep.toml: argument --repeats: must be a whole number of at least 1"),
         ("world_sizes = 2", "sweep.toml: world_sizes must be a list, each a whole number, not 2"),
         ('world_sizes = [2, "4"]', "world_sizes must be a list, each a whole number"),
-        ("world_sizes = []", "sweep.toml: world_sizes is empty"),
-        ("lr = nan", "sweep.toml: lr must be above 0, at most 1e+09"),
-        ("timeout = inf", "sweep.toml: timeout must be above 0, at most 1e+09"),
+        ("world_sizes = []", "sweep.toml: argument --world-sizes: expected at least one argument"),
+        ("lr = nan", "sweep.toml: argument --lr: must be a number above 0, not 'nan'"),
+        ("timeout = inf", "sweep.toml: argument --timeout: must be a number above 0, not 'inf'"),
         ("lr = true", "sweep.toml: lr must be a number, not True"),
-        ('scaling = "strog"', "scaling: there is no strog: did you mean strong?"),
+        ('scaling = "strog"', "sweep.toml: argument --scaling: invalid choice: 'strog'"),
         ("repeats = = 3", "sweep.toml is not valid TOML: "),
         ('strategies_file = "gone.toml"', "gone.toml: No such file or directory"),
     ],
@@ -480,3 +485,332 @@ def test_flags_win_over_the_file(bench, fakes, tmp_path):
     assert (settings["strategies"], settings["repeats"]) == (["single", "train"], 1)
     assert settings["max_steps"] == 30
     assert settings["points"] == ["single.w1#1", "train.w2#1"]
+
+
+# strategies.toml
+
+
+STRATEGIES = bench_strategies.load()
+LOSSY = {"ddp-bf16"}
+# Of world size 2, but these:
+SMALLEST = {"single": 1, "fsdp-hybrid": 4, "tp-pp-dp": 8}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[full] * n.startswith("zero")) for n in STRATEGIES]
+)
+def test_every_script_accepts_the_flags_of_its_rows(name, monkeypatch):
+    asked = asked_for(world_sizes=[SMALLEST.get(name, 2)])
+    (point,) = bench_points.plan(asked, [STRATEGIES[name]])[:1]
+    assert point.reason is None and point.world_size == SMALLEST.get(name, 2)
+    words = list(map(str, point.arguments(asked)))
+    monkeypatch.setattr(sys, "argv", [STRATEGIES[name].script, *words])
+    monkeypatch.chdir(REPO)
+    parsed = load_script(STRATEGIES[name].script).parse_args()
+    args = parsed[0] if isinstance(parsed, tuple) else parsed
+    assert (args.parity_steps, args.log_every, args.save_every) == (0, 1, 0)
+    assert getattr(args, "eval_every", 0) == 0, "the test set's time is no step's"
+
+
+@pytest.mark.parametrize("name", ["single", "ddp-accumulate", "fsdp-hybrid", "tp-pp-dp", "pp-1f1b"])
+@pytest.mark.parametrize("largest", [None, 1, 3])
+def test_micro_batch_x_accumulation_x_data_ranks_is_the_global_batch(name, largest):
+    strategy = STRATEGIES[name]
+    found = 0
+    for world_size in range(1, 17):
+        if strategy.why_not(world_size, "tiny", "32-true"):
+            continue
+        ranks = strategy.data_parallel_ranks(world_size)
+        batch = 16 * ranks
+        micro, steps = bench_points.batch_sizes(strategy, world_size, batch, largest)
+        assert micro * steps * ranks == batch
+        assert micro <= (largest or batch)
+        assert steps % (strategy.micro_batches * strategy.ranks_of("pp", world_size)) == 0
+        found += 1
+    assert found
+
+
+def test_a_batch_that_cannot_be_dealt_is_said_so():
+    with pytest.raises(ValueError, match="16 sequences cannot be dealt to 3 data-parallel ranks"):
+        bench_points.batch_sizes(STRATEGIES["ddp"], 3, 16, None)
+    with pytest.raises(ValueError, match="1 data-parallel ranks x 8 micro-batches"):
+        bench_points.batch_sizes(STRATEGIES["pp-1f1b"], 4, 12, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "preset", "precision", "says"),
+    [
+        ("ddp", 1, "tiny", "32-true", "cannot use 1 rank, it needs 2 or more: one rank has no"),
+        ("single", 2, "tiny", "32-true", "cannot use 2 ranks, it needs 1: it is one process"),
+        ("fsdp-hybrid", 5, "tiny", "32-true", "it needs 4, 6, 8, ...: each half"),
+        ("tp-pp-dp", 4, "tiny", "32-true", "it needs 8, 12, 16, ...: each of the three"),
+        ("tp", 4, "tiny", "32-true", "cannot cut the 2 key and value heads of tiny into 4"),
+        ("pp-interleaved", 4, "tiny", "32-true", "cannot cut the 4 layers of tiny into 8 parts"),
+        ("tp", 2, "124m", "32-true", "cannot split 124m: its embedding is the output layer too"),
+        ("fsdp-full", 2, "tiny", "16-mixed", "cannot train in 16-mixed, only in 32-true"),
+    ],
+)
+def test_what_a_strategy_cannot_use_has_a_reason(name, world_size, preset, precision, says):
+    assert says in STRATEGIES[name].why_not(world_size, preset, precision)
+
+
+def test_the_exact_ones_are_all_but_those_that_compress():
+    assert {name for name, row in STRATEGIES.items() if not row.exact} == LOSSY
+
+
+def test_list_shows_every_strategy(bench, capsys):
+    assert bench("list") == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"^([a-z][\w-]*)  ", printed, re.M)[1:] == list(STRATEGIES)
+
+
+# strategies of one's own
+
+OWN = '[mine]\ndoes = "mine"\nscript = "mine.py"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (OWN + "flag = 1", r"own.toml \[mine\]: unknown key flag: did you mean flags\?"),
+        (OWN + 'least_ranks = "two"', "least_ranks must be a whole number, not 'two'"),
+        (OWN + "exact = 1", "exact must be true or false, not 1"),
+        (OWN + "least_ranks = 0", "least_ranks must be at least 1"),
+        (OWN + 'tp = "half"', "tp must be at least 1, or \"all\", not 'half'"),
+        (OWN + 'flags = "--ranks {ranks}"', r"flags can have \{world_size\} and \{half\}"),
+        (OWN.replace("mine.py", "gone.py"), "there is no script gone.py"),
+        ('[mine]\nscript = "mine.py"\n', "does is missing"),
+        ('mine = "mine.py"\n', "mine must be a table"),
+        (OWN.replace("[mine]", "[ddp]"), "the name ddp is taken"),
+        (OWN + "exact = yes", r"own.toml is not valid TOML: .*line 4"),
+    ],
+)
+def test_a_wrong_file_of_strategies_is_refused(tmp_path, text, says):
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "own.toml").write_text(text)
+    with pytest.raises(cli.UsageError, match=says):
+        bench_strategies.load(tmp_path / "own.toml")
+
+
+def test_a_script_of_one_s_own_is_beside_its_file(tmp_path):
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "own.toml").write_text(OWN)
+    found = bench_strategies.load(tmp_path / "own.toml")
+    assert found["mine"].path == tmp_path / "mine.py"
+    assert list(found) == [*STRATEGIES, "mine"]
+
+
+def test_the_nearest_name_is_named():
+    with pytest.raises(cli.UsageError, match=r"unknown strategy fsdp-ful: did you mean fsdp-full"):
+        bench_strategies.choose(["ddp", "fsdp-ful"], STRATEGIES)
+    assert bench_strategies.nearest("qqq", STRATEGIES) == "."
+
+
+# the same loss
+
+
+def run_sweep(folder, *words, timeout_s=900):
+    """Run a real sweep of small points; return its records, and how it ended."""
+    command = ["python", TOOL, "sweep", "--output-dir", str(folder), "--repeats", "1"]
+    command += ["--seq-len", "32", "--max-steps", "8", *map(str, words)]
+    ended = run_command(command, REPO, timeout_s)
+    lines = (folder / "results.jsonl").read_text().splitlines()
+    return list(map(json.loads, lines)), ended
+
+
+def loss_of(record):
+    return record["results"]["metrics"]["final_loss"]
+
+
+@full
+@pytest.mark.parametrize("world_size", sorted({2, *SMALLEST.values()} - {1}))
+def test_every_strategy_trains_to_the_loss_of_one_process(tmp_path, world_size):
+    names = [name for name in STRATEGIES if SMALLEST.get(name, 2) == world_size]
+    if "zero-offload" in names and not compiled("cpu_adam"):
+        names.remove("zero-offload")  # compiling takes minutes; module 03's tests say so too
+    records, ended = run_sweep(
+        tmp_path / "out", "--strategies", *names, "--world-sizes", world_size
+    )
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert [record["point"]["strategy"] for record in records] == ["single", *names]
+    expected = loss_of(records[0])
+    for record in records:
+        difference = abs(loss_of(record) - expected)
+        assert difference < (0.02 if record["point"]["strategy"] in LOSSY else 1e-5), record["id"]
+        assert len(record["losses"]) == 5, f"{record['id']} left no losses of its steps"
+
+
+def unsynchronised(folder):
+    """Write a copy of ddp_training.py that averages no gradients and checks none itself."""
+    text = (REPO / "01-ddp-basics/ddp_training.py").read_text()
+    nothing = "lambda: None, lambda: None"
+    for old, new in (
+        ("with contextlib.nullcontext() if last else ddp_model.no_sync():",
+         "with ddp_model.no_sync():"),
+        ("part.proven_steps(run, steps, accumulate_gradient, summed_loss)",
+         "part.proofs.proven_steps(run.job, steps, run.ddp_model, run.optimizer, " + nothing + ")"),
+        ("import contextlib\n", f"import sys\nsys.path.append('{REPO / '01-ddp-basics'}')\n"
+         "import contextlib\n"),
+    ):  # fmt: skip
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "unsynchronised.py").write_text(text)
+    row = '[unsynchronised]\ndoes = "no averaging"\nscript = "unsynchronised.py"\n'
+    (folder / "own.toml").write_text(row)
+    return folder / "own.toml"
+
+
+def furthest(record, reference):
+    """Return the largest difference of losses in the first steps."""
+    pairs = zip(record["losses"], reference["losses"], strict=True)
+    return max(abs(own - one) for own, one in pairs)
+
+
+@full
+@pytest.mark.parametrize(("precision", "allowed", "margin"), [
+    ("32-true", FLOAT32, 5), ("bf16-mixed", IN_16_BITS, 3),
+])  # fmt: skip
+def test_gradients_that_are_not_averaged_are_wrong_by_far(tmp_path, precision, allowed, margin):
+    """Rounding and the sabotage are far from the tolerance, on both sides of it."""
+    own = unsynchronised(tmp_path)
+    names = ("ddp", "fsdp-full", "zero-2", "tp", "pp-1f1b", "unsynchronised")
+    words = ("--strategies", *names, "--strategies-file", own, "--precisions", precision)
+    words += ("--seq-len", 64)  # of fewer tokens 16 bits round the mean loss by more
+    records, ended = run_sweep(tmp_path / "out", *words)
+    assert ended.codes == [1] and {record["status"] for record in records} == {"ok"}
+    single, *exact, sabotaged = records
+    assert all(furthest(record, single) < allowed.early / margin for record in exact)
+    assert furthest(sabotaged, single) > margin * allowed.early
+    for name in names[:-1]:
+        assert re.search(rf"^{name} .* ok$", ended.stdout, re.M), ended.stdout
+    assert re.search(r"^unsynchronised .* WRONG \S+$", ended.stdout, re.M), ended.stdout
+
+
+# the folder of a sweep
+
+
+def record(identity, **more):
+    return {"id": identity, "point": {"strategy": "ddp"}, "status": "ok", **more}
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = Store(tmp_path / "sweep", {"repeats": 3, "points": ["a#1", "b#1"]})
+    yield store
+    store.close()
+
+
+def lines_of(store):
+    return (store.folder / "results.jsonl").read_text().splitlines()
+
+
+def test_records_come_back_in_order_and_the_later_of_two_counts(store):
+    for identity, seconds in (("a#1", 1), ("b#1", 2), ("a#1", 3)):
+        store.append(record(identity, seconds=seconds))
+    sweep = load(store.folder)
+    assert [(r["id"], r["seconds"]) for r in sweep.records] == [("a#1", 3), ("b#1", 2)]
+    assert sweep.settings == {"repeats": 3, "points": ["a#1", "b#1"]} and not sweep.warnings
+    assert len(lines_of(store)) == 3
+
+
+@pytest.mark.parametrize(
+    ("last", "line", "damage"),
+    [
+        ('{"id": "c#1", "poi', 2, "truncated"),
+        ('{"id": "c#1"}\n', 2, "truncated"),
+        ("null\n" + json.dumps(record("c#1")) + "\n", 2, "damaged"),
+        ("\xff\xfe\n" + json.dumps(record("c#1")) + "\n", 2, "damaged"),
+    ],
+)
+def test_a_damaged_line_is_named_and_left_out(store, last, line, damage):
+    store.append(record("a#1"))
+    with (store.folder / "results.jsonl").open("a", encoding="latin-1") as file:
+        file.write(last)
+    sweep = load(store.folder)
+    assert [r["id"] for r in sweep.records] == ["a#1", "c#1"][: 1 + (damage == "damaged")]
+    path = store.folder / "results.jsonl"
+    assert sweep.warnings == [f"{path} line {line} is {damage}: left out"]
+
+
+def test_a_killed_sweep_s_half_line_is_cut_before_the_next_one(store):
+    store.append(record("a#1"))
+    store.close()
+    with (store.folder / "results.jsonl").open("a") as file:
+        file.write('{"id": "b#1", "poi')
+    again = Store(store.folder, store.settings)
+    path = store.folder / "results.jsonl"
+    cut = f"{path} line 2 was truncated: cut, its point runs again"
+    assert again.sweep.warnings == [cut] and [r["id"] for r in again.sweep.records] == ["a#1"]
+    again.append(record("b#1"))
+    again.close()
+    sweep = load(store.folder)
+    assert [r["id"] for r in sweep.records] == ["a#1", "b#1"] and not sweep.warnings
+
+
+def test_each_machine_on_which_points_ran_is_kept(tmp_path):
+    """The one on which the folder was opened, but nothing ran, is not."""
+    one, two = {"GPUs": "8 x H100"}, {"GPUs": "8 x H200"}
+    for machine, name in ((one, "a#1"), (one, "b#1"), (two, None), (two, "c#1")):
+        store = Store(tmp_path / "sweep", {}, machine)
+        if name:
+            store.append(record(name))
+        store.close()
+        assert load(tmp_path / "sweep").machines == [one, two][: 1 + (name == "c#1")]
+    assert len(load(tmp_path / "sweep").records) == 3
+
+
+def test_a_whole_line_without_its_end_is_kept(store):
+    store.append(record("a#1"))
+    store.close()
+    path = store.folder / "results.jsonl"
+    path.write_text(path.read_text().rstrip("\n"))
+    again = Store(store.folder, store.settings)
+    again.append(record("b#1"))
+    again.close()
+    assert [r["id"] for r in load(store.folder).records] == ["a#1", "b#1"]
+
+
+def test_another_sweep_s_folder_is_refused_naming_what_differs(store):
+    store.append(record("a#1"))
+    store.close()
+    with pytest.raises(cli.UsageError, match=r"repeats \(3 there, 5 here\), lr \(null there, 0.1"):
+        Store(store.folder, {"repeats": 5, "points": ["a#1"], "lr": 0.1})
+    assert [r["id"] for r in load(store.folder).records] == ["a#1"]
+
+
+def test_a_folder_in_which_a_sweep_runs_is_refused(store, monkeypatch):
+    monkeypatch.setattr(bench_store, "LOCK_PATIENCE_S", 0.1)
+    with pytest.raises(cli.UsageError, match="another sweep is running in"):
+        Store(store.folder, store.settings)
+    store.close()
+    Store(store.folder, store.settings).close()
+
+
+def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("\\chapter")
+    with pytest.raises(cli.UsageError, match="holds other files than a sweep's"):
+        Store(tmp_path, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_sweep_that_was_killed_before_it_wrote_its_settings_begins_anew(tmp_path):
+    for name in (bench_store.LOCK, bench_store.PARTIAL):
+        (tmp_path / name).write_text('{"sett')
+    Store(tmp_path, {"repeats": 1}).close()
+    assert load(tmp_path).settings == {"repeats": 1}
+
+
+@pytest.mark.parametrize("content", ['{"settings"', "[]", '{"settings": {}}'])
+def test_damaged_settings_are_refused(tmp_path, content):
+    (tmp_path / "sweep.json").write_text(content)
+    for read in (load, lambda folder: Store(folder, {})):
+        with pytest.raises(cli.UsageError, match=r"sweep.json is damaged"):
+            read(tmp_path)
+
+
+def test_what_is_no_sweep_is_said_so(tmp_path):
+    with pytest.raises(cli.UsageError, match="holds no sweep"):
+        load(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(cli.UsageError, match="cannot be written"):
+        Store(tmp_path / "file", {})

@@ -1,19 +1,17 @@
-"""dist_common/steps.py: bytes sent by formula, what a rank holds, the same keys everywhere."""
+"""dist_common/lab/traffic.py: bytes sent by formula, what a rank holds, the same keys."""
 
-import contextlib
 import json
-from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_03 import SMALL_MODEL, deepspeed_in_the_parent
+from helpers_03 import SMALL_MODEL
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dist_common import cli, models
+from dist_common import job, models
+from dist_common.lab.traffic import StepProbe, TrafficCounter
 from dist_common.measure import StepTimer
-from dist_common.steps import StepProbe, TrafficCounter
 
 SIZE = 24  # numbers of 4 bytes, which 2, 3 and 4 ranks can share
 WHOLE = 4 * SIZE
@@ -120,54 +118,8 @@ def test_a_loop_that_stops_early_leaves_no_counter_behind(on_ranks):
 
 
 def test_due():
-    assert [step for step in range(1, 8) if cli.due(step, 3, last=step == 7)] == [3, 6, 7]
-    assert not any(cli.due(step, 0, last=step == 7) for step in range(1, 8))
-
-
-TEMPLATES = [
-    ("01-ddp-basics/ddp_training.py", ("--eval-every", 0)),
-    ("02-fsdp/fsdp_transformer.py", ()),
-    ("05-advanced/hybrid_parallelism.py", ()),
-    pytest.param(
-        "03-deepspeed/deepspeed_train.py",
-        ("--eval-every", 0),
-        marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed"),
-    ),
-]
-KEYS = {
-    "final_loss", "step_time_ms", "step_times_ms", "tokens_per_second", "tokens_per_step", "mfu",
-    "cpu_time_per_step_ms", "memory_gib", "memory_gib_per_rank", "peak_memory_gib",
-    "peak_memory_gib_per_rank", "collectives_per_step", "bytes_sent_per_step",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("script", "argv"), TEMPLATES)
-def test_every_template_leaves_the_same_metrics_and_no_checkpoint(
-    run_script, tmp_path, script, argv
-):
-    text = tmp_path / "text"
-    text.write_bytes(bytes(range(97, 123)) * 120)
-    folder = tmp_path / "out"
-
-    def small(script):
-        models.PRESETS["tiny"] = SMALL_MODEL
-
-    with deepspeed_in_the_parent() if script.startswith("03") else contextlib.nullcontext():
-        ended = run_script(
-            script, "--seq-len", 32, "--micro-batch-size", 4, "--max-steps", 4, "--log-every", 1,
-            "--save-every", 0, "--parity-steps", 0, "--text-file", text, "--output-dir", folder,
-            *argv, world_size=2, before=small,
-        )  # fmt: skip
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    metrics = json.loads((folder / "results.json").read_text())["metrics"]
-    assert set(metrics) >= KEYS, KEYS - set(metrics)
-    assert len(metrics["step_times_ms"]) == 4 and metrics["tokens_per_step"] == 2 * 4 * 32
-    assert set(metrics["memory_gib"]) == {"before", "weights", "gradients", "optimizer"}
-    gradient = 4 * SMALL_MODEL.num_parameters()  # float32
-    # 2 (N - 1) / N of it, and half as much again where weights are gathered twice (module 02).
-    expected = 1.5 * gradient if script.startswith("02") else gradient
-    assert metrics["bytes_sent_per_step"] == pytest.approx(expected, rel=0.1)
-    assert not (folder / "checkpoints").exists() or not any((folder / "checkpoints").iterdir())
+    assert [step for step in range(1, 8) if job.due(step, 3, last=step == 7)] == [3, 6, 7]
+    assert not any(job.due(step, 0, last=step == 7) for step in range(1, 8))
 
 
 def test_gradients_in_two_bytes_halve_what_is_sent(run_script, tmp_path):
@@ -175,8 +127,9 @@ def test_gradients_in_two_bytes_halve_what_is_sent(run_script, tmp_path):
     for kind in ("none", "bf16"):
         folder = tmp_path / kind
         ended = run_script(
-            TEMPLATES[0][0], "--gradient-compression", kind, "--seq-len", 32, "--max-steps", 3,
-            "--save-every", 0, "--eval-every", 0, "--micro-batch-size", 2, "--output-dir", folder,
+            "01-ddp-basics/ddp_training.py", "--gradient-compression", kind, "--seq-len", 32,
+            "--max-steps", 3, "--save-every", 0, "--eval-every", 0, "--micro-batch-size", 2,
+            "--output-dir", folder,
             world_size=2, before=lambda _: models.PRESETS.update(tiny=SMALL_MODEL),
         )  # fmt: skip
         assert ended.codes == [0, 0], ended.stdout + ended.stderr  # its gradient check passed

@@ -1,4 +1,4 @@
-"""What the tests of module 02's checkpoint lessons share: a small model, saved once, and damage."""
+"""What tests of module 02 share: tables with quick rows, a small model saved once, and damage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import pytest
 from conftest import load_script
 
 from dist_common import models
@@ -22,6 +23,11 @@ LOAD = (RESHARD, "load", "--max-steps", 2)
 NEWEST = "step-00000002"
 ALTERED = "truncated or altered"
 INCOMPLETE = "incomplete or damaged"
+
+
+def quick(count: int, rows: list) -> list:
+    """Return a table of which the first rows are quick, and the others only in the whole set."""
+    return [*rows[:count], *(pytest.param(*row, marks=pytest.mark.full) for row in rows[count:])]
 
 
 def small(script: ModuleType) -> None:
@@ -61,7 +67,7 @@ def assert_ok(ended, says=""):
 
 def tensors_of(folder: Path) -> dict:
     """Return all tensors of a checkpoint by name."""
-    tensors = load_script(RESHARD).checkpoint_tensors
+    tensors = load_script(RESHARD).part
     found = SimpleNamespace(folder=folder, files=[path.name for path in folder.iterdir()])
     return tensors.tensors_of(found, tensors.names_of(found))
 

@@ -1,0 +1,229 @@
+"""Tensor parallelism by a plan: equal to one process and to the same by hand; what DTensor does."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    loss_parallel,
+    parallelize_module,
+)
+
+from advanced_parts import tensor_job
+from dist_common.lab.traffic import TrafficCounter
+from dist_common.models import local
+
+SCRIPT = "05-advanced/tensor_parallel_dtensor.py"
+SMALL = ("--num-layers", 1, "--seq-len", 32, "--batch-size", 2, "--max-steps", 2)
+FULL = pytest.mark.full
+L, D, TOKENS = 1, 128, 64  # of SMALL
+
+
+def run(run_script, tmp_path, world_size, before=None, codes=(0,)):
+    folder = tmp_path / "run"
+    flags = (*SMALL, "--num-kv-heads", max(2, world_size), "--output-dir", folder)
+    ended = run_script(SCRIPT, *flags, world_size=world_size, before=before)
+    assert set(ended.codes) & set(codes), ended.stdout + ended.stderr
+    assert "Warning" not in ended.stderr
+    return results_of(folder)
+
+
+def failing(content):
+    return {check["name"] for check in content["checks"] if not check["ok"]}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=FULL)])
+def test_each_plan_has_the_losses_and_gradients_of_one_process(run_script, tmp_path, world_size):
+    content = run(run_script, tmp_path, world_size)
+    assert not failing(content) and len(content["checks"]) == (14 if world_size > 1 else 12)
+    metrics = content["metrics"]
+    if world_size == 1:
+        return  # DTensor calls no collective but the loss's, which a check holds
+    assert metrics["calls of a step, by matrix"] == {"all_reduce": 7 * L + 2 + 3}
+    assert metrics["calls of a step, by input"] == {"all_reduce": 4 * L + 2 + 3}
+    calls = {"all_gather": 5 * L + 2, "reduce_scatter": 5 * L + 2, "all_reduce": 3 + 2 * L + 1}
+    assert metrics["calls of a step, of sequence"] == calls
+
+
+def forget_one_norm(script):
+    whole_plan = script.plan_of_sequence
+
+    def plan():
+        styles = whole_plan()
+        del styles["blocks.*.ffn_norm"]
+        return styles
+
+    _, *rest = script.PLANS["of sequence"]
+    script.PLANS["of sequence"] = (plan, *rest)
+
+
+def take_the_dearer_plan(script):
+    _, *rest = script.PLANS["by input"]
+    script.PLANS["by input"] = (script.plan_by_matrix, *rest)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "red"),
+    [
+        (forget_one_norm, {"of sequence: gradient error"}),
+        pytest.param(take_the_dearer_plan, {"by input, a step: all-reduces",
+                                            "by input, a step: bytes sent"}, marks=FULL),
+    ],
+)  # fmt: skip
+def test_sabotage_of_a_plan_fails_a_check(run_script, tmp_path, sabotage, red):
+    content = run(run_script, tmp_path, 2, before=sabotage, codes=(1,))
+    assert red <= failing(content), failing(content)
+    assert not any(name.startswith("by matrix") for name in failing(content))
+
+
+class Args:
+    """SMALL, as main has it."""
+
+    num_layers, num_kv_heads, seq_len, batch_size, max_steps = L, 4, 32, 2, 2
+    lr, seed = 1e-3, 0
+
+
+def build(rank, world_size, plan, more=None):
+    """Return the plan's script, its model, and the batches."""
+    script = load_script(SCRIPT)
+    device = torch.device("cpu")
+    model = tensor_job.whole_model(Args, tensor_job.config_of(Args, world_size), device)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))["tp"]
+    for styles in (getattr(script, plan)(), more):
+        if styles:
+            parallelize_module(model, mesh, styles)
+    return script, model, tensor_job.batches_of(Args, device)
+
+
+def by_hand_and_by_plan(rank, world_size, plan, sequence_parallel):
+    """Return the largest difference of a gradient and of a loss, of both ways."""
+    script, model, batches = build(rank, world_size, plan)
+    hand = load_script("05-advanced/tensor_parallel.py")
+    whole = tensor_job.whole_model(Args, model.config, torch.device("cpu"))
+    other = hand.ParallelTransformer(whole, sequence_parallel)
+    hand.compute_gradient(other, batches[0])
+    script.compute_gradient(model, batches[0])
+    gradients = [[local(p.grad) for p in m.parameters()] for m in (model, other)]
+    error = max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
+    largest = max(gradient.abs().max().item() for gradient in gradients[1])
+    losses = [tensor_job.train(m, s.compute_gradient, batches, Args.lr)
+              for s, m in ((script, model), (hand, other))]  # fmt: skip
+    return error / largest, (losses[0] - losses[1]).abs().max().item()
+
+
+@FULL
+@pytest.mark.parametrize("world_size", [4])
+@pytest.mark.parametrize(("plan", "sequence_parallel"), [
+    ("plan_by_input", False), ("plan_of_sequence", True),
+])  # fmt: skip
+def test_a_plan_does_what_is_written_out_by_hand(on_ranks, plan, sequence_parallel, world_size):
+    for gradient, loss in on_ranks(by_hand_and_by_plan, world_size, plan, sequence_parallel):
+        assert gradient < 1e-5 and loss < 1e-5
+
+
+# what the page says of DTensor
+
+
+def gather_once(script):
+    """The exercise: one gather for gate and up."""
+    tokens, whole = script.TOKENS, script.WHOLE
+    styles = PrepareModuleOutput(
+        output_layouts=tokens, desired_output_layouts=whole, use_local_output=False
+    )
+    return {"blocks.*.ffn_norm": styles}
+
+
+def count_the_exercise(rank, world_size):
+    script = load_script(SCRIPT)
+    plan = script.plan_of_sequence
+    script.plan_of_sequence = lambda: plan() | {
+        "blocks.*.gate": ColwiseParallel(), "blocks.*.up": ColwiseParallel(),
+    }  # fmt: skip
+    script, model, batches = build(rank, world_size, "plan_of_sequence", gather_once(script))
+    with TrafficCounter() as counter:
+        script.compute_gradient(model, batches[0])
+    return counter.calls["all_gather"], counter.calls["reduce_scatter"]
+
+
+@FULL
+def test_a_second_plan_gathers_the_input_of_gate_and_up_once(on_ranks):
+    assert on_ranks(count_the_exercise, 2) == [(4 * L + 2, 4 * L + 2)] * 2
+
+
+def step_without_placing(rank, world_size):
+    """Return placements of two gradients after backward, and the all-reduces of AdamW's step."""
+    script, model, batches = build(rank, world_size, "plan_of_sequence")
+    script.place_gradients = lambda model: None
+    script.compute_gradient(model, batches[0])
+    embedding, norm = model.embedding.weight.grad, model.norm.weight.grad
+    optimizer = torch.optim.AdamW(model.parameters())
+    with TrafficCounter() as counter:
+        optimizer.step()
+    whole = embedding.placements == (Replicate(),) and len(embedding.to_local()) == 256
+    return whole, norm.placements[0].is_partial(), dict(counter.calls)
+
+
+@FULL
+def test_the_optimizer_sums_what_was_not_placed_three_times(on_ranks):
+    ended = on_ranks(step_without_placing, 2)
+    assert ended == [(True, True, {"all_reduce": 3 * (2 * L + 1)})] * 2
+
+
+def refusals(rank, world_size):
+    """Return what PyTorch says to three mistakes."""
+    script, model, (batch, *_) = build(rank, world_size, "plan_by_matrix")
+    inputs, targets = batch
+    said = []
+
+    def attempt(action):
+        try:
+            action()
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def loss():
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    attempt(loss)
+    with loss_parallel():
+        outside = loss()
+    attempt(outside.backward)
+    script.compute_gradient(model, batch)
+    attempt(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    assert any(isinstance(p, DTensor) for p in model.parameters())
+    return said
+
+
+@FULL
+def test_plain_tensors_and_dtensors_do_not_mix(on_ranks):
+    for said in on_ranks(refusals, 2):
+        assert all("got mixed torch.Tensor and DTensor" in line for line in said), said
+        names = ("nll_loss_forward", "nll_loss_backward", "_foreach_norm")
+        assert all(name in line for name, line in zip(names, said, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "argv", "says"),
+    [
+        (2, ("--num-kv-heads", 1), "1 key and value heads (--num-kv-heads) cannot be cut into 2"),
+        pytest.param(3, (), "4 heads cannot be cut into 3 equal parts", marks=FULL),
+    ],
+)
+def test_bad_input_gets_one_line(run_script, world_size, argv, says):
+    ended = run_script(SCRIPT, *argv, world_size=world_size)
+    assert_one_line(ended, says, "tensor_parallel_dtensor.py")
+
+
+@FULL
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+def test_it_runs_on_a_gpu():
+    ended = run_command(
+        ["python", SCRIPT, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS
+    )
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert " cuda with nccl" in ended.stdout

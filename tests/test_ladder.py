@@ -1,0 +1,111 @@
+"""The ladder: first steps in plain PyTorch, the same five losses by every strategy.
+
+They have no main: forks run their source, which a test may change in one place.
+"""
+
+import os
+import re
+
+import pytest
+import torch
+from conftest import REPO
+
+full = pytest.mark.full
+DDP = "01-ddp-basics/ddp_minimal.py"
+FSDP = "02-fsdp/fsdp_minimal.py"
+DEEPSPEED = "03-deepspeed/deepspeed_minimal.py"
+TENSOR = "05-advanced/tensor_minimal.py"
+PIPELINE = "05-advanced/pipeline_minimal.py"
+SAVED = {DDP: "digits.pt", FSDP: "digits_fsdp/.metadata", DEEPSPEED: "digits_deepspeed/latest"}
+EARLY = "model.parameters = list(model.parameters()).copy  # as if the optimizer came first\n"
+
+
+def first_step(run_script, path, ranks, tmp_path, change=("", "")):
+    """Run a script without a main on forked ranks, with one text in it changed."""
+
+    def before(script):
+        os.chdir(tmp_path)
+        source = (REPO / path).read_text()
+        assert change[0] in source
+        source = source.replace(*change) if change[0] else source
+        script.main = lambda: exec(compile(source, path, "exec"), {"__name__": "__main__"}) or 0
+
+    ended = run_script("01-ddp-basics/ddp_parts/digits.py", world_size=ranks, before=before)
+    assert not any(ended.codes), ended.stderr
+    return ended.stdout
+
+
+def losses_of(*run) -> torch.Tensor:
+    losses = torch.tensor(list(map(float, re.findall(r"loss (\S+)", first_step(*run)))))
+    assert len(losses) == 5
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("path", "ranks"),
+    [(DDP, 2), (FSDP, 2), (TENSOR, 2), (PIPELINE, 2)]
+    + [pytest.param(DEEPSPEED, ranks, marks=full) for ranks in (1, 2, 3, 4)]
+    + [pytest.param(FSDP, ranks, marks=full) for ranks in (1, 3, 4)]
+    + [pytest.param(path, 4, marks=full) for path in (DDP, TENSOR)]
+    + [pytest.param(TENSOR, 1, marks=full)],
+)
+def test_the_losses_are_those_of_ddp_minimal_on_one_process(run_script, tmp_path, path, ranks):
+    """To the four digits that it prints; three processes take 63 samples, as DDP's three do."""
+    alone = losses_of(run_script, DDP, 3 if ranks == 3 else 1, tmp_path)
+    together = losses_of(run_script, path, ranks, tmp_path)
+    assert alone[-1] < 0.2 * alone[0]
+    assert (together - alone).abs().max() < 2e-4
+    assert (tmp_path / SAVED.get(path, "")).exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        (DDP, ("model = DDP(model)", "model.__dict__['module'] = model")),
+        (FSDP, ("fully_shard(model[0])", EARLY + "fully_shard(model[0])")),
+        (TENSOR, ("dataset, num_replicas=1, rank=0,", "dataset,")),
+        (PIPELINE, ("    sampler.set_epoch", "    if rank == 1:\n        sampler.set_epoch")),
+        pytest.param(DEEPSPEED, ('    "gradient_clipping": 0.0,', ""), marks=full),
+    ],
+)
+def test_what_an_exercise_breaks_changes_the_losses(run_script, tmp_path, path, change):
+    alone = losses_of(run_script, DDP, 1, tmp_path)
+    apart = losses_of(run_script, path, 2, tmp_path, change)
+    assert (apart - alone).abs().max() > 1e-3
+
+
+def test_hello_ranks_adds_up_the_ranks(run_script, tmp_path):
+    printed = first_step(run_script, "01-ddp-basics/hello_ranks.py", 3, tmp_path)
+    assert sorted(printed.splitlines()) == [
+        f"rank {rank} of 3 (local rank {rank}): the sum is 3" for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=full)])
+def test_hello_collectives_leaves_what_their_definitions_say(run_script, tmp_path, ranks):
+    printed = first_step(run_script, "01-ddp-basics/hello_collectives.py", ranks, tmp_path)
+    found = re.findall(r"rank (\d): \[.*\] -> (\[.*\])", printed)
+    every = 10 * torch.arange(ranks)[:, None] + torch.arange(1, ranks + 1)  # [rank, place]
+    total = every.sum(0).tolist()
+    for rank in range(ranks):
+        afters = [after for number, after in found if int(number) == rank]
+        collectives = [every[0], every.flatten(), every[:, rank]]
+        expected = [c.tolist() for c in collectives] + [total, [total[rank]]]
+        assert sorted(afters) == sorted(map(str, expected))
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("05-advanced/context_minimal.py", ("dist.all_reduce(gradient)", "pass")),
+        ("05-advanced/expert_minimal.py", ("output[order] = exchange", "output = exchange")),
+    ],
+)
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=full)])
+def test_a_cut_sequence_and_experts_equal_one_process(run_script, tmp_path, path, change, ranks):
+    def largest_error(*change):
+        printed = first_step(run_script, path, ranks, tmp_path, *change)
+        return max(map(float, re.findall(r"(?:error|gradient) (\d\S*e\S\d+)", printed)))
+
+    assert largest_error() < 1e-5
+    assert largest_error(change) > 1e-2

@@ -1,0 +1,331 @@
+"""The five templates: each stops, saves and resumes alike, and is copied with dist_common alone."""
+
+import ast
+import importlib.abc
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import REPO, results_of, run_command
+from helpers_01 import ask_to_stop_in, largest_difference, steps_in, wait_for
+from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
+
+from dist_common import models
+
+DDP = "01-ddp-basics/ddp_training.py"
+FSDP = "02-fsdp/fsdp_transformer.py"
+FINETUNE = "02-fsdp/fsdp_finetune.py"
+DEEPSPEED = "03-deepspeed/deepspeed_train.py"
+HYBRID = "05-advanced/hybrid_parallelism.py"
+TEMPLATES = [DDP, FSDP, FINETUNE, DEEPSPEED, HYBRID]
+KEYS = {
+    "final_loss", "step_time_ms", "step_times_ms", "tokens_per_second", "tokens_per_step", "mfu",
+    "cpu_time_per_step_ms", "memory_gib", "memory_gib_per_rank", "peak_memory_gib",
+    "peak_memory_gib_per_rank", "collectives_per_step", "bytes_sent_per_step",
+}  # fmt: skip
+PROOFS = re.compile(
+    r"^ *# proofs: a copy deletes these lines\n.*?^ *# end of proofs\n", re.M | re.S
+)
+full = pytest.mark.full
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deepspeed_is_imported():
+    with deepspeed_in_the_parent():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A tiny model in Hugging Face's files, which fsdp_finetune.py starts from."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    made = run_command(["python", FINETUNE, "--make-tiny", str(folder)], REPO, 120)
+    assert made.codes == [0], made.stderr
+    pairs = [{"prompt": f"{n}?", "answer": "abcdefghij"[: 2 + n % 9]} for n in range(60)]
+    folder.with_name("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    return folder
+
+
+def model_and_pairs(request) -> list[str]:
+    folder = request.getfixturevalue("model_folder")
+    return ["--model", str(folder), "--data", str(folder.with_name("pairs.jsonl"))]
+
+
+@pytest.fixture
+def train(run_script, tmp_path, request):
+    """Train a template, or a file cut down from it, on a small model: 12 steps by default."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(97, 123)) * 120)
+
+    def run(template, *argv, script=None, changes=(), **options):
+        def before(module):
+            models.PRESETS["tiny"] = SMALL_MODEL
+            for change in changes:
+                change(module)
+
+        arguments = ["--micro-batch-size", 2, "--seq-len", 32, "--max-steps", 12, "--lr", 1e-2,
+                     "--warmup-steps", 2, "--log-every", 1]  # fmt: skip
+        if template == FINETUNE:
+            arguments += model_and_pairs(request)
+        else:
+            arguments += ["--text-file", text]
+        if template == DEEPSPEED:  # a file that was cut down stands elsewhere
+            arguments += ["--deepspeed_config", config_of(2)]
+        path = str(script or template)
+        return run_script(path, *arguments, *argv, world_size=2, before=before, **options)
+
+    return run
+
+
+# stopped, and resumed
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_run_that_is_asked_to_stop_saves_and_resumes_bitwise(train, tmp_path, template):
+    """SIGTERM to one rank alone, and no checkpoint due for thousands of steps."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    arguments = ("--save-every", 5000, "--eval-every", 6, "--resume", "--output-dir")
+    whole = train(template, *arguments, straight, "--tensorboard")
+    assert whole.codes == [0, 0], whole.stdout + whole.stderr
+    assert "no checkpoint in" in whole.stdout, "--resume in a new folder starts at the start"
+    asked = train(template, *arguments, stopped, changes=[on_rank(1, ask_to_stop_in(5))])
+    assert asked.codes == [0, 0], asked.stdout + asked.stderr
+    assert asked.stdout.splitlines()[-1].endswith("after step 5, asked to stop, saved")
+    again = train(template, *arguments, stopped)
+    assert again.codes == [0, 0], again.stdout + again.stderr
+    assert largest_difference(straight, stopped) == 0.0, "bitwise"
+    assert steps_in(straight, "test_loss") == steps_in(stopped, "test_loss")
+    assert sorted(steps_in(straight, "test_loss")) == [6, 12]
+    assert any((straight / "tensorboard").iterdir())
+    finished = train(template, *arguments, stopped)
+    assert finished.codes == [0, 0] and "has all 12 steps: nothing to do" in finished.stdout
+    metrics = results_of(straight)["metrics"]
+    assert set(metrics) >= KEYS, KEYS - set(metrics)
+    assert len(metrics["step_times_ms"]) >= 12
+    assert set(metrics["memory_gib"]) == {"before", "weights", "gradients", "optimizer"}
+
+
+def on_rank(number, change):
+    """Make a change on one rank alone."""
+    return lambda script: change(script) if os.environ["RANK"] == str(number) else None
+
+
+@full
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGUSR1])
+def test_a_stopped_run_resumes_bitwise(train, tmp_path, template, stop):
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    arguments = ("--save-every", 3, "--eval-every", 0, "--num-workers", 1, "--resume",
+                 "--max-steps", 40, "--output-dir")  # fmt: skip
+    assert train(template, *arguments, straight).codes == [0, 0]
+    metrics = stopped / "metrics.jsonl"
+
+    def act(pids):
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 7)
+        for pid in pids if stop == signal.SIGKILL else pids[1:]:
+            os.kill(pid, stop)
+
+    ended = train(template, *arguments, stopped, during=act)
+    assert ended.codes == [-stop] * 2 if stop == signal.SIGKILL else ended.codes == [0, 0]
+    again = train(template, *arguments, stopped)
+    assert again.codes == [0, 0], again.stdout + again.stderr
+    assert largest_difference(straight, stopped) == 0.0, "bitwise"
+
+
+# the template cut down
+
+
+class Without(ast.NodeTransformer):
+    """Delete what a person deletes: definitions, imports, arguments, and statements that use them.
+
+    `unset` collects the attributes that deleted statements would have set.
+    """
+
+    def __init__(self, words):
+        self.words, self.gone, self.unset = words, set(words), set()
+
+    def uses(self, *nodes):
+        flags = {f"--{name.replace('_', '-')}" for name in self.words}
+        found = (n for node in nodes if node for n in ast.walk(node))
+        return any(
+            (isinstance(n, ast.Name) and n.id in self.gone)
+            or (isinstance(n, ast.Attribute) and n.attr in self.words)
+            or (isinstance(n, ast.Constant) and n.value in flags)
+            for n in found
+        )
+
+    def visit_arguments(self, node):
+        if node.args and node.args[-1].arg in self.words:
+            node.defaults = node.defaults[:-1]
+        node.args = [argument for argument in node.args if argument.arg not in self.words]
+        return node
+
+    def visit_Import(self, node):
+        node.names = [alias for alias in node.names if alias.name not in self.words]
+        return node if node.names else None
+
+    visit_ImportFrom = visit_Import
+
+    def visit_Call(self, node):
+        for place, given in enumerate(node.args):  # f(x.watch(steps)) is f(steps) without x
+            if isinstance(given, ast.Call) and self.uses(given.func) and len(given.args) == 1:
+                node.args[place] = given.args[0]
+        self.generic_visit(node)
+        node.keywords = [k for k in node.keywords if not self.uses(k.value)]
+        if isinstance(node.func, ast.Name):  # a function of the script
+            node.args = [a for a in node.args if not self.uses(a) or not isinstance(a, ast.Name)]
+        return node
+
+    def visit_FunctionDef(self, node):
+        if node.name in self.words:
+            return None
+        outside, self.gone = self.gone, set(self.gone)
+        self.generic_visit(node)
+        self.gone = outside  # a local name says nothing about other functions
+        return node
+
+    def visit_AnnAssign(self, node):
+        return None if node.target.id in self.words else node
+
+    def visit_compound(self, node):
+        header = getattr(node, "test", None) or getattr(node, "iter", None)
+        if self.uses(header):
+            return [kept for s in node.orelse if (kept := self.visit(s))]
+        self.generic_visit(node)
+        return node if node.body else None
+
+    visit_If = visit_For = visit_While = visit_compound
+
+    def visit_simple(self, node):
+        self.generic_visit(node)
+        if not self.uses(node):
+            return node
+        for target in getattr(node, "targets", []):  # what it would have set is gone too
+            for n in target.elts if isinstance(target, ast.Tuple) else [target]:
+                self.gone |= {n.id} if isinstance(n, ast.Name) else set()
+                self.unset |= {n.attr} if isinstance(n, ast.Attribute) else set()
+        return None
+
+    def visit_Dict(self, node):
+        kept = [(k, v) for k, v in zip(node.keys, node.values, strict=True) if not self.uses(v)]
+        node.keys, node.values = map(list, zip(*kept, strict=True)) if kept else ([], [])
+        return self.generic_visit(node)
+
+    visit_Assign = visit_AugAssign = visit_Expr = visit_simple
+
+
+def without(tree, word):
+    """Delete a name; then the attributes that nothing sets any more, until all is set."""
+    words = {word}
+    while words:
+        cut = Without(words)
+        tree = cut.visit(tree)
+        attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        words = cut.unset - {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+        words &= {node.attr for node in attributes}
+    return tree
+
+
+def test_the_mechanical_deletion_deletes():
+    source = (
+        "import x, m\n"
+        "def f(a, x):\n  g(a, x)\n  if x:\n    h()\n  else:\n    k()\n  y = {1: x, 2: a}\n  z(y)\n"
+        "  a.one, a.two = x(), 1\n  a.two = 2\n  b = a.one\n  p(a.two)\n  m.q(b)\n  t(a.x.w(y2))\n"
+        "def r(b):\n  s(b)"
+    )
+    cut = ast.unparse(without(ast.parse(source), "x"))
+    assert cut == (
+        "import m\n\ndef f(a):\n    g(a)\n    k()\n    y = {2: a}\n    z(y)\n    a.two = 2\n"
+        "    p(a.two)\n    t(y2)\n\ndef r(b):\n    s(b)"
+    )
+
+
+def optional_parts(template):
+    """Return the names that a template's docstring says can be deleted."""
+    docstring = ast.get_docstring(ast.parse((REPO / template).read_text()))
+    return re.findall(r"`(\w+)`", "".join(re.findall(r"To copy: .*?\n\n", docstring, re.S)))
+
+
+def without_proofs(template):
+    source, blocks = PROOFS.subn("", (REPO / template).read_text())
+    assert blocks == 1, "one block of proofs, between its two comments"
+    return source
+
+
+class RefuseProofs(importlib.abc.MetaPathFinder):
+    """Let no import find what a copy does without."""
+
+    def find_spec(self, name, path, target=None):
+        if name.startswith("dist_common.lab") or name.split(".")[0].endswith("_parts"):
+            raise ImportError(f"a copied template imports {name}")
+
+
+def refuse_proofs(_):
+    for name in list(sys.modules):
+        if name.startswith("dist_common.lab") or name.split(".")[0].endswith("_parts"):
+            del sys.modules[name]
+    sys.meta_path.insert(0, RefuseProofs())
+
+
+EACH = [(template, word) for template in TEMPLATES for word in optional_parts(template)]
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [*((template, "all") for template in TEMPLATES),
+     *(pytest.param(*each, marks=full) for each in EACH)],
+)  # fmt: skip
+def test_what_a_user_does_not_need_can_be_deleted(train, tmp_path, template, word):
+    """Without proofs and any one part, and without all, the rest trains on to the same loss."""
+    words = optional_parts(template)
+    assert words, "the docstring names what can go"
+    tree = ast.parse(without_proofs(template))
+    for name in words if word == "all" else [word]:
+        tree = without(tree, name)
+        assert name not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    cut = tmp_path / "cut.py"
+    cut.write_text(ast.unparse(tree))
+    folder = tmp_path / "whole"
+    whole = train(template, "--max-steps", 4, "--save-every", 0, "--output-dir", folder)
+    assert not any((folder / "checkpoints").iterdir()), "--save-every 0"
+    ended = train(template, "--max-steps", 4, script=cut, changes=[refuse_proofs])
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    losses = [re.search(r"^step 4 \| loss [\d.]+", run.stdout, re.M)[0] for run in (whole, ended)]
+    assert losses[0] == losses[1]
+
+
+@full
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_copy_with_dist_common_trains_is_killed_and_resumes(tmp_path, template, request):
+    """In an empty folder, under torchrun, without lab/ and the proofs."""
+    name = Path(template).name
+    shutil.copytree(REPO / "dist_common", tmp_path / "dist_common",
+                    ignore=shutil.ignore_patterns("lab", "__pycache__"))  # fmt: skip
+    (tmp_path / name).write_text(without_proofs(template))
+    if (REPO / template).with_name("configs").is_dir():
+        shutil.copytree((REPO / template).with_name("configs"), tmp_path / "configs")
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", name, "--max-steps", "30",
+               "--seq-len", "32", "--micro-batch-size", "2", "--log-every", "1", "--save-every",
+               "2", "--eval-every", "0", "--output-dir", "run", "--resume"]  # fmt: skip
+    if template == FINETUNE:
+        command += model_and_pairs(request)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def kill(pid):
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 5, 250)
+        launcher = psutil.Process(pid)
+        for process in (*launcher.children(recursive=True), launcher):  # ranks outlive a launcher
+            process.kill()
+
+    killed = run_command(command, tmp_path, 300, kill)
+    assert killed.codes == [-signal.SIGKILL]
+    ended = run_command(command, tmp_path, 300)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "resuming from run/checkpoints/step-" in ended.stdout
+    assert sorted(steps_in(tmp_path / "run")) == list(range(1, 31))
