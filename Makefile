@@ -21,7 +21,7 @@ help:
 	@echo "make quickstart   install, train on real digits with 2 processes, show the result"
 	@echo "make bench        compare eight strategies on 2 processes: a minute or two on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
-	@echo "make test         install, lint, run the quick tests: some minutes on 2 cores"
+	@echo "make test         install, lint, run the quick tests: about 5 minutes on 2 cores"
 	@echo "make test-all     the same, and every command of every page: what CI runs"
 	@echo "make lint         ruff and codespell"
 
