@@ -11,7 +11,8 @@
 - <!-- recorded: FILE --> before a ```text block: it was printed on another machine, and stands as
   "output" in that JSON file, beside machine, versions and date. Commands right before are not run.
 - An image is followed by <!-- drawn by the command above: PATH -->, the file it is a copy of; with
-  ", times differ" before the colon, it may differ as much as measured times do.
+  ", times differ" before the colon, it may differ as much as measured times do. Or by
+  <!-- drawn on PAGE -->, which has it with its command.
 - A ```python or ```json block stands, word for word, in a file of the page's folder or dist_common.
 - A ```tree block lists paths that exist, first word of each line.
 - A ```diff block follows <!-- diff: FILE FUNCTION, FILE FUNCTION --> and is the difference between
@@ -123,13 +124,25 @@ def test_a_diff_on_a_page_is_the_difference(path, block):
     assert block.text == fresh, f"{path}:{block.line}: run python tests/test_guides.py"
 
 
+ELSEWHERE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)\n<!-- drawn on (\S+\.md) -->")
+
+
 def test_every_image_says_what_drew_it():
     for page in PAGES:
-        prose = read(page).prose
+        prose, folder = read(page).prose, (REPO / page).parent
         comment = (
             "each ![picture] needs, on the next line, <!-- drawn by the command above: FILE -->"
         )
-        assert prose.count("![") == len(pages.FIGURE.findall(prose)), f"{page}: {comment}"
+        borrowed = ELSEWHERE.findall(prose)
+        assert prose.count("![") == len(pages.FIGURE.findall(prose)) + len(borrowed), (
+            f"{page}: {comment}"
+        )
+        for image, other in borrowed:
+            drawn = [figure for figure, *_ in pages.FIGURE.findall((folder / other).read_text())]
+            own = [(folder / other).parent / figure for figure in drawn]
+            assert (folder / image).resolve() in [path.resolve() for path in own], (
+                f"{page}: {image}"
+            )
 
 
 @cache
@@ -220,14 +233,14 @@ def test_every_entry_of_a_file_tree_exists():
                 assert ((REPO / path).parent / line.split()[0]).exists(), f"{path}: {line}"
 
 
-def test_the_readme_shows_the_commands_that_make_runs(copy):
+def test_the_readmes_show_the_commands_that_make_runs(copy):
     """Whatever make trains, tests and checks stands there as a plain command, beneath it."""
 
     def words(command: str) -> list[str]:
         return shlex.split(re.sub(r"runs/\S+", "runs/DIR", command.replace(".venv/bin/", "")))
 
-    shown = [words(command) for step in steps(read("README.md"))
-             for _, command in commands(step.commands)]  # fmt: skip
+    shown = [words(command) for page in ("README.md", "benchmarks/README.md")
+             for step in steps(read(page)) for _, command in commands(step.commands)]  # fmt: skip
     for goal in ("quickstart", "bench", "test", "test-all"):
         planned = run_command(["make", "--dry-run", goal], copy, 60)
         lines = planned.stdout.replace("\\\n", " ").splitlines()
@@ -236,7 +249,7 @@ def test_the_readme_shows_the_commands_that_make_runs(copy):
         own = [words(line) for line in lines if re.match(tools, line.strip())]
         assert own, f"make {goal}: {planned.stdout}{planned.stderr}"
         missing = [" ".join(step) for step in own if step not in shown]
-        assert not missing, f"make {goal} runs what README.md does not show: {missing}"
+        assert not missing, f"make {goal} runs what no README.md shows: {missing}"
 
 
 def main() -> int:

@@ -74,6 +74,15 @@ def test_what_an_exercise_breaks_changes_the_losses(run_script, tmp_path, path, 
     assert (apart - alone).abs().max() > 1e-3
 
 
+def test_the_front_page_counts_lines_and_shows_the_losses():
+    front, ddp = (REPO / "README.md").read_text(), (REPO / DDP).with_suffix(".md").read_text()
+    rows = re.findall(r"^\| \[\w+\.py\]\((\S+)\.md\) \| (\d+) \|", front, re.M)
+    assert len(rows) == 7
+    for path, lines in rows:
+        assert len((REPO / f"{path}.py").read_text().splitlines()) == int(lines), path
+    assert " ".join(re.findall(r"^epoch .: loss (\S+)$", ddp, re.M)[-5:]) in front
+
+
 def test_hello_ranks_adds_up_the_ranks(run_script, tmp_path):
     printed = first_step(run_script, "01-ddp-basics/hello_ranks.py", 3, tmp_path)
     assert sorted(printed.splitlines()) == [
