@@ -14,8 +14,8 @@ from conftest import REPO, compiled, load_script, run_command
 from helpers_benchmarks import TOOL, asked_for, bench, fakes, runs_of  # noqa: F401
 
 from bench import launch as bench_launch
-from bench import machine as bench_machine
 from bench import points as bench_points
+from bench import runner as bench_runner
 from bench import store as bench_store
 from bench import strategies as bench_strategies
 from bench.records import FLOAT32, IN_16_BITS
@@ -82,13 +82,14 @@ def test_ids_name_what_differs_and_nothing_else():
                      links=["none", "100mbit"], repeats=1)  # fmt: skip
     ids = {point.identity for point in points}
     assert "ddp.w2.124m.bf16-mixed.100mbit#1" in ids and len(ids) == len(points) == 12
-    assert {point.link for point in points if point.strategy.name == "single"} == {None}
+    alone = [point for point in points if point.name.startswith("single")]
+    assert {point.described["link"] for point in alone} == {None}
 
 
 def test_weak_scaling_has_a_reference_for_each_global_batch():
     points = plan_of(("ddp",), world_sizes=[2, 4], scaling="weak", repeats=1, micro_batch_size=8)
-    batches = {p.identity: (p.global_batch_size, p.micro_batch_size, p.grad_accum_steps)
-               for p in points}  # fmt: skip
+    names = ("global_batch_size", "micro_batch_size", "grad_accum_steps")
+    batches = {point.identity: tuple(map(point.described.get, names)) for point in points}
     assert batches == {
         "single.w1.b16#1": (16, 8, 2),
         "single.w1.b32#1": (32, 8, 4), "ddp.w2.b32#1": (32, 8, 2),
@@ -333,10 +334,10 @@ def test_gpus_that_are_hidden_do_not_count(monkeypatch, tmp_path):
 
 def test_what_runs_here_is_described(tmp_path):
     listed = "NVIDIA H100, 580.1\nNVIDIA H100, 580.1\nNVIDIA A100, 580.1"
-    found = bench_machine.gpus(listed)
+    found = bench_runner.gpus(listed)
     assert (found["GPUs"], found["driver"]) == ("2 x NVIDIA H100 and 1 x NVIDIA A100", "580.1")
-    assert bench_machine.gpus("No devices were found") == bench_machine.gpus("") == {}
-    assert bench_machine.commit(tmp_path) is None, "no repository"
+    assert bench_runner.gpus("No devices were found") == bench_runner.gpus("") == {}
+    assert not bench_runner.commit(tmp_path), "no repository"
 
     def git(*words):
         names = ("-c", "user.name=x", "-c", "user.email=x@y.z")
@@ -346,10 +347,10 @@ def test_what_runs_here_is_described(tmp_path):
     (tmp_path / "file").write_text("one")
     git("add", "file")
     git("commit", "-m", "one")
-    commit = bench_machine.commit(tmp_path)
+    commit = bench_runner.commit(tmp_path)
     assert re.fullmatch("[0-9a-f]{10}", commit)
     (tmp_path / "file").write_text("two")
-    assert bench_machine.commit(tmp_path) == f"{commit} with changes"
+    assert bench_runner.commit(tmp_path) == f"{commit} with changes"
 
 
 @pytest.fixture
@@ -502,8 +503,8 @@ SMALLEST = {"single": 1, "fsdp-hybrid": 4, "tp-pp-dp": 8}
 def test_every_script_accepts_the_flags_of_its_rows(name, monkeypatch):
     asked = asked_for(world_sizes=[SMALLEST.get(name, 2)])
     (point,) = bench_points.plan(asked, [STRATEGIES[name]])[:1]
-    assert point.reason is None and point.world_size == SMALLEST.get(name, 2)
-    words = list(map(str, point.arguments(asked)))
+    assert point.reason is None and point.described["world_size"] == SMALLEST.get(name, 2)
+    words = list(map(str, point.flags))
     monkeypatch.setattr(sys, "argv", [STRATEGIES[name].script, *words])
     monkeypatch.chdir(REPO)
     parsed = load_script(STRATEGIES[name].script).parse_args()

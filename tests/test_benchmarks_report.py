@@ -14,7 +14,6 @@ from helpers_benchmarks import asked_for
 from bench import points as bench_points
 from bench import report as bench_report
 from bench import strategies as bench_strategies
-from bench import tables as bench_tables
 from bench import words as bench_words
 from bench.analysis import analyse
 from bench.baseline import compare
@@ -112,7 +111,7 @@ def test_strategies_that_differ_by_less_than_the_noise_share_a_place(tmp_path):
     assert analysis.noise.width == pytest.approx(0.10)
     assert (analysis.noise.row.label, analysis.noise.row.timed_repeats) == ("a", 2)
     assert places_of(analysis) == {"a": "1-2", "b": "1-2", "c": "3"}
-    said = bench_tables.text(analysis)
+    said = bench_report.text(analysis)
     assert "fastest, and not told apart: a and b" in said
     assert "noise: 10%, the spread of 2 repeats of a on 2 ranks" in said
 
@@ -124,7 +123,7 @@ def test_places_do_not_chain(tmp_path):
     analysis = analysis_of(tmp_path, *REFERENCE, *lines)
     assert analysis.noise.width == pytest.approx(0.4)
     assert places_of(analysis) == {"a": "1-2", "b": "1-3", "c": "2-3", "d": "4"}
-    said = bench_tables.text(analysis)
+    said = bench_report.text(analysis)
     assert "fastest, and not told apart: a and b" in said
     assert re.search(r"^place +strategy ", said, re.M) and re.search(r"^1-3 +b ", said, re.M)
 
@@ -156,7 +155,7 @@ def test_no_order_is_claimed_inside_the_noise(tmp_path, seed):
 def test_nothing_has_a_place_without_repeats(tmp_path):
     analysis = analysis_of(tmp_path, record("single", 100), record("a", 50), record("b", 500))
     assert analysis.noise.width is None and set(places_of(analysis).values()) == {""}
-    said = bench_tables.text(analysis)
+    said = bench_report.text(analysis)
     assert "noise: unknown" in said and "fastest" not in said
 
 
@@ -232,7 +231,7 @@ def test_verdicts(tmp_path, changes, kind):
     halves = repeated("single", 100, 100, **HALF)
     analysis = analysis_of(tmp_path, *REFERENCE, *halves, *repeated("ddp", 80, 81, **changes))
     assert verdicts_of(analysis)["ddp"][0] == kind
-    bench_tables.text(analysis)
+    bench_report.text(analysis)
 
 
 def test_a_wrong_loss_of_the_first_steps_says_so(tmp_path):
@@ -255,7 +254,7 @@ def test_where_one_process_cannot_train_most_strategies_stand_for_it(tmp_path):
     kinds = {name: kind for name, (kind, _) in verdicts_of(analysis).items()}
     assert kinds == {"ddp": "ok", "fsdp": "ok", "zero": "ok", "sabotaged": "wrong"}
     assert places_of(analysis) == {"ddp": "1", "fsdp": "2", "zero": "3", "sabotaged": ""}
-    text = bench_tables.text(analysis)
+    text = bench_report.text(analysis)
     assert "losses compared with the median of 4 strategies: no single process" in text
     assert "from the median of 4 strategies, 0.005 allowed" in text
     few = analysis_of(tmp_path, *lines[:4])
@@ -274,7 +273,7 @@ def test_each_link_has_a_noise_of_its_own(tmp_path):
     assert analysis.noises["tiny", "32-true", "100mbit"].width == pytest.approx(0.02)
     behind = [rows for rows in analysis.groups if rows[0].group.link == "100mbit"]
     assert [[row.place for row in rows] for rows in behind] == [["1", "2"]]
-    text = bench_tables.text(analysis)
+    text = bench_report.text(analysis)
     assert "noise: 200%" in text and "noise over 100mbit: 2%" in text
     assert "fastest beyond the noise: ddp" in text
 
@@ -289,7 +288,7 @@ def test_a_noisy_small_model_takes_no_place_from_a_large_one(tmp_path):
         placed = [[row.place for row in rows] for rows in analysis.groups]
         assert ["1", "2"] in placed and ["1-2", "1-2"] in placed
         named = next(iter(large.values()))
-        assert f"noise of {named}: 2%" in bench_tables.text(analysis)
+        assert f"noise of {named}: 2%" in bench_report.text(analysis)
 
 
 def test_one_wrong_repeat_is_enough(tmp_path):
@@ -312,7 +311,7 @@ def test_failures_are_shown_with_their_reasons(tmp_path):
         record("ddp", 80), record("pp", 1, status="skipped", reason="2 layers for 3 stages"),
         points=[*range(9)],
     )  # fmt: skip
-    said = bench_tables.text(analysis)
+    said = bench_report.text(analysis)
     assert f"fsdp: failed: {reason}" in said and "pp: skipped: 2 layers for 3 stages" in said
     assert "5 of 9 points, 1 failed, 1 skipped" in said
 
@@ -320,8 +319,8 @@ def test_failures_are_shown_with_their_reasons(tmp_path):
 def test_a_sweep_of_failures_is_reported(tmp_path):
     failed = {"status": "failed", "reason": "no network"}
     analysis = analysis_of(tmp_path, record("single", 1, **failed), record("ddp", 1, **failed))
-    assert "ddp: failed: no network" in bench_tables.text(analysis)
-    assert "None" not in bench_tables.text(analysis)
+    assert "ddp: failed: no network" in bench_report.text(analysis)
+    assert "None" not in bench_report.text(analysis)
     assert "no network" in bench_report.render(analysis, None)
 
 
@@ -360,14 +359,14 @@ def test_weak_scaling_keeps_the_batch_of_a_rank(tmp_path):
     times = {("single", 16): 100, ("ddp", 32): 125, ("ddp", 64): 200}
     lines = []
     for point in points:
-        batch = point.global_batch_size
-        ms = times.get((point.strategy.name, batch), 10 * batch)
-        lines.append(record(point.strategy.name, ms, tokens_per_step=batch * 128) | {
-            "id": point.identity, "point": point.described(asked)})  # fmt: skip
-        lines[-1]["results"]["world_size"] = point.world_size
+        name, batch = point.described["strategy"], point.described["global_batch_size"]
+        ms = times.get((name, batch), 10 * batch)
+        lines.append(record(name, ms, tokens_per_step=batch * 128) | {
+            "id": point.identity, "point": point.described})  # fmt: skip
+        lines[-1]["results"]["world_size"] = point.described["world_size"]
     analysis = analysis_of(tmp_path, *lines, scaling="weak")
     ((scaling,),) = analysis.scaling
-    assert scaling.row.label == "ddp" and "1 rank " in bench_tables.text(analysis)
+    assert scaling.row.label == "ddp" and "1 rank " in bench_report.text(analysis)
     assert scaling.efficiency == pytest.approx({1: 1.0, 2: 0.8, 4: 0.5})
 
 
@@ -402,7 +401,7 @@ def test_the_order_of_records_never_matters(run_script, tmp_path):
         random.Random(seed).shuffle(lines)
         folder = write(tmp_path / "sweep", lines)
         analysis = analyse(load(folder))
-        seen.add((bench_tables.text(analysis), bench_report.render(analysis, None)))
+        seen.add((bench_report.text(analysis), bench_report.render(analysis, None)))
     assert len(seen) == 1
 
 
@@ -418,7 +417,7 @@ def test_a_baseline_flags_only_what_is_beyond_the_noise_of_both(tmp_path):
     sweeps = [load(write(tmp_path / name, own)) for name, own in (("new", new), ("old", old))]
     comparison = compare(*(analyse(sweep) for sweep in sweeps))
     assert comparison.beyond_noise == [("b", "step time")]
-    said = bench_tables.comparison_text(comparison)
+    said = bench_report.comparison_text(comparison)
     assert re.search(r" a +1\.15x +1\.00x +1\.00x +1\.00x$", said, re.M)
     assert re.search(r" b +1\.3\dx ! +1\.00x +1\.00x +1\.00x$", said, re.M)
     assert "only in the new one: new" in said and "only in the old one: gone" in said
@@ -442,7 +441,7 @@ def test_a_sweep_resumed_under_other_conditions_has_no_places(tmp_path):
     assert set(places_of(analysis).values()) == {""}
     said = "several machines or versions, so nothing has a place: torch 2.11.0 and 2.14.1"
     assert said in bench_report.render(analysis, None)
-    text = bench_tables.text(analysis)
+    text = bench_report.text(analysis)
     assert re.search(rf"^warning: .*{said}", text) and "fastest" not in text
 
 
@@ -452,7 +451,7 @@ def test_the_header_has_what_the_suite_found_out(tmp_path):
     one = {"commit": "1234567890", "GPUs": "8 x H100", "driver": "580.1", "NCCL": "2.28.9"}
     (folder / "sweep.json").write_text(json.dumps(content | {"machines": [one]}))
     analysis = analyse(load(folder))
-    text = bench_tables.text(analysis)
+    text = bench_report.text(analysis)
     assert "NCCL 2.28.9, driver 580.1, python 3.12.3, commit 1234567890\n8 x H100 2 cores" in text
     assert "8 x H100" in bench_report.render(analysis, None) and not analysis.warnings
     two = [one, one | {"commit": "abcdef"}]
@@ -468,7 +467,7 @@ def test_a_baseline_names_other_flags_versions_bytes_and_losses(tmp_path):
     }  # fmt: skip
     new = write(tmp_path / "new", [*REFERENCE, *repeated("ddp", 80, 81, **other)])
     comparison = compare(*(analyse(load(folder)) for folder in (new, old)))
-    said = bench_tables.comparison_text(comparison)
+    said = bench_report.comparison_text(comparison)
     assert "differs: cores: 2 -> 2, 64" in said
     assert "ddp: verdict ok -> wrong" in said
     assert re.search(r"ddp: flags \S+ -> \S+ --compile", said)

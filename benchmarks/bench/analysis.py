@@ -10,18 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.records import (
-    LOSSY,
-    UNCOMPARED,
-    Group,
-    Run,
-    Verdict,
-    conditions,
-    judge,
-    median,
-    number,
-    read_run,
-)
+from bench import records
+from bench.records import LOSSY, UNCOMPARED, Group, Run, Verdict, median
 from bench.store import OK, Sweep
 from bench.strategies import REFERENCE
 
@@ -107,17 +97,16 @@ class Analysis:
 
 def analyse(sweep: Sweep) -> Analysis:
     """Compute all that a report shows of the training points of a sweep."""
-    found = conditions(sweep)
-    records = [r for r in sweep.records if r["point"].get("kind", "train") == "train"]
-    runs = [read_run(record, sweep) for record in records]
-    runs.sort(key=lambda run: (run.group.sort_key(), run.strategy, *_place(run)))
-    judge(runs)
+    found = records.conditions(sweep)
+    runs = [records.read_run(record, sweep) for record in sweep.records
+            if record["point"].get("kind", "train") == "train"]  # fmt: skip
+    runs.sort(key=lambda run: (run.group.sort_key(), run.strategy,
+                               run.record.get("repeat", 0), run.record["id"]))  # fmt: skip
+    records.judge(runs)
     groups = [rows_of(list(own)) for _, own in itertools.groupby(runs, lambda run: run.group)]
     every = [row for rows in groups for row in rows]
-    alike_in_noise = defaultdict(list)
-    for row in every:
-        alike_in_noise[noisy_by(row.group)].append(row)
-    noises = {key: noise_of(rows) for key, rows in alike_in_noise.items()}
+    noises = {key: noise_of([row for row in every if noisy_by(row.group) == key])
+              for key in dict.fromkeys(noisy_by(row.group) for row in every)}  # fmt: skip
     mixed = [f"{name} {' and '.join(values)}" for name, values in found.items()
              if len(values) > 1 and name not in MAY_VARY]  # fmt: skip
     warnings = list(sweep.warnings)
@@ -126,15 +115,11 @@ def analyse(sweep: Sweep) -> Analysis:
         warnings.append(f"{sweep.folder} {said}: {'; '.join(mixed)}")
     for rows in groups:
         give_places(rows, None if mixed else noises[noisy_by(rows[0].group)].width)
-    spreads = [row.spread("peak_memory_gib") for row in every]
+    spreads = (row.spread("peak_memory_gib") for row in every)
     memory_noise = max((spread for spread in spreads if spread is not None), default=None)
     scaling = scaling_of(every, sweep.settings.get("scaling") == "weak")
     known = {name: ", ".join(values) for name, values in found.items()}
     return Analysis(sweep, groups, noise_of(every), noises, memory_noise, scaling, known, warnings)
-
-
-def _place(run: Run) -> tuple[float, str]:
-    return number(run.record.get("repeat")) or 0, str(run.record.get("id"))
 
 
 # noise and places
@@ -170,8 +155,7 @@ def worst(runs: Sequence[Run]) -> Verdict:
 
 def noise_of(rows: Sequence[Row]) -> Noise:
     """Return the width of the noise, from all strategies whose points ran more than once."""
-    spreads = [(row.spread("step_time_ms"), row) for row in rows]
-    known = [(spread, row) for spread, row in spreads if spread is not None]
+    known = [(spread, row) for row in rows if (spread := row.spread("step_time_ms")) is not None]
     return Noise(*max(known, key=lambda found: found[0], default=(None, None)))
 
 
@@ -208,7 +192,7 @@ def scaling_of(rows: Sequence[Row], weak: bool) -> list[list[Scaling]]:
     ranks where `single` did not run. Strong scaling keeps the global batch, weak scaling the
     batch of a rank. Rows that are wrong or failed have no efficiency.
     """
-    jobs: dict[tuple, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    jobs: dict[tuple, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     alone: dict[tuple, Row] = {}
     for row in rows:
         group = row.group
@@ -218,7 +202,7 @@ def scaling_of(rows: Sequence[Row], weak: bool) -> list[list[Scaling]]:
         if counted and row.label == REFERENCE:
             alone[job] = row
         elif counted:
-            jobs[job, group.link][row.label].append(row)
+            jobs[job, group.link][row.label][group.world_size] = row
     found = []
     for (job, _), by_label in jobs.items():
         lines = [scale(own, alone.get(job)) for _, own in sorted(by_label.items())]
@@ -227,11 +211,12 @@ def scaling_of(rows: Sequence[Row], weak: bool) -> list[list[Scaling]]:
     return found
 
 
-def scale(rows: Sequence[Row], reference: Row | None) -> Scaling:
+def scale(own: dict[int, Row], reference: Row | None) -> Scaling:
     """Return how a strategy scales from `reference`, one process, or from its own fewest ranks."""
-    by_ranks = {1: reference} if reference else {}
-    by_ranks |= {row.group.world_size: row for row in rows}
+    by_ranks = {1: reference} | own if reference else own
     speeds = {ranks: row.median("tokens_per_second") / ranks for ranks, row in by_ranks.items()}
     ideal = reference.median("tokens_per_second") if reference else speeds[min(speeds)]
     efficiency = {ranks: speed / ideal for ranks, speed in speeds.items()}
-    return Scaling(rows[0], {n: row.step_time_ms for n, row in by_ranks.items()}, efficiency)
+    return Scaling(
+        next(iter(own.values())), {n: row.step_time_ms for n, row in by_ranks.items()}, efficiency
+    )

@@ -3,9 +3,7 @@
 import argparse
 import itertools
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bench import launch, points, runner, settings
 from bench.comm_tables import COLLECTIVES
@@ -31,45 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_launch_arguments(parser, "runs/comm")
 
 
-@dataclass(frozen=True)
-class Timing(points.Point):
-    """One run of the script: one collective at all sizes."""
-
-    collective: str
-
-    @property
-    def script(self) -> str:
-        return SCRIPT
-
-    def arguments(self, args: argparse.Namespace) -> list[Any]:
-        """Return the words after the script's name, all but --output-dir."""
-        values = {
-            "--collective": self.collective, "-b": args.minbytes, "-e": args.maxbytes,
-            "-f": args.stepfactor, "-n": args.iters, "--device": args.device,
-            "--timeout": points.patience(args.timeout),
-        }  # fmt: skip
-        values |= {"--link": self.link} if self.link else {}  # the script compares with it
-        return list(itertools.chain.from_iterable(values.items()))
-
-    def described(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Return what a record of results.jsonl says of the point."""
-        which = {"kind": "comm", "script": SCRIPT, "collective": self.collective,
-                 "world_size": self.world_size, "link": self.link}  # fmt: skip
-        return which | {name: getattr(args, name) for name in SIZES}
-
-    def read(self, folder: Path) -> points.Results:
-        """Return what the script wrote, and what is wrong with it."""
-        try:
-            results = json.loads((folder / "results.json").read_text())
-            if isinstance(results["metrics"]["sweeps"], dict):
-                return {"results": results}, None
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        return {}, "it wrote no results.json with sweeps"
-
-    def summary(self, record: dict[str, Any]) -> str:
-        """Return what came out of it, in a word: its numbers are in the tables."""
-        return record["status"]
+def read(folder: Path) -> points.Results:
+    """Return what the script wrote, and what is wrong with it."""
+    try:
+        results = json.loads((folder / "results.json").read_text())
+        if isinstance(results["metrics"]["sweeps"], dict):
+            return {"results": results}, None
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return {}, "it wrote no results.json with sweeps"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,6 +54,12 @@ def run(args: argparse.Namespace) -> int:
     for link, ranks, name in itertools.product(args.links, args.world_sizes, args.collectives):
         reason = None if args.dry_run else launch.why_not(args.launcher, args.device, ranks)
         speed = None if link == NO_LINK else link
+        flags = ["--collective", name, "-b", args.minbytes, "-e", args.maxbytes]
+        flags += ["-f", args.stepfactor, "-n", args.iters, "--device", args.device]
+        flags += ["--timeout", points.patience(args.timeout)]
+        flags += ["--link", speed] if speed else []  # the script compares with it
+        described = {"kind": "comm", "script": SCRIPT, "collective": name, "world_size": ranks}
+        described |= {"link": speed} | {size: getattr(args, size) for size in SIZES}
         identity = ".".join(filter(None, ("comm", name, f"w{ranks}", speed)))
-        once.append(Timing(identity, ranks, speed, reason, 0, name))
+        once.append(points.Point(identity, Path(SCRIPT), flags, described, reason, read))
     return runner.run(points.in_turns(once, args.repeats), args)

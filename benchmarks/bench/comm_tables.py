@@ -1,7 +1,7 @@
 """What records of `comm` say: time and bandwidth by size, latency and bandwidth, wrong data."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from bench.records import median
@@ -13,7 +13,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "alltoa
 WRONG = "WRONG"
 MEASURED = ("time_us", "p50_us", "p95_us", "algbw_gb_s", "busbw_gb_s")
 Record = dict[str, Any]
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headers, rows
+Table = tuple[Sequence[str], list[Sequence[str]]]  # headers, rows
 
 
 def lines_of(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -21,21 +21,20 @@ def lines_of(records: Iterable[Record]) -> list[dict[str, Any]]:
 
     In place, as the script's own fit, but for what cannot be in place. `wrong` is a sum.
     """
-    found: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    for record, label, sizes in _sweeps(records):
-        for sides in sizes:
-            figures = sides["in_place"] or sides["out_of_place"]
-            key = (*_names(record, label), figures["size"])
-            found[key].append(figures | {"wrong": _wrong(sides)})
+    found = defaultdict(list)
+    for names, metrics in _runs(records):
+        for sides in metrics["sweeps"][names[0]]:
+            found[(*names, sides["out_of_place"]["size"])].append(sides)
     lines = []
     for key in sorted(found, key=_order):
-        repeats = found[key]
-        times = [figures["time_us"] for figures in repeats]
+        repeats = [sides["in_place"] or sides["out_of_place"] for sides in found[key]]
         line = dict(zip(("collective", "ranks", "link", "bytes"), key, strict=True))
         line["repeats"] = len(repeats)
         line |= {name: median(figures[name] for figures in repeats) for name in MEASURED}
+        times = [figures["time_us"] for figures in repeats]
         line |= {"fastest_repeat_us": min(times), "slowest_repeat_us": max(times)}
-        lines.append(line | {"wrong": sum(figures["wrong"] for figures in repeats)})
+        both = [figures for sides in found[key] for figures in sides.values() if figures]
+        lines.append(line | {"wrong": sum(figures["wrong"] for figures in both)})
     return lines
 
 
@@ -50,7 +49,7 @@ def comm_table(records: Iterable[Record]) -> Table:
                "busbw", "#wrong")  # fmt: skip
     rows = {}
     for record in records:
-        if record["point"].get("kind") == "comm" and not _sweeps([record]):
+        if record["point"].get("kind") == "comm" and not list(_runs([record])):
             names = _names(record, record["point"]["collective"])
             said = f"{record['status']}: {record.get('reason') or 'no reason recorded'}"
             rows[(*names, 0)] = (*names, said, *[""] * 7)
@@ -77,15 +76,14 @@ def fit_table(records: Iterable[Record]) -> Table:
                "best busbw")  # fmt: skip
     columns = {"alpha_us": us, "busbw_gb_s": in_gb_s, "crossover_bytes": in_kb,
                "best_busbw_gb_s": in_gb_s}  # fmt: skip
-    found: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
-    for record, label, _ in _sweeps(records):
-        metrics = record["results"]["metrics"]
-        fitted = {name: metrics.get(f"{label} {name}") for name in columns}
-        found[(*_names(record, label), 0)].append(fitted)
+    found = defaultdict(list)
+    for names, metrics in _runs(records):
+        found[names].append(metrics)
     rows = []
-    for key in sorted(found, key=_order):
-        fits = {name: median(fitted[name] for fitted in found[key]) for name in columns}
-        rows.append((*key[:-1], *(write(fits[name]) for name, write in columns.items())))
+    for names in sorted(found, key=_order):
+        cells = (write(median(metrics.get(f"{names[0]} {name}") for metrics in found[names]))
+                 for name, write in columns.items())  # fmt: skip
+        rows.append((*names, *cells))
     return headers, rows
 
 
@@ -100,17 +98,16 @@ def in_kb(value: float | None) -> str:
 
 def wrong_elements(records: Iterable[Record]) -> int:
     """Return how many of the numbers received were wrong, over all sizes and repeats."""
-    return sum(_wrong(sides) for _, _, sizes in _sweeps(records) for sides in sizes)
+    return sum(line["wrong"] for line in lines_of(records))
 
 
-def _sweeps(records: Iterable[Record]) -> list[tuple[Record, str, list[dict[str, Any]]]]:
-    """Return each record of `comm`, a collective (and where, on several nodes), and its sizes."""
-    found = []
+def _runs(records: Iterable[Record]) -> Iterator[tuple[tuple[str, str, str], dict[str, Any]]]:
+    """Yield the metrics of each record of `comm` by collective (and where, on several nodes)."""
     for record in records:
         if record["point"].get("kind") == "comm":
             metrics = (record.get("results") or {}).get("metrics") or {}
-            found += [(record, label, sizes) for label, sizes in metrics.get("sweeps", {}).items()]
-    return found
+            for label in metrics.get("sweeps", ()):
+                yield _names(record, label), metrics
 
 
 def _names(record: Record, label: str) -> tuple[str, str, str]:
@@ -120,11 +117,5 @@ def _names(record: Record, label: str) -> tuple[str, str, str]:
 
 def _order(key: tuple) -> tuple:
     """Sort by collective as they are listed, then by ranks, link and size."""
-    label, ranks, link, size = key
-    name = label.split()[0]
-    place = COLLECTIVES.index(name) if name in COLLECTIVES else len(COLLECTIVES)
-    return place, label, int(ranks), link, size
-
-
-def _wrong(sides: dict[str, Any]) -> int:
-    return sum(figures["wrong"] for figures in sides.values() if figures)
+    label, ranks, *rest = key
+    return COLLECTIVES.index(label.split()[0]), label, int(ranks), *rest

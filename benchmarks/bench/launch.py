@@ -89,9 +89,8 @@ def why_not(launcher: str, device: str, world_size: int) -> str | None:
 
 
 def command(
-    launcher: str, script: str, arguments: Sequence[str], world_size: int,
-    python: Sequence[str] = ("python",), torchrun: Sequence[str] = ("torchrun",),
-) -> list[str]:  # fmt: skip
+    launcher: str, script: str, arguments: Sequence[str], world_size: int, python: str = "python"
+) -> list[str]:
     """Return the words that start a script; for forks those that a reader would type instead."""
     if launcher == SRUN:
         nodes = _nodes(world_size)
@@ -99,9 +98,10 @@ def command(
         words += [f"--ntasks-per-node={world_size // nodes}", "--kill-on-bad-exit=1"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # which srun itself does not read
             words.append(f"--cpus-per-task={cores}")
-        return ["srun", *words, *python, script, *arguments]
+        return ["srun", *words, python, script, *arguments]
     if world_size == 1:
-        return [*python, script, *arguments]
+        return [python, script, *arguments]
+    torchrun = ["torchrun"] if python == "python" else [python, "-m", "torch.distributed.run"]
     return [*torchrun, "--standalone", f"--nproc-per-node={world_size}", script, *arguments]
 
 
@@ -109,13 +109,10 @@ def threads(launcher: str, world_size: int) -> str:
     """Return OMP_NUM_THREADS of each rank: its share of the cores, if this process has no say."""
     if launcher == FORK:  # has one thread, whatever is set (dist_common.lab.ranks)
         return "1"
-    if own := os.environ.get("OMP_NUM_THREADS"):
-        return own
-    per_node = world_size
-    if launcher == SRUN:
-        if per_task := os.environ.get("SLURM_CPUS_PER_TASK"):
-            return per_task
-        per_node = math.ceil(world_size / _nodes(world_size))
+    per_task = os.environ.get("SLURM_CPUS_PER_TASK") if launcher == SRUN else None
+    if asked := os.environ.get("OMP_NUM_THREADS") or per_task:
+        return asked
+    per_node = math.ceil(world_size / (_nodes(world_size) if launcher == SRUN else 1))
     return str(max(1, (measure.core_count() or 1) // per_node))
 
 
@@ -138,12 +135,11 @@ def start(
     if launcher == FORK:
         code = _fork(script, arguments, world_size, folder, timeout_s, link)
     else:
-        python = [sys.executable]  # whatever PATH says
-        torchrun = [*python, "-m", "torch.distributed.run"]
-        words = command(launcher, script, arguments, world_size, python, torchrun)
+        python = sys.executable  # whatever PATH says
+        words = command(launcher, script, arguments, world_size, python)
+        environ = clean_environ(launcher, world_size)
         with (folder / "job.out").open("w") as out, (folder / "job.err").open("w") as err:
-            how = {"cwd": REPOSITORY, "env": clean_environ(launcher, world_size)}
-            how |= {"stdout": out, "stderr": err}
+            how = {"cwd": REPOSITORY, "env": environ, "stdout": out, "stderr": err}
             code = guard.run(words, timeout_s, gently=launcher == SRUN, **how)
     seconds = time.monotonic() - started
     out, err = ("".join(path.read_text(errors="replace") for path in sorted(folder.glob(kind)))
@@ -152,8 +148,7 @@ def start(
 
 
 def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
 
     def body(rank: int) -> None:
@@ -175,19 +170,16 @@ def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
         runpy.run_path(script, run_name="__main__")
 
     with contextlib.ExitStack() as stack:
-        network = None
-        if link:
-            network = stack.enter_context(links.hosts([cli.link_rate(link)] * world_size))
-
-        def be_guarded(pids: list[int]) -> None:
-            stack.enter_context(guard.guarded(pids))
-
-        ended = ranks.fork(body, world_size, folder, timeout_s, GRACE_S, guard=be_guarded)
+        rates = [cli.link_rate(link)] * world_size if link else []
+        network = stack.enter_context(links.hosts(rates)) if link else None
+        ended = ranks.fork(
+            body, world_size, folder, timeout_s, GRACE_S,
+            guard=lambda pids: stack.enter_context(guard.guarded(pids)),
+        )  # fmt: skip
     # A rank that was ended because another one failed has a signal's code, below 0.
     codes = [rank.code for rank in ended if rank.code]
-    failed = [code for code in codes if code > 0]
     late = any(rank.code is None for rank in ended)
-    return failed[0] if failed else None if late else next(iter(codes), 0)
+    return next((code for code in codes if code > 0), None if late else next(iter(codes), 0))
 
 
 def clean_environ(launcher: str, world_size: int) -> dict[str, str]:

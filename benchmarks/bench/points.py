@@ -4,7 +4,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,23 @@ EARLY_STEPS = 5  # whose losses are compared, each with that of the same step
 PATIENCE = 0.8  # of a point's seconds, for a collective: its script can say which one hangs
 # Templates check against one process themselves, save and evaluate: a sweep does none of it.
 ALWAYS = ("--parity-steps", "0", "--log-every", "1", "--save-every", "0", "--eval-every", "0")
+# The flags of the one job, in their order.
+JOB = ("preset", "precision", "seq_len", "micro_batch_size", "global_batch_size", "max_steps", "lr",
+       "warmup_steps", "seed", "timeout", "device")  # fmt: skip
 Results = tuple[dict[str, Any], str | None]  # what a script left, and what is wrong with it
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of one script. `reason` says why it cannot run, if so."""
+    """One run of one script."""
 
     name: str  # without the repeat
-    world_size: int
-    link: str | None
-    reason: str | None
-    repeat: int  # from 1
+    script: Path  # from the top of the repository
+    flags: list[Any]  # all but --output-dir
+    described: dict[str, Any]  # what a record of results.jsonl says of it
+    reason: str | None  # why it cannot run, if so
+    read: Callable[[Path], Results]  # what it left in a folder
+    repeat: int = 0  # from 1
 
     @property
     def identity(self) -> str:
@@ -48,64 +53,67 @@ def in_turns(once: Sequence[Point], repeats: int) -> list[Point]:
     return points
 
 
-@dataclass(frozen=True)
-class Training(Point):
-    """One run of one strategy."""
+def plan(args: argparse.Namespace, strategies: list[Strategy]) -> list[Point]:
+    """Return all points in order; where they run here, what needs more GPUs has a reason."""
+    once: list[Point] = []
+    jobs = args.presets, args.precisions, args.links, args.world_sizes
+    for preset, precision, link, ranks, strategy in itertools.product(*jobs, strategies):
+        alone, batches = strategy.name == REFERENCE, [args.global_batch_size]
+        if args.scaling == "weak":  # the reference of the efficiency has a rank's own batch
+            batches = [*batches * alone, args.global_batch_size * ranks]
+        speed = None if alone or link == NO_LINK else link
+        for batch in batches:
+            own = 1 if alone else ranks
+            point = training(args, strategy, own, preset, precision, speed, batch)
+            once += [point] if point not in once else []  # `single`, for all ranks and links
+    return in_turns(once, args.repeats)
 
-    strategy: Strategy
-    preset: str
-    precision: str
-    global_batch_size: int  # sequences
-    micro_batch_size: int
-    grad_accum_steps: int
 
-    @property
-    def script(self) -> Path:
-        return self.strategy.path
+def training(
+    args, strategy: Strategy, ranks: int, preset: str, precision: str, link: str | None, batch: int
+) -> Point:
+    """Return a strategy's point with its batch sizes, or with the reason why it cannot run."""
+    reason, sizes = strategy.why_not(ranks, preset, precision), (0, 0)
+    if reason is None and not args.dry_run:
+        reason = launch.why_not(args.launcher, args.device, ranks)
+    try:
+        if reason is None:
+            sizes = batch_sizes(strategy, ranks, batch, args.micro_batch_size)
+    except ValueError as error:
+        reason = str(error)
+    job = {
+        "world_size": ranks, "preset": preset, "precision": precision, "link": link,
+        "global_batch_size": batch, "micro_batch_size": sizes[0], "grad_accum_steps": sizes[1],
+        "seq_len": args.seq_len, "max_steps": args.max_steps, "seed": args.seed,
+    }  # fmt: skip
+    own = strategy.script_flags(ranks)
+    values = vars(args) | job | {"timeout": patience(args.timeout)}
+    words = itertools.chain.from_iterable((f"--{n.replace('_', '-')}", values[n]) for n in JOB)
+    which = {"kind": "train", "strategy": strategy.name, "exact": strategy.exact}
+    described = which | {"script": strategy.script} | job | {"flags": own}
+    # Strategy and ranks, and whatever else differs.
+    parts = [strategy.name, f"w{ranks}"]
+    parts += [preset] if len(args.presets) > 1 else []
+    parts += [precision] if len(args.precisions) > 1 else []
+    parts += [f"b{batch}"] if args.scaling == "weak" else []
+    name = ".".join(parts + ([link] if link else []))
+    return Point(name, strategy.path, [*own, *words, *ALWAYS], described, reason, read)
 
-    def arguments(self, args: argparse.Namespace) -> list[Any]:
-        """Return the words after the script's name, all but --output-dir."""
-        job = {
-            "--preset": self.preset, "--precision": self.precision, "--seq-len": args.seq_len,
-            "--micro-batch-size": self.micro_batch_size,
-            "--global-batch-size": self.global_batch_size, "--max-steps": args.max_steps,
-            "--lr": args.lr, "--warmup-steps": args.warmup_steps, "--seed": args.seed,
-            "--timeout": patience(args.timeout), "--device": args.device,
-        }  # fmt: skip
-        words = itertools.chain.from_iterable(job.items())
-        return [*self.strategy.script_flags(self.world_size), *words, *ALWAYS]
 
-    def described(self, args: argparse.Namespace) -> dict[str, Any]:
-        """Return what a record of results.jsonl says of the point."""
-        names = ("world_size", "preset", "precision", "link", "global_batch_size",
-                 "micro_batch_size", "grad_accum_steps")  # fmt: skip
-        own = {name: getattr(self, name) for name in names}
-        job = {name: getattr(args, name) for name in ("seq_len", "max_steps", "seed")}
-        row = self.strategy
-        which = {"kind": "train", "strategy": row.name, "exact": row.exact, "script": row.script}
-        return which | own | job | {"flags": row.script_flags(self.world_size)}
-
-    def read(self, folder: Path) -> Results:
-        """Return results.json and the losses of the first steps, and what is wrong with them."""
-        path = folder / "results.json"
-        if not path.exists():
-            return {}, "it wrote no results.json"
-        try:
-            results = json.loads(path.read_text())
-            loss = results["metrics"]["final_loss"]
-        except (ValueError, KeyError, TypeError) as error:
-            return {}, f"its results.json has no metrics.final_loss ({type(error).__name__})"
-        whole = isinstance(loss, float) and math.isfinite(loss)
-        early = early_losses(folder / "metrics.jsonl")
-        left = {"results": results} | ({"losses": early} if early else {})
-        return left, None if whole else f"its final loss is {loss}"
-
-    def summary(self, record: dict[str, Any]) -> str:
-        """Return what came out of it, in a few words."""
-        metrics = record["results"]["metrics"]
-        ms = metrics.get("step_time_ms")
-        step = f", step {ms:,.1f} ms" if isinstance(ms, (int, float)) else ""
-        return f"loss {metrics['final_loss']:.4f}{step}"
+def read(folder: Path) -> Results:
+    """Return results.json and the losses of the first steps, and what is wrong with them."""
+    path = folder / "results.json"
+    if not path.exists():
+        return {}, "it wrote no results.json"
+    try:
+        results = json.loads(path.read_text())
+        loss = results["metrics"]["final_loss"]
+    except (ValueError, KeyError, TypeError) as error:
+        return {}, f"its results.json has no metrics.final_loss ({type(error).__name__})"
+    whole = isinstance(loss, float) and math.isfinite(loss)
+    early = early_losses(folder / "metrics.jsonl")
+    left = {"results": results} | ({"losses": early} if early else {})
+    return left, None if whole else f"its final loss is {loss}"
 
 
 def early_losses(path: Path) -> list[float]:
@@ -126,42 +134,6 @@ def patience(timeout_s: float) -> str:
     return f"{PATIENCE * timeout_s:.3f}".rstrip("0").rstrip(".")
 
 
-def plan(args: argparse.Namespace, strategies: list[Strategy]) -> list[Training]:
-    """Return all points in order; where they run here, what needs more GPUs has a reason."""
-    once: list[Training] = []
-    jobs = args.presets, args.precisions, args.links, args.world_sizes
-    for preset, precision, link, ranks, strategy in itertools.product(*jobs, strategies):
-        alone, batch = strategy.name == REFERENCE, args.global_batch_size
-        speed = None if alone or link == NO_LINK else link
-        batches = [batch]
-        if args.scaling == "weak":  # the reference of the efficiency has a rank's own batch
-            batches = [*[batch] * alone, batch * ranks]
-        for batch in batches:
-            model = preset, precision
-            point = _settled(args, strategy, 1 if alone else ranks, model, speed, batch)
-            once += [point] if point not in once else []  # `single`, for all ranks and links
-    return in_turns(once, args.repeats)
-
-
-def _settled(args, strategy: Strategy, ranks: int, model: tuple[str, str], link, batch) -> Training:
-    """Return the point with its batch sizes, or with the reason why it cannot run."""
-    reason, sizes = strategy.why_not(ranks, *model), (0, 0)
-    if reason is None and not getattr(args, "dry_run", False):
-        reason = launch.why_not(args.launcher, args.device, ranks)
-    try:
-        if reason is None:
-            sizes = batch_sizes(strategy, ranks, batch, args.micro_batch_size)
-    except ValueError as error:
-        reason = str(error)
-    # Strategy and ranks, and whatever else differs.
-    parts = [strategy.name, f"w{ranks}"]
-    parts += [model[0]] if len(args.presets) > 1 else []
-    parts += [model[1]] if len(args.precisions) > 1 else []
-    parts += [f"b{batch}"] if args.scaling == "weak" else []
-    name = ".".join(parts + ([link] if link else []))
-    return Training(name, ranks, link, reason, 0, strategy, *model, batch, *sizes)
-
-
 def batch_sizes(
     strategy: Strategy, world_size: int, global_batch: int, largest: int | None
 ) -> tuple[int, int]:
@@ -176,7 +148,7 @@ def batch_sizes(
     if rest or own % least:
         parts = f"{ranks} data-parallel ranks x {least} micro-batches"
         raise ValueError(f"a global batch of {global_batch} sequences cannot be dealt to {parts}")
-    for steps in range(least, own + 1, least):
-        if own % steps == 0 and (largest is None or own // steps <= largest):
-            return own // steps, steps
-    raise AssertionError("a micro-batch of one sequence is always small enough")
+    fitting = (steps for steps in range(least, own + 1, least)
+               if own % steps == 0 and own // steps <= (largest or own))  # fmt: skip
+    steps = next(fitting)  # a micro-batch of one sequence is always small enough
+    return own // steps, steps

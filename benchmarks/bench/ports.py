@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench import guard
+from bench.strategies import REPOSITORY as REPO
 from dist_common import cli
 
-REPO = Path(__file__).resolve().parents[2]
 FOLDER = REPO / "benchmarks" / "frameworks"
 ENVIRONMENT = Path(".venv-frameworks", "bin", "python")  # what `make frameworks` installs
 JOB_FLAGS = ("preset", "seq_len", "micro_batch_size", "max_steps", "seed", "device")
@@ -112,9 +112,9 @@ def run_port(port: Port, args, folder: Path) -> Run:
     started = time.monotonic()
     code, printed = run_group([*command, *own], args.limit)
     seconds = time.monotonic() - started
-    run, written = Run(), (folder / "results.json").exists()
-    if written:
-        results = json.loads((folder / "results.json").read_text())
+    run, path = Run(), folder / "results.json"
+    if written := path.exists():
+        results = json.loads(path.read_text())
         metrics = results["metrics"]
         run.losses = metrics.get("losses") or losses_of_template(folder)
         run.world_size, run.cpu_ms = results["world_size"], metrics["cpu_time_per_step_ms"]

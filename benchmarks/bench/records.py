@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,19 +19,11 @@ UNTIMED_STEPS = 3  # where a sweep's settings do not say
 PARTS = ("before", "weights", "gradients", "optimizer", "rest")  # of memory at its peak
 ONE_PROCESS = "one process"
 WITNESSES = 3  # exact strategies whose median loss can stand for one process
+SHARED = "preset precision seq_len global_batch_size max_steps seed world_size link"
 
 
-class Group(NamedTuple):
+class Group(namedtuple("Group", SHARED)):
     """What strategies must have in common to be compared; all but the last two decide the loss."""
-
-    preset: Any
-    precision: Any
-    seq_len: Any
-    global_batch_size: Any
-    max_steps: Any
-    seed: Any
-    world_size: Any
-    link: Any
 
     @property
     def job(self) -> tuple:
@@ -57,8 +49,7 @@ class Verdict:
 
     @property
     def severity(self) -> int:
-        """Return the place in SEVERITY; a kind that is not known comes last."""
-        return SEVERITY.index(self.kind) if self.kind in SEVERITY else len(SEVERITY)
+        return SEVERITY.index(self.kind)
 
 
 @dataclass
@@ -135,9 +126,9 @@ def conditions(sweep: Sweep) -> dict[str, list[str]]:
     said = [{"untimed steps": sweep.settings.get("untimed_steps", UNTIMED_STEPS)}]
     for record in sweep.records:
         results = record.get("results") or {}
-        said.append({"launcher": record.get("launcher")})
-        said.append({name: results.get(name) for name in ("device", "backend")})
-        said += [results.get(name) or {} for name in ("versions", "machine")]
+        where = {name: results.get(name) for name in ("device", "backend")}
+        where |= (results.get("versions") or {}) | (results.get("machine") or {})
+        said.append({"launcher": record.get("launcher")} | where)
     found: dict[str, set[str]] = defaultdict(set)
     for values in said + sweep.machines:  # one of these for each start
         for name, value in values.items():

@@ -2,18 +2,23 @@
 
 import argparse
 import contextlib
+import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from bench import launch, machine, report, tables
+from bench import launch, report
 from bench.analysis import analyse
 from bench.points import Point
 from bench.store import FAILED, OK, SKIPPED, TIMEOUT, Store, now
@@ -47,7 +52,7 @@ def run(points: Sequence[Point], args: argparse.Namespace) -> int:
         print(f"{count}; {starts}; results in {store.folder}")
         if not store.sweep.records:
             print(f"interrupted? The same command with --output-dir {store.folder} resumes it")
-        run_points(points, args, store, args.retry_failed)
+        run_points(points, args, store)
     return conclude(store)
 
 
@@ -55,17 +60,15 @@ def open_store(points: Sequence[Point], args: argparse.Namespace) -> Store:
     """Make or continue the sweep's folder; keep in it what was asked for, but what is no matter."""
     asked = {name: value for name, value in vars(args).items() if name not in NOT_COMPARED}
     planned = [point.identity for point in points]
-    return Store(args.output_dir, asked | {"points": planned}, machine.describe(args.launcher))
+    return Store(args.output_dir, asked | {"points": planned}, describe_machine(args.launcher))
 
 
-def run_points(
-    points: Sequence[Point], args: argparse.Namespace, store: Store, retry_failed: bool
-) -> None:
+def run_points(points: Sequence[Point], args: argparse.Namespace, store: Store) -> None:
     """Run the points that have no record; print a line for each as it ends, and the time left."""
     for warning in store.sweep.warnings:
         say(f"warning: {warning}")
     ended = {record["id"]: record["status"] for record in store.sweep.records}
-    done = {name for name, s in ended.items() if not (retry_failed and s in (FAILED, TIMEOUT))}
+    done = {name for name, s in ended.items() if not (args.retry_failed and s in (FAILED, TIMEOUT))}
     remaining = [point for point in points if point.identity not in done]
     if len(remaining) < len(points):
         say(f"{len(points) - len(remaining)} points have a record already, {len(remaining)} to go")
@@ -76,19 +79,73 @@ def run_points(
         record = launched(point, args, store)
         store.append(record)
         if record["status"] == OK:
-            said = f"{point.summary(record)}, {record['seconds']:.1f} s in all"
+            said = f"{summary(record)}, {record['seconds']:.1f} s in all"
         else:
             log = f" (points/{point.identity}/log.txt)" * (record["status"] != SKIPPED)
             said = f"{record['status']}: {record['reason']}{log}"
-        left_s = (time.monotonic() - started) / number * (len(remaining) - number)
-        left = f"; {clock(round(left_s))} left" if number < len(remaining) else ""
+        left_s = round((time.monotonic() - started) / number * (len(remaining) - number))
+        left = f"; {str(timedelta(seconds=left_s)).zfill(8)} left" * (number < len(remaining))
         say(f"[{number}/{len(remaining)}] {point.identity}: {said}{left}")
+
+
+def summary(record: Record) -> str:
+    """Return what came out of a point, in a few words: the numbers of `comm` are in its tables."""
+    metrics = record["results"]["metrics"]
+    if "final_loss" not in metrics:
+        return record["status"]
+    ms = metrics.get("step_time_ms")
+    step = f", step {ms:,.1f} ms" if isinstance(ms, (int, float)) else ""
+    return f"loss {metrics['final_loss']:.4f}{step}"
+
+
+def describe_machine(launcher: str) -> dict[str, str]:
+    """Return what scripts do not write of code and machine, by name; CUDA is not started for it."""
+    info = Path("/proc/cpuinfo")  # where Linux says the processor's name
+    model = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M)
+    found = {
+        "commit": commit(REPOSITORY),
+        "CPU": model and model[1],
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") if launcher != launch.FORK else None,
+        "nodes": os.environ.get("SLURM_JOB_NUM_NODES"),
+        **gpus(output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def commit(repository: Path) -> str:
+    """Return the commit of the code that runs, and whether files differ from it."""
+    words = ("describe", "--always", "--exclude=*", "--abbrev=10", "--dirty= with changes")
+    return output_of("git", "-C", str(repository), *words)
+
+
+def gpus(listed: str) -> dict[str, str]:
+    """Return names and number of the GPUs, driver, CUDA, NCCL; `listed` is "name, driver" lines."""
+    rows = [line.split(", ") for line in listed.splitlines()]
+    if not rows or any(len(row) != 2 for row in rows):
+        return {}
+    names = Counter(name for name, _ in rows)
+    nccl = torch.cuda.nccl.version() if torch.version.cuda else ()
+    return {
+        "GPUs": " and ".join(f"{count} x {name}" for name, count in names.items()),
+        "driver": " and ".join(dict.fromkeys(driver for _, driver in rows)),
+        "CUDA": torch.version.cuda or "",
+        "NCCL": ".".join(map(str, nccl)),
+    }
+
+
+def output_of(*words: str) -> str:
+    """Return what a program printed; nothing where there is no such program, or it failed."""
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return ended.stdout.strip()
 
 
 def conclude(store: Store) -> int:
     """Print and write the report; return 1 if a point failed, or what it did is wrong."""
     analysis = analyse(store.sweep)
-    print(f"\n{tables.text(analysis)}")
+    print(f"\n{report.text(analysis)}")
     written = [path.name for path in report.write(store.folder, analysis, None)]
     print(f"\nresults in {store.folder}: {', '.join(written)}")
     failed = [r for r in store.sweep.records if r["status"] in (FAILED, TIMEOUT)]
@@ -96,12 +153,6 @@ def conclude(store: Store) -> int:
         again = "--retry-failed runs them once more"
         print(f"FAILED: {len(failed)} points, their logs are in {store.folder}/points; {again}")
     return cli.FAILED if failed or report.is_wrong(analysis) else 0
-
-
-def clock(seconds: int) -> str:
-    """Return seconds as hours, minutes and seconds."""
-    minutes, seconds = divmod(seconds, 60)
-    return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
 
 
 def say(line: str) -> None:
@@ -113,7 +164,7 @@ def say(line: str) -> None:
 def words_of(point: Point, args: argparse.Namespace) -> tuple[str, list[str]]:
     """Return a point's script and all its arguments, from the top of the repository."""
     output = from_repository(Path(args.output_dir, "points", point.identity))
-    words = [*point.arguments(args), "--output-dir", output]
+    words = [*point.flags, "--output-dir", output]
     return from_repository(Path(REPOSITORY, point.script)), list(map(str, words))
 
 
@@ -125,14 +176,15 @@ def from_repository(path: Path) -> str:
 
 def command_of(point: Point, args: argparse.Namespace) -> str:
     """Return the line that a reader would type at the top of the repository."""
-    words = launch.command(args.launcher, *words_of(point, args), point.world_size)
-    threads = launch.threads(args.launcher, point.world_size)
+    ranks = point.described["world_size"]
+    words = launch.command(args.launcher, *words_of(point, args), ranks)
+    threads = launch.threads(args.launcher, ranks)
     return f"OMP_NUM_THREADS={threads} {shlex.join(words)}"
 
 
 def launched(point: Point, args: argparse.Namespace, store: Store) -> Record:
     """Start a point's script, if it can run, and return the record: how it ended, what it wrote."""
-    which = {"id": point.identity, "point": point.described(args), "repeat": point.repeat}
+    which = {"id": point.identity, "point": point.described, "repeat": point.repeat}
     record = which | {"started": now(), "launcher": args.launcher, "results": None}
     if point.reason:
         ended = {"status": SKIPPED, "reason": point.reason, "seconds": 0.0}
@@ -142,12 +194,13 @@ def launched(point: Point, args: argparse.Namespace, store: Store) -> Record:
     for path in (folder, here):  # left by a sweep that was killed, or by a run that failed
         shutil.rmtree(path, ignore_errors=True)
     words = words_of(point, args)
-    outcome = launch.start(args.launcher, *words, point.world_size, here, args.timeout, point.link)
+    ranks, link = point.described["world_size"], point.described["link"]
+    outcome = launch.start(args.launcher, *words, ranks, here, args.timeout, link)
     folder.mkdir(exist_ok=True)
     (folder / "log.txt").write_text(f"{outcome.out}\n--- stderr ---\n{outcome.err}")
     shutil.rmtree(here)
     left, damage = point.read(folder)
-    status, reason = judge(outcome, damage, Path(point.script).name, args.timeout)
+    status, reason = judge(outcome, damage, point.script.name, args.timeout)
     ended = {"status": status, "reason": reason, "seconds": round(outcome.seconds, 2)}
     return record | ended | {"command": command_of(point, args)} | left
 

@@ -133,7 +133,7 @@ def settle_launch(args: argparse.Namespace) -> None:
     slow = set(args.links) - {NO_LINK}
     if slow and args.launcher != launch.FORK:
         raise cli.UsageError(f"--links need --launcher {launch.FORK}, and so the CPU")
-    if getattr(args, "dry_run", False):
+    if args.dry_run:
         return
     launch.require(args.launcher, args.device)
     if slow and (reason := links.why_not()):

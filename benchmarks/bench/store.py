@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from dist_common import cli
 
-OK, FAILED, TIMEOUT, SKIPPED = "ok", "failed", "timeout", "skipped"  # how a point can end
+OK, FAILED, TIMEOUT, SKIPPED = STATUSES = ("ok", "failed", "timeout", "skipped")  # of a point
 SETTINGS, RESULTS = "sweep.json", "results.jsonl"
 LOCK, PARTIAL = ".lock", ".partial"
 LOCK_PATIENCE_S = 3.0  # the ranks of a killed sweep may hold its lock for a moment longer
@@ -46,9 +46,18 @@ def load(folder: str | Path) -> Sweep:
     where there is no sweep or its sweep.json cannot be read.
     """
     folder = Path(folder)
-    content = _settings_file(folder)
-    machines = content.get("machines", [])
-    sweep = Sweep(folder, content["settings"], content["started"], machines=machines)
+    path = folder / SETTINGS
+    if not path.is_file():
+        raise cli.UsageError(f"{folder} holds no sweep: there is no {path}")
+    try:
+        content = json.loads(path.read_text())
+        sweep = Sweep(folder, content["settings"], content["started"])
+        sweep.machines = content.get("machines", [])
+        if not (isinstance(sweep.settings, dict) and isinstance(sweep.started, str)):
+            raise TypeError(content)
+    except (ValueError, KeyError, TypeError) as error:
+        damaged = f"{path} is damaged: name another folder, or remove this one"
+        raise cli.UsageError(damaged) from error
     path = folder / RESULTS
     lines = path.read_bytes().splitlines() if path.exists() else []
     found: dict[str, dict[str, Any]] = {}
@@ -63,23 +72,10 @@ def load(folder: str | Path) -> Sweep:
     return sweep
 
 
-def _settings_file(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS
-    if not path.is_file():
-        raise cli.UsageError(f"{folder} holds no sweep: there is no {path}")
-    try:
-        content = json.loads(path.read_text())
-        if isinstance(content["settings"], dict) and isinstance(content["started"], str):
-            return content
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise cli.UsageError(f"{path} is damaged: name another folder, or remove this one")
-
-
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-        whole = isinstance(record["point"], dict) and record["id"] and record["status"]
+        whole = isinstance(record["point"], dict) and record["id"] and record["status"] in STATUSES
     except (ValueError, KeyError, TypeError):
         return None
     return record if whole else None
@@ -98,7 +94,7 @@ class Store:
         self.folder = Path(folder)
         self.settings = json.loads(json.dumps(settings))  # as they will be read: lists, no tuples
         self.machine = machine
-        self._make()
+        self._make_folder()
         self.lock = FileLock(self.folder / LOCK)
         try:
             self.lock.acquire(timeout=LOCK_PATIENCE_S)
@@ -106,19 +102,20 @@ class Store:
             held = f"another sweep is running in {self.folder}"
             raise cli.UsageError(f"{held}: wait for it, end it, or name another folder") from None
         if (self.folder / SETTINGS).exists():
-            self._compare()
+            self._compare(load(self.folder).settings)
         else:
-            self._write({"settings": self.settings, "started": now(), "machines": []})
+            self._write(Sweep(self.folder, self.settings, now()))
         cut = self._cut_half_a_line()
         self.sweep = load(self.folder)
         self.sweep.warnings += cut
 
-    def _write(self, content: dict[str, Any]) -> None:
+    def _write(self, sweep: Sweep) -> None:
+        content = {name: getattr(sweep, name) for name in ("settings", "started", "machines")}
         partial = self.folder / PARTIAL
         partial.write_text(json.dumps(content, indent=2) + "\n")
         partial.replace(self.folder / SETTINGS)
 
-    def _make(self) -> None:
+    def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             names = {entry.name for entry in self.folder.iterdir()}
@@ -129,9 +126,8 @@ class Store:
         except OSError as error:
             raise cli.UsageError(f"{self.folder} cannot be written: {error.strerror}") from error
 
-    def _compare(self) -> None:
+    def _compare(self, old: dict[str, Any]) -> None:
         """Raise UsageError where the folder's sweep was asked for with other settings."""
-        old = _settings_file(self.folder)["settings"]
         differ = []
         for name in {**self.settings, **old}:
             pair = [json.dumps(own.get(name)) for own in (old, self.settings)]
@@ -158,8 +154,7 @@ class Store:
         """Write a point's record to disk; it counts from then on, whatever happens to the sweep."""
         if self.machine and self.machine not in self.sweep.machines:
             self.sweep.machines.append(self.machine)
-            content = _settings_file(self.folder)
-            self._write(content | {"machines": self.sweep.machines})
+            self._write(self.sweep)
         with (self.folder / RESULTS).open("a") as file:
             file.write(json.dumps(record, default=str) + "\n")
             file.flush()

@@ -111,10 +111,9 @@ class Strategy:
             (tp, config.vocab_size, "words of the vocabulary"),
             (stages, config.num_layers, "layers"),
         ]
-        for parts, whole, what in cuts:
-            if whole % parts:
-                return f"{self.name} cannot cut the {whole} {what} of {preset} into {parts} parts"
-        return None
+        uneven = (f"{self.name} cannot cut the {whole} {what} of {preset} into {parts} parts"
+                  for parts, whole, what in cuts if whole % parts)  # fmt: skip
+        return next(uneven, None)
 
 
 def load(own: str | Path | None = None) -> dict[str, Strategy]:
@@ -162,11 +161,10 @@ def _check(row: dict[str, Any], where: str) -> None:
     needed = {"does": "", "script": ""}
     known = {option.name: option.default for option in fields(Strategy)[2:]} | needed
     for key, value in row.items():
-        axis = key in ("tp", "pp")
-        if axis and value != ALL and not (type(value) is int and value > 0):
-            raise cli.UsageError(f'{where}: {key} must be at least 1, or "{ALL}", not {value!r}')
-        if not axis:
+        if key not in ("tp", "pp"):
             check_kind(where, key, value, known | {"precisions": PRECISIONS})
+        elif value != ALL and not (type(value) is int and value > 0):
+            raise cli.UsageError(f'{where}: {key} must be at least 1, or "{ALL}", not {value!r}')
         if type(value) is int and value < 1:
             raise cli.UsageError(f"{where}: {key} must be at least 1")
     for key in needed:

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
     """Run a strategy and `single`, print what a step costs; return 1 if a point or a loss fails."""
     for name in ("world_size", "preset", "precision", "link"):  # a sweep has lists of these
         setattr(args, f"{name}s", [getattr(args, name)])
-    args.strategies, args.repeats, args.scaling = [args.strategy], 1, "strong"
+    one = {"strategies": [args.strategy], "repeats": 1, "scaling": "strong"}
+    vars(args).update(one, dry_run=False, retry_failed=True)
     with tempfile.TemporaryDirectory() as temporary:
         args.output_dir = args.output_dir or f"{temporary}/sweep"
         return train(args)
@@ -43,15 +44,16 @@ def run(args: argparse.Namespace) -> int:
 
 def train(args: argparse.Namespace) -> int:
     """Do what `run` says, in --output-dir."""
-    points = plan(args, settings.settle(args))
+    *_, strategy = chosen = settings.settle(args)
+    points = plan(args, chosen)
     first, last = points[0], points[-1]
     # `single` is planned on one rank, whatever was asked for.
-    reason = last.strategy.why_not(args.world_size, args.preset, args.precision) or last.reason
+    reason = strategy.why_not(args.world_size, args.preset, args.precision) or last.reason
     if reason:
         raise cli.UsageError(reason)
-    print(f"{last.strategy.name}: {last.strategy.does}")
+    print(f"{strategy.name}: {strategy.does}")
     with contextlib.closing(runner.open_store(points, args)) as store:
-        runner.run_points(points, args, store, retry_failed=True)
+        runner.run_points(points, args, store)
     found = {run.record["id"]: run for run in analyse(store.sweep).runs}
     measured = found[last.identity]
     if measured.record["status"] != OK:
@@ -105,9 +107,8 @@ def show_loss(run: Run, reference: Run | None) -> int:
         compared.insert(0, (name, *furthest, allowed.early))
     rows = []
     for name, own, one, limit in compared:
-        right = not exact or abs(own - one) <= limit
-        tolerance = f"{limit:g}" if exact else "lossy"
-        rows.append((name, f"{own:.6g}", f"{one:.6g}", tolerance, "yes" if right else "NO"))
+        right = "yes" if not exact or abs(own - one) <= limit else "NO"
+        rows.append((name, f"{own:.6g}", f"{one:.6g}", f"{limit:g}" if exact else "lossy", right))
     headers = ("check", "measured", "one process", "tolerance", "ok")
     print(tabulate(rows, headers, disable_numparse=True))
     wrong = run.verdict.kind == WRONG

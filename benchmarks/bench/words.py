@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from bench.analysis import Analysis, Row
-from bench.baseline import Change, Comparison
+from bench.baseline import Change
 from bench.records import LOSSY, UNCOMPARED, WRONG, Group
 from bench.store import OK, Sweep
 
@@ -88,13 +88,14 @@ def environment(analysis: Analysis) -> str:
     cores = f"{known['cores']} cores" if "cores" in known else None
     gpus = known.get("GPUs", known.get("gpu"))
     machine = [gpus, cores, known.get("CPU"), known.get("system"), known.get("processor")]
-    said = [" ".join(word for word in machine if word)]
-    said += [f"{known['nodes']} nodes"] if "nodes" in known else []
-    if "device" in known:
-        said.append(f"{known['device']} with {known.get('backend', 'no backend')}")
-    said.append(f"ranks started by {known.get('launcher', 'nothing')}")
-    lines = (", ".join(word for word in words if word) for words in (versions, said))
-    return "\n".join(line for line in lines if line)
+    said = [
+        " ".join(filter(None, machine)),
+        f"{known['nodes']} nodes" if "nodes" in known else "",
+        f"{known['device']} with {known.get('backend', 'no backend')}" if "device" in known else "",
+        f"ranks started by {known.get('launcher', 'nothing')}",
+    ]
+    lines = (", ".join(filter(None, words)) for words in (versions, said))
+    return "\n".join(filter(None, lines))
 
 
 def noise(analysis: Analysis) -> str:
@@ -107,13 +108,12 @@ def noise(analysis: Analysis) -> str:
         names = [str(preset)] * (len(presets) > 1) + [str(precision)] * (len(precisions) > 1)
         head = f"noise of {', '.join(names)}" if names else "noise"
         head += f" over {link}" if link else ""
-        if found.width is None:
-            lines.append(f"{head}: unknown, since nothing ran twice there")
-            continue
-        repeats = f"{found.row.timed_repeats} repeats of {found.row.label}"
-        world_size = found.row.group.world_size
-        where = f" on {ranks(world_size)}" if world_size != 1 else ""
-        lines.append(f"{head}: {percent(found.width)}, the spread of {repeats}{where}")
+        said = "unknown, since nothing ran twice there"
+        if found.row:
+            repeats = f"{found.row.timed_repeats} repeats of {found.row.label}"
+            where = f" on {ranks(found.row.group.world_size)}" * (found.row.group.world_size != 1)
+            said = f"{percent(found.width)}, the spread of {repeats}{where}"
+        lines.append(f"{head}: {said}")
     return "\n".join(lines) + "; a smaller difference decides nothing"
 
 
@@ -154,15 +154,6 @@ def conclusion(analysis: Analysis) -> str:
     shared = f"CPU ranks share {known.get('cores', 'the')} cores"
     holds = "bytes, calls and losses hold anywhere."
     return f"{shared}: times show overhead, not the speed of GPUs; {holds}"
-
-
-def only_in_one(comparison: Comparison) -> list[tuple[str, str, list[str]]]:
-    """Return ("new" or "old", title, strategies) of what only one of two sweeps has."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for kind, rows in (("new", comparison.only_new), ("old", comparison.only_old)):
-        for row in rows:
-            found.setdefault((kind, title(row.group)), []).append(row.label)
-    return [(*key, labels) for key, labels in found.items()]
 
 
 def listed(words: Sequence[str]) -> str:
