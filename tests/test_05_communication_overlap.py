@@ -92,8 +92,7 @@ def test_predictions_follow_a_timeline_drawn_by_hand(monkeypatch):
     predicted = script.part.predicted_ms
     model = script.models.Transformer(script.models.TransformerConfig(256, 32, 2, 4, 2, 88, 256))
     arrived = list(reversed(list(model.parameters())))
-    job = script.part.Job(model, None, 1.0, 1, arrived, forward_ms=10, backward_ms=20, rest_ms=0)
-    monkeypatch.setattr(script.part.Job, "ranks", 2)
+    job = script.part.Job(model, None, 2, 1.0, 1, arrived, forward_ms=10, backward_ms=20, rest_ms=0)
     monkeypatch.setattr(script.part.Job, "ms", lambda job, kind, size: 8)
     # The rest's gather, the first block's, both blocks beside gathers; a gather, then each block
     # and its reduce-scatter, and the rest's.
@@ -218,13 +217,6 @@ def test_gpus_get_no_emulation():
     assert script.part.emulation_of(None, None, gpu) == (0, 0)
     with pytest.raises(script.cli.UsageError, match="leave them out"):
         script.part.emulation_of(12.5e6, None, gpu)
-
-
-@FULL
-def test_as_a_reader_starts_it(torchrun, tmp_path):
-    ended = torchrun(OVERLAP, "--output-dir", tmp_path / "run")
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert "OK: 40 checks passed" in ended.stdout
 
 
 @FULL

@@ -2,10 +2,13 @@
 
 import functools
 import math
+import re
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,7 @@ class Job:
 
     model: nn.Module
     group: dist.ProcessGroup
+    ranks: int
     rate: float  # bytes/s; 0 where it is not known
     bucket_bytes: float
     arrived: list[nn.Parameter]  # parameters, in the order in which backward completes gradients
@@ -39,30 +43,28 @@ class Job:
     backward_ms: float = 0.0
     rest_ms: float = 0.0  # of the step: embedding, head, loss
 
-    @property
-    def ranks(self) -> int:
-        return dist.get_world_size()
-
-    def units(self) -> list[int]:
-        """Return the bytes that fully_shard gathers: the rest of the model's, then each block's.
+    def units(self) -> tuple[int, int]:
+        """Return the bytes that fully_shard gathers for each block, and for the rest of the model.
 
         It cuts each weight by rows, and fills up to a multiple of the ranks.
         """
 
-        def filled(weights):
-            rows = ((math.ceil(w.shape[0] / self.ranks) * self.ranks, w) for w in weights)
-            return sum(count * w[0].numel() * w.element_size() for count, w in rows)
+        def filled(module):
+            weights = module.parameters()
+            return sum(math.ceil(len(w) / self.ranks) * self.ranks * w[0].nbytes for w in weights)
 
-        blocks = [filled(block.parameters()) for block in self.model.blocks]
-        return [filled(self.model.parameters()) - sum(blocks), *blocks]
+        block = filled(self.model.blocks[0])
+        return block, filled(self.model) - len(self.model.blocks) * block
 
-    def buckets(self) -> list[list[nn.Parameter]]:
-        """Return what DDP all-reduces together: gradients as they arrive, in buckets."""
-        buckets = [[]]
+    def buckets(self, name: str) -> list[tuple[nn.Parameter, int]]:
+        """Return what ways 1 to 3 all-reduce together: the last gradient to arrive, and bytes."""
+        full = {"1": math.inf, "2": 0, "3": self.bucket_bytes}[name[0]]
+        buckets, nbytes = [], 0
         for parameter in self.arrived:
-            if sum(p.nbytes for p in buckets[-1]) >= self.bucket_bytes:
-                buckets.append([])
-            buckets[-1].append(parameter)
+            nbytes += parameter.nbytes
+            if nbytes >= full or parameter is self.arrived[-1]:
+                buckets.append((parameter, nbytes))
+                nbytes = 0
         return buckets
 
     def ms(self, kind: str, tensor_bytes: int, rate: float | None = None) -> float:
@@ -72,69 +74,64 @@ class Job:
         return RING_FACTOR[kind](self.ranks) * tensor_bytes / (rate or self.rate) * 1e3
 
 
-def computing_ms(job: Job) -> float:
-    """Return how long a step computes, in ms."""
-    return len(job.model.blocks) * (job.forward_ms + job.backward_ms) + job.rest_ms
+def expected_traffic(job: Job, name: str) -> list[tuple[str, int]]:
+    """Return (kind, bytes handed over) of each collective in a step, by formula."""
+    if "FSDP" not in name:
+        return [("all_reduce", nbytes) for _, nbytes in job.buckets(name)]
+    if job.ranks == 1:
+        return []
+    block, rest = job.units()
+    reduced = [rest] + [block] * len(job.model.blocks)
+    gathered = reduced + [block] * len(job.model.blocks)  # the rest stays gathered for backward
+    kinds = {"all_gather": gathered, "reduce_scatter": reduced}
+    return [(kind, nbytes) for kind, sizes in kinds.items() for nbytes in sizes]
 
 
 def sending_ms(job: Job, name: str) -> float:
     """Return how long the link sends in a step of this way, in ms."""
-    return sum(job.ms(kind, size) for kind, (_, size) in expected_traffic(job, name).items())
+    return sum(job.ms(kind, nbytes) for kind, nbytes in expected_traffic(job, name))
 
 
 def predicted_ms(job: Job, name: str) -> float:
     """Return how long a step takes, in ms, if the link sends one collective at a time."""
-    if name[0] in "14":
-        return computing_ms(job) + sending_ms(job, name)
-    if name[0] == "5":
-        return prefetched_ms(job)
-    groups = job.buckets() if name[0] == "3" else [[p] for p in job.arrived]
-    number = {p: n for n, block in enumerate(job.model.blocks) for p in block.parameters()}
     blocks = len(job.model.blocks)
-    backward_at = blocks * job.forward_ms + job.rest_ms
+    if "FSDP" in name:
+        # With prefetch each gather but a direction's first is sent while the block before computes.
+        gather_ms = job.ms("all_gather", job.units()[0])
+        hidden = min(gather_ms, job.forward_ms) + min(gather_ms, job.backward_ms)
+        pairs = blocks - 1 if "prefetch" in name else 0
+        computing = blocks * (job.forward_ms + job.backward_ms) + job.rest_ms
+        return computing + sending_ms(job, name) - pairs * hidden
+    # A block's gradients are there when its backward has ended; the embedding's at the end.
+    number = {p: n for n, block in enumerate(job.model.blocks) for p in block.parameters()}
+    number[job.arrived[-1]] = 0
     done = 0.0
-    for group in groups:
-        # A block's gradients are there when its backward has ended; the embedding's at the end.
-        place = number.get(group[-1], 0 if group[-1] is job.arrived[-1] else blocks)
-        ready = backward_at + (blocks - place) * job.backward_ms
-        done = max(ready, done) + job.ms("all_reduce", sum(p.nbytes for p in group))
-    return max(done, computing_ms(job))
-
-
-def prefetched_ms(job: Job) -> float:
-    """Return how long way 5 takes, in ms: `now` is the clock of computing, `free` the link's."""
-    rest, *blocks = job.units()
-    now = job.ms("all_gather", rest)
-    free = now
-
-    def pass_over(sizes, computing, reduces):
-        nonlocal now, free
-        free = max(now, free) + job.ms("all_gather", sizes[0])
-        for place, size in enumerate(sizes):
-            now = max(now, free)
-            if place + 1 < len(sizes):
-                free = now + job.ms("all_gather", sizes[place + 1])
-            now += computing
-            if reduces:  # FSDP on a CPU waits for a reduce-scatter
-                now = free = max(now, free) + job.ms("reduce_scatter", size)
-
-    pass_over(blocks, job.forward_ms, reduces=False)
-    now += job.rest_ms
-    pass_over(blocks[::-1], job.backward_ms, reduces=True)
-    return max(now, free) + job.ms("reduce_scatter", rest)
+    for last, nbytes in job.buckets(name):
+        backwards = blocks - number.get(last, blocks)
+        ready = blocks * job.forward_ms + job.rest_ms + backwards * job.backward_ms
+        done = max(ready, done) + job.ms("all_reduce", nbytes)
+    return done
 
 
 # the trace
 
-HANDED_OVER = {
-    "c10d::allreduce_": "all_reduce",
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-}
 COLORS = {
     "forward": "#4477aa", "backward": "#66ccee", "all_reduce": "#ee6677",
     "all_gather": "#ccbb44", "reduce_scatter": "#aa3377",
 }  # fmt: skip
+# Category and name of the events that say what a step did.
+STEP, BLOCK = r"user_annotation step$", r"user_annotation (forward|backward) \d+$"
+KERNEL, CALL = "kernel (?!.*(?i:nccl))", "cpu_op c10d::"
+SENDS = ("user_annotation link:", "user_annotation gloo:", "kernel ncclDevKernel")
+
+
+class Span(NamedTuple):
+    """An event of a trace. Units: ms from the start of the step."""
+
+    kind: str | None  # of COLORS
+    start: float
+    end: float
+    waits: bool = False  # of a call: whether it returns when the collective has ended
 
 
 def pace(model: torch.nn.Module, seconds: float) -> None:
@@ -178,67 +175,35 @@ def profile_ways(report: Report, ways: dict, batch, seconds: float) -> dict[str,
         path = report.output / f"trace-{name[0]}.json" if keep else None
         dist.barrier()
         events[name] = trace(functools.partial(step, batch), report.device, path)
-        model.zero_grad()
     return events
 
 
-def end(event: dict) -> float:
-    """Return when an event ended, in µs."""
-    return event["ts"] + event["dur"]
+def spans(events: list[dict], pattern: str) -> list[Span]:
+    """Return the events whose category and name begin as the pattern says, by start."""
+    began = next(event["ts"] for event in events if event["name"] == "step")
+    found = []
+    for event in events:
+        if re.match(pattern, f"{event.get('cat')} {event['name']}"):
+            name = event["name"].lower().replace("_", "")  # as c10d, gloo, NCCL or `pace` call it
+            kind = next((kind for kind in COLORS if kind.replace("_", "") in name), None)
+            start = (event["ts"] - began) / 1e3
+            waits = "True" not in event.get("args", {}).get("Concrete Inputs", ())
+            found.append(Span(kind, start, start + event["dur"] / 1e3, waits))
+    return found
 
 
-def handed_over(events: list[dict], kind: str | None = None) -> list[dict]:
-    """Return the calls in which the process handed a collective to the group."""
-    names = {name for name, each in HANDED_OVER.items() if kind in (None, each)}
-    return [event for event in events if event["name"] in names]
-
-
-def work_of_blocks(events: list[dict]) -> dict[str, dict]:
-    """Return the event of each block's "forward 0", ..., "backward 0"."""
-    annotated = (e for e in events if e.get("cat") == "user_annotation")
-    return {e["name"]: e for e in annotated if e["name"].split()[0] in ("forward", "backward")
-            and e["name"].split()[-1].isdecimal()}  # fmt: skip
-
-
-def sends_of(events: list[dict]) -> list[dict]:
-    """Return the collectives, each from hand-over to completion, in the order they completed."""
-    for prefixes in (("link:",), ("gloo:",), ("ncclDevKernel",)):
-        found = [e for e in events if e["name"].startswith(prefixes)]
-        if found:
-            return sorted(found, key=end)
-    return []
-
-
-def rows_of(events: list[dict]) -> dict[str, list[tuple[float, float, str]]]:
-    """Return (start, length, kind) in ms from the start of the step, for computing and the link.
-
-    The link sends one collective after the other: what is handed over earlier waits for its turn.
-    """
-    step = step_of(events)
-    kernels = [e for e in events if e.get("cat") == "kernel" and "nccl" not in e["name"].lower()]
-    blocks = [(e, e["name"].split()[0]) for e in work_of_blocks(events).values()]
-    rows = {"compute": [], "link": []}
-
-    def add(row, start, stop, kind):
-        rows[row].append(((start - step["ts"]) / 1e3, (stop - start) / 1e3, kind))
-
-    for event, kind in [(e, "forward") for e in kernels] or blocks:
-        add("compute", event["ts"], end(event), kind)
-    free = step["ts"]
+def sends_of(events: list[dict]) -> list[Span]:
+    """Return the collectives as the link sends them: one at a time, in the order they completed."""
+    found = next(filter(None, (spans(events, pattern) for pattern in SENDS)), [])
+    kinds = {call.kind for call in spans(events, CALL)}
     # gloo calls a reduce-scatter what it does for it, an all-reduce.
-    other = "reduce_scatter" if handed_over(events, "reduce_scatter") else "all_reduce"
-    kinds = {"allgather": "all_gather", "reducescatter": "reduce_scatter"}
-    for event in sends_of(events):
-        start = max(event["ts"], free)
-        free = end(event)
-        name = event["name"].lower().replace("_", "")  # by gloo, NCCL, or the emulated link
-        add("link", start, free, next((kinds[part] for part in kinds if part in name), other))
-    return rows
-
-
-def step_of(events: list[dict]) -> dict:
-    """Return the event of the whole step."""
-    return next(e for e in events if e["name"] == "step" and e.get("cat") == "user_annotation")
+    other = "reduce_scatter" if "reduce_scatter" in kinds else "all_reduce"
+    sends, free = [], 0.0
+    for span in sorted(found, key=lambda span: span.end):
+        kind = span.kind if span.kind in kinds else other
+        sends.append(Span(kind, max(span.start, free), span.end))
+        free = span.end
+    return sends
 
 
 def draw(path: Path, panels: dict[str, list[dict]]) -> None:
@@ -247,23 +212,22 @@ def draw(path: Path, panels: dict[str, list[dict]]) -> None:
     with figure(path, len(panels), 1, figsize=size, sharex=True, squeeze=False) as axes:
         shown = set()
         for panel, (name, events) in zip(axes[:, 0], panels.items(), strict=True):
-            for place, spans in enumerate(rows_of(events).values()):
-                for start, length, kind in spans:
-                    shown.add(kind)
-                    bar = ([(start, length)], (place - 0.4, 0.8))
-                    panel.broken_barh(*bar, facecolor=COLORS[kind], edgecolor="white", lw=0.6)
-            total = step_of(events)["dur"] / 1e3
-            panel.axvline(total, color="black", lw=1, ls="--")
-            panel.set_yticks((0, 1), ("compute", "link"))
-            panel.set_ylim(1.5, -0.5)
-            panel.set_title(f"{name}: {total:.0f} ms", fontsize=10, loc="left")
+            (step,) = spans(events, STEP)
+            kernels = [span._replace(kind="forward") for span in spans(events, KERNEL)]
+            for place, row in enumerate((kernels or spans(events, BLOCK), sends_of(events))):
+                bars = [(span.start, span.end - span.start) for span in row]
+                colors = [COLORS[span.kind] for span in row]
+                panel.broken_barh(bars, (place - 0.4, 0.8), fc=colors, ec="white", lw=0.6)
+                shown |= {span.kind for span in row}
+            panel.axvline(step.end, color="black", lw=1, ls="--")
+            panel.set(yticks=(0, 1), yticklabels=("compute", "link"), ylim=(1.5, -0.5))
+            panel.set_title(f"{name}: {step.end:.0f} ms", fontsize=10, loc="left")
             panel.grid(axis="x", alpha=0.3)
         axes[-1, 0].set_xlabel("ms from the start of the step, on rank 0")
-        axes[0, 0].figure.legend(
-            handles=[Patch(color=c, label=k.replace("_", "-")) for k, c in COLORS.items()
-                     if k in shown],
-            loc="outside upper right", ncols=5, fontsize=9, frameon=False,
-        )  # fmt: skip
+        kinds = {kind.replace("_", "-"): c for kind, c in COLORS.items() if kind in shown}
+        handles = [Patch(color=color, label=kind) for kind, color in kinds.items()]
+        style = {"loc": "outside upper right", "ncols": 5, "fontsize": 9, "frameon": False}
+        axes[0, 0].figure.legend(handles=handles, **style)
 
 
 # the checks
@@ -294,19 +258,6 @@ def order_of_arrival(model: nn.Module, step, batch) -> list[nn.Parameter]:
     return arrived
 
 
-def expected_traffic(job: Job, name: str) -> dict[str, tuple[int, int]]:
-    """Return (calls, bytes handed over) of each kind of collective in a step, by formula."""
-    if "FSDP" not in name:
-        calls = {"1": 1, "2": len(job.arrived), "3": len(job.buckets())}[name[0]]
-        return {"all_reduce": (calls, sum(p.nbytes for p in job.arrived))}
-    if job.ranks == 1:
-        return {}
-    rest, *blocks = job.units()
-    # Of the whole tensors, all ranks' parts; the rest stays gathered for backward.
-    return {"all_gather": (2 * len(blocks) + 1, rest + 2 * sum(blocks)),
-            "reduce_scatter": (len(blocks) + 1, rest + sum(blocks))}  # fmt: skip
-
-
 def check_way(report: Report, job: Job, name: str, model, step, batch, expected) -> None:
     """Check loss and gradient of a way against one process, and its traffic against a formula."""
     expected_loss, expected_gradient = expected
@@ -314,92 +265,42 @@ def check_way(report: Report, job: Job, name: str, model, step, batch, expected)
     dist.all_reduce(loss)
     error = abs(loss.item() / job.ranks - expected_loss) / expected_loss
     report.check(f"{name}: loss, relative error", error, 0, 1e-5, "one process")
-    plain = list(job.model.parameters())
-    parts = expected_gradient.split([parameter.numel() for parameter in plain])
-    pairs = zip(model.parameters(), plain, parts, strict=True)  # FSDP gives a rank a part of each
-    own = proofs.flat(cut_like(part.view_as(whole), p.grad) for p, whole, part in pairs)
+    weights = list(model.parameters())
+    parts = expected_gradient.split([weight.numel() for weight in weights])
+    pairs = zip(weights, parts, strict=True)  # FSDP gives a rank a part of each
+    own = proofs.flat(cut_like(part.view(weight.shape), weight.grad) for weight, part in pairs)
     proofs.same_gradient(report, model, own, 1e-5, f"{name}: gradient, relative error")
     model.zero_grad()
     with TrafficCounter() as counter:
         step(batch)
     model.zero_grad()
-    wanted, source = expected_traffic(job, name), "formula: expected_traffic"
+    source = "formula: expected_traffic"
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):  # DDP broadcasts new buckets once
-        calls, handed = wanted.get(kind, (0, 0))
-        if not calls and not counter.calls[kind]:
-            continue
-        what = f"{name}, {kind}"
-        report.check(f"{what}: calls", counter.calls[kind], calls, 0, source)
-        report.check(f"{what}: bytes handed over", counter.nbytes[kind], handed, 0, source)
-    if name[0] in "23":
+        sizes = [nbytes for sent, nbytes in expected_traffic(job, name) if sent == kind]
+        calls, handed = counter.calls[kind], counter.nbytes[kind]
+        if sizes or calls:
+            what = f"{name}, {kind}"
+            report.check(f"{what}: calls", calls, len(sizes), 0, source)
+            report.check(f"{what}: bytes handed over", handed, sum(sizes), 0, source)
+    if name[0] in "23" and job.ranks > 1:
         check_asynchrony(report, name, model, step, batch)
-
-
-def check_order(report: Report, job: Job, name: str, events: list[dict]) -> None:
-    """Check, in a trace, what was handed over before what; no time enters."""
-    wanted = expected_traffic(job, name)
-    calls = sum(count for count, _ in wanted.values())
-    if job.ranks > 1:
-        what = f"{name}: collectives in the trace"
-        report.check(what, len(sends_of(events)), calls, 0, "calls by formula")
-    if "FSDP" not in name:
-        prefix = "autograd::engine::evaluate_function"  # the last one stores the last gradient
-        last = max(event["ts"] for event in events if event["name"].startswith(prefix))
-        before = sum(call["ts"] < last for call in handed_over(events))
-        early = 0 if name.startswith("1") else calls - 1
-        what = f"{name}: handed over before the last gradient"
-        report.check(what, before, early, 0, "all but the last")
-    elif wanted:
-        ahead, late = gathers_ahead(job, events)
-        pairs = 2 * (len(job.model.blocks) - 1)
-        on_time = pairs if "prefetch" in name else 0
-        source = "the block before runs meanwhile"
-        what = f"{name}: gathers begun before the block before computes"
-        report.check(what, ahead, on_time, 0, source)
-        what = f"{name}: gathers begun after the block before has ended"
-        report.check(what, late, pairs - on_time, 0, source)
-
-
-def gathers_ahead(job: Job, events: list[dict]) -> tuple[int, int]:
-    """Count gathers begun before the block before computes, and those after it has ended.
-
-    A gather counts as begun early only if the call does not wait for it.
-    """
-    last = len(job.model.blocks) - 1
-    _, *gathers = handed_over(events, "all_gather")
-    work = work_of_blocks(events)
-    order = [*(f"forward {n}" for n in range(last + 1)),
-             *(f"backward {n}" for n in range(last, -1, -1))]  # fmt: skip
-    ahead = late = 0
-    for place, call in enumerate(gathers):
-        if place in (0, last + 1):  # no block computes before these, in their direction
-            continue
-        before = work[order[place - 1]]
-        waits = "True" not in call["args"]["Concrete Inputs"]
-        ahead += call["ts"] < before["ts"] and not waits
-        late += call["ts"] >= end(before)
-    return ahead, late
 
 
 def check_asynchrony(report: Report, name: str, model, step, batch) -> None:
     """Check that backward waits for no sum: the last rank begins once the others' have ended."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    if not last:
-        return
     store = dist.group.WORLD.get_group_store()
-    keys = [f"{name} computed by {other}" for other in range(last)]
+    keys = [f"{name} computed by {other}" for other in range(last + 1)]
+    weight = next(model.parameters())  # the embedding's, whose gradient comes last
+    hook = weight.register_post_accumulate_grad_hook(lambda _: store.set(keys[rank], ""))
     ended = True
     if rank == last:
         try:
-            store.wait(keys, timedelta(seconds=PATIENCE_S))
+            store.wait(keys[:last], timedelta(seconds=PATIENCE_S))
         except dist.DistStoreError:
             ended = False
-        step(batch)
-    else:
-        weight = next(model.parameters())  # the embedding's, whose gradient comes last
-        hook = weight.register_post_accumulate_grad_hook(lambda _: store.set(keys[rank], ""))
-        step(batch)
-        hook.remove()
+    step(batch)
+    hook.remove()
     model.zero_grad()
     what = f"{name}: backward ends while a rank is missing"
     report.check(what, int(gather(ended)[last]), 1, 0, "no sum can be complete by then")
@@ -411,9 +312,8 @@ def check_trap(report: Report, early: float, late: float) -> None:
     early, late = gather((early, late))[0]  # on the last rank, which is late, the sum may be there
     if ranks > 1:
         report.say(f"1 + ... + {ranks} reads {early:g} before wait(), {late:g} after")
-        report.check(
-            "sum is there before wait()", int(early == late), 0, 0, "the last rank is late"
-        )
+        what, source = "sum is there before wait()", "the last rank is late"
+        report.check(what, int(early == late), 0, 0, source)
     report.check("sum after wait()", late, ranks * (ranks + 1) / 2, 0, "1 + ... + N")
 
 
@@ -422,30 +322,61 @@ def check_and_time(report: Report, job: Job, traces: dict[str, list[dict]]) -> N
 
     Takes "0 no communication" out of `traces`: how long computing alone takes.
     """
-    time_blocks(job, traces.pop("0 no communication"))
+    alone = traces.pop("0 no communication")
+    ms = [span.end - span.start for span in spans(alone, BLOCK)]
+    blocks = len(ms) // 2  # all forward, then all backward
+    job.forward_ms, job.backward_ms = fmean(ms[:blocks]), fmean(ms[blocks:])
+    (step,) = spans(alone, STEP)
+    job.rest_ms = step.end - sum(ms)
     for name, events in traces.items():
         check_order(report, job, name, events)
-    print_times(report, job, traces)
+    print_times(report, job, step.end, traces)
     print_rule(report, job)
 
 
-def time_blocks(job: Job, events: list[dict]) -> None:
-    """Take from the trace of a step without communication how long its parts compute."""
-    work = work_of_blocks(events)
-    mean = {way: sum(e["dur"] for n, e in work.items() if n.startswith(way)) / len(work) * 2 / 1e3
-            for way in ("forward", "backward")}  # fmt: skip
-    job.forward_ms, job.backward_ms = mean["forward"], mean["backward"]
-    job.rest_ms = step_of(events)["dur"] / 1e3 - len(work) / 2 * sum(mean.values())
+def check_order(report: Report, job: Job, name: str, events: list[dict]) -> None:
+    """Check, in a trace, what was handed over before what; no time enters."""
+    calls = len(expected_traffic(job, name))
+    if job.ranks > 1:
+        what = f"{name}: collectives in the trace"
+        report.check(what, len(sends_of(events)), calls, 0, "calls by formula")
+    if "FSDP" not in name:
+        last = spans(events, "cpu_op autograd::engine::evaluate_function")[-1]  # stores a gradient
+        before = sum(call.start < last.start for call in spans(events, CALL))
+        early = 0 if name.startswith("1") else calls - 1
+        what = f"{name}: handed over before the last gradient"
+        report.check(what, before, early, 0, "all but the last")
+    elif calls:
+        ahead, late = gathers_ahead(events)
+        pairs = 2 * (len(job.model.blocks) - 1)
+        on_time = pairs if "prefetch" in name else 0
+        what, source = f"{name}: gathers begun", "the block before runs meanwhile"
+        report.check(f"{what} before the block before computes", ahead, on_time, 0, source)
+        what = f"{what} after the block before has ended"
+        report.check(what, late, pairs - on_time, 0, source)
 
 
-def print_times(report: Report, job: Job, traces: dict[str, list[dict]]) -> None:
+def gathers_ahead(events: list[dict]) -> tuple[int, int]:
+    """Count gathers begun before the block before computes, and those after it has ended.
+
+    A gather counts as begun early only if the call does not wait for it.
+    """
+    ahead = late = 0
+    blocks = spans(events, BLOCK)  # all forward, then all backward, as they ran
+    _, first, *gathers = (call for call in spans(events, CALL) if call.kind == "all_gather")
+    for place, (before, gather_) in enumerate(zip(blocks, gathers, strict=False), 1):
+        if place != len(blocks) // 2:  # no block computes before a direction's first gather
+            ahead += gather_.start < before.start and not gather_.waits
+            late += gather_.start >= before.end
+    return ahead, late
+
+
+def print_times(report: Report, job: Job, computing: float, traces: dict[str, list[dict]]) -> None:
     """Print each way's step beside what the sizes of model and link predict; keep the numbers."""
-    computing = computing_ms(job)
     rows = []
     for name, events in traces.items():
-        measured = step_of(events)["dur"] / 1e3
-        calls = sum(count for count, _ in expected_traffic(job, name).values())
-        report.metrics[f"step_time_ms_{name[0]}"] = measured
+        (step,) = spans(events, STEP)
+        report.metrics[f"step_time_ms_{name[0]}"] = step.end
         cells = ["-"] * 4
         if job.rate and job.ranks > 1:
             sending, predicted = sending_ms(job, name), predicted_ms(job, name)
@@ -453,7 +384,8 @@ def print_times(report: Report, job: Job, traces: dict[str, list[dict]]) -> None
             report.metrics[f"predicted_ms_{name[0]}"] = predicted
             times = sending, computing + sending, max(computing, sending), predicted
             cells = [f"{value:.1f} ms" for value in times]
-        rows.append((name, str(calls), *cells, f"{measured:.1f} ms"))
+        calls = len(expected_traffic(job, name))
+        rows.append((name, str(calls), *cells, f"{step.end:.1f} ms"))
     report.metrics["computing_ms"] = computing
     report.say(f"computing takes {computing:.1f} ms in each way; without communication, measured")
     headers = ("way", "collectives", "sending", "sum", "larger", "predicted", "step")
@@ -462,19 +394,19 @@ def print_times(report: Report, job: Job, traces: dict[str, list[dict]]) -> None
 
 def print_rule(report: Report, job: Job) -> None:
     """Print which links the computing of a block hides, and what an H100 needs."""
-    block = job.units()[1]
-    rows = []
-    for link, rate in (("100 Mbit/s", 12.5e6), ("1 Gbit/s", 125e6)) if job.ranks > 1 else ():
-        cells = []
-        for kind, beside in (("all_gather", job.forward_ms), ("all_reduce", job.backward_ms)):
-            sending = job.ms(kind, block, rate)
-            cells += [f"{sending:.1f} ms", f"{beside:.1f} ms", "yes" if sending < beside else "no"]
-        rows.append((link, *cells))
-    if rows and job.rate:
+    if job.rate and job.ranks > 1:
+        block, _ = job.units()
+        sides = {"all_gather": job.forward_ms, "all_reduce": job.backward_ms}
+        rows = []
+        for link, rate in (("100 Mbit/s", 12.5e6), ("1 Gbit/s", 125e6)):
+            row = [link]
+            for kind, beside in sides.items():
+                sending = job.ms(kind, block, rate)
+                hidden = "yes" if sending < beside else "no"
+                row += [f"{sending:.1f} ms", f"{beside:.1f} ms", hidden]
+            rows.append(row)
         report.say(f"a block's {block:,} bytes beside the computing of one block:")
-        sides = ("gather", "forward", "hidden", "all-reduce", "backward", "hidden")
-        report.table(rows, ("link", *sides))
-    tokens = {link: H100_FLOPS / rate for link, rate in H100_LINKS.items()}
-    report.metrics["tokens_to_hide"] = tokens
-    needs = "; ".join(f"{count:,.0f} over {link}" for link, count in tokens.items())
-    report.say(f"tokens per rank that hide a block, H100 at its bf16 peak: {needs}")
+        headers = ("gather", "forward", "hidden", "all-reduce", "backward", "hidden")
+        report.table(rows, ("link", *headers))
+    needs = (f"{H100_FLOPS / rate:,.0f} over {link}" for link, rate in H100_LINKS.items())
+    report.say(f"tokens per rank that hide a block, H100 at its bf16 peak: {'; '.join(needs)}")

@@ -1,6 +1,5 @@
 """What local_sgd.py trains and is compared with: all ranks in one process, bytes, formulas."""
 
-import hashlib
 import math
 from collections.abc import Iterator
 from itertools import islice
@@ -42,7 +41,8 @@ class Task:
         self.config = models.TransformerConfig(256, 32, 1, 2, 1, 88, args.seq_len)
         held_out = numbers % HELD_OUT == 0
         self.shards = numbers[~held_out].tensor_split(self.ranks)
-        self.test = Subset(self.sequences, numbers[held_out][::6].tolist())
+        test = Subset(self.sequences, numbers[held_out][::6].tolist())
+        self.test = next(data.batches_of(test, 1, len(test), 0, len(test), device))
         most = min(len(shard) for shard in self.shards)
         if args.micro_batch_size > most:
             raise UsageError(f"--micro-batch-size must be at most {most}, the sequences of a rank")
@@ -71,10 +71,8 @@ class Task:
     @torch.no_grad()
     def held_out_loss(self, model) -> float:
         """Return the loss on text that no rank trained on, the mean over the ranks' models."""
-        count = len(self.test)
-        tokens, targets = next(data.batches_of(self.test, 1, count, 0, count, self.device))
-        ignored = {"ignore_index": data.IGNORED}
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), **ignored)
+        tokens, targets = self.test
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         dist.all_reduce(loss)
         return loss.item() / self.ranks
 
@@ -192,12 +190,10 @@ def sets_and_drift(model) -> tuple[int, float]:
 
     A distance from the mean of all ranks, as a part of the mean's length. A collective.
     """
-    own = proofs.flat(model.parameters())
-    mean = own.clone()
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
-    digest = hashlib.sha256(own.cpu().numpy().tobytes()).hexdigest()
-    return len(set(runtime.gather(digest))), ((own - mean).norm() / mean.norm()).item()
+    weights = runtime.gather(proofs.flat(model.parameters()).cpu())
+    mean = torch.stack(weights).mean(0)
+    drift = (weights[dist.get_rank()] - mean).norm() / mean.norm()
+    return len({own.numpy().tobytes() for own in weights}), drift.item()
 
 
 def check_lossless(report, task: Task, train, make) -> None:
