@@ -6,6 +6,7 @@ Whatever starts a process here also ends it: by its own pid, at a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import sklearn.datasets  # noqa: F401  imported here so that no fork has to
 import torch
@@ -51,6 +54,9 @@ for name in [name for name in os.environ if LAUNCHER_VARIABLES.match(name)]:
     del os.environ[name]
 
 PYTEST_PID = os.getpid()
+MARK = "DISTRIBUTED_TRAINING_GUIDE_TEST"  # in the environment of all that a test starts
+os.environ[MARK] = f"{PYTEST_PID} {time.time()}"
+TEST_DEADLINE_S = 1200  # of one test, for a hang: the longest takes two minutes when quiet
 run_backward = torch.autograd._engine_run_backward
 
 
@@ -229,6 +235,48 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
+def started_here() -> list[psutil.Process]:
+    """Return what commands of this process's tests have started and left running.
+
+    By a mark in the environment: torchrun puts each rank into a session of its own, and whoever
+    outlives its parent is in no tree of processes any more.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # another user's, or ended by now
+            marked = process.environ().get(MARK) == os.environ[MARK]
+            if marked and "resource_tracker" not in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def end_what_was_started() -> None:
+    """Kill it: a run that nobody ends would slow down every test after it."""
+    for process in started_here():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    end_what_was_started()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    """Fail a test that hangs outside of ranks and commands, which have deadlines of their own."""
+
+    def give_up(*_: Any) -> None:
+        pytest.fail(f"ran longer than {TEST_DEADLINE_S} s")
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(TEST_DEADLINE_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
+
 def run_command(
     command: list[str],
     cwd: Path,
@@ -241,24 +289,35 @@ def run_command(
     `during` gets the command's pid while it runs.
     """
     tools = os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"]
-    started = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, "PATH": tools, **environ},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        if during:
-            during(process.pid)
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
+    started, late = time.monotonic(), False
+    # Files: a pipe would be read until the last process that holds it has ended.
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as out,
+        tempfile.TemporaryFile("w+", errors="replace") as err,
+    ):
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, "PATH": tools, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            if during:
+                during(process.pid)
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            if process.poll() is None:
+                end_what_was_started()
+                process.wait()
+        for file in (out, err):
+            file.seek(0)
+        stdout, stderr = out.read(), err.read()
+    if late:
         pytest.fail(f"{command} ran longer than {timeout_s} s: {stdout[-1000:]} {stderr[-1000:]}")
     return Ended([process.returncode], stdout, stderr, time.monotonic() - started, [])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -197,9 +198,18 @@ def plain(command: str) -> tuple[int | None, str, list[str]] | None:
     return int(match[1]) if match[1] else None, match[2], shlex.split(match[3])
 
 
-def can_be_forked(script: str) -> bool:
+STAND_IN = "01-ddp-basics/ddp_parts/digits.py"  # a module that gets a first step's code as main
+
+
+def has_main(script: str) -> bool:
     """Say whether a script has a main to call; first steps are plain code from top to bottom."""
     return bool(re.search(r"^def main\(", (REPO / script).read_text(), re.M))
+
+
+def is_shown_elsewhere(script: str, page: str) -> bool:
+    """Say whether another page is the script's own: there it is launched as a reader would."""
+    own = str(Path(script).with_suffix(".md"))
+    return own in PAGES and own != page
 
 
 def folders(command: str) -> set[str]:
@@ -251,13 +261,15 @@ def fork(command: str, copy: Path, run_script: Callable[..., Ended]) -> Printed:
     """Run a plain command's script on forks of this process, which start at once."""
     ranks, script, arguments = plain(command)
 
-    def enter(_) -> None:
+    def enter(module) -> None:
         os.chdir(copy)
         os.environ["PYTHONPATH"] = str(copy)  # of what the script itself starts
+        if not has_main(script):
+            module.main = lambda: runpy.run_path(script, run_name="__main__") and 0
 
     ended = run_script(
-        script, *arguments, world_size=ranks or 1, environ=None if ranks else {},
-        before=enter, timeout_s=DEADLINE_S,
+        script if has_main(script) else STAND_IN, *arguments, world_size=ranks or 1,
+        environ=None if ranks else {}, before=enter, timeout_s=DEADLINE_S,
     )  # fmt: skip
     return printed_by(ended, copy)
 
@@ -302,7 +314,7 @@ def fault_of_record(text: str, file: Path) -> str | None:
 def follow(path: str, copy: Path, run_script) -> None:
     """Run a page's commands and compare what they print and draw with what it shows.
 
-    The first run of a script is launched as a reader would launch it, the next ones are forked.
+    On its own page a script's first run is launched as a reader would, all others are forked.
     """
     __tracebackhide__ = True  # the message says it all
     launched, missing = set(), set()  # scripts; folders that commands left out would have filled
@@ -321,7 +333,8 @@ def follow(path: str, copy: Path, run_script) -> None:
                 continue
             where = f"{path}:{line}: {command}\n"
             script = plain(run) and plain(run)[1]
-            forked = script is not None and script in launched and can_be_forked(script)
+            forked = script and (script in launched or is_shown_elsewhere(script, path))
+            forked = forked and "/hello_" not in script  # whose ranks print in turns
             launched.add(script)
             try:
                 printed = fork(run, copy, run_script) if forked else launch(run, copy)

@@ -164,7 +164,7 @@ def flags_for(script: str) -> set[str]:
     folder, source = str(Path(script).parent), (REPO / script).read_text()
     helpers = [
         p for p in TRACKED if p.startswith(f"{folder}/") and p.endswith(".py")
-        and (not pages.can_be_forked(p) or re.search(rf"^from {Path(p).stem} import", source, re.M))
+        and (not pages.has_main(p) or re.search(rf"^from {Path(p).stem} import", source, re.M))
     ]  # fmt: skip
     shared = [p for p in TRACKED if p.startswith("dist_common/") and p.endswith(".py")]
     return set().union(*map(flags_of, [script, *helpers, *shared]))

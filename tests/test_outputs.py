@@ -4,6 +4,7 @@ import json
 
 import pages
 import pytest
+from conftest import run_command, started_here
 from outputs import Line, difference, differing_words, shown_like
 from recording import record
 
@@ -256,3 +257,11 @@ def test_a_recorded_output_is_compared_with_its_file(tmp_path):
     assert pages.fault_of_record("a\n1.6 ms\n", file) and pages.fault_of_record("b\n1.5 ms\n", file)
     file.write_text(json.dumps({"output": ["a"]}))
     assert "machine" in pages.fault_of_record("a\n", file)
+
+
+def test_a_command_at_its_deadline_leaves_nothing_behind(tmp_path):
+    """Not even what has a session of its own, as torchrun's ranks have, and outlives its parent."""
+    command = ["bash", "-c", "setsid --fork sleep 300; echo begun; sleep 300"]
+    with pytest.raises(pytest.fail.Exception, match="begun"):
+        run_command(command, tmp_path, 1)
+    assert not started_here()

@@ -107,6 +107,7 @@ def _be(
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
     torch.set_num_threads(1)  # a fork has none of the threads that autograd would ask for
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(deadline_s) + 60)  # ends this rank if the process that should is gone
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an abort need not leave a file behind
     gc.freeze()  # what the parent holds is not this rank's to collect, nor to copy
