@@ -65,13 +65,13 @@ def ranked(job: Job, cluster: Cluster, gpus: int, *choices) -> list[Prediction]:
 def describe_traffic(report: Report, job: Job, prediction: Prediction) -> None:
     """Print what each axis splits, sends and costs; in words below the table."""
     layout, rows = prediction.layout, []
-    for each in prediction.traffic:
+    for axis, each in prediction.traffic.items():
         if each.size == 1:
             continue
         sizes = f"{each.layer_bytes / 1e6:,.1f} MB", f"{each.step_bytes / 1e9:,.1f} GB"
         times = (f"{seconds:.3f} s" for seconds in (each.seconds, each.behind_s, each.exposed_s))
         link = f"{each.link}, {each.rate_gb_s:g} GB/s"
-        rows.append((f"{each.axis} {each.size}", SPLITS[each.axis], link, *sizes, *times))
+        rows.append((f"{axis} {each.size}", SPLITS[axis], link, *sizes, *times))
     headers = ("axis", "splits", "link", "per layer", "per step", "takes", "beside", "exposed")
     report.table(rows, headers, names=3)
     again = layout.recompute == "full"
@@ -82,9 +82,9 @@ def describe_traffic(report: Report, job: Job, prediction: Prediction) -> None:
         "per_weight": per_weight[layout.sharding],
         "n": layout.replicas,
     }
-    for each in prediction.traffic:
+    for axis, each in prediction.traffic.items():
         if each.size > 1:
-            report.say(f"{each.axis}: {SENDS[each.axis].format(**words)}")
+            report.say(f"{axis}: {SENDS[axis].format(**words)}")
 
 
 def describe_memory(report: Report, job: Job, prediction: Prediction) -> None:
@@ -289,7 +289,7 @@ def main():
         report.metrics |= {
             "layout": str(best.layout), "step_time_s": best.step_s, "tflops_per_gpu": best.tflops,
             "memory_gib": best.memory_gib, "fits": best.fits, "seconds": best.seconds,
-            "bytes_per_step": {each.axis: each.step_bytes for each in best.traffic},
+            "bytes_per_step": {axis: each.step_bytes for axis, each in best.traffic.items()},
         }  # fmt: skip
         if report.output and world.is_rank0:
             draw(report.output / "combining.png", shown)

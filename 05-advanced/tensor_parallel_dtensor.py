@@ -125,7 +125,7 @@ def main():
         tokens = args.batch_size * args.seq_len
         step_of = functools.partial(tensor_job.traffic_of_step, config, tokens)
         by_hand = {"by hand": step_of(False), "by hand, sequence": step_of(True)}
-        rows = [tensor_job.row(*way, world.world_size) for way in by_hand.items()]
+        rows = [tensor_job.row(*way) for way in by_hand.items()]
         for name, (plan, sequence_parallel, fs) in PLANS.items():
             model = tensor_job.whole_model(args, config, device)
 
@@ -137,7 +137,7 @@ def main():
             sent = tensor_job.check_model(
                 report, name, model, compute_gradient, batches, alone, expected
             )
-            rows.append(tensor_job.row(f"plan {name}", sent, world.world_size))
+            rows.append(tensor_job.row(f"plan {name}", sent))
         report.table(rows, ("a step", *tensor_job.HEADERS))
         return report.finish(f"the losses of {args.max_steps} steps are those of one process")
 

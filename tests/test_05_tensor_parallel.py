@@ -1,30 +1,19 @@
 """Tensor parallelism by hand: equal to one process, and bytes by formula."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, load_script, run_command
+from helpers_05 import TOKENS, D, L, failing, run_small
 
 from advanced_parts import tensor_job
 
 SCRIPT = "05-advanced/tensor_parallel.py"
-SMALL = ("--num-layers", 1, "--seq-len", 32, "--batch-size", 2, "--max-steps", 2)
 FULL = pytest.mark.full
-L, D, TOKENS = 1, 128, 64  # of SMALL
-
-
-def run(run_script, tmp_path, world_size, before=None, codes=(0,)):
-    folder = tmp_path / "run"
-    flags = (*SMALL, "--num-kv-heads", max(2, world_size), "--output-dir", folder)
-    ended = run_script(SCRIPT, *flags, world_size=world_size, before=before)
-    assert set(ended.codes) & set(codes), ended.stdout + ended.stderr
-    assert "Warning" not in ended.stderr
-    return results_of(folder)
-
-
-def failing(content):
-    return {check["name"] for check in content["checks"] if not check["ok"]}
+run = partial(run_small, SCRIPT)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=FULL)])

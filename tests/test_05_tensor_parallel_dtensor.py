@@ -1,9 +1,12 @@
 """Tensor parallelism by a plan: equal to one process and to the same by hand; what DTensor does."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, load_script, run_command
+from helpers_05 import L, failing, run_small
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -18,22 +21,8 @@ from dist_common.lab.traffic import TrafficCounter
 from dist_common.models import local
 
 SCRIPT = "05-advanced/tensor_parallel_dtensor.py"
-SMALL = ("--num-layers", 1, "--seq-len", 32, "--batch-size", 2, "--max-steps", 2)
 FULL = pytest.mark.full
-L, D, TOKENS = 1, 128, 64  # of SMALL
-
-
-def run(run_script, tmp_path, world_size, before=None, codes=(0,)):
-    folder = tmp_path / "run"
-    flags = (*SMALL, "--num-kv-heads", max(2, world_size), "--output-dir", folder)
-    ended = run_script(SCRIPT, *flags, world_size=world_size, before=before)
-    assert set(ended.codes) & set(codes), ended.stdout + ended.stderr
-    assert "Warning" not in ended.stderr
-    return results_of(folder)
-
-
-def failing(content):
-    return {check["name"] for check in content["checks"] if not check["ok"]}
+run = partial(run_small, SCRIPT)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=FULL)])

@@ -13,22 +13,16 @@ from torch.distributed.tensor import DTensor
 from dist_common import data, models, runtime
 from dist_common.job import Step
 from dist_common.lab import proofs
-from dist_common.lab.traffic import TrafficCounter
+from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
 from dist_common.models import local
-
-AXES = ("pp", "dp", "cp", "tp")  # in the order of ranks: the last one's are neighbours
 
 
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
     """Say where each rank is; yield the run's steps between the proofs."""
     say_layout(run)
     before = partial(check_gradient, run, accumulate_gradient)
-    yield from proofs.proven_steps(
-        run.job, steps, run.model, run.optimizer, before, partial(check_replicas, run)
-    )
-
-
-# the gradient of one process
+    after = partial(check_replicas, run)
+    yield from proofs.proven_steps(run.job, steps, run.model, run.optimizer, before, after)
 
 
 def check_gradient(run, accumulate_gradient: Callable) -> None:
@@ -62,9 +56,8 @@ def whole_model(run):
     runtime.seed_everything(job.args.seed)
     alone = models.Transformer(run.model.config)
     if job.found:
-        state = {"model": alone.state_dict()}
+        state = {"model": alone.state_dict()}  # read into the weights themselves
         dcp.load(state, checkpoint_id=job.found[0], process_group=job.store.group)
-        alone.load_state_dict(state["model"])
     return alone.to(job.device)
 
 
@@ -84,9 +77,6 @@ def check_replicas(run) -> None:
     run.job.report.check(name, differing, 0, 0, "replicas stay equal")
 
 
-# bytes
-
-
 def data_axis(args) -> str:
     """Name the axis along which gradients are summed: ranks that differ in samples or in tokens."""
     return "dp and cp" if args.dp > 1 and args.cp > 1 else "dp" if args.dp > 1 else "cp"
@@ -101,7 +91,7 @@ def expected_bytes(run):
     last = run.stages[-1].head is not None
     rows = args.micro_batch_size * len(run.positions)  # tokens of a micro-batch on this rank
     activations = 4 * rows * config.dim  # bytes, float32
-    ring = {axis: (getattr(args, axis) - 1) / getattr(args, axis) for axis in AXES}
+    ring = RING_FACTOR["all_gather"]  # an all-reduce is two: a reduce-scatter and an all-gather
     # Two all-reduces in a block's forward (wo, down), two in backward (the inputs of q, k, v and of
     # gate, up); the embedding's columns gathered, which is half of one; the gradient of the head's
     # input; and for each row the loss's maximum, sum of exponentials and target's logit.
@@ -109,30 +99,29 @@ def expected_bytes(run):
     # k and v of (B, kv heads / tp, T, head_dim), gathered in forward, their gradients scattered.
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads) // args.tp
     gathered = 2 * 4 * args.micro_batch_size * args.seq_len * kv_dim
-    stages = [stage.number for stage in run.stages]
-    total = args.pp * len(stages)
-    crossings = sum((n < total - 1) + (n > 0) for n in stages)  # one way, and the gradient back
+    # Activations leave all stages but the last, their gradients all but the first.
+    crossings = sum((s.head is None) + (s.embedding is None) for s in run.stages)
     own = 4 * sum(local(weight).numel() for weight in run.model.parameters())
     group = args.dp * args.cp
     if args.data_parallel == "replicate":
-        gradients = 2 * (group - 1) / group * own
+        gradients = 2 * ring(group) * own
     else:  # gradients scattered once; a rank holds 1 / group of them, and of the weights
         # full frees weights after each forward: whatever comes next gathers them again.
         gathers = micro_batches + 1 if args.data_parallel == "full" else 1
         gradients = (gathers + 1) * (group - 1) * own
-    sent = {
-        "tp": 2 * ring["tp"] * micro_batches * reduced,
-        "cp": 2 * ring["cp"] * micro_batches * blocks * gathered,
+    sent = Counter({
+        "tp": 2 * ring(args.tp) * micro_batches * reduced,
+        "cp": 2 * ring(args.cp) * micro_batches * blocks * gathered,
         "pp": crossings * micro_batches * activations if args.pp > 1 else 0,
-    }
-    sent[data_axis(args)] = sent.get(data_axis(args), 0) + gradients
+    })  # fmt: skip
+    sent[data_axis(args)] += gradients
     return sent
 
 
 def check_bytes(run, counter: TrafficCounter) -> None:
     """Compare what each axis sent in one step with the formula, on the rank that differs most."""
     report, expected = run.job.report, expected_bytes(run)
-    axes = {run.mesh[axis].get_group().group_name: axis for axis in AXES}
+    axes = {run.mesh[axis].get_group().group_name: axis for axis in run.mesh.mesh_dim_names}
     axes[run.data_mesh.get_group().group_name] = data_axis(run.job.args)
     sent = Counter()  # bytes of this rank, in rings
     for call in counter.collectives:
@@ -147,13 +136,10 @@ def check_bytes(run, counter: TrafficCounter) -> None:
             report.check(name, measured, wanted, round(0.001 * wanted), source)
 
 
-# which rank is where
-
-
 def say_layout(run):
     """Print for each axis its size, the group of rank 0, and whether that group leaves a node."""
     rows = []
-    for axis in AXES:
+    for axis in run.mesh.mesh_dim_names:  # in the order of ranks: the last one's are neighbours
         group = run.mesh[axis].mesh.tolist()
         nodes = {rank // run.job.args.ranks_per_node for rank in group}
         link = "-" if len(group) == 1 else "within a node" if len(nodes) == 1 else "between nodes"

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from advanced_parts.pipeline_schedules import peak_formula
 from dist_common.models import PRESETS, Block, TransformerConfig
 
 # Grattafiori et al., The Llama 3 Herd of Models (2024), table 3.
@@ -183,36 +184,32 @@ def compute_seconds(job: Job, cluster: Cluster, layout: Layout) -> float:
 
 
 def in_flight(job: Job, layout: Layout, stage: int) -> float:
-    """Return the micro-batches whose activations a stage holds at once (Narayanan, 2021)."""
-    p, m, v = layout.pp, job.micro_batches(layout), job.virtual_stages
-    if job.schedule == "gpipe":
-        return m
-    if job.schedule == "1f1b":
-        return min(m, p - stage)
-    return min(m, (2 * (p - stage - 1) + (v - 1) * p + 1) / v)  # chunks of warm-up, and one
+    """Return the micro-batches whose activations a stage holds at once."""
+    p, m = layout.pp, job.micro_batches(layout)
+    return peak_formula(job.schedule, stage, p, m, job.virtual_stages)
 
 
 def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
     """Return bytes by part on one GPU of a stage, at the peak."""
-    config, n = job.config, layout.replicas
+    config, n, full = job.config, layout.replicas, layout.sharding == "full"
     weights = weights_of_stage(config, layout, stage)
     layer = layer_matrices(config) / layout.tp + 2 * config.dim
     sharded = layout.sharding != "none"
-    reduces_at_once = layout.sharding == "full" or (sharded and job.micro_batches(layout) == 1)
+    reduces_at_once = full or (sharded and job.micro_batches(layout) == 1)
     layers = layers_of_stages(config.num_layers, layout.pp)[stage]
     tokens = job.tokens(layout) / layout.tp  # the rank's slice: sequence parallel
     # Full sharding holds the tables, a layer in use, and the next layer on its way.
-    gathered = weights - (layers - 2) * layer if layout.sharding == "full" else weights
+    gathered = weights - (layers - 2) * layer if full else weights
+    held = layers * in_flight(job, layout, stage)  # layers' tensors, each of a micro-batch
     kept = activation_bytes(config, layout.recompute)
+    activations = held * kept
     if layout.recompute == "full":  # each layer's input; one layer whole while it is recomputed
-        activations = (layers * in_flight(job, layout, stage) * BF16 * config.dim + kept) * tokens
-    else:
-        activations = layers * in_flight(job, layout, stage) * kept * tokens
-    head = (LOGITS * config.vocab_size + 2 * BF16 * config.dim) * tokens
+        activations = held * BF16 * config.dim + kept
+    head = LOGITS * config.vocab_size + 2 * BF16 * config.dim
     return {
         "weights": BF16 * gathered,
         "gradients": FP32 * (weights / n + layer if reduces_at_once else weights),
         "optimizer": OPTIMIZER * weights / (n if sharded else 1),
-        "activations": activations,
-        "logits": head if stage == layout.pp - 1 else 0,
+        "activations": activations * tokens,
+        "logits": head * tokens if stage == layout.pp - 1 else 0,
     }

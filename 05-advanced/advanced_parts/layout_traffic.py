@@ -14,7 +14,6 @@ RESERVE = 0.1  # of a GPU's memory: CUDA context, NCCL's buffers, fragmentation
 class Traffic:
     """What one axis sends from each GPU, and how much of that time nothing hides."""
 
-    axis: str
     size: int
     link: str
     rate_gb_s: float
@@ -28,7 +27,7 @@ class Traffic:
 @dataclass(frozen=True)
 class Prediction:
     layout: Layout
-    traffic: list[Traffic]
+    traffic: dict[str, Traffic]  # by axis
     memory: dict[str, float]  # bytes, of the stage that holds most
     stage: int
     in_flight: float  # micro-batches whose activations that stage holds
@@ -81,7 +80,7 @@ def link_of(job: Job, cluster: Cluster, layout: Layout, axes: tuple[str, ...], h
     return f"network x{cards}", min(cluster.nvlink_gb_s, cards * cluster.network_gb_s)
 
 
-def tensor_traffic(job: Job, cluster: Cluster, layout: Layout, layers: int) -> Traffic:
+def tensor_traffic(job: Job, cluster: Cluster, layout: Layout, times: int) -> Traffic:
     """Two all-gathers and two reduce-scatters each way; two all-gathers more in backward, hidden.
 
     Source: Korthikanti et al. (2022), section 4.2.2: sequence parallel keeps slices only.
@@ -91,16 +90,14 @@ def tensor_traffic(job: Job, cluster: Cluster, layout: Layout, layers: int) -> T
     one = (t - 1) / t * job.tokens(layout) * job.config.dim * BF16
     one_s = cluster.seconds(one, rate, t > 1)
     awaited = 8 + 4 * (layout.recompute == "full")
-    times = layers * job.micro_batches(layout)
     behind = forward_flops(job, layout)["matrices"] / cluster.gpu_tflops / 1e12
     exposed = awaited * one_s + max(0, 2 * one_s - behind)
     sent = (awaited + 2) * one
-    seconds = (awaited + 2) * one_s
-    sizes = sent, sent * times
-    return Traffic("tp", t, link, rate, *sizes, seconds * times, behind * times, exposed * times)
+    seconds = (awaited + 2) * one_s * times
+    return Traffic(t, link, rate, sent, sent * times, seconds, behind * times, exposed * times)
 
 
-def context_traffic(job: Job, cluster: Cluster, layout: Layout, layers: int) -> Traffic:
+def context_traffic(job: Job, cluster: Cluster, layout: Layout, times: int) -> Traffic:
     """A ring of keys and values in forward, of them and their float32 gradients in backward."""
     c = layout.cp
     link, rate = link_of(job, cluster, layout, ("cp",), hops=True)
@@ -108,11 +105,9 @@ def context_traffic(job: Job, cluster: Cluster, layout: Layout, layers: int) -> 
     width = (passes - 1) * BF16 + memory.FP32  # bytes of a number of keys or values, all passes
     sent = width * (c - 1) * job.tokens(layout) * 2 * memory.key_width(job.config) / layout.tp
     seconds = cluster.seconds(sent, rate, passes * (c - 1))
-    times = layers * job.micro_batches(layout)
     behind = passes * forward_flops(job, layout)["attention"] / cluster.gpu_tflops / 1e12
-    exposed = max(0, seconds - behind)
-    sizes = sent, sent * times
-    return Traffic("cp", c, link, rate, *sizes, seconds * times, behind * times, exposed * times)
+    exposed = max(0, seconds - behind) * times
+    return Traffic(c, link, rate, sent, sent * times, seconds * times, behind * times, exposed)
 
 
 def pipeline_traffic(job: Job, cluster: Cluster, layout: Layout, compute_s: float) -> Traffic:
@@ -123,7 +118,7 @@ def pipeline_traffic(job: Job, cluster: Cluster, layout: Layout, compute_s: floa
     times = job.virtual_stages * job.micro_batches(layout)
     seconds = cluster.seconds(sent, rate, 2 * split) * times
     exposed = max(0, seconds - compute_s)
-    return Traffic("pp", layout.pp, link, rate, sent, sent * times, seconds, compute_s, exposed)
+    return Traffic(layout.pp, link, rate, sent, sent * times, seconds, compute_s, exposed)
 
 
 def weight_traffic(job: Job, cluster: Cluster, layout: Layout, forward_s: float) -> Traffic:
@@ -145,12 +140,11 @@ def weight_traffic(job: Job, cluster: Cluster, layout: Layout, forward_s: float)
     gather_s = cluster.seconds(share * in_forward * weights, rate, 0)
     reduce_s = cluster.seconds(share * in_backward * weights, rate, 0)
     backward_s = (2 + (layout.recompute == "full")) * forward_s
-    behind = forward_s * (in_forward > 0) + backward_s
-    exposed = max(0, gather_s - forward_s) + max(0, reduce_s - backward_s)
-    per_weight = share * (in_forward + in_backward) * times
-    sizes = per_weight * layer, per_weight * weights
+    behind = (forward_s * (in_forward > 0) + backward_s) * times
+    exposed = (max(0, gather_s - forward_s) + max(0, reduce_s - backward_s)) * times
+    sent = share * (in_forward + in_backward) * times  # per weight
     seconds = (gather_s + reduce_s) * times
-    return Traffic("dp", n, link, rate, *sizes, seconds, behind * times, exposed * times)
+    return Traffic(n, link, rate, sent * layer, sent * weights, seconds, behind, exposed)
 
 
 # a step
@@ -166,19 +160,18 @@ def predict(job: Job, cluster: Cluster, layout: Layout) -> Prediction:
     if layout.replicas == 1:
         layout = replace(layout, sharding="none")  # nobody to share with
     m = job.micro_batches(layout)
-    layers = max(memory.layers_of_stages(job.config.num_layers, layout.pp))
+    times = m * max(memory.layers_of_stages(job.config.num_layers, layout.pp))
     forward = compute_seconds(job, cluster, layout)
     recomputes = layout.recompute == "full"
     compute = (3 + recomputes) * forward * m
-    weights = weight_traffic(job, cluster, layout, forward)
-    traffic = [
-        tensor_traffic(job, cluster, layout, layers),
-        context_traffic(job, cluster, layout, layers),
-        weights,
-        pipeline_traffic(job, cluster, layout, compute),
-    ]
-    seconds = {"compute": compute, **{each.axis: each.exposed_s for each in traffic}}
-    once = weights.exposed_s if layout.sharding != "full" else 0  # outside the pipeline
+    traffic = {
+        "tp": tensor_traffic(job, cluster, layout, times),
+        "cp": context_traffic(job, cluster, layout, times),
+        "dp": weight_traffic(job, cluster, layout, forward),
+        "pp": pipeline_traffic(job, cluster, layout, compute),
+    }
+    seconds = {"compute": compute} | {axis: each.exposed_s for axis, each in traffic.items()}
+    once = seconds["dp"] if layout.sharding != "full" else 0  # outside the pipeline
     seconds["bubble"] = bubble_of(job, layout) * (sum(seconds.values()) - once)
     stages = {stage: memory.memory_of_stage(job, layout, stage) for stage in {0, layout.pp - 1}}
     stage = max(stages, key=lambda s: sum(stages[s].values()))

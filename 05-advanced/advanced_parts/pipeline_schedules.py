@@ -65,10 +65,8 @@ def draw(path: Path, timelines: dict, label: str | None = None) -> None:
     p = len(next(iter(timelines.values())))
     size = (10, 0.6 + len(timelines) * (0.6 + 0.2 * p))
     lengths = [end - start for start, end in map(span_of, timelines.values())]
-    options = {"squeeze": False, "sharex": label is not None}
-    with figure(path, len(timelines), 1, figsize=size, **options) as axes:
-        rows = zip(axes[:, 0], timelines.items(), lengths, strict=True)
-        for row, (title, spans), length in rows:
+    with figure(path, len(timelines), 1, figsize=size, squeeze=False, sharex=bool(label)) as axes:
+        for row, (title, spans), length in zip(axes[:, 0], timelines.items(), lengths, strict=True):
             draw_ranks(row, spans, title, max(lengths) if label else length)
         if label:
             row.set_xlabel(label, fontsize=9)
@@ -84,11 +82,10 @@ def draw_ranks(axes, spans, title: str, width: float) -> None:
     for rank, row in enumerate(spans):
         for (kind, stage, k), start, end in row:
             style = {"color": COLOURS[kind], "alpha": 0.9 if stage < p else 0.45}
-            style |= {"height": 0.86, "edgecolor": "white", "linewidth": 0.6}
-            axes.barh(rank, end - start, left=start - zero, **style)
+            style |= {"edgecolor": "white", "linewidth": 0.6}
+            box = axes.barh(rank, end - start, 0.86, start - zero, **style)
             if end - start > 0.011 * width:
-                middle = start - zero + (end - start) / 2
-                axes.text(middle, rank, str(k), ha="center", va="center", fontsize=7)
+                axes.bar_label(box, [k], label_type="center", fontsize=7)
     names = [f"rank {rank}" for rank in range(p)]
     axes.set(xlim=(0, width), ylim=(p - 0.5, -0.5), yticks=range(p), yticklabels=names)
     axes.set_title(title, fontsize=9, loc="left")

@@ -14,10 +14,6 @@ from advanced_parts.layout_memory import FP32, key_width
 from dist_common import runtime
 from dist_common.lab.figure import figure
 
-MIB = 2**20  # bytes
-
-# bytes
-
 
 def ring_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int, int]:
     """Return the bytes that a rank sends per layer in (forward, backward) of ring attention.
@@ -28,9 +24,6 @@ def ring_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int,
     block = 2 * tokens // ranks * key_width(config)  # numbers in one rank's k and v
     hops = ranks - 1
     return hops * block * width, hops * block * (width + FP32)
-
-
-# work
 
 
 def pairs_per_step(records, seq_len: int) -> list[list[int]]:
@@ -64,17 +57,13 @@ def check_balance(report, records_of: dict, seq_len: int) -> None:
         report.check(f"{layout}: pairs, all ranks", sum(totals), every, 0, "half of T x T")
         report.check(f"{layout}: pairs, busiest rank", busiest, expected, 0, "the last rank's rows")
         # A step ends when its busiest rank has ended: the others wait for keys until then.
-        waited_for = sum(max(steps) for steps in zip(*pairs, strict=True))
+        waited_for = sum(map(max, zip(*pairs, strict=True)))
         busy = every / len(records) / waited_for
-        report.metrics[f"{layout} pairs"] = totals
-        report.metrics[f"{layout} busy"] = busy
+        report.metrics |= {f"{layout} pairs": totals, f"{layout} busy": busy}
         numbers = (min(totals), busiest, waited_for)
         rows.append((layout, *(f"{number:,}" for number in numbers), f"{busy:.0%}"))
-    headers = ("pairs attended", "idlest rank", "busiest rank", "sum of steps", "ranks busy")
-    report.table(rows, headers)
-
-
-# memory
+    work = ("idlest rank", "busiest rank", "sum of steps", "ranks busy")
+    report.table(rows, ("pairs attended", *work))
 
 
 def memory_of_step(model, batch, positions) -> tuple[int, int]:
@@ -89,17 +78,17 @@ def memory_of_step(model, batch, positions) -> tuple[int, int]:
 
 
 def measure_memory(report, ring_of: Callable, attend_on: Callable) -> None:
-    """Measure a training step on the first 1, 2, 4, ... ranks, as many tokens on each.
+    """Check that a rank's bytes stay flat in a step on the first 1, 2, 4, ... ranks.
 
-    `ring_of(group)` makes a ring, `attend_on(ring)` its attention. Check that a rank's bytes stay
-    flat, against the row of one rank.
+    Each has as many tokens. `ring_of(group)` makes a ring, `attend_on(ring)` its attention.
     """
-    world, device, own_tokens = report.world, report.device, report.args.memory_tokens
+    world, device = report.world, report.device
     powers = [2**n for n in range(20) if 2**n < world.world_size]
+    report.metrics["memory"] = []
     rows = []
     for ranks in [*powers, world.world_size]:
         group = dist.new_group(range(ranks))
-        tokens = ranks * own_tokens
+        tokens = ranks * report.args.memory_tokens
         model = build(report.args.seed, tokens, device)
         batch = batch_of(tokens, 1, device)
         full, _ = memory_of_step(model, batch, torch.arange(tokens, device=device))
@@ -108,24 +97,18 @@ def measure_memory(report, ring_of: Callable, attend_on: Callable) -> None:
             ring = ring_of(group)
             set_attention(model, attend_on(ring))
             own = memory_of_step(model, batch, ring.positions(tokens, device))
-        peak, kept = (max(values) for values in zip(*runtime.gather(own), strict=True))
-        rows.append((tokens, ranks, full, peak, kept))
-        if ranks > 1:
-            _, _, _, peak_of_1, kept_by_1 = rows[0]
-            source = "1 rank, as many tokens per rank"
-            report.check(f"{ranks} ranks: bytes kept for backward", kept, kept_by_1, 0, source)
-            name, keys_under_way = f"{ranks} ranks: largest bytes alive", peak_of_1 // 10
-            report.check(name, peak, peak_of_1, keys_under_way, f"{source}, and keys under way")
-    report.metrics["memory"] = rows
-    cells = [
-        (f"{tokens:,}", str(ranks), *(f"{n / MIB:.2f} MiB" for n in numbers))
-        for tokens, ranks, *numbers in rows
-    ]
+        peak, kept = map(max, zip(*runtime.gather(own), strict=True))
+        report.metrics["memory"].append((tokens, ranks, full, peak, kept))
+        sizes = (f"{size / 2**20:.2f} MiB" for size in (full, peak, kept))
+        rows.append((f"{tokens:,}", str(ranks), *sizes))
+    (_, _, _, peak_of_1, kept_by_1), *others = report.metrics["memory"]
+    source = "1 rank, as many tokens per rank"
+    for _, ranks, _, peak, kept in others:
+        report.check(f"{ranks} ranks: bytes kept for backward", kept, kept_by_1, 0, source)
+        name, keys_under_way = f"{ranks} ranks: largest bytes alive", peak_of_1 // 10
+        report.check(name, peak, peak_of_1, keys_under_way, f"{source}, and keys under way")
     headers = ("tokens", "ranks", "one process", "a ring rank", "of it kept for backward")
-    report.table(cells, headers, names=0)
-
-
-# picture
+    report.table(rows, headers, names=0)
 
 
 def draw(path, records_of: dict) -> None:

@@ -1,7 +1,4 @@
-"""What both lessons of tensor parallelism train, what one process trains, and what a step sends.
-
-A collective stands here as (kind, bytes of the whole tensor that it sums, gathers or scatters).
-"""
+"""What both lessons of tensor parallelism train, what one process trains, and what a step sends."""
 
 import dataclasses
 from collections import Counter
@@ -14,14 +11,12 @@ from torch import nn
 
 from dist_common import cli, data, models, runtime
 from dist_common.lab import proofs
-from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
+from dist_common.lab.traffic import Collective, TrafficCounter
 from dist_common.report import Report
 
 RING_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 HEADERS = ("all-reduces", "all-gathers", "reduce-scatters", "bytes sent")
 FLOAT = 4  # bytes of a float32
-
-# what is trained
 
 
 def add_flags(parser: cli.ArgumentParser) -> None:
@@ -56,8 +51,7 @@ def config_of(args, ranks: int) -> models.TransformerConfig:
 
 def batches_of(args, device: torch.device) -> list[list[torch.Tensor]]:
     """Return the (inputs, targets) of each step, (B, T) each: every rank reads the same."""
-    text = data.load_text()
-    sequences = data.Sequences(text[: len(text) // args.seq_len * args.seq_len], args.seq_len)
+    sequences = data.Sequences(data.load_text(), args.seq_len)
     if args.max_steps * args.batch_size >= len(sequences):
         have = f"the text has {len(sequences)} sequences"
         raise cli.UsageError(f"--max-steps times --batch-size must be less: {have}")
@@ -108,56 +102,56 @@ def own_part(whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 # what it sends: B sequences of T tokens, D numbers per token, L blocks, float32
 
 
-def counted(counter: TrafficCounter) -> list[tuple[str, int]]:
-    """Return what was counted, as the formulas below have it."""
-    return [(call.kind, call.nbytes) for call in counter.collectives]
+def call(kind: str, numbers: int) -> Collective:
+    """Return a collective of all ranks on a tensor of so many numbers, all ranks' parts of it."""
+    return Collective(kind, numbers * FLOAT, dist.get_world_size(), "")
 
 
-def block(tokens: int, dim: int, sequence_parallel: bool, fs: int = 2) -> list[tuple[str, int]]:
+def block(tokens: int, dim: int, sequence_parallel: bool, fs: int = 2) -> list[Collective]:
     """Return what forward and backward of a block call, with two g and `fs` f. Tokens: B * T."""
     kinds = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
-    return [(kind, tokens * dim * FLOAT) for kind in kinds * (fs + 2)]
+    return [call(kind, tokens * dim) for kind in kinds * (fs + 2)]
 
 
-def loss(tokens: int) -> list[tuple[str, int]]:
+def loss(tokens: int) -> list[Collective]:
     """Return what the loss calls: the maximum, the sum of exponentials, the target's logit."""
-    return [("all_reduce", tokens * FLOAT)] * 3
+    return [call("all_reduce", tokens)] * 3
 
 
 def traffic_of_step(
-    config: models.TransformerConfig, tokens: int, sequence_parallel: bool,
-    fs: int = 2, norms_apart: bool = False,
-) -> list[tuple[str, int]]:  # fmt: skip
+    config, tokens: int, sequence_parallel: bool, fs: int = 2, norms_apart: bool = False
+) -> list[Collective]:
     """Return what a step calls: blocks, the g of the embedding, the f of the head, the loss.
 
     `norms_apart`: the gradient of each norm is summed by a collective of its own.
     """
     blocks = config.num_layers * block(tokens, config.dim, sequence_parallel, fs)
     ends = block(tokens, config.dim, sequence_parallel, fs=0)  # one g, one f
-    norms, norm = 2 * config.num_layers + 1, config.dim * FLOAT
-    sums = [("all_reduce", norm)] * norms if norms_apart else [("all_reduce", norms * norm)]
+    norms = 2 * config.num_layers + 1
+    sums = [call("all_reduce", norms * config.dim)]
+    if norms_apart:
+        sums = [call("all_reduce", config.dim)] * norms
     return blocks + ends + loss(tokens) + sums * sequence_parallel
 
 
-def bytes_sent(traffic: list[tuple[str, int]], ranks: int) -> int:
-    """Return the bytes that a rank sends in a ring."""
-    return round(sum(RING_FACTOR[kind](ranks) * nbytes for kind, nbytes in traffic))
+def calls_and_bytes(traffic: list[Collective]) -> tuple[Counter, int]:
+    """Return how many calls there are of each kind, and the bytes that a rank sends in a ring."""
+    return Counter(each.kind for each in traffic), round(sum(each.sent for each in traffic))
 
 
 def check_traffic(report: Report, name: str, measured: list, expected: list) -> None:
     """Check the calls of each kind, and the bytes that a rank sends for them in a ring."""
     source = "Shoeybi 2019, section 3; Korthikanti 2022, section 4.2.2"
-    calls, wanted = (Counter(kind for kind, _ in side) for side in (measured, expected))
+    (calls, sent), (wanted, formula) = map(calls_and_bytes, (measured, expected))
     for kind in sorted({*calls, *wanted}):
         report.check(f"{name}: {kind.replace('_', '-')}s", calls[kind], wanted[kind], 0, source)
-    sent = (bytes_sent(side, report.world.world_size) for side in (measured, expected))
-    report.check(f"{name}: bytes sent", *sent, 0, source)
+    report.check(f"{name}: bytes sent", sent, formula, 0, source)
 
 
 def check_model(
     report: Report, name: str, model: nn.Module, compute_gradient: Callable, batches: list,
     alone: tuple[torch.Tensor, list[torch.Tensor]], expected: list,
-) -> list[tuple[str, int]]:  # fmt: skip
+) -> list[Collective]:  # fmt: skip
     """Check a cut model's gradient and losses against what `train_alone` returned.
 
     Return what forward and backward of a step called; check it against the formula's `expected`.
@@ -170,17 +164,17 @@ def check_model(
     proofs.same_gradient(report, model, gradient, 1e-5, f"{name}: gradient error")
     own = train(model, compute_gradient, batches, report.args.lr)
     proofs.same_losses(report, own, losses, 1e-5, f"{name}: largest error of a loss")
-    measured = counted(counter)
-    check_traffic(report, f"{name}, a step", measured, expected)
+    check_traffic(report, f"{name}, a step", counter.collectives, expected)
+    calls, sent = calls_and_bytes(counter.collectives)
     report.metrics |= {
         f"losses, {name}": own.tolist(),
-        f"calls of a step, {name}": dict(Counter(kind for kind, _ in measured)),
-        f"bytes sent in a step, {name}": bytes_sent(measured, report.world.world_size),
+        f"calls of a step, {name}": dict(calls),
+        f"bytes sent in a step, {name}": sent,
     }
-    return measured
+    return counter.collectives
 
 
-def row(name: str, traffic: list[tuple[str, int]], ranks: int) -> list[str]:
+def row(name: str, traffic: list[Collective]) -> list[str]:
     """Return a table's row for HEADERS."""
-    calls = Counter(kind for kind, _ in traffic)
-    return [name, *(str(calls[kind]) for kind in RING_KINDS), f"{bytes_sent(traffic, ranks):,}"]
+    calls, sent = calls_and_bytes(traffic)
+    return [name, *(str(calls[kind]) for kind in RING_KINDS), f"{sent:,}"]

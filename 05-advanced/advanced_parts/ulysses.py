@@ -17,8 +17,8 @@ PEAK_FLOPS = 989.4e12
 def ulysses_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int, int]:
     """Return the bytes that a rank sends per layer in (forward, backward), `width` per number.
 
-    An all-to-all each of q, k, v and out, the same ones backward. A rank keeps one of `ranks`
-    parts. Key and value heads are repeated until each rank gets one.
+    An all-to-all each of q, k, v and out, the same backward; a rank keeps one of `ranks` parts.
+    Key and value heads are repeated until each rank gets one.
     """
     heads = math.lcm(config.num_kv_heads, ranks)
     widths = 2 * config.dim + 2 * heads * config.dim // config.num_heads  # q, out; k, v
@@ -44,27 +44,27 @@ def tokens_to_hide(config, link_gb_s: float) -> int:
     return math.ceil(seconds_sending / seconds_computing)
 
 
+WAYS = {"ring": ring_bytes, "all-gather": all_gather_bytes, "Ulysses": ulysses_bytes}
+
+
 def print_comparison(report, tokens: int) -> None:
     """Print what each way sends, and from how many tokens on the ring hides it."""
     rows = []
+    hidden = []
     for name in COMPARED:
         config = PRESETS[name]
         heads = f"{config.num_heads} / {config.num_kv_heads}"
         for ranks in RANKS:
-            ring, gather, ulysses = (
-                f"{sum(formula(config, tokens, ranks, BF16)) / 2**20:,.0f}"
-                for formula in (ring_bytes, all_gather_bytes, ulysses_bytes)
-            )
+            sent = [sum(way(config, tokens, ranks, BF16)) / 2**20 for way in WAYS.values()]
+            cells = [f"{mib:,.0f}" for mib in sent]
             if config.num_heads % ranks:
-                ulysses = f"{config.num_heads} heads"
-            rows.append((name, heads, str(ranks), ring, gather, ulysses))
+                cells[-1] = f"{config.num_heads} heads"
+            rows.append((name, heads, str(ranks), *cells))
+        least = (tokens_to_hide(config, rate) for rate in LINKS_GB_S.values())
+        hidden.append((name, *(f"{number:,}" for number in least)))
     what = "MiB that a rank sends per layer, forward and backward, bf16"
     report.say(f"{what}, one sequence of {tokens:,} tokens:")
-    report.table(rows, ("model", "heads / kv", "ranks", "ring", "all-gather", "Ulysses"))
+    report.table(rows, ("model", "heads / kv", "ranks", *WAYS))
     report.say("tokens per rank from which the ring's forward hides its sends, H100, bf16:")
-    rows = [
-        (name, *(f"{tokens_to_hide(PRESETS[name], rate):,}" for rate in LINKS_GB_S.values()))
-        for name in COMPARED
-    ]
     links = [f"{name}, {rate:.0f} GB/s" for name, rate in LINKS_GB_S.items()]
-    report.table(rows, ("model", *links))
+    report.table(hidden, ("model", *links))
