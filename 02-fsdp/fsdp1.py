@@ -37,7 +37,7 @@ from fsdp_parts.strategies import (
     check_step,
     group_size_of,
     parse_sharding,
-    print_moments,
+    print_points,
     print_strategies,
     steps_of,
     unit_weights,
@@ -141,12 +141,12 @@ def prove(report, api, plan, model, args, expected_losses, batches):
     layer, weight = weight_of(model)
     step = functools.partial(train_step, model, optimizer, batches[0])
     with TrafficCounter() as counter:
-        moments = watch(model, layer, weight, optimizer, step)
+        points = watch(model, layer, weight, optimizer, step)
     # On one rank, FSDP1 still has it sum with itself.
     reduced = len(units) * (plan.shards < plan.ranks or (api == "FSDP1" and plan.shards == 1))
     weights = model.parameters()
     measured = check_step(report, name, plan, units, weights, optimizer, counter, reduced)
-    return moments, measured
+    return points, measured
 
 
 def parse_args():
@@ -191,16 +191,16 @@ def main():
         alone = build()  # one process, on the global batch
         expected_losses = train(alone, adam(alone), every)
 
-        moments, seen = {}, {}
+        points, seen = {}, {}
         for sharding in args.sharding:
             plan = Plan(sharding, args.precision, 1, world.world_size, group_size)
             for api in ("FSDP2", "FSDP1"):
                 name = f"{NAMES[sharding]} {api}"
-                moments[name], seen[name] = prove(
+                points[name], seen[name] = prove(
                     report, api, plan, build(), args, expected_losses, mine
                 )
         if len(args.sharding) == 1:
-            print_moments(report, *moments.values())
+            print_points(report, *points.values())
         print_strategies(report, seen)
         return report.finish(f"loss {expected_losses[-1].item():.4f} after step {args.max_steps}")
 

@@ -1,4 +1,4 @@
-"""Shard a model with FSDP2: what is a weight at each moment of a step, and what does that cost?
+"""Shard a model with FSDP2: what is a weight at each point of a step, and what does that cost?
 
     CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_basics.py
     GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_basics.py --precision bf16-mixed
@@ -38,7 +38,7 @@ from fsdp_parts.strategies import (
     describe,
     group_size_of,
     parse_sharding,
-    print_moments,
+    print_points,
     print_strategies,
     steps_of,
     unit_weights,
@@ -129,10 +129,10 @@ def prove(report, plan, model, expected, steps):
 
     take_step = functools.partial(train_step, model, optimizer, steps[0])
     with TrafficCounter() as counter, GatherLog(model) as log:
-        moments = watch(model, layer, lambda: layer.weight, optimizer, take_step)
+        points = watch(model, layer, lambda: layer.weight, optimizer, take_step)
     measured = check_step(report, name, plan, units, model.parameters(), optimizer, counter)
     check_gathers(report, plan, units, log)
-    return [built, *moments], measured, log
+    return [built, *points], measured, log
 
 
 def parse_args():
@@ -185,9 +185,9 @@ def main():
         seen, logs = {}, {}
         for name in args.sharding:
             plan = Plan(name, args.precision, m, world.world_size, group_size)
-            moments, seen[name], logs[name] = prove(report, plan, build(), expected, steps)
+            points, seen[name], logs[name] = prove(report, plan, build(), expected, steps)
         if len(seen) == 1:
-            print_moments(report, moments)
+            print_points(report, points)
         print_strategies(report, seen)
         draw_timeline(report, logs)
         return report.finish(

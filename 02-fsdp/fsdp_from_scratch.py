@@ -222,7 +222,7 @@ def main():
             units = unit_weights([*modules, model], world.world_size, flat=True)
             sharded = Sharded(model, modules, dtype)
             log = MoveLog(sharded)
-            ours = train(model, sharded.shards(), own, log)
+            ours = train(model, sharded.shards(), own)
             twin = build()
             modules = modules_of(twin)
             units_of_twin = unit_weights([*modules, twin], world.world_size)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dist_common import cli, data, job, measure, models, runtime
 from dist_common.report import Report
-from fsdp_parts.memory import AllocationPeak, show_peak, show_peaks
+from fsdp_parts.memory import allocation_peak, show_peak, show_peaks
 from fsdp_transformer import add_flags, describe, mesh_of, refuse, shards_of
 
 # What --compare changes, each beside the flags as they are.
@@ -97,14 +97,14 @@ def take_step(template, run):
 
 def measure_peak(template, args, config, mesh, device):
     """Take two real steps; return the most bytes that were allocated at once."""
-    allocated = AllocationPeak(device)
-    allocated.start()
-    run = start(template, args, config, mesh, device)
-    models.draw_weights(run.model, config, args.seed)
-    for _ in range(2):  # Adam makes its state in the first one
-        take_step(template, run)
-    allocated.stop()
-    return allocated.bytes
+
+    def take_steps():
+        run = start(template, args, config, mesh, device)
+        models.draw_weights(run.model, config, args.seed)
+        for _ in range(2):  # Adam makes its state in the first one
+            take_step(template, run)
+
+    return allocation_peak(take_steps, device)
 
 
 def load_template(path):

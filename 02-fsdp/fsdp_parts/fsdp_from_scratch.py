@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from dist_common.lab.figure import figure
 from dist_common.lab.traffic import TrafficCounter
 from dist_common.report import Report
 from dist_common.runtime import all_gather_single
-from fsdp_parts.sharding import loss_of
+from fsdp_basics import accumulate
 from fsdp_parts.strategies import LOSS_TOLERANCE, Plan, check_step
 
 
@@ -65,17 +65,22 @@ def assemble(unit: Any, part: torch.Tensor) -> list[torch.Tensor]:
     return unit.cut(whole)
 
 
+def assembled(sharded: Any, parts: Iterable[torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
+    """Return the whole tensor of each parameter, of which each rank has a part, unit by unit."""
+    whole = {}
+    for unit, part in zip(sharded.units, parts, strict=True):
+        whole |= zip(unit.parameters, assemble(unit, part), strict=True)
+    return whole
+
+
 def whole_state(sharded: Any) -> dict[str, torch.Tensor]:
     """Return the state dict of the plain model, in the precision of the shards.
 
     Every rank must call it, and gets it: save it on one.
     """
-    whole: dict[int, torch.Tensor] = {}
-    for unit in sharded.units:
-        tensors = assemble(unit, unit.shard)
-        whole |= {id(p): tensor for p, tensor in zip(unit.parameters, tensors, strict=True)}
+    whole = assembled(sharded, (unit.shard for unit in sharded.units))
     own = sharded.model.state_dict(keep_vars=True)
-    return {name: whole.get(id(value), value) for name, value in own.items()}
+    return {name: whole.get(value, value) for name, value in own.items()}
 
 
 def load_whole_state(sharded: Any, state: dict[str, torch.Tensor]) -> None:
@@ -83,14 +88,13 @@ def load_whole_state(sharded: Any, state: dict[str, torch.Tensor]) -> None:
     own = sharded.model.state_dict(keep_vars=True)
     if own.keys() != state.keys():
         raise ValueError(f"only one of the two has {', '.join(sorted(own.keys() ^ state.keys()))}")
-    names = {id(value): name for name, value in own.items()}
+    names = {value: name for name, value in own.items()}
     for unit in sharded.units:
-        tensors: Sequence[torch.Tensor] = [state[names[id(p)]] for p in unit.parameters]
-        for parameter, shape, tensor in zip(unit.parameters, unit.shapes, tensors, strict=True):
-            if tensor.shape != shape:
-                name = names[id(parameter)]
-                raise ValueError(f"{name} is {tuple(tensor.shape)}, must be {tuple(shape)}")
-        unit.shard.copy_(part_of(flatten(tensors)))
+        for parameter, shape in zip(unit.parameters, unit.shapes, strict=True):
+            name = names[parameter]
+            if state[name].shape != shape:
+                raise ValueError(f"{name} is {tuple(state[name].shape)}, must be {tuple(shape)}")
+        unit.shard.copy_(part_of(flatten(state[names[p]] for p in unit.parameters)))
     for name, buffer in sharded.model.named_buffers():
         buffer.copy_(state.get(name, buffer))
 
@@ -112,26 +116,20 @@ class Run:
     optimizer: torch.optim.Optimizer
 
 
-def train(
-    model: nn.Module, weights: list[torch.Tensor], steps: list[list], log: MoveLog | None = None
-) -> Run:
+def train(model: nn.Module, weights: list[torch.Tensor], steps: list[list]) -> Run:
     """Train with AdamW on micro-batches; every rank must call it."""
     optimizer = torch.optim.AdamW(weights, lr=LR)
-    losses = torch.zeros(len(steps), device=weights[0].device)
-    for number, micro_batches in enumerate(steps):
+    losses = []
+    for micro_batches in steps:
         optimizer.zero_grad()
         with TrafficCounter() as counter:
-            for batch in micro_batches:
-                if log:
-                    log.moves.clear()  # the last micro-batch's are drawn
-                loss = loss_of(model, batch) / len(micro_batches)
-                loss.backward()
-                losses[number] += loss.detach()
-        if number == 0:
+            losses.append(accumulate(model, micro_batches))
+        if len(losses) == 1:
             gradients = [weight.grad.clone() for weight in weights]
         optimizer.step()
+    losses = torch.stack(losses) / dist.get_world_size()
     dist.all_reduce(losses)
-    return Run(losses / dist.get_world_size(), gradients, counter, optimizer)
+    return Run(losses, gradients, counter, optimizer)
 
 
 class MoveLog:
@@ -141,6 +139,8 @@ class MoveLog:
         self.units = sharded.units
         self.moves: list[tuple[str, int]] = []  # the move, the unit's number
         self.most = 0
+        # The last micro-batch's are drawn.
+        sharded.model.register_forward_pre_hook(lambda *_: self.moves.clear(), prepend=True)
         for number, unit in enumerate(self.units):
             for move in ("gather", "free", "reduce"):
                 setattr(unit, move, partial(self.note, move, number, getattr(unit, move)))
@@ -184,24 +184,19 @@ def check_one_process(
     """Check losses, first gradient and, in float32, the weights at the end against one process."""
     name = f"{precision}, one process: error of a loss"
     proofs.same_losses(report, ours.losses, expected.losses, LOSS_TOLERANCE[precision], name)
+    parameters = list(sharded.model.parameters())
     right = proofs.flat(expected.gradients)
-    error = (in_order(sharded, ours.gradients) - right).abs().max() / right.abs().max()
+    whole = assembled(sharded, ours.gradients)
+    error = (proofs.flat(map(whole.get, parameters)) - right).abs().max() / right.abs().max()
     name = f"{precision}: relative error of the gradient"
     report.check(name, error.item(), 0, proofs.TOLERANCE[precision], "one process")
     if precision == "32-true":
-        weights = in_order(sharded, [unit.shard for unit in sharded.units])
-        error = (weights - proofs.flat(alone.parameters())).abs().max().item()
+        whole = assembled(sharded, (unit.shard for unit in sharded.units))
+        pairs = zip(parameters, alone.parameters(), strict=True)
+        error = max((whole[own] - right).abs().max().item() for own, right in pairs)
         # AdamW divides by the gradient's size: where it is near 0, rounding shows.
         report.check(f"{precision}: error of a weight", error, 0, LR / 10, "one process")
     report.metrics["final_loss"] = ours.losses[-1].item()
-
-
-def in_order(sharded: Any, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what ranks hold parts of, whole, in the order of the model's parameters."""
-    whole = {}
-    for unit, part in zip(sharded.units, parts, strict=True):
-        whole |= dict(zip(unit.parameters, assemble(unit, part), strict=True))
-    return proofs.flat(whole[parameter] for parameter in sharded.model.parameters())
 
 
 def draw_moves(path: Path, log: MoveLog) -> None:

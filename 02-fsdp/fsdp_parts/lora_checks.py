@@ -19,26 +19,10 @@ from dist_common.lab.traffic import RING_FACTOR
 from dist_common.models import local
 from dist_common.report import Report
 from dist_common.runtime import gather
+from fsdp_parts import lora_layers, sharding
 from fsdp_parts.fsdp_qlora import NF4_BLOCK, NF4_HALF_GAP, fill_4bit, rounding_of, rows_of
-from fsdp_parts.lora_layers import (
-    LAYERS,
-    WEIGHTS_FILE,
-    fill,
-    layers_of,
-    load_adapters,
-    refuse_large_rank,
-    refuse_unfit,
-    save_adapters,
-)
-from fsdp_parts.sharding import (
-    draw_weights,
-    gathered,
-    held_bytes,
-    loss_of,
-    materialize,
-    put,
-    same_gradient,
-)
+from fsdp_parts.lora_layers import LAYERS, fill, layers_of, load_adapters, save_adapters
+from fsdp_parts.sharding import gathered, held_bytes, loss_of, put
 
 STATE_BLOCK = 256  # numbers of 8-bit optimizer state that share a scale
 FROZEN_BYTES = {
@@ -57,51 +41,48 @@ def frozen_cost(model: nn.Module) -> float:
 def expected_of(
     config: models.TransformerConfig, way: str, args: argparse.Namespace, ranks: int
 ) -> dict[str, int]:
-    """Return by formula what is trained, what a rank holds, and what a ring has it send."""
+    """Return by formula what is trained, what a rank holds, and what a ring has it send.
 
-    def part(shapes) -> int:  # FSDP2 cuts each tensor by rows; parts are filled up to be equal
+    From the shapes of the plain model alone: it has neither adapters nor codes nor shards.
+    """
+
+    def part(*shapes) -> int:  # FSDP2 cuts each tensor by rows; parts are filled up to be equal
         return sum(-(-rows // ranks) * columns for rows, columns in shapes)
 
-    V = config.vocab_size
-    D = config.dim
-    wide = config.ffn_dim
-    L = config.num_layers
-    kv = D // config.num_heads * config.num_kv_heads
-    r = args.lora_rank
-    sides = [(D, D), (kv, D), (kv, D), (D, D), (wide, D), (wide, D), (D, wide)]  # (out, in)
-    norms = [(D, 1)] * 2
-    rest = [(V, D)] * (2 - config.tied_embeddings) + [(D, 1)]
-    named = dict(zip(LAYERS, sides, strict=True))
-    targets = [shape for name, shape in named.items() if name in args.target_modules]
-    adapters = [shape for rows, columns in targets for shape in ((r, columns), (rows, r))]
-    size = 2 if way.endswith("bf16") else 4  # bytes of a frozen weight, and of any gathered one
-    block = size * part(norms + sides)
-    if way.startswith("QLoRA"):
-        block = size * part(norms) + part([(a * b // 2, 1) for a, b in sides])
-        block += part([(-(-a * b // NF4_BLOCK), 4) for a, b in sides])
-    trained = (norms + sides) * L + rest if way == "full" else adapters * L
-    held = 0 if way == "full" else L * block + size * part(rest)  # frozen
-    block += 0 if way == "full" else size * part(adapters)
-    # Blocks are gathered for forward and again for backward; the rest stays in between.
-    gathered_bytes = ranks * (2 * L * block + size * part(rest))
-    gradients = 4 * part(trained)  # float32, whatever the frozen weights are
+    with torch.device("meta"):
+        plain = models.Transformer(config)
+    trained = []
+    held = {}  # bytes of each weight
+    size = 2 if way.endswith("bf16") else 4  # bytes of a frozen number, and of any gathered one
+    for name, weight in plain.named_parameters():
+        rows, columns = (*weight.shape, 1)[:2]  # a norm is a column
+        layer = name.split(".")[-2]
+        held[name] = size * part((rows, columns))
+        if way.startswith("QLoRA") and layer in LAYERS:  # codes of half a byte, and scales
+            blocks = -(-weight.numel() // NF4_BLOCK)
+            held[name] = part((weight.numel() // 2, 1), (blocks, 4))
+        if way == "full":
+            trained.append((rows, columns))
+        elif layer in args.target_modules:
+            trained += [(args.lora_rank, columns), (rows, args.lora_rank)]  # A and B
+    gradients = 4 * part(*trained)  # float32, whatever the frozen weights are
     moments = 2 * gradients
-    if eight_bit(args):
+    if args.optimizer == "adamw8bit":
         moments = bytes_of_8bit_state(trained, ranks, args.min_shard_size)
+    frozen = sum(held.values())
+    rest = sum(held[name] for name in held if not name.startswith("blocks."))
+    in_blocks = frozen - rest + (size * part(*trained) if way != "full" else 0)
+    # Blocks are gathered for forward and again for backward; the rest stays in between.
+    gathered_bytes = ranks * (2 * in_blocks + rest)
     reduce_scatter = RING_FACTOR["reduce_scatter"](ranks) * ranks
     return {
         "trained weights": sum(rows * columns for rows, columns in trained),
-        "bytes of parameters": held + gradients,
+        "bytes of parameters": gradients + (frozen if way != "full" else 0),
         "bytes of gradients": gradients,
         "bytes of Adam moments": moments,
         "bytes sent in reduce-scatters": round(gradients * reduce_scatter),
         "bytes sent in all-gathers": round(gathered_bytes * RING_FACTOR["all_gather"](ranks)),
     }
-
-
-def eight_bit(args: argparse.Namespace) -> bool:
-    """Say whether the optimizer's moments are kept in 8 bits."""
-    return getattr(args, "optimizer", "adamw") == "adamw8bit"
 
 
 def bytes_of_8bit_state(shapes: list[tuple[int, int]], ranks: int, min_8bit_size: int) -> int:
@@ -124,12 +105,11 @@ def print_large(report: Report, args: argparse.Namespace, ways: tuple[str, ...])
     rows = []
     for name in ("llama3-8b", "llama3-70b"):
         for way in ways:
-            numbers = expected_of(models.PRESETS[name], way, args, 8)
-            parameters = numbers["bytes of parameters"]
-            gradients = numbers["bytes of gradients"]  # as many as of trained weights
-            moments = numbers["bytes of Adam moments"]
-            held = (parameters - gradients, gradients, gradients, moments)
-            sizes = (*held, sum(held), numbers["bytes sent in all-gathers"])
+            _, parameters, gradients, moments, _, sent = expected_of(
+                models.PRESETS[name], way, args, 8
+            ).values()
+            held = (parameters - gradients, gradients, gradients, moments)  # 4 bytes each: trained
+            sizes = (*held, sum(held), sent)
             rows.append([name, way, *(f"{size / measure.GIB:.2f}" for size in sizes)])
     report.say(
         "by the same formulas, GiB that a rank of 8 holds, and sends in a step's all-gathers:"
@@ -152,13 +132,14 @@ def add_flags(parser: cli.ArgumentParser, ways: tuple[str, ...]) -> None:
     """Add the flags that both lessons have."""
     add = parser.add_argument
     positive = cli.positive_int
+    parser.set_defaults(optimizer="adamw")  # fsdp_qlora.py has a flag for it
     add("--preset", choices=models.PRESETS, default="tiny", help="(tiny)")
     add("--ways", nargs="+", choices=ways, default=ways, metavar="WAY",
         help=f"what to train, of {', '.join(ways)} (all)")  # fmt: skip
     add("--lora-rank", type=positive, default=8, help="rows of A, columns of B (8)")
     add("--lora-alpha", type=positive, default=16, help="B A counts alpha / rank times (16)")
-    names = f"layers that get an adapter, of {', '.join(LAYERS)} (all)"
-    add("--target-modules", nargs="+", choices=LAYERS, default=LAYERS, metavar="NAME", help=names)
+    add("--target-modules", nargs="+", choices=LAYERS, default=LAYERS, metavar="NAME",
+        help=f"layers that get an adapter, of {', '.join(LAYERS)} (all)")  # fmt: skip
     add("--adapter", metavar="DIR", help="start from the adapters in this folder")
     add("--micro-batch-size", type=positive, default=8, help="sequences per rank and step (8)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
@@ -189,9 +170,9 @@ class Lesson:
         self.config = config
         self.report = report
         self.build, self.shard, self.train, self.merged = functions
-        refuse_large_rank(args, config)
+        lora_layers.refuse_large_rank(args, config)
         if args.adapter:
-            refuse_unfit(Path(args.adapter), self.build(config, "LoRA", args), args)
+            lora_layers.refuse_unfit(Path(args.adapter), self.build(config, "LoRA", args), args)
         self.scratch = tempfile.TemporaryDirectory()  # where adapters go without --output-dir
         self.folder = report.output or Path(self.scratch.name)
         self.device = report.device
@@ -204,21 +185,19 @@ class Lesson:
         needed = self.global_batch * max(args.pretrain_steps, args.max_steps) + HELD_OUT
         text = data.load_text()
         swapped = bytearray(text.numpy().tobytes().swapcase())
+        swapped = torch.frombuffer(swapped, dtype=torch.uint8)
         self.plain = data.Sequences(text, args.seq_len, needed)
-        self.swapped = data.Sequences(
-            torch.frombuffer(swapped, dtype=torch.uint8), args.seq_len, needed
-        )
+        self.swapped = data.Sequences(swapped, args.seq_len, needed)
         self.held_out = next(self._batches(self.swapped, 1, needed - HELD_OUT, HELD_OUT))
 
     def header(self) -> list[str]:
         """Return what is trained, and the batch as a product."""
-        lines = [
+        identity = (
             f"{self.args.preset}: {self.config.num_parameters():,} weights; global batch "
             f"{self.global_batch} = {self.args.micro_batch_size} per rank x {self.ranks} ranks"
-        ]
-        if not self.args.parity_steps:
-            lines.append("not compared with one process (--parity-steps 0)")
-        return lines
+        )
+        not_compared = "not compared with one process (--parity-steps 0)"
+        return [identity] if self.args.parity_steps else [identity, not_compared]
 
     def _batches(self, text, steps: int, first: int, count: int) -> Iterator[list[torch.Tensor]]:
         return data.batches_of(text, steps, self.global_batch, first, count, self.device)
@@ -237,7 +216,7 @@ class Lesson:
         args = self.args
         size = args.micro_batch_size
         model = self.sharded("full", args.seed)
-        draw_weights(model, self.device, args.seed)
+        sharding.draw_weights(model, self.device, args.seed)
         if args.pretrain_steps:
             first = self.report.world.rank * size
             batches = self._batches(self.plain, args.pretrain_steps, first, size)
@@ -271,7 +250,7 @@ class Lesson:
 
     def filled(self, model: nn.Module, way: str, seed: int) -> nn.Module:
         """Put the base, and adapters, into a model; a base that is yet to be made stays empty."""
-        materialize(model, self.device)
+        sharding.materialize(model, self.device)
         if self.base:
             fill_4bit(model, self.base)
             fill(model, self.base, seed)
@@ -293,35 +272,39 @@ class Lesson:
     def prove(self, way: str, model, trained: tuple, expected) -> None:
         """Compare what `train` returned with one process and the formulas; save, load, merge it."""
         losses, norms, optimizer = trained
-        self.compare_steps(way, losses, norms, expected)
-        self.measure(way, model, optimizer)
-        self.compare_gradient(way, model)
+        formulas = expected_of(self.config, way, self.args, self.ranks)
+        if expected is not None:
+            self.compare_steps(way, losses, norms, *expected)
+        self.measure(way, model, optimizer, formulas)
+        if expected is not None and not way.endswith("bf16"):
+            self.compare_gradient(way, model)
         if way.startswith("QLoRA"):
             self.check_4bit(way, model)
         if way != "full":
-            self.check_adapters(way, model, self.folder / way.lower())
+            sent = formulas["bytes sent in reduce-scatters"]
+            self.check_adapters(way, model, self.folder / way.lower(), sent)
 
-    def compare_steps(self, way: str, losses, norms, expected) -> None:
+    def check(self, way: str, name: str, *numbers) -> None:
+        """Add a check of a way: measured, expected, tolerance, source."""
+        self.report.check(f"{way}: {name}", *numbers)
+
+    def compare_steps(self, way: str, losses, norms, right_losses, right_norms) -> None:
         """Compare each step's loss, and the norm that clipping found, with one process."""
         losses = losses / self.ranks
         dist.all_reduce(losses)
-        if expected is None:
-            return
         steps = self.args.parity_steps
         name, tolerance = f"{way}: largest error of a loss", 1e-5
         if way.endswith("bf16"):
             name, tolerance = f"{name}, against float32", BF16_LOSS
-        elif eight_bit(self.args):
+        elif self.args.optimizer == "adamw8bit":
             name, tolerance = f"{name}, against 32-bit moments", EIGHT_BIT_LOSS
         else:
-            error = ((norms[:steps] - expected[1]) / expected[1]).abs().max().item()
-            self.report.check(f"{way}: relative error of a norm", error, 0, 1e-4, "one process")
-        proofs.same_losses(self.report, losses[:steps], expected[0], tolerance, name)
+            error = (norms[:steps] / right_norms - 1).abs().max().item()
+            self.check(way, "relative error of a norm", error, 0, 1e-4, "one process")
+        proofs.same_losses(self.report, losses[:steps], right_losses, tolerance, name)
 
     def compare_gradient(self, way: str, model: nn.Module) -> None:
         """Compare the gradient at the trained weights, and its clipping, with one process."""
-        if way.endswith("bf16") or not self.args.parity_steps:
-            return
         alone = self.one_process(way)
         for mine, whole in zip(model.parameters(), alone.parameters(), strict=True):
             put(whole, gathered(mine.detach()))
@@ -329,27 +312,25 @@ class Lesson:
         expected = proofs.gradient_of_one_process(alone, [loss_of(alone, batch)])
         model.zero_grad()
         loss_of(model, self.batches(self.report.world.rank)[0]).backward()
-        same_gradient(self.report, f"{way}: relative error of a gradient", model, expected, 1e-5)
+        name = f"{way}: relative error of a gradient"
+        sharding.same_gradient(self.report, name, model, expected, 1e-5)
 
-    def measure(self, way: str, model: nn.Module, optimizer) -> None:
+    def measure(self, way: str, model: nn.Module, optimizer, formulas: dict[str, int]) -> None:
         """Compare what is trained, held and sent with the formulas; add a row to the table."""
         model.zero_grad()
         with traffic.TrafficCounter() as counter:
             loss_of(model, self.batches(self.report.world.rank)[0]).backward()
-        sent = {kind: size for kind, (_, size) in counter.by_kind().items()}
+        sent = counter.by_kind()
         measured = [
             sum(weight.numel() for weight in optimizer.state),
             *held_bytes(model.parameters(), optimizer),
-            sent.get("reduce_scatter", 0),
-            sent.get("all_gather", 0),
+            *(sent.get(kind, (0, 0))[1] for kind in ("reduce_scatter", "all_gather")),
         ]
-        expected = expected_of(self.config, way, self.args, self.ranks)
-        for (name, right), value in zip(expected.items(), measured, strict=True):
-            self.report.check(f"{way}: {name}", value, right, 0, SOURCE)
+        for (name, right), value in zip(formulas.items(), measured, strict=True):
+            self.check(way, name, value, right, 0, SOURCE)
         if way != "full":
-            name = f"{way}: bytes of a frozen weight"
-            right = FROZEN_BYTES[way]
-            self.report.check(name, frozen_cost(model), right, 0, "size of its type")
+            cost = frozen_cost(model), FROZEN_BYTES[way]
+            self.check(way, "bytes of a frozen weight", *cost, 0, "size of its type")
         loss = self.held_out_loss(model)
         self.report.metrics[f"loss_{way}"] = loss
         self.rows.append([way, *(f"{value:,}" for value in measured), f"{loss:.4f}"])
@@ -357,76 +338,72 @@ class Lesson:
     def check_4bit(self, way: str, model: nn.Module) -> None:
         """Check the error of a 4-bit weight, and that the loss is about that of LoRA."""
         metrics = self.report.metrics
-        name = f"{way}: error of a weight, of its block's largest"
-        error = rounding_of(model, self.base)
-        self.report.check(name, error, 0, NF4_HALF_GAP, "QLoRA, appendix E")
+        error = rounding_of(model, self.base), 0, NF4_HALF_GAP
+        self.check(way, "error of a weight, of its block's largest", *error, "QLoRA, appendix E")
         if "loss_LoRA" in metrics:
-            loss = metrics[f"loss_{way}"]
-            self.report.check(f"{way}: loss after", loss, metrics["loss_LoRA"], 0.1, "that of LoRA")
+            losses = metrics[f"loss_{way}"], metrics["loss_LoRA"]
+            self.check(way, "loss after", *losses, 0.1, "that of LoRA")
 
     def print_table(self) -> float:
         """Print a row for each way; return the last loss."""
         self.report.table(self.rows, HEADERS)
         return float(self.rows[-1][-1])
 
-    def check_adapters(self, way: str, model: nn.Module, folder: Path) -> None:
+    def check_adapters(self, way: str, model: nn.Module, folder: Path, expected_sent: int) -> None:
         """Save what was trained, load it into a fresh base, merge it: all must agree."""
         fresh = self.sharded(way, self.args.seed + 1)
+        weights = zip(model.named_parameters(), fresh.parameters(), strict=True)
+        changed = sum(
+            (local(mine) != local(other)).sum().item()
+            for (name, mine), other in weights
+            if "lora_" not in name
+        )
+        changed = sum(gather(changed))
+        self.check(way, "frozen weights that changed", changed, 0, 0, "LoRA, section 4.1")
 
-        def check(name, *numbers):
-            self.report.check(f"{way}: {name}", *numbers)
-
-        changed = 0
-        for (name, mine), other in zip(model.named_parameters(), fresh.parameters(), strict=True):
-            if "lora_" not in name:
-                changed += (local(mine) != local(other)).sum().item()
-        check("frozen weights that changed", sum(gather(changed)), 0, 0, "LoRA, section 4.1")
-
-        factor = RING_FACTOR["all_gather"](self.ranks) * self.ranks
         with traffic.TrafficCounter() as counter:
             save_adapters(folder, model, self.args)
         sent = sum(size for _, size in counter.by_kind().values())
-        expected = expected_of(self.config, way, self.args, self.ranks)["bytes of gradients"]
-        check("bytes sent to save adapters", sent, round(expected * factor), 0, "names and shapes")
-        weights = [w.nbytes for name, w in model.named_parameters() if "lora_" in name]
-        written = sum(weights)
-        if dist.get_rank() == 0:
-            written = (folder / WEIGHTS_FILE).stat().st_size
-        room = 512 * len(weights)  # for the file's header
-        check("bytes of the adapters' file", written, sum(weights), room, "names and shapes")
+        source = "names and shapes"
+        self.check(way, "bytes sent to save adapters", sent, expected_sent, 0, source)
+        sizes = [w.nbytes for name, w in model.named_parameters() if "lora_" in name]
+        file = folder / lora_layers.WEIGHTS_FILE
+        written = file.stat().st_size if dist.get_rank() == 0 else sum(sizes)
+        room = 512 * len(sizes)  # for the file's header
+        self.check(way, "bytes of the adapters' file", written, sum(sizes), room, source)
 
         with traffic.TrafficCounter() as counter:
             load_adapters(folder, fresh)
         sent = sum(size for kind, size in counter.nbytes.items() if kind != "broadcast")
-        check("bytes gathered to load adapters", sent, 0, 0, "each rank keeps its rows")
+        self.check(way, "bytes gathered to load adapters", sent, 0, 0, "each rank keeps its rows")
         logits = self.logits(model)
         error = (self.logits(fresh) - logits).abs().max().item()
-        check("error of logits, loaded into a fresh base", error, 0, 1e-5, "as trained")
-        self.check_merged(check, way, model, fresh, logits)
+        name = "error of logits, loaded into a fresh base"
+        self.check(way, name, error, 0, 1e-5, "as trained")
+        self.check_merged(way, model, fresh, logits)
 
-    def check_merged(self, check, way: str, model, fresh, logits) -> None:
+    @torch.no_grad()
+    def check_merged(self, way: str, model, fresh, logits) -> None:
         """Merge into a plain model; compare its logits, and each weight with float64."""
         plain = self.sharded("full", self.args.seed)
-        weights = dict(plain.named_parameters())
         layers = dict(layers_of(fresh))
         unlike = 0
         scale = self.args.lora_alpha / self.args.lora_rank
         for name, rows in self.merged(model, rows_of):
-            with torch.no_grad():
-                local(weights[name]).copy_(rows)
-                layer = layers[name.removesuffix(".weight")]
-                if not hasattr(layer, "lora_A"):
-                    continue
-                A = gathered(layer.lora_A.weight).double()
-                B = local(layer.lora_B.weight).double()
-                right = rows_of(layer.base_layer).double() + scale * (B @ A)
-                # r products and sums, two more roundings of the update, one of the sum.
-                terms = (self.args.lora_rank + 3) * scale * (B.abs() @ A.abs())
-                allowed = 2.0**-24 * (terms + right.abs()) + 1e-12
-                unlike += ((rows - right).abs() > allowed).sum().item()
+            local(plain.get_parameter(name)).copy_(rows)
+            layer = layers[name.removesuffix(".weight")]
+            if not hasattr(layer, "lora_A"):
+                continue
+            A = gathered(layer.lora_A.weight).double()
+            B = local(layer.lora_B.weight).double()
+            right = rows_of(layer.base_layer).double() + scale * (B @ A)
+            # r products and sums, two more roundings of the update, one of the sum.
+            terms = (self.args.lora_rank + 3) * scale * (B.abs() @ A.abs())
+            allowed = 2.0**-24 * (terms + right.abs()) + 1e-12
+            unlike += ((rows - right).abs() > allowed).sum().item()
         error = (self.logits(plain) - logits).abs().max().item()
         # bfloat16 rounds each layer's output to 2^-9 of it; the merged model computes in float32.
         tolerance = 0.1 if way.endswith("bf16") else 1e-4
-        check("error of logits, merged", error, 0, tolerance, "as trained")
-        unlike = sum(gather(unlike))
-        check("merged weights unlike W + alpha/r B A", unlike, 0, 0, "LoRA, section 4.1")
+        self.check(way, "error of logits, merged", error, 0, tolerance, "as trained")
+        name = "merged weights unlike W + alpha/r B A"
+        self.check(way, name, sum(gather(unlike)), 0, 0, "LoRA, section 4.1")

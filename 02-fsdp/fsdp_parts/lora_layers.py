@@ -34,11 +34,12 @@ def layers_of(
 
 def refuse_large_rank(args: argparse.Namespace, config: models.TransformerConfig) -> None:
     """Raise UsageError when --lora-rank is above the smallest side of a layer to adapt."""
-    kv_dim = config.dim // config.num_heads * config.num_kv_heads
-    sides = kv_dim if {"wk", "wv"} & set(args.target_modules) else min(config.dim, config.ffn_dim)
-    if args.lora_rank > sides:
+    with torch.device("meta"):
+        block = models.Block(config)
+    smallest = min(min(layer.weight.shape) for _, layer in layers_of(block, args.target_modules))
+    if args.lora_rank > smallest:
         raise cli.UsageError(
-            f"--lora-rank must be at most {sides}, the smallest side of a layer to adapt"
+            f"--lora-rank must be at most {smallest}, the smallest side of a layer to adapt"
         )
 
 

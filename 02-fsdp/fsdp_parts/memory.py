@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,46 +26,35 @@ CLASSES = {
 }
 
 
-class AllocationPeak:
-    """Measure the most bytes that tensors held at once between `start` and `stop`: `bytes`.
+def allocation_peak(take_steps: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes that tensors held at once while a function ran.
 
-    On the CPU from the log of PyTorch's profiler, which slows a step down. What another thread
-    frees, as gloo's do, is not in it: it is noticed when its address is given out again.
+    On a GPU with what was allocated before. On the CPU from the log of PyTorch's profiler, which
+    slows a step down; what another thread frees, as gloo's do, is not in it: it is noticed when its
+    address is given out again.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.bytes = 0
-
-    def start(self) -> None:
-        """Begin; what was allocated before counts on a GPU, and does not on the CPU."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        quiet_log(self.device)
-        self.profiler = torch.profiler.profile(activities=kinds, profile_memory=True)
-        self.profiler.start()
-
-    def stop(self) -> None:
-        """End, and work out `bytes`."""
-        if self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self.device)
-            return
-        self.profiler.stop()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
-            self.profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        events = [event for event in events if "Addr" in event.get("args", ())]
-        live: dict[int, int] = {}
-        total = 0
-        for event in sorted(events, key=lambda event: event["ts"]):
-            address, size = event["args"]["Addr"], event["args"]["Bytes"]
-            total += max(size, 0) - live.pop(address, 0)
-            if size > 0:
-                live[address] = size
-            self.bytes = max(self.bytes, total)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        take_steps()
+        return torch.cuda.max_memory_allocated(device)
+    quiet_log(device)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profiler:
+        take_steps()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    events = [event for event in events if "Addr" in event.get("args", ())]
+    live: dict[int, int] = {}  # bytes by address
+    total = most = 0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]
+        total += max(size, 0) - live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+        most = max(most, total)
+    return most
 
 
 def show_peak(report: Report, peak: dict[str, int]) -> None:

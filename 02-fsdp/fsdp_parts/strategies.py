@@ -142,7 +142,7 @@ def unit_weights(modules: Sequence[nn.Module], shards: int, flat: bool = False) 
 
 
 def whole_at_once(plan: Plan, units: Sequence[int]) -> int:
-    """Return the bytes of gathered weights on a rank at the worst moment of a step.
+    """Return the bytes of gathered weights on a rank at the worst point of a step.
 
     That is in backward: the rest, a block that computes, and the next one on its way.
     """
@@ -219,13 +219,13 @@ def print_strategies(report: Report, seen: dict[str, list[float]]) -> None:
     report.say("per weight: bytes sent per weight and step, in units of (N-1)/N")
 
 
-def print_moments(report: Report, moments: Sequence[list], of_fsdp1: Sequence[list] = ()) -> None:
-    """Print what a weight is at each moment, and beside it what it is under FSDP1."""
-    headers = ["moment", "block 0's down.weight", "shape on rank 0", "bytes"]
+def print_points(report: Report, points: Sequence[list], of_fsdp1: Sequence[list] = ()) -> None:
+    """Print what a weight is at each point of a step, and beside it what it is under FSDP1."""
+    headers = ["when", "block 0's down.weight", "shape on rank 0", "bytes"]
     if of_fsdp1:
         headers += ["under FSDP1: in a", "shape", "bytes"]
-        moments = [[*new, *old[1:]] for new, old in zip(moments, of_fsdp1, strict=True)]
-    report.table(moments, headers, names=2)
+        points = [[*new, *old[1:]] for new, old in zip(points, of_fsdp1, strict=True)]
+    report.table(points, headers, names=2)
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, str, str]:
@@ -242,11 +242,11 @@ def watch(
     model: nn.Module, layer: nn.Module, weight: Callable[[], torch.Tensor],
     optimizer: torch.optim.Optimizer, step: Callable[[], Any],
 ) -> list[list[str]]:  # fmt: skip
-    """Take a step; return what a layer's weight is at each moment of its last micro-batch."""
-    moments: dict[str, tuple[str, str, str]] = {}
+    """Take a step; return what a layer's weight is at each point of its last micro-batch."""
+    points: dict[str, tuple[str, str, str]] = {}
 
-    def note(moment: str) -> None:
-        moments[moment] = describe(weight())
+    def note(when: str) -> None:
+        points[when] = describe(weight())
 
     hooks = [
         layer.register_forward_pre_hook(lambda *_: note("in the forward of block 0")),
@@ -256,8 +256,8 @@ def watch(
     ]
     note("before the step")
     step()
-    moments["its gradient"] = describe(weight().grad)
-    moments["each Adam moment"] = describe(optimizer.state[weight()]["exp_avg"])
+    points["its gradient"] = describe(weight().grad)
+    points["each Adam moment"] = describe(optimizer.state[weight()]["exp_avg"])
     for hook in hooks:
         hook.remove()
-    return [[moment, *described] for moment, described in moments.items()]
+    return [[when, *described] for when, described in points.items()]

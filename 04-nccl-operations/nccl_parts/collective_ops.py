@@ -111,41 +111,32 @@ def draw(path, held: dict[str, tuple[list, list]]) -> None:
 def draw_one(ax, name: str, before: list, after: list) -> None:
     """Draw one collective: a row for each rank, what it held to the left, its result to the right.
 
-    The unit of width is one number.
+    The unit of width is one number, which has the color of its owner; a sum is dark.
     """
+    from matplotlib import colormaps
+
     ranks = len(before)
     most = max(4, ranks**2 if "gather" in name else ranks)
     gap = max(1.5, 0.1 * most)
-    right = ranks + gap
-    size = min(9, 180 / (right + most))
-    owners = {number: rank for rank, own in enumerate(before) for number in own.tolist()}
-    for rank in range(ranks):
-        draw_row(ax, rank, 0, before[rank], owners, size)
-        draw_row(ax, rank, right, after[rank], {} if "reduce" in name else owners, size)
-    start, end = (ranks + 0.2 * gap, ranks / 2), (ranks + 0.8 * gap, ranks / 2)
-    ax.annotate("", end, start, arrowprops={"arrowstyle": "->"})
-    ax.set_xlim(0, right + most)
-    ax.set_ylim(ranks, 0)
-    ax.set_xticks([])
-    ax.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    size = min(9, 180 / (ranks + gap + most))
+    owned = {n: colormaps["Set3"](rank) for rank, own in enumerate(before) for n in own.tolist()}
+    results = {} if "reduce" in name else owned
+    for left, buffers, colors in ((0, before, owned), (ranks + gap, after, results)):
+        for rank, buffer in enumerate(buffers):
+            if buffer is None:
+                ax.text(left, rank, "undefined", va="center", size=9, style="italic")
+                continue
+            numbers = buffer.tolist()
+            starts = [left + place + 0.03 for place in range(len(numbers))]
+            fills = [colors.get(number, SUM_COLOR) for number in numbers]
+            cells = ax.barh(rank, 0.94, 0.84, starts, color=fills)
+            texts = [f"{number:g}" if size > 4 else "" for number in numbers]
+            ink = "black" if colors else "white"
+            ax.bar_label(cells, texts, label_type="center", size=size, color=ink)
+    start, end = (ranks + share * gap for share in (0.2, 0.8))
+    middle = (ranks - 1) / 2
+    ax.annotate("", (end, middle), (start, middle), arrowprops={"arrowstyle": "->"})
+    ax.set(xlim=(0, ranks + gap + most), ylim=(ranks - 0.5, -0.5), xticks=[], frame_on=False)
+    ax.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
     ax.set_title(name, loc="left", size=11)
-
-
-def draw_row(ax, rank: int, left: float, held: Any, owners: dict, size: float) -> None:
-    # A number has the color of its owner, a sum is dark.
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
-    if held is None:
-        ax.text(left, rank + 0.5, "undefined", va="center", size=9, style="italic")
-        return
-    for place, number in enumerate(held.tolist()):
-        owner = owners.get(number)
-        color = SUM_COLOR if owner is None else colormaps["Set3"](owner)
-        ax.add_patch(Rectangle((left + place + 0.03, rank + 0.08), 0.94, 0.84, facecolor=color))
-        ink = "white" if owner is None else "black"
-        if size > 4:
-            middle = left + place + 0.5, rank + 0.5
-            ax.text(*middle, f"{number:g}", ha="center", va="center", size=size, color=ink)

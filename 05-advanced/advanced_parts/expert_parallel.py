@@ -6,6 +6,7 @@ gathered, so that nothing of it can hide a mistake of the parallel layer.
 """
 
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ class DenseLoop(nn.Module):
     """Stand in for a parallel layer that has all experts, on the tokens of all ranks.
 
     Shapes: x (B, T, D) in and out. After it `counts` (1, E) are choices by expert, and `decisions`
-    every choice that was kept, as (token, expert).
+    (choices, 2) the token and the expert of every choice that was kept.
     """
 
     def __init__(self, moe):
@@ -56,17 +57,14 @@ class DenseLoop(nn.Module):
         logits = tokens @ self.router.weight.T
         self.probabilities = logits.exp() / logits.exp().sum(1, keepdim=True)  # (tokens, E)
         scores = (self.probabilities + self.bias).detach()
-        chosen = torch.zeros_like(scores, dtype=torch.bool)
-        for _ in range(self.top_k):
-            best = scores.masked_fill(chosen, -math.inf).argmax(1)
-            chosen[torch.arange(len(tokens)), best] = True
+        chosen = scores >= scores.sort(descending=True).values[:, self.top_k - 1, None]
         weights = self.probabilities * chosen
         weights = weights / weights.sum(1, keepdim=True)
         # Tokens queue at their experts, in order.
         capacity = math.ceil(self.capacity_factor * self.top_k * len(tokens) / len(self.bias))
         stays = chosen & (chosen.cumsum(0) <= capacity)  # (tokens, E)
         self.counts, self.kept = chosen.sum(0, keepdim=True), stays.sum(0)
-        self.decisions = stays.nonzero().tolist()
+        self.decisions = stays.nonzero()
         out = torch.zeros_like(tokens)
         every = zip(self.experts.gate, self.experts.up, self.experts.down, strict=True)
         for expert, (gate, up, down) in enumerate(every):
@@ -84,10 +82,8 @@ class DenseLoop(nn.Module):
 
     def nudge_bias(self, rate):
         """Add the sign of the mean load less the expert's own, times a rate."""
-        load = self.counts[0].tolist()
-        mean = sum(load) / len(load)
-        for expert, own in enumerate(load):
-            self.bias[expert] += rate * ((own < mean) - (own > mean))
+        load, mean = self.counts[0], self.counts.sum() / self.counts.numel()
+        self.bias += rate * ((load < mean).int() - (load > mean).int())
 
 
 def backward_alone(alone, batch, aux_weight, mesh=None):
@@ -102,21 +98,6 @@ def backward_alone(alone, batch, aux_weight, mesh=None):
 # one step
 
 
-class Exchanges(traffic.TrafficCounter):
-    """Note of each all_to_all_single the rows that went to each rank, and the bytes of a row."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows: list[tuple[list[int], int]] = []
-
-    def note(self, func, args):
-        super().note(func, args)
-        if "alltoall" in func.overloadpacket.__name__:
-            sent = args[1]
-            row_bytes = math.prod(sent.shape[1:]) * sent.element_size()
-            self.rows.append(([int(rows) for rows in args[4]], row_bytes))
-
-
 def check_step(report, model, alone, batches, mesh, loss_of, backward):
     """Take one step's gradient on all ranks and on one process; check all that it computed.
 
@@ -125,11 +106,10 @@ def check_step(report, model, alone, batches, mesh, loss_of, backward):
     """
     own, whole = batches
     for block in (*model.blocks, *alone.blocks):
-        numbers = torch.arange(len(block.moe.bias), device=block.moe.bias.device)
-        block.moe.bias.copy_(0.02 * torch.sin(numbers.float()))
+        block.moe.bias.copy_(0.02 * torch.arange(len(block.moe.bias)).sin())
     weight = report.args.aux_weight
     expected = backward_alone(alone, whole, weight)
-    check_bytes(report, model, alone, own, mesh, loss_of)
+    check_exchanges(report, model, alone, own, mesh, loss_of)
     model.zero_grad()
     with torch.no_grad():
         logits = alone(whole[0]).chunk(dist.get_world_size())[dist.get_rank()]
@@ -143,52 +123,53 @@ def check_step(report, model, alone, batches, mesh, loss_of, backward):
 
 def check_gradients(report, model, alone, mesh):
     """Check the gradients of routers, experts and the rest against those of the dense loop."""
-    kinds = {"routers": ([], []), "experts": ([], []), "the rest": ([], [])}
-    expected = dict(alone.named_parameters())
-    for name, parameter in model.named_parameters():
-        gradient = expected[name].grad
-        kind = "routers" if ".router." in name else "the rest"
-        if ".experts." in name:
-            kind = "experts"
-            gradient = gradient.chunk(mesh["ep"].size())[mesh.get_local_rank("ep")]
-        kinds[kind][0].append(parameter)
-        kinds[kind][1].append(gradient)
-    for kind, (parameters, gradients) in kinds.items():
-        name = f"{kind}: relative error of the gradient"
-        own, vector = nn.ParameterList(parameters), proofs.flat(gradients)
-        proofs.same_gradient(report, own, vector, TOLERANCE, name, "dense loop")
+    left = dict(model.named_parameters())
+    for kind, part in (("routers", ".router."), ("experts", ".experts."), ("the rest", "")):
+        own = {name: left.pop(name) for name in list(left) if part in name}
+        expected = [alone.get_parameter(name).grad for name in own]
+        if kind == "experts":
+            place = mesh.get_local_rank("ep")
+            expected = [whole.chunk(mesh["ep"].size())[place] for whole in expected]
+        weights, claim = nn.ParameterList(own.values()), f"{kind}: relative error of the gradient"
+        proofs.same_gradient(report, weights, proofs.flat(expected), TOLERANCE, claim, "dense loop")
 
 
-def check_bytes(report, model, alone, batch, mesh, loss_of):
-    """Check each all-to-all's bytes against the dense loop's decisions, and print their sums."""
-    ranks, ep = dist.get_world_size(), mesh["ep"].size()
-    row_bytes = 4 * alone.config.dim  # float32
+def check_exchanges(report, model, alone, batch, mesh, loss_of):
+    """Check each all-to-all's bytes and rows against the dense loop's decisions; print means."""
+    ranks, ep, blocks = dist.get_world_size(), mesh["ep"].size(), len(model.blocks)
     dist.barrier()
     before = traffic.bytes_written()
-    with Exchanges() as exchanges:
+    spy = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+    with traffic.TrafficCounter() as counter, spy as exchange:
         loss, auxiliary = loss_of(model, batch)
         (loss + auxiliary).backward()
     written = None if before is None else traffic.bytes_written() - before
-    names = call_names(len(model.blocks))
-    report.check("all-to-alls per step", len(exchanges.rows), len(names), 0, "4 for each block")
-    others = len(exchanges.collectives) - len(exchanges.rows)
-    report.check("other collectives", others, len(model.blocks), 0, "a gather of counts each")
+    forward = [f"block {b}, {kind}" for b in range(blocks) for kind in ("dispatch", "return")]
+    names = forward + [name.replace(", ", ", backward of ") for name in reversed(forward)]
+    calls = [call.args for call in exchange.call_args_list]  # (_, rows, _, rows for each rank)
+    report.check("all-to-alls per step", len(calls), len(names), 0, "4 for each block")
+    others = len(counter.collectives) - len(calls)
+    report.check("other collectives", others, blocks, 0, "a gather of counts each")
     place = mesh.get_local_rank("ep")
-    sent = [(sum(rows) - rows[place]) * size for rows, size in exchanges.rows]
+    sent = [rows.nbytes - rows[: sends[place]].nbytes for _, rows, _, sends in calls]
     sent = runtime.gather((sent + [0] * len(names))[: len(names)])  # [rank][call]
-    tokens = batch[0].numel()
-    expected = [expected_bytes(alone, rank, ep, tokens, row_bytes) for rank in range(ranks)]
+    tokens, row_bytes = batch[0].numel(), 4 * alone.config.dim  # float32
+    expected = expected_bytes(alone, ranks, ep, tokens, row_bytes)
     for rank in range(ranks):
         for name, measured, right in zip(names, sent[rank], expected[rank], strict=True):
             claim = f"rank {rank}, {name}: bytes sent"
             report.check(claim, measured, right, EXACT, "the dense loop's decisions")
     if written is not None:
-        counts = len(model.blocks) * (ranks - 1) * len(model.blocks[0].moe.bias) * 8
-        messages = (len(names) + len(model.blocks) + 1) * (ranks - 1)
+        counts = blocks * (ranks - 1) * len(model.blocks[0].moe.bias) * 8
+        messages = (len(names) + blocks + 1) * (ranks - 1)
         payload = sum(expected[dist.get_rank()]) + counts
         source = "those and the counts; gloo's headers"
         report.check("bytes written to sockets", written, payload, 1000 * messages, source)
-    check_rows(report, model, alone, exchanges)
+    for number, (block, reference) in enumerate(zip(model.blocks, alone.blocks, strict=True)):
+        rows = sum(runtime.gather(len(calls[2 * number][1])))
+        accounted, choices = rows + block.moe.dropped().sum(), reference.moe.counts.sum()
+        name = f"block {number}: choices computed or counted as dropped"
+        report.check(name, accounted.item(), choices.item(), 0, "tokens times k")
     # What leaves a rank arrives at another: on average all all-to-alls of a block send as much.
     means = [sum(map(sum, side)) / ranks / len(names) for side in (sent, expected)]
     formula = tokens * report.args.top_k * row_bytes * (ep - 1) / ep
@@ -197,39 +178,21 @@ def check_bytes(report, model, alone, batch, mesh, loss_of):
     report.say(f"by the router's decisions {kb[1]}; k T D 4 (N-1)/N is {kb[2]}")
 
 
-def call_names(blocks):
-    """Return the names of a step's all-to-alls in the order of calls."""
-    forward = [f"block {b}, {kind}" for b in range(blocks) for kind in ("dispatch", "return")]
-    return forward + [name.replace(", ", ", backward of ") for name in reversed(forward)]
-
-
-def expected_bytes(alone, rank, ep, tokens, row_bytes):
-    """Return the bytes that each all-to-all of a step sends from a rank to others, in order.
+def expected_bytes(alone, ranks, ep, tokens, row_bytes):
+    """Return the bytes that each all-to-all of a step sends to other ranks: [rank][call].
 
     Results go where tokens came from, and gradients go the way back: so each all-to-all sends what
-    this rank dispatches to others, or what others dispatch to it. `tokens` are those of a rank.
+    a rank dispatches to others, or what others dispatch to it. `tokens` are those of a rank.
     """
     per_block = []
     for block in alone.blocks:
-        leaves = arrives = 0
-        per_rank = len(block.moe.bias) // ep
-        for token, expert in block.moe.decisions:
-            source = token // tokens
-            target = source // ep * ep + expert // per_rank  # in the source's group
-            leaves += source == rank and target != rank
-            arrives += target == rank and source != rank
-        per_block.append([leaves * row_bytes, arrives * row_bytes])
-    return sum(per_block + per_block[::-1], [])  # forward, then backward from the last block
-
-
-def check_rows(report, model, alone, exchanges):
-    """Check that every choice was either computed or counted as dropped, block by block."""
-    for number, (block, reference) in enumerate(zip(model.blocks, alone.blocks, strict=True)):
-        rows = torch.tensor(sum(exchanges.rows[2 * number][0]), device=block.moe.bias.device)
-        dist.all_reduce(rows)
-        accounted = rows.item() + block.moe.dropped().sum().item()
-        name, choices = f"block {number}: choices computed or counted as dropped", "tokens times k"
-        report.check(name, accounted, reference.moe.counts.sum().item(), 0, choices)
+        token, expert = block.moe.decisions.T
+        source = token // tokens
+        target = source // ep * ep + expert // (len(block.moe.bias) // ep)  # in the source's group
+        ends = torch.stack((source, target))[:, source != target]
+        per_block.append([torch.bincount(end, minlength=ranks) * row_bytes for end in ends])
+    calls = sum(per_block + per_block[::-1], [])  # forward, then backward from the last block
+    return torch.stack(calls, 1).tolist()
 
 
 # some steps
@@ -264,22 +227,20 @@ def check_steps(report, name, steps, alone, losses_alone):
 
 def compare(report, history):
     """Print loss, imbalance and dropped choices of each way; check that balancing balances."""
-    rows, last = [], {}
-    end = slice(-SHOWN_STEPS, None)
-    for name, (losses, load, dropped) in history.items():
-        worst = load.amax(2) / load.double().mean(2)  # (steps, L)
-        last[name] = worst[end].mean().item()
-        share = dropped[end].sum().item() / load[end].sum().item()
-        loss = losses[end].mean().item()
-        rows.append((name, f"{loss:.4f}", f"{last[name]:.2f}x", f"{share:.0%}"))
-        numbers = {"imbalance": last[name], "dropped": dropped.sum().item(), "loss": loss}
-        report.metrics |= {f"{name}: {what}": number for what, number in numbers.items()}
-    steps = len(losses)
-    report.say(f"mean of the last {min(SHOWN_STEPS, steps)} of {steps} steps:")
+    rows, imbalance = [], {}
+    for name, steps in history.items():
+        losses, load, dropped = (side[-SHOWN_STEPS:] for side in steps)
+        imbalance[name] = (load.amax(2) / load.double().mean(2)).mean().item()
+        share = dropped.sum() / load.sum()
+        rows.append((name, f"{losses.mean():.4f}", f"{imbalance[name]:.2f}x", f"{share:.0%}"))
+        report.metrics[f"{name}: dropped"] = steps[2].sum().item()
+    count = len(steps[0])
+    report.say(f"mean of the last {len(losses)} of {count} steps:")
     report.table(rows, ("balancing", "loss", "max/mean load", "dropped"))
-    if steps >= MIN_STEPS:
-        better = sum(last[name] < last["none"] for name in last)
-        report.check("ways with less max/mean load than none", better, len(last) - 1, 0, "measured")
+    if count >= MIN_STEPS:
+        better = sum(imbalance[name] < imbalance["none"] for name in imbalance)
+        claim = "ways with less max/mean load than none"
+        report.check(claim, better, len(imbalance) - 1, 0, "measured")
 
 
 def draw_load(report, history):
@@ -291,9 +252,9 @@ def draw_load(report, history):
         for axes, (name, (_, load, _)) in zip(panels, history.items(), strict=True):
             load = load[:, 0].float()  # (steps, E)
             axes.plot(load / load.mean(1, keepdim=True), lw=1)
-            axes.axhline(report.args.capacity_factor, color="black", ls="--", lw=1)
+            factor = report.args.capacity_factor
+            axes.axhline(factor, color="black", ls="--", lw=1, label="capacity")
             axes.set(title=name, xlabel="step")
         panels[0].set_ylabel("tokens of an expert / mean")
         panels[0].set_ylim(0)
-        panels[-1].plot([], [], color="black", ls="--", lw=1, label="capacity")
         panels[-1].legend(loc="upper right")

@@ -2,8 +2,8 @@
 
 import argparse
 import dataclasses
+import functools
 import itertools
-import math
 import statistics
 from collections import Counter
 
@@ -45,10 +45,10 @@ class Job:
     """
 
     def __init__(self, report, summed_loss) -> None:
-        self.report, self.args, self.device = report, report.args, report.device
+        args = report.args
+        self.report, self.args, self.device = report, args, report.device
         self.ranks, self.rank = report.world.world_size, report.world.rank
         self.summed_loss = summed_loss
-        args = self.args
         if args.micro_batch_size is None:
             share, rest = divmod(args.global_batch_size, self.ranks)
             steps = args.grad_accum_steps or max(n for n in range(1, MOST + 1) if share % n == 0)
@@ -77,14 +77,13 @@ class Job:
 
     def batch(self, sequences, indices) -> list[torch.Tensor]:
         """Return the inputs and targets of some sequences. Shapes: (B, T) both."""
-        items = [sequences[int(index)] for index in indices]
-        batch = data.collate(len(items), self.args.seq_len, items)
-        return [tensor.to(self.device) for tensor in batch]
+        items = [sequences[index] for index in indices]
+        return [torch.stack(part).to(self.device) for part in zip(*items, strict=True)]
 
-    def dealt(self, sequences, rank: int, first=0, micro_batches=None) -> list[list[torch.Tensor]]:
-        """Return a rank's micro-batches of the counted size, from sequence `first` on."""
-        count, size = micro_batches or self.args.grad_accum_steps, self.args.micro_batch_size
-        places = torch.arange(first + rank, first + count * size * self.ranks, self.ranks)
+    def dealt(self, sequences, rank: int, extra: int = 0) -> list[list[torch.Tensor]]:
+        """Return the micro-batches of a rank's first step, and `extra` ones of the next."""
+        size, count = self.args.micro_batch_size, self.args.grad_accum_steps + extra
+        places = torch.arange(rank, count * size * self.ranks, self.ranks)
         return [self.batch(sequences, part) for part in places.split(size)]
 
     def one_process(self, batches, divisors) -> torch.Tensor:
@@ -93,9 +92,9 @@ class Job:
         losses = (self.summed_loss(model, *batch) / divisor for batch, divisor in pairs)
         return proofs.gradient_of_one_process(model, losses)
 
-    def right_gradient(self, sequences, first: int, count: int) -> torch.Tensor:
-        """Return the gradient of the mean over all tokens of `count` sequences, in one process."""
-        batch = self.batch(sequences, range(first, first + count))
+    def right_gradient(self, sequences, indices: range) -> torch.Tensor:
+        """Return the gradient of the mean over all tokens of some sequences, in one process."""
+        batch = self.batch(sequences, indices)
         return self.one_process([batch], [tokens_in(batch[1])])
 
 
@@ -126,13 +125,13 @@ def check_factorizations(job: Job, train) -> list[torch.Tensor]:
     """
     report, share = job.report, job.args.global_batch_size // job.ranks
     losses, start, end, gradients = train_alone(job)
-    tokens = sum(tokens_in(job.ragged[index][1]) for index in job.order)
+    tokens = int(job.ragged.lengths[job.order].sum())
     due = Counter(tuple(job.ragged[index][0].tolist()) for index in job.order)
-    rows = []
+    rows, source = [], "one process, the whole batch at once"
     for size in (size for size in range(1, share + 1) if share % size == 0):
-        name, batches = f"{size} x {share // size} x {job.ranks}", list(epoch_of(job, size))
+        name, batches = f"{size} x {share // size} x {job.ranks}", epoch_of(job, size, len(losses))
         model, seen = job.ddp(), Counter()
-        watch = model.module.register_forward_pre_hook(
+        watch = model.register_forward_pre_hook(
             # Rows of zeros only fill up a batch.
             lambda _, inputs, seen=seen: seen.update(filter(any, map(tuple, inputs[0].tolist())))
         )
@@ -140,7 +139,7 @@ def check_factorizations(job: Job, train) -> list[torch.Tensor]:
         with TrafficCounter() as counter:
             found = train(model, optimizer, batches)
         watch.remove()
-        source, check = "one process, the whole batch at once", f"{name}: largest error of a loss"
+        check = f"{name}: largest error of a loss"
         proofs.same_losses(report, found, losses, TOLERANCE, check, source)
         error = (proofs.flat(model.parameters()) - end).abs().max() / (end - start).abs().max()
         error = max(runtime.gather(error.item()))
@@ -148,18 +147,18 @@ def check_factorizations(job: Job, train) -> list[torch.Tensor]:
         seen = sum(runtime.gather(seen), Counter())
         wrong = sum(abs(seen[row] - due[row]) for row in seen | due)
         report.check(f"{name}: samples not seen exactly once", wrong, 0, 0, "the epoch's samples")
-        sent, expected = counter.nbytes["all_reduce"], len(losses) * (job.gradient_bytes + 8 + 4)
-        source = "per step a gradient, the number of tokens, a loss; whatever the accumulation"
-        report.check(f"{name}, an epoch: bytes all-reduced", sent, expected, 0, source)
-        kept, (expected, source) = kept_bytes(job, size), kept_formula(job, size)
+        # Beside a gradient a step all-reduces its number of tokens and its loss.
+        check, steps = f"{name}, an epoch: bytes all-reduced", len(losses)
+        proofs.one_gradient_sent(report, model, counter, (8 + 4) * steps, check, steps)
+        kept, (expected, origin) = kept_bytes(job, size), kept_formula(job, size)
         tolerance = expected // 1000  # a GPU's attention kernels keep some numbers of their own
-        report.check(f"{name}: bytes kept for backward", kept, expected, tolerance, source)
+        report.check(f"{name}: bytes kept for backward", kept, expected, tolerance, origin)
         dist.barrier()
         with StepTimer(job.device, warmup=0) as timer:  # an epoch in which nothing is counted
             train(model, optimizer, batches)
         errors = f"{(found - losses).abs().max():.1e}", f"{error:.1e}"
-        rate = f"{tokens / timer.steps_ms[0] * 1e3:,.0f} tok/s"
-        rows.append((name, *errors, f"{sent // len(losses):,}", f"{kept:,}", rate))
+        sizes = f"{counter.nbytes['all_reduce'] // steps:,}", f"{kept:,}"
+        rows.append((name, *errors, *sizes, f"{tokens / timer.steps_ms[0] * 1e3:,.0f} tok/s"))
     report.metrics["losses"] = losses.tolist()
     values = ", ".join(f"{loss:.4f}" for loss in losses)
     lengths = f"{job.samples} sequences of 1 to {job.args.seq_len} tokens"
@@ -169,15 +168,14 @@ def check_factorizations(job: Job, train) -> list[torch.Tensor]:
     return gradients
 
 
-def epoch_of(job: Job, size: int):
-    """Yield an epoch's steps on this rank, in micro-batches of `size` sequences each."""
-    steps = job.args.global_batch_size // job.ranks // size
-    factors = {"micro_batch_size": size, "grad_accum_steps": steps}
+def epoch_of(job: Job, size: int, steps: int) -> list:
+    """Return an epoch's steps on this rank, in micro-batches of `size` sequences each."""
+    count = job.args.global_batch_size // job.ranks // size
+    factors = {"micro_batch_size": size, "grad_accum_steps": count}
     args = argparse.Namespace(**vars(job.args) | factors)
     sampler = data.ShardedSampler(job.samples, job.rank, job.ranks, args.seed)
-    count = math.ceil(job.samples / args.global_batch_size)
-    for step in itertools.islice(data.job_batches(job.ragged, sampler, args), count):
-        yield [[tensor.to(job.device) for tensor in batch] for batch in step]
+    epoch = itertools.islice(data.job_batches(job.ragged, sampler, args), steps)
+    return [[[tensor.to(job.device) for tensor in batch] for batch in step] for step in epoch]
 
 
 def train_alone(job: Job) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -234,11 +232,11 @@ def check_sending(job: Job, ways, factors_of) -> None:
     report.say(how)
     micro_batches = job.dealt(job.ragged, job.rank)
     factors = factors_of(micro_batches)
-    expected = job.right_gradient(job.ragged, 0, job.args.global_batch_size)
+    expected = job.right_gradient(job.ragged, range(job.args.global_batch_size))
     model = job.ddp()
     with TrafficCounter() as counter:  # one backward of DDP's own
         job.summed_loss(model, *micro_batches[0]).backward()
-    buckets = counter.calls["all_reduce"]
+    buckets = report.metrics["buckets"] = counter.calls["all_reduce"]
     backwards = {"send each": steps, "no_sync": 1, "forward outside": steps, "forward inside": 0}
     rows = []
     for name, way in ways.items():
@@ -253,8 +251,8 @@ def check_sending(job: Job, ways, factors_of) -> None:
         report.check(f"{name}: {claim}", calls, backwards[name] * buckets, 0, source)
         due = (steps - 1) * buckets if backwards[name] == steps else 0
         report.check(f"{name}, before the last forward: {claim}", early[-1], due, 0, source)
-        due = backwards[name] * job.gradient_bytes
-        report.check(f"{name}, a step: bytes all-reduced", sent, due, 0, source)
+        check = f"{name}, a step: bytes all-reduced"
+        proofs.one_gradient_sent(report, model, counter, name=check, share=backwards[name])
         if name != "forward inside":
             proofs.same_gradient(report, model, expected, TOLERANCE, f"{name}: {ERROR}")
         own = gradient(model)
@@ -274,7 +272,6 @@ def check_sending(job: Job, ways, factors_of) -> None:
             row.append(f"{busy:.1f} ms")
         rows.append(row)
         report.metrics |= {f"{name}: calls": calls, f"{name}: bytes": sent}
-    report.metrics["buckets"] = buckets
     report.say(f"one step, {steps} micro-batches, {buckets} buckets:")
     headers = "way", "all-reduces", "bytes", "gradient error", "on the ranks", "step", "link busy"
     report.table(rows, headers[: len(rows[0])])
@@ -285,20 +282,20 @@ def check_weighings(job: Job, accumulate, weighings) -> None:
     report, rows = job.report, {name: [name] for name in weighings}
     steps, ranks = job.args.grad_accum_steps, job.ranks
     for kind, sequences in (("full sequences", job.even), ("1 to T tokens", job.ragged)):
-        right = job.right_gradient(sequences, 0, job.args.global_batch_size)
+        right = job.right_gradient(sequences, range(job.args.global_batch_size))
         everyone = [job.dealt(sequences, rank) for rank in range(ranks)]
-        tokens = [[tokens_in(targets) for _, targets in mine] for mine in everyone]
-        each = [(here, sum(mine)) for mine in tokens for here in mine]
-        divisors = {  # DDP's mean over ranks is one of them
-            "mean over all tokens": [sum(map(sum, tokens)) for _ in each],
-            "mean of micro-batch means": [here * steps * ranks for here, _ in each],
-            "mean of rank means": [of_rank * ranks for _, of_rank in each],
-            "sum of micro-batch means": [here * ranks for here, _ in each],
+        tokens = torch.tensor([[tokens_in(targets) for _, targets in mine] for mine in everyone])
+        divisors = {  # for (ranks, steps); DDP's mean over ranks is one of them
+            "mean over all tokens": tokens.sum(),
+            "mean of micro-batch means": tokens * steps * ranks,
+            "mean of rank means": tokens.sum(1, keepdim=True) * ranks,
+            "sum of micro-batch means": tokens * ranks,
         }
         for name, factors_of in weighings.items():
             model, mine = job.ddp(), everyone[job.rank]
             accumulate(model, mine, factors_of(mine))
-            expected = job.one_process(itertools.chain(*everyone), divisors[name])
+            each = divisors[name].expand_as(tokens).flatten().tolist()
+            expected = job.one_process(itertools.chain(*everyone), each)
             claim = f"{name}, {kind}: {ERROR}"
             proofs.same_gradient(report, model, expected, TOLERANCE, claim, "derived divisors")
             error = report.metrics[f"{name}, {kind}"] = distance(gradient(model), right)
@@ -314,32 +311,32 @@ def check_optimizers(job: Job, gradients: list[torch.Tensor]) -> None:
     """Feed optimizers with gradients, and with these times the accumulation; compare the moves."""
     steps, weights = job.args.grad_accum_steps, proofs.flat(job.model().parameters())
     clip = statistics.median(gradient.norm().item() for gradient in gradients)
-    kept, none = {"weight_decay": 0.0}, math.inf
-    optimizers = {  # its class, options, and the norm that clipping leaves
-        "SGD": (torch.optim.SGD, {}, none),
-        "AdamW, eps 1e-30": (torch.optim.AdamW, kept | {"eps": 1e-30}, none),
-        "AdamW, eps 1e-8": (torch.optim.AdamW, kept, none),
-        "AdamW, weight decay 0.1": (torch.optim.AdamW, {"weight_decay": 0.1}, none),
-        "AdamW, norm clipped": (torch.optim.AdamW, kept, clip),
-        "Adam, L2 weight decay 0.1": (torch.optim.Adam, {"weight_decay": 0.1}, none),
+    adamw = functools.partial(torch.optim.AdamW, weight_decay=0)
+    optimizers = {
+        "SGD": torch.optim.SGD,
+        "AdamW, eps 1e-30": functools.partial(adamw, eps=1e-30),
+        "AdamW, eps 1e-8": adamw,
+        "AdamW, weight decay 0.1": functools.partial(adamw, weight_decay=0.1),
+        "AdamW, norm clipped": adamw,
+        "Adam, L2 weight decay 0.1": functools.partial(torch.optim.Adam, weight_decay=0.1),
     }
 
-    def move(scale, kind, options, limit):
+    def move(name, scale):
         weight = weights.clone().requires_grad_()
-        optimizer = kind([weight], lr=1e-3, **options)
+        optimizer = optimizers[name]([weight], lr=1e-3)
         for each in gradients:
             weight.grad = each * scale
-            torch.nn.utils.clip_grad_norm_([weight], limit)
+            if "clipped" in name:
+                torch.nn.utils.clip_grad_norm_([weight], clip)
             optimizer.step()
         return weight.detach() - weights
 
     linear, rows = {"SGD": steps - 1, "AdamW, eps 1e-30": 0}, []
-    for name, optimizer in optimizers.items():
-        error = distance(move(steps, *optimizer), move(1, *optimizer))
-        job.report.metrics[f"unscaled: {name}"] = error
+    source = "linear in the gradient, or free of its size"
+    for name in optimizers:
+        error = job.report.metrics[f"unscaled: {name}"] = distance(move(name, steps), move(name, 1))
         rows.append((name, f"{error:.3%}"))
         if name in linear:
-            source = "linear in the gradient, or free of its size"
             job.report.check(f"{name}: {DISTANCE}", error, linear[name], 1e-4 * steps, source)
     times = f"gradients x {steps}, {len(gradients)} steps"
     job.report.say(f"{times}: how far the weights' moves differ")
@@ -354,21 +351,19 @@ def check_remainder(job: Job, accumulate, by_tokens, carry_over) -> None:
         return
     whole = job.args.global_batch_size
     epoch = whole + whole // steps
-    leftover = job.dealt(job.even, job.rank, whole, 1)
-    right = job.right_gradient(job.even, whole, whole // steps)
-    full = [1 / tokens_in(targets) / steps for _, targets in leftover]
+    *first, leftover = job.dealt(job.even, job.rank, extra=1)
+    right = job.right_gradient(job.even, range(whole, epoch))
     found = []
-    for factors in (by_tokens(leftover), full):
+    for factors in (by_tokens([leftover]), [1 / tokens_in(leftover[1]) / steps]):
         model = job.ddp()
-        accumulate(model, leftover, factors)
+        accumulate(model, [leftover], factors)
         found.append(distance(gradient(model), right))
 
     model, carried = job.ddp(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that the weights stay the same
     optimizer.register_step_pre_hook(lambda *_: carried.append(gradient(model)))
-    first = job.dealt(job.even, job.rank)
-    carry_over(model, optimizer, [first + leftover, first], steps)
-    found.append(distance(carried[1], job.right_gradient(job.even, 0, epoch)))
+    carry_over(model, optimizer, [[*first, leftover], first], steps)
+    found.append(distance(carried[1], job.right_gradient(job.even, range(epoch))))
 
     rows = [("dropped", "1", f"{whole} of {epoch}", "-")]
     becomes = {  # how many steps and sequences; the error, and why

@@ -20,13 +20,11 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=1.0),
     "adamw": partial(torch.optim.AdamW, lr=2e-3),
 }
-NO_FEEDBACK = ", no feedback"
 STEPS = 4  # of the proofs
 LR = 1.0
 # Of float32's 1.2e-7 a few hundred: sums in another order, four steps, weights larger than moves.
 TOLERANCE = 1e-5
 ONE_BUCKET, THREE_BUCKETS = 1000, 0.25  # MB of a bucket
-Gradients = list[torch.Tensor]  # of all parameters, in their order
 
 
 def next_byte() -> nn.Module:
@@ -61,10 +59,9 @@ def draw_batches(args, world, device) -> tuple[list, list]:
 
 def refuse_settings(rank: int, fraction: float, parameters: list) -> None:
     """Raise UsageError for a rank of PowerSGD that no weight has, and for more than all numbers."""
-    largest = max((p.flatten(1) for p in parameters if p.dim() > 1), key=lambda p: min(p.shape))
-    if rank > min(largest.shape):
-        shape = " x ".join(map(str, largest.shape))
-        has = f"the largest is {min(largest.shape)}, of a weight {shape}"
+    n, m = max((p.flatten(1).shape for p in parameters if p.dim() > 1), key=min)
+    if rank > min(n, m):
+        has = f"the largest is {min(n, m)}, of a weight {n} x {m}"
         raise cli.UsageError(f"--powersgd-rank {rank}: no weight has it: {has}")
     if fraction > 1:
         raise cli.UsageError(f"--top-k-fraction {fraction:g} must be at most 1, which is all")
@@ -78,51 +75,45 @@ def train(ddp: nn.Module, optimizer, batches: list) -> None:
         optimizer.step()
 
 
-# one process: the means that all ranks get, of all parameters; `state` is kept between steps
+# One process: of all ranks' gradients, (N, *shape) for each parameter, the mean that all ranks get,
+# as one vector; `state` is kept between steps.
 
 
-def half_alone(per_rank: list[Gradients], state: dict, dtype: torch.dtype) -> Gradients:
+def half_alone(gradients: list, state: dict, dtype: torch.dtype) -> torch.Tensor:
     """Round each rank's share, and add them in the order of ranks."""
-    shares = [[(g / len(per_rank)).to(dtype) for g in own] for own in per_rank]
-    return [sum(parts[1:], parts[0]).float() for parts in zip(*shares, strict=True)]
+    return proofs.flat(sum((g / len(g)).to(dtype)).float() for g in gradients)
 
 
-def top_k_alone(per_rank, state: dict, fraction: float, feedback: bool = True) -> Gradients:
+def top_k_alone(gradients: list, state: dict, fraction: float, feedback=True) -> torch.Tensor:
     """Keep a residual for each rank; mask by size, without indices."""
-    means = [torch.zeros_like(g) for g in per_rank[0]]
-    for rank, own in enumerate(per_rank):
-        residual = state.get(rank, [0] * len(own))
-        wanted = [g + r * feedback for g, r in zip(own, residual, strict=True)]
-        sizes = proofs.flat(wanted).abs().sort(descending=True).values
-        smallest = sizes[math.ceil(fraction * len(sizes)) - 1]
-        sent = [torch.where(matrix.abs() >= smallest, matrix, 0) for matrix in wanted]
-        state[rank] = [matrix - part for matrix, part in zip(wanted, sent, strict=True)]
-        for mean, part in zip(means, sent, strict=True):
-            mean += part / len(per_rank)
-    return means
+    wanted = torch.cat([g.flatten(1) for g in gradients], 1)  # (N, all numbers)
+    wanted += state.get("unsent", 0) * feedback
+    sizes = wanted.abs().sort(descending=True).values
+    smallest = sizes[:, math.ceil(fraction * sizes.shape[1]) - 1, None]
+    sent = torch.where(wanted.abs() >= smallest, wanted, 0)
+    state["unsent"] = wanted - sent
+    return sent.mean(0)
 
 
-def power_sgd_alone(per_rank, state: dict, rank: int, feedback: bool = True) -> Gradients:
+def power_sgd_alone(gradients: list, state: dict, rank: int, feedback=True) -> torch.Tensor:
     """Find, in float64, the mean gradient's closest matrix with columns from those of M Q."""
     generator = torch.Generator().manual_seed(0)
-    means = [sum(gradients) / len(per_rank) for gradients in zip(*per_rank, strict=True)]
-    for i, g in enumerate(means):
-        if g.dim() == 1:
+    means = [g.mean(0) for g in gradients]
+    for i, g in enumerate(gradients):
+        if means[i].dim() == 1:
             continue
+        wanted = g.double().flatten(2)  # (N, n, m)
+        n, m = wanted[0].shape
         if i not in state:  # the same first Q as in the hook, and no residual of any rank
-            shape = (g[0].numel(), min(rank, *g.flatten(1).shape))
-            q = torch.randn(shape, generator=generator).to(g).double()
-            state[i] = q, [0] * len(per_rank)
-        q, residuals = state[i]
-        wanted = [own[i].double().flatten(1) + residual * feedback
-                  for own, residual in zip(per_rank, residuals, strict=True)]  # fmt: skip
-        mean = sum(wanted) / len(wanted)
+            state[i] = torch.randn(m, min(rank, n, m), generator=generator).to(wanted), 0
+        q, unsent = state[i]
+        wanted += unsent * feedback
+        mean = wanted.mean(0)
         columns = mean @ q
         close = columns @ torch.linalg.lstsq(columns, mean).solution
-        q = torch.linalg.svd(mean.T @ columns, full_matrices=False).U
-        state[i] = q, [matrix - close for matrix in wanted]
-        means[i] = close.to(g.dtype).view_as(g)
-    return means
+        state[i] = torch.linalg.svd(mean.T @ columns, full_matrices=False).U, wanted - close
+        means[i] = close.float()
+    return proofs.flat(means)
 
 
 ALONE = {"Half": half_alone, "TopK": top_k_alone, "PowerSGD": power_sgd_alone}
@@ -145,47 +136,39 @@ class Proof:
 
     def __init__(self, report: Report, data_parallel) -> None:
         self.report, self.data_parallel = report, data_parallel
-        world, generator = report.world, torch.Generator().manual_seed(report.args.seed)
-
-        def draw() -> list[torch.Tensor]:
-            # No byte twice in a context: equal bytes make equal gradients, and of equal sizes topk
-            # may take any: two right answers.
-            size, device = report.args.micro_batch_size, report.device
-            shuffled = torch.rand(size, 256, generator=generator).argsort(1).to(device)
-            return [shuffled[:, :CONTEXT], shuffled[:, CONTEXT]]
-
-        self.batches = [[draw() for _ in range(world.world_size)] for _ in range(STEPS)]
-        self.own = [step[world.rank] for step in self.batches]
+        generator = torch.Generator().manual_seed(report.args.seed)
+        # No byte twice in a context: equal bytes make equal gradients, and of equal sizes topk may
+        # take any: two right answers.
+        shape = STEPS, report.world.world_size, report.args.micro_batch_size, 256
+        shuffled = torch.rand(shape, generator=generator).argsort().to(report.device)
+        self.contexts, self.targets = shuffled[..., :CONTEXT], shuffled[..., CONTEXT]
         self.start = proofs.flat(self.build().parameters())
 
     def build(self) -> nn.Module:
         runtime.seed_everything(self.report.args.seed)
         return next_byte().to(self.report.device)
 
-    def distributed(
-        self, method: partial | None, bucket_mb: float
-    ) -> tuple[nn.Module, traffic.TrafficCounter]:
+    def distributed(self, method: partial | None, bucket_mb: float) -> tuple:
         """Return the model after STEPS steps, and the last one's traffic."""
-        model = self.build()
+        model, rank = self.build(), self.report.world.rank
         ddp = self.data_parallel(model, method, bucket_cap_mb=bucket_mb)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        train(ddp, optimizer, self.own[:-1])
+        batches = list(zip(self.contexts[:, rank], self.targets[:, rank], strict=True))
+        train(ddp, optimizer, batches[:-1])
         with traffic.TrafficCounter() as counter:
-            train(ddp, optimizer, self.own[-1:])
+            train(ddp, optimizer, batches[-1:])
         return model, counter
 
     def alone(self, method: partial) -> torch.Tensor:
         """Return the weights that one process gets, which computes all ranks' gradients."""
-        model = self.build()
-        weights = list(model.parameters())
-        twin, state = ALONE[method.func.__name__], {}
-        for batches in self.batches:
-            per_rank = [torch.autograd.grad(loss_of(model, b), weights) for b in batches]
-            means = twin(per_rank, state, **method.keywords)
-            with torch.no_grad():
-                for weight, mean in zip(weights, means, strict=True):
-                    weight -= LR * mean
-        return proofs.flat(weights)
+        model, weights, state = self.build(), self.start.clone(), {}
+        for step in zip(self.contexts, self.targets, strict=True):
+            nn.utils.vector_to_parameters(weights, model.parameters())
+            losses = [loss_of(model, batch) for batch in zip(*step, strict=True)]
+            per_rank = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+            gradients = [torch.stack(parts) for parts in zip(*per_rank, strict=True)]
+            weights = weights - LR * ALONE[method.func.__name__](gradients, state, **method.keywords)
+        return weights
 
     def compare(self, name, model, expected: torch.Tensor, source, tolerance=TOLERANCE) -> None:
         """Check weights; the error is relative to the farthest that a weight has moved."""
@@ -265,15 +248,14 @@ def compare_methods(report: Report, prepare, batches, test, groups, bytes_per_se
         with torch.no_grad():
             test_loss = loss_of(ddp.module, test).item()
         sent = sent_by_rank(method, ranks)
+        method |= {"sent": sent, "test_loss": test_loss}
         computing, on_link = (fastest_step_ms(report, *prepare(name, g), batches) for g in groups)
-        ms = {"computing_ms": computing, "sending_ms": sent / bytes_per_second * 1e3,
-              "step_time_ms": on_link}  # fmt: skip
-        method |= {"sent": sent, "test_loss": test_loss, **ms}
+        ms = {"computing": computing, "sending": sent / bytes_per_second * 1e3, "step_time": on_link}
+        method |= {f"{what}_ms": value for what, value in ms.items()}
         whole = methods["float32"]["sent"]
         share = f"{sent / whole:.4f}" if whole else "n/a"
         sizes = f"{method['handed_over']:,}", f"{sent:,.0f}", share
-        times = (f"{value:.1f} ms" for value in ms.values())
-        rows.append((name, *sizes, f"{test_loss:.3f}", *times))
+        rows.append((name, *sizes, f"{test_loss:.3f}", *(f"{value:.1f} ms" for value in ms.values())))
     report.say("bytes per step, loss after the same samples:")
     headers = ("handed over", "sent", "of float32", "test loss", "computing", "sending", "on link")
     report.table(rows, ("method", *headers))
@@ -283,7 +265,7 @@ def print_bytes(report: Report) -> None:
     """Print by formula what a rank sends on other numbers of ranks, and where top-k loses."""
     methods = report.metrics["methods"]
     rows = [(name, *(f"{sent_by_rank(method, ranks):,.0f}" for ranks in RANKS))
-            for name, method in methods.items() if NO_FEEDBACK not in name]  # fmt: skip
+            for name, method in methods.items() if "no feedback" not in name]  # fmt: skip
     report.say("bytes that a rank sends per step, by formula:")
     report.table(rows, ("method", *(f"{ranks} ranks" for ranks in RANKS)))
     top_k = methods["top-k"]
