@@ -167,7 +167,8 @@ class Proof:
             losses = [loss_of(model, batch) for batch in zip(*step, strict=True)]
             per_rank = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
             gradients = [torch.stack(parts) for parts in zip(*per_rank, strict=True)]
-            weights = weights - LR * ALONE[method.func.__name__](gradients, state, **method.keywords)
+            change = ALONE[method.func.__name__](gradients, state, **method.keywords)
+            weights = weights - LR * change
         return weights
 
     def compare(self, name, model, expected: torch.Tensor, source, tolerance=TOLERANCE) -> None:
@@ -250,12 +251,14 @@ def compare_methods(report: Report, prepare, batches, test, groups, bytes_per_se
         sent = sent_by_rank(method, ranks)
         method |= {"sent": sent, "test_loss": test_loss}
         computing, on_link = (fastest_step_ms(report, *prepare(name, g), batches) for g in groups)
-        ms = {"computing": computing, "sending": sent / bytes_per_second * 1e3, "step_time": on_link}
+        sending = sent / bytes_per_second * 1e3
+        ms = {"computing": computing, "sending": sending, "step_time": on_link}
         method |= {f"{what}_ms": value for what, value in ms.items()}
         whole = methods["float32"]["sent"]
         share = f"{sent / whole:.4f}" if whole else "n/a"
         sizes = f"{method['handed_over']:,}", f"{sent:,.0f}", share
-        rows.append((name, *sizes, f"{test_loss:.3f}", *(f"{value:.1f} ms" for value in ms.values())))
+        times = (f"{value:.1f} ms" for value in ms.values())
+        rows.append((name, *sizes, f"{test_loss:.3f}", *times))
     report.say("bytes per step, loss after the same samples:")
     headers = ("handed over", "sent", "of float32", "test loss", "computing", "sending", "on link")
     report.table(rows, ("method", *headers))
