@@ -185,7 +185,7 @@ def main():
         config = models.preset("tiny", args.seq_len)
         size = args.micro_batch_size
         text = data.Sequences(data.load_text(), args.seq_len, size * world.world_size)
-        group, link = slow_group(args.link, late=True)
+        group, link = slow_group(args.link)
         bucket_bytes = int(args.bucket_cap_mb * MIB)
         report.start(f"{config.num_parameters():,} weights; {link}")
 

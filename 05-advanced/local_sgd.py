@@ -176,7 +176,7 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/local_sgd.py", args, world, device)
         task = part.Task(args, world, device)
-        group, how = slow_group(args.link, late=True)
+        group, how = slow_group(args.link)
         report.start(task.says, how)
 
         drifts = part.check_rounds(report, task, train, Setting)

@@ -21,7 +21,7 @@ from nccl_parts.pairwise_scan import ACROSS, BOTH, RECEIVES, SENDS, WITHIN, Scan
 
 SCAN = "04-nccl-operations/pairwise_scan.py"
 find_slow = load_script(SCAN).find_slow
-PACED = "dist_common/lab/links.py"
+PACED = "04-nccl-operations/nccl_parts/pairwise_scan.py"
 QUICK = ("-b", "64K", "-n", 2)
 why_not = links.why_not()
 needs_a_cluster = pytest.mark.skipif(why_not is not None, reason=str(why_not))

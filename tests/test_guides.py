@@ -35,6 +35,7 @@ import pytest
 from conftest import REPO, run_command
 from pages import PAGES, TRACKED, all_of, commands, read, steps
 from recording import DIFF, diff_of, record, write_diffs
+from test_repository import size
 
 # commands and what they print
 
@@ -51,17 +52,41 @@ def test_every_command_prints_and_draws_what_the_page_shows(path, copy, run_scri
 
 
 MINUTES = re.compile(r"^\| \[.*?\]\((\w+\.md)\).*\| (\d+) \|$", re.M)
+MINUTES_A_COMMAND = 0.25  # most take some seconds; those marked slow take a minute
+STATED = re.compile(r"(\d+)\s+minutes")
+
+
+def minutes_by_rule(path: str) -> float:
+    """Return the minutes that a page takes: 200 words or 10 lines of its script each, commands."""
+    page, script = read(path), str(Path(path).with_suffix(".py"))
+    words = re.findall(r"\w[\w'-]*", re.sub(r"<!--.*?-->|\]\([^)]*\)", "", page.prose))
+    lines = size(script) if script in TRACKED else 0
+    run = [command for step in steps(page) for _, command in commands(step.commands)
+           if pages.runnable(command)]  # fmt: skip
+    slow = sum("<!-- slow -->" in step.commands.lead for step in steps(page))
+    return len(words) / 200 + lines / 10 + MINUTES_A_COMMAND * len(run) + 0.75 * slow
+
+
+def stated_minutes(path: str) -> int | None:
+    head = read(path).prose.split("\n##")[0]
+    return int(STATED.search(head)[1]) if STATED.search(head) else None
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if stated_minutes(path)])
+def test_minutes_of_a_page_are_those_of_the_rule(path):
+    right = minutes_by_rule(path)
+    assert abs(stated_minutes(path) - right) < 4, f"{path}: about {right:.0f} minutes by the rule"
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if "| minutes |" in read(path).prose])
 def test_minutes_of_lessons_are_those_of_their_pages(path):
-    lessons = MINUTES.findall(read(path).prose)
+    lessons, folder = MINUTES.findall(read(path).prose), Path(path).parent
     assert lessons
     for page, minutes in lessons:
-        head = " ".join(read(str(Path(path).with_name(page))).prose.split("\n##")[0].split())
-        assert f"{minutes} minutes" in head, (
-            f"{path} says {minutes} minutes, the head of {page} not"
-        )
+        assert stated_minutes(str(folder / page)) == int(minutes), f"{path}: {page}"
+    hours = sum(int(minutes) for _, minutes in lessons) / 60
+    stated = re.search(rf"^\| \[{folder}\].*\| (\d+) \|$", read("README.md").prose, re.M)
+    assert abs(int(stated[1]) - hours) <= 0.5, f"README.md: {folder} takes {hours:.1f} hours"
 
 
 def test_every_choice_of_tests_finds_some():

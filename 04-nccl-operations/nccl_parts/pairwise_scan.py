@@ -1,6 +1,22 @@
-"""What pairwise_scan.py makes of its matrix: how fast the fast pairs are, and checks."""
+"""What pairwise_scan.py makes of its matrix; as a program, slow ranks for it to find (Linux).
 
+    torchrun ... 04-nccl-operations/nccl_parts/pairwise_scan.py --link 100mbit --slow 3=20mbit \
+        SCRIPT ARGUMENTS
+
+runs a script, which is not told, and limits the rate of each TCP socket of its process.
+
+Source: socket(7), SO_MAX_PACING_RATE.
+"""
+
+import argparse
+import contextlib
 import math
+import os
+import runpy
+import socket
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,6 +30,7 @@ MOST = 8  # ranks whose matrix fits on a screen; findings that do
 WITHIN, ACROSS = "within a node", "across nodes"
 SENDS, RECEIVES, BOTH = "sends", "receives", "sends and receives"
 Way = tuple[int, int]  # sender, receiver
+SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 
 
 @dataclass
@@ -98,3 +115,52 @@ def conclude(report: Report, scan: Scan, find_slow: Callable, interrupted: bool)
     met = f"{len(scan.speeds) // 2} pairs of {scan.ranks} ranks met"
     code = report.finish(met + ", interrupted by Ctrl-C" * interrupted)
     return cli.INTERRUPTED if interrupted else code
+
+
+# slow ranks
+
+
+def pace_sockets(bytes_per_second: int) -> None:
+    """Limit what every TCP socket of this process sends, also those that it opens later."""
+    while True:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed by now
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(name))) as copy:
+                        copy.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_second)
+        time.sleep(0.02)
+
+
+def slow_rank(text: str) -> tuple[int, float]:
+    """Parse RANK=RATE, as 3=20mbit; return the rank and bytes/s."""
+    rank, equals, rate = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"must be like 3=20mbit, not {text!r}")
+    return cli.whole_number(rank), cli.link_rate(rate)
+
+
+def main() -> int:
+    """Run a script with its sockets slowed."""
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    add("--link", type=cli.link_rate, help="what every rank sends to each peer: 100mbit (as it is)")
+    add("--slow", type=slow_rank, action="append", default=[], metavar="RANK=RATE",
+        help="a rank that sends slower: 3=20mbit; may be repeated (none)")  # fmt: skip
+    add("script", help="what to run")
+    add("arguments", nargs=argparse.REMAINDER, help="of the script")
+    args = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        raise cli.UsageError("only Linux limits the rate of a socket: start the script itself")
+    if not os.path.exists(args.script):
+        raise cli.UsageError(f"there is no {args.script}")
+    rate = dict(args.slow).get(int(os.environ.get("RANK", "0")), args.link)
+    if rate:
+        threading.Thread(target=pace_sockets, args=(int(rate),), daemon=True).start()
+    sys.argv = [args.script, *args.arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(args.script))
+    runpy.run_path(args.script, run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -3,23 +3,20 @@
     group, line = links.slow_group(args.link)           # a script: the collectives of one group
     with links.hosts([rate] * ranks) as network: ...    # a program that forks ranks: all they send
         network.enter(rank)                             # first in each fork
-    torchrun ... -m dist_common.lab.links --link 100mbit --slow 3=20mbit SCRIPT ARGS
 
-Each host is a network namespace on one bridge, with a token bucket before its card and behind it.
-Only open descriptors hold the namespaces: they vanish with their processes, killed or not. Where
-they cannot be had, `slow_group` makes collectives that complete late, and its line says so. The
-command limits the rate of a script's TCP sockets instead: its ranks have to reach a launcher.
+A slow group is the same on every machine: its collectives are real, and complete when a link of
+that speed would be done. Each host is a network namespace on one bridge (Linux, root or user
+namespaces), with a token bucket before its card and behind it. Only open descriptors hold the
+namespaces: they vanish with their processes, killed or not.
 
-Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8); socket(7), SO_MAX_PACING_RATE.
+Sources: network_namespaces(7), user_namespaces(7), tc-tbf(8).
 """
 
-import argparse
 import contextlib
 import ctypes
 import functools
 import os
 import queue
-import runpy
 import shutil
 import socket
 import subprocess
@@ -29,7 +26,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,7 +33,6 @@ from torch.profiler import record_function
 
 from dist_common import cli
 from dist_common.lab.traffic import RING_FACTOR, bytes_of
-from dist_common.runtime import from_rank0, gather
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # unshare(2)
 CARD = "link0"  # what a host's network card is called
@@ -45,7 +40,6 @@ CARD = "link0"  # what a host's network card is called
 # millisecond's bytes, so that a timer that fires late costs no speed.
 BURST_BYTES, BURST_S = 32_768, 1e-3
 MOST_HOSTS = 250  # as many descriptors fit into one message (SCM_MAX_FD, unix(7))
-SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 
 
 # hosts: everything that a process sends
@@ -190,77 +184,23 @@ def _call(name: str, *arguments: int) -> None:
 # a group: the collectives that are called on it
 
 
-def slow_group(bytes_per_second: float, late: bool = False) -> tuple[dist.ProcessGroup, str]:
+def slow_group(bytes_per_second: float) -> tuple[dist.ProcessGroup, str]:
     """Return a group of all ranks over an emulated link, and one line that says how. A collective.
 
-    Units: bytes/s in each direction of each rank; 0 is no emulation, and the default group. `late`
-    does without namespaces: also messages below BURST_BYTES take as long as they should. The line
-    differs from machine to machine: pages leave it out.
+    Units: bytes/s in each direction of each rank; 0 is no emulation, and the default group.
     """
-    whole = dist.group.WORLD
+    real = dist.group.WORLD
     if not bytes_per_second or dist.get_world_size() == 1:
-        return whole, "link: none emulated"
+        return real, "link: none emulated"
     if dist.get_backend() != "gloo":
-        return whole, "link: the GPUs' own (--link emulates one between CPU ranks)"
-    speed = f"link: {bytes_per_second * 8 / 1e6:g} Mbit/s per rank"
-    group, problem = None, "small messages too"
-    if not late:
-        group, problem = _group_in_namespaces(bytes_per_second)
-    if group is not None:
-        return group, f"{speed}, by network namespaces"
+        return real, "link: the GPUs' own (--link emulates one between CPU ranks)"
     real = dist.new_group()
     name = f"late{id(real)}"  # a backend's name is taken once
     dist.Backend.register_backend(
         name, lambda *_: LateGroup(real, bytes_per_second), devices=["cpu"]
     )
-    group = dist.new_group(backend=name)
-    return group, f"{speed}, by collectives that complete late ({problem})"
-
-
-def _group_in_namespaces(bytes_per_second: float) -> tuple[dist.ProcessGroup | None, str]:
-    """Make a group whose sockets are in namespaces, which rank 0 builds; else say why not.
-
-    A socket stays in the namespace in which it was opened. So each rank visits its own only until
-    the group is connected, and whatever it opens later is outside again.
-    """
-    if len(set(gather(os.uname().nodename))) > 1:
-        return None, "ranks on several machines"
-    rank = dist.get_rank()
-    network, problem = None, None
-    with contextlib.ExitStack() as stack:
-        try:
-            if rank == 0:
-                network = stack.enter_context(hosts([bytes_per_second] * dist.get_world_size()))
-        except cli.UsageError as error:
-            problem = str(error)
-        pid, network, problem = from_rank0((os.getpid(), network, problem))
-        if network and network.user is not None:
-            problem = "no network namespaces without root"
-        try:
-            if not problem:
-                stack.enter_context(_visit(f"/proc/{pid}/fd/{network.cards[rank]}"))
-                # Open until the end of the process: the bridge is there as long as any rank.
-                os.open(f"/proc/{pid}/fd/{network.switch}", os.O_RDONLY)
-        except OSError as error:
-            problem = error.strerror
-        problem = next(filter(None, gather(problem)), None)  # the same on all ranks
-        if problem:
-            return None, problem
-        with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=CARD):
-            return dist.new_group(), ""
-
-
-@contextlib.contextmanager
-def _visit(card: str) -> Iterator[None]:
-    with open("/proc/thread-self/ns/net") as outside, open(card) as inside:
-        _call("setns", inside.fileno(), CLONE_NEWNET)
-        try:
-            yield
-        finally:
-            try:
-                _call("setns", outside.fileno(), CLONE_NEWNET)
-            except OSError as error:
-                raise OSError(f"this process is left without a network: {error}") from error
+    speed = f"{bytes_per_second * 8 / 1e6:g} Mbit/s per rank"
+    return dist.new_group(backend=name), f"link: {speed}, by collectives that complete late"
 
 
 # ProcessGroup's methods, in the words of torch 2.14 and of those before. Functional collectives,
@@ -349,52 +289,3 @@ class LateWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future:
         return self.done
-
-
-# a command: any script, by the rate of its sockets
-
-
-def _pace_sockets(bytes_per_second: int) -> None:
-    """Limit what every TCP socket of this process sends, also those that it opens later."""
-    while True:
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # closed by now
-                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                    with socket.socket(fileno=os.dup(int(name))) as copy:
-                        copy.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, bytes_per_second)
-        time.sleep(0.02)
-
-
-def _slow_rank(text: str) -> tuple[int, float]:
-    """Parse RANK=RATE, as 3=20mbit; return the rank and bytes/s."""
-    rank, equals, rate = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"must be like 3=20mbit, not {text!r}")
-    return cli.whole_number(rank), cli.link_rate(rate)
-
-
-def main() -> int:
-    """Run a script, which is not told, with its sockets slowed."""
-    parser = cli.ArgumentParser(__doc__)
-    add = parser.add_argument
-    add("--link", type=cli.link_rate, help="what every rank sends to each peer: 100mbit (as it is)")
-    add("--slow", type=_slow_rank, action="append", default=[], metavar="RANK=RATE",
-        help="a rank that sends slower: 3=20mbit; may be repeated (none)")  # fmt: skip
-    add("script", help="what to run")
-    add("arguments", nargs=argparse.REMAINDER, help="of the script")
-    args = parser.parse_args()
-    if not sys.platform.startswith("linux"):
-        raise cli.UsageError("only Linux limits the rate of a socket: start the script itself")
-    if not os.path.exists(args.script):
-        raise cli.UsageError(f"there is no {args.script}")
-    rate = dict(args.slow).get(int(os.environ.get("RANK", "0")), args.link)
-    if rate:
-        threading.Thread(target=_pace_sockets, args=(int(rate),), daemon=True).start()
-    sys.argv = [args.script, *args.arguments]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(args.script)))
-    runpy.run_path(args.script, run_name="__main__")
-    return 0
-
-
-if __name__ == "__main__":
-    cli.run(main)
