@@ -105,9 +105,9 @@ def resume(report, images, store, optimizer):
         raise cli.UsageError(
             f"{report.output} has {facts['epoch']} epochs: ask for more by --epochs"
         )
-    store.read(folder)
+    rng = checkpoint.load(folder, store)
     optimizer.param_groups[0]["lr"] = report.args.lr  # from the command line, not the checkpoint
-    store.restore_rng()
+    checkpoint.set_rng_state(rng)
     return facts["epoch"], facts["history"]
 
 

@@ -218,9 +218,8 @@ class EngineFiles(checkpoint.Store):
         same_ranks = facts["settings"]["ranks"] == dist.get_world_size()
         return same_ranks and facts["stage"] == self.run.stage
 
-    def write(self, folder, _):
+    def write(self, folder):
         self.run.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-        torch.save(checkpoint.rng_state(), folder / f"rng-{dist.get_rank()}.pt")
         if dist.get_rank() == 0:  # where DeepSpeed's own tools look; soon its name
             (folder.parent / "latest").write_text(folder.name.replace(".partial", "step"))
 
@@ -247,8 +246,6 @@ class EngineFiles(checkpoint.Store):
             if self.tag != path.name:
                 shutil.rmtree(path.with_name(self.tag))
                 path.with_name("latest_universal").unlink()
-        rng = path / f"rng-{dist.get_rank()}.pt"
-        self.rng = torch.load(rng, weights_only=True) if rng.exists() else None
 
     def on_rank0(self, what, work):
         """Have rank 0 work while the others wait. Raises: UsageError on all ranks if it fails."""

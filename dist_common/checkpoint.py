@@ -11,7 +11,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,23 +36,22 @@ def sealed(
 ) -> Iterator[Path]:
     """Yield an empty folder to write to; then hash it, and give it its name last of all.
 
-    A collective on a disk that all ranks share, who split the hashing; or of one rank, `alone`. The
-    newest `keep` of this and older ones stay. Raises: UsageError when it cannot be written.
+    A collective. All ranks share the disk and the hashing, but for `alone`: then rank 0 has both.
+    The newest `keep` of this and older ones stay. Raises: UsageError when it cannot be written.
     """
-    rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-    meet = (lambda: None) if alone else (lambda: dist.barrier(group))
+    rank = dist.get_rank(group)
     partial, final = directory / f".partial-{step:08d}", directory / f"step-{step:08d}"
     try:
         if rank == 0:
             for old in directory.glob(".partial-*"):  # of saves that were killed
                 shutil.rmtree(old)
             partial.mkdir(parents=True)
-        meet()
+        dist.barrier(group)
         yield partial
-        meet()
-        files = sorted(path for path in partial.rglob("*") if path.is_file())[rank::ranks]
-        digests = {str(path.relative_to(partial)): sha256(path, flushed=True) for path in files}
-        parts = [digests] if alone else gather(digests, group)
+        dist.barrier(group)
+        names = [str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()]
+        own = {name: sha256(partial / name, flushed=True) for name in part_of(names, group, alone)}
+        parts = gather(own, group)
         if rank == 0:
             listed = {name: digest for part in parts for name, digest in part.items()}
             manifest = json.dumps({"step": step, **facts, "files": listed}, indent=1)
@@ -66,7 +65,7 @@ def sealed(
             older = [path for path in found(directory) if path.name < final.name]
             for path in older[: len(older) + 1 - keep]:
                 shutil.rmtree(path, ignore_errors=True)
-        meet()
+        dist.barrier(group)
     except (OSError, RuntimeError) as error:
         # torch.save covers up what the operating system said: "unexpected pos 704 vs 598".
         cause = error if isinstance(error, OSError) else error.__context__
@@ -76,29 +75,35 @@ def sealed(
         raise UsageError(f"cannot write the checkpoint {final}: {cause.strerror}") from error
 
 
+def part_of(names: Collection[str], group, alone: bool) -> list[str]:
+    """Return which of a checkpoint's files this rank hashes."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if alone:
+        return list(names) if rank == 0 else []
+    return sorted(names)[rank::ranks]
+
+
 def newest(
     directory: Path, report: Report, problem: Callable[[dict], str | None] = lambda facts: None,
     group=None, alone=False,
 ) -> tuple[Path, dict[str, Any]] | None:  # fmt: skip
     """Return folder and manifest of the newest usable checkpoint, or None; name those passed over.
 
-    A collective; with `alone`, rank 0 alone reads. `problem(manifest)` says why to refuse one, or
-    None. Raises: UsageError when there are checkpoints and none can be used.
+    A collective. `problem(manifest)` says why to refuse one, or None: the same on all ranks.
+    Raises: UsageError when there are checkpoints and none can be used.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    part = slice(None) if alone else slice(rank, None, ranks)
     skipped = []
     for name in reversed(from_rank0([path.name for path in found(directory)], group)):
-        path, facts, why = directory / name, {}, None
-        if rank == 0 or not alone:
-            facts, why = _examine(path, part)
-            why = why or problem(facts)
-        why = next(filter(None, gather(why, group)), None)
+        path = directory / name
+        facts = from_rank0(manifest_of(path) if dist.get_rank(group) == 0 else None, group)
+        why = facts if isinstance(facts, str) else problem(facts) or altered(
+            path, facts["files"], group, alone
+        )  # fmt: skip
         if why is None:
             for line in skipped:
                 report.warn(f"skipped {line}")
             report.say(f"resuming from {path}")
-            return path, from_rank0(facts, group)
+            return path, facts
         skipped.append(f"{path}: {why}")
     if skipped:
         raise UsageError(f"no checkpoint can be used: {'; '.join(skipped)}")
@@ -106,17 +111,27 @@ def newest(
     return None
 
 
-def _examine(path: Path, part: slice) -> tuple[dict[str, Any], str | None]:
+def manifest_of(path: Path) -> dict[str, Any] | str:
+    """Read a checkpoint's manifest; or say why it cannot be used."""
     try:
         facts = json.loads((path / "manifest.json").read_text())
         if "sha256" in facts or "files" not in facts:
-            return facts, "in the format of an older version of this guide: start anew"
-        for name in sorted(facts["files"])[part]:
-            if sha256(path / name) != facts["files"][name]:
-                return facts, f"truncated or altered ({name} does not match its checksum)"
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return {}, f"incomplete or damaged ({type(error).__name__}: {error})"
-    return facts, None
+            return "in the format of an older version of this guide: start anew"
+        return facts | {"files": dict(facts["files"])}
+    except (OSError, ValueError, TypeError) as error:
+        return f"incomplete or damaged ({type(error).__name__}: {error})"
+
+
+def altered(path: Path, digests: dict[str, str], group, alone: bool) -> str | None:
+    """Say which file is not the one that was written; None if all are. A collective."""
+    why = None
+    for name in part_of(digests, group, alone):
+        try:
+            if sha256(path / name) != digests[name]:
+                why = f"truncated or altered ({name} does not match its checksum)"
+        except OSError as error:
+            why = f"incomplete or damaged ({type(error).__name__}: {error})"
+    return next(filter(None, gather(why, group)), None)
 
 
 def other_model(facts: dict[str, Any], weights: dict[str, torch.Tensor]) -> str | None:
@@ -154,14 +169,10 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 class Store:
-    """How a run's state gets into a checkpoint's folder, and out of it again.
+    """How a run's state gets into a checkpoint's folder, and out of it again; both collectives."""
 
-    A collective on a disk that all ranks share; `alone`, rank 0 writes and reads for the others.
-    """
-
-    alone = False
     group: dist.ProcessGroup | None = None  # for names and checksums
-    rng: dict[str, Any] | None = None  # this rank's random state, once it is read
+    alone = False  # rank 0 writes and reads for the others: no disk need be shared
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights of the whole model by name: their shapes say whether it is ours."""
@@ -175,25 +186,17 @@ class Store:
         """Say why a checkpoint with this manifest is none for this run; None if it is one."""
         return other_model(facts, self.tensors())
 
-    def collect(self) -> Any:
-        """Return what `write` needs of the other ranks. A collective."""
-
-    def write(self, folder: Path, collected: Any) -> None:
+    def write(self, folder: Path) -> None:
         """Write the state to an empty folder."""
         raise NotImplementedError
 
     def read(self, folder: Path) -> None:
-        """Read the state back, and this rank's random state into `rng`."""
+        """Read the state back."""
         raise NotImplementedError
-
-    def restore_rng(self) -> None:
-        """Set the random state that was read; without one, as on more ranks than before, none."""
-        if self.rng:
-            set_rng_state(self.rng)
 
 
 class Replicated(Store):
-    """State that every rank holds whole: rank 0 writes and reads it, no disk need be shared."""
+    """State that every rank holds whole: rank 0 writes it, and reads it for all."""
 
     alone = True
 
@@ -203,24 +206,18 @@ class Replicated(Store):
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.model.state_dict()
 
-    def collect(self) -> list[dict[str, Any]]:
-        return gather(rng_state())
-
-    def write(self, folder: Path, collected: list[dict[str, Any]]) -> None:
-        state = {name: part.state_dict() for name, part in self.parts.items()}
-        with open(folder / "state.pt", "wb") as file:  # a path would lose the reason of a failure
-            torch.save(state | {"rng": collected}, file)
+    def write(self, folder: Path) -> None:
+        if dist.get_rank() == 0:
+            state = {name: part.state_dict() for name, part in self.parts.items()}
+            with open(folder / "state.pt", "wb") as file:  # a path would lose a failure's reason
+                torch.save(state, file)
 
     def read(self, folder: Path) -> None:
         state = None
         if dist.get_rank() == 0:
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        state = from_rank0(state)
-        for name, part in self.parts.items():
-            if name in state:
-                part.load_state_dict(state[name])
-        states = state["rng"]
-        self.rng = states[dist.get_rank()] if dist.get_rank() < len(states) else None
+        for name, part in from_rank0(state).items():
+            self.parts[name].load_state_dict(part)
 
 
 class Sharded(Store):
@@ -246,41 +243,43 @@ class Sharded(Store):
         moments = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=self.by_name)
         return {"model": dcp.get_model_state_dict(self.model), "optimizer": moments}
 
-    def write(self, folder: Path, collected: None) -> None:
+    def write(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
 
         dcp.save(self.state(), checkpoint_id=folder, process_group=self.group)
-        torch.save(rng_state(), folder / f"rng-{dist.get_rank()}.pt")
 
     def read(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import (
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
+        from torch.distributed.checkpoint import state_dict
 
         state = self.state()
         dcp.load(state, checkpoint_id=folder, process_group=self.group)
-        set_model_state_dict(self.model, state["model"])
-        moments = state["optimizer"]
-        set_optimizer_state_dict(self.model, self.optimizer, moments, options=self.by_name)
-        rng = folder / f"rng-{dist.get_rank()}.pt"
-        self.rng = torch.load(rng, weights_only=True) if rng.exists() else None
+        state_dict.set_model_state_dict(self.model, state["model"])
+        state_dict.set_optimizer_state_dict(
+            self.model, self.optimizer, state["optimizer"], options=self.by_name
+        )
 
 
 def save(directory: Path, step: int, store: Store, facts: dict[str, Any], keep: int = 2) -> None:
-    """Write a checkpoint of a store, with `facts` in its manifest. A collective."""
-    collected = store.collect()
-    if store.alone and dist.get_rank() != 0:
-        return
+    """Write a checkpoint: a store's state, and the random state of every rank. A collective."""
     facts = {"tensors": shapes_of(store.tensors()), **store.facts(), **facts}
+    random_states = gather(rng_state(), store.group)
     with sealed(directory, step, facts, keep, store.group, store.alone) as folder:
-        store.write(folder, collected)
+        store.write(folder)
+        if dist.get_rank() == 0:
+            torch.save(random_states, folder / "rng.pt")
 
 
 def find(directory: Path, report: Report, store: Store) -> tuple[Path, dict[str, Any]] | None:
     """Return folder and manifest of the newest checkpoint that `store` can read. A collective."""
     return newest(directory, report, store.problem, store.group, store.alone)
+
+
+def load(folder: Path, store: Store) -> dict[str, Any] | None:
+    """Read a store's state; return this rank's random state, None on a rank that is new."""
+    store.read(folder)
+    states = torch.load(folder / "rng.pt", weights_only=True) if dist.get_rank() == 0 else None
+    return dict(enumerate(from_rank0(states, store.group))).get(dist.get_rank())
 
 
 def rng_state() -> dict[str, Any]:
@@ -294,8 +293,10 @@ def rng_state() -> dict[str, Any]:
     }
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Set this rank's random state to what `rng_state` returned."""
+def set_rng_state(state: dict[str, Any] | None) -> None:
+    """Set this rank's random state to what `rng_state` returned; None leaves it as it is."""
+    if state is None:
+        return
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

@@ -116,6 +116,7 @@ class Job:
     step_tokens: float = math.nan
     stopped: bool = False  # by a signal
     found: tuple[Path, dict[str, Any]] | None = None  # the checkpoint to resume from
+    rng: dict[str, Any] | None = None  # this rank's random state in it
 
     def __post_init__(self) -> None:
         args, ranks = self.args, dist.get_world_size()
@@ -166,7 +167,7 @@ class Job:
 
     def load(self) -> None:
         """Read the state that `find` chose into the model and the rest. A collective."""
-        self.store.read(self.found[0])
+        self.rng = checkpoint.load(self.found[0], self.store)
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint if --resume is given and there is one."""
@@ -197,8 +198,7 @@ class Job:
             folder = report.output if report.world.is_rank0 else None
             self.log = measure.StepLog(folder, self.step + 1, args.tensorboard)
             self.catch_preemption()
-            if self.store:
-                self.store.restore_rng()
+            checkpoint.set_rng_state(self.rng)
         unread: list[Step] = []
         left = range(self.step + 1, last_step + 1)
         self.timer.start()

@@ -50,10 +50,11 @@ def with_a_small_model(*changes):
 
 
 def newest_state(folder: Path) -> dict:
-    """Return what the newest checkpoint's manifest and its file hold."""
+    """Return what the newest checkpoint's manifest and its files hold."""
     newest = sorted((folder / "checkpoints").iterdir())[-1]
     facts = json.loads((newest / "manifest.json").read_text())
-    return facts | torch.load(newest / "state.pt", weights_only=True)
+    rng = torch.load(newest / "rng.pt", weights_only=True)
+    return facts | torch.load(newest / "state.pt", weights_only=True) | {"rng": rng}
 
 
 def steps_in(folder: Path, name: str = "loss") -> dict[int, float]:
