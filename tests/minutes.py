@@ -1,0 +1,64 @@
+"""How long a page takes: its words, the lines of its script's lesson, its commands."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from conftest import REPO
+from pages import PAGES, TRACKED, commands, read, runnable, steps
+
+WORDS_A_MINUTE, LINES_A_MINUTE = 200, 10
+COMMAND, SLOW_COMMAND = 0.25, 1.0  # minutes: most take some seconds, those marked slow a minute
+ROW = re.compile(r"^(\| \[.*?\]\((\w+\.md)\).*\| )(\d+)( \|)$", re.M)
+STATED = re.compile(r"(\d+)(\s+minutes)")
+
+
+def lines_of_lesson(script: str) -> int:
+    """Return the lines of a script's lesson: what stands between its imports and parse_args."""
+    source = (REPO / script).read_text()
+    body = ast.parse(source).body
+    start = max(n.end_lineno for n in body if isinstance(n, (ast.Import, ast.ImportFrom)))
+    lines = source.splitlines()
+    ends = [n.lineno for n in body if getattr(n, "name", "") == "parse_args"]
+    return sum(bool(line.strip()) for line in lines[start : min(ends, default=len(lines) + 1) - 1])
+
+
+def by_rule(path: str) -> float:
+    """Return the minutes that a page takes."""
+    page = read(path)
+    script = str(Path(path).with_suffix(".py"))
+    words = len(re.findall(r"\w[\w'-]*", re.sub(r"<!--.*?-->|\]\([^)]*\)", "", page.prose)))
+    lines = lines_of_lesson(script) if script in TRACKED else 0
+    waiting = 0.0
+    for step in steps(page):
+        each = SLOW_COMMAND if "<!-- slow -->" in step.commands.lead else COMMAND
+        waiting += each * sum(bool(runnable(command)) for _, command in commands(step.commands))
+    return words / WORDS_A_MINUTE + lines / LINES_A_MINUTE + waiting
+
+
+def stated(path: str) -> int | None:
+    """Return the minutes that a page's head states, before its first section."""
+    found = STATED.search(read(path).prose.split("\n##")[0])
+    return int(found[1]) if found else None
+
+
+def write() -> None:
+    """Write the minutes of all pages, of their rows, and the hours of the modules; to fives."""
+    taken = {path: max(5, 5 * round(by_rule(path) / 5)) for path in PAGES if stated(path)}
+    for path, number in taken.items():
+        file = REPO / path
+        file.write_text(STATED.sub(rf"{number}\g<2>", file.read_text(), count=1))
+    front = (REPO / "README.md").read_text()
+    for path in PAGES:
+        folder = Path(path).parent
+        text = (REPO / path).read_text()
+        if "| minutes |" not in text:
+            continue
+        text = ROW.sub(lambda row: f"{row[1]}{taken[str(folder / row[2])]}{row[4]}", text)  # noqa: B023
+        (REPO / path).write_text(text)
+        hours = round(sum(int(row[3]) for row in ROW.finditer(text)) / 60)
+        front = re.sub(rf"^(\| \[{folder}\].*\| )\d+( \|)$", rf"\g<1>{hours}\2", front, flags=re.M)
+    (REPO / "README.md").write_text(front)
+    read.cache_clear()
