@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import REPO, results_of, run_command
+from conftest import REPO, fork_ranks, load_script, results_of, run_command
 from helpers_01 import ask_to_stop_in, largest_difference, steps_in, wait_for
 from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
 
-from dist_common import models
+from dist_common import cli, models
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -44,8 +44,17 @@ def deepspeed_is_imported():
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """A tiny model in Hugging Face's files, which fsdp_finetune.py starts from."""
+    import transformers
+
+    assert transformers.LlamaForCausalLM  # imported now, so that no fork has to
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    made = run_command(["python", FINETUNE, "--make-tiny", str(folder)], REPO, 120)
+    script = load_script(FINETUNE)
+
+    def make(rank):
+        sys.argv = [FINETUNE, "--make-tiny", str(folder)]
+        cli.run(script.main)
+
+    made = fork_ranks(make, 1, folder.with_name("fork"), 120, True)
     assert made.codes == [0], made.stderr
     pairs = [{"prompt": f"{n}?", "answer": "abcdefghij"[: 2 + n % 9]} for n in range(60)]
     folder.with_name("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
