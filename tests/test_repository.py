@@ -41,8 +41,12 @@ def parts(folder: str) -> list[str]:
 
 
 def lessons_in_order(folder: str) -> list[str]:
-    """Return the pages that a module's README lists in its tables, in their order."""
+    """Return the pages that a module's README lists in its table of lessons, in their order.
+
+    Rows of that table end in minutes; scripts without minutes follow, from the other tables.
+    """
     rows = re.findall(r"^\|.*", (REPO / folder / "README.md").read_text(), re.M)
+    rows.sort(key=lambda row: not re.search(r"\| \d+ \|$", row))
     return list(dict.fromkeys(re.findall(r"\]\((\w+)\.(?:md|py)\)", "\n".join(rows))))
 
 
@@ -136,15 +140,19 @@ def lone_parts(folder: str):
 
 
 def too_early(folder: str):
-    """What a page wants read before stands earlier in the module's order."""
+    """What a page wants read before stands earlier: in the module's order, or in a module before."""
+    modules = list(PARTS)
     order = lessons_in_order(folder)
-    for stem in order:
-        page = REPO / folder / f"{stem}.md"
-        text = page.read_text() if page.exists() else ""
-        wanted = re.findall(r"Read (?:first|before): ([^\n]*(?:\n[^\n]+)*?)\.(?:\s|$)", text)
-        for before in re.findall(r"\]\((\w+)\.md", " ".join(wanted)):
-            if before in order and order.index(before) >= order.index(stem):
-                yield f"{folder}/{stem}.md wants {before}.md read first, which comes later"
+    for path in (path for path in TRACKED if re.fullmatch(rf"{folder}/\w+\.md", path)):
+        stem, text = Path(path).stem, (REPO / path).read_text()
+        wanted = " ".join(re.findall(r"Read (?:first|before):(\s.*?)\.(?:\s|$)", text, re.S))
+        for before in re.findall(r"\]\((\w+)\.md", wanted):
+            known = before in order and stem in order
+            if known and order.index(before) >= order.index(stem):
+                yield f"{path} wants {before}.md read first, which comes later"
+        for module in re.findall(r"\]\(\.\./([\w-]+)/", wanted):
+            if modules.index(module) > modules.index(folder):
+                yield f"{path} wants a page of {module} read first, which comes later"
 
 
 RULES = [strays, untested, unlisted, sideways, armour, lone_parts, too_early]
