@@ -140,7 +140,7 @@ def lone_parts(folder: str):
 
 
 def too_early(folder: str):
-    """What a page wants read before stands earlier: in the module's order, or in a module before."""
+    """What a page wants read before stands earlier, in its module or in one before it."""
     modules = list(PARTS)
     order = lessons_in_order(folder)
     for path in (path for path in TRACKED if re.fullmatch(rf"{folder}/\w+\.md", path)):
