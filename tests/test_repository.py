@@ -155,7 +155,18 @@ def too_early(folder: str):
                 yield f"{path} wants a page of {module} read first, which comes later"
 
 
-RULES = [strays, untested, unlisted, sideways, armour, lone_parts, too_early]
+def wrong_next(folder: str):
+    """The link after "Next:" leads to the lesson that follows in the module's order."""
+    order = lessons_in_order(folder)
+    for stem, following in zip(order, [*order[1:], ""], strict=True):
+        page = REPO / folder / f"{stem}.md"
+        text = page.read_text() if page.exists() else ""
+        for named in re.findall(r"Next:[^\[]*\[[^\]]*\]\((\w+)\.md", text):
+            if named != following:
+                yield f"{folder}/{stem}.md: next is {following}.md, not {named}.md"
+
+
+RULES = [strays, untested, unlisted, sideways, armour, lone_parts, too_early, wrong_next]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
