@@ -49,8 +49,8 @@ with torch.no_grad():
     output = torch.empty_like(tokens)
     output[order] = exchange(computed, take.tolist(), give.tolist())
 
-    rows = [experts[e](token) for e, token in zip(choice, tokens, strict=True)]
-    expected = torch.stack(rows)  # one process with all experts
+    # One process with all experts:
+    expected = torch.stack([experts[e](token) for e, token in zip(choice, tokens, strict=True)])
 
 error = (output - expected).abs().max().item()
 line = f"rank {rank}: sent {give.tolist()}, its expert got {take.sum()}, error {error:.0e}\n"

@@ -41,8 +41,12 @@ def parts(folder: str) -> list[str]:
 
 
 def lessons_in_order(folder: str) -> list[str]:
-    """Return the pages that a module's README lists in its tables, in their order."""
+    """Return the pages that a module's README lists in its table of lessons, in their order.
+
+    Rows of that table end in minutes; scripts without minutes follow, from the other tables.
+    """
     rows = re.findall(r"^\|.*", (REPO / folder / "README.md").read_text(), re.M)
+    rows.sort(key=lambda row: not re.search(r"\| \d+ \|$", row))
     return list(dict.fromkeys(re.findall(r"\]\((\w+)\.(?:md|py)\)", "\n".join(rows))))
 
 
@@ -136,18 +140,33 @@ def lone_parts(folder: str):
 
 
 def too_early(folder: str):
-    """What a page wants read before stands earlier in the module's order."""
+    """What a page wants read before stands earlier, in its module or in one before it."""
+    modules = list(PARTS)
     order = lessons_in_order(folder)
-    for stem in order:
+    for path in (path for path in TRACKED if re.fullmatch(rf"{folder}/\w+\.md", path)):
+        stem, text = Path(path).stem, (REPO / path).read_text()
+        wanted = " ".join(re.findall(r"Read (?:first|before):(\s.*?)\.(?:\s|$)", text, re.S))
+        for before in re.findall(r"\]\((\w+)\.md", wanted):
+            known = before in order and stem in order
+            if known and order.index(before) >= order.index(stem):
+                yield f"{path} wants {before}.md read first, which comes later"
+        for module in re.findall(r"\]\(\.\./([\w-]+)/", wanted):
+            if modules.index(module) > modules.index(folder):
+                yield f"{path} wants a page of {module} read first, which comes later"
+
+
+def wrong_next(folder: str):
+    """The link after "Next:" leads to the lesson that follows in the module's order."""
+    order = lessons_in_order(folder)
+    for stem, following in zip(order, [*order[1:], ""], strict=True):
         page = REPO / folder / f"{stem}.md"
         text = page.read_text() if page.exists() else ""
-        wanted = re.findall(r"Read (?:first|before): ([^\n]*(?:\n[^\n]+)*?)\.(?:\s|$)", text)
-        for before in re.findall(r"\]\((\w+)\.md", " ".join(wanted)):
-            if before in order and order.index(before) >= order.index(stem):
-                yield f"{folder}/{stem}.md wants {before}.md read first, which comes later"
+        for named in re.findall(r"Next:[^\[]*\[[^\]]*\]\((\w+)\.md", text):
+            if named != following:
+                yield f"{folder}/{stem}.md: next is {following}.md, not {named}.md"
 
 
-RULES = [strays, untested, unlisted, sideways, armour, lone_parts, too_early]
+RULES = [strays, untested, unlisted, sideways, armour, lone_parts, too_early, wrong_next]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
