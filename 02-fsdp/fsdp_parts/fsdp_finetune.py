@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import json
 import math
 import os
 import signal
@@ -17,7 +19,6 @@ from tabulate import tabulate
 from torch import nn
 
 from dist_common import cli, data, runtime
-from dist_common.chat import load_pairs, prompt_ids, trim
 from dist_common.cli import UsageError
 from dist_common.job import Step, lr_at
 from dist_common.lab import proofs
@@ -31,28 +32,27 @@ with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
     import huggingface_hub
     import tokenizers
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     transformers.logging.disable_progress_bar()
 
 SMALL = 50_000_000  # weights: one process can hold a smaller model whole beside the shards
 MORE = 8  # tokens of padding
 TINY_FILE = "200KB"  # so that even the tiny model has several files
-FLAGS = {"make_tiny", "ask", "max_new_tokens", "dry_run", "world_size", "kill_at_step"}
 
 
 def add_flags(parser: cli.ArgumentParser) -> None:
-    """Add the flags of what is no training, FLAGS."""
+    """Add the flags of what is no training."""
     add, positive = parser.add_argument, cli.positive_int
     add("--kill-at-step", type=positive, help="end all ranks by SIGKILL: rehearse a failure")
-    add("--make-tiny", metavar="DIR", help="write a tiny model with random weights, and end")
+    add("--make-tiny", metavar="DIR", help="write a tiny model, random, and pairs; end")
     add("--ask", metavar="PROMPT", help="answer from --model by transformers alone, and end")
     add("--max-new-tokens", type=positive, default=64, help="most tokens of an answer (64)")
     add("--dry-run", action="store_true", help="say what --world-size GPUs would need, and end")
     add("--world-size", type=positive, default=8, help="ranks of a dry run (8)")
 
 
-def alone(args, load: Callable, claim_folder: Callable) -> bool:
+def alone(args, load: Callable, claim_folder: Callable, prompt_ids: Callable) -> bool:
     """Do what --make-tiny, --ask or --dry-run says, in this one process; return if one did."""
     given = [name for name in ("make_tiny", "ask", "dry_run") if getattr(args, name)]
     if not given:
@@ -69,14 +69,18 @@ def alone(args, load: Callable, claim_folder: Callable) -> bool:
         raise UsageError("--model is missing: a Hugging Face folder")
     config = load(args, AutoConfig, "config.json")
     if args.ask:
-        print(generate(args.model, args.ask, args.max_new_tokens)[-1])
+        asked = prompt_ids(load(args, transformers.AutoTokenizer, "tokenizer"), args.ask)
+        print(generate(args.model, asked, args.max_new_tokens)[-1])
     else:
         say_needs(args, config)
     return True
 
 
 def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
-    """Write a Llama of 0.1 million random weights, in several files, whose tokens are bytes."""
+    """Write a Llama of 0.1 million random weights, in several files, whose tokens are bytes.
+
+    And pairs.jsonl: a question about each method of `str`, and the first line of its documentation.
+    """
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: number for number, letter in enumerate(letters)}
     by_byte = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
@@ -91,28 +95,34 @@ def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
     )  # fmt: skip
     torch.manual_seed(seed)
     # As save_pretrained would, which imports DeepSpeed where it is installed. Tied weights once.
-    weights = dict(LlamaForCausalLM(config).named_parameters())
+    weights = dict(transformers.LlamaForCausalLM(config).named_parameters())
     huggingface_hub.save_torch_state_dict(weights, folder, max_shard_size=TINY_FILE)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = "float32"
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    methods = {name: inspect.getdoc(getattr(str, name)) for name in dir(str) if name[0] != "_"}
+    pairs = [
+        {"prompt": f"What does str.{name} do?", "answer": text.splitlines()[0]}
+        for name, text in methods.items() if text
+    ]  # fmt: skip
+    Path(folder, "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
-def generate(folder: str, prompt: str, max_new_tokens: int) -> tuple:
-    """Have transformers alone answer from a folder, greedily: the likeliest token each time.
+def generate(folder: str, asked: list[int], max_new_tokens: int) -> tuple:
+    """Have transformers alone answer a prompt's tokens, greedily: the likeliest token each time.
 
-    Return its model, all tokens (T,), how many of them are the prompt's, and the answer as text.
+    Return its model, all tokens (T,), and prompt and answer as text.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    asked = torch.tensor([prompt_ids(tokenizer, prompt)])
+    prompt = torch.tensor([asked])
     tokens = model.generate(
-        asked, attention_mask=torch.ones_like(asked), do_sample=False,
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
         max_new_tokens=max_new_tokens, pad_token_id=tokenizer.eos_token_id,
     )[0]  # fmt: skip
-    start = asked.shape[1]
-    return model, tokens, start, tokenizer.decode(tokens[start:], skip_special_tokens=True)
+    texts = (tokens[: len(asked)], tokens[len(asked) :])
+    return model, tokens, *(tokenizer.decode(text, skip_special_tokens=True) for text in texts)
 
 
 def say_needs(args, config) -> None:
@@ -150,10 +160,10 @@ def say_needs(args, config) -> None:
 
 def proven_steps(run, steps: Iterable[Step], *functions: Callable) -> Iterator[Step]:
     """Yield the run's steps between the proofs, and with those of the first steps among them."""
-    summed_loss, make_optimizer = functions
+    summed_loss, make_optimizer, trim = functions
 
     def before():
-        check_padding(run, summed_loss)
+        check_padding(run, summed_loss, trim)
         draw_batch(run)
 
     steps = compared(run, steps, parity_steps(run), make_optimizer)
@@ -194,7 +204,7 @@ def compared(run, steps: Iterable[Step], number: int, make_optimizer: Callable) 
 
 
 @torch.no_grad()
-def check_padding(run, summed_loss: Callable) -> None:
+def check_padding(run, summed_loss: Callable, trim: Callable) -> None:
     """Check that a batch has the same loss trimmed, and padded to MORE than --seq-len."""
     args, device, train_set = run.job.args, run.job.device, run.job.train_set
     first = range(run.job.dp_rank, len(train_set), run.job.dp_ranks)
@@ -281,7 +291,12 @@ def check_export(run, found: dict) -> None:
     `found` are its tensors by name. Each rank reads its own rows again: of a model of any size.
     """
     report, args = run.job.report, run.job.args
-    differing = sum(found[name] != stored for name, stored in run.source.items())
+
+    def layout(tensors):
+        files = sorted({stored.relative_path for stored in tensors.values()})
+        return {(n, files.index(t.relative_path), t.shape, t.dtype) for n, t in tensors.items()}
+
+    differing = len(layout(run.source) - layout(found))
     report.check("tensors of another file, shape or type", differing, 0, 0, "--model")
     exported = {
         name: weight.to(run.source[name].dtype) for name, weight in run.model.named_parameters()
@@ -295,13 +310,13 @@ def check_export(run, found: dict) -> None:
 @torch.no_grad()
 def check_generated(run) -> None:
     """Check that transformers computes the shards' logits and tokens from the exported files."""
-    args, report = run.job.args, run.job.report
-    prompt = load_pairs(args.text_file)[0][0]
+    args, report, train_set = run.job.args, run.job.report, run.job.train_set
+    asked = train_set.tokens[0][: -train_set.lengths[0]]
     by_transformers = None
     if report.world.is_rank0:
-        model, tokens, start, answer = generate(args.export, prompt, args.max_new_tokens)
-        by_transformers = tokens, start, answer, model(tokens[None]).logits[0]
-    tokens, start, answer, expected = runtime.from_rank0(by_transformers)
+        model, tokens, *texts = generate(args.export, asked, args.max_new_tokens)
+        by_transformers = tokens, texts, model(tokens[None]).logits[0]
+    tokens, (prompt, answer), expected = runtime.from_rank0(by_transformers)
     ids = tokens[None].to(report.device)
     logits = run.model(input_ids=ids, use_cache=False).logits[0].float().cpu()  # (T, V)
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
@@ -311,10 +326,11 @@ def check_generated(run) -> None:
     name = "relative error of an exported model's logit"
     report.check(name, error, 0, tolerance, "the sharded model")
     if exact:  # in 16 bits two tokens may be equally likely
+        start = len(asked)
         same = int((logits.argmax(dim=-1)[start - 1 : -1] == tokens[start:]).sum())
         name = "tokens generated by transformers"
         report.check(name, same, len(tokens) - start, 0, "the sharded model's likeliest")
-    report.say(f"{prompt!r} -> {answer!r}")
+    report.say(f"{prompt.strip()!r} -> {answer!r}")
 
 
 def draw_batch(run) -> None:
