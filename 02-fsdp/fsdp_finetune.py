@@ -198,7 +198,7 @@ def train(run):
     """Take the steps that are left. The job evaluates, saves and stops between them."""
     steps = run.job.steps(evaluate=evaluate(run))
     if part := proofs():
-        steps = part.proven_steps(run, steps, summed_loss, make_optimizer, trim)
+        steps = part.proven_steps(run, steps, make_optimizer)
     for step in steps:
         run.optimizer.zero_grad()
         loss_sum, tokens = accumulate_gradient(run.model, step.micro_batches, run.job.device)

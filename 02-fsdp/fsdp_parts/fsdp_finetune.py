@@ -37,7 +37,6 @@ with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
     transformers.logging.disable_progress_bar()
 
 SMALL = 50_000_000  # weights: one process can hold a smaller model whole beside the shards
-MORE = 8  # tokens of padding
 TINY_FILE = "200KB"  # so that even the tiny model has several files
 
 
@@ -158,17 +157,16 @@ def say_needs(args, config) -> None:
 # what is proved
 
 
-def proven_steps(run, steps: Iterable[Step], *functions: Callable) -> Iterator[Step]:
+def proven_steps(run, steps: Iterable[Step], make_optimizer: Callable) -> Iterator[Step]:
     """Yield the run's steps between the proofs, and with those of the first steps among them."""
-    summed_loss, make_optimizer, trim = functions
-
-    def before():
-        check_padding(run, summed_loss, trim)
-        draw_batch(run)
-
     steps = compared(run, steps, parity_steps(run), make_optimizer)
     yield from proofs.proven_steps(
-        run.job, steps, run.model, run.optimizer, before, partial(check_bytes, run)
+        run.job,
+        steps,
+        run.model,
+        run.optimizer,
+        partial(draw_batch, run),
+        partial(check_bytes, run),
     )
 
 
@@ -201,26 +199,6 @@ def compared(run, steps: Iterable[Step], number: int, make_optimizer: Callable) 
             del expected
             if report.failed:  # now, and not after days
                 return
-
-
-@torch.no_grad()
-def check_padding(run, summed_loss: Callable, trim: Callable) -> None:
-    """Check that a batch has the same loss trimmed, and padded to MORE than --seq-len."""
-    args, device, train_set = run.job.args, run.job.device, run.job.train_set
-    first = range(run.job.dp_rank, len(train_set), run.job.dp_ranks)
-    items = [train_set[index] for index in first[: args.micro_batch_size]]
-    inputs, targets = data.collate(args.micro_batch_size, args.seq_len, items)
-    longer = (0, MORE)
-    more = F.pad(inputs, longer, value=1), F.pad(targets, longer, value=data.IGNORED)
-    sums = [
-        summed_loss(run.model, batch[0].to(device), batch[1].to(device))
-        for batch in (trim(inputs, targets), more)
-    ]
-    error = (sums[0] - sums[1]).abs() / sums[0]
-    dist.all_reduce(error, op=dist.ReduceOp.MAX)
-    name = f"relative error of a loss when padded to {args.seq_len + MORE} tokens"
-    source = "padding counts nowhere"
-    run.job.report.check(name, error.item(), 0, TOLERANCE[args.precision], source)
 
 
 def one_process(run, steps: int, make_optimizer: Callable) -> tuple:
