@@ -7,7 +7,7 @@
 
 `--make-tiny DIR` writes a tiny model and pairs to start from. A real model's DIR holds config.json,
 tokenizer and *.safetensors of a Llama, Mistral, Qwen or the like; no rank ever holds it whole.
-Look for: losses and weights of one plain process, on any number of ranks; the same logits from the
+Look for: loss and gradient of one plain process, on any number of ranks; the same logits from the
 exported files as from the shards; 16 bytes per weight, divided by the ranks.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
@@ -163,11 +163,6 @@ def fill_buffers(model):
                 buffer.copy_(fresh.get_buffer(key))
 
 
-def make_optimizer(model, args):
-    """Return the optimizer of this rank's shards. Fused, it needs no memory beside its state."""
-    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.0, fused=True)
-
-
 def summed_loss(model, inputs, targets):
     """Return the cross-entropy, summed over the answers' tokens. Shapes: (B, T) both."""
     # Padding is on the right, and attention looks to the left: it needs no mask.
@@ -197,15 +192,15 @@ def accumulate_gradient(model, micro_batches, device):
 def train(run):
     """Take the steps that are left. The job evaluates, saves and stops between them."""
     steps = run.job.steps(evaluate=evaluate(run))
+    max_norm = run.job.args.max_grad_norm
     if part := proofs():
-        steps = part.proven_steps(run, steps, make_optimizer)
+        steps = part.proven_steps(run, steps, accumulate_gradient)
     for step in steps:
         run.optimizer.zero_grad()
         loss_sum, tokens = accumulate_gradient(run.model, step.micro_batches, run.job.device)
         for group in run.optimizer.param_groups:
             group["lr"] = step.lr
-        weights = run.model.parameters()
-        norm = torch.nn.utils.clip_grad_norm_(weights, run.job.args.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)
         run.optimizer.step()
         step.record(loss_sum, tokens, norm.full_tensor())  # nothing here waits for the device
 
@@ -396,7 +391,9 @@ def set_up(args, report):
         f"{len(test_set):,} pairs to test on; {left_out} too long, left out",
         identity,
     )
-    optimizer = make_optimizer(model, args)
+    # Of this rank's shards. Fused, it needs no memory beside its state.
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, **options)
     weights = dict(model.named_parameters())  # tied ones once, as in the files
     the_job.store = checkpoints.Sharded(model, optimizer, weights, args.timeout)
     if not the_job.resume():

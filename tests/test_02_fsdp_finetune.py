@@ -1,6 +1,7 @@
 """The whole workflow: Hugging Face files, shards, a kill, a resume, Hugging Face files again."""
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -96,9 +97,11 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @FULL
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 2)])
-def test_the_whole_workflow(run_script, finetune, tmp_path, before, after):
-    """Make, train, kill, resume on other ranks, export, generate; all as if never stopped."""
+def test_the_whole_workflow(run_script, finetune, tmp_path, before=2, after=3):
+    """Make, train, kill, resume on other ranks, export, generate; all as if never stopped.
+
+    On the same ranks it resumes bitwise: test_templates.py.
+    """
     model, tuned, run, other = (tmp_path / name for name in ("model", "tuned", "run", "other"))
     assert_ok(run_script(SCRIPT, "--make-tiny", model, environ={}))
     assert len(list(model.glob("*.safetensors"))) == 3
@@ -124,8 +127,7 @@ def test_the_whole_workflow(run_script, finetune, tmp_path, before, after):
     assert losses_of(run) == pytest.approx(losses_of(other), abs=1e-5)
     assert losses_of(run)[-1] < 0.8 * losses_of(run)[0]
     one, two = (weights_in(folder) for folder in (tuned, tmp_path / "same"))
-    far = 0 if before == after else 1e-4
-    assert all(torch.allclose(one[name], two[name], rtol=0, atol=far) for name in one)
+    assert all(torch.allclose(one[name], two[name], rtol=0, atol=1e-4) for name in one)
 
     ask = ("--model", tuned, "--ask", "What does str.upper do?", "--max-new-tokens", 8)
     asked = run_script(SCRIPT, *ask, environ={})
@@ -166,16 +168,15 @@ def test_the_tuned_model_answers_every_question_that_it_was_tuned_on(
 # equal to one process
 
 NAMES = {
-    "largest error of a loss", "relative error of a gradient norm",
-    "largest error of an updated weight", "tokens trained on, from step 1",
-    "test tokens counted", "weights: bytes on the fullest rank",
+    "loss", "gradient: relative error against one process", "gradient norm",
+    "tokens trained on, from step 1", "test tokens counted", "weights: bytes on the fullest rank",
     "gradients: bytes on the fullest rank", "Adam's moments: bytes on the fullest rank",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
 def test_it_trains_as_one_process_does(finetune, tmp_path, world_size):
-    """Losses, gradient norms and weights; tokens once each; 16 bytes per weight over the ranks."""
+    """Loss, gradient and norm; tokens once each; 16 bytes per weight over the ranks."""
     assert_ok(finetune(*SHORT, world_size=world_size))
     checks = checks_of(tmp_path / "run")
     assert checks.keys() == NAMES and all(check["ok"] for check in checks.values())
@@ -220,13 +221,12 @@ def make(kind: str, folder: Path) -> Path:
 @FULL
 @pytest.mark.parametrize("kind", ["tied", "llama3", "mistral", "qwen2", "qwen3"])
 def test_other_models_do_too(finetune, tmp_path, kind):
-    """Tied weights, biases, other rotary frequencies: read, trained, resumed, exported."""
+    """Tied weights, biases, other rotary frequencies: read, trained, exported; resumed if tied."""
     model = make(kind, tmp_path / "model")
-    flags = (*BATCH, "--lr", 1e-3, "--max-steps", 2, "--max-new-tokens", 8)
-    assert_ok(finetune(*flags, model=model))
-    more = ("--resume", "--max-steps", 3, "--export", tmp_path / "tuned")
-    assert_ok(finetune(*flags, *more, model=model, world_size=3))
-    assert "step-00000002" in "".join(str(p) for p in (tmp_path / "run/checkpoints").iterdir())
+    flags = (*BATCH, "--lr", 1e-3, "--max-new-tokens", 8, "--max-steps")
+    if kind == "tied":
+        assert_ok(finetune(*flags, 2, model=model, world_size=3))
+    assert_ok(finetune(*flags, 3, "--resume", "--export", tmp_path / "tuned", model=model))
     before, after = weights_in(model), weights_in(tmp_path / "tuned")
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before)
@@ -311,7 +311,7 @@ def skip_pairs(script):
 
 
 def a_third_moment(script):
-    script.make_optimizer = lambda model, args: torch.optim.AdamW(model.parameters(), amsgrad=True)
+    script.torch.optim.AdamW = functools.partial(torch.optim.AdamW, amsgrad=True)
 
 
 def swap_two_weights(script):
@@ -336,15 +336,14 @@ def export_in_16_bits(script):
     script.dcp.save = rounded
 
 
-LOSS, NORM = "largest error of a loss", "relative error of a gradient norm"
-WEIGHT = "largest error of an updated weight"
+GRADIENT = {"gradient: relative error against one process", "gradient norm"}
 TYPES, VALUES = "tensors of another file, shape or type", "weights equal in the files"
 
 
 @pytest.mark.parametrize(
     ("sabotage", "failing", "flags"),
     [
-        (mean_of_each_rank, {LOSS, NORM, WEIGHT}, ()),
+        (mean_of_each_rank, GRADIENT, ()),
         (
             swap_two_weights,
             {VALUES, "relative error of an exported model's logit"},
@@ -362,8 +361,8 @@ TYPES, VALUES = "tensors of another file, shape or type", "weights equal in the 
         pytest.param(
             skip_pairs, {"tokens trained on, from step 1"}, ("--parity-steps", 0), marks=FULL
         ),
-        pytest.param(mean_over_ranks, {NORM}, (), marks=FULL),
-        pytest.param(leave_buffers_empty, {LOSS, NORM, WEIGHT}, (), marks=FULL),
+        pytest.param(mean_over_ranks, GRADIENT, (), marks=FULL),
+        pytest.param(leave_buffers_empty, {"loss", *GRADIENT}, (), marks=FULL),
     ],
 )
 def test_sabotage_fails_a_check(finetune, tmp_path, sabotage, failing, flags):
@@ -393,15 +392,18 @@ def test_only_answers_count(tokenizer):
 
 @torch.no_grad()
 def test_padding_counts_nowhere(tokenizer, tiny):
-    """A batch has the same loss trimmed, and padded by other tokens to more than --seq-len."""
+    """A batch has the same loss trimmed and padded by other tokens, and a mask changes no logit."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
     answers = script.Answers([("a?", "bc"), ("abcd?", "e")], tokenizer, seq_len=16, ranks=1)
     inputs, targets = (torch.stack(part) for part in zip(answers[0], answers[1], strict=True))
     trimmed = script.trim(inputs, targets)
     assert trimmed[0].shape == (2, 7), "the longer pair has 5 + 1 + 1 tokens before its last"
     more = F.pad(inputs, (0, 8), value=1), F.pad(targets, (0, 8), value=data.IGNORED)
-    losses = [script.summed_loss(model, *batch) for batch in (trimmed, more)]
+    losses = [script.summed_loss(model, *batch).item() for batch in (trimmed, more)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    mask = (torch.arange(24) < torch.tensor([[5], [7]])).long()
+    masked = model(input_ids=more[0], attention_mask=mask).logits
+    assert torch.allclose(masked[1, :7], model(input_ids=more[0]).logits[1, :7], atol=1e-5)
 
 
 def test_prompts_are_in_the_models_own_chat_format(tokenizer, tiny):

@@ -13,19 +13,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from tabulate import tabulate
-from torch import nn
 
 from dist_common import cli, data, runtime
 from dist_common.cli import UsageError
-from dist_common.job import Step, lr_at
+from dist_common.job import Step
 from dist_common.lab import proofs
 from dist_common.lab.figure import figure
 from dist_common.lab.proofs import TOLERANCE
 from dist_common.measure import GIB
 from fsdp_parts.fsdp_to_hf import count_equal_in_files
+from fsdp_parts.fsdp_transformer import compare_with_one_process, micro_batches_of
 from fsdp_parts.sharding import held_bytes
 
 with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
@@ -157,97 +155,46 @@ def say_needs(args, config) -> None:
 # what is proved
 
 
-def proven_steps(run, steps: Iterable[Step], make_optimizer: Callable) -> Iterator[Step]:
-    """Yield the run's steps between the proofs, and with those of the first steps among them."""
-    steps = compared(run, steps, parity_steps(run), make_optimizer)
-    yield from proofs.proven_steps(
-        run.job,
-        steps,
-        run.model,
-        run.optimizer,
-        partial(draw_batch, run),
-        partial(check_bytes, run),
-    )
-
-
-def parity_steps(run) -> int:
-    """Settle --parity-steps: by default 2 of a small model, none after a resume; in one epoch."""
+def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
+    """Yield the run's steps between the proofs; --kill-at-step ends the run after one of them."""
     args = run.job.args
-    if args.parity_steps is None:
-        args.parity_steps = 2 * (sum(weight.numel() for weight in run.model.parameters()) < SMALL)
-    epoch = math.ceil(len(run.job.train_set) / args.global_batch_size)
-    return 0 if run.job.found else min(args.parity_steps, args.max_steps, epoch)
+
+    def before():
+        check_gradient(run, accumulate_gradient)
+        draw_batch(run)
+
+    def until_killed():
+        for step in steps:
+            if args.kill_at_step and step.number > args.kill_at_step:
+                os.kill(os.getpid(), signal.SIGKILL)  # as when a machine fails: nothing is tidied
+            yield step
+
+    after = partial(check_bytes, run)
+    yield from proofs.proven_steps(run.job, until_killed(), run.model, run.optimizer, before, after)
 
 
-def compared(run, steps: Iterable[Step], number: int, make_optimizer: Callable) -> Iterator[Step]:
-    """Yield steps; hold the first ones against one process, and end the run if they differ."""
-    args, report = run.job.args, run.job.report
-    if number:
-        expected = one_process(run, number, make_optimizer)
-    else:
-        why = "the first weights are gone" if run.job.found else "--parity-steps 0"
-        report.say(f"not compared with one process ({why})")
-    taken = []
-    for step in steps:
-        if args.kill_at_step and step.number > args.kill_at_step:
-            os.kill(os.getpid(), signal.SIGKILL)  # as when a machine fails: nothing is tidied up
-        yield step
-        if step.number <= number:
-            taken.append((step.loss_sum / step.tokens, step.norm))
-        if step.number == number:
-            check_parity(run, taken, *expected)
-            del expected
-            if report.failed:  # now, and not after days
-                return
+def check_gradient(run, accumulate_gradient: Callable) -> None:
+    """Hold the first --parity-steps global batches against a plain model: loss, gradient, norm.
 
-
-def one_process(run, steps: int, make_optimizer: Callable) -> tuple:
-    """Train the plain model for some steps, whole batches at once, and with attention masks.
-
-    Return losses and norms (steps,), and the weights by name.
+    By default one of a small model; none after a resume.
     """
-    args, device, train_set = run.job.args, run.job.device, run.job.train_set
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
-    optimizer = make_optimizer(model, args)
-    order = run.job.sampler.global_order().split(args.global_batch_size)
-    losses, norms = [], []
-    for step, indices in enumerate(order[:steps], 1):
-        batch = [train_set[index] for index in indices]
-        inputs, targets = (torch.stack(part).to(device) for part in zip(*batch, strict=True))
-        used = torch.tensor([len(train_set.tokens[index]) - 1 for index in indices])
-        mask = (torch.arange(args.seq_len) < used[:, None]).long().to(device)
-        logits = model(input_ids=inputs, attention_mask=mask).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # the mean over answers
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, args)
-        optimizer.step()
-        losses.append(loss.detach())
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    return torch.stack(losses), torch.stack(norms), weights
-
-
-@torch.no_grad()
-def check_parity(run, taken: list, losses, norms, weights: dict[str, torch.Tensor]) -> None:
-    """Compare the steps so far with one process: losses, gradient norms, updated weights."""
-    report, precision = run.job.report, run.job.args.precision
-    tolerance = TOLERANCE[precision]
-    own = torch.stack([loss for loss, _ in taken])
-    dist.all_reduce(own)
-    proofs.same_losses(report, own, losses, tolerance)
-    error = (torch.stack([norm for _, norm in taken]) / norms - 1).abs().max().item()
-    # Adam undoes any factor of a gradient: weights alone would not show a wrong one.
-    report.check("relative error of a gradient norm", error, 0, tolerance, "one process")
-    if precision != "32-true":  # Adam takes a step of --lr, however small the gradient
+    job, args = run.job, run.job.args
+    if args.parity_steps is None:
+        args.parity_steps = int(run.model.num_parameters() < SMALL)
+    if job.found or not args.parity_steps:
+        why = "the first weights are gone" if job.found else "--parity-steps 0"
+        job.report.say(f"not compared with one process ({why})")
         return
-    tolerance = run.job.args.lr / 10  # where a gradient is near 0, its rounding shows
-    errors = [
-        (weight.full_tensor() - weights[name]).abs().max().item()
-        for name, weight in run.model.named_parameters()
-    ]
-    report.check("largest error of an updated weight", max(errors), 0, tolerance, "one process")
+    alone = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(job.device)
+    forward = alone.forward
+    alone.forward = lambda inputs: forward(input_ids=inputs).logits
+    batches = job.sampler.global_order().split(args.global_batch_size)
+    for indices in batches[: min(args.parity_steps, args.max_steps)]:
+        items = [job.train_set[index] for index in indices.tolist()]
+        micro_batches = micro_batches_of(job, items)
+        loss_sum, tokens = accumulate_gradient(run.model, micro_batches, job.device)
+        compare_with_one_process(job, run.model, alone, items, tokens, loss_sum)
+        run.optimizer.zero_grad()
 
 
 def check_bytes(run) -> None:
