@@ -23,13 +23,7 @@ from dist_common import cli, models, runtime
 from dist_common.lab import proofs
 from dist_common.lab.traffic import TrafficCounter
 from dist_common.report import Report
-from fsdp_parts.fsdp_basics import (
-    GatherLog,
-    check_gathers,
-    draw_timeline,
-    parse_layout,
-    show_layout,
-)
+from fsdp_parts.fsdp_basics import GatherLog, check_gathers, draw_timeline, weigh
 from fsdp_parts.sharding import loss_of, mesh_of, same_gradient
 from fsdp_parts.strategies import (
     LOSS_TOLERANCE,
@@ -149,17 +143,16 @@ def parse_args():
     add("--grad-accum-steps", type=positive, default=1, help="micro-batches per rank and step (1)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     add("--max-steps", type=positive, default=5, help="training steps (5)")
-    layout = "train nothing: show who holds what on M machines of R ranks, such as 2x4"
-    add("--layout", type=parse_layout, metavar="MxR", help=layout)
-    add("--preset", choices=models.PRESETS, default="llama3-8b",
-        help="model whose memory --layout counts (llama3-8b)")  # fmt: skip
+    nothing = "train nothing: print what each of so many ranks holds of --preset, by formula"
+    add("--weigh", type=at_least_2, metavar="RANKS", help=nothing)
+    add("--preset", choices=models.PRESETS, default="llama3-8b", help="of --weigh (llama3-8b)")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    if args.layout:
-        return show_layout("02-fsdp/fsdp_basics.py", args, shard)
+    if args.weigh:
+        return weigh("02-fsdp/fsdp_basics.py", args)
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_basics.py", args, world, device)
         group_size = group_size_of(args, world)

@@ -36,7 +36,7 @@ from fsdp_parts.checkpoint_job import (
     state_of,
     train,
 )
-from fsdp_parts.fsdp_checkpoint import HEADERS, SavedRun, check_bytes, draw_times
+from fsdp_parts.fsdp_checkpoint import HEADERS, SavedRun, check_bytes
 
 
 def sharded(state, folder, files):
@@ -132,7 +132,6 @@ def compare(job, folder):
     checkpoint_job.check_never_stopped(job, begin, losses, name=name)
     rows = [resume(job, kind, folder / kind, saved[kind]) for kind in KINDS]
     job.report.table(rows, HEADERS)
-    draw_times(job.report, saved)
     return f"loss {losses[-1]:.4f} after step {run.progress['step']}, stopped or not"
 
 

@@ -1,12 +1,13 @@
 """Fine-tune a Hugging Face model under FSDP2, from its files back into such files: a template.
 
-    CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_finetune.py --model runs/tiny-llama
+    CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_finetune.py \
+              --model runs/tiny-llama --data runs/tiny-llama/pairs.jsonl
     GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_finetune.py --model DIR \
               --data pairs.jsonl --precision bf16-mixed --output-dir runs/7b --export runs/7b-tuned
 
-`--make-tiny DIR` writes a tiny model to start from. The DIR of a real one holds config.json, the
+`--make-tiny DIR` writes a tiny model and pairs to start from. A real model's DIR holds config.json,
 tokenizer and *.safetensors of a Llama, Mistral, Qwen or the like; no rank ever holds it whole.
-Look for: losses and weights of one plain process, on any number of ranks; the same logits from the
+Look for: loss and gradient of one plain process, on any number of ranks; the same logits from the
 exported files as from the shards; 16 bytes per weight, divided by the ranks.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
@@ -18,6 +19,8 @@ Alpaca (2023), for learning rate and global batch of a 7B model.
 """
 
 import functools
+import hashlib
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +38,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_common import checkpoint as checkpoints
 from dist_common import cli, data, job, measure, runtime
-from dist_common.chat import Answers, load_pairs, trim
 from dist_common.report import Report
 
 try:
@@ -47,15 +49,6 @@ HELD_OUT = 20  # each twentieth pair is not trained on, but tested on
 OTHER_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a model's folder
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor of a folder: number of its file, from 1 on, shape and data type there."""
-
-    file: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @dataclass
 class Run:
     """What the functions of this script share."""
@@ -63,7 +56,57 @@ class Run:
     job: job.Job  # flags, data, and the place in them
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    source: dict[str, Stored]  # the weights of --model
+    source: dict  # where each weight is in the files of --model: relative_path, shape, dtype
+
+
+def prompt_ids(tokenizer, prompt):
+    """Return the tokens up to an answer, in the chat format of the model. Ask it by these too."""
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    return tokenizer(f"{prompt}\n").input_ids
+
+
+class Answers:
+    """Inputs and targets of each pair, (T,) each; the answer's tokens alone count, `lengths`.
+
+    Pairs of more than T + 1 tokens are left out: an answer without its end would teach to go on.
+    """
+
+    def __init__(self, pairs, tokenizer, seq_len, ranks):
+        self.seq_len = seq_len
+        self.tokens = []
+        lengths = []
+        for prompt, answer in pairs:
+            asked = prompt_ids(tokenizer, prompt)
+            answered = tokenizer(answer, add_special_tokens=False).input_ids
+            answered.append(tokenizer.eos_token_id)
+            if len(asked) + len(answered) <= seq_len + 1:
+                self.tokens.append(asked + answered)
+                lengths.append(len(answered))
+        self.lengths = torch.tensor(lengths)
+        if len(self) < ranks:
+            fit = f"{len(self)} of {len(pairs)} pairs fit into --seq-len {seq_len}"
+            raise cli.UsageError(f"{fit}, fewer than the {ranks} ranks: raise it, or add data")
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        tokens = torch.tensor(self.tokens[index])
+        targets = tokens[1:].clone()
+
+        targets[: -self.lengths[index]] = data.IGNORED  # the prompt's
+
+        padding = (0, self.seq_len - len(targets))  # on the right, by any token: none is counted
+        return F.pad(tokens[:-1], padding), F.pad(targets, padding, value=data.IGNORED)
+
+
+def trim(inputs, targets):
+    """Cut off the columns that are padding in every row. Shapes: (B, T) -> (B, at most T)."""
+    counted = (targets != data.IGNORED).any(dim=0).nonzero()
+    end = int(counted[-1]) + 1 if len(counted) else 1
+    return inputs[:, :end], targets[:, :end]
 
 
 def build(args, mesh, device):
@@ -91,11 +134,12 @@ def shard(model, mesh, precision):
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for layer in decoder.layers:
         fully_shard(layer, **options)
+    last = [decoder.norm, head]
     if head.weight is embedding.weight:  # tied weights have to be in one unit
-        fully_shard([embedding, decoder.norm, head], **options)
+        last.append(embedding)
     else:
         fully_shard(embedding, **options)
-        fully_shard([decoder.norm, head], reshard_after_forward=False, **options)
+    fully_shard(last, reshard_after_forward=False, **options)  # backward begins with these
     fully_shard(model, **options)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -109,28 +153,14 @@ def shard(model, mesh, precision):
 def fill_buffers(model):
     """Compute what no file holds, such as the frequencies of rotary embeddings."""
     for name, module in model.named_modules():
-        own = dict(module.named_buffers(recurse=False))
-        if not own:
-            continue
-        try:
-            fresh = dict(type(module)(module.config).named_buffers(recurse=False))
-        except (AttributeError, TypeError) as error:
-            raise cli.UsageError(f"no rule to fill {', '.join(own)} of {name}: add one") from error
-        for key, buffer in own.items():
-            buffer.copy_(fresh[key])
-
-
-@torch.no_grad()
-def read_weights(model, folder, group):
-    """Fill the shards from a folder's safetensors files: each rank reads its own rows only."""
-    weights = dict(model.named_parameters())  # tied ones once, as in the files
-
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(folder), process_group=group)
-
-
-def make_optimizer(model, args):
-    """Return the optimizer of this rank's shards. Fused, it needs no memory beside its state."""
-    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.0, fused=True)
+        if buffers := dict(module.named_buffers(recurse=False)):
+            try:
+                fresh = type(module)(module.config)
+            except (AttributeError, TypeError) as error:
+                no_rule = f"no rule to fill {', '.join(buffers)} of {name}: add one"
+                raise cli.UsageError(no_rule) from error
+            for key, buffer in buffers.items():
+                buffer.copy_(fresh.get_buffer(key))
 
 
 def summed_loss(model, inputs, targets):
@@ -159,72 +189,58 @@ def accumulate_gradient(model, micro_batches, device):
     return loss_sum, tokens
 
 
-def train_step(run, step):
-    """Take one step, and leave its results with the job: nothing here waits for the device."""
-    args = run.job.args
-    run.optimizer.zero_grad()
-    loss_sum, tokens = accumulate_gradient(run.model, step.micro_batches, run.job.device)
-    for group in run.optimizer.param_groups:
-        group["lr"] = step.lr
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), args.max_grad_norm)
-    run.optimizer.step()
-    step.record(loss_sum, tokens, norm.full_tensor())
-
-
 def train(run):
     """Take the steps that are left. The job evaluates, saves and stops between them."""
     steps = run.job.steps(evaluate=evaluate(run))
+    max_norm = run.job.args.max_grad_norm
     if part := proofs():
-        steps = part.proven_steps(run, steps, summed_loss, make_optimizer)
+        steps = part.proven_steps(run, steps, accumulate_gradient)
     for step in steps:
-        train_step(run, step)
+        run.optimizer.zero_grad()
+        loss_sum, tokens = accumulate_gradient(run.model, step.micro_batches, run.job.device)
+        for group in run.optimizer.param_groups:
+            group["lr"] = step.lr
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), max_norm)
+        run.optimizer.step()
+        step.record(loss_sum, tokens, norm.full_tensor())  # nothing here waits for the device
 
 
 def evaluate(run):
     """Return what measures the test loss, or None where no pair is held out."""
 
-    def loss_of(inputs, targets):
-        return summed_loss(run.model, *trim(inputs, targets))
-
     def test_loss():
-        loss = run.job.evaluate(run.model, loss_of)
-        for unit in run.model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # what forward keeps for a backward that does not come here
+        loss = run.job.evaluate(run.model, lambda *batch: summed_loss(run.model, *trim(*batch)))
+        run.model.get_decoder().norm.reshard()  # which forward keeps: no backward comes here
         return loss
 
-    return test_loss if run.job.test_set else None
+    return test_loss if len(run.job.test_set) else None
 
 
-@torch.no_grad()
 def export(run, folder):
     """Write the weights as safetensors, named, cut into files and typed as those of --model."""
-    partial, files = Path(f"{folder}.partial"), run.job.store.group
-    if run.job.report.world.is_rank0:
+    partial = Path(f"{folder}.partial")
+    shards = partial / "shards"
+    group = run.job.store.group
+    if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        partial.mkdir(parents=True)
-    dist.barrier(files)
-    file_of = {name: tensor.file for name, tensor in run.source.items()}
-    weights = {
-        name: weight.detach().to(run.source[name].dtype)
-        for name, weight in run.model.named_parameters()
-    }
-    writer = dcp.HuggingFaceStorageWriter(
-        partial / "shards", fqn_to_index_mapping=file_of, save_distributed=True
-    )
+        shards.mkdir(parents=True)
+    dist.barrier(group)
+    files = sorted({stored.relative_path for stored in run.source.values()})
+    file_of = {n: files.index(stored.relative_path) + 1 for n, stored in run.source.items()}
+    writer = dcp.HuggingFaceStorageWriter(shards, file_of, save_distributed=True)
+    weights = dict(run.model.named_parameters())
+    weights = {name: w.detach().to(run.source[name].dtype) for name, w in weights.items()}
 
-    dcp.save(weights, storage_writer=writer, process_group=files)  # each rank its own rows
-    consolidate_safetensors_files_on_every_rank(  # each rank some of the files
-        partial / "shards", partial, file_of, process_group=files
-    )
+    dcp.save(weights, storage_writer=writer, process_group=group)  # each rank its own rows
+    consolidate_safetensors_files_on_every_rank(shards, partial, file_of, process_group=group)
 
-    if run.job.report.world.is_rank0:
-        shutil.rmtree(partial / "shards")
+    if dist.get_rank() == 0:
+        shutil.rmtree(shards)
         for path in Path(run.job.args.model).iterdir():  # configuration and tokenizer
             if path.suffix in OTHER_FILES and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, partial / path.name)
         partial.rename(folder)
-    dist.barrier(files)
+    dist.barrier(group)
 
 
 def proofs():
@@ -264,9 +280,9 @@ def refuse(args, model, device):
 
 
 def claim_folder(folder, flag):
-    """Make the empty folder that `flag` names. Raises: UsageError if it is used or unwritable."""
+    """Make the empty folder that `flag` names, before days of training. Raises: UsageError."""
     path = Path(folder)
-    try:  # now, and not after days of training
+    try:
         path.mkdir(parents=True, exist_ok=True)
         used = any(path.iterdir())
     except OSError as error:
@@ -275,45 +291,59 @@ def claim_folder(folder, flag):
         raise cli.UsageError(f"{flag} {folder} is not empty: name another folder")
 
 
-def tensors_of(model, folder):
-    """Return where each weight of a model is in a folder's safetensors files. A collective.
-
-    Raises: UsageError for files that cannot be read, or a weight missing or of another shape.
-    """
-    found = runtime.from_rank0(headers(folder) if dist.get_rank() == 0 else None)
-    if isinstance(found, str):
-        raise cli.UsageError(f"--model {folder}: {found}")
-    weights = dict(model.named_parameters())
-    for name, weight in weights.items():
-        there = list(found[name][1]) if name in found else "missing"
-        if there != list(weight.shape):
+def load_pairs(path):
+    """Return (prompt, answer) of each line of JSON. Raises: UsageError naming the first bad one."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise cli.UsageError(f"--data {path}: {cause}") from error
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"--data {path}, line {number}"
+        try:
+            pair = json.loads(line)
+        except ValueError as error:
+            raise cli.UsageError(f"{where}: not JSON ({error})") from error
+        if not isinstance(pair, dict):
             raise cli.UsageError(
-                f"--model {folder}: {name} is {there} in its safetensors files and "
-                f"{list(weight.shape)} by its config.json"
+                f'{where}: not an object like {{"prompt": "...", "answer": "..."}}'
             )
-    files = sorted({found[name][0] for name in weights})
-    return {name: Stored(files.index(found[name][0]) + 1, *found[name][1:]) for name in weights}
+        for name in ("prompt", "answer"):
+            if not (isinstance(pair.get(name), str) and pair[name].strip()):
+                raise cli.UsageError(f'{where}: "{name}" is missing, empty or not text')
+        pairs.append((pair["prompt"], pair["answer"]))
+    if not pairs:
+        raise cli.UsageError(f"--data {path} has no pair of a prompt and an answer")
+    return pairs
 
 
-def headers(folder):
-    """Return (file, shape, data type) by name, from the files' headers; or why it cannot."""
+def tensors_of(model, folder):
+    """Return path, shape and dtype of each weight of a model in a folder's safetensors files."""
     try:
         metadata = dcp.HuggingFaceStorageReader(folder).read_metadata()
     except Exception as error:  # safetensors has kinds of its own
-        return f"a safetensors file is damaged ({error})"
-    stored = metadata.storage_data.items()
-    return {index.fqn: (i.relative_path, tuple(i.shape), i.dtype) for index, i in stored} or (
-        "no *.safetensors in it (older models have *.bin: load one with transformers and call "
-        "save_pretrained)"
-    )
+        why = f"a safetensors file is damaged ({error})"
+        raise cli.UsageError(f"--model {folder}: {why}") from error
+    found = {index.fqn: stored for index, stored in metadata.storage_data.items()}
+    if not found:
+        why = "older models have *.bin: load one with transformers and call save_pretrained"
+        raise cli.UsageError(f"--model {folder}: no *.safetensors in it ({why})")
+    weights = dict(model.named_parameters())
+    found = {name: found[name] for name in weights if name in found}
+    if problem := checkpoints.other_model({"tensors": checkpoints.shapes_of(found)}, weights):
+        raise cli.UsageError(f"--model {folder}: its safetensors files are {problem}")
+    return found
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__, resumes=True)
     add, positive = parser.add_argument, cli.positive_int
     add("--model", metavar="DIR", help="folder of a Hugging Face model with its tokenizer")
-    add("--data", "--text-file", dest="text_file", metavar="FILE",
-        help='lines of {"prompt": "...", "answer": "..."} (about Python\'s strings)')  # fmt: skip
+    add("--data", dest="text_file", metavar="FILE",
+        help='lines of {"prompt": "...", "answer": "..."}')  # fmt: skip
     add("--seq-len", type=positive, default=128, help="most tokens of prompt and answer (128)")
     add("--micro-batch-size", type=positive, default=4, help="pairs per rank at a time (4)")
     add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
@@ -334,9 +364,10 @@ def parse_args():
 def set_up(args, report):
     """Return the run: model, optimizer, data and its place in it, ready for the first step."""
     world, device = report.world, report.device
-    if not args.model:
-        made = "--make-tiny DIR writes a tiny one"
-        raise cli.UsageError(f"--model is missing: a Hugging Face folder; {made}")
+    if not (args.model and args.text_file):
+        data_too = "--data is missing: lines of prompts and answers"
+        missing = data_too if args.model else "--model is missing: a Hugging Face folder"
+        raise cli.UsageError(f"{missing}; --make-tiny DIR writes a tiny one")
     if args.export:
         claim_folder(args.export, "--export")
     runtime.seed_everything(args.seed)
@@ -349,33 +380,33 @@ def set_up(args, report):
     test_set = Answers(held_out, tokenizer, args.seq_len, 0)
     model = build(args, init_device_mesh(device.type, (world.world_size,)), device)
     source = tensors_of(model, args.model)
-    the_job = job.Job(
-        args, report, train_set, test_set if len(test_set) else None, train_set.checksum(),
-        world.rank, world.world_size,
-    )  # fmt: skip
-    free = {"model", "export"}  # a resumed run may change these without a word
-    if part := proofs():
-        free |= part.FLAGS
-    the_job.settings = {name: s for name, s in the_job.settings.items() if name not in free}
-    weights = sum(weight.numel() for weight in model.parameters())
+    checksum = hashlib.sha256(json.dumps(train_set.tokens).encode()).hexdigest()[:8]
+    the_job = job.Job(args, report, train_set, test_set, checksum, world.rank, world.world_size)
+    files = len({stored.relative_path for stored in source.values()})
+    left_out = len(pairs) + len(held_out) - len(train_set) - len(test_set)
     report.start(
-        f"{args.model}: {weights:,} weights in {max(s.file for s in source.values())} files",
+        f"{args.model}: {model.num_parameters():,} weights in {files} files",
         f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
-        f"sequence {train_set.longest} of {args.seq_len} tokens; {len(test_set):,} pairs to test "
-        f"on; {train_set.left_out + test_set.left_out} too long, left out",
+        f"sequence {max(map(len, train_set.tokens)) - 1} of {args.seq_len} tokens; "
+        f"{len(test_set):,} pairs to test on; {left_out} too long, left out",
         identity,
     )
-    optimizer = make_optimizer(model, args)
-    whole = dict(model.named_parameters())  # tied ones once
-    the_job.store = checkpoints.Sharded(model, optimizer, whole, args.timeout)
+    # Of this rank's shards. Fused, it needs no memory beside its state.
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, **options)
+    weights = dict(model.named_parameters())  # tied ones once, as in the files
+    the_job.store = checkpoints.Sharded(model, optimizer, weights, args.timeout)
     if not the_job.resume():
-        read_weights(model, args.model, the_job.store.group)
+        reader = dcp.HuggingFaceStorageReader(args.model)
+
+        dcp.load(weights, storage_reader=reader, process_group=the_job.store.group)
+
     return Run(the_job, model, optimizer, source)
 
 
 def main():
     args = parse_args()
-    if (part := proofs()) and part.alone(args, load, claim_folder):
+    if (part := proofs()) and part.alone(args, load, claim_folder, prompt_ids):
         return 0
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_finetune.py", args, world, device)
@@ -383,8 +414,7 @@ def main():
         if run.job.done and not args.export:
             report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
             return 0
-        if not run.job.done:
-            train(run)
+        train(run)
         if args.export and run.job.done and not report.failed:
             export(run, args.export)
             report.say(f"exported to {args.export}")

@@ -21,10 +21,9 @@ from dist_common import cli, models, runtime
 from dist_common.report import Report
 from dist_common.runtime import all_gather_single, reduce_scatter_single
 from fsdp_parts.fsdp_from_scratch import (
-    MoveLog,
+    WholeBytes,
     check_one_process,
     check_run,
-    draw_moves,
     flatten,
     groups_of,
     part_of,
@@ -221,17 +220,15 @@ def main():
             modules = modules_of(model)
             units = unit_weights([*modules, model], world.world_size, flat=True)
             sharded = Sharded(model, modules, dtype)
-            log = MoveLog(sharded)
+            whole = WholeBytes(sharded)
             ours = train(model, sharded.shards(), own)
             twin = build()
             modules = modules_of(twin)
             units_of_twin = unit_weights([*modules, twin], world.world_size)
             theirs = train(twin, shard_by_pytorch(twin, modules, dtype), own)
-            measured |= check_run(report, plan, (ours, units), (theirs, units_of_twin), log)
+            measured |= check_run(report, plan, (ours, units), (theirs, units_of_twin), whole)
             check_one_process(report, precision, sharded, ours, alone, expected)
         print_strategies(report, measured)
-        if report.output and world.is_rank0:
-            draw_moves(report.output / "gathered.png", log)
         return report.finish(f"loss {ours.losses[-1]:.4f} after step {args.max_steps}")
 
 

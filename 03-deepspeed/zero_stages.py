@@ -171,8 +171,6 @@ def main():
             runs["bf16-mixed"] = train(starts["bf16-mixed"], build(), own, before)
             rows[name] = part.compare(report, name, runs, alone, accumulate, shape)
         part.print_table(report, rows)
-        if report.output and world.is_rank0:
-            part.draw_stages(report.output / "stages.png", rows, world.world_size)
         return report.finish(f"loss {alone[-1].item():.4f} at the end")
 
 

@@ -6,6 +6,7 @@ Small models: a weight's bytes follow the same formulas at any size.
 import contextlib
 
 import pytest
+import torch
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 from helpers_02 import quick
 from torch.distributed.tensor import DTensor
@@ -230,39 +231,39 @@ def test_sabotage_of_fsdp_fails_a_check(run_script, tmp_path, sabotage, options,
     assert [bad.removeprefix(name)[2:] for bad in failed_in(tmp_path / "run")] == failing
 
 
-# --layout: eight ranks in one process
+# who holds what
 
 
-def test_a_layout_shows_who_holds_what(run_script, tmp_path):
+def rows_held(rank: int, world_size: int, sharding: str) -> list[float]:
+    """Return which rows of a weight a rank holds; hybrid: in groups of 2."""
+    script = load_script(BASICS)
+    model = models.Transformer(models.PRESETS["tiny"])
+    layer = model.blocks[0].down
+    layer.weight.data[:] = torch.arange(128)[:, None]
+    mesh = script.mesh_of(2 if sharding == "hybrid" else world_size, torch.device("cpu"))
+    script.shard(model, sharding, mesh, 2)
+    return layer.weight.to_local()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "first"), [("full", (0, 32, 64, 96)), ("hybrid", (0, 64, 0, 64))]
+)
+def test_each_rank_holds_its_part_and_under_hybrid_each_group_all_parts(on_ranks, sharding, first):
+    held = on_ranks(rows_held, 4, sharding)
+    size = 32 if sharding == "full" else 64
+    assert held == [list(range(start, start + size)) for start in first]
+
+
+def test_what_each_of_four_ranks_holds_of_a_large_model(run_script, tmp_path):
     folder = tmp_path / "run"
-    ended = run_script(BASICS, "--layout", "2x2", "--output-dir", folder, environ={})
+    ended = run_script(BASICS, "--weigh", 4, "--output-dir", folder, environ={})
     assert ended.codes == [0], ended.stdout + ended.stderr
-    measured = measured_in(folder)
-    assert measured["hybrid: fewest ranks with a part"] == 2, "one in each machine"
-    assert measured["full: most ranks with a part"] == 1
-    assert measured["full: units whole in block 1's forward"] == 2
-    assert measured["grad-op: units whole in block 1's forward"] == 3
     gib = results_of(folder)["metrics"]
     weights = models.PRESETS["llama3-8b"].num_parameters() / 2**30
     assert gib["DDP_32-true_gib"] == pytest.approx(16 * weights)
     assert gib["ZeRO-1_bf16-mixed_gib"] == pytest.approx((2 + 2 + 12 / 4) * weights)
     assert gib["ZeRO-2_bf16-mixed_gib"] == pytest.approx((2 + (2 + 12) / 4) * weights)
     assert gib["FSDP grad-op_bf16-mixed_gib"] == pytest.approx((16 / 4 + 2) * weights)
-    assert (folder / "layout.png").stat().st_size > 5000
-
-
-@full
-def test_a_layout_of_what_was_not_sharded_fails(run_script, tmp_path):
-    ended = run_script(
-        BASICS, "--layout", "2x2", "--output-dir", tmp_path / "run", environ={},
-        before=shard_nothing,
-    )  # fmt: skip
-    assert ended.codes == [1], ended.stdout + ended.stderr
-    kinds = {name.split(": ")[1] for name in failed_in(tmp_path / "run")}
-    assert kinds == {
-        "bytes of parameters, last rank", "fewest ranks with a part", "most ranks with a part",
-        "units whole in block 1's forward",
-    }  # fmt: skip
 
 
 # what goes wrong
@@ -337,8 +338,8 @@ def test_an_optimizer_made_before_sharding_trains_nothing(run_script, tmp_path):
             (1, ("--shard-group-size", "1"), "must be a whole number of at least 2, not '1'"),
             (1, ("--seq-len", "257"), "--seq-len must be at most 256"),
             (1, ("--grad-accum-steps", "0"), "must be a whole number of at least 1, not '0'"),
-            (1, ("--layout", "8"), "--layout: must be like 2x4, for 2 to 64 ranks, not '8'"),
-            (2, ("--layout", "2x4"), "--layout is one process: start it with python, not torchrun"),
+            (1, ("--weigh", "1"), "--weigh: must be a whole number of at least 2, not '1'"),
+            (2, ("--weigh", "8"), "--weigh is one process: start it with python, not torchrun"),
         ],
     ),
 )

@@ -38,7 +38,7 @@ def test_every_stage_trains_as_one_process_and_holds_and_sends_what_the_paper_sa
         world_size=world_size, before=before,
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
-    assert ended.stderr == "" and (tmp_path / "run" / "stages.png").exists()
+    assert ended.stderr == ""
     results = results_of(tmp_path / "run")
     assert len(results["checks"]) == 5 * (3 + 2 + 1)
     m, N, metrics = accumulate, world_size, results["metrics"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import json
 import math
 import os
 import signal
@@ -11,48 +13,43 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from tabulate import tabulate
-from torch import nn
 
 from dist_common import cli, data, runtime
-from dist_common.chat import load_pairs, prompt_ids, trim
 from dist_common.cli import UsageError
-from dist_common.job import Step, lr_at
+from dist_common.job import Step
 from dist_common.lab import proofs
 from dist_common.lab.figure import figure
 from dist_common.lab.proofs import TOLERANCE
 from dist_common.measure import GIB
 from fsdp_parts.fsdp_to_hf import count_equal_in_files
+from fsdp_parts.fsdp_transformer import compare_with_one_process, micro_batches_of
 from fsdp_parts.sharding import held_bytes
 
 with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
     import huggingface_hub
     import tokenizers
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     transformers.logging.disable_progress_bar()
 
 SMALL = 50_000_000  # weights: one process can hold a smaller model whole beside the shards
-MORE = 8  # tokens of padding
 TINY_FILE = "200KB"  # so that even the tiny model has several files
-FLAGS = {"make_tiny", "ask", "max_new_tokens", "dry_run", "world_size", "kill_at_step"}
 
 
 def add_flags(parser: cli.ArgumentParser) -> None:
-    """Add the flags of what is no training, FLAGS."""
+    """Add the flags of what is no training."""
     add, positive = parser.add_argument, cli.positive_int
     add("--kill-at-step", type=positive, help="end all ranks by SIGKILL: rehearse a failure")
-    add("--make-tiny", metavar="DIR", help="write a tiny model with random weights, and end")
+    add("--make-tiny", metavar="DIR", help="write a tiny model, random, and pairs; end")
     add("--ask", metavar="PROMPT", help="answer from --model by transformers alone, and end")
     add("--max-new-tokens", type=positive, default=64, help="most tokens of an answer (64)")
     add("--dry-run", action="store_true", help="say what --world-size GPUs would need, and end")
     add("--world-size", type=positive, default=8, help="ranks of a dry run (8)")
 
 
-def alone(args, load: Callable, claim_folder: Callable) -> bool:
+def alone(args, load: Callable, claim_folder: Callable, prompt_ids: Callable) -> bool:
     """Do what --make-tiny, --ask or --dry-run says, in this one process; return if one did."""
     given = [name for name in ("make_tiny", "ask", "dry_run") if getattr(args, name)]
     if not given:
@@ -69,14 +66,18 @@ def alone(args, load: Callable, claim_folder: Callable) -> bool:
         raise UsageError("--model is missing: a Hugging Face folder")
     config = load(args, AutoConfig, "config.json")
     if args.ask:
-        print(generate(args.model, args.ask, args.max_new_tokens)[-1])
+        asked = prompt_ids(load(args, transformers.AutoTokenizer, "tokenizer"), args.ask)
+        print(generate(args.model, asked, args.max_new_tokens)[-1])
     else:
         say_needs(args, config)
     return True
 
 
 def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
-    """Write a Llama of 0.1 million random weights, in several files, whose tokens are bytes."""
+    """Write a Llama of 0.1 million random weights, in several files, whose tokens are bytes.
+
+    And pairs.jsonl: a question about each method of `str`, and the first line of its documentation.
+    """
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: number for number, letter in enumerate(letters)}
     by_byte = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
@@ -91,28 +92,34 @@ def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
     )  # fmt: skip
     torch.manual_seed(seed)
     # As save_pretrained would, which imports DeepSpeed where it is installed. Tied weights once.
-    weights = dict(LlamaForCausalLM(config).named_parameters())
+    weights = dict(transformers.LlamaForCausalLM(config).named_parameters())
     huggingface_hub.save_torch_state_dict(weights, folder, max_shard_size=TINY_FILE)
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = "float32"
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    methods = {name: inspect.getdoc(getattr(str, name)) for name in dir(str) if name[0] != "_"}
+    pairs = [
+        {"prompt": f"What does str.{name} do?", "answer": text.splitlines()[0]}
+        for name, text in methods.items() if text
+    ]  # fmt: skip
+    Path(folder, "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
-def generate(folder: str, prompt: str, max_new_tokens: int) -> tuple:
-    """Have transformers alone answer from a folder, greedily: the likeliest token each time.
+def generate(folder: str, asked: list[int], max_new_tokens: int) -> tuple:
+    """Have transformers alone answer a prompt's tokens, greedily: the likeliest token each time.
 
-    Return its model, all tokens (T,), how many of them are the prompt's, and the answer as text.
+    Return its model, all tokens (T,), and prompt and answer as text.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    asked = torch.tensor([prompt_ids(tokenizer, prompt)])
+    prompt = torch.tensor([asked])
     tokens = model.generate(
-        asked, attention_mask=torch.ones_like(asked), do_sample=False,
+        prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
         max_new_tokens=max_new_tokens, pad_token_id=tokenizer.eos_token_id,
     )[0]  # fmt: skip
-    start = asked.shape[1]
-    return model, tokens, start, tokenizer.decode(tokens[start:], skip_special_tokens=True)
+    texts = (tokens[: len(asked)], tokens[len(asked) :])
+    return model, tokens, *(tokenizer.decode(text, skip_special_tokens=True) for text in texts)
 
 
 def say_needs(args, config) -> None:
@@ -148,118 +155,46 @@ def say_needs(args, config) -> None:
 # what is proved
 
 
-def proven_steps(run, steps: Iterable[Step], *functions: Callable) -> Iterator[Step]:
-    """Yield the run's steps between the proofs, and with those of the first steps among them."""
-    summed_loss, make_optimizer = functions
+def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
+    """Yield the run's steps between the proofs; --kill-at-step ends the run after one of them."""
+    args = run.job.args
 
     def before():
-        check_padding(run, summed_loss)
+        check_gradient(run, accumulate_gradient)
         draw_batch(run)
 
-    steps = compared(run, steps, parity_steps(run), make_optimizer)
-    yield from proofs.proven_steps(
-        run.job, steps, run.model, run.optimizer, before, partial(check_bytes, run)
-    )
+    def until_killed():
+        for step in steps:
+            if args.kill_at_step and step.number > args.kill_at_step:
+                os.kill(os.getpid(), signal.SIGKILL)  # as when a machine fails: nothing is tidied
+            yield step
+
+    after = partial(check_bytes, run)
+    yield from proofs.proven_steps(run.job, until_killed(), run.model, run.optimizer, before, after)
 
 
-def parity_steps(run) -> int:
-    """Settle --parity-steps: by default 2 of a small model, none after a resume; in one epoch."""
-    args = run.job.args
-    if args.parity_steps is None:
-        args.parity_steps = 2 * (sum(weight.numel() for weight in run.model.parameters()) < SMALL)
-    epoch = math.ceil(len(run.job.train_set) / args.global_batch_size)
-    return 0 if run.job.found else min(args.parity_steps, args.max_steps, epoch)
+def check_gradient(run, accumulate_gradient: Callable) -> None:
+    """Hold the first --parity-steps global batches against a plain model: loss, gradient, norm.
 
-
-def compared(run, steps: Iterable[Step], number: int, make_optimizer: Callable) -> Iterator[Step]:
-    """Yield steps; hold the first ones against one process, and end the run if they differ."""
-    args, report = run.job.args, run.job.report
-    if number:
-        expected = one_process(run, number, make_optimizer)
-    else:
-        why = "the first weights are gone" if run.job.found else "--parity-steps 0"
-        report.say(f"not compared with one process ({why})")
-    taken = []
-    for step in steps:
-        if args.kill_at_step and step.number > args.kill_at_step:
-            os.kill(os.getpid(), signal.SIGKILL)  # as when a machine fails: nothing is tidied up
-        yield step
-        if step.number <= number:
-            taken.append((step.loss_sum / step.tokens, step.norm))
-        if step.number == number:
-            check_parity(run, taken, *expected)
-            del expected
-            if report.failed:  # now, and not after days
-                return
-
-
-@torch.no_grad()
-def check_padding(run, summed_loss: Callable) -> None:
-    """Check that a batch has the same loss trimmed, and padded to MORE than --seq-len."""
-    args, device, train_set = run.job.args, run.job.device, run.job.train_set
-    first = range(run.job.dp_rank, len(train_set), run.job.dp_ranks)
-    items = [train_set[index] for index in first[: args.micro_batch_size]]
-    inputs, targets = data.collate(args.micro_batch_size, args.seq_len, items)
-    longer = (0, MORE)
-    more = F.pad(inputs, longer, value=1), F.pad(targets, longer, value=data.IGNORED)
-    sums = [
-        summed_loss(run.model, batch[0].to(device), batch[1].to(device))
-        for batch in (trim(inputs, targets), more)
-    ]
-    error = (sums[0] - sums[1]).abs() / sums[0]
-    dist.all_reduce(error, op=dist.ReduceOp.MAX)
-    name = f"relative error of a loss when padded to {args.seq_len + MORE} tokens"
-    source = "padding counts nowhere"
-    run.job.report.check(name, error.item(), 0, TOLERANCE[args.precision], source)
-
-
-def one_process(run, steps: int, make_optimizer: Callable) -> tuple:
-    """Train the plain model for some steps, whole batches at once, and with attention masks.
-
-    Return losses and norms (steps,), and the weights by name.
+    By default one of a small model; none after a resume.
     """
-    args, device, train_set = run.job.args, run.job.device, run.job.train_set
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
-    optimizer = make_optimizer(model, args)
-    order = run.job.sampler.global_order().split(args.global_batch_size)
-    losses, norms = [], []
-    for step, indices in enumerate(order[:steps], 1):
-        batch = [train_set[index] for index in indices]
-        inputs, targets = (torch.stack(part).to(device) for part in zip(*batch, strict=True))
-        used = torch.tensor([len(train_set.tokens[index]) - 1 for index in indices])
-        mask = (torch.arange(args.seq_len) < used[:, None]).long().to(device)
-        logits = model(input_ids=inputs, attention_mask=mask).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # the mean over answers
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, args)
-        optimizer.step()
-        losses.append(loss.detach())
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    return torch.stack(losses), torch.stack(norms), weights
-
-
-@torch.no_grad()
-def check_parity(run, taken: list, losses, norms, weights: dict[str, torch.Tensor]) -> None:
-    """Compare the steps so far with one process: losses, gradient norms, updated weights."""
-    report, precision = run.job.report, run.job.args.precision
-    tolerance = TOLERANCE[precision]
-    own = torch.stack([loss for loss, _ in taken])
-    dist.all_reduce(own)
-    proofs.same_losses(report, own, losses, tolerance)
-    error = (torch.stack([norm for _, norm in taken]) / norms - 1).abs().max().item()
-    # Adam undoes any factor of a gradient: weights alone would not show a wrong one.
-    report.check("relative error of a gradient norm", error, 0, tolerance, "one process")
-    if precision != "32-true":  # Adam takes a step of --lr, however small the gradient
+    job, args = run.job, run.job.args
+    if args.parity_steps is None:
+        args.parity_steps = int(run.model.num_parameters() < SMALL)
+    if job.found or not args.parity_steps:
+        why = "the first weights are gone" if job.found else "--parity-steps 0"
+        job.report.say(f"not compared with one process ({why})")
         return
-    tolerance = run.job.args.lr / 10  # where a gradient is near 0, its rounding shows
-    errors = [
-        (weight.full_tensor() - weights[name]).abs().max().item()
-        for name, weight in run.model.named_parameters()
-    ]
-    report.check("largest error of an updated weight", max(errors), 0, tolerance, "one process")
+    alone = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(job.device)
+    forward = alone.forward
+    alone.forward = lambda inputs: forward(input_ids=inputs).logits
+    batches = job.sampler.global_order().split(args.global_batch_size)
+    for indices in batches[: min(args.parity_steps, args.max_steps)]:
+        items = [job.train_set[index] for index in indices.tolist()]
+        micro_batches = micro_batches_of(job, items)
+        loss_sum, tokens = accumulate_gradient(run.model, micro_batches, job.device)
+        compare_with_one_process(job, run.model, alone, items, tokens, loss_sum)
+        run.optimizer.zero_grad()
 
 
 def check_bytes(run) -> None:
@@ -281,7 +216,12 @@ def check_export(run, found: dict) -> None:
     `found` are its tensors by name. Each rank reads its own rows again: of a model of any size.
     """
     report, args = run.job.report, run.job.args
-    differing = sum(found[name] != stored for name, stored in run.source.items())
+
+    def layout(tensors):
+        files = sorted({stored.relative_path for stored in tensors.values()})
+        return {(n, files.index(t.relative_path), t.shape, t.dtype) for n, t in tensors.items()}
+
+    differing = len(layout(run.source) - layout(found))
     report.check("tensors of another file, shape or type", differing, 0, 0, "--model")
     exported = {
         name: weight.to(run.source[name].dtype) for name, weight in run.model.named_parameters()
@@ -295,13 +235,13 @@ def check_export(run, found: dict) -> None:
 @torch.no_grad()
 def check_generated(run) -> None:
     """Check that transformers computes the shards' logits and tokens from the exported files."""
-    args, report = run.job.args, run.job.report
-    prompt = load_pairs(args.text_file)[0][0]
+    args, report, train_set = run.job.args, run.job.report, run.job.train_set
+    asked = train_set.tokens[0][: -train_set.lengths[0]]
     by_transformers = None
     if report.world.is_rank0:
-        model, tokens, start, answer = generate(args.export, prompt, args.max_new_tokens)
-        by_transformers = tokens, start, answer, model(tokens[None]).logits[0]
-    tokens, start, answer, expected = runtime.from_rank0(by_transformers)
+        model, tokens, *texts = generate(args.export, asked, args.max_new_tokens)
+        by_transformers = tokens, texts, model(tokens[None]).logits[0]
+    tokens, (prompt, answer), expected = runtime.from_rank0(by_transformers)
     ids = tokens[None].to(report.device)
     logits = run.model(input_ids=ids, use_cache=False).logits[0].float().cpu()  # (T, V)
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
@@ -311,10 +251,11 @@ def check_generated(run) -> None:
     name = "relative error of an exported model's logit"
     report.check(name, error, 0, tolerance, "the sharded model")
     if exact:  # in 16 bits two tokens may be equally likely
+        start = len(asked)
         same = int((logits.argmax(dim=-1)[start - 1 : -1] == tokens[start:]).sum())
         name = "tokens generated by transformers"
         report.check(name, same, len(tokens) - start, 0, "the sharded model's likeliest")
-    report.say(f"{prompt!r} -> {answer!r}")
+    report.say(f"{prompt.strip()!r} -> {answer!r}")
 
 
 def draw_batch(run) -> None:

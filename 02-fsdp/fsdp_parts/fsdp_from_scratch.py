@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_common.lab import proofs
-from dist_common.lab.figure import figure
 from dist_common.lab.traffic import TrafficCounter
 from dist_common.report import Report
 from dist_common.runtime import all_gather_single
@@ -132,32 +130,23 @@ def train(model: nn.Module, weights: list[torch.Tensor], steps: list[list]) -> R
     return Run(losses, gradients, counter, optimizer)
 
 
-class MoveLog:
-    """Write down each move of each unit, and the most bytes that were whole on this rank."""
+class WholeBytes:
+    """Note the most bytes that were whole on this rank at once."""
 
     def __init__(self, sharded: Any) -> None:
         self.units = sharded.units
-        self.moves: list[tuple[str, int]] = []  # the move, the unit's number
         self.most = 0
-        # The last micro-batch's are drawn.
-        sharded.model.register_forward_pre_hook(lambda *_: self.moves.clear(), prepend=True)
-        for number, unit in enumerate(self.units):
-            for move in ("gather", "free", "reduce"):
-                setattr(unit, move, partial(self.note, move, number, getattr(unit, move)))
+        for unit in self.units:
+            unit.gather = partial(self.note, unit.gather)
 
-    def note(self, move: str, number: int, make: Any) -> None:
-        unit = self.units[number]
-        before = unit.whole.untyped_storage().nbytes(), unit.shard.grad
-        make()
-        after = unit.whole.untyped_storage().nbytes(), unit.shard.grad
-        if after[0] != before[0] or after[1] is not before[1]:  # else there was nothing to do
-            self.moves.append((move, number))
-            whole = sum(unit.whole.untyped_storage().nbytes() for unit in self.units)
-            self.most = max(self.most, whole)
+    def note(self, gather: Any) -> None:
+        gather()
+        whole = sum(unit.whole.untyped_storage().nbytes() for unit in self.units)
+        self.most = max(self.most, whole)
 
 
 def check_run(
-    report: Report, plan: Plan, ours: tuple[Run, list], theirs: tuple[Run, list], log: MoveLog
+    report: Report, plan: Plan, ours: tuple[Run, list], theirs: tuple[Run, list], whole: WholeBytes
 ) -> dict[str, list[float]]:
     """Check both runs against the formulas, and ours against PyTorch's own; return the numbers.
 
@@ -171,7 +160,7 @@ def check_run(
         measured[what] = check_step(report, what, plan, units, weights, run.optimizer, run.counter)
     *units, rest = ours[1]
     most = plan.gathered_bytes * (rest + max(units, default=0))
-    report.check(f"{name}: most bytes whole at once", log.most, most, 0, "rest and one unit")
+    report.check(f"{name}: most bytes whole at once", whole.most, most, 0, "rest and one unit")
     losses = (run.losses for run, _ in (ours, theirs))
     what = f"{name}, fully_shard: error of a loss"
     proofs.same_losses(report, *losses, TWIN_TOLERANCE[name], what, "fully_shard")
@@ -197,23 +186,3 @@ def check_one_process(
         # AdamW divides by the gradient's size: where it is near 0, rounding shows.
         report.check(f"{precision}: error of a weight", error, 0, LR / 10, "one process")
     report.metrics["final_loss"] = ours.losses[-1].item()
-
-
-def draw_moves(path: Path, log: MoveLog) -> None:
-    """Draw over the moves of a micro-batch when each unit is whole, and when it is reduced."""
-    names = [f"unit {number}" for number in range(len(log.units))]
-    if log.moves[0][1] == len(names) - 1:  # what forward gathers first, and backward frees last
-        names[-1] = "rest"
-    with figure(path, figsize=(9, 3)) as axes:
-        since = {}
-        for place, (move, number) in enumerate(log.moves):
-            if move == "gather":
-                since[number] = place
-            elif move == "free":
-                axes.barh(number, place - since[number], left=since[number], color="tab:blue")
-            else:
-                axes.plot(place, number, "kv")
-        axes.set_yticks(range(len(names)), names)
-        axes.set_xlabel("moves, in order; a triangle is a reduce-scatter")
-        axes.set_title("One micro-batch: a unit is whole from its all-gather until it is freed")
-        axes.grid(axis="x", alpha=0.3)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dist_common import data, models, runtime
-from dist_common.job import Step
+from dist_common.job import Job, Step
 from dist_common.lab import proofs, traffic
 from dist_common.models import TransformerConfig
 
@@ -58,9 +58,11 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
         tokens = torch.tensor(sum(int((t != data.IGNORED).sum()) for _, t in items))
         tokens = tokens.to(run.device)
         with traffic.TrafficCounter() as counter:
-            loss = accumulate_gradient(run, micro_batches_of(run, items), tokens)
+            loss = accumulate_gradient(run, micro_batches_of(run.job, items), tokens)
         if parity:
-            compare_with_one_process(run, items, tokens, loss)
+            runtime.seed_everything(args.seed)
+            alone = models.Transformer(run.config).to(run.device)
+            compare_with_one_process(run.job, run.model, alone, items, tokens, loss)
         run.optimizer.zero_grad()
     replicas = dist.get_world_size() // run.shards
     for name, kind, expected in expected_collectives(args, run.config, run.shards, replicas):
@@ -78,20 +80,18 @@ def unequal(sequences, indices: torch.Tensor) -> list[tuple[torch.Tensor, torch.
     return items
 
 
-def micro_batches_of(run, items: list) -> list:
+def micro_batches_of(job: Job, items: list) -> list:
     """Deal a global batch to this rank as data.job_batches does."""
-    size, length = run.args.micro_batch_size, run.args.seq_len
-    own = items[run.job.sampler.rank :: run.job.sampler.world_size]
-    starts = range(0, size * run.args.grad_accum_steps, size)
+    size, length = job.args.micro_batch_size, job.args.seq_len
+    own = items[job.sampler.rank :: job.sampler.world_size]
+    starts = range(0, size * job.args.grad_accum_steps, size)
     return [data.collate(size, length, own[start : start + size]) for start in starts]
 
 
-def compare_with_one_process(run, items, tokens, loss: torch.Tensor) -> None:
+def compare_with_one_process(job: Job, model, alone, items, tokens, loss: torch.Tensor) -> None:
     """Hold loss, norm and every rank's part of the gradient against a plain model's."""
-    runtime.seed_everything(run.args.seed)
-    alone = models.Transformer(run.config).to(run.device)
-    gradient = proofs.same_as_one_process(run.job, run.model, alone, items, loss, tokens)
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), float("inf")).full_tensor()
+    gradient = proofs.same_as_one_process(job, model, alone, items, loss, tokens)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).full_tensor()
     expected = gradient.double().norm().item()  # in float32 it loses four digits
-    tolerance, source = proofs.TOLERANCE[run.args.precision], "one process on the same global batch"
-    run.job.report.check("gradient norm", norm.item(), expected, tolerance * expected, source)
+    tolerance, source = proofs.TOLERANCE[job.args.precision], "one process on the same global batch"
+    job.report.check("gradient norm", norm.item(), expected, tolerance * expected, source)

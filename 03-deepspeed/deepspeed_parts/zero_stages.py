@@ -1,12 +1,10 @@
 """What zero_stages.py checks: bytes held and sent, by the ZeRO paper and as they were counted."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from dist_common.lab.figure import figure
 from dist_common.lab.proofs import same_losses
 from dist_common.lab.traffic import RING_FACTOR
 from dist_common.models import TransformerConfig
@@ -17,7 +15,6 @@ BF16, FP32 = 2, 4  # bytes of a number
 WIDTHS = {"bf16-mixed": BF16, "32-true": FP32}  # of a weight and of its gradient
 TOLERANCE = 0.02  # relative: buffers, and small weights that stay whole
 LOSS_TOLERANCE = 1e-5  # float32, of losses near 5: the same sums in another order
-COLORS = ("tab:blue", "tab:orange", "tab:green")
 
 
 class Row(NamedTuple):
@@ -98,21 +95,3 @@ def print_table(report: Report, rows: dict[str, Row]) -> None:
         cells.append((name, *(f"{number:.2f}" for number in numbers)))
     report.say("bytes per weight and rank: held in bf16, sent in a step")
     report.table(cells, ("", *KINDS, "all", "by formula", "sent, bf16", "sent, float32"))
-
-
-def draw_stages(path: Path, rows: dict[str, Row], ranks: int) -> None:
-    """Draw as PNG what each way held, beside the formula."""
-    with figure(path, figsize=(8, 4)) as axes:
-        for place, row in enumerate(rows.values()):
-            for x, sizes, hatch in ((place - 0.2, row.held, ""), (place + 0.2, row.formula, "///")):
-                floor = 0.0
-                for size, color in zip(sizes, COLORS, strict=True):
-                    fill = "none" if hatch else color
-                    axes.bar(x, size, 0.36, bottom=floor, fc=fill, ec=color, hatch=hatch)
-                    floor += size
-                axes.text(x, floor, f"{floor:.2f}", ha="center", va="bottom", fontsize=8)
-        marks = [axes.bar(0, 0, color=color) for color in COLORS]
-        marks.append(axes.bar(0, 0, facecolor="none", edgecolor="gray", hatch="///"))
-        axes.legend(marks, [*KINDS, "by formula"])
-        axes.set_xticks(range(len(rows)), rows)
-        axes.set(title=f"held by each of {ranks} ranks in bf16", ylabel="bytes per weight")
