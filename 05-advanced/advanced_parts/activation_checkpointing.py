@@ -267,17 +267,12 @@ def check_steps(report, build, seq_len: int, ways: dict, segment: int) -> None:
 # at full size
 
 
-def flash_attention(q, k, v):
-    """Call a GPU's kernel by name: on `meta` it has shapes, and `scaled_dot_product` no choice."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-
-
 def on_meta(config, tokens: tuple[int, int], layers: int, way):
     """Return some blocks in bfloat16, checkpointed, and inputs: nothing of it has memory."""
     with torch.device("meta"):
         model = models.Transformer(replace(config, num_layers=layers)).to(torch.bfloat16)
     for block in model.blocks:
-        as_on_a_gpu(block, flash_attention)
+        as_on_a_gpu(block)
     way(model)
     return model.blocks, *inputs_of_blocks(config, tokens, torch.bfloat16, "meta")
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from advanced_parts.layout_traffic import powersgd_numbers
 from dist_common import cli, data, measure, runtime
 from dist_common.lab import proofs, traffic
 from dist_common.report import Report
@@ -125,9 +126,8 @@ def handed_over(method: partial | None, parameters: list) -> int:
     kind, settings = (method.func.__name__, method.keywords) if method else ("", {})
     if kind == "TopK":  # a number and its place, 4 bytes each
         return 8 * math.ceil(settings["fraction"] * size)
-    if kind == "PowerSGD":  # P and Q of a matrix; a vector's own
-        shapes = [p.flatten(1).shape if p.dim() > 1 else (len(p), 0) for p in parameters]
-        return 4 * sum(min(settings["rank"], n, m) * (n + m) if m else n for n, m in shapes)
+    if kind == "PowerSGD":
+        return 4 * powersgd_numbers(parameters, settings["rank"])
     return settings.get("dtype", torch.float32).itemsize * size
 
 
@@ -265,15 +265,9 @@ def compare_methods(report: Report, prepare, batches, test, groups, bytes_per_se
 
 
 def print_bytes(report: Report) -> None:
-    """Print by formula what a rank sends on other numbers of ranks, and where top-k loses."""
+    """Print by formula what a rank sends on other numbers of ranks."""
     methods = report.metrics["methods"]
     rows = [(name, *(f"{sent_by_rank(method, ranks):,.0f}" for ranks in RANKS))
             for name, method in methods.items() if "no feedback" not in name]  # fmt: skip
     report.say("bytes that a rank sends per step, by formula:")
     report.table(rows, ("method", *(f"{ranks} ranks" for ranks in RANKS)))
-    top_k = methods["top-k"]
-    for other in ("float32", "bfloat16"):
-        whole = methods[other]
-        ranks = next(n for n in range(2, 10**7) if sent_by_rank(top_k, n) >= sent_by_rank(whole, n))
-        report.say(f"top-k sends as much as {other} on {ranks:,} ranks, and more beyond")
-        report.metrics[f"ranks at which top-k sends as much as {other}"] = ranks
