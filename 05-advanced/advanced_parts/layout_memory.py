@@ -109,17 +109,18 @@ def attention_flops(config: TransformerConfig, seq_len: int) -> int:
     return 4 * seq_len * config.dim
 
 
-def activation_bytes(config: TransformerConfig, recompute: str = "none") -> int:
+def activation_bytes(config: TransformerConfig, recompute: str = "none", number: int = BF16) -> int:
     """Return the bytes that backward needs of one token and layer (after Korthikanti, 2022).
 
     bfloat16: the inputs of both norms and what they return, queries, the attention's output (6 D),
     keys, values, and four times F: gate, its SiLU, up, and their product. float32: a number per
     head for flash attention, one per norm. No dropout, so no masks; flash keeps no scores. With
-    `swiglu` a fused kernel keeps gate and up, and computes SiLU and product again.
+    `swiglu` a fused kernel keeps gate and up, and computes SiLU and product again. `number` are the
+    bytes of what is bfloat16 here.
     """
     wide = 2 if recompute == "swiglu" else 4
     kept = 6 * config.dim + 2 * key_width(config) + wide * config.ffn_dim
-    return BF16 * kept + FP32 * (config.num_heads + 2)
+    return number * kept + FP32 * (config.num_heads + 2)
 
 
 class FusedNorm(torch.autograd.Function):
