@@ -63,6 +63,10 @@ def test_methods_equal_one_process_and_send_their_formula(run_script, tmp_path, 
         fewer, equal = (sent_by_rank(methods["top-k"], n) - sent_by_rank(methods[other], n)
                         for n in (ranks - 1, ranks))  # fmt: skip
         assert fewer < 0 <= equal
+    page = (REPO / "05-advanced/gradient_compression.md").read_text()
+    for name in ("float32", "bfloat16", "top-k", "PowerSGD"):
+        sent = (f"{sent_by_rank(methods[name], ranks):,.0f}" for ranks in (2, 8, 64, 512))
+        assert f"| {name} | {' | '.join(sent)} |" in page
     if before is None:
         assert not faster_than_the_link(folder)
 

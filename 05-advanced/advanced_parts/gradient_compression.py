@@ -16,7 +16,6 @@ from dist_common.report import Report
 CONTEXT = 16  # bytes that the model reads to predict the next one
 TEST_SAMPLES = 2000
 TIMED_STEPS = 20  # after two that do not count
-RANKS = (2, 8, 64, 512)  # of the table by formula
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=1.0),
     "adamw": partial(torch.optim.AdamW, lr=2e-3),
@@ -262,12 +261,3 @@ def compare_methods(report: Report, prepare, batches, test, groups, bytes_per_se
     report.say("bytes per step, loss after the same samples:")
     headers = ("handed over", "sent", "of float32", "test loss", "computing", "sending", "on link")
     report.table(rows, ("method", *headers))
-
-
-def print_bytes(report: Report) -> None:
-    """Print by formula what a rank sends on other numbers of ranks."""
-    methods = report.metrics["methods"]
-    rows = [(name, *(f"{sent_by_rank(method, ranks):,.0f}" for ranks in RANKS))
-            for name, method in methods.items() if "no feedback" not in name]  # fmt: skip
-    report.say("bytes that a rank sends per step, by formula:")
-    report.table(rows, ("method", *(f"{ranks} ranks" for ranks in RANKS)))
