@@ -180,7 +180,6 @@ def main():
         report.start(task.says, how)
 
         part.check_rounds(report, task, train, Setting)
-        part.check_lossless(report, task, train, Setting)
 
         settings = settings_of(args)
         results = [run_setting(setting, task, args, group) for setting in settings]

@@ -38,10 +38,14 @@ class Job:
     ranks: int
     rate: float  # bytes/s; 0 where it is not known
     bucket_bytes: float
-    arrived: list[nn.Parameter]  # parameters, in the order in which backward completes gradients
     forward_ms: float = 0.0  # of a block, without communication
     backward_ms: float = 0.0
     rest_ms: float = 0.0  # of the step: embedding, head, loss
+
+    @property
+    def arrived(self) -> list[nn.Parameter]:
+        """Return the parameters in the order in which backward completes their gradients."""
+        return list(reversed(list(self.model.parameters())))
 
     def units(self) -> tuple[int, int]:
         """Return the bytes that fully_shard gathers for each block, and for the rest of the model.
@@ -242,16 +246,6 @@ def emulation_of(link: float | None, layer_ms: float | None, device) -> tuple[fl
     if link or layer_ms:
         raise cli.UsageError("--link and --layer-ms emulate what GPUs have: leave them out there")
     return 0.0, 0.0
-
-
-def order_of_arrival(model: nn.Module, step, batch) -> list[nn.Parameter]:
-    """Return a plain model's parameters in the order in which a backward completes gradients."""
-    arrived = []
-    hooks = [p.register_post_accumulate_grad_hook(arrived.append) for p in model.parameters()]
-    step(model, batch)
-    for hook in hooks:
-        hook.remove()
-    return arrived
 
 
 def check_way(report: Report, job: Job, name: str, model, step, batch, expected) -> None:

@@ -256,6 +256,8 @@ def check_sending(job: Job, ways, factors_of) -> None:
 def check_weighings(job: Job, accumulate, weighings) -> None:
     """Print how far each weighing's gradient is from the right one; check those that are right."""
     report, rows = job.report, {name: [name] for name in weighings}
+    times = job.args.grad_accum_steps
+    wrong = {"sum of micro-batch means": (times - 1, 1e-4, "gradient x accumulation")}
     for kind, sequences in (("full sequences", job.even), ("1 to T tokens", job.ragged)):
         right = job.right_gradient(sequences, range(job.args.global_batch_size))
         batches = job.dealt(sequences, job.rank)
@@ -264,11 +266,9 @@ def check_weighings(job: Job, accumulate, weighings) -> None:
             accumulate(model, batches, factors_of(batches))
             error = report.metrics[f"{name}, {kind}"] = distance(gradient(model), right)
             rows[name].append(shown(error))
-            source = "one process"
-            if name.startswith("sum of") and kind == "full sequences":
-                source, error = "gradient x accumulation", error - job.args.grad_accum_steps + 1
+            due = wrong.get(name, (0, TOLERANCE, "one process"))
             if name == "mean over all tokens" or kind == "full sequences":
-                report.check(f"{name}, {kind}: {DISTANCE}", error, 0, TOLERANCE, source)
+                report.check(f"{name}, {kind}: {DISTANCE}", error, *due)
     report.say("error of the gradient, as a part of its length:")
     report.table(rows.values(), ("the loss is a", "full sequences", "1 to T tokens"))
 

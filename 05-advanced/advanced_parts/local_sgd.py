@@ -187,40 +187,6 @@ def sets_and_drift(model) -> tuple[int, float]:
     return len({own.numpy().tobytes() for own in weights}), drift.item()
 
 
-def check_lossless(report, task: Task, train, make) -> None:
-    """Check the methods with their loss switched off: against DDP, and against each other.
-
-    Prints how far AdamW inside is from DDP: there the mean of weights is no step along the mean
-    gradient.
-    """
-    steps, h = 8, 4
-    start = proofs.flat(task.build(make("start", "alone"))[0].parameters())
-
-    def run(inner, method, every=1, moments="kept", outer_lr=1.0, outer_momentum=0.0):
-        setting = make(method, method, every, moments, outer_lr, outer_momentum)
-        model, optimizer = task.build(setting, inner)
-        train(setting, model, optimizer, task.batches(steps, setting), steps)
-        return proofs.flat(model.parameters())
-
-    ddp, averaging = run("SGD", "DDP"), run("SGD", "averaging", h)
-    averaged, outer = run("SGD", "averaging"), "DiLoCo, outer step 1"
-    for name, ours, theirs in (
-        ("averaging, H = 1, SGD: equals DDP", averaged, ddp),
-        (f"{outer}, H = 1, SGD: equals DDP", run("SGD", "DiLoCo"), ddp),
-        (f"{outer}, H = {h}: equals averaging", run("SGD", "DiLoCo", h), averaging),
-    ):
-        error, source = relative_error(ours, theirs, start), "PyTorch's DDP, or averaging"
-        report.check(f"{name}, relative error", error, 0, TOLERANCE, source)
-
-    ddp, errors = run("AdamW", "DDP"), {}
-    for moments in ("kept", "averaged"):
-        errors[moments] = relative_error(run("AdamW", "averaging", 1, moments), ddp, start)
-        report.metrics[f"AdamW differs from DDP, moments {moments}"] = errors[moments]
-    way = f"{errors['kept']:.0%} of the way, {errors['averaged']:.0%} if moments are averaged too"
-    differs = "with AdamW, averaging each step (H = 1) differs from DDP"
-    report.say(f"{differs}: after {steps} steps by {way}")
-
-
 # bytes and losses
 
 

@@ -380,8 +380,8 @@ def draw_ranges(report: Report, job: Job, model: nn.Module) -> None:
             info, least = torch.finfo(dtype), smallest(dtype)
             top.barh(row, info.max, left=least, color="C0", height=0.6)
             top.barh(row, info.tiny - least, left=least, color="#9ecae1", height=0.6)
-            style = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
-            top.text(2, row, f"{mantissa + 1} bits of precision", **style)
+            words = f"{mantissa + 1} bits of precision"
+            top.text(2, row, words, ha="center", va="center", color="white", fontsize=8)
         top.set_yticks(range(len(FORMATS)), FORMATS)
         top.invert_yaxis()
         top.set_title("range of each format (light: subnormal, fewer bits)", fontsize=10)
@@ -395,8 +395,8 @@ def draw_ranges(report: Report, job: Job, model: nn.Module) -> None:
             style = {"histtype": "step", "linestyle": line, "color": color, "label": name}
             share = torch.full((len(numbers),), 100 / len(numbers))
             bottom.hist(numbers.abs(), bins, weights=share, **style)
-        flushed = {"color": "gray", "linestyle": ":", "label": "below: 0 in float16"}
-        bottom.axvline(smallest(torch.float16) / 2, **flushed)
+        flushed = smallest(torch.float16) / 2
+        bottom.axvline(flushed, color="gray", linestyle=":", label="below: 0 in float16")
         bottom.set_title("numbers of a training step", fontsize=10)
         bottom.set(xscale="log", xlim=(bins[0], bins[-1]), xlabel="magnitude")
         bottom.set_ylabel("% per quarter of a decade")
