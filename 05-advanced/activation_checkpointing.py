@@ -143,7 +143,7 @@ def main():
         part.check_dropout(report, build, add_dropout, checkpoint_each, reference)
 
         if world.is_rank0:  # without collectives from here on
-            part.check_steps(report, build, args.train_seq_len, WAYS, SEGMENT)
+            part.check_steps(report, config, args.train_seq_len, WAYS, SEGMENT)
             part.at_scale(report, large, tokens, WAYS, SEGMENT)
             if report.output:
                 part.draw_step(report.output / "step.png", args.preset, large, tokens, WAYS)

@@ -176,8 +176,7 @@ def main():
         losses = [loss_of(alone, batch_of(rank)) / ranks for rank in range(ranks)]
         expected = sum(losses).item(), proofs.gradient_of_one_process(alone, losses)
         batch = batch_of(world.rank)
-        arrived = part.order_of_arrival(alone, forward_and_backward, batch)
-        job = part.Job(alone, group, ranks, rate, args.bucket_cap_mb * MIB, arrived)
+        job = part.Job(alone, group, ranks, rate, args.bucket_cap_mb * MIB)
 
         ways = ways_of(build, group, args.bucket_cap_mb)
         for name, (model, step) in ways.items():

@@ -273,7 +273,6 @@ def main():
             steps = train(part.backward_alone, alone, first, *ways[name], args.lr, mesh)
             part.check_steps(report, name, history[name], alone, steps)
         part.compare(report, history)
-        part.draw_load(report, history)
         return report.finish("the experts on all ranks are the dense loop's")
 
 

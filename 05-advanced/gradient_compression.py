@@ -176,7 +176,6 @@ def main():
         alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in range(world.world_size)])
         link, _ = slow_group(args.link)
         part.compare_methods(report, prepare, own, test, (alone, link), args.link)
-        part.print_bytes(report)
         return report.finish("each method does what one process computes, and sends what it should")
 
 

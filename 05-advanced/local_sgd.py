@@ -179,15 +179,11 @@ def main():
         group, how = slow_group(args.link)
         report.start(task.says, how)
 
-        drifts = part.check_rounds(report, task, train, Setting)
-        part.check_lossless(report, task, train, Setting)
+        part.check_rounds(report, task, train, Setting)
 
         settings = settings_of(args)
         results = [run_setting(setting, task, args, group) for setting in settings]
         part.compare(report, task, settings, results)
-        part.print_rounds_to_hide(report)
-        if report.output and world.is_rank0:
-            part.draw_drift(report.output / "local_sgd_drift.png", drifts)
         return report.finish("each method equals itself in one process")
 
 

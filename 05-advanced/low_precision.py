@@ -200,15 +200,13 @@ def main():
             part.refuse_fp8(device)
         report.start(f"{job.config.num_parameters():,} weights")
 
-        part.check_formats(report)
+        part.list_formats(report)
         precisions = part.chosen(args, device, report, HERE)
         trained = {name: train(job, name, args.max_steps) for name in precisions}
         part.check_memory(report, job, trained, train, AUTOCAST)
         for name in precisions:
             if name != "fp8":  # its rounding is in torchao's kernels
                 part.check_parity(report, job, name, train, round_stochastically)
-        part.check_scaling(report, job)
-        part.check_skips(report, job, train)
         part.check_underflow(report, job, trained["32-true"][0])
         part.check_lost_updates(report, job, RoundedAdamW)
         if report.output and world.is_rank0:

@@ -99,10 +99,6 @@ def main():
         report.start(f"{args.seq_len} tokens per sequence, {args.seq_len // ranks} per rank")
 
         positions = torch.arange(args.seq_len, device=device).chunk(ranks)[world.rank]
-        context_job.check_attention(
-            report, "ulysses", ulysses_attention, positions, config, args.batch_size
-        )
-
         batch = context_job.batch_of(args.seq_len, args.batch_size, device)
         counted = context_job.check_transformer(
             report, "ulysses", model, ulysses_attention, positions, batch

@@ -17,3 +17,11 @@ def run_small(script, run_script, tmp_path, world_size, before=None, codes=(0,))
 
 def failing(content):
     return {check["name"] for check in content["checks"] if not check["ok"]}
+
+
+def counted(content, name):
+    """Return the calls of a step by kind, and the bytes that a rank sends in it."""
+    found = {check["name"]: check["measured"] for check in content["checks"]}
+    start = f"{name}, a step: "
+    own = {key.removeprefix(start): found[key] for key in found if key.startswith(start)}
+    return own, own.pop("bytes sent")

@@ -42,7 +42,6 @@ def test_experts_on_ranks_are_the_dense_loop(run_script, tmp_path, world_size, a
                  "outputs: largest error", "loss: error", "none: choices dropped",
                  f"rank {world_size - 1}, block 0, backward of dispatch: bytes sent"):  # fmt: skip
         assert name in checks
-    assert {path.suffix for path in folder.iterdir() if path.stem.startswith("expert_")} == {".png"}
 
 
 @FULL
@@ -217,7 +216,7 @@ SENT = "rank 0, block 0, dispatch: bytes sent"
     [
         (drop_without_counting, {ACCOUNT, "none: choices dropped"}),
         (take_own_fractions, {ROUTERS}),
-        (send_in_double_precision, {SENT, "bytes written to sockets"}),
+        (send_in_double_precision, {SENT}),
         pytest.param(send_by_all_gather, {"other collectives"}, marks=FULL),
         (nudge_the_wrong_way, {"bias: experts with a wrong count of them"}),
         pytest.param(count_only_ones_own_drops, {ACCOUNT, "none: choices dropped"}, marks=FULL),

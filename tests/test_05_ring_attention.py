@@ -118,12 +118,12 @@ def forget_the_positions(script):
 @pytest.mark.parametrize(
     ("sabotage", "world_size", "failing"),
     [
-        (merge_without_rescaling, 2, {"out: attention, relative error"}),
+        (merge_without_rescaling, 2, {"gradient, relative error"}),
         (leave_gradients_unsummed, 2, {"gradient, relative error"}),
         (keep_all_keys, 2, {"2 ranks: bytes kept for backward"}),
         (compute_the_future_too, 2, {"pairs, all ranks", "pairs, busiest rank"}),
         *(pytest.param(*row, marks=FULL) for row in (
-            (send_to_the_previous_rank, 3, {"out: attention, relative error"}),
+            (send_to_the_previous_rank, 3, {"gradient, relative error"}),
             (send_everything_twice, 2, {"forward: bytes sent per layer"}),
             (count_the_mean_of_each_rank, 2, {"loss, relative error"}),
             (forget_the_positions, 2, {"gradient, relative error"}),

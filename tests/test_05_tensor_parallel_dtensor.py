@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import GPUS, REPO, assert_one_line, load_script, run_command
-from helpers_05 import L, failing, run_small
+from helpers_05 import L, counted, failing, run_small
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -29,13 +29,12 @@ run = partial(run_small, SCRIPT)
 def test_each_plan_has_the_losses_and_gradients_of_one_process(run_script, tmp_path, world_size):
     content = run(run_script, tmp_path, world_size)
     assert not failing(content) and len(content["checks"]) == (14 if world_size > 1 else 12)
-    metrics = content["metrics"]
     if world_size == 1:
         return  # DTensor calls no collective but the loss's, which a check holds
-    assert metrics["calls of a step, by matrix"] == {"all_reduce": 7 * L + 2 + 3}
-    assert metrics["calls of a step, by input"] == {"all_reduce": 4 * L + 2 + 3}
-    calls = {"all_gather": 5 * L + 2, "reduce_scatter": 5 * L + 2, "all_reduce": 3 + 2 * L + 1}
-    assert metrics["calls of a step, of sequence"] == calls
+    assert counted(content, "by matrix")[0] == {"all-reduces": 7 * L + 2 + 3}
+    assert counted(content, "by input")[0] == {"all-reduces": 4 * L + 2 + 3}
+    calls = {"all-gathers": 5 * L + 2, "reduce-scatters": 5 * L + 2, "all-reduces": 3 + 2 * L + 1}
+    assert counted(content, "of sequence")[0] == calls
 
 
 def forget_one_norm(script):

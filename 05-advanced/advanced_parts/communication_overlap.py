@@ -38,10 +38,14 @@ class Job:
     ranks: int
     rate: float  # bytes/s; 0 where it is not known
     bucket_bytes: float
-    arrived: list[nn.Parameter]  # parameters, in the order in which backward completes gradients
     forward_ms: float = 0.0  # of a block, without communication
     backward_ms: float = 0.0
     rest_ms: float = 0.0  # of the step: embedding, head, loss
+
+    @property
+    def arrived(self) -> list[nn.Parameter]:
+        """Return the parameters in the order in which backward completes their gradients."""
+        return list(reversed(list(self.model.parameters())))
 
     def units(self) -> tuple[int, int]:
         """Return the bytes that fully_shard gathers for each block, and for the rest of the model.
@@ -67,11 +71,11 @@ class Job:
                 nbytes = 0
         return buckets
 
-    def ms(self, kind: str, tensor_bytes: int, rate: float | None = None) -> float:
+    def ms(self, kind: str, tensor_bytes: int) -> float:
         """Return how long the link takes for a collective of a whole tensor, in ms."""
         if kind == "reduce_scatter" and not isinstance(self.group, LateGroup):
             kind = "all_reduce"  # gloo sends as much for both
-        return RING_FACTOR[kind](self.ranks) * tensor_bytes / (rate or self.rate) * 1e3
+        return RING_FACTOR[kind](self.ranks) * tensor_bytes / self.rate * 1e3
 
 
 def expected_traffic(job: Job, name: str) -> list[tuple[str, int]]:
@@ -233,10 +237,6 @@ def draw(path: Path, panels: dict[str, list[dict]]) -> None:
 # the checks
 
 PATIENCE_S = 30.0  # how long the last rank stays away at most: for a way that waits for it
-# By source: dense bfloat16 of an H100 SXM, and GB/s of its NVLink and of one 400 Gbit/s adapter in
-# each direction (NVIDIA's data sheets).
-H100_FLOPS = 989e12
-H100_LINKS = {"NVLink, 450 GB/s": 450e9, "InfiniBand, 50 GB/s": 50e9}
 
 
 def emulation_of(link: float | None, layer_ms: float | None, device) -> tuple[float, float]:
@@ -246,16 +246,6 @@ def emulation_of(link: float | None, layer_ms: float | None, device) -> tuple[fl
     if link or layer_ms:
         raise cli.UsageError("--link and --layer-ms emulate what GPUs have: leave them out there")
     return 0.0, 0.0
-
-
-def order_of_arrival(model: nn.Module, step, batch) -> list[nn.Parameter]:
-    """Return a plain model's parameters in the order in which a backward completes gradients."""
-    arrived = []
-    hooks = [p.register_post_accumulate_grad_hook(arrived.append) for p in model.parameters()]
-    step(model, batch)
-    for hook in hooks:
-        hook.remove()
-    return arrived
 
 
 def check_way(report: Report, job: Job, name: str, model, step, batch, expected) -> None:
@@ -331,15 +321,11 @@ def check_and_time(report: Report, job: Job, traces: dict[str, list[dict]]) -> N
     for name, events in traces.items():
         check_order(report, job, name, events)
     print_times(report, job, step.end, traces)
-    print_rule(report, job)
 
 
 def check_order(report: Report, job: Job, name: str, events: list[dict]) -> None:
     """Check, in a trace, what was handed over before what; no time enters."""
     calls = len(expected_traffic(job, name))
-    if job.ranks > 1:
-        what = f"{name}: collectives in the trace"
-        report.check(what, len(sends_of(events)), calls, 0, "calls by formula")
     if "FSDP" not in name:
         last = spans(events, "cpu_op autograd::engine::evaluate_function")[-1]  # stores a gradient
         before = sum(call.start < last.start for call in spans(events, CALL))
@@ -390,23 +376,9 @@ def print_times(report: Report, job: Job, computing: float, traces: dict[str, li
     report.say(f"computing takes {computing:.1f} ms in each way; without communication, measured")
     headers = ("way", "collectives", "sending", "sum", "larger", "predicted", "step")
     report.table(rows, headers)
-
-
-def print_rule(report: Report, job: Job) -> None:
-    """Print which links the computing of a block hides, and what an H100 needs."""
     if job.rate and job.ranks > 1:
         block, _ = job.units()
-        sides = {"all_gather": job.forward_ms, "all_reduce": job.backward_ms}
-        rows = []
-        for link, rate in (("100 Mbit/s", 12.5e6), ("1 Gbit/s", 125e6)):
-            row = [link]
-            for kind, beside in sides.items():
-                sending = job.ms(kind, block, rate)
-                hidden = "yes" if sending < beside else "no"
-                row += [f"{sending:.1f} ms", f"{beside:.1f} ms", hidden]
-            rows.append(row)
-        report.say(f"a block's {block:,} bytes beside the computing of one block:")
-        headers = ("gather", "forward", "hidden", "all-reduce", "backward", "hidden")
-        report.table(rows, ("link", *headers))
-    needs = (f"{H100_FLOPS / rate:,.0f} over {link}" for link, rate in H100_LINKS.items())
-    report.say(f"tokens per rank that hide a block, H100 at its bf16 peak: {'; '.join(needs)}")
+        gather_ms, reduce_ms = (job.ms(kind, block) for kind in ("all_gather", "all_reduce"))
+        beside = f"{gather_ms:.1f} ms to gather beside {job.forward_ms:.1f} ms of forward"
+        beside += f", {reduce_ms:.1f} ms to all-reduce beside {job.backward_ms:.1f} ms of backward"
+        report.say(f"a block's {block:,} bytes: {beside}")

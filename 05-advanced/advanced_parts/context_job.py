@@ -66,31 +66,6 @@ def refuse_uneven(flag: str, tokens: int, parts: int, why: str) -> None:
         raise UsageError(f"{flag} {tokens} is not divisible by {parts} ({why}): take {near}")
 
 
-def check_attention(report, name, attend, positions, config, batch_size) -> None:
-    """Check attention alone: output and the gradients of q, k and v, each against SDPA's.
-
-    `attend` gets this rank's tokens. The error is relative to the largest number, over all ranks.
-    """
-    draw = torch.Generator().manual_seed(report.args.seed)
-    width = config.dim // config.num_heads
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads, config.num_heads)
-    shapes = [(batch_size, count, config.max_seq_len, width) for count in heads]
-    *qkv, grad_out = (torch.randn(shape, generator=draw).to(report.device) for shape in shapes)
-    whole = [x.requires_grad_() for x in qkv]
-    own = [x.detach()[:, :, positions].requires_grad_() for x in qkv]
-
-    expected = models.causal_attention(*whole)
-    expected = [expected, *torch.autograd.grad(expected, whole, grad_out)]
-    measured = attend(*own)
-    measured = [measured, *torch.autograd.grad(measured, own, grad_out[:, :, positions])]
-
-    for what, ours, theirs in zip(("out", "dq", "dk", "dv"), measured, expected, strict=True):
-        error = (ours - theirs[:, :, positions]).abs().max() / theirs.abs().max()
-        dist.all_reduce(error, op=dist.ReduceOp.MAX)
-        check = f"{name}, {what}: attention, relative error"
-        report.check(check, error.item(), 0, TOLERANCE, "full attention, SDPA")
-
-
 def check_transformer(report, name, model, attend, positions, batch) -> list[TrafficCounter]:
     """Check the transformer's loss and gradients against one process that reads whole sequences.
 

@@ -16,7 +16,6 @@ from torch import nn
 from dist_common import runtime
 from dist_common.cli import UsageError
 from dist_common.lab import proofs, traffic
-from dist_common.lab.figure import figure
 
 # float32 sums over tokens and experts in another order, through a few blocks and three steps.
 TOLERANCE = 1e-5
@@ -137,13 +136,10 @@ def check_gradients(report, model, alone, mesh):
 def check_exchanges(report, model, alone, batch, mesh, loss_of):
     """Check each all-to-all's bytes and rows against the dense loop's decisions; print means."""
     ranks, ep, blocks = dist.get_world_size(), mesh["ep"].size(), len(model.blocks)
-    dist.barrier()
-    before = traffic.bytes_written()
     spy = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
     with traffic.TrafficCounter() as counter, spy as exchange:
         loss, auxiliary = loss_of(model, batch)
         (loss + auxiliary).backward()
-    written = None if before is None else traffic.bytes_written() - before
     forward = [f"block {b}, {kind}" for b in range(blocks) for kind in ("dispatch", "return")]
     names = forward + [name.replace(", ", ", backward of ") for name in reversed(forward)]
     calls = [call.args for call in exchange.call_args_list]  # (_, rows, _, rows for each rank)
@@ -159,12 +155,6 @@ def check_exchanges(report, model, alone, batch, mesh, loss_of):
         for name, measured, right in zip(names, sent[rank], expected[rank], strict=True):
             claim = f"rank {rank}, {name}: bytes sent"
             report.check(claim, measured, right, EXACT, "the dense loop's decisions")
-    if written is not None:
-        counts = blocks * (ranks - 1) * len(model.blocks[0].moe.bias) * 8
-        messages = (len(names) + blocks + 1) * (ranks - 1)
-        payload = sum(expected[dist.get_rank()]) + counts
-        source = "those and the counts; gloo's headers"
-        report.check("bytes written to sockets", written, payload, 1000 * messages, source)
     for number, (block, reference) in enumerate(zip(model.blocks, alone.blocks, strict=True)):
         rows = sum(runtime.gather(len(calls[2 * number][1])))
         accounted, choices = rows + block.moe.dropped().sum(), reference.moe.counts.sum()
@@ -241,20 +231,3 @@ def compare(report, history):
         better = sum(imbalance[name] < imbalance["none"] for name in imbalance)
         claim = "ways with less max/mean load than none"
         report.check(claim, better, len(imbalance) - 1, 0, "measured")
-
-
-def draw_load(report, history):
-    """Draw each expert's load in the first block over the steps, one panel for each way."""
-    if report.output is None or not report.world.is_rank0:
-        return
-    path = report.output / "expert_parallel_load.png"
-    with figure(path, 1, len(history), figsize=(10, 3.2), sharey=True) as panels:
-        for axes, (name, (_, load, _)) in zip(panels, history.items(), strict=True):
-            load = load[:, 0].float()  # (steps, E)
-            axes.plot(load / load.mean(1, keepdim=True), lw=1)
-            factor = report.args.capacity_factor
-            axes.axhline(factor, color="black", ls="--", lw=1, label="capacity")
-            axes.set(title=name, xlabel="step")
-        panels[0].set_ylabel("tokens of an expert / mean")
-        panels[0].set_ylim(0)
-        panels[-1].legend(loc="upper right")

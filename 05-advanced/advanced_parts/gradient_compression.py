@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from advanced_parts.layout_traffic import powersgd_numbers
 from dist_common import cli, data, measure, runtime
 from dist_common.lab import proofs, traffic
 from dist_common.report import Report
@@ -15,7 +16,6 @@ from dist_common.report import Report
 CONTEXT = 16  # bytes that the model reads to predict the next one
 TEST_SAMPLES = 2000
 TIMED_STEPS = 20  # after two that do not count
-RANKS = (2, 8, 64, 512)  # of the table by formula
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=1.0),
     "adamw": partial(torch.optim.AdamW, lr=2e-3),
@@ -125,9 +125,8 @@ def handed_over(method: partial | None, parameters: list) -> int:
     kind, settings = (method.func.__name__, method.keywords) if method else ("", {})
     if kind == "TopK":  # a number and its place, 4 bytes each
         return 8 * math.ceil(settings["fraction"] * size)
-    if kind == "PowerSGD":  # P and Q of a matrix; a vector's own
-        shapes = [p.flatten(1).shape if p.dim() > 1 else (len(p), 0) for p in parameters]
-        return 4 * sum(min(settings["rank"], n, m) * (n + m) if m else n for n, m in shapes)
+    if kind == "PowerSGD":
+        return 4 * powersgd_numbers(parameters, settings["rank"])
     return settings.get("dtype", torch.float32).itemsize * size
 
 
@@ -262,18 +261,3 @@ def compare_methods(report: Report, prepare, batches, test, groups, bytes_per_se
     report.say("bytes per step, loss after the same samples:")
     headers = ("handed over", "sent", "of float32", "test loss", "computing", "sending", "on link")
     report.table(rows, ("method", *headers))
-
-
-def print_bytes(report: Report) -> None:
-    """Print by formula what a rank sends on other numbers of ranks, and where top-k loses."""
-    methods = report.metrics["methods"]
-    rows = [(name, *(f"{sent_by_rank(method, ranks):,.0f}" for ranks in RANKS))
-            for name, method in methods.items() if "no feedback" not in name]  # fmt: skip
-    report.say("bytes that a rank sends per step, by formula:")
-    report.table(rows, ("method", *(f"{ranks} ranks" for ranks in RANKS)))
-    top_k = methods["top-k"]
-    for other in ("float32", "bfloat16"):
-        whole = methods[other]
-        ranks = next(n for n in range(2, 10**7) if sent_by_rank(top_k, n) >= sent_by_rank(whole, n))
-        report.say(f"top-k sends as much as {other} on {ranks:,} ranks, and more beyond")
-        report.metrics[f"ranks at which top-k sends as much as {other}"] = ranks

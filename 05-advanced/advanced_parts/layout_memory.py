@@ -109,17 +109,18 @@ def attention_flops(config: TransformerConfig, seq_len: int) -> int:
     return 4 * seq_len * config.dim
 
 
-def activation_bytes(config: TransformerConfig, recompute: str = "none") -> int:
+def activation_bytes(config: TransformerConfig, recompute: str = "none", number: int = BF16) -> int:
     """Return the bytes that backward needs of one token and layer (after Korthikanti, 2022).
 
     bfloat16: the inputs of both norms and what they return, queries, the attention's output (6 D),
     keys, values, and four times F: gate, its SiLU, up, and their product. float32: a number per
     head for flash attention, one per norm. No dropout, so no masks; flash keeps no scores. With
-    `swiglu` a fused kernel keeps gate and up, and computes SiLU and product again.
+    `swiglu` a fused kernel keeps gate and up, and computes SiLU and product again. `number` are the
+    bytes of what is bfloat16 here.
     """
     wide = 2 if recompute == "swiglu" else 4
     kept = 6 * config.dim + 2 * key_width(config) + wide * config.ffn_dim
-    return BF16 * kept + FP32 * (config.num_heads + 2)
+    return number * kept + FP32 * (config.num_heads + 2)
 
 
 class FusedNorm(torch.autograd.Function):
@@ -136,9 +137,14 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def as_on_a_gpu(block: Block, attention) -> None:
-    """Have a block on `meta` call this attention, and keep of its norms what a GPU would."""
-    block.attention.attend = attention
+def flash_attention(q, k, v):
+    """Call a GPU's kernel by name: on `meta` it has shapes, and `scaled_dot_product` no choice."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
+def as_on_a_gpu(block: Block) -> None:
+    """Have a block on `meta` call a GPU's attention, and keep of its norms what a GPU would."""
+    block.attention.attend = flash_attention
     for norm in (block.attention_norm, block.ffn_norm):
         norm.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), norm)
 

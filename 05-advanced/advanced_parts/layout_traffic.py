@@ -1,7 +1,10 @@
 """What each axis of a layout sends, what hides it, and how long a step takes: formulas only."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+
+import torch
 
 from advanced_parts import layout_memory as memory
 from advanced_parts.layout_memory import BF16, Cluster, Job, Layout, compute_seconds, forward_flops
@@ -145,6 +148,16 @@ def weight_traffic(job: Job, cluster: Cluster, layout: Layout, forward_s: float)
     sent = share * (in_forward + in_backward) * times  # per weight
     seconds = (gather_s + reduce_s) * times
     return Traffic(n, link, rate, sent * layer, sent * weights, seconds, behind, exposed)
+
+
+def powersgd_numbers(weights: Iterable[torch.Tensor], rank: int) -> int:
+    """Return the numbers that PowerSGD all-reduces in place of all gradients.
+
+    A matrix (n, m) becomes P (n, r) and Q (m, r); vectors are sent whole. Source: Vogels et al.
+    (2019), algorithm 1.
+    """
+    shapes = (w.flatten(1).shape if w.dim() > 1 else (len(w), 0) for w in weights)
+    return sum(min(rank, n, m) * (n + m) if m else n for n, m in shapes)
 
 
 # a step

@@ -13,7 +13,6 @@ from torch.utils.data import Subset
 from dist_common import data, measure, models, runtime
 from dist_common.cli import UsageError
 from dist_common.lab import proofs, traffic
-from dist_common.lab.figure import figure
 
 HELD_OUT = 20  # every 20th sequence of the text is for testing
 # float32 keeps 1.2e-7 of a number; sums of a few hundred, in another order, over some rounds.
@@ -22,9 +21,6 @@ TOLERANCE = 1e-5  # relative to how far the weights moved
 # gradient that is all rounding error steps as far as any other. Both sides take a larger one.
 PROOF_EPS = 1e-5
 ROUNDS, STEPS_PER_ROUND = 4, 6  # of the proofs
-GPUS, FLOPS, BUSY = 8, 989e12, 0.4  # a worker: H100s, bfloat16 operations/s of each, part in use
-TOKENS = 524_288  # per worker and step
-LINKS = {"100 Mbit/s": 0.1e9, "1 Gbit/s": 1e9, "10 Gbit/s": 10e9, "400 Gbit/s": 400e9}  # bit/s
 
 
 class Task:
@@ -150,11 +146,8 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor
 # rounds
 
 
-def check_rounds(report, task: Task, train, make) -> dict[str, list[float]]:
-    """Check averaging and DiLoCo against one process, and that ranks agree after each round.
-
-    Return the drift before and after each inner step, by setting.
-    """
+def check_rounds(report, task: Task, train, make) -> None:
+    """Check averaging and DiLoCo against one process, and that ranks agree after each round."""
     steps, h = ROUNDS * STEPS_PER_ROUND, STEPS_PER_ROUND
     moments = [make(f"averaging, moments {m}", "averaging", h, m) for m in ("averaged", "reset")]
     settings = [make("averaging", "averaging", h), make("DiLoCo", "DiLoCo", h), *moments]
@@ -178,11 +171,9 @@ def check_rounds(report, task: Task, train, make) -> dict[str, list[float]]:
         name, source = f"{setting.name}: sets of weights", "each rank's own samples"
         report.check(f"{name} after a round", max(before[h::h]), 1, 0, "what all ranks agree on")
         report.check(f"{name} within a round", min(after), task.ranks, 0, source)
-    drifts = {name: drifts[name] for name in ("averaging", "DiLoCo")}
-    report.metrics |= {f"{name} drift": values for name, values in drifts.items()}
-    most = ", ".join(f"{max(values):.0%} with {name}" for name, values in drifts.items())
-    report.say(f"largest distance of a rank from the mean of all, in {h} steps: {most}")
-    return drifts
+    report.metrics |= {f"{name} drift": drifts[name] for name in ("averaging", "DiLoCo")}
+    most = (f"{max(drifts[name]):.0%} with {name}" for name in ("averaging", "DiLoCo"))
+    report.say(f"largest distance of a rank from the mean of all, in {h} steps: {', '.join(most)}")
 
 
 def sets_and_drift(model) -> tuple[int, float]:
@@ -194,40 +185,6 @@ def sets_and_drift(model) -> tuple[int, float]:
     mean = torch.stack(weights).mean(0)
     drift = (weights[dist.get_rank()] - mean).norm() / mean.norm()
     return len({own.numpy().tobytes() for own in weights}), drift.item()
-
-
-def check_lossless(report, task: Task, train, make) -> None:
-    """Check the methods with their loss switched off: against DDP, and against each other.
-
-    Prints how far AdamW inside is from DDP: there the mean of weights is no step along the mean
-    gradient.
-    """
-    steps, h = 8, 4
-    start = proofs.flat(task.build(make("start", "alone"))[0].parameters())
-
-    def run(inner, method, every=1, moments="kept", outer_lr=1.0, outer_momentum=0.0):
-        setting = make(method, method, every, moments, outer_lr, outer_momentum)
-        model, optimizer = task.build(setting, inner)
-        train(setting, model, optimizer, task.batches(steps, setting), steps)
-        return proofs.flat(model.parameters())
-
-    ddp, averaging = run("SGD", "DDP"), run("SGD", "averaging", h)
-    averaged, outer = run("SGD", "averaging"), "DiLoCo, outer step 1"
-    for name, ours, theirs in (
-        ("averaging, H = 1, SGD: equals DDP", averaged, ddp),
-        (f"{outer}, H = 1, SGD: equals DDP", run("SGD", "DiLoCo"), ddp),
-        (f"{outer}, H = {h}: equals averaging", run("SGD", "DiLoCo", h), averaging),
-    ):
-        error, source = relative_error(ours, theirs, start), "PyTorch's DDP, or averaging"
-        report.check(f"{name}, relative error", error, 0, TOLERANCE, source)
-
-    ddp, errors = run("AdamW", "DDP"), {}
-    for moments in ("kept", "averaged"):
-        errors[moments] = relative_error(run("AdamW", "averaging", 1, moments), ddp, start)
-        report.metrics[f"AdamW differs from DDP, moments {moments}"] = errors[moments]
-    way = f"{errors['kept']:.0%} of the way, {errors['averaged']:.0%} if moments are averaged too"
-    differs = "with AdamW, averaging each step (H = 1) differs from DDP"
-    report.say(f"{differs}: after {steps} steps by {way}")
 
 
 # bytes and losses
@@ -255,43 +212,3 @@ def compare(report, task: Task, settings, results) -> None:
     per = f"per step of {args.micro_batch_size} sequences on each rank"
     report.say(f"after {samples}; {per}, mean over rounds:")
     report.table(rows, ("setting", "all-reduced", "sending", "step", "held-out loss"))
-
-
-def rounds_to_hide(parameters: int, bits_per_second: float) -> tuple[float, float, float, int]:
-    """Return s to send the weights, s of a step, DDP's step in s, the H at which rounds add 5%.
-
-    For many workers (ring factor 2), float32 weights, and 6 operations per weight and token, of
-    which backward, two thirds, hides DDP's sending.
-    """
-    sending = 2 * 4 * parameters * 8 / bits_per_second
-    step = 6 * parameters * TOKENS / (GPUS * FLOPS * BUSY)
-    ddp = step / 3 + max(2 / 3 * step, sending)
-    return sending, step, ddp, max(1, math.ceil(sending / (0.05 * step)))
-
-
-def print_rounds_to_hide(report) -> None:
-    """Print how many steps a round needs on some links. By formula; Source: H100 data sheet."""
-    rows = []
-    for link, speed in LINKS.items():
-        sending, step, ddp, h = rounds_to_hide(models.PRESETS["llama3-8b"].num_parameters(), speed)
-        times = f"{sending:,.1f} s", f"{step:.1f} s", f"{ddp / step:,.1f}x"
-        rows.append((link, *times, f"{h:,}"))
-    workers = f"workers of {GPUS} H100 at {BUSY:.0%} of their peak"
-    report.say(f"by formula: Llama 3 8B, {workers}, {TOKENS:,} tokens per worker and step:")
-    headers = ("sending", "computing", "DDP's step", "H for 5% more time")
-    report.table(rows, ("link between workers", *headers))
-
-
-def draw_drift(path, drifts) -> None:
-    """Draw how far the ranks drift apart between rounds."""
-    styles = {"averaging": {"linewidth": 4, "alpha": 0.6}, "DiLoCo": {}}
-    with figure(path, figsize=(8, 3)) as axes:
-        for (name, values), color in zip(drifts.items(), ("tab:orange", "tab:green"), strict=True):
-            # After each step, and once more before the next: a round ends in between.
-            steps = [(index + 1) // 2 for index in range(len(values))]
-            percent = [100 * distance for distance in values]
-            axes.plot(steps, percent, label=name, color=color, **styles[name])
-        axes.set_xticks(range(0, ROUNDS * STEPS_PER_ROUND + 1, STEPS_PER_ROUND))
-        axes.set_xlabel("inner step; a round ends at each number")
-        axes.set_ylabel("distance of a rank\nfrom the mean, %")
-        axes.legend(loc="upper left")

@@ -1,4 +1,4 @@
-"""What ulysses.py compares beside its answer: the bytes of each way, and what hides them."""
+"""What ulysses.py compares beside its answer: the bytes of each way."""
 
 import math
 
@@ -8,10 +8,6 @@ from dist_common.models import PRESETS
 
 COMPARED = ("llama2-7b", "llama3-8b", "llama3-70b")  # presets
 RANKS = (2, 8, 32, 64)
-# NVIDIA's data sheets, H100 SXM: NVLink 900 GB/s in both directions together, dense bfloat16; a
-# 400 Gbit/s InfiniBand adapter per GPU.
-LINKS_GB_S = {"NVLink": 450.0, "InfiniBand": 50.0}
-PEAK_FLOPS = 989.4e12
 
 
 def ulysses_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int, int]:
@@ -32,25 +28,12 @@ def all_gather_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tupl
     return (ranks - 1) * block * width, (ranks - 1) * block * FP32
 
 
-def tokens_to_hide(config, link_gb_s: float) -> int:
-    """Return the tokens per rank from which the ring's forward computes longer than it sends.
-
-    With c tokens per rank, half of a block's pairs are attended: 2 products of c x c / 2 x D, 2
-    operations each; 2 x c x kv_dim bfloat16 numbers are sent meanwhile. Source: Liu et al. (2023),
-    section 3, without the causal half and grouped-query attention.
-    """
-    seconds_computing = 2 * config.dim / PEAK_FLOPS  # times c * c
-    seconds_sending = 2 * key_width(config) * BF16 / (link_gb_s * 1e9)  # times c
-    return math.ceil(seconds_sending / seconds_computing)
-
-
 WAYS = {"ring": ring_bytes, "all-gather": all_gather_bytes, "Ulysses": ulysses_bytes}
 
 
 def print_comparison(report, tokens: int) -> None:
-    """Print what each way sends, and from how many tokens on the ring hides it."""
+    """Print what each way sends."""
     rows = []
-    hidden = []
     for name in COMPARED:
         config = PRESETS[name]
         heads = f"{config.num_heads} / {config.num_kv_heads}"
@@ -60,11 +43,6 @@ def print_comparison(report, tokens: int) -> None:
             if config.num_heads % ranks:
                 cells[-1] = f"{config.num_heads} heads"
             rows.append((name, heads, str(ranks), *cells))
-        least = (tokens_to_hide(config, rate) for rate in LINKS_GB_S.values())
-        hidden.append((name, *(f"{number:,}" for number in least)))
     what = "MiB that a rank sends per layer, forward and backward, bf16"
     report.say(f"{what}, one sequence of {tokens:,} tokens:")
     report.table(rows, ("model", "heads / kv", "ranks", *WAYS))
-    report.say("tokens per rank from which the ring's forward hides its sends, H100, bf16:")
-    links = [f"{name}, {rate:.0f} GB/s" for name, rate in LINKS_GB_S.items()]
-    report.table(hidden, ("model", *links))
