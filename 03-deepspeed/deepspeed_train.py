@@ -178,6 +178,160 @@ def evaluate(run):
     return functools.partial(run.job.evaluate, run.engine, loss_of)
 
 
+def export(run):
+    """Write float32 weights for a plain model to weights-fp32/; check that it computes with them.
+
+    In files of 5 GB at most, one of them in memory at a time; in stage 0 in one file.
+    """
+    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+    output, args = run.report.output, run.args
+    folder, partial = output / "weights-fp32", output / "weights-fp32.partial"
+
+    def write():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        if run.stage == 0:
+            weights = run.engine.module.state_dict()
+            whole = {name: tensor.float().cpu() for name, tensor in weights.items()}
+            torch.save(whole, partial / "pytorch_model.bin")
+        else:
+            tag = f"step-{run.job.step:08d}"
+            # safetensors holds no tied weights.
+            options = {"max_shard_size": "5GB", "safe_serialization": not run.shape.tied_embeddings}
+            said = io.StringIO()  # what it says of each file
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                convert_zero_checkpoint_to_fp32_state_dict(
+                    str(output / "checkpoints"), str(partial), tag=tag, **options
+                )
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+    run.job.store.on_rank0("the weights cannot be written", write)
+    if not args.parity_steps or run.job.test_loss is None:  # no rank may have room for all of it
+        run.report.say(f"{folder} not loaded into a plain model")
+        return
+    plain = models.Transformer(run.shape)
+    plain.load_state_dict(load_weights(folder))
+    plain.to(run.report.device)
+    loss = run.job.evaluate(plain, functools.partial(summed_loss, run, plain))
+    tolerance = 1e-5 if args.precision == "32-true" else 2e-3  # the engine's weights are rounded
+    name = f"test loss of {folder.name}, in a plain model"
+    run.report.check(name, loss, run.job.test_loss, tolerance, "the engine's")
+
+
+def load_weights(folder):
+    """Read the weights that `export` wrote, by name."""
+    from safetensors.torch import load_file
+
+    weights = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(path)
+    for path in sorted(folder.glob("*.bin")):
+        weights |= torch.load(path, map_location="cpu", weights_only=True)
+    return weights
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__, resumes=True)
+    job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --lr, --save-every, ...
+    add = parser.add_argument
+    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
+    add("--deepspeed_config", "--deepspeed-config", type=Path, default=CONFIG, metavar="FILE",
+        help=f"({CONFIG.name})")  # fmt: skip
+    add("--nvme-path", type=Path, metavar="DIR", help="a folder on a fast disk, to offload to")
+    add("--activation-checkpointing", action="store_true", help="keep blocks' inputs only")
+    add("--consolidate", action="store_true", help="write float32 weights to --output-dir at last")
+    args = job.parse(parser, parity_steps=2)
+    if args.consolidate and not (args.output_dir and args.save_every):
+        parser.error("--consolidate needs --output-dir, and the checkpoint that is saved there")
+    for action in parser._actions:  # without defaults only what is on the command line is left
+        action.default = argparse.SUPPRESS
+    given = set(vars(argparse.ArgumentParser.parse_args(parser)))
+    del args.local_rank
+    return args, given
+
+
+# the config and the flags: one value of each
+
+
+def take_values(config, args, given):
+    """Have the flags take what a config states. Raises: UsageError where one given says another."""
+    params = config["optimizer"].setdefault("params", {})
+    params.setdefault("lr", AUTO if "lr" in given else 1e-3)  # DeepSpeed's own default
+    for key, flag in FLAG_OF.items():
+        section, name = section_of(config, key)
+        stated = section.get(name, AUTO)
+        if stated != AUTO:
+            if flag in given and getattr(args, flag) != stated:
+                raise contradiction(args, flag, f"{key} {stated}")
+            setattr(args, flag, stated)
+
+
+def settle_precision(config, args, given):
+    """Bring flag and config to one precision; return the types of weights and of autocast."""
+    enabled = {name: config.get(part, {}).get("enabled", False) for name, part in HALVES.items()}
+    on = {name: f"{HALVES[name]}.enabled true" for name, value in enabled.items() if value is True}
+    autocast = config.get("torch_autocast", {})
+    if autocast.get("enabled"):
+        kind = str(autocast["dtype"])
+        on = {"bf16-mixed" if "b" in kind else "16-mixed": f"torch_autocast.dtype {kind}"}
+    for name, stated in on.items():
+        if "precision" in given and args.precision != name:
+            raise contradiction(args, "precision", stated)
+        args.precision = name
+    for name, part in HALVES.items():
+        want = name == args.precision and not autocast.get("enabled")
+        if want and enabled[name] is False:
+            raise contradiction(args, "precision", f"{part}.enabled false")
+        if part in config:
+            config[part]["enabled"] = want
+    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(args.precision)
+    return (torch.float32, half) if autocast.get("enabled") else (half or torch.float32, None)
+
+
+def fill(config, args, dim):
+    """Put values in place of each "auto": the flags', or those of the other templates."""
+    for key in FLAG_OF:
+        if "." not in key:
+            config.setdefault(key, AUTO)
+    values = {key: getattr(args, flag) for key, flag in FLAG_OF.items()} | {
+        "optimizer.params.betas": [0.9, 0.95],
+        "optimizer.params.eps": 1e-8,
+        "optimizer.params.weight_decay": 0.1,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_num_steps": max(1, args.warmup_steps),  # DeepSpeed takes no 0
+        "zero_optimization.reduce_bucket_size": dim * dim,  # elements
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * dim * dim),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * dim,
+        "zero_optimization.offload_optimizer.nvme_path": str(args.nvme_path),
+        "zero_optimization.offload_param.nvme_path": str(args.nvme_path),
+    }
+    for key, value in values.items():
+        section, name = section_of(config, key)
+        if section.get(name) == AUTO:
+            section[name] = value
+
+
+def section_of(config, key):
+    """Return the section that a key such as optimizer.params.lr is in, and its name there."""
+    *sections, name = key.split(".")
+    for section in sections:
+        config = config.get(section) or {}
+    return config, name
+
+
+def contradiction(args, flag, stated):
+    """Return the error of a flag that was given and a config that says another."""
+    return cli.UsageError(
+        f"--{flag.replace('_', '-')} {getattr(args, flag)}, but {args.deepspeed_config} has "
+        f'{stated}: change one, or write "{AUTO}" there'
+    )
+
+
+# the engine's files, and how other numbers of ranks read them
+
+
 class EngineFiles(checkpoint.Store):
     """The engine's own checkpoint: each rank writes what it holds. Other ranks have it converted.
 
@@ -280,152 +434,7 @@ def workers_for(sizes):
     return max(1, min(fitting, os.cpu_count() // 2))
 
 
-def export(run):
-    """Write float32 weights for a plain model to weights-fp32/; check that it computes with them.
-
-    In files of 5 GB at most, one of them in memory at a time; in stage 0 in one file.
-    """
-    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-
-    output, args = run.report.output, run.args
-    folder, partial = output / "weights-fp32", output / "weights-fp32.partial"
-
-    def write():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        if run.stage == 0:
-            weights = run.engine.module.state_dict()
-            whole = {name: tensor.float().cpu() for name, tensor in weights.items()}
-            torch.save(whole, partial / "pytorch_model.bin")
-        else:
-            tag = f"step-{run.job.step:08d}"
-            # safetensors holds no tied weights.
-            options = {"max_shard_size": "5GB", "safe_serialization": not run.shape.tied_embeddings}
-            said = io.StringIO()  # what it says of each file
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                convert_zero_checkpoint_to_fp32_state_dict(
-                    str(output / "checkpoints"), str(partial), tag=tag, **options
-                )
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-
-    run.job.store.on_rank0("the weights cannot be written", write)
-    if not args.parity_steps or run.job.test_loss is None:  # no rank may have room for all of it
-        run.report.say(f"{folder} not loaded into a plain model")
-        return
-    plain = models.Transformer(run.shape)
-    plain.load_state_dict(load_weights(folder))
-    plain.to(run.report.device)
-    loss = run.job.evaluate(plain, functools.partial(summed_loss, run, plain))
-    tolerance = 1e-5 if args.precision == "32-true" else 2e-3  # the engine's weights are rounded
-    name = f"test loss of {folder.name}, in a plain model"
-    run.report.check(name, loss, run.job.test_loss, tolerance, "the engine's")
-
-
-def load_weights(folder):
-    """Read the weights that `export` wrote, by name."""
-    from safetensors.torch import load_file
-
-    weights = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(path)
-    for path in sorted(folder.glob("*.bin")):
-        weights |= torch.load(path, map_location="cpu", weights_only=True)
-    return weights
-
-
-def section_of(config, key):
-    """Return the section that a key such as optimizer.params.lr is in, and its name there."""
-    *sections, name = key.split(".")
-    for section in sections:
-        config = config.get(section) or {}
-    return config, name
-
-
-def take_values(config, args, given):
-    """Have the flags take what a config states. Raises: UsageError where one given says another."""
-    params = config["optimizer"].setdefault("params", {})
-    params.setdefault("lr", AUTO if "lr" in given else 1e-3)  # DeepSpeed's own default
-    for key, flag in FLAG_OF.items():
-        section, name = section_of(config, key)
-        stated = section.get(name, AUTO)
-        if stated != AUTO:
-            if flag in given and getattr(args, flag) != stated:
-                raise contradiction(args, flag, f"{key} {stated}")
-            setattr(args, flag, stated)
-
-
-def contradiction(args, flag, stated):
-    """Return the error of a flag that was given and a config that says another."""
-    return cli.UsageError(
-        f"--{flag.replace('_', '-')} {getattr(args, flag)}, but {args.deepspeed_config} has "
-        f'{stated}: change one, or write "{AUTO}" there'
-    )
-
-
-def settle_precision(config, args, given):
-    """Bring flag and config to one precision; return the types of weights and of autocast."""
-    enabled = {name: config.get(part, {}).get("enabled", False) for name, part in HALVES.items()}
-    on = {name: f"{HALVES[name]}.enabled true" for name, value in enabled.items() if value is True}
-    autocast = config.get("torch_autocast", {})
-    if autocast.get("enabled"):
-        kind = str(autocast["dtype"])
-        on = {"bf16-mixed" if "b" in kind else "16-mixed": f"torch_autocast.dtype {kind}"}
-    for name, stated in on.items():
-        if "precision" in given and args.precision != name:
-            raise contradiction(args, "precision", stated)
-        args.precision = name
-    for name, part in HALVES.items():
-        want = name == args.precision and not autocast.get("enabled")
-        if want and enabled[name] is False:
-            raise contradiction(args, "precision", f"{part}.enabled false")
-        if part in config:
-            config[part]["enabled"] = want
-    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(args.precision)
-    return (torch.float32, half) if autocast.get("enabled") else (half or torch.float32, None)
-
-
-def fill(config, args, dim):
-    """Put values in place of each "auto": the flags', or those of the other templates."""
-    for key in FLAG_OF:
-        if "." not in key:
-            config.setdefault(key, AUTO)
-    values = {key: getattr(args, flag) for key, flag in FLAG_OF.items()} | {
-        "optimizer.params.betas": [0.9, 0.95],
-        "optimizer.params.eps": 1e-8,
-        "optimizer.params.weight_decay": 0.1,
-        "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_num_steps": max(1, args.warmup_steps),  # DeepSpeed takes no 0
-        "zero_optimization.reduce_bucket_size": dim * dim,  # elements
-        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * dim * dim),
-        "zero_optimization.stage3_param_persistence_threshold": 10 * dim,
-        "zero_optimization.offload_optimizer.nvme_path": str(args.nvme_path),
-        "zero_optimization.offload_param.nvme_path": str(args.nvme_path),
-    }
-    for key, value in values.items():
-        section, name = section_of(config, key)
-        if section.get(name) == AUTO:
-            section[name] = value
-
-
-def parse_args():
-    parser = cli.ArgumentParser(__doc__, resumes=True)
-    job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --lr, --save-every, ...
-    add = parser.add_argument
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    add("--deepspeed_config", "--deepspeed-config", type=Path, default=CONFIG, metavar="FILE",
-        help=f"({CONFIG.name})")  # fmt: skip
-    add("--nvme-path", type=Path, metavar="DIR", help="a folder on a fast disk, to offload to")
-    add("--activation-checkpointing", action="store_true", help="keep blocks' inputs only")
-    add("--consolidate", action="store_true", help="write float32 weights to --output-dir at last")
-    args = job.parse(parser, parity_steps=2)
-    if args.consolidate and not (args.output_dir and args.save_every):
-        parser.error("--consolidate needs --output-dir, and the checkpoint that is saved there")
-    for action in parser._actions:  # without defaults only what is on the command line is left
-        action.default = argparse.SUPPRESS
-    given = set(vars(argparse.ArgumentParser.parse_args(parser)))
-    del args.local_rank
-    return args, given
+# the run
 
 
 def prepare(device):
