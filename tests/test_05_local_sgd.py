@@ -48,10 +48,6 @@ def test_each_method_equals_itself_in_one_process(run_script, tmp_path, world_si
         "averaging, H = 3, moments averaged", "averaging, H = 3, moments reset",
     )}  # fmt: skip
     assert list(per_step.values()) == pytest.approx([0, 1, 1 / 3, 1 / 2, 1 / 3, 1, 1 / 3])
-    apart = metrics["DiLoCo drift"][0::2], metrics["DiLoCo drift"][1::2]
-    # The first list is taken before each step: a round has ended before every sixth.
-    assert max(apart[0][0::6]) < 1e-6, "rounding of the mean of equal numbers"
-    assert min(apart[1]) > 1e-4
 
 
 def rounds_timed(rank: int, world_size: int) -> tuple[int, float, int]:

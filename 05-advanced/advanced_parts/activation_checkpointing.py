@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
-from advanced_parts.kept_bytes import LiveBytes, kept_for_backward, storages
+from advanced_parts.kept_bytes import LiveBytes, kept_for_backward
 from advanced_parts.layout_memory import (
     FP32,
     as_on_a_gpu,
@@ -206,11 +206,8 @@ def stack(config, tokens: tuple[int, int], dtype, device, count: int, way):
     for block in model.blocks if x.is_meta else ():
         as_on_a_gpu(block)
     way(model)
-    return (
-        model.blocks,
-        x,
-        models.rotary_tables(places, config.dim // config.num_heads, config.rope_theta),
-    )
+    tables = models.rotary_tables(places, config.dim // config.num_heads, config.rope_theta)
+    return model.blocks, x, tables
 
 
 def measure(blocks, x, tables, live: LiveBytes) -> tuple[int, int, int, int]:
@@ -243,10 +240,9 @@ def check_stack(report, suffix: str, blocks_of, config, tokens, ways: dict, segm
     """
     count, found = math.prod(tokens), {}
     first, x, tables = blocks_of(1, ways["none"])
-    with kept_for_backward(first) as kept:
+    with kept_for_backward(first, tables) as kept:
         first[0](x, *tables)
-    # By saved-tensor hooks; `measure` looks at what is alive.
-    block = sum(size for at, size in kept.items() if at not in storages(tables))
+    block = sum(kept.values())  # by saved-tensor hooks; `measure` looks at what is alive
     inside = measure(*blocks_of(1, ways["none"]), LiveBytes())[1] - block
     peaks = {
         "none": 4 * block,

@@ -72,12 +72,6 @@ TOPK_ENTRY = 8  # bytes: a float32 value and an int32 index
 LOCAL_STEPS = 50
 
 
-def weights_on_meta(config: TransformerConfig) -> list[torch.Tensor]:
-    """Return the whole model's weights, shapes alone."""
-    with torch.device("meta"):
-        return list(Transformer(config).parameters())
-
-
 def changes(job: Job, cluster: Cluster, layout: Layout) -> list[tuple[str, Prediction, str]]:
     """Return name, prediction and price of the layout as it is, and of each change it allows."""
     base = predict(job, cluster, layout)
@@ -115,7 +109,8 @@ def changes(job: Job, cluster: Cluster, layout: Layout) -> list[tuple[str, Predi
     # and top-k, which hide nothing. Their computing is left out: their steps are lower bounds.
     weights = memory.weights_of_stage(job.config, layout, 0)
     copy = memory.FP32 * weights  # what error feedback did not send yet, or a set of weights
-    numbers = traffic.powersgd_numbers(weights_on_meta(job.config), POWERSGD_RANK)
+    with torch.device("meta"):
+        numbers = traffic.powersgd_numbers(Transformer(job.config).parameters(), POWERSGD_RANK)
     low_rank = dp.step_bytes * numbers / weights
     # An all-gather of what each rank chose: it grows with the ranks.
     chosen = (layout.replicas - 1) * TOPK_SHARE * weights * TOPK_ENTRY

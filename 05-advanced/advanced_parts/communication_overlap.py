@@ -228,10 +228,10 @@ def draw(path: Path, panels: dict[str, list[dict]]) -> None:
             panel.set_title(f"{name}: {step.end:.0f} ms", fontsize=10, loc="left")
             panel.grid(axis="x", alpha=0.3)
         axes[-1, 0].set_xlabel("ms from the start of the step, on rank 0")
-        kinds = {kind.replace("_", "-"): c for kind, c in COLORS.items() if kind in shown}
-        handles = [Patch(color=color, label=kind) for kind, color in kinds.items()]
+        kinds = [kind for kind in COLORS if kind in shown]
+        boxes = [Patch(color=COLORS[kind], label=kind.replace("_", "-")) for kind in kinds]
         style = {"loc": "outside upper right", "ncols": 5, "fontsize": 9, "frameon": False}
-        axes[0, 0].figure.legend(handles=handles, **style)
+        axes[0, 0].figure.legend(handles=boxes, **style)
 
 
 # the checks

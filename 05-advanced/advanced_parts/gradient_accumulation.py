@@ -247,7 +247,6 @@ def check_sending(job: Job, ways, factors_of) -> None:
             report.metrics[f"{name}: sending ms"] = busy
             row.append(f"{busy:.1f} ms")
         rows.append(row)
-        report.metrics |= {f"{name}: calls": calls, f"{name}: bytes": sent}
     report.say(f"one step, {steps} micro-batches, {buckets} buckets:")
     headers = "way", "all-reduces", "bytes", "gradient error", "on the ranks", "step", "link busy"
     report.table(rows, headers[: len(rows[0])])

@@ -46,12 +46,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def kept_for_backward(model, counts=lambda: True):
-    """Collect in a dict the bytes that autograd keeps, by address; weights do not count.
+def kept_for_backward(model, others=(), counts=lambda: True):
+    """Collect in a dict the bytes that autograd keeps, by address.
 
-    Nor does what is kept while `counts()` is false.
+    Weights do not count, nor `others`, nor what is kept while `counts()` is false.
     """
-    weights = storages(list(model.parameters()))
+    weights = storages([*model.parameters(), *others])
     kept: dict[int, int] = {}
 
     def pack(tensor):

@@ -274,9 +274,8 @@ def check_lost_updates(report: Report, job: Job, rounded_adamw: Callable) -> Non
     before = weights[moved].float()
     spacing = torch.exp2(torch.frexp(before)[1].float() - 1) * torch.finfo(torch.bfloat16).eps
     adamw = torch.optim.AdamW
-    masters, stochastic = (
-        partial(rounded_adamw, keep_masters=keep, seed=job.args.seed) for keep in (True, False)
-    )
+    masters = partial(rounded_adamw, keep_masters=True, seed=job.args.seed)
+    stochastic = partial(masters, keep_masters=False)
 
     def updated(make: Callable, steps: int, dtype=torch.bfloat16) -> torch.Tensor:
         """Return the weights, which dtype holds, after steps with the same gradient."""
@@ -319,7 +318,7 @@ def kept_bytes(job: Job, model: nn.Module, dtype, times: int) -> int:
         hooks.append(layer.register_forward_pre_hook(lambda *_: inside.append(0)))
         hooks.append(layer.register_forward_hook(lambda *_: inside.clear()))
     batch = [part.repeat(times, 1) for part in next(job.batches(1, job.rank))]
-    with kept_for_backward(model, lambda: inside) as kept:
+    with kept_for_backward(model, counts=lambda: inside) as kept:
         job.loss(model, dtype, batch)
     for hook in hooks:
         hook.remove()

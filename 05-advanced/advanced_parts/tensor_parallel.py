@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from advanced_parts import tensor_job
-from advanced_parts.kept_bytes import kept_for_backward, storages
+from advanced_parts.kept_bytes import kept_for_backward
 from dist_common import models
 from dist_common.lab.figure import figure
 from dist_common.lab.traffic import TrafficCounter
@@ -88,12 +88,11 @@ def run_block(block: nn.Module, args, config, device, parts: int = 1) -> tuple[l
     shape = (args.batch_size, args.seq_len // parts, config.dim)
     x = torch.randn(shape, device=device, requires_grad=True)
     with TrafficCounter() as counter:
-        with kept_for_backward(block) as kept:
+        with kept_for_backward(block, tables) as kept:
             out = block(x, *tables)
         out.sum().backward()
     block.zero_grad()
-    size = sum(kept.values()) - sum(kept.get(address, 0) for address in storages(tables))
-    return counter.collectives, size
+    return counter.collectives, sum(kept.values())
 
 
 def check_blocks(report: Report, blocks: dict[str, tuple[list, int]], args, config) -> None:
