@@ -249,7 +249,29 @@ def proofs():
     from fsdp_parts import fsdp_finetune as part
 
     return part
-    # end of proofs
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__, resumes=True)
+    add, positive = parser.add_argument, cli.positive_int
+    add("--model", metavar="DIR", help="folder of a Hugging Face model with its tokenizer")
+    add("--data", dest="text_file", metavar="FILE",
+        help='lines of {"prompt": "...", "answer": "..."}')  # fmt: skip
+    add("--seq-len", type=positive, default=128, help="most tokens of prompt and answer (128)")
+    add("--micro-batch-size", type=positive, default=4, help="pairs per rank at a time (4)")
+    add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
+    add("--global-batch-size", type=positive, help="pairs per step: sets --grad-accum-steps")
+    add("--max-steps", type=positive, default=100, help="optimizer steps of the whole run (100)")
+    add("--lr", type=cli.positive_float, default=2e-5, help="peak learning rate of AdamW (2e-5)")
+    add("--warmup-steps", type=cli.whole_number, default=5, help="steps of linear warmup (5)")
+    add("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="(32-true)")
+    job.add_loop_flags(parser)  # --max-grad-norm, --log-every, --eval-every, --save-every, ...
+    add("--export", metavar="DIR", help="write the tuned model for transformers to this folder")
+    if part := proofs():
+        part.add_flags(parser)  # --make-tiny, --ask, --dry-run, --kill-at-step
+    if AutoConfig is None:
+        parser.error("transformers is missing: pip install transformers safetensors")
+    return job.parse(parser)
 
 
 # what is refused, before anything is allocated
@@ -338,27 +360,7 @@ def tensors_of(model, folder):
     return found
 
 
-def parse_args():
-    parser = cli.ArgumentParser(__doc__, resumes=True)
-    add, positive = parser.add_argument, cli.positive_int
-    add("--model", metavar="DIR", help="folder of a Hugging Face model with its tokenizer")
-    add("--data", dest="text_file", metavar="FILE",
-        help='lines of {"prompt": "...", "answer": "..."}')  # fmt: skip
-    add("--seq-len", type=positive, default=128, help="most tokens of prompt and answer (128)")
-    add("--micro-batch-size", type=positive, default=4, help="pairs per rank at a time (4)")
-    add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
-    add("--global-batch-size", type=positive, help="pairs per step: sets --grad-accum-steps")
-    add("--max-steps", type=positive, default=100, help="optimizer steps of the whole run (100)")
-    add("--lr", type=cli.positive_float, default=2e-5, help="peak learning rate of AdamW (2e-5)")
-    add("--warmup-steps", type=cli.whole_number, default=5, help="steps of linear warmup (5)")
-    add("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="(32-true)")
-    job.add_loop_flags(parser)  # --max-grad-norm, --log-every, --eval-every, --save-every, ...
-    add("--export", metavar="DIR", help="write the tuned model for transformers to this folder")
-    if part := proofs():
-        part.add_flags(parser)  # --make-tiny, --ask, --dry-run, --kill-at-step
-    if AutoConfig is None:
-        parser.error("transformers is missing: pip install transformers safetensors")
-    return job.parse(parser)
+# the run
 
 
 def set_up(args, report):

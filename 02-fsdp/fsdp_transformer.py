@@ -259,6 +259,13 @@ def evaluate(run):
     return test_loss
 
 
+def parse_args():
+    parser = cli.ArgumentParser(__doc__, resumes=True)
+    job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --lr, --save-every, ...
+    add_flags(parser)
+    return job.parse(parser)
+
+
 def add_flags(parser):
     """Add the flags that say how the model is sharded and what saves memory."""
     add, positive = parser.add_argument, cli.positive_int
@@ -285,19 +292,7 @@ def parse_kind(text):
     raise argparse.ArgumentTypeError(f"must be {allowed}, not {text!r}")
 
 
-def parse_args():
-    parser = cli.ArgumentParser(__doc__, resumes=True)
-    job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --lr, --save-every, ...
-    add_flags(parser)
-    return job.parse(parser)
-
-
-def describe(args, config):
-    """Return in one line what is trained, and how."""
-    return (
-        f"{args.preset}: {config.num_parameters():,} weights; {args.sharding} sharding, "
-        f"{args.precision}, activation checkpointing {args.activation_checkpointing}"
-    )
+# what is refused, before anything is allocated
 
 
 def refuse(args, config, shards, world, device):
@@ -330,6 +325,17 @@ def refuse_float8(device):
         raise cli.UsageError(f"--float8 needs a GPU of compute capability 8.9; this has {number}")
     if importlib.util.find_spec("torchao") is None:
         raise cli.UsageError("--float8 needs torchao: pip install torchao")
+
+
+# the run
+
+
+def describe(args, config):
+    """Return in one line what is trained, and how."""
+    return (
+        f"{args.preset}: {config.num_parameters():,} weights; {args.sharding} sharding, "
+        f"{args.precision}, activation checkpointing {args.activation_checkpointing}"
+    )
 
 
 def set_up(args, report):
