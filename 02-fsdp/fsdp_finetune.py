@@ -249,6 +249,7 @@ def proofs():
     from fsdp_parts import fsdp_finetune as part
 
     return part
+    # end of proofs
 
 
 def parse_args():

@@ -23,7 +23,7 @@ def failed_checks(folder) -> set[str]:
 
 
 def send_at_once(script):
-    script.slow_group = lambda rate, late: (None, "")
+    script.slow_group = lambda rate: (None, "")
 
 
 def faster_than_the_link(folder) -> set[str]:

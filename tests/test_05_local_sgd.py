@@ -22,7 +22,7 @@ FULL = pytest.mark.full
 
 def no_link(script):
     script.part.ROUNDS = 2  # fewer than a reader's run has
-    script.slow_group = lambda rate, late: (dist.group.WORLD, "link: none emulated")
+    script.slow_group = lambda rate: (dist.group.WORLD, "link: none emulated")
 
 
 # the script
