@@ -312,11 +312,12 @@ def test_a_killed_run_resumes_over_the_end_of_an_epoch(run_script, tmp_path, tex
     assert "nothing to do" in start(stopped).stdout
 
 
+@full
 @pytest.mark.parametrize(
     ("first", "second"),
     [
         ((2, ""), (3, "--activation-checkpointing full --sharding grad-op")),
-        pytest.param((4, "--sharding hybrid --shard-group-size 2"), (1, ""), marks=full),
+        ((4, "--sharding hybrid --shard-group-size 2"), (1, "")),
     ],
 )
 def test_another_number_of_ranks_resumes(run_script, tmp_path, text, first, second):

@@ -98,7 +98,8 @@ def narrow_and_real_only(script):
     skip_full_size(script)
 
 
-@pytest.mark.parametrize("world_size", [3, *(pytest.param(n, marks=FULL) for n in (1, 4))])
+@FULL
+@pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_on_other_numbers_of_ranks(run_script, tmp_path, world_size):
     folder = tmp_path / "run"
     ended = run_script(

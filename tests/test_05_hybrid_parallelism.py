@@ -79,8 +79,8 @@ def test_every_layout_gives_the_gradient_of_one_process(train, tmp_path, world_s
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
-        (4, "--dp 2 --pp 2 --micro-batch-size 2"),
         *full(
+            (4, "--dp 2 --pp 2 --micro-batch-size 2"),
             (8, "--dp 2 --tp 2 --cp 2 --micro-batch-size 4"),
             (8, "--dp 2 --tp 2 --pp 2 --micro-batch-size 2"),
             (4, "--dp 2 --pp 2 --schedule zero-bubble --data-parallel grad-op "
