@@ -122,7 +122,7 @@ def test_the_whole_workflow(run_script, finetune, tmp_path, before=2, after=3):
 
     same = ("--export", tmp_path / "same", "--parity-steps", 0)
     options = ("--model", model, "--data", model / PAIRS, *flags, "--output-dir", other, *same)
-    assert_ok(run_script(SCRIPT, *options, world_size=before))
+    assert_ok(run_script(SCRIPT, *options, world_size=1))  # losses and weights of one process
     # Tolerance: float32 sums of other parts, over six steps of at most 0.01 a weight.
     assert losses_of(run) == pytest.approx(losses_of(other), abs=1e-5)
     assert losses_of(run)[-1] < 0.8 * losses_of(run)[0]
