@@ -50,7 +50,7 @@ def sealed(
         yield partial
         dist.barrier(group)
         names = [str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()]
-        own = {name: sha256(partial / name, flushed=True) for name in part_of(names, group, alone)}
+        own = {name: sha256(partial / name, flushed=True) for name in _part_of(names, group, alone)}
         parts = gather(own, group)
         if rank == 0:
             listed = {name: digest for part in parts for name, digest in part.items()}
@@ -75,7 +75,7 @@ def sealed(
         raise UsageError(f"cannot write the checkpoint {final}: {cause.strerror}") from error
 
 
-def part_of(names: Collection[str], group, alone: bool) -> list[str]:
+def _part_of(names: Collection[str], group, alone: bool) -> list[str]:
     """Return which of a checkpoint's files this rank hashes."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if alone:
@@ -95,10 +95,10 @@ def newest(
     skipped = []
     for name in reversed(from_rank0([path.name for path in found(directory)], group)):
         path = directory / name
-        facts = from_rank0(manifest_of(path) if dist.get_rank(group) == 0 else None, group)
-        why = facts if isinstance(facts, str) else problem(facts) or altered(
-            path, facts["files"], group, alone
-        )  # fmt: skip
+        facts = from_rank0(_manifest_of(path) if dist.get_rank(group) == 0 else None, group)
+        why = facts  # what is wrong with the manifest
+        if isinstance(facts, dict):
+            why = problem(facts) or _altered(path, facts["files"], group, alone)
         if why is None:
             for line in skipped:
                 report.warn(f"skipped {line}")
@@ -111,7 +111,7 @@ def newest(
     return None
 
 
-def manifest_of(path: Path) -> dict[str, Any] | str:
+def _manifest_of(path: Path) -> dict[str, Any] | str:
     """Read a checkpoint's manifest; or say why it cannot be used."""
     try:
         facts = json.loads((path / "manifest.json").read_text())
@@ -122,10 +122,10 @@ def manifest_of(path: Path) -> dict[str, Any] | str:
         return f"incomplete or damaged ({type(error).__name__}: {error})"
 
 
-def altered(path: Path, digests: dict[str, str], group, alone: bool) -> str | None:
+def _altered(path: Path, digests: dict[str, str], group, alone: bool) -> str | None:
     """Say which file is not the one that was written; None if all are. A collective."""
     why = None
-    for name in part_of(digests, group, alone):
+    for name in _part_of(digests, group, alone):
         try:
             if sha256(path / name) != digests[name]:
                 why = f"truncated or altered ({name} does not match its checksum)"
