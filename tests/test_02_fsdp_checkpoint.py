@@ -1,6 +1,5 @@
 """Module 02: a checkpoint is whole or it is not there, however it was written."""
 
-import json
 import os
 import random
 import resource
@@ -295,10 +294,7 @@ def test_dcp_itself_does_not_notice(run, saved):
     flip_a_bit(saved / NEWEST / "__1_0.distcp")
 
     def before(script):
-        script.checkpoint_job.checkpoint._examine = lambda path, part: (
-            json.loads((path / "manifest.json").read_text()),
-            None,
-        )
+        script.checkpoint_job.checkpoint._altered = lambda *_: None
 
     ended = run(*LOAD, "--dir", saved, before=before)
     assert ended.stderr == "" and f"resuming from {saved}/{NEWEST}" in ended.stdout

@@ -98,6 +98,7 @@ def folder_of(job: SimpleNamespace) -> Iterator[Path]:
         if not folder and job.world.is_rank0:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
         yield Path(from_rank0(folder, job.files))
+        dist.barrier(job.files)  # every rank has read what rank 0 is about to remove
 
 
 def build(job: SimpleNamespace, seed: int, shard: Callable[[nn.Module], object]) -> nn.Module:
