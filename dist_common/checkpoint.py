@@ -25,6 +25,7 @@ from dist_common.report import Report
 from dist_common.runtime import from_rank0, gather
 
 SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed")  # what the order of the data depends on
+OLD_FORMAT = "in the format of an older version of this guide: start anew"
 # Flags that do not change the weights: a resumed run may change them without a word.
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every",
         "eval_every", "save_every", "parity_steps"}  # fmt: skip
@@ -116,7 +117,7 @@ def _manifest_of(path: Path) -> dict[str, Any] | str:
     try:
         facts = json.loads((path / "manifest.json").read_text())
         if "sha256" in facts or "files" not in facts:
-            return "in the format of an older version of this guide: start anew"
+            return OLD_FORMAT
         return facts | {"files": dict(facts["files"])}
     except (OSError, ValueError, TypeError) as error:
         return f"incomplete or damaged ({type(error).__name__}: {error})"
@@ -216,8 +217,9 @@ class Replicated(Store):
         state = None
         if dist.get_rank() == 0:
             state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        for name, part in from_rank0(state).items():
-            self.parts[name].load_state_dict(part)
+        state = from_rank0(state)
+        for name in self.parts.keys() & state.keys():  # another precision has no loss scaler
+            self.parts[name].load_state_dict(state[name])
 
 
 class Sharded(Store):
@@ -272,7 +274,11 @@ def save(directory: Path, step: int, store: Store, facts: dict[str, Any], keep: 
 
 def find(directory: Path, report: Report, store: Store) -> tuple[Path, dict[str, Any]] | None:
     """Return folder and manifest of the newest checkpoint that `store` can read. A collective."""
-    return newest(directory, report, store.problem, store.group, store.alone)
+
+    def problem(facts: dict[str, Any]) -> str | None:
+        return store.problem(facts) if "rng.pt" in facts["files"] else OLD_FORMAT
+
+    return newest(directory, report, problem, store.group, store.alone)
 
 
 def load(folder: Path, store: Store) -> dict[str, Any] | None:

@@ -431,6 +431,24 @@ def test_random_state_of_every_rank_comes_back(on_ranks, tmp_path):
     assert first != second
 
 
+def test_a_store_reads_the_parts_that_both_have_and_refuses_an_older_format(single, tmp_path):
+    model = nn.Linear(1, 1)
+    directory = tmp_path / "ck"
+    scaler = torch.amp.GradScaler("cpu")
+    checkpoint.save(directory, 1, checkpoint.Replicated(model, scaler=scaler), {})
+    store = checkpoint.Replicated(model, optimizer=torch.optim.SGD(model.parameters()))
+    path, _ = checkpoint.find(directory, Recorder(), store)  # with another precision
+    expected = model.weight.item()
+    nn.init.zeros_(model.weight)
+    checkpoint.load(path, store)
+    assert model.weight.item() == expected
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["rng.pt"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(cli.UsageError, match="of an older version of this guide: start anew"):
+        checkpoint.find(directory, Recorder(), store)
+
+
 def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
     def body(rank, world_size):
         with checkpoint.sealed(tmp_path / "ck", 7, {"note": "kept"}) as inside:
