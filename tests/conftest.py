@@ -251,10 +251,17 @@ def started_here() -> list[psutil.Process]:
 
 
 def end_what_was_started() -> None:
-    """Kill it: a run that nobody ends would slow down every test after it."""
-    for process in started_here():
-        with contextlib.suppress(psutil.Error):
-            process.kill()
+    """Kill it: a run that nobody ends would slow down every test after it.
+
+    Again until nothing is left: a process that was just being made is not listed at first, and one
+    that was killed takes a moment to end.
+    """
+    deadline = time.monotonic() + 30
+    while (left := started_here()) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.05)
 
 
 @pytest.hookimpl(trylast=True)

@@ -206,12 +206,6 @@ def has_main(script: str) -> bool:
     return bool(re.search(r"^def main\(", (REPO / script).read_text(), re.M))
 
 
-def is_shown_elsewhere(script: str, page: str) -> bool:
-    """Say whether another page is the script's own: there it is launched as a reader would."""
-    own = str(Path(script).with_suffix(".md"))
-    return own in PAGES and own != page
-
-
 def folders(command: str) -> set[str]:
     """Return what a command names below runs/: it writes there, or reads what another one wrote."""
     return set(re.findall(r"\bruns/[^/\s\"']+", command))
@@ -314,7 +308,8 @@ def fault_of_record(text: str, file: Path) -> str | None:
 def follow(path: str, copy: Path, run_script) -> None:
     """Run a page's commands and compare what they print and draw with what it shows.
 
-    On its own page a script's first run is launched as a reader would, all others are forked.
+    A first step's first run and what a README shows are launched as a reader would. Lessons are
+    forked, for a third of the time; test_templates.py launches templates.
     """
     __tracebackhide__ = True  # the message says it all
     launched, missing = set(), set()  # scripts; folders that commands left out would have filled
@@ -333,8 +328,9 @@ def follow(path: str, copy: Path, run_script) -> None:
                 continue
             where = f"{path}:{line}: {command}\n"
             script = plain(run) and plain(run)[1]
-            forked = script and (script in launched or is_shown_elsewhere(script, path))
+            forked = script and (script in launched or has_main(script))
             forked = forked and "/hello_" not in script  # whose ranks print in turns
+            forked = forked and Path(path).name != "README.md"
             launched.add(script)
             try:
                 printed = fork(run, copy, run_script) if forked else launch(run, copy)

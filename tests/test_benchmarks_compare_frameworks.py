@@ -353,12 +353,14 @@ def compare(folder: Path, *argv, **environ: str) -> tuple:
 @full
 @with_frameworks
 def test_every_framework_trains_the_same_job(tmp_path):
+    """Those that the page does not run itself."""
     before, scratch = set(Path("/tmp").glob("ray-*")), Path(tempfile.mkdtemp(dir="/tmp"))
-    ended, rows = compare(tmp_path / "out", "--max-steps", 12, TMPDIR=str(scratch))
+    names = sorted(PORTS.keys() - {"fabric_ddp", "accelerate_ddp", "horovod_ddp"})
+    argv = ("--max-steps", 12, "--frameworks", *names)
+    ended, rows = compare(tmp_path / "out", *argv, TMPDIR=str(scratch))
     assert ended.codes == [0], ended.stdout + ended.stderr
-    faults = {name: row["fault"] for name, row in rows.items() if row["fault"]}
-    assert faults == {"horovod_ddp": "not installed"}
-    assert {row["world_size"] for row in rows.values()} == {2, 0}
+    assert rows.keys() == set(names) and not any(row["fault"] for row in rows.values())
+    assert {row["world_size"] for row in rows.values()} == {2}
     running = [" ".join(process.info["cmdline"] or ())
                for process in psutil.process_iter(["cmdline"])]  # fmt: skip
     assert not [line for line in running if str(scratch) in line or "raylet" in line]
@@ -366,14 +368,10 @@ def test_every_framework_trains_the_same_job(tmp_path):
     shutil.rmtree(scratch)
 
 
-# traps: a port that lacks one thing trains another job, and its exit code says nothing
+# traps: a port that lacks one thing trains another job, and its exit code says nothing; the page
+# itself runs one more, whose sampler shuffles
 
 TRAPS = {
-    "lightning_shuffles": (
-        "lightning_ddp",
-        ("use_distributed_sampler=False", "use_distributed_sampler=True"),
-        ("sampler=sampler", "shuffle=False"),
-    ),
     "lightning_schedule_per_epoch": ("lightning_ddp", (', "interval": "step"', "")),
     "accelerate_schedule_twice": (
         "accelerate_ddp",
@@ -411,14 +409,6 @@ def run_accelerate(source: Path, *command: str):
     words = [*command, source, "--max-steps", 3, *SMALL]
     path = os.pathsep.join((str(REPO), str(FOLDER)))
     return run_command(list(map(str, words)), REPO, 300, PYTHONPATH=path, OMP_NUM_THREADS="1")
-
-
-@full
-@with_frameworks
-def test_accelerates_own_launcher_starts_one_process_on_cpus():
-    launch = (PYTHON.parent / "accelerate", "launch", "--cpu", "--num_processes", "2")
-    ended = run_accelerate(FOLDER / "accelerate_ddp.py", *launch)
-    assert ended.codes != [0] and "FAILED: world size; steps" in ended.stdout
 
 
 @full
