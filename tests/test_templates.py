@@ -10,9 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
-from conftest import REPO, fork_ranks, load_script, results_of, run_command
+from conftest import REPO, fork_ranks, load_script, results_of
 from helpers_01 import ask_to_stop_in, largest_difference, steps_in, wait_for
 from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
 
@@ -309,32 +308,69 @@ def test_what_a_user_does_not_need_can_be_deleted(train, tmp_path, template, wor
     assert losses[0] == losses[1]
 
 
+# main of a module that stands for a copy: the copy is to find its own dist_common, and no other
+AS_COPY = """
+import runpy, sys
+
+def main():
+    for name in [name for name in sys.modules if name.split(".")[0] == "dist_common"]:
+        del sys.modules[name]
+    sys.path.insert(0, {folder!r})
+    import dist_common
+    assert dist_common.__file__.startswith({folder!r}), dist_common.__file__
+    runpy.run_path({copy!r}, run_name="__main__")
+"""
+
+
 @full
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_copy_with_dist_common_trains_is_killed_and_resumes(tmp_path, template, request):
-    """In an empty folder, under torchrun, without lab/ and the proofs."""
-    name = Path(template).name
-    shutil.copytree(REPO / "dist_common", tmp_path / "dist_common",
+def test_a_copy_with_dist_common_trains_is_killed_and_resumes(
+    run_script, tmp_path, template, request
+):
+    """In an empty folder, without lab/ and the proofs."""
+    folder = tmp_path / "empty"
+    copy = folder / Path(template).name
+    shutil.copytree(REPO / "dist_common", folder / "dist_common",
                     ignore=shutil.ignore_patterns("lab", "__pycache__"))  # fmt: skip
-    (tmp_path / name).write_text(without_proofs(template))
+    copy.write_text(without_proofs(template))
     if (REPO / template).with_name("configs").is_dir():
-        shutil.copytree((REPO / template).with_name("configs"), tmp_path / "configs")
-    command = ["torchrun", "--standalone", "--nproc-per-node=2", name, "--max-steps", "30",
-               "--seq-len", "32", "--micro-batch-size", "2", "--log-every", "1", "--save-every",
-               "2", "--eval-every", "0", "--output-dir", "run", "--resume"]  # fmt: skip
+        shutil.copytree((REPO / template).with_name("configs"), folder / "configs")
+    stand_in = tmp_path / "stand_in.py"
+    stand_in.write_text(AS_COPY.format(folder=str(folder), copy=str(copy)))
+    arguments = [
+        "--max-steps",
+        30,
+        "--seq-len",
+        32,
+        "--micro-batch-size",
+        2,
+        "--log-every",
+        1,
+        "--save-every",
+        2,
+        "--eval-every",
+        0,
+        "--resume",
+        "--output-dir",
+        "run",
+    ]
     if template == FINETUNE:
-        command += model_and_pairs(request)
-    metrics = tmp_path / "run" / "metrics.jsonl"
+        arguments += model_and_pairs(request)
 
-    def kill(pid):
-        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 5, 250)
-        launcher = psutil.Process(pid)
-        for process in (*launcher.children(recursive=True), launcher):  # ranks outlive a launcher
-            process.kill()
+    def enter(module):
+        os.chdir(folder)
+        refuse_proofs(module)
 
-    killed = run_command(command, tmp_path, 300, kill)
-    assert killed.codes == [-signal.SIGKILL]
-    ended = run_command(command, tmp_path, 300)
-    assert ended.codes == [0], ended.stdout + ended.stderr
+    def kill(pids):
+        metrics = folder / "run" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 5)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    options = {"world_size": 2, "before": enter}
+    killed = run_script(str(stand_in), *arguments, **options, during=kill)
+    assert killed.codes == [-signal.SIGKILL] * 2, killed.stdout + killed.stderr
+    ended = run_script(str(stand_in), *arguments, **options)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
     assert "resuming from run/checkpoints/step-" in ended.stdout
-    assert sorted(steps_in(tmp_path / "run")) == list(range(1, 31))
+    assert sorted(steps_in(folder / "run")) == list(range(1, 31))
