@@ -201,6 +201,9 @@ def plain(command: str) -> tuple[int | None, str, list[str]] | None:
 STAND_IN = "01-ddp-basics/ddp_parts/digits.py"  # a module that gets a first step's code as main
 
 
+FRESH = "02-fsdp/fsdp_checkpoint.py"  # starts a process that writes, and imports the script anew
+
+
 def has_main(script: str) -> bool:
     """Say whether a script has a main to call; first steps are plain code from top to bottom."""
     return bool(re.search(r"^def main\(", (REPO / script).read_text(), re.M))
@@ -308,8 +311,8 @@ def fault_of_record(text: str, file: Path) -> str | None:
 def follow(path: str, copy: Path, run_script) -> None:
     """Run a page's commands and compare what they print and draw with what it shows.
 
-    A first step's first run and what a README shows are launched as a reader would. Lessons are
-    forked, for a third of the time; test_templates.py launches templates.
+    A first step's first run and what a README shows are launched as a reader would; lessons are
+    forked, for a third of the time.
     """
     __tracebackhide__ = True  # the message says it all
     launched, missing = set(), set()  # scripts; folders that commands left out would have filled
@@ -328,7 +331,7 @@ def follow(path: str, copy: Path, run_script) -> None:
                 continue
             where = f"{path}:{line}: {command}\n"
             script = plain(run) and plain(run)[1]
-            forked = script and (script in launched or has_main(script))
+            forked = script and (script in launched or (has_main(script) and script != FRESH))
             forked = forked and "/hello_" not in script  # whose ranks print in turns
             forked = forked and Path(path).name != "README.md"
             launched.add(script)

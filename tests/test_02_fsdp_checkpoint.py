@@ -53,17 +53,6 @@ def but_not_by_process(script):
     del script.KINDS["async-process"]
 
 
-@full
-def test_compare_runs_as_its_reader_would(torchrun, tmp_path):
-    """Under torchrun: the process that writes for async_save imports the script anew."""
-    ended = torchrun(CHECKPOINT, "--output-dir", tmp_path / "run", timeout_s=250)
-    assert_ok(ended, "OK: 13 checks passed")
-    assert "INFO" not in ended.stderr
-    kinds, times = ("sharded", "full", "async", "async-process"), ("stall", "on_disk", "load")
-    metrics = results_of(tmp_path / "run")["metrics"]
-    assert set(metrics) == {f"{kind}_{name}_ms" for kind in kinds for name in times}
-
-
 @pytest.mark.parametrize(
     ("world_size", "preset"), [(2, "tied"), pytest.param(3, "tiny", marks=full)]
 )
