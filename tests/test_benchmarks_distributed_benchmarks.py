@@ -225,12 +225,15 @@ def test_a_killed_sweep_s_ranks_end_and_it_resumes(fakes, tmp_path, launcher):
     assert ended.codes == [-signal.SIGKILL], ended.stdout + ended.stderr
     assert len(runs_of(fakes)) == 5 and gone([pid for _, _, pid in runs_of(fakes)])
     assert set(records_of(tmp_path / "out")) == {"single.w1#1", "train.w2#1"}
+    before = (tmp_path / "out" / "results.jsonl").read_text()
     (fakes / "go").touch()
     ended = run_command(command, tmp_path, 180)
     assert ended.codes == [0], ended.stdout + ended.stderr
     assert "2 points have a record already, 1 to go" in ended.stdout
     assert [name for name, _, _ in runs_of(fakes)][5:] == ["hang-once.w2#1"] * 2
     assert len(records_of(tmp_path / "out")) == 3
+    after = (tmp_path / "out" / "results.jsonl").read_text()
+    assert after.startswith(before) and len(after.splitlines()) == 3
 
 
 @pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=full)])
@@ -256,31 +259,6 @@ launch.start({launcher!r}, str(folder / "job.py"), [], 2, folder / "launch", 60)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == (2 if launcher == "fork" else 1) and gone(pids)
     assert not (tmp_path / "ran").exists()
-
-
-@full
-def test_a_killed_real_sweep_completes_without_repeating_a_point(tmp_path):
-    words = ["python", TOOL, "sweep", "--strategies", "ddp", "fsdp-full", "--repeats", "2"]
-    words += ["--seq-len", "16", "--max-steps", "8", "--output-dir", str(tmp_path / "out")]
-
-    def kill_after_two_points(pid):
-        results = tmp_path / "out/results.jsonl"
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline:
-            if results.exists() and len(results.read_text().splitlines()) >= 2:
-                break
-            time.sleep(0.05)
-        children = psutil.Process(pid).children(recursive=True)
-        os.kill(pid, signal.SIGKILL)
-        assert gone([child.pid for child in children])
-
-    run_command(words, REPO, 300, kill_after_two_points)
-    before = (tmp_path / "out/results.jsonl").read_text()
-    ended = run_command(words, REPO, 300)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    text = (tmp_path / "out/results.jsonl").read_text()
-    ids = [json.loads(line)["id"] for line in text.splitlines()]
-    assert text.startswith(before) and len(ids) == len(set(ids)) == 6
 
 
 # launchers
