@@ -4,7 +4,8 @@
     GPU   torchrun --standalone --nproc-per-node=gpu 04-nccl-operations/pairwise_scan.py -b 64M
 
 A collective is as slow as its slowest link, and does not say which link that is. Look for: the
-matrix of bandwidths, and below it the row, column or block that is slow, if there is one.
+matrix of bandwidths, below it how slow a pair must be to stand out from noise, and the row, column
+or block that is slow, if there is one.
 
 Source: the circle method for tournaments (Lucas, Recreations mathematiques, volume 2, 1883).
 """
@@ -24,7 +25,7 @@ from nccl_parts import pairwise_scan as part
 from nccl_parts.clusters import nodes_of
 from nccl_parts.measurement import StopEarly, gb_per_s, refuse_size
 
-BURSTS = 3  # timed ones, each way
+REPEATS = 5  # of all rounds, every other time in the opposite order
 
 
 def tournament(players):
@@ -90,22 +91,20 @@ def burst(message, arrived, sender, receiver, count):
     return time.perf_counter() - started
 
 
-def meet(pair, message, arrived, iters):
+def meet(pair, message, arrived, iters, repeat):
     """Return this rank's GB/s to its peer, and how many elements of the peer's message differ.
 
     All ranks call it; those that have a break in this round, with None.
     """
     rank, speed, wrong = dist.get_rank(), None, 0
-    for turn in (0, 1):  # one way, then the other
+    for turn in (0, 1) if repeat % 2 == 0 else (1, 0):  # one way, then the other
         sender, receiver = (pair[turn], pair[1 - turn]) if pair else (None, None)
-        times = []
-        for count in (1, *[iters] * BURSTS):  # the first one connects
+        for count in (1, iters) if repeat == 0 else (iters,):  # the first one connects
             dist.barrier()  # all pairs begin together: they may share a link
             if pair:
-                times.append(burst(message, arrived, sender, receiver, count))
+                seconds = burst(message, arrived, sender, receiver, count)
         if rank == sender:
-            # The best one: what another program disturbs is not the link's fault.
-            speed = gb_per_s(iters * message.nbytes, min(times[1:]))
+            speed = gb_per_s(iters * message.nbytes, seconds)
         if rank == receiver:
             right = data.fill(torch.empty_like(arrived), data.noise(sender))
             wrong = int((arrived != right).sum())
@@ -116,20 +115,22 @@ def run_rounds(scan, message, iters, stop):
     """Have all pairs meet, round by round, and note their speeds: the same on all ranks."""
     rank = dist.get_rank()
     arrived = torch.empty_like(message)
-    for number, pairs in enumerate(scan.rounds, 1):
-        pair = next((pair for pair in pairs if rank in pair), None)
-        met = ", ".join(f"{one}-{other}" for one, other in pairs)
-        stop.during = f"round {number} of {len(scan.rounds)}, ranks {met}"
+    rounds = [*enumerate(scan.rounds, 1)]
+    for repeat in range(REPEATS):
+        for number, pairs in rounds if repeat % 2 == 0 else rounds[::-1]:
+            pair = next((pair for pair in pairs if rank in pair), None)
+            met = ", ".join(f"{one}-{other}" for one, other in pairs)
+            stop.during = f"round {number} of {len(scan.rounds)}, ranks {met}"
 
-        own = meet(pair, message, arrived, iters)
+            own = meet(pair, message, arrived, iters, repeat)
 
-        every = runtime.gather(own)
-        for one, other in pairs:
-            scan.speeds[one, other] = every[one][0]
-            scan.speeds[other, one] = every[other][0]
-        scan.wrong += sum(wrong for _, wrong in every)
-        if stop.agreed():
-            break
+            every = runtime.gather(own)
+            for one, other in pairs:
+                scan.repeats[one, other].append(every[one][0])
+                scan.repeats[other, one].append(every[other][0])
+            scan.wrong += sum(wrong for _, wrong in every)
+            if stop.agreed():
+                return
 
 
 def possible_causes(scan):
@@ -137,7 +138,7 @@ def possible_causes(scan):
     of_nodes, of_paths, of_ranks = defaultdict(set), defaultdict(set), defaultdict(set)
     node_of = {rank: number for number, node in enumerate(scan.nodes) for rank in node}
     several = [f"rank{'s' * (len(node) > 1)} {', '.join(map(str, node))}" for node in scan.nodes]
-    for way in sorted(scan.speeds):
+    for way in sorted(scan.repeats):
         kind, nodes = scan.kind(way), [node_of[rank] for rank in way]
         for rank, node, direction in zip(way, nodes, (part.SENDS, part.RECEIVES), strict=True):
             of_ranks[f"rank {rank}", direction, kind].add(way)
@@ -149,32 +150,40 @@ def possible_causes(scan):
 
 
 def find_slow(scan):
-    """Return the fewest causes that explain all slow ways, by the speeds alone.
+    """Return the fewest causes that explain all slow ways, by the speeds alone, and the noise.
 
     A rank or node is named where every way from it, or to it, is slow, and it has two peers at
-    least: with one, nobody can tell which side it is.
+    least: with one, nobody can tell which side it is. What an earlier cause explains is not
+    counted again.
     """
-    fast = part.fast_speeds(scan)
-    of_fast = {way: gb_s / fast[scan.kind(way)] for way, gb_s in scan.speeds.items()}
-    slow = {way for way in of_fast if of_fast[way] < part.BELOW}
-    left, found = set(slow), []
-    causes = {cause: ways for cause, ways in possible_causes(scan).items() if ways <= slow}
-    several = {cause: ways for cause, ways in causes.items() if told_apart(cause, ways)}
-    while left and several:
+    causes, speeds = possible_causes(scan), scan.speeds
+    noise = part.noise_of(scan, len(causes) + len(speeds))
+    of_fast = {way: gb_s / noise[scan.kind(way)].fast_gb_s for way, gb_s in speeds.items()}
+    explained, found = set(), []
+
+    def is_slow(kind, ways):
+        return ways and max(map(of_fast.get, ways)) < noise[kind].limit(len(ways))
+
+    while True:
+        left = {cause: ways - explained for cause, ways in causes.items()
+                if told_apart(cause, ways)}  # fmt: skip
+        left = {cause: ways for cause, ways in left.items() if is_slow(cause[2], ways)}
         # The one that explains most; of two alike the larger: a node before its rank.
-        best = max(several, key=lambda cause: (len(several[cause] & left), len(several[cause])))
-        if len(several[best] & left) < 2:
+        best = max(left, key=lambda cause: (len(left[cause]), len(causes[cause])), default=None)
+        if best is None or len(left[best]) < 2:
             break
-        left -= several[best]
-        found.append((best, several.pop(best)))
+        found.append((best, causes[best]))
+        explained |= causes[best]
     for cause, ways in causes.items():  # its one peer within the node, say, once it is known
-        if ways & left and any(cause[:2] == known[:2] for known, _ in found):
-            left -= ways
+        known = any(cause[:2] == other[:2] for other, _ in found)
+        if known and is_slow(cause[2], ways - explained):
+            explained |= ways
             found.append((cause, ways))
-    for one, other in sorted(left):
+    for one, other in sorted(speeds.keys() - explained):
         cause = f"rank {one} -> rank {other}", part.SENDS, scan.kind((one, other))
-        found.append((cause, {(one, other)}))
-    return list(merged(found, of_fast))
+        if is_slow(cause[2], {(one, other)}):
+            found.append((cause, {(one, other)}))
+    return sorted(merged(found, of_fast), key=lambda slow: slow.of_fast), noise
 
 
 def merged(found, of_fast):
@@ -205,7 +214,7 @@ def parse_args():
     add("-b", "--bytes", type=cli.byte_size, default="4M", metavar="SIZE",
         help="size of a message (4M)")  # fmt: skip
     add("-n", "--iters", type=cli.positive_int, default=5,
-        help="messages in a burst; the best of three bursts counts (5)")  # fmt: skip
+        help="messages in a burst; the median of five bursts counts (5)")  # fmt: skip
     add("--nodes-only", action="store_true",
         help="only between nodes, each rank with its counterparts: fewer rounds")  # fmt: skip
     return parser.parse_args()

@@ -14,18 +14,26 @@ import math
 import os
 import runpy
 import socket
+import statistics
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 from dist_common import cli
 from dist_common.report import Report
 
-BELOW = 0.5  # a pair is slow below this part of what the fast pairs of its kind do
+# Nothing is called slow above this part of what the fast pairs of its kind do: one pair, several.
+# What sets pairs apart in all repeats alike, as the core that a rank runs on, no repeat shows.
+BELOW, BELOW_TOGETHER = 0.5, 0.75
 FAST = 0.9  # "fast" is as good as the best tenth
+CHANCE = 0.01  # that a healthy cluster has any finding at all
+DRAWS = 200  # healthy clusters that are drawn from the repeats: several times 1 / CHANCE
 MOST = 8  # ranks whose matrix fits on a screen; findings that do
 WITHIN, ACROSS = "within a node", "across nodes"
 SENDS, RECEIVES, BOTH = "sends", "receives", "sends and receives"
@@ -35,13 +43,18 @@ SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; Python has no name for it
 
 @dataclass
 class Scan:
-    """Who meets whom, and what came of it; `speeds` has GB/s from sender to receiver."""
+    """Who meets whom, and what came of it; `repeats` has GB/s from sender to receiver."""
 
     nodes: list[list[int]]
     rounds: list[list[tuple[int, int]]]
     nodes_only: bool = False
-    speeds: dict[Way, float] = field(default_factory=dict)
+    repeats: dict[Way, list[float]] = field(default_factory=lambda: defaultdict(list))
     wrong: int = 0
+
+    @property
+    def speeds(self) -> dict[Way, float]:
+        """Return the middle repeat of each way."""
+        return {way: statistics.median_low(gb_s) for way, gb_s in self.repeats.items()}
 
     def kind(self, way: Way) -> str:
         """Say whether a message stays within a node."""
@@ -61,14 +74,47 @@ class Slow(NamedTuple):
     of_fast: float  # the median of its ways, as a part of what the fast ones of their kind do
 
 
-def fast_speeds(scan: Scan) -> dict[str, float]:
-    """Return GB/s that the best tenth of the ways of each kind reach."""
-    fast = {}
+@dataclass
+class Noise:
+    """How slow healthy ways of one kind can look by chance, as a part of the fast ones' speed."""
+
+    fast_gb_s: float
+    healthy: torch.Tensor  # sorted
+    causes: int  # that are tried at once
+
+    def limit(self, ways: int = 1) -> float:
+        """Return the part below which so many ways are slow together, other than by chance."""
+        of_each = (CHANCE / self.causes) ** (1 / ways)  # Bonferroni: any of the causes
+        most = BELOW if ways == 1 else BELOW_TOGETHER
+        return min(most, self.healthy[int(of_each * len(self.healthy))].item())
+
+
+def fast_of(speeds: torch.Tensor) -> torch.Tensor:
+    """Return what the best tenth of the ways reach."""
+    return speeds.kthvalue(1 + math.ceil(FAST * (len(speeds) - 1))).values
+
+
+def noise_of(scan: Scan, causes: int) -> dict[str, Noise]:
+    """Draw clusters without a fault: each of their repeats is off by as much as one that was seen.
+
+    A repeat is off by what it differs from the median of its way's others.
+    """
+    found, random = {}, torch.Generator().manual_seed(0)
     for kind in (WITHIN, ACROSS):
-        known = sorted(gb_s for way, gb_s in scan.speeds.items() if scan.kind(way) == kind)
-        if known:
-            fast[kind] = known[math.ceil(FAST * (len(known) - 1))]
-    return fast
+        rows = [gb_s for way, gb_s in scan.repeats.items() if scan.kind(way) == kind]
+        if not rows:
+            continue
+        shape, healthy = (len(rows), min(map(len, rows))), [torch.zeros(1)]  # anything is possible
+        if shape[1] > 1:
+            off = [one / statistics.median(gb_s[:place] + gb_s[place + 1 :])
+                   for gb_s in rows for place, one in enumerate(gb_s)]  # fmt: skip
+            pool, healthy = torch.tensor(off), []
+            for _ in range(DRAWS):
+                speeds = pool[torch.randint(len(pool), shape, generator=random)].median(1).values
+                healthy.append(speeds / fast_of(speeds))
+        fast = fast_of(torch.tensor([*map(statistics.median_low, rows)])).item()
+        found[kind] = Noise(fast, torch.cat(healthy).sort().values, causes)
+    return found
 
 
 def rounds_needed(scan: Scan) -> int:
@@ -86,33 +132,39 @@ def rounds_needed(scan: Scan) -> int:
 
 def conclude(report: Report, scan: Scan, find_slow: Callable, interrupted: bool) -> int:
     """Print and write what was measured; return the exit code. One rank can, whatever hangs."""
-    found, everybody = find_slow(scan), range(scan.ranks)
-    matrix = [[scan.speeds.get((a, b)) for b in everybody] for a in everybody]
+    (found, noise), everybody = find_slow(scan), range(scan.ranks)
+    speeds = scan.speeds
+    matrix = [[speeds.get((a, b)) for b in everybody] for a in everybody]
     if scan.ranks <= MOST:
         names = [f"rank {rank}" for rank in everybody]
         cells = [["-" if s is None else f"{1e3 * s:,.1f} MB/s" for s in row] for row in matrix]
         rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
         report.table(rows, ("from \\ to", *names))
-    fast = fast_speeds(scan)
-    for kind, gb_s in fast.items():
-        report.say(f"{kind}, fast pairs reach {gb_s:.3g} GB/s")
+    for kind, of_kind in noise.items():
+        by_chance = 1 - of_kind.healthy[len(of_kind.healthy) // 20].item()  # 19 of 20 are above
+        told = (
+            f"noise is {by_chance:.0%}: less than {1 - of_kind.limit():.0%} slower cannot be seen"
+        )
+        report.say(f"{kind}, fast pairs reach {of_kind.fast_gb_s:.3g} GB/s; {told}")
     for slow in found[:MOST]:
         report.say(f"SLOW: {slow.what}: {slow.direction} at {slow.of_fast:.2f}x, {slow.where}")
     if len(found) > MOST:
         report.say(f"... and {len(found) - MOST} more, in results.json")
     if not found:
-        report.say(f"no rank, node or pair is below {BELOW:g}x of the fast ones")
+        report.say("no rank, node or pair is slow")
     if not interrupted:
         ways = scan.ranks * ((len(scan.nodes) if scan.nodes_only else scan.ranks) - 1)
-        report.check("ways measured", len(scan.speeds), ways, 0, "everybody to everybody else")
+        report.check("ways measured", len(speeds), ways, 0, "everybody to everybody else")
         source = "each rank meets one other in a round"
         report.check("rounds", len(scan.rounds), rounds_needed(scan), 0, source)
         report.check("elements that arrived wrong", scan.wrong, 0, 0, "what the sender sent")
     report.metrics |= {
-        "matrix_gb_s": matrix, "fast_gb_s": fast, "slow": [slow._asdict() for slow in found],
+        "matrix_gb_s": matrix, "fast_gb_s": {kind: one.fast_gb_s for kind, one in noise.items()},
+        "repeats_gb_s": [[*way, *gb_s] for way, gb_s in scan.repeats.items()],
+        "slow": [slow._asdict() for slow in found],
         "nodes": scan.nodes, "interrupted": interrupted,
     }  # fmt: skip
-    met = f"{len(scan.speeds) // 2} pairs of {scan.ranks} ranks met"
+    met = f"{len(speeds) // 2} pairs of {scan.ranks} ranks met"
     code = report.finish(met + ", interrupted by Ctrl-C" * interrupted)
     return cli.INTERRUPTED if interrupted else code
 
