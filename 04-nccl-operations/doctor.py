@@ -4,15 +4,25 @@
           torchrun --standalone --nproc-per-node=2 04-nccl-operations/doctor.py
     GPU   srun python 04-nccl-operations/doctor.py    (or torchrun, on each machine of the job)
 
-Start it as the job is started, on all its machines: it also compares the ranks. `--list` prints
-variables.toml, the variables that it knows. Look for: what each finding costs, and what to do.
+Start it as the job is started, on all its machines: it also compares the ranks, through the
+launcher's store, so that it ends with a result where no process group could be made. `--list`
+prints variables.toml, the variables that it knows. Look for: what each finding costs, and what to
+do.
 
 Sources: those of variables.toml; NCCL user guide, "Troubleshooting"; ProcessGroupGloo.cpp.
 """
 
+import contextlib
 import ipaddress
+import json
 import os
+import socket
+import time
 from collections import defaultdict
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
 
 from dist_common import cli, runtime
 from dist_common.report import Report
@@ -21,12 +31,15 @@ from nccl_parts import doctor as part
 from nccl_parts import host
 
 OWN_OF_A_RANK = {"CUDA_VISIBLE_DEVICES", "NCCL_DEBUG_FILE"}
+WAIT_S = 60.0  # for the facts of all ranks; --timeout makes it shorter
+LEAVE_S = 10.0  # rank 0, which may hold the store, stays so long for those who read it
 HEADER = "| variable | since | default | values | what it does | set it for | source |"
 
 
 def examine(hosts, ranks):
     """Return (where, finding) for all that the rules find in what the ranks read."""
-    found = [("between ranks", finding) for finding in differences(ranks)]
+    told = [one for one in ranks if "settings" in one]
+    found = [("between ranks", finding) for finding in differences(told)]
     for here in hosts:
         one = here[0]
         rules = (
@@ -77,18 +90,77 @@ def by_host(ranks):
 
 
 def look_around():
-    """Return this process's place and MASTER_ADDR, and leave the environment as it was."""
+    """Return this process's place and the store's, and leave the environment as it was."""
     before = set(os.environ)
     world = runtime.discover()
-    master = os.environ["MASTER_ADDR"]
+    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     for name in set(os.environ) - before:
         del os.environ[name]
-    return world, master
+    return world, master, port
+
+
+def read_facts(world, device):
+    """Return what this rank finds on its host, or the problem that keeps it from starting there."""
+    try:
+        device = runtime.pick_device(device, world)
+        refuse_unknown(os.environ.get("GLOO_SOCKET_IFNAME"))
+        # Alone: it makes gloo listen where it would in the job, and needs nobody's answer.
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return host.read_host(world, part.VARIABLES) | {"device": str(device)}
+    except Exception as error:  # whatever it is, the others are to hear of it
+        return {"host": socket.gethostname(), "rank": world.rank, "problem": str(error)}
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def exchange(world, master, port, facts, wait_s):
+    """Return the facts of all ranks that gave them in time, and the store, on rank 0.
+
+    Others return after theirs are in the store. Raises: UsageError where it cannot be reached.
+    """
+    on_agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+    deadline = time.monotonic() + wait_s
+    try:
+        store = dist.TCPStore(
+            master, port, world.world_size, world.is_rank0 and not on_agent,
+            timedelta(seconds=wait_s), wait_for_workers=False,
+        )  # fmt: skip
+    except RuntimeError as error:
+        do = "see that it is the address of rank 0's machine, and that no firewall is between"
+        what = f"MASTER_ADDR={master} ({', '.join(addresses_of(master))}), port {port}"
+        raise cli.UsageError(f"{what} does not answer here: {do}") from error
+    store = dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    store.set(f"facts/{world.rank}", json.dumps(facts))
+
+    if not world.is_rank0:
+        return [], store
+    found = []
+    for rank in range(world.world_size):
+        left = max(0.1, deadline - time.monotonic())
+        with contextlib.suppress(RuntimeError):  # it never came
+            store.wait([f"facts/{rank}"], timedelta(seconds=left))
+            found.append(json.loads(store.get(f"facts/{rank}")))
+    return found, store
+
+
+def cannot_start(ranks, world, master, wait_s):
+    """Return (where, finding) for ranks that did not report, and for those that cannot start."""
+    absent = sorted({*range(world.world_size)} - {one["rank"] for one in ranks})
+    found = []
+    if absent:
+        values = {"ranks": absent, "seconds": wait_s, "master": master}
+        found.append(("between ranks", part.finding("absent", **values)))
+    for one in ranks:
+        if "problem" in one:
+            told = part.finding("problem", rank=one["rank"], problem=one["problem"])
+            found.append((f"on host {one['host']}", told))
+    return found
 
 
 def refuse_what_cannot_start(world, master):
-    """Raises: UsageError for what would keep the ranks from meeting, so that none can report it."""
-    refuse_unknown(os.environ.get("GLOO_SOCKET_IFNAME"))
+    """Raises: UsageError for what keeps a rank from the store, so that it cannot report there."""
     addresses = addresses_of(master)
     if not addresses:
         do = "give the address of rank 0's machine, or add the name to DNS or /etc/hosts"
@@ -98,6 +170,16 @@ def refuse_what_cannot_start(world, master):
         do = "give an address that all machines reach, and correct /etc/hosts"
         what = f"MASTER_ADDR={master} is {addresses[0]}, this machine itself"
         raise cli.UsageError(f"{what}, but rank 0 runs on another one: no rank can join; {do}")
+
+
+def meet(world, master, port, facts, wait_s):
+    """Return what `exchange` does; an error names the host, since others may be well."""
+    try:
+        refuse_what_cannot_start(world, master)
+        return exchange(world, master, port, facts, wait_s)
+    except cli.UsageError as error:
+        where = f"rank {world.rank} on host {socket.gethostname()}"
+        raise cli.UsageError(f"{where}: {error}") from error
 
 
 def show_host(report, here):
@@ -189,30 +271,51 @@ def parse_args():
 
 def main():
     args = parse_args()
-    world, master = look_around()
+    world, master, port = look_around()
     if args.list:
         if world.is_rank0:
             list_variables()
         return 0
-    refuse_what_cannot_start(world, master)
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("04-nccl-operations/doctor.py", args, world, device)
-        ranks = runtime.gather(host.read_host(world, part.VARIABLES))
-        hosts = by_host(ranks)
-        report.start(f"hosts: {len(hosts)}")
-        for here in hosts:
-            show_host(report, here)
-        # Rank 0 reads the libraries' strings, which takes a second, and all ranks end alike.
-        found = (examine(hosts, ranks), wrong_rows()) if world.is_rank0 else None
-        findings, wrong = runtime.from_rank0(found)
-        show_findings(report, findings)
-        check_table(report, wrong)
-        check_launcher(report, hosts)
-        if args.strict:
-            report.check("findings", len(findings), 0, 0, "--strict")
-        report.metrics["findings"] = [{"where": w, **finding._asdict()} for w, finding in findings]
-        report.metrics["ranks"] = ranks
-        return report.finish(f"findings: {len(findings)}")
+    wait_s = min(WAIT_S, args.timeout)
+    facts = read_facts(world, args.device)
+    if "problem" in facts and world.world_size == 1:
+        raise cli.UsageError(facts["problem"])
+    if world.world_size == 1:  # nobody to meet, but it may be asked for a MASTER_ADDR that is wrong
+        refuse_what_cannot_start(world, master)
+        return judge(args, world, [facts], [])
+    ranks, store = meet(world, master, port, facts, wait_s)
+    if world.is_rank0:
+        code = judge(args, world, ranks, cannot_start(ranks, world, master, wait_s))
+        store.set("exit code", str(code))
+        left_by = time.monotonic() + LEAVE_S
+        while store.add("left", 0) < len(ranks) - 1 and time.monotonic() < left_by:
+            time.sleep(0.05)
+        return code
+    store.wait(["exit code"], timedelta(seconds=2 * wait_s + LEAVE_S))
+    code = int(store.get("exit code"))
+    store.add("left", 1)
+    return code
+
+
+def judge(args, world, ranks, findings):
+    """Print and write what was found, on rank 0; return the exit code."""
+    device = torch.device(ranks[0].get("device", "cpu"))  # rank 0's
+    report = Report("04-nccl-operations/doctor.py", args, world, device)
+    hosts = by_host([one for one in ranks if "settings" in one])
+    report.start(f"hosts: {len(hosts)}")
+    for here in hosts:
+        show_host(report, here)
+    missing = world.world_size - sum(map(len, hosts))
+    findings, wrong = findings + examine(hosts, ranks), wrong_rows()
+    show_findings(report, findings)
+    report.check("ranks that cannot start", missing, 0, 0, "WORLD_SIZE")
+    check_table(report, wrong)
+    check_launcher(report, hosts)
+    if args.strict:
+        report.check("findings", len(findings), 0, 0, "--strict")
+    report.metrics["findings"] = [{"where": w, **finding._asdict()} for w, finding in findings]
+    report.metrics["ranks"] = ranks
+    return report.finish(f"findings: {len(findings)}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from conftest import REPO, assert_one_line, load_script, results_of
 from helpers_04 import first_is_quick, full, launched
 
 from dist_common import cli, runtime
+from dist_common.lab import links
 from nccl_parts import doctor as part
+from nccl_parts import failure_gallery as gallery
 from nccl_parts import host
 
 DOCTOR = "04-nccl-operations/doctor.py"
@@ -26,6 +28,8 @@ PAGE = REPO / "04-nccl-operations/variables.md"
 script = load_script(DOCTOR)
 GIB = 2**30
 NO_NCCL = script.nccl_version() is None
+why_not = links.why_not() or (None if gallery.may_enter() else "needs root, for /etc/hosts")
+needs_a_cluster = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 needs_nccl = pytest.mark.skipif(NO_NCCL, reason="this PyTorch comes without NCCL")
 
 
@@ -194,6 +198,7 @@ MISTAKES = [
     ({"gpus": [gpu()], "installed": 2} | is_set(CUDA_VISIBLE_DEVICES="0"), "1 of 2", "idle", ""),
     ({"gpus": [gpu(lanes=8)], "installed": 1}, "8 of 16 PCIe lanes", "slower", "slot"),
     ({"limits": LIMITS | {"shared memory": 2**26}}, "/dev/shm has 0.06 GiB", "", "shm-size"),
+    ({"limits": LIMITS | {"shared memory left": 2**26}}, "/dev/shm has 0.06 of 8", "", "ls -l"),
     ({"limits": LIMITS | {"open files": 256}}, "256 open files", "Too many", "ulimit -n"),
 ]
 
@@ -383,6 +388,67 @@ def test_each_host_is_examined(run_script):
     assert told in ended.stdout
     for name in ("n0", "n1"):
         assert f"network on host {name}: gloo listens at 127.0.0.1" in ended.stdout
+
+
+def unreadable(_):
+    host.read_limits = lambda: Path("/no/such/file").read_text()
+
+
+def set_in_environ(**values):
+    return lambda _: os.environ.update(values)
+
+
+@pytest.mark.parametrize(
+    ("misconfigure", "kind", "what", "code"),
+    first_is_quick([
+        (set_in_environ(GLOO_SOCKET_IFNAME="nope"), "cannot start", "rank 1: .*nope has no add", 1),
+        (set_in_environ(MASTER_PORT="9"), "missing", "no word from ranks .1. within 6 s", 1),
+        (set_in_environ(MASTER_ADDR="no.such.invalid"), "missing", "from ranks .1. within 6", 1),
+        (lambda _: os._exit(3), "missing", "no word from ranks .1. within 6 s", 1),
+        (unreadable, "cannot start", "rank 1: .*No such file", 1),
+        (set_in_environ(NCCL_ALGO="Tree"), "differs", "NCCL_ALGO: .*rank 1 on .* has Tree", 0),
+    ]),
+)  # fmt: skip
+def test_one_host_that_is_misconfigured_does_not_keep_the_doctor_from_its_result(
+    run_script, tmp_path, misconfigure, kind, what, code
+):
+    """The others report what they can, and name the one that cannot."""
+    ended = run_script(
+        DOCTOR, "--timeout", 6, "--output-dir", tmp_path / "run", world_size=3,
+        before=lambda script: os.environ["RANK"] == "1" and misconfigure(script),
+        end_job_on_failure=False, timeout_s=60,
+    )  # fmt: skip
+    assert ended.codes[0] == ended.codes[2] == code, ended.stdout + ended.stderr
+    found = results_of(tmp_path / "run")["metrics"]["findings"]
+    assert any(one["kind"] == kind and re.search(what, one["what"]) for one in found), found
+    if "MASTER" in what:
+        assert "rank 1 on host" in ended.stderr
+
+
+@full
+@needs_a_cluster
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_whose_name_is_127_0_1_1_is_named(run_script, tmp_path, monkeypatch, rank):
+    """Three hosts, of which one has the line `127.0.1.1 node-1`: no process group can be made."""
+    monkeypatch.chdir(tmp_path)
+
+    def be_a_host(_):
+        own = int(os.environ["RANK"])
+        gallery.be_a_host(network, own, "127.0.1.1" if own == rank else f"10.77.0.{own + 1}")
+
+    with links.hosts([1e9] * 3) as network:
+        ended = run_script(
+            DOCTOR, "--timeout", 20, "--output-dir", tmp_path / "run", world_size=3,
+            before=be_a_host, environ=lambda own: {
+                "RANK": own, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
+                "GROUP_RANK": own,
+            },
+        )  # fmt: skip
+    assert ended.codes == [0] * 3, ended.stdout + ended.stderr
+    found = results_of(tmp_path / "run")["metrics"]["findings"]
+    assert [one["where"] for one in found if "gloo listens at 127.0.1.1" in one["what"]] == [
+        f"on host node-{rank}"
+    ]
 
 
 def a_wrong_version(script):

@@ -123,6 +123,9 @@ def wrong_limits(one: dict, world_size: int) -> Iterator[Finding]:
         yield finding("locked-memory", gib=lock / GIB)
     if room is not None and room < GIB:
         yield finding("shared-memory", gib=room / GIB)
+    free = one["limits"].get("shared memory left")
+    if room and free is not None and free < min(GIB, room / 2):
+        yield finding("shared-memory-full", free=free / GIB, gib=room / GIB)
     if files and files < max(1024, 16 * world_size):  # some for each peer
         yield finding("open-files", files=files, ranks=world_size)
 

@@ -211,12 +211,12 @@ def may_enter() -> bool:
     return bool(tool) and subprocess.run(command, capture_output=True).returncode == 0
 
 
-def be_a_host(network: links.Network, rank: int) -> None:
-    """Make this process a machine of its own, with /etc/hosts as Debian writes it."""
+def be_a_host(network: links.Network, rank: int, address: str = "127.0.1.1") -> None:
+    """Make this process a machine of its own; in /etc/hosts its name has the address of Debian."""
     network.enter(rank)
     del os.environ["GLOO_SOCKET_IFNAME"]  # a machine has none
     for command in (f"set {links.CARD} down", f"set {links.CARD} name eth0", "set eth0 up"):
         subprocess.run(["ip", "link", *command.split()], check=True)
-    Path(f"hosts-{rank}").write_text(f"127.0.0.1 localhost\n127.0.1.1 node-{rank}\n")
+    Path(f"hosts-{rank}").write_text(f"127.0.0.1 localhost\n{address} node-{rank}\n")
     enter(NEW_MOUNTS | NEW_NAME, f"--bind hosts-{rank} /etc/hosts")
     socket.sethostname(f"node-{rank}")

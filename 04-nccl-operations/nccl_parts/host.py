@@ -70,7 +70,8 @@ def read_limits() -> dict[str, int | None]:
     found = {name: resource.getrlimit(limit)[0] for name, limit in LIMITS.items()}
     found = {name: None if most == resource.RLIM_INFINITY else most for name, most in found.items()}
     if Path("/dev/shm").exists():
-        found["shared memory"] = shutil.disk_usage("/dev/shm").total
+        shm = shutil.disk_usage("/dev/shm")
+        found |= {"shared memory": shm.total, "shared memory left": shm.free}
     return found
 
 
