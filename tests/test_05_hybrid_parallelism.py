@@ -47,7 +47,11 @@ LAYOUTS = [
     (2, "--cp 2", "cp"),
     (2, "--pp 2 --schedule interleaved", "pp"),
     (4, "--dp 2 --tp 2 --data-parallel grad-op", "tp dp"),
+    (3, "--dp 3 --data-parallel full", "dp"),  # 3 divides no row count but that of ffn_dim
     *full(
+        (3, "--cp 3 --seq-len 33 --data-parallel grad-op --seed 5", "cp"),
+        (6, "--tp 2 --dp 3 --data-parallel full --grad-accum-steps 2 --seed 2", "tp dp"),
+        (6, "--pp 2 --dp 3 --data-parallel grad-op --lr 1e-2", "pp dp"),
         (1, "--grad-accum-steps 2", ""),
         (8, "--dp 2 --tp 2 --pp 2 --data-parallel grad-op", "tp pp dp"),
         (3, "--dp 3", "dp"),

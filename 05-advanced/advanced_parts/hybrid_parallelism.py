@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -101,11 +102,12 @@ def expected_bytes(run):
     gathered = 2 * 4 * args.micro_batch_size * args.seq_len * kv_dim
     # Activations leave all stages but the last, their gradients all but the first.
     crossings = sum((s.head is None) + (s.embedding is None) for s in run.stages)
-    own = 4 * sum(local(weight).numel() for weight in run.model.parameters())
     group = args.dp * args.cp
     if args.data_parallel == "replicate":
+        own = 4 * sum(local(weight).numel() for weight in run.model.parameters())
         gradients = 2 * ring(group) * own
-    else:  # gradients scattered once; a rank holds 1 / group of them, and of the weights
+    else:  # gradients scattered once; a rank has one of `group` parts of them, and of the weights
+        own = 4 * sum(padded_numel(weight, group, args.tp) for weight in run.model.parameters())
         # full frees weights after each forward: whatever comes next gathers them again.
         gathers = micro_batches + 1 if args.data_parallel == "full" else 1
         gradients = (gathers + 1) * (group - 1) * own
@@ -116,6 +118,13 @@ def expected_bytes(run):
     })  # fmt: skip
     sent[data_axis(args)] += gradients
     return sent
+
+
+def padded_numel(weight: DTensor, group: int, tp: int) -> int:
+    """Return the numbers of a rank's part as FSDP sends it: all parts have as many rows."""
+    cuts_rows = any(placement.is_shard(0) for placement in weight.placements[1:])  # FSDP's is first
+    rows = len(weight) // (tp if cuts_rows else 1)
+    return math.ceil(rows / group) * local(weight).shape[1:].numel()
 
 
 def check_bytes(run, counter: TrafficCounter) -> None:
