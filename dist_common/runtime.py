@@ -153,6 +153,8 @@ def init(
     timeout, gpu = timedelta(seconds=timeout_s), own if own.type == "cuda" else None
     backend = "cpu:gloo,cuda:nccl" if cpu_tensors else "nccl"
     dist.init_process_group(backend if gpu else "gloo", timeout=timeout, device_id=gpu)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups and meshes to come
+        setattr(dist.distributed_c10d, name, timeout)
     try:
         dist.barrier()  # a rank that failed right away would cut short how gloo connects the rest
         yield world, own

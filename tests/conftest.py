@@ -190,6 +190,24 @@ def in_a_fork(on_ranks: Callable) -> Callable[[Callable[[], Any]], Any]:
     return lambda function: on_ranks(lambda rank, world_size: function(), 1)[0]
 
 
+def timeouts_of_groups() -> set[float]:
+    """Return the timeouts, in s, of all of this process's groups that gloo serves."""
+    made = dist.distributed_c10d._world.pg_map
+    groups = [group._get_backend(torch.device("cpu")) for group in made]
+    return {group.options._timeout.total_seconds() for group in groups if group.name() == "gloo"}
+
+
+def after_a_look_at_timeouts(destroy: Callable) -> Callable:
+    """Return destroy_process_group, which fails where a group never got the script's --timeout."""
+
+    def destroy_all() -> None:
+        default_s = dist.constants.default_pg_timeout.total_seconds()
+        assert default_s not in timeouts_of_groups(), "a group without --timeout"
+        destroy()
+
+    return destroy_all
+
+
 @pytest.fixture
 def run_script(tmp_path: Path) -> Callable[..., Ended]:
     """Run a script's main on N forked ranks, with the environment that torchrun would set.
@@ -223,6 +241,7 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
             sys.argv = [path, *map(str, argv)]
             if before:
                 before(script)
+            dist.destroy_process_group = after_a_look_at_timeouts(dist.destroy_process_group)
             cli.run(script.main)
 
         folder = tmp_path / f"launch-{time.monotonic_ns()}"

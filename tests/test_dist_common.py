@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import fork_ranks, free_port
+from conftest import fork_ranks, free_port, timeouts_of_groups
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -170,6 +171,22 @@ def test_the_context_manager_ends_the_others_and_tells_once(tmp_path):
     assert ended.seconds < 15, "the others waited for the timeout"
     (line,) = ended.stderr.splitlines()
     assert "rank 1: ValueError: shard 7 is empty (test_dist_common.py:" in line
+
+
+def test_every_group_takes_the_timeout(tmp_path):
+    """PyTorch gives 30 minutes to a group that was not told, a mesh's groups among them."""
+
+    def main():
+        with runtime.init("cpu", timeout_s=20):
+            dist.new_group()
+            dist.new_subgroups(1)
+            init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+            print(sorted(timeouts_of_groups()))
+        return 0
+
+    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=True)
+    assert ended.codes == [0, 0], ended.stderr
+    assert ended.stdout == "[20.0]\n" * 2
 
 
 def test_a_usage_error_on_one_rank_after_init_ends_all_with_one_line(tmp_path):

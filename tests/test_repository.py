@@ -166,7 +166,28 @@ def wrong_next(folder: str):
                 yield f"{folder}/{stem}.md: next is {following}.md, not {named}.md"
 
 
-RULES = [strays, untested, unlisted, sideways, armour, lone_parts, too_early, wrong_next]
+# What rank 0 does alone may take long, and the deadlock of a lesson is to end soon.
+OWN_TIMEOUTS = {"FILES_TIMEOUT", "PATIENCE", "timedelta(seconds=DEADLOCK_S)",
+                "timedelta(seconds=timeout_s)"}  # fmt: skip
+PLAIN = FIRST_STEPS | {"launchers", "fsdp_memory"}  # without runtime.init; its groups are fake
+
+
+def groups(folder: str):
+    """--timeout reaches every group: runtime.init makes the first one, and the others' default."""
+    for stem in {*scripts(folder), *parts(folder)} - PLAIN:
+        for path in (f"{folder}/{stem}.py", f"{folder}/{PARTS[folder]}/{stem}.py"):
+            source = (REPO / path).read_text() if path in TRACKED else ""
+            for call in (
+                node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
+            ):
+                name = ast.unparse(call.func).rpartition(".")[2]
+                own = {ast.unparse(key.value) for key in call.keywords if key.arg == "timeout"}
+                made = name in ("new_group", "split_group") or name.startswith("new_subgroups")
+                if name == "init_process_group" or (made and own - OWN_TIMEOUTS):
+                    yield f"{path}: {ast.unparse(call)}"
+
+
+RULES = [strays, untested, unlisted, sideways, armour, lone_parts, too_early, wrong_next, groups]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

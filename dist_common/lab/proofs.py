@@ -100,9 +100,8 @@ def same_weights(report: Report, model: nn.Module) -> None:
     digest = hashlib.sha256()
     for weight in model.parameters():
         digest.update(weight.detach().cpu().flatten().view(torch.uint8).numpy())
-    fingerprints = len(set(gather(digest.hexdigest())))
-    name, source = "distinct sets of weights over all ranks", "replicas stay equal"
-    report.check(name, fingerprints, 1, 0, source)
+    distinct = len(set(gather(digest.hexdigest())))
+    report.check("distinct sets of weights over all ranks", distinct, 1, 0, "replicas stay equal")
 
 
 def one_gradient_sent(
@@ -141,8 +140,7 @@ def every_token_once(job: Job) -> None:
     sampler, lengths = job.sampler, job.train_set.lengths
     part = sampler.global_order()[: sampler.position]
     expected = int(sampler.epoch * lengths.sum() + lengths[part].sum())
-    name = "tokens trained on, from step 1"
-    job.report.check(name, job.trained_tokens, expected, 0, "each once")
+    job.report.check("tokens trained on, from step 1", job.trained_tokens, expected, 0, "each once")
     if job.test_loss is not None:
         tested = int(job.test_set.lengths.sum())
         job.report.check("test tokens counted", job.test_tokens, tested, 0, "each once")
