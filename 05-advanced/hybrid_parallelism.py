@@ -309,7 +309,7 @@ def parse_args():
         help="all-reduce gradients, or FSDP over dp and cp (replicate)")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (1f1b)")
     add("--ranks-per-node", type=positive, help="in the table of axes (as started)")
-    return job.parse(parser)
+    return job.parse(parser, parity_steps=2)  # the second starts from what the first has left
 
 
 def resolve_axes(args, world, config):

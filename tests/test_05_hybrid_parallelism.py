@@ -1,6 +1,7 @@
 """Four axes at once: the gradient of one process, and the losses of module 01's template."""
 
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -192,16 +193,68 @@ def count_no_token(script):
     Step.record = short
 
 
+def keep_own_part_of_the_norm(script):
+    clip = script.clip_gradients
+
+    def clip_alone(run):
+        with mock.patch.object(script.dist, "all_reduce", lambda *_: None):
+            return clip(run)
+
+    script.clip_gradients = clip_alone
+
+
+def count_copies_as_parts(script):
+    script.copies_of = lambda weight, args: 1
+
+
+def before_each_step(change):
+    """Return a sabotage that calls change(run, step) first."""
+
+    def sabotage(script):
+        take = script.train_step
+
+        def train_step(run, step):
+            change(run, step)
+            take(run, step)
+
+        script.train_step = train_step
+
+    return sabotage
+
+
+def keep_the_gradient(run, step):
+    run.optimizer.zero_grad = lambda: None
+
+
+def take_ten_times_the_rate(run, step):
+    step.lr *= 10
+
+
+def take_the_first_batch_again(run, step):
+    run.first_batch = step.micro_batches = getattr(run, "first_batch", step.micro_batches)
+
+
+FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in (1, 2))
+
+
 @pytest.mark.parametrize(
     ("sabotage", "layout", "failing"),
     [
+        (keep_own_part_of_the_norm, "--pp 2", FIRST),
+        (before_each_step(take_ten_times_the_rate), "--tp 2", SECOND),
+        *full(
+            (keep_own_part_of_the_norm, "--dp 2 --data-parallel full", FIRST),
+            (count_copies_as_parts, "--tp 2", FIRST),
+            (before_each_step(keep_the_gradient), "--dp 2", SECOND),
+            (before_each_step(take_the_first_batch_again), "--cp 2", SECOND),
+        ),
         (forget_the_all_reduce, "--dp 2", "gradient: relative error"),
         (reduce_each_matrix_apart, "--tp 2", "bytes sent by a rank along tp"),
-        (step_further_on_rank_1, "--dp 2", "copies differ"),
+        (step_further_on_rank_1, "--dp 2 --parity-steps 0", "copies differ"),
         *full(
             (keep_own_part_of_the_gradient, "--cp 2", "gradient: relative error"),
             (drop_a_micro_batch, "--pp 2", "loss"),
-            (count_no_token, "--pp 2", "tokens trained on"),
+            (count_no_token, "--pp 2 --parity-steps 0", "tokens trained on"),
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What hybrid_parallelism.py proves: gradient of one process, bytes of each axis; who is where."""
+"""What hybrid_parallelism.py proves: first steps of one process, bytes of each axis, layout."""
 
 import copy
 import hashlib
@@ -8,14 +8,19 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from dist_common import data, models, runtime
-from dist_common.job import Step
+from dist_common.job import Step, lr_at
 from dist_common.lab import proofs
 from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
 from dist_common.models import local
+
+# Relative, after AdamW's first step: it turns the rounding of a gradient's smallest numbers into
+# whole steps of the learning rate. Another batch or rate changes loss or norm by percents.
+TRAINED = 1e-3
 
 
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
@@ -23,7 +28,8 @@ def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> I
     say_layout(run)
     before = partial(check_gradient, run, accumulate_gradient)
     after = partial(check_replicas, run)
-    yield from proofs.proven_steps(run.job, steps, run.model, run.optimizer, before, after)
+    compared = same_steps(run, steps)
+    yield from proofs.proven_steps(run.job, compared, run.model, run.optimizer, before, after)
 
 
 def check_gradient(run, accumulate_gradient: Callable) -> None:
@@ -37,29 +43,77 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     batches = data.job_batches(job.train_set, sampler, args)
     orders = sampler.global_order().split(args.global_batch_size)
     accumulate_gradient(run, next(batches))  # the first one settles FSDP's and the stages' buffers
-    for indices in orders[1 : 1 + max(1, args.parity_steps)]:
-        run.optimizer.zero_grad()
-        with TrafficCounter() as counter:
-            loss_sum = accumulate_gradient(run, next(batches))
-        if args.parity_steps:
-            items = [job.train_set[index] for index in indices]
-            alone = whole_model(run)
-            proofs.same_as_one_process(job, run.model, alone, items, loss_sum, run.tokens)
-        else:
-            job.report.say("not compared with one process (--parity-steps 0)")
+    run.optimizer.zero_grad()
+    with TrafficCounter() as counter:
+        loss_sum = accumulate_gradient(run, next(batches))
+    if args.parity_steps:
+        items = [job.train_set[index] for index in orders[1]]
+        alone, _ = one_process(run)
+        proofs.same_as_one_process(job, run.model, alone, items, loss_sum, run.tokens)
+    else:
+        job.report.say("not compared with one process (--parity-steps 0)")
     run.optimizer.zero_grad()
     check_bytes(run, counter)
 
 
-def whole_model(run):
-    """Return the model of one process: drawn from the seed, or of the checkpoint resumed from."""
+def one_process(run) -> tuple[models.Transformer, torch.optim.AdamW]:
+    """Return the whole model and its optimizer: drawn from the seed, or of the checkpoint."""
     job = run.job
     runtime.seed_everything(job.args.seed)
-    alone = models.Transformer(run.model.config)
+    model = models.Transformer(run.model.config).to(job.device)
+    optimizer = torch.optim.AdamW(model.parameters(), job.args.lr, (0.9, 0.95), weight_decay=0.1)
     if job.found:
-        state = {"model": alone.state_dict()}  # read into the weights themselves
-        dcp.load(state, checkpoint_id=job.found[0], process_group=job.store.group)
-    return alone.to(job.device)
+        store = copy.copy(job.store)
+        store.model = model
+        store.optimizer = optimizer
+        store.read(job.found[0])
+    return model, optimizer
+
+
+def steps_alone(run, count: int) -> Iterator[tuple[float, float]]:
+    """Take the run's next steps in one process; yield the loss and the gradient norm of each."""
+    job, args = run.job, run.job.args
+    model, optimizer = one_process(run)
+    order = job.sampler.global_order()[job.sampler.position :]
+    for number, indices in enumerate(order.split(args.global_batch_size)[:count], job.step + 1):
+        items = [job.train_set[index] for index in indices]
+        inputs, targets = (x.to(job.device) for x in data.collate(len(items), args.seq_len, items))
+        tokens = (targets != data.IGNORED).sum()
+        losses = []
+        micro_batches = (side.split(args.micro_batch_size) for side in (inputs, targets))
+        for x, y in zip(*micro_batches, strict=True):
+            mixed = args.precision == "bf16-mixed"
+            with torch.autocast(job.device.type, torch.bfloat16, enabled=mixed):
+                logits = model(x).float().flatten(0, 1)
+            losses.append(F.cross_entropy(logits, y.flatten(), reduction="sum") / tokens)
+            losses[-1].backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(number, args)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield sum(losses).item(), norm.item()
+
+
+def same_steps(run, steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield steps; end them when the first --parity-steps differ from those of one process.
+
+    What a gradient before training cannot show: clipping, zero_grad, learning rate, the batches.
+    """
+    report, args = run.job.report, run.job.args
+    expected = list(steps_alone(run, args.parity_steps))
+    tolerance = proofs.TOLERANCE[args.precision]
+    for (loss, norm), step in zip(expected, steps, strict=False):
+        yield step
+        total = step.loss_sum.detach().clone()
+        dist.all_reduce(total)
+        found = (total / step.tokens).item() / loss, float(step.norm) / norm
+        error = max(runtime.gather(max(abs(ratio - 1) for ratio in found)))
+        name = f"step {step.number}: relative error of loss and gradient norm"
+        report.check(name, error, 0, tolerance, "one process")
+        tolerance = max(TRAINED, tolerance)
+    if not report.failed:
+        yield from steps
 
 
 def check_replicas(run) -> None:
