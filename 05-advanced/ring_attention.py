@@ -234,11 +234,15 @@ def main():
             ring = Ring(layout)
             attend = partial(ring_attention, ring=ring)
             positions = ring.positions(args.seq_len, device)
-            counted = context_job.check_transformer(report, layout, model, attend, positions, batch)
+            with part.Hops() as hops:
+                counted = context_job.check_transformer(
+                    report, layout, model, attend, positions, batch
+                )
             one_layer = ring.record[: len(ring.record) // config.num_layers]
             records[layout] = runtime.gather(one_layer)
             source = "hops of k, v, dk, dv"
             context_job.check_bytes(report, layout, counted, config.num_layers, expected, source)
+            part.check_hops(report, layout, ring, hops, tokens, config.num_layers)
         part.check_balance(report, records, args.seq_len)
 
         ring_of = partial(Ring, layouts[-1])

@@ -6,6 +6,7 @@ from functools import reduce
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import GPUS, REPO, load_script, results_of, run_command
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -346,7 +347,18 @@ def keep_a_third_number_in_adam(script):
     script.prepare = prepare
 
 
+def round_with_a_noise_of_its_own(script):
+    init = script.RoundedAdamW.__init__
+
+    def seeded(optimizer, weights, lr, keep_masters, seed):
+        init(optimizer, weights, lr, keep_masters, seed + dist.get_rank())
+
+    script.RoundedAdamW.__init__ = seeded
+
+
 SABOTAGES = [
+    (round_with_a_noise_of_its_own, "bf16-stochastic",
+     {"bf16-stochastic: ranks with weights unlike rank 0's"}, FULL),
     (forget_to_unscale, "16-mixed",
      {f"16-mixed: {kind}, relative error" for kind in ("gradient", "gradient without rounding",
                                                        "losses without rounding")}, ()),

@@ -31,8 +31,8 @@ def test_each_schedule_gives_the_loss_and_gradient_of_one_process(
     ended = run_script(SCRIPT, *SMALL, *sizes, "--output-dir", folder, world_size=world_size)
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     content = results_of(folder)
-    # Five schedules with six checks each; four of them done by PyTorch too, with two.
-    assert len(content["checks"]) == 38 and all(check["ok"] for check in content["checks"])
+    # Five schedules with seven checks each; four of them done by PyTorch too, with two.
+    assert len(content["checks"]) == 43 and all(check["ok"] for check in content["checks"])
     for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
         boundaries = world_size * v - 1 if world_size > 1 else 0
         message = 1 * 8 * 128 * 4  # B x T x D x 4 bytes
@@ -48,7 +48,7 @@ def test_fewer_micro_batches_than_stages(run_script, name):
     arguments = (*SMALL, "--num-layers", 3, "-m", 2, "--schedule", name)
     ended = run_script(SCRIPT, *arguments, world_size=3)
     assert ended.codes == [0] * 3, ended.stdout + ended.stderr
-    assert f"OK: {6 if name == '1f1b' else 8} checks passed" in ended.stdout
+    assert f"OK: {7 if name == '1f1b' else 9} checks passed" in ended.stdout
 
 
 @FULL
@@ -131,6 +131,18 @@ def keep_what_is_done(script):
     script.Pipeline.__init__ = hoard
 
 
+def send_with_the_graph(script):
+    """As if F returned `out` instead of `out.detach()`."""
+    forward = script.Stage.forward
+
+    def undetached(stage, x):
+        out = forward(stage, x)
+        out.detach = lambda: out
+        return out
+
+    script.Stage.forward = undetached
+
+
 def carry_out_in_another_order(script):
     """Rank 0 does F0 B0 F1 B1, as the naive schedule; rank 1 waits for each."""
     run = script.Pipeline.run
@@ -167,6 +179,7 @@ def swap_backwards(script):
         (send_everything_twice, "1f1b", {"bytes sent"}),
         # Another order, but the same gradient: loss, gradient and bytes stay right.
         (swap_backwards, "1f1b", {"bubble of the recorded order", "stage inputs kept at most"}),
+        pytest.param(send_with_the_graph, "1f1b", {"sent results that hold a graph"}, marks=FULL),
         pytest.param(keep_what_is_done, "1f1b", {"stage inputs kept at most"}, marks=FULL),
         pytest.param(
             carry_out_in_another_order, "1f1b",

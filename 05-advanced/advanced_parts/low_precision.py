@@ -336,7 +336,7 @@ def state_bytes(model: nn.Module, optimizer) -> tuple[int, int, int]:
 
 
 def check_memory(report: Report, job: Job, trained: dict, train: Callable, autocast: dict) -> None:
-    """Print each precision's loss, bytes per weight, kept bytes per token, and DDP's bytes."""
+    """Print each precision's loss, bytes per weight, kept bytes per token, DDP's; compare ranks."""
     N, tokens = job.config.num_parameters(), job.args.micro_batch_size * job.args.seq_len
     other, rows = copy.copy(job), []
     other.seed += 1
@@ -349,6 +349,9 @@ def check_memory(report: Report, job: Job, trained: dict, train: Callable, autoc
         if name == noise:
             rows.append((name, f"{loss:.3f}", *[""] * 4))
             continue
+        first, *others = runtime.gather(proofs.flat(model.parameters()))
+        unlike = sum(not torch.equal(first, other) for other in others)
+        report.check(f"{name}: ranks with weights unlike rank 0's", unlike, 0, 0, "bit by bit")
         held, state = state_bytes(model, optimizer), BF16_WEIGHTS.get(name, FLOAT32_WEIGHTS)
         kinds = zip(("weights", "gradients", "optimizer"), held, state, strict=True)
         for kind, measured, each in kinds:

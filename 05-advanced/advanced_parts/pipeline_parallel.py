@@ -43,6 +43,10 @@ def check_run(report: Report, name: str, pipeline, spans, counter) -> tuple[floa
     source = f"{SOURCE}, summed over ranks"
     report.check(f"{name}: stage inputs kept at most", sum(kept), expected, 0, source)
 
+    # What is being sent stays in memory until the step ends; so would the graph that made it.
+    graphs = sum(gather(sum(result.requires_grad for _, result in pipeline.mail.sending)))
+    report.check(f"{name}: sent results that hold a graph", graphs, 0, 0, "F detaches them")
+
     recorded = gather(spans)
     order = [[span.instruction for span in rank] for rank in recorded]
     wrong, source = len(violations(order, m)), "what each instruction needs"

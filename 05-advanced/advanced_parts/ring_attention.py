@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from advanced_parts.context_job import batch_of, build, set_attention, sharded_loss
 from advanced_parts.kept_bytes import LiveBytes, kept_for_backward
@@ -24,6 +26,50 @@ def ring_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int,
     block = 2 * tokens // ranks * key_width(config)  # numbers in one rank's k and v
     hops = ranks - 1
     return hops * block * width, hops * block * (width + FP32)
+
+
+class Hops(TorchDispatchMode):
+    """Count the kernels of attention between each hop's start and the wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+        self.beside: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.kernels += "attention" in func.name()
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.batch = dist.batch_isend_irecv
+        dist.batch_isend_irecv = self.start
+        return super().__enter__()
+
+    def __exit__(self, *raised):
+        dist.batch_isend_irecv = self.batch
+        super().__exit__(*raised)
+
+    def start(self, operations):
+        handles = self.batch(operations)
+        hop, before = len(self.beside), self.kernels
+        self.beside.append(0)
+
+        def wait():
+            self.beside[hop] = self.kernels - before
+            for handle in handles:
+                handle.wait()
+
+        return [SimpleNamespace(wait=wait)]
+
+
+def check_hops(report, layout: str, ring, hops: Hops, tokens: int, layers: int) -> None:
+    """Check how many hops travel beside no computation, on all ranks together."""
+    idle = [not any(ring.blocks(step, tokens)) for step in range(ring.size)]
+    # Forward's and backward's of keys, those of gradients, which are a step late, and the last.
+    expected = layers * (2 * sum(idle[:-1]) + sum(idle[2:]) + (ring.size > 1))
+    counts = runtime.gather((hops.beside.count(0), expected))
+    name, source = f"{layout}: hops that nothing hides", "steps without a block, and the last hop"
+    report.check(name, *map(sum, zip(*counts, strict=True)), 0, source)
 
 
 def pairs_per_step(records, seq_len: int) -> list[list[int]]:
