@@ -201,7 +201,7 @@ def plain(command: str) -> tuple[int | None, str, list[str]] | None:
 STAND_IN = "01-ddp-basics/ddp_parts/digits.py"  # a module that gets a first step's code as main
 
 
-FRESH = "02-fsdp/fsdp_checkpoint.py"  # starts a process that writes, and imports the script anew
+FRESH = "02-fsdp/fsdp_checkpoint.md"  # a process that writes imports this page's script anew
 
 
 def has_main(script: str) -> bool:
@@ -331,7 +331,7 @@ def follow(path: str, copy: Path, run_script) -> None:
                 continue
             where = f"{path}:{line}: {command}\n"
             script = plain(run) and plain(run)[1]
-            forked = script and (script in launched or (has_main(script) and script != FRESH))
+            forked = script and (script in launched or (has_main(script) and path != FRESH))
             forked = forked and "/hello_" not in script  # whose ranks print in turns
             forked = forked and Path(path).name != "README.md"
             launched.add(script)
