@@ -5,10 +5,10 @@
 
 Any ds_config.json will do, for any script. Look for: who refuses what (DeepSpeed, our template,
 this machine), what each finding costs, and the hints, which fail nothing. Exit code 1: there are
-findings; 2: there is no such file.
+findings that concern the reader of the config, --for; 2: there is no such file.
 
-Sources: deepspeed.ai, "DeepSpeed Configuration JSON"; the classes of the installed DeepSpeed, which
-say which keys it knows.
+Sources: deepspeed.ai, "DeepSpeed Configuration JSON"; the installed DeepSpeed, which takes a step
+with each config, on one CPU.
 """
 
 import argparse
@@ -19,8 +19,15 @@ from pathlib import Path
 
 import torch
 
-from deepspeed_parts import config_rules, setup
+from deepspeed_parts import config_judge, config_rules, setup
 from dist_common import cli
+
+# Which findings are a failure, by who reads the config.
+FAILS = {
+    "template": {config_rules.WRONG, config_rules.SCRIPT, config_rules.MACHINE},
+    "trainer": {config_rules.WRONG},
+    "own": {config_rules.WRONG},
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         raise cli.UsageError(message)
 
 
-def findings_of(path, ranks=None):
+def findings_of(path, ranks=None, reader="template"):
     """Return all findings for one file. Raises: UsageError when it cannot be opened."""
     try:
         config, findings = config_rules.read(path)
@@ -41,8 +48,8 @@ def findings_of(path, ranks=None):
 
     if shapes := list(config_rules.wrong_shapes(config)):  # the other rules could not read it
         return findings + shapes
-    findings += config_rules.of_deepspeed(config, ranks)
-    findings += config_rules.of_script(config)
+    findings += config_judge.judged(config, ranks, reader)
+    findings += config_rules.of_reader(config, reader)
     findings += of_machine(config, setup.ops_needed(config))
     findings += config_rules.by_the_table(config, config_rules.HINT)
 
@@ -76,15 +83,15 @@ def of_machine(config, ops=()):
             yield finding(f"{lack}{other}", "the run ends when DeepSpeed loads the op")
 
 
-def show(path, findings):
-    """Print one line for each finding, by kind, the worst first; return how many are no hints."""
+def show(path, findings, reader="template"):
+    """Print a line for each finding, by kind, the worst first; return how many fail the reader."""
     for kind in (config_rules.WRONG, config_rules.SCRIPT, config_rules.MACHINE, config_rules.HINT):
         for finding in findings:
             if finding.kind == kind:
                 stop = "" if finding.text.endswith(("?", ".")) else "."
                 print(f"{path}: {kind}: {finding.text}{stop} Cost: {finding.cost}")
-    failing = sum(finding.kind != config_rules.HINT for finding in findings)
-    hints = len(findings) - failing
+    failing = sum(finding.kind in FAILS[reader] for finding in findings)
+    hints = sum(finding.kind == config_rules.HINT for finding in findings)
     if not failing:
         print(f"{path}: OK" + f", {hints} hint{'s' * (hints != 1)}" * bool(hints))
     return failing
@@ -94,6 +101,8 @@ def parse_args():
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="a ds_config.json")
+    reader = "who reads it: deepspeed_train.py, Hugging Face's Trainer or a script of your own"
+    add("--for", choices=FAILS, default="template", dest="reader", help=f"{reader} (template)")
     add("--world-size", type=cli.positive_int, help="ranks, to multiply the batch sizes (unknown)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="for which device to ask what it can (auto: cuda where there is one)")  # fmt: skip
@@ -112,7 +121,7 @@ def main():
     missing = []
     for path in args.files:
         try:
-            failing += show(path, findings_of(path, args.world_size))
+            failing += show(path, findings_of(path, args.world_size, args.reader), args.reader)
         except cli.UsageError as error:
             missing.append(str(error))
     sys.stdout.flush()

@@ -281,13 +281,17 @@ def settle_precision(config, args, given):
             raise contradiction(args, "precision", stated)
         args.precision = name
     for name, part in HALVES.items():
-        want = name == args.precision and not autocast.get("enabled")
+        want = name == args.precision
+        if autocast.get("enabled"):  # of float32 weights, unless the config halves them too
+            want = want and enabled[name] is True
         if want and enabled[name] is False:
             raise contradiction(args, "precision", f"{part}.enabled false")
         if part in config:
             config[part]["enabled"] = want
     half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(args.precision)
-    return (torch.float32, half) if autocast.get("enabled") else (half or torch.float32, None)
+    halved = config.get(HALVES.get(args.precision), {}).get("enabled")
+    weights = half if halved or not autocast.get("enabled") else None
+    return weights or torch.float32, half if autocast.get("enabled") else None
 
 
 def fill(config, args, dim):
@@ -459,7 +463,7 @@ def set_up(run):
         run.config = json.loads(args.deepspeed_config.read_text())
     config = run.config
     run.shape = models.preset(args.preset, args.seq_len)
-    run.stage = config.setdefault("zero_optimization", {}).get("stage", 0)
+    run.stage = int(config.setdefault("zero_optimization", {}).get("stage", 0))
     take_values(config, args, run.given)
     run.dtype, run.autocast = settle_precision(config, args, run.given)
     checkpoint.FREE.update({"deepspeed_config", "nvme_path", "consolidate"})
@@ -475,7 +479,11 @@ def set_up(run):
     if args.resume and run.job.find() and not run.job.done:
         run.job.store.prepare(*run.job.found)
     if not run.job.done:
-        run.engine = start_engine(run)
+        try:
+            run.engine = start_engine(run)
+        except (AssertionError, TypeError, ValueError) as error:  # so DeepSpeed refuses a config
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise cli.UsageError(f"{args.deepspeed_config}: DeepSpeed says: {why}") from error
         if run.job.found:
             run.job.load()
 

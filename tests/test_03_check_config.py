@@ -19,7 +19,7 @@ from helpers_03 import (
     write_config,
 )
 
-from deepspeed_parts import config_rules, setup
+from deepspeed_parts import config_judge, config_rules, setup
 from dist_common import cli
 from dist_common.cli import UsageError
 
@@ -79,9 +79,11 @@ def test_hugging_face_s_examples_have_no_findings(check, name):
 
 # What a run refuses for the config alone, and who refuses it.
 OURS = {"must be Adam or AdamW": SCRIPT, "no optimizer": SCRIPT, "cannot fill in": SCRIPT,
-        "this script": SCRIPT, "gradient_allreduce_op": SCRIPT, "autotp_size": SCRIPT}  # fmt: skip
+        "this script": SCRIPT, "gradient_allreduce_op": SCRIPT, "autotp_size": SCRIPT,
+        "sequence_parallel_size": SCRIPT, "has no type": SCRIPT, "a dtype": SCRIPT}  # fmt: skip
 
 
+@pytest.mark.full
 def test_what_a_run_refuses_is_a_finding(check, tmp_path):
     cases = [case for case in MISREAD if case[0] is not None and not case[1]]
     assert len(cases) > 20
@@ -98,10 +100,84 @@ def test_what_a_run_refuses_is_a_finding(check, tmp_path):
         assert len(found) == 1 and "Cost: " in found[0], (says, own)
 
 
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+def plain(stage=2, **keys):
+    """Return a config without "auto", and keys of its own; None leaves one out."""
+    whole = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM,
+             "zero_optimization": {"stage": stage}, **keys}  # fmt: skip
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+def optimizer(kind, **params):
+    return {"type": kind, "params": {"lr": 1e-3, **params}}
+
+
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
+GATHERS = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}
+NO_PATH = {"stage": 3, "offload_param": {"device": "nvme"}}
+# Who reads a config, the config, what it is to DeepSpeed 0.19.8 ("" for nothing), and what is said;
+# of nothing: what must not be.
+TRUTH = [
+    ("own", plain(sequence_parallel_size=1), "", "unknown"),
+    ("own", plain(sequence_parallel_size=4, data_parallel_size=2), "", "unknown"),
+    *[("own", plain(stage, torch_autocast=AUTOCAST, bf16={"enabled": True}), "", "autocast")
+      for stage in range(4)],
+    ("template", plain(torch_autocast=AUTOCAST, bf16={"enabled": True}), "", "autocast"),
+    ("own", plain(torch_autocast={"enabled": True}), "", "dtype"),
+    ("own", plain(zero_optimization=GATHERS), "", "writes nothing"),
+    ("own", plain(2.0), "", "stage must be"),
+    ("own", plain(zero_optimization=True), "", "object"),
+    ("own", plain(scheduler={"params": {}}), HINT, "scheduler has no type"),
+    ("own", plain(3, aio={"use_gds": True}), MACHINE, "GDS currently only supported for CUDA"),
+    ("own", plain(tensor_parallel={"autotp_size": 4}), "", "autotp_size"),
+    ("own", plain(optimizer=None), "", "optimizer"),
+    ("own", plain(3, optimizer=optimizer("Lion")), MACHINE, "had not been implemented on CPU"),
+    *[("own", plain(1, optimizer=optimizer(kind)), WRONG, f"{kind} is not a supported")
+      for kind in ("AdmaW", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")],
+    ("own", plain(train_micro_batch_size_per_gpu=None), WRONG, "Either train_batch_size or"),
+    ("trainer", plain(train_micro_batch_size_per_gpu=None), WRONG, "Either train_batch_size or"),
+    ("template", plain(train_micro_batch_size_per_gpu=None), "", "train_batch_size"),
+    ("own", plain(optimizer=optimizer("AdamW", torch_adam=True, bias_correction=True)), WRONG,
+     "optimizer.params.bias_correction true: AdamW.__init__() got an unexpected"),
+    ("own", plain(optimizer=optimizer("AdamW", learning_rate=1)), WRONG, "params.learning_rate 1:"),
+    ("own", plain(optimizer=optimizer("AdamW", betas=[0.9])), WRONG, "params.betas [0.9]"),
+    ("own", plain(optimizer=optimizer("SGD")), WRONG, 'Please add <"zero_allow_untested_optimizer'),
+    ("own", plain(optimizer=optimizer("SGD"), zero_allow_untested_optimizer=True), HINT, "caution"),
+    ("own", plain(scheduler={"type": "WarmupCosineLR", "params": {}}), WRONG,
+     "missing 1 required positional argument: 'total_num_steps'"),
+    ("own", plain(scheduler={"type": "WarmupLRR"}), WRONG, "does not recognize LR scheduler"),
+    ("own", plain(data_types={"grad_accum_dtype": "fp33"}), WRONG, "not a valid DtypeEnum"),
+    ("own", plain(zero_optimization=NO_PATH), WRONG, '"nvme_path" in DeepSpeed Config cannot be'),
+    ("own", plain(gradient_clipping="auto"), WRONG, "which DeepSpeed cannot fill in"),
+    ("trainer", plain(gradient_clipping="auto"), "", "fill in"),
+    ("trainer", plain(log_level="auto"), WRONG, "which the Trainer cannot fill in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", ["own", "trainer", "template"])
+def test_the_verdict_is_deepspeed_s(check, tmp_path, reader):
+    """False alarms and misses that configs of others brought to light, one row each."""
+    rows = [row[1:] for row in TRUTH if row[0] == reader]
+    files = [tmp_path / f"{number}.json" for number in range(len(rows))]
+    for path, (config, _, _) in zip(files, rows, strict=True):
+        write_config(path, config)
+    code, lines, errors = check(files, "--for", reader, before=enough_compilers)
+    assert (code, errors) == (int(any(row[1] == WRONG for row in rows)), [])
+    for path, (config, kind, says) in zip(files, rows, strict=True):
+        own = [line for line in lines if line.startswith(f"{path}: ")]
+        found = [line for line in own if says in line]
+        assert len(found) == (kind != ""), (config, own)
+        assert all(f": {kind}: " in line for line in found), (config, own)
+        assert any(": OK" in line for line in own) == (kind != WRONG), (config, own)
+
+
 def misread_values(rank, world_size, folder):
     """Put values of other types at each place of a config; return what is said of them."""
     setup.prepare(torch.device("cpu"))
     script = load_script(CHECK)
+    config_judge.judged = lambda *args: list(config_rules.of_deepspeed(*args))  # a fork each: long
     disk = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 5}
     whole = changed(
         aio={"block_size": 1}, tensor_parallel={"autotp_size": 1}, torch_autocast={},
@@ -146,6 +222,8 @@ def misspell_every_key(rank, world_size, folder):
     unnoticed, tried = [], 0
     for path in CONFIGS:
         for *above, name in places(json.loads(path.read_text())):
+            if "params" in above:  # DeepSpeed refuses these itself, once the engine is built: TRUTH
+                continue
             config = json.loads(path.read_text())
             part = config
             for section in above:
@@ -260,7 +338,7 @@ def test_sabotage_a_key_that_deepspeed_does_not_know_is_noticed(check):
     """Without the list of what DeepSpeed looks up, a misspelt section would pass."""
 
     def know_everything():
-        config_rules.unknown_names = lambda config: iter(())
+        config_rules.unknown_names = lambda config, refusal: iter(())
 
     config = changed(zero_optimisation={"stage": 3})
     assert check(config)[0] == 1

@@ -1,7 +1,8 @@
-"""What the installed DeepSpeed knows of a config: its keys, its values, and where "auto" may stand.
+"""What is wrong with a config: what DeepSpeed itself refuses, and what it takes without a word.
 
-DeepSpeed keeps no list of its keys, so it is asked: it reads a config that notes what is looked up.
-What it does not say of values stands in config_rules.toml.
+The judge is the installed DeepSpeed, which reads the config, or trains with it (config_judge.py).
+DeepSpeed keeps no list of its keys: a config that notes what is looked up tells which it knows.
+What passes it silently stands in config_rules.toml.
 """
 
 from __future__ import annotations
@@ -9,14 +10,11 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from deepspeed_parts.setup import ADAMS
 from dist_common.cli import UsageError
@@ -26,16 +24,17 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
+UNFILLED = "auto!"  # what stands for an "auto" that nobody fills in
 AUTO = "auto"  # in a config: "the script shall say"; Hugging Face's Trainer reads it alike
 WRONG, SCRIPT, MACHINE, HINT = "wrong for DeepSpeed", "not in deepspeed_train.py", "machine", "hint"
 RULES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-# What DeepSpeed takes from an Adam's parameters before PyTorch's own class sees them.
-ADAM_EXTRAS = {"torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states"}
 SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+SWITCHES = ("stage", "type")  # what another key is wrong for: seldom at fault themselves
 IGNORED = "DeepSpeed passes over it: what it should do is not done"
 STOPS = "DeepSpeed stops at its start"
-DTYPES = {None, "fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"}
-DTYPES |= {"torch.float32", "torch.bfloat16", "torch.float16"}
+Refusal = Callable[[dict[str, Any]], Exception | None]  # what DeepSpeed raises for a config
+# Who reads a config, and fills in what is "auto" there.
+READERS = {"template": "this script", "trainer": "the Trainer", "own": "DeepSpeed"}
 
 
 def is_number(value: Any) -> bool:
@@ -43,22 +42,17 @@ def is_number(value: Any) -> bool:
 
 
 MUST_BE: dict[str, Callable[[Any], bool]] = {
-    "0, 1, 2 or 3": lambda value: type(value) is int and value in range(4),
+    "0, 1, 2 or 3": lambda value: is_number(value) and value in range(4),
     "0 or 1": lambda value: value in (0, 1),
     "a whole number": lambda value: type(value) is int,
     "a whole number of at least 1": lambda value: type(value) is int and value > 0,
     "a number above 0": lambda value: is_number(value) and value > 0,
     "a number of at least 0": lambda value: is_number(value) and value >= 0,
-    "two numbers below 1": lambda value: (
-        isinstance(value, list) and [is_number(b) and 0 <= b < 1 for b in value] == [True, True]
-    ),
     "true": lambda value: value is True,
     "true or false": lambda value: value in (True, False),
     'true, false or "auto"': lambda value: value in (True, False),
     "mean": lambda value: value == "mean",
     "Adam or AdamW here": lambda value: str(value).lower() in ADAMS,
-    "a text: fp32, bf16 or fp16": lambda value: value is None or isinstance(value, str),
-    "fp32, bf16 or fp16": lambda value: isinstance(value, str | None) and value in DTYPES,
 }
 
 
@@ -92,23 +86,39 @@ def offloads(config: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return [(name, part) for name, part in found if isinstance(part, dict)]
 
 
-def filled(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with values in place of each "auto" that scripts and Trainer fill in."""
-    config = copy.deepcopy(config)
-    for key, value in RULES["auto"].items():
+def put(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Put values in place of those that a config has for such keys."""
+    for key, value in values.items():
         place, _, name = key.rpartition(".")
-        if value_of(config, key) == AUTO:
+        if name in part_of(config, place):
             part_of(config, place)[name] = value
+
+
+def filled(config: dict[str, Any], reader: str = "template") -> dict[str, Any]:
+    """Return a copy with values in place of each "auto" that a reader of configs fills in."""
+    config = copy.deepcopy(config)
+    values = RULES["auto"] | (RULES["auto_in_template"] if reader == "template" else {})
+    put(config, {key: one for key, one in values.items() if value_of(config, key) == AUTO})
     return config
 
 
-def left_open(part: dict[str, Any], place: str = "") -> Iterator[str]:
-    """Yield the place of each "auto"."""
+def places(part: dict[str, Any], above: str = "") -> Iterator[str]:
+    """Yield all keys, such as optimizer.params.lr; those of a section before the section."""
     for name, value in part.items():
         if isinstance(value, dict):
-            yield from left_open(value, f"{place}{name}.")
-        elif value == AUTO:
-            yield f"{place}{name}"
+            yield from places(value, f"{above}{name}.")
+        yield f"{above}{name}"
+
+
+def left_open(config: dict[str, Any]) -> list[str]:
+    """Return the place of each "auto"."""
+    return [place for place in places(config) if value_of(config, place) == AUTO]
+
+
+def drop(config: dict[str, Any], key: str) -> Any:
+    """Take a key out; return its value."""
+    place, _, name = key.rpartition(".")
+    return part_of(config, place).pop(name)
 
 
 class _Asked(dict):
@@ -137,114 +147,115 @@ class _Asked(dict):
         return self
 
 
-def _unknown(names: Iterable, known: Collection[str], kind: str, cost: str) -> Iterator[Finding]:
+def _unknown(names: Iterable, known: Collection[str], section: str, cost: str) -> Iterator[Finding]:
     for name in map(str, names):
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            no_such = f"DeepSpeed knows no such {kind.split()[0]}"
-            hint = f"did you mean {near[0]}?" if near else no_such
-            yield Finding(WRONG, f"unknown {kind}{name}: {hint}", cost)
+            hint = f"did you mean {near[0]}?" if near else "DeepSpeed knows no such key"
+            yield Finding(WRONG, f"unknown key {section}{name}: {hint}", cost)
 
 
-def unknown_names(config: dict[str, Any]) -> Iterator[Finding]:
-    """Find names that DeepSpeed would pass over, or trip over when the model is built."""
-    from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    asked = _Asked(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+def unknown_names(config: dict[str, Any], refusal: Refusal) -> Iterator[Finding]:
+    """Find names that DeepSpeed would pass over."""
+    sizes = {SIZES[0]: 1, SIZES[1]: 1}
+    asked = _Asked(**sizes, **{key: 1 for key in RULES["of_many_ranks"] if "." not in key})
+    refusal(asked)
+    yield from _unknown(config, asked.names, "", IGNORED)
     plain = ("aio", "activation_checkpointing", "flops_profiler", "checkpoint", "data_types",
              "torch_autocast")  # fmt: skip
     inside = {name: _Asked(**config[name]) for name in plain if isinstance(config.get(name), dict)}
-    asked.update(inside)
-    try:
-        DeepSpeedConfig(asked)
-    except Exception:  # a value of these, which is told elsewhere
-        inside = {}
-    yield from _unknown(config, asked.names, "key ", IGNORED)
-    for section, part in inside.items():
-        yield from _unknown(part, part.names, f"key {section}.", IGNORED)
-    if config.get("scheduler"):
-        kind = value_of(config, "scheduler.type")
-        yield from _unknown([kind], lr_schedules.VALID_LR_SCHEDULES, "scheduler.type ", STOPS)
-    for section, module in (("optimizer", torch.optim), ("scheduler", lr_schedules)):
+    if refusal(_Asked(**sizes, **inside)) is None:  # else a value of these is told elsewhere
+        for section, part in inside.items():
+            yield from _unknown(part, part.names, f"{section}.", IGNORED)
+    for section in ("optimizer", "scheduler"):
         known = {"type", "params", "legacy_fusion"}
-        yield from _unknown(part_of(config, section), known, f"key {section}.", IGNORED)
-        owner: Callable | None = getattr(module, str(value_of(config, f"{section}.type")), None)
-        if owner:  # not one of DeepSpeed's own optimizers, which say so themselves
-            known = ADAM_EXTRAS | set(inspect.signature(owner).parameters)
-            part = part_of(config, f"{section}.params")
-            yield from _unknown(part, known, f"key {section}.params.", STOPS)
+        yield from _unknown(part_of(config, section), known, f"{section}.", IGNORED)
 
 
-def _complaint(config: dict[str, Any]) -> Exception | None:
+def refusal_by_reading(config: dict[str, Any]) -> Exception | None:
     """Have DeepSpeed read a config; return what it raises."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     try:
-        DeepSpeedConfig(copy.deepcopy(config))
+        DeepSpeedConfig(config)
     except Exception as error:
         return error
     return None
 
 
-def _said(error: Exception | None) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def wrong_values(config: dict[str, Any]) -> Iterator[Finding]:
-    """Have DeepSpeed read the config as it will; what it does not like is left out, and again."""
-    from pydantic import ValidationError
-
+def refused(config: dict[str, Any], reader: str, refusal: Refusal) -> Iterator[Finding]:
+    """Have DeepSpeed judge; what it does not like is left out, and it judges the rest."""
+    sized = reader == "template" or {SIZES[0], SIZES[2]} & set(config)
     # DeepSpeed drops what is "auto" before it looks at the name, and so would miss a wrong one.
-    text = json.dumps(filled(config)).replace(f'"{AUTO}"', f'"{AUTO}!"')
-    config = json.loads(text) | {SIZES[0]: 1, SIZES[1]: 1}
-    config.pop("train_batch_size", None)  # held against a group that may not exist yet
-    for key, rule in refused(config):
-        if rule["kind"] == WRONG or key == "optimizer.type":  # told elsewhere
-            place, _, name = key.rpartition(".")
-            part_of(config, place).pop(name)
-    for _ in range(20):
-        error = _complaint(config)
-        if error is None:
-            return
-        if isinstance(error, ValidationError):
-            for each in error.errors():
-                found = _left_out(config, each)
-                if found is None:
-                    return
-                yield from found
-            continue
-        said = _said(error)
-        if "simultaneously" not in said:  # told elsewhere
-            yield Finding(WRONG, said, STOPS)
-        # Without the key that it complains of, it says something else, or nothing.
-        names = set(config) - set(SIZES)
-        smaller = ({k: v for k, v in config.items() if k != name} for name in names)
-        config = next((one for one in smaller if _said(_complaint(one)) != said), None)
-        if config is None:
-            return
+    config = json.loads(json.dumps(filled(config)).replace(f'"{AUTO}"', f'"{UNFILLED}"'))
+    for key, rule in list(out_of_range(config)):
+        if rule["kind"] == WRONG:  # told elsewhere
+            drop(config, key)
+    put(config, RULES["of_many_ranks"])
+    for _, part in offloads(config) if reader == "template" else ():
+        part.setdefault("nvme_path", ".")  # by a flag
+    if sized:  # held against a group that may not exist yet
+        config.pop(SIZES[2], None)
+        config |= {SIZES[0]: 1, SIZES[1]: 1}
+    yield from _refusals(config, refusal_by_reading)
+    for place in list(places(config)):
+        if value_of(config, place) == UNFILLED:
+            drop(config, place)
+    if refusal is not refusal_by_reading:
+        yield from _refusals(config, refusal)
 
 
-def _left_out(config: dict[str, Any], error: dict[str, Any]) -> list[Finding] | None:
-    """Take out what pydantic complains of; return what there is to say. None: it is not found."""
+def _refusals(config: dict[str, Any], refusal: Refusal) -> Iterator[Finding]:
+    place: str | None = ""
+    while place is not None and (error := refusal(copy.deepcopy(config))):
+        place = _culprit(config, str(error), refusal)
+        value = None if place is None else drop(config, place)
+        yield from _told(error, place, value)
+
+
+def _culprit(config: dict[str, Any], said: str, refusal: Refusal) -> str | None:
+    """Return the key without which DeepSpeed takes the config, or else says something else."""
+    elsewhere = None
+
+    def order(place: str) -> tuple[bool, ...]:
+        name = place.rpartition(".")[2]
+        value = value_of(config, place)
+        named = name in said or (isinstance(value, str) and value in said)
+        first = place.startswith(("optimizer", "scheduler"))
+        return isinstance(value, dict), not named, not first, name in SWITCHES
+
+    for place in sorted((p for p in places(config) if p not in SIZES), key=order):
+        without = copy.deepcopy(config)
+        drop(without, place)
+        error = refusal(without)
+        if error is None:  # a whole section only where no key of it does
+            return (elsewhere or place) if isinstance(value_of(config, place), dict) else place
+        if str(error) != said:
+            elsewhere = elsewhere or place
+    return elsewhere
+
+
+def _told(error: Any, place: str | None, value: Any) -> Iterator[Finding]:
+    """Say what DeepSpeed raised for the value of a key."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-    *parts, name = map(str, error["loc"])
-    owners = [section for section, part in config.items() if isinstance(part, dict)]
-    owner = next((one for one in owners if (*parts, name)[0] in config[one]), "")
-    place = ".".join(part for part in (owner, *parts) if part)
-    part = part_of(config, place)
-    if name not in part:
-        return None
-    value = part.pop(name)
-    if error["type"] == "extra_forbidden":
-        models = [DeepSpeedConfigModel]
-        for model in models:
-            models += model.__subclasses__()
-        fields = {f.alias or n for model in models for n, f in model.model_fields.items()}
-        return list(_unknown([name], fields - {name}, f"key {place}.", STOPS))
-    said = Finding(WRONG, f"{place}.{name}: {error['msg']}", STOPS)
-    return [] if value == f"{AUTO}!" else [said]
+    said = " ".join(str(error).split()) or type(error).__name__
+    kind = MACHINE if any(words in said for words in RULES["of_machine"]) else WRONG
+    section, _, name = (place or "").rpartition(".")
+    for each in error.errors() if hasattr(error, "errors") else ():  # pydantic's: of many keys
+        if name in map(str, each["loc"]) and each["type"] == "extra_forbidden":
+            models = [DeepSpeedConfigModel]
+            for model in models:
+                models += model.__subclasses__()
+            fields = {f.alias or n for model in models for n, f in model.model_fields.items()}
+            yield from _unknown([name], fields - {name}, f"{section}.", STOPS)
+            return
+        if name in map(str, each["loc"]):
+            said = each["msg"]
+    if value == UNFILLED or (kind == MACHINE and "fp16" in said):  # told elsewhere
+        return
+    shown = "" if isinstance(value, dict) else f" {json.dumps(value)}"
+    yield Finding(kind, f"{place}{shown}: {said}" if place else said, STOPS)
 
 
 def read(path: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
@@ -270,6 +281,9 @@ def read(path: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
         return None, [Finding(WRONG, "is not text", STOPS)]
     if not isinstance(config, dict):
         return None, [Finding(WRONG, "must hold an object, {...}", STOPS)]
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):  # an old way to write stage 1 or 0, which DeepSpeed still reads
+        config["zero_optimization"] = {"stage": int(zero)}
     return config, findings
 
 
@@ -321,7 +335,7 @@ def wrong_shapes(config: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(WRONG, f"{place} must be an object, {{...}}", STOPS)
 
 
-def refused(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def out_of_range(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each key whose value config_rules.toml refuses, and the rule."""
     for rule in RULES["value"]:
         for key in rule["keys"]:
@@ -332,7 +346,7 @@ def refused(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def by_the_table(config: dict[str, Any], kind: str) -> Iterator[Finding]:
     """Find what breaks rules of a kind in config_rules.toml."""
-    for key, rule in refused(config):
+    for key, rule in out_of_range(config):
         if rule["kind"] == kind:
             text = f"{key} must be {rule['what']}, not {json.dumps(value_of(config, key))}"
             yield Finding(kind, text, rule["cost"])
@@ -346,27 +360,35 @@ def by_the_table(config: dict[str, Any], kind: str) -> Iterator[Finding]:
             yield Finding(kind, rule["text"], rule["cost"])
 
 
-def of_deepspeed(config: dict[str, Any], ranks: int | None = None) -> Iterator[Finding]:
+def of_deepspeed(
+    config: dict[str, Any], ranks: int | None = None, reader: str = "template",
+    refusal: Refusal = refusal_by_reading,
+) -> Iterator[Finding]:  # fmt: skip
     """Find what DeepSpeed would take without a word, or refuse in many.
 
     Call `prepare` first, and this only for a config in which `wrong_shapes` found nothing.
     """
-    yield from unknown_names(config)
+    yield from unknown_names(config, refusal)
     yield from by_the_table(config, WRONG)
     yield from _wrong_sizes(config, ranks)
-    yield from wrong_values(config)
+    yield from refused(config, reader, refusal)
     yield from _wrong_offload(config)
 
 
-def of_script(config: dict[str, Any]) -> Iterator[Finding]:
-    """Find what DeepSpeed can do and deepspeed_train.py cannot. Call `prepare` first."""
-    yield from by_the_table(config, SCRIPT)
-    unknown = {finding.text.split(":")[0] for finding in unknown_names(config)}
-    for place in left_open(filled(config)):
+def of_reader(config: dict[str, Any], reader: str = "template") -> Iterator[Finding]:
+    """Find what DeepSpeed can do and its reader cannot, deepspeed_train.py or another of READERS.
+
+    Call `prepare` first.
+    """
+    kind = WRONG
+    if reader == "template":
+        kind = SCRIPT
+        yield from by_the_table(config, SCRIPT)
+    unknown = {finding.text.split(":")[0] for finding in unknown_names(config, refusal_by_reading)}
+    for place in left_open(config if reader == "own" else filled(config, reader)):
         if f"unknown key {place.split('.')[0]}" not in unknown:  # one finding is enough
-            text = f'{place} is "{AUTO}", which this script cannot fill in'
-            cost = "nor can Hugging Face's Trainer: DeepSpeed takes its default"
-            yield Finding(SCRIPT, text, cost)
+            text = f'{place} is "{AUTO}", which {READERS[reader]} cannot fill in'
+            yield Finding(kind, text, "DeepSpeed takes its default, or stops")
 
 
 def _wrong_sizes(config: dict[str, Any], ranks: int | None) -> Iterator[Finding]:
