@@ -33,6 +33,8 @@ from nccl_parts.verdicts import Verdict, compare, ranks_of
 
 DEADLINE_S = 15.0  # of a job, after which its ranks are ended; --timeout makes it shorter
 CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
+# DETAIL compares what the members of one group call: ranks that wait in several it does not see.
+SAW_NOTHING = "{} says nothing: ask the recorder (--tool recorder)"
 WIDTH = 100  # of what a rank says, in characters
 
 # Each tool runs the broken job and judges it: it does not know which rank is broken.
@@ -100,7 +102,9 @@ def by_detail(job):
     for rank, call in re.findall(pattern, said):
         words = re.findall(r"OpType=(\w+)|TensorShape=(\[.*?\])|TensorDtypes=(\w+)", call)
         calls[int(rank)] = " ".join("".join(word) for word in words)
-    return ended, compare(calls, "the collective") if calls else Verdict("DETAIL says nothing")
+    return ended, compare(calls, "the collective") if calls else Verdict(
+        SAW_NOTHING.format("DETAIL")
+    )
 
 
 def by_recorder(job):
@@ -114,14 +118,20 @@ def by_inputs(job):
     """Find who is first to hand a number that is not finite to a collective."""
 
     def check(call, tensor):  # on NCCL TORCH_NCCL_NAN_CHECK=1 does this, for every collective
+        (job.folder / "inputs").touch()
         if not tensor.isfinite().all():
             print(f"inputs: call {call} is not finite", file=sys.stderr, flush=True)
 
     ended = job.run("broken.py", lambda rank: recorder.around_all_reduce(before=check))
     said = [re.search(r"inputs: call (\d+) is not finite", rank.err) for rank in ended]
     first = {number: int(match[1]) for number, match in enumerate(said) if match}
+    if not (job.folder / "inputs").exists():
+        do = "check the gradients themselves, before the collective"
+        return ended, Verdict(
+            f"no all_reduce and no gradient of DDP was seen, none was checked: {do}"
+        )
     if not first:
-        return ended, Verdict("every input of every collective is finite")
+        return ended, Verdict("every input of all_reduce and every gradient of DDP is finite")
     call = min(first.values())
     named = frozenset(number for number in first if first[number] == call)
     return ended, Verdict(f"{ranks_of(named)}: the input of call {call} is not finite", named)

@@ -177,6 +177,8 @@ def test_stacks_name_who_is_elsewhere():
     assert judge([[wait, main], [wait, stuck, main], [wait, main]], "broken.py").named == {1}
     assert judge([None, [stuck, main]], "broken.py").named == {1}
     assert judge([[stuck, main], [stuck, main]], "broken.py").named == set()
+    assert judge([[wait, main], [wait, main]], "broken.py").text.endswith("ask the recorder")
+    assert judge([[wait, main], [], [wait, main]], "broken.py").named == {1}  # stopped
 
 
 @pytest.mark.parametrize(
@@ -346,6 +348,81 @@ def test_the_notes_leave_out_what_was_called_before_the_recorder(on_ranks, tmp_p
         return recorder.notes_of(tmp_path / "rank-0.trace").count
 
     assert on_ranks(count, 1) == [1]
+
+
+CIRCLE = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+rank = dist.get_rank()
+groups = [dist.new_group(pair, timeout=timedelta(seconds=2)) for pair in ([0, 1], [1, 2], [0, 2])]
+dist.all_reduce(torch.ones(1), group=groups[rank])  # each calls another group first
+"""
+PIPELINE = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+rank, message = dist.get_rank(), torch.ones(1)
+dist.barrier()
+for batch in range(3 if rank else 2):  # stage 0 sends one micro-batch less
+    works = [dist.P2POp(dist.irecv, message, rank - 1)] if rank else []
+    for work in dist.batch_isend_irecv(works) if works else []:
+        work.wait()
+    if rank < 2:
+        dist.send(message, rank + 1)
+"""
+NOTHING = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    first_is_quick([
+        (CIRCLE, "wait in a circle: rank 0 waits for rank 1 in call 1"),
+        (PIPELINE, "rank 0 waits for nobody: look at rank 0"),
+        (NOTHING, "no rank called torch.distributed, or none was recorded: look at the stacks"),
+    ]),
+)  # fmt: skip
+def test_the_recorder_knows_groups_and_messages(run_script, tmp_path, source, says):
+    (tmp_path / "train.py").write_text(source)
+    ran = run_script(
+        GALLERY, "--record", tmp_path / "notes", tmp_path / "train.py", world_size=3,
+        end_job_on_failure=False,
+    )  # fmt: skip
+    judged = run_script(GALLERY, "--record", tmp_path / "notes", environ={})
+    assert judged.codes == [0] and says in judged.stdout, judged.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_nan_below_ddp_is_named_and_nothing_seen_is_said(run_script, tmp_path, culprit):
+    """DDP reduces in C++, where nothing watches dist.all_reduce."""
+
+    def before(module):
+        broken = FAILURES / "nan-on-one-rank/broken.py"
+        source = DDP_NAN.format(culprit) if culprit else "import torch\n"
+        read_text = Path.read_text
+        Path.read_text = lambda path, *a, **k: (
+            source if path == broken else read_text(path, *a, **k)
+        )
+
+    ended, _ = play(run_script, tmp_path, "nan-on-one-rank", before=before)
+    says = (
+        "rank 1: the input of call" if culprit else "no all_reduce and no gradient of DDP was seen"
+    )
+    assert says in ended.stdout, ended.stdout + ended.stderr
+
+
+DDP_NAN = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+for step in range(2):
+    data = torch.ones(1, 2) * (float("nan") if step and dist.get_rank() == {} else 1)
+    model(data).sum().backward()
+"""
 
 
 @full

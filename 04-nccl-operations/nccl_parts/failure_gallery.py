@@ -163,10 +163,15 @@ def py_spy() -> str | None:
 
 
 def stack_of(pid: int) -> list[tuple[str, str, int]] | None:
-    """Return (file, function, line) of a process's main thread, innermost first, by py-spy."""
+    """Return (file, function, line) of a process's main thread, innermost first, by py-spy.
+
+    Nothing of a process that is stopped (SIGSTOP, a debugger); None of one that has ended.
+    """
     command = py_spy()
     if command is None:
         raise cli.UsageError("this tool needs py-spy: pip install py-spy")
+    if runs(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+        return []  # py-spy would wait for it
     asked = subprocess.run([command, "dump", "--json", "--pid", str(pid)], capture_output=True)
     if asked.returncode == 0:
         main = next(t for t in json.loads(asked.stdout) if t["os_thread_id"] == pid)

@@ -1,10 +1,13 @@
 """Put into a job from outside, without a change to its script: notes of each collective.
 
-PyTorch's flight recorder, as FOLDER/rank-0.trace and so on, up to 50 times a second. It takes all
-ranks to make the same calls, as in DDP and FSDP. Source: torch 2.14.1, FlightRecorder.hpp.
+PyTorch's flight recorder, as FOLDER/rank-0.trace and so on, up to 50 times a second, with groups,
+sends and receives. All members of a group are to make the same calls in it. Source: torch 2.14.1,
+FlightRecorder.hpp.
 """
 
 import atexit
+import functools
+import inspect
 import itertools
 import os
 import pickle
@@ -13,18 +16,21 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from dist_common import cli, runtime
 from dist_common.lab.ranks import Rank
 from nccl_parts.verdicts import Verdict, compare, ending, odd_ones_out, ranks_of
 
 EVERY_S = 0.02
+MESSAGES = {"send": "send", "isend": "send", "recv": "receive", "irecv": "receive"}
 REST = 9  # times as long as writing takes: at least so long the job has the process for itself
 
 
@@ -36,11 +42,17 @@ def noted() -> list[dict]:
 
 
 class Notes(NamedTuple):
-    """What recorder.py noted of a rank: its collectives, with the time in s, and its new_groups."""
+    """What recorder.py noted of a rank: collectives of all ranks, with the time in s, and more."""
 
     calls: list[tuple[str, float]]
-    groups: list[str] = []
+    groups: list[str] = []  # calls of new_group
     first: int = 0  # calls before these, which PyTorch no longer has: it keeps the last 2000
+    members: dict[str, list[int]] = {}  # of groups that are not of all ranks
+    within: dict[str, list[str]] = {}  # calls in these groups
+    started: dict[str, int] = {}  # the last call of each group
+    open: list[tuple[str, int, str]] = []  # group, number and name of calls that have not ended
+    sends: dict[tuple[str, int], int] = {}  # by "send" or "receive" and peer: how many
+    waits: list[tuple[str, int, int]] = []  # of these which have not ended: by kind, peer, number
 
     @property
     def count(self) -> int:
@@ -49,14 +61,63 @@ class Notes(NamedTuple):
 
 def notes_of(file: Path) -> Notes:
     """Read the notes of a rank; none where it wrote none."""
-    first, entries, groups = pickle.loads(file.read_bytes()) if file.exists() else (0, [], [])
-    calls = []
+    if not file.exists():
+        return Notes([])
+    first, entries, groups, everybody, sends, waits = pickle.loads(file.read_bytes())
+    world_size = max(map(len, everybody.values()), default=0)
+    members = {name: ranks for name, ranks in everybody.items() if len(ranks) < world_size}
+    calls, within, started, unfinished = [], defaultdict(list), {}, []
     for entry in entries:
         name = entry["profiling_name"].split(":")[-1]
         shapes = " ".join(map(str, entry["input_sizes"] or entry["output_sizes"]))
         types = " ".join(entry["input_dtypes"] or entry["output_dtypes"])
-        calls.append((f"{name} {shapes} {types}", entry["time_created_ns"] / 1e9))
-    return Notes(calls, groups, first)
+        call, group = f"{name} {shapes} {types}", entry["process_group"][0]
+        if group in members:
+            within[group].append(call)
+        else:
+            calls.append((call, entry["time_created_ns"] / 1e9))
+        started[group] = entry["collective_seq_id"]
+        if not entry["retired"]:
+            unfinished.append((group, started[group], call))
+    return Notes(calls, groups, first, members, within, started, unfinished, sends, waits)
+
+
+def waits_of(notes: list[Notes]) -> dict[int, dict[int, str]]:
+    """Return whom each rank waits for, and in which call: who has not come to it."""
+    found: dict[int, dict[int, str]] = defaultdict(dict)
+    for rank, own in enumerate(notes):
+        for group, number, call in own.open:
+            members = own.members.get(group, range(len(notes)))
+            for other in members:
+                if notes[other].started.get(group, 0) < number:
+                    of = f" of group {members}" if group in own.members else ""
+                    found[rank][other] = f"call {number}{of}, {call}"
+        for kind, peer, number in own.waits:
+            answer = "receive" if kind == "send" else "send"
+            if notes[peer].sends.get((answer, rank), 0) < number:
+                found[rank][peer] = f"{kind} {number} {'to' if kind == 'send' else 'from'} it"
+    return found
+
+
+def judge_waits(notes: list[Notes]) -> Verdict | None:
+    """Name a circle of ranks, or who is missing in a group or at the other end of a message."""
+    waits = waits_of(notes)
+    told = {rank: "; ".join(f"rank {rank} waits for rank {other} in {call}"
+                            for other, call in others.items()) for rank, others in waits.items()
+            }  # fmt: skip
+    for start in waits:
+        path = [start]
+        while after := [other for other in waits.get(path[-1], ()) if other in waits]:
+            path.append(after[0])
+            if after[0] in path[:-1]:
+                circle = path[path.index(after[0]) : -1]
+                text = "; ".join(told[rank] for rank in circle)
+                return Verdict(f"{ranks_of(circle)} wait in a circle: {text}", frozenset(circle))
+    missing = {other for others in waits.values() for other in others} - waits.keys()
+    if missing and any(own.sends or own.members for own in notes):
+        text = f"{'; '.join(told.values())}; {ranks_of(missing)} waits for nobody"
+        return Verdict(f"{text}: look at {ranks_of(missing)}", frozenset(missing))
+    return None
 
 
 def judge_recorder(notes: list[Notes], ranks: Sequence[Rank] = ()) -> Verdict:
@@ -64,6 +125,16 @@ def judge_recorder(notes: list[Notes], ranks: Sequence[Rank] = ()) -> Verdict:
     for position, groups in enumerate(zip(*(n.groups for n in notes), strict=False), 1):
         if len(set(groups)) > 1:
             return compare(dict(enumerate(groups)), f"new_group {position}")
+    if found := judge_waits(notes):
+        return found
+    for group, members in {name: who for n in notes for name, who in n.members.items()}.items():
+        if any(n.first for n in notes):
+            break  # the oldest are gone, and may have been of any group
+        made = [notes[rank].within.get(group, []) for rank in members]
+        for position, alike in enumerate(zip(*made, strict=False), 1):
+            if len(set(alike)) > 1:
+                what = f"call {position} of group {members}"
+                return compare(dict(zip(members, alike, strict=True)), what)
     start = max(n.first for n in notes)  # from here on every rank's notes are there
     calls = [n.calls[start - n.first :] for n in notes]
     for position, alike in enumerate(zip(*calls, strict=False), start + 1):
@@ -84,25 +155,38 @@ def judge_recorder(notes: list[Notes], ranks: Sequence[Rank] = ()) -> Verdict:
     if most > 0.3 and most > 3 * max(others, default=0.0):
         text = f"rank {last} comes last: {most:.1f} s behind the first"
         return Verdict(f"{text} in {len(calls[0])} calls", frozenset([last]))
-    return Verdict(f"{counts[0]} calls, the same on all ranks, and no rank is late")
+    if not any(n.count or n.sends or n.within for n in notes):
+        return Verdict("no rank called torch.distributed, or none was recorded: look at the stacks")
+    text = f"{counts[0]} calls, the same on all ranks, and no rank is late"
+    return Verdict(f"{text}; if it hangs nevertheless, look at the stacks")
 
 
 def record(file: Path) -> Callable[[], None]:
     """Write notes of all calls from now on to `file`, from a thread; return what ends it."""
-    made, new_group = [], dist.new_group
+    made, members, new_group = [], {}, dist.new_group
+    sends, waits = note_messages()
     before = noted()  # in a fork: what its parent called
     start = before[-1]["record_id"] + 1 if before else 0
-    ended = threading.Event()
+    ended, unfinished, open_messages = threading.Event(), set(), []
 
     def note_group(ranks=None, *args, **kwargs):
         made.append(f"new_group {ranks}")
         return new_group(ranks, *args, **kwargs)
 
-    def write():
+    def write(failed=False):
+        nonlocal unfinished, open_messages
         entries = [entry for entry in noted() if entry["record_id"] >= start]
         first = entries[0]["record_id"] - start if entries else 0
         partial = file.with_suffix(".partial")  # whole or not at all
-        partial.write_bytes(pickle.dumps((first, entries, made)))
+        if not failed:  # a call that fails has ended: keep what waited just before
+            unfinished = {entry["record_id"] for entry in entries if not entry["retired"]}
+            waits[:] = [wait for wait in waits if not wait[3]()]
+            open_messages = [wait[:3] for wait in waits]
+        for entry in entries:
+            entry["retired"] = entry["record_id"] not in unfinished
+        members.update(members_of_groups())  # at the end there are no groups any more
+        told = (first, entries, made, members, dict(sends), open_messages)
+        partial.write_bytes(pickle.dumps(told))
         partial.replace(file)
 
     def run():
@@ -113,9 +197,11 @@ def record(file: Path) -> Callable[[], None]:
             pause_s = max(EVERY_S, REST * (time.monotonic() - started))
 
     def finish():
-        ended.set()
-        thread.join()
-        write()
+        if not ended.is_set():
+            ended.set()
+            thread.join()
+            error = sys.exc_info()[1]
+            write(failed=error is not None and getattr(error, "code", 1) not in (0, None))
 
     dist.new_group = note_group  # PyTorch's recorder has no note of it
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -124,8 +210,55 @@ def record(file: Path) -> Callable[[], None]:
     return finish
 
 
+def members_of_groups() -> dict[str, list[int]]:
+    """Return the ranks of each process group by its name."""
+    known = dist.distributed_c10d._world
+    names, groups = known.pg_names.copy(), known.pg_group_ranks.copy()  # the job may add to them
+    return {names[group]: sorted(ranks) for group, ranks in groups.items() if group in names}
+
+
+def note_messages() -> tuple[Counter, list]:
+    """Count messages by kind and peer, and list those that wait: PyTorch's recorder does not."""
+    sends, waits, depth = Counter(), [], []
+
+    def noting(call, kind):
+        @functools.wraps(call)
+        def noted(*args, **kwargs):
+            given = inspect.signature(call).bind(*args, **kwargs).arguments
+            peer = given.get("dst", given.get("src"))
+            in_group = given.get("group_dst", given.get("group_src"))
+            if in_group is not None:
+                peer = dist.get_global_rank(given.get("group") or dist.group.WORLD, in_group)
+            if depth or peer is None:  # send calls isend; from any rank: nobody to wait for
+                return call(*args, **kwargs)
+            sends[kind, peer] += 1
+            work: list = []
+            waits.append((kind, peer, sends[kind, peer], lambda: work and has_ended(work[0])))
+            depth.append(call)
+            try:
+                result = call(*args, **kwargs)
+            finally:
+                depth.pop()
+            work.append(result)
+            return result
+
+        return noted
+
+    def has_ended(work):  # send and recv return when they have
+        return work.is_completed() if isinstance(work, dist.Work) else True
+
+    for name, kind in MESSAGES.items():
+        noted = noting(getattr(dist, name), kind)
+        for module in (dist, dist.distributed_c10d):  # P2POp asks whether it is given its own
+            setattr(module, name, noted)
+    return sends, waits
+
+
 def around_all_reduce(before=lambda call, tensor: None, after=lambda work: None) -> None:
-    """Have dist.all_reduce call before(number of the call, tensor) and after(what it returns)."""
+    """Have dist.all_reduce call before(number of the call, tensor) and after(what it returns).
+
+    DDP reduces below Python: there `before` gets each gradient that DDP is about to reduce.
+    """
     all_reduce, calls = dist.all_reduce, itertools.count(1)
 
     def watched(tensor, *args, **kwargs):
@@ -134,7 +267,14 @@ def around_all_reduce(before=lambda call, tensor: None, after=lambda work: None)
         after(work)
         return work
 
-    dist.all_reduce = watched
+    make_ddp = DistributedDataParallel.__init__
+
+    def make_watched(ddp, *args, **kwargs):
+        make_ddp(ddp, *args, **kwargs)
+        for weight in filter(lambda one: one.requires_grad, ddp.parameters()):
+            weight.register_hook(lambda gradient: before(next(calls), gradient))
+
+    dist.all_reduce, DistributedDataParallel.__init__ = watched, make_watched
 
 
 def run_or_compare(words: list[str]) -> int:

@@ -139,7 +139,10 @@ def judge_stacks(stacks: list[list[tuple[str, str, int]] | None], script: str) -
     """Name the ranks that are in no collective while others wait in one."""
     places, elsewhere = dict.fromkeys(range(len(stacks)), "has ended"), set()
     for rank, frames in enumerate(stacks):
-        if frames is not None:
+        if frames == []:
+            places[rank] = "is stopped (SIGSTOP, or a debugger): kill -CONT lets it continue"
+            elsewhere.add(rank)
+        elif frames is not None:
             _, function, line = next((f for f in frames if Path(f[0]).name == script), frames[-1])
             called = waits_in(frames)
             places[rank] = f"{function}, line {line}" + (f", in {called}" if called else "")
@@ -149,4 +152,8 @@ def judge_stacks(stacks: list[list[tuple[str, str, int]] | None], script: str) -
         waiting = any(stacks[rank] is not None for rank in places.keys() - elsewhere)
         rest = "wait in a collective" if waiting else "have ended"
         return Verdict(f"{told}; all others {rest}", frozenset(elsewhere))
-    return compare(places, "the stack")
+    verdict = compare(places, "the stack")
+    if len(alike(places)) > 1:
+        return verdict
+    text = f"{verdict.text}: stacks do not tell groups and calls apart; ask the recorder"
+    return Verdict(text)
