@@ -20,16 +20,19 @@ import re
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from dist_common import cli, runtime
+from dist_common.lab.ranks import Rank
 from dist_common.report import Report
 from nccl_parts import failure_gallery as part
 from nccl_parts import recorder, verdicts
 from nccl_parts.failure_gallery import NAMES, Failure, Job, load, may_enter
-from nccl_parts.verdicts import Verdict, compare, ranks_of
+from nccl_parts.verdicts import Verdict, compare, ending, odd_ones_out, ranks_of
 
 DEADLINE_S = 15.0  # of a job, after which its ranks are ended; --timeout makes it shorter
 CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
@@ -107,11 +110,90 @@ def by_detail(job):
     )
 
 
+def waits_of(notes: list[recorder.Notes]) -> dict[int, dict[int, str]]:
+    """Return whom each rank waits for, and in which call: who has not come to it."""
+    found: dict[int, dict[int, str]] = defaultdict(dict)
+    for rank, own in enumerate(notes):
+        for group, number, call in own.open:
+            members = own.members.get(group, range(len(notes)))
+            for other in members:
+                if notes[other].started.get(group, 0) < number:
+                    of = f" of group {members}" if group in own.members else ""
+                    found[rank][other] = f"call {number}{of}, {call}"
+        for kind, peer, number in own.waits:
+            answer = "receive" if kind == "send" else "send"
+            if notes[peer].sends.get((answer, rank), 0) < number:
+                found[rank][peer] = f"{kind} {number} {'to' if kind == 'send' else 'from'} it"
+    return found
+
+
+def judge_waits(notes: list[recorder.Notes]) -> Verdict | None:
+    """Name a circle of ranks, or who is missing in a group or at the other end of a message."""
+    waits = waits_of(notes)
+    told = {rank: "; ".join(f"rank {rank} waits for rank {other} in {call}"
+                            for other, call in others.items()) for rank, others in waits.items()
+            }  # fmt: skip
+    for start in waits:
+        path = [start]
+        while after := [other for other in waits.get(path[-1], ()) if other in waits]:
+            path.append(after[0])
+            if after[0] in path[:-1]:
+                circle = path[path.index(after[0]) : -1]
+                text = "; ".join(told[rank] for rank in circle)
+                return Verdict(f"{ranks_of(circle)} wait in a circle: {text}", frozenset(circle))
+    missing = {other for others in waits.values() for other in others} - waits.keys()
+    if missing and any(own.sends or own.members for own in notes):
+        text = f"{'; '.join(told.values())}; {ranks_of(missing)} waits for nobody"
+        return Verdict(f"{text}: look at {ranks_of(missing)}", frozenset(missing))
+    return None
+
+
+def judge_recorder(notes: list[recorder.Notes], ranks: Sequence[Rank] = ()) -> Verdict:
+    """Compare the ranks' collectives: what they called, how many, and who came last."""
+    for position, groups in enumerate(zip(*(n.groups for n in notes), strict=False), 1):
+        if len(set(groups)) > 1:
+            return compare(dict(enumerate(groups)), f"new_group {position}")
+    if found := judge_waits(notes):
+        return found
+    for group, members in {name: who for n in notes for name, who in n.members.items()}.items():
+        if any(n.first for n in notes):
+            break  # the oldest are gone, and may have been of any group
+        made = [notes[rank].within.get(group, []) for rank in members]
+        for position, alike in enumerate(zip(*made, strict=False), 1):
+            if len(set(alike)) > 1:
+                what = f"call {position} of group {members}"
+                return compare(dict(zip(members, alike, strict=True)), what)
+    start = max(n.first for n in notes)  # from here on every rank's notes are there
+    calls = [n.calls[start - n.first :] for n in notes]
+    for position, alike in enumerate(zip(*calls, strict=False), start + 1):
+        if len({call for call, _ in alike}) > 1:
+            return compare({rank: call for rank, (call, _) in enumerate(alike)}, f"call {position}")
+    counts = [n.count for n in notes]
+    behind = {rank for rank, count in enumerate(counts) if count < max(counts)}
+    if killed := [n for n in behind if ranks and ending(ranks[n]).startswith("SIG")]:
+        return Verdict(f"the last notes of {ranks_of(killed)} may be missing: it ended by a signal")
+    if behind:
+        odd = odd_ones_out(dict(enumerate(counts)))
+        advice = f"look at {ranks_of(odd)}" if odd else "one calls too often, or one too seldom"
+        ahead = f"{ranks_of({*range(len(calls))} - behind)} made call {max(counts)}"
+        return Verdict(f"{ahead}; {ranks_of(behind)} ended with call {min(counts)}: {advice}", odd)
+    at = torch.tensor([[at for _, at in own] for own in calls], dtype=torch.float64)
+    late = (at - at.amin(0)).sum(1)  # by rank, in s
+    (most, *others), (last, *_) = map(torch.Tensor.tolist, late.sort(descending=True))
+    if most > 0.3 and most > 3 * max(others, default=0.0):
+        text = f"rank {last} comes last: {most:.1f} s behind the first"
+        return Verdict(f"{text} in {len(calls[0])} calls", frozenset([last]))
+    if not any(n.count or n.sends or n.within for n in notes):
+        return Verdict("no rank called torch.distributed, or none was recorded: look at the stacks")
+    text = f"{counts[0]} calls, the same on all ranks, and no rank is late"
+    return Verdict(f"{text}; if it hangs nevertheless, look at the stacks")
+
+
 def by_recorder(job):
     files = [job.folder / f"rank-{rank}.trace" for rank in range(job.world_size)]
     ended = job.run("broken.py", lambda rank: recorder.record(files[rank]))
     notes = [recorder.notes_of(file) for file in files[: len(ended)]]
-    return ended, recorder.judge_recorder(notes, ended)
+    return ended, judge_recorder(notes, ended)
 
 
 def by_inputs(job):
@@ -262,7 +344,7 @@ def parse_args():
 def main():
     args = parse_args()
     if args.record is not None:
-        return recorder.run_or_compare(args.record)
+        return recorder.run_or_compare(args.record, judge_recorder)
     world = runtime.discover()
     report = Report("04-nccl-operations/failure_gallery.py", args, world, torch.device("cpu"))
     if args.name is None:

@@ -11,9 +11,11 @@ Source: the circle method for tournaments (Lucas, Recreations mathematiques, vol
 """
 
 import functools
+import math
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,12 @@ from nccl_parts import pairwise_scan as part
 from nccl_parts.clusters import nodes_of
 from nccl_parts.measurement import StopEarly, gb_per_s, refuse_size
 
+# Nothing is called slow above this part of what the fast pairs of its kind do: one pair, several.
+# What sets pairs apart in all repeats alike, as the core that a rank runs on, no repeat shows.
+BELOW, BELOW_TOGETHER = 0.5, 0.75
+FAST = 0.9  # "fast" is as good as the best tenth
+CHANCE = 0.01  # that a healthy cluster has any finding at all
+DRAWS = 200  # healthy clusters that are drawn from the repeats: several times 1 / CHANCE
 REPEATS = 5  # of all rounds, every other time in the opposite order
 
 
@@ -149,6 +157,49 @@ def possible_causes(scan):
     return of_nodes | of_paths | of_ranks
 
 
+@dataclass
+class Noise:
+    """How slow healthy ways of one kind can look by chance, as a part of the fast ones' speed."""
+
+    fast_gb_s: float
+    healthy: torch.Tensor  # sorted
+    causes: int  # that are tried at once
+
+    def limit(self, ways=1):
+        """Return the part below which so many ways are slow together, other than by chance."""
+        of_each = (CHANCE / self.causes) ** (1 / ways)  # Bonferroni: any of the causes
+        most = BELOW if ways == 1 else BELOW_TOGETHER
+        return min(most, self.healthy[int(of_each * len(self.healthy))].item())
+
+
+def fast_of(speeds):
+    """Return what the best tenth of the ways reach."""
+    return speeds.kthvalue(1 + math.ceil(FAST * (len(speeds) - 1))).values
+
+
+def noise_of(scan, causes):
+    """Draw clusters without a fault: each of their repeats is off by as much as one that was seen.
+
+    A repeat is off by what it differs from the median of its way's others.
+    """
+    found, random = {}, torch.Generator().manual_seed(0)
+    for kind in (part.WITHIN, part.ACROSS):
+        rows = [gb_s for way, gb_s in scan.repeats.items() if scan.kind(way) == kind]
+        if not rows:
+            continue
+        shape, healthy = (len(rows), min(map(len, rows))), [torch.zeros(1)]  # anything is possible
+        if shape[1] > 1:
+            off = [one / statistics.median(gb_s[:place] + gb_s[place + 1 :])
+                   for gb_s in rows for place, one in enumerate(gb_s)]  # fmt: skip
+            pool, healthy = torch.tensor(off), []
+            for _ in range(DRAWS):
+                speeds = pool[torch.randint(len(pool), shape, generator=random)].median(1).values
+                healthy.append(speeds / fast_of(speeds))
+        fast = fast_of(torch.tensor([*map(statistics.median_low, rows)])).item()
+        found[kind] = Noise(fast, torch.cat(healthy).sort().values, causes)
+    return found
+
+
 def find_slow(scan):
     """Return the fewest causes that explain all slow ways, by the speeds alone, and the noise.
 
@@ -157,7 +208,7 @@ def find_slow(scan):
     counted again.
     """
     causes, speeds = possible_causes(scan), scan.speeds
-    noise = part.noise_of(scan, len(causes) + len(speeds))
+    noise = noise_of(scan, len(causes) + len(speeds))
     of_fast = {way: gb_s / noise[scan.kind(way)].fast_gb_s for way, gb_s in speeds.items()}
     explained, found = set(), []
 

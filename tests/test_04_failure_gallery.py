@@ -142,7 +142,7 @@ def test_the_recorder_names_who_is_missing_who_differs_and_who_is_late():
         made = zip(calls, groups or [[]] * len(calls), strict=True)
         notes = [recorder.Notes(*pair) for pair in made]
         ranks = ranks_that_say(*[""] * len(calls), codes=codes)
-        return recorder.judge_recorder(notes, ranks).named
+        return gallery.judge_recorder(notes, ranks).named
 
     call, other = ("all_reduce [1] Float", 0.0), ("broadcast [1] Float", 0.0)
     late, early = ("all_reduce [1] Float", 2.0), ("all_reduce [1] Float", 0.01)
@@ -158,7 +158,7 @@ def test_the_recorder_names_who_is_missing_who_differs_and_who_is_late():
 
 
 def test_the_recorder_compares_what_it_still_has_of_all_ranks():
-    Notes, judge = recorder.Notes, recorder.judge_recorder
+    Notes, judge = recorder.Notes, gallery.judge_recorder
     one, two, three = [(name, 0.0) for name in ("one", "two", "three")]
     alike = [Notes([one, two, three]), Notes([two, three], first=1), Notes([one, two, three])]
     assert judge(alike).text.startswith("3 calls, the same on all ranks")

@@ -21,7 +21,8 @@ from nccl_parts import pairwise_scan as part
 from nccl_parts.pairwise_scan import ACROSS, BOTH, RECEIVES, SENDS, WITHIN, Scan
 
 SCAN = "04-nccl-operations/pairwise_scan.py"
-find_slow = load_script(SCAN).find_slow
+script = load_script(SCAN)
+find_slow = script.find_slow
 PACED = "04-nccl-operations/nccl_parts/pairwise_scan.py"
 QUICK = ("-b", "64K", "-n", 2)
 why_not = links.why_not()
@@ -184,9 +185,9 @@ def test_findings_are_ranked_and_what_noise_hides_is_told():
     found, noise = find_slow(scan)
     assert [slow.what for slow in found] == ["rank 1", "rank 2 <-> rank 6"]
     limits = [noise[ACROSS].limit(ways) for ways in (1, 12)]
-    assert limits == [part.BELOW, part.BELOW_TOGETHER]
+    assert limits == [script.BELOW, script.BELOW_TOGETHER]
     _, noise = find_slow(noisy([2, 2, 2, 2], 0))
-    assert noise[WITHIN].limit() < 0.3 < noise[ACROSS].limit() <= part.BELOW
+    assert noise[WITHIN].limit() < 0.3 < noise[ACROSS].limit() <= script.BELOW
 
 
 # the script

@@ -10,7 +10,6 @@ Source: socket(7), SO_MAX_PACING_RATE.
 
 import argparse
 import contextlib
-import math
 import os
 import runpy
 import socket
@@ -23,17 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-
 from dist_common import cli
 from dist_common.report import Report
 
-# Nothing is called slow above this part of what the fast pairs of its kind do: one pair, several.
-# What sets pairs apart in all repeats alike, as the core that a rank runs on, no repeat shows.
-BELOW, BELOW_TOGETHER = 0.5, 0.75
-FAST = 0.9  # "fast" is as good as the best tenth
-CHANCE = 0.01  # that a healthy cluster has any finding at all
-DRAWS = 200  # healthy clusters that are drawn from the repeats: several times 1 / CHANCE
 MOST = 8  # ranks whose matrix fits on a screen; findings that do
 WITHIN, ACROSS = "within a node", "across nodes"
 SENDS, RECEIVES, BOTH = "sends", "receives", "sends and receives"
@@ -72,49 +63,6 @@ class Slow(NamedTuple):
     direction: str  # SENDS, RECEIVES or BOTH, from its side
     where: str
     of_fast: float  # the median of its ways, as a part of what the fast ones of their kind do
-
-
-@dataclass
-class Noise:
-    """How slow healthy ways of one kind can look by chance, as a part of the fast ones' speed."""
-
-    fast_gb_s: float
-    healthy: torch.Tensor  # sorted
-    causes: int  # that are tried at once
-
-    def limit(self, ways: int = 1) -> float:
-        """Return the part below which so many ways are slow together, other than by chance."""
-        of_each = (CHANCE / self.causes) ** (1 / ways)  # Bonferroni: any of the causes
-        most = BELOW if ways == 1 else BELOW_TOGETHER
-        return min(most, self.healthy[int(of_each * len(self.healthy))].item())
-
-
-def fast_of(speeds: torch.Tensor) -> torch.Tensor:
-    """Return what the best tenth of the ways reach."""
-    return speeds.kthvalue(1 + math.ceil(FAST * (len(speeds) - 1))).values
-
-
-def noise_of(scan: Scan, causes: int) -> dict[str, Noise]:
-    """Draw clusters without a fault: each of their repeats is off by as much as one that was seen.
-
-    A repeat is off by what it differs from the median of its way's others.
-    """
-    found, random = {}, torch.Generator().manual_seed(0)
-    for kind in (WITHIN, ACROSS):
-        rows = [gb_s for way, gb_s in scan.repeats.items() if scan.kind(way) == kind]
-        if not rows:
-            continue
-        shape, healthy = (len(rows), min(map(len, rows))), [torch.zeros(1)]  # anything is possible
-        if shape[1] > 1:
-            off = [one / statistics.median(gb_s[:place] + gb_s[place + 1 :])
-                   for gb_s in rows for place, one in enumerate(gb_s)]  # fmt: skip
-            pool, healthy = torch.tensor(off), []
-            for _ in range(DRAWS):
-                speeds = pool[torch.randint(len(pool), shape, generator=random)].median(1).values
-                healthy.append(speeds / fast_of(speeds))
-        fast = fast_of(torch.tensor([*map(statistics.median_low, rows)])).item()
-        found[kind] = Noise(fast, torch.cat(healthy).sort().values, causes)
-    return found
 
 
 def rounds_needed(scan: Scan) -> int:

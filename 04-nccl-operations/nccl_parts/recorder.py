@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_common import cli, runtime
-from dist_common.lab.ranks import Rank
-from nccl_parts.verdicts import Verdict, compare, ending, odd_ones_out, ranks_of
+from nccl_parts.verdicts import Verdict
 
 EVERY_S = 0.02
 MESSAGES = {"send": "send", "isend": "send", "recv": "receive", "irecv": "receive"}
@@ -80,85 +79,6 @@ def notes_of(file: Path) -> Notes:
         if not entry["retired"]:
             unfinished.append((group, started[group], call))
     return Notes(calls, groups, first, members, within, started, unfinished, sends, waits)
-
-
-def waits_of(notes: list[Notes]) -> dict[int, dict[int, str]]:
-    """Return whom each rank waits for, and in which call: who has not come to it."""
-    found: dict[int, dict[int, str]] = defaultdict(dict)
-    for rank, own in enumerate(notes):
-        for group, number, call in own.open:
-            members = own.members.get(group, range(len(notes)))
-            for other in members:
-                if notes[other].started.get(group, 0) < number:
-                    of = f" of group {members}" if group in own.members else ""
-                    found[rank][other] = f"call {number}{of}, {call}"
-        for kind, peer, number in own.waits:
-            answer = "receive" if kind == "send" else "send"
-            if notes[peer].sends.get((answer, rank), 0) < number:
-                found[rank][peer] = f"{kind} {number} {'to' if kind == 'send' else 'from'} it"
-    return found
-
-
-def judge_waits(notes: list[Notes]) -> Verdict | None:
-    """Name a circle of ranks, or who is missing in a group or at the other end of a message."""
-    waits = waits_of(notes)
-    told = {rank: "; ".join(f"rank {rank} waits for rank {other} in {call}"
-                            for other, call in others.items()) for rank, others in waits.items()
-            }  # fmt: skip
-    for start in waits:
-        path = [start]
-        while after := [other for other in waits.get(path[-1], ()) if other in waits]:
-            path.append(after[0])
-            if after[0] in path[:-1]:
-                circle = path[path.index(after[0]) : -1]
-                text = "; ".join(told[rank] for rank in circle)
-                return Verdict(f"{ranks_of(circle)} wait in a circle: {text}", frozenset(circle))
-    missing = {other for others in waits.values() for other in others} - waits.keys()
-    if missing and any(own.sends or own.members for own in notes):
-        text = f"{'; '.join(told.values())}; {ranks_of(missing)} waits for nobody"
-        return Verdict(f"{text}: look at {ranks_of(missing)}", frozenset(missing))
-    return None
-
-
-def judge_recorder(notes: list[Notes], ranks: Sequence[Rank] = ()) -> Verdict:
-    """Compare the ranks' collectives: what they called, how many, and who came last."""
-    for position, groups in enumerate(zip(*(n.groups for n in notes), strict=False), 1):
-        if len(set(groups)) > 1:
-            return compare(dict(enumerate(groups)), f"new_group {position}")
-    if found := judge_waits(notes):
-        return found
-    for group, members in {name: who for n in notes for name, who in n.members.items()}.items():
-        if any(n.first for n in notes):
-            break  # the oldest are gone, and may have been of any group
-        made = [notes[rank].within.get(group, []) for rank in members]
-        for position, alike in enumerate(zip(*made, strict=False), 1):
-            if len(set(alike)) > 1:
-                what = f"call {position} of group {members}"
-                return compare(dict(zip(members, alike, strict=True)), what)
-    start = max(n.first for n in notes)  # from here on every rank's notes are there
-    calls = [n.calls[start - n.first :] for n in notes]
-    for position, alike in enumerate(zip(*calls, strict=False), start + 1):
-        if len({call for call, _ in alike}) > 1:
-            return compare({rank: call for rank, (call, _) in enumerate(alike)}, f"call {position}")
-    counts = [n.count for n in notes]
-    behind = {rank for rank, count in enumerate(counts) if count < max(counts)}
-    if killed := [n for n in behind if ranks and ending(ranks[n]).startswith("SIG")]:
-        return Verdict(f"the last notes of {ranks_of(killed)} may be missing: it ended by a signal")
-    if behind:
-        odd = odd_ones_out(dict(enumerate(counts)))
-        advice = f"look at {ranks_of(odd)}" if odd else "one calls too often, or one too seldom"
-        ahead = f"{ranks_of({*range(len(calls))} - behind)} made call {max(counts)}"
-        return Verdict(f"{ahead}; {ranks_of(behind)} ended with call {min(counts)}: {advice}", odd)
-    at = torch.tensor([[at for _, at in own] for own in calls], dtype=torch.float64)
-    late = (at - at.amin(0)).sum(1)  # by rank, in s
-    (most, *others), (last, *_) = map(torch.Tensor.tolist, late.sort(descending=True))
-    if most > 0.3 and most > 3 * max(others, default=0.0):
-        text = f"rank {last} comes last: {most:.1f} s behind the first"
-        return Verdict(f"{text} in {len(calls[0])} calls", frozenset([last]))
-    if not any(n.count or n.sends or n.within for n in notes):
-        return Verdict("no rank called torch.distributed, or none was recorded: look at the stacks")
-    text = f"{counts[0]} calls, the same on all ranks, and no rank is late"
-    return Verdict(f"{text}; if it hangs nevertheless, look at the stacks")
 
 
 def record(file: Path) -> Callable[[], None]:
@@ -277,7 +197,7 @@ def around_all_reduce(before=lambda call, tensor: None, after=lambda work: None)
     dist.all_reduce, DistributedDataParallel.__init__ = watched, make_watched
 
 
-def run_or_compare(words: list[str]) -> int:
+def run_or_compare(words: list[str], judge: Callable[[list[Notes]], Verdict]) -> int:
     """Run a script as --record FOLDER SCRIPT ARGS asks; of --record FOLDER compare the notes."""
     if not words:
         raise cli.UsageError("--record needs a FOLDER for the notes, then the SCRIPT to run")
@@ -294,7 +214,7 @@ def run_or_compare(words: list[str]) -> int:
         if of_rank.calls:
             made = f"{of_rank.count} calls, the last one {of_rank.calls[-1][0]}"
         print(f"rank {rank}: {made}")
-    print(judge_recorder(notes).text)
+    print(judge(notes).text)
     return 0
 
 
