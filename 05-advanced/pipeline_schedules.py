@@ -238,11 +238,19 @@ def parse_args():
 def main():
     args = parse_args()
     names = args.schedule or list(SCHEDULES)
-    schedules = {n: build(n, args.stages, args.micro_batches, args.virtual_stages) for n in names}
+    schedules, left_out = {}, []
+    for name in names:
+        try:
+            schedules[name] = build(name, args.stages, args.micro_batches, args.virtual_stages)
+        except cli.UsageError as error:
+            if args.schedule:  # it was asked for
+                raise
+            left_out.append(f"left out: {error}")
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/pipeline_schedules.py", args, world, device)
         times = f"a forward takes 1, a backward {args.backward:g}"
-        report.start(f"{args.stages} stages, {args.micro_batches} micro-batches, {times}")
+        sizes = f"{args.stages} stages, {args.micro_batches} micro-batches"
+        report.start(f"{sizes}, {times}", *left_out)
         if len(names) == 1:
             print_orders(report, schedules[names[0]])
         timelines = {}

@@ -52,6 +52,17 @@ def test_the_published_layout_of_405b_fits_with_uneven_stages(run_script, tmp_pa
     assert metrics["layout"] == "tp 8 x cp 1 x dp 128 x pp 16" and metrics["fits"]
 
 
+def test_micro_batches_of_two_hide_what_one_exposes():
+    """combining.md: tp 8 x dp 8 of 70B, by micro-batch size: sent, exposed, a step."""
+    found = []
+    for size in (1, 2):
+        job = Job(MODELS["llama3-70b"], 8192, 512, size)
+        prediction = predict(job, part.H100, Layout(8, 1, 8, 1))
+        dp = prediction.traffic["dp"]
+        found += [round(dp.seconds, 1), round(dp.exposed_s, 1), round(prediction.step_s, 1)]
+    assert found == [87.8, 38.2, 102.4, 43.9, 0, 63.7]
+
+
 def test_a_layout_that_does_not_fit_is_said_to(run_script):
     ended = run_script(COMBINING, "--model", "llama3-70b", "--dp", 8)
     assert ended.codes == [0] and "DOES NOT FIT: " in ended.stdout

@@ -176,10 +176,18 @@ def test_sabotage_of_a_schedule_fails_a_check(run_script, tmp_path, broken, fail
     assert failing <= bad and all(name.startswith("1f1b: ") for name in bad)
 
 
+def test_a_schedule_that_these_numbers_refuse_is_left_out_of_all(run_script):
+    ended = run_script(SCRIPT, "--stages", 5, "--micro-batches", 7)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "left out: interleaved: 7 micro-batches must be a multiple of 5 ranks" in ended.stdout
+    shown = [name for name in lesson.SCHEDULES if f"\n{name}  " in ended.stdout]
+    assert shown == ["naive", "gpipe", "1f1b", "zb-h1"]
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("-m", 6), "interleaved: 6 micro-batches must be a multiple of 4 ranks"),
+        (("-m", 6, "--schedule", "interleaved"), "6 micro-batches must be a multiple of 4 ranks"),
         *(pytest.param(*row, marks=FULL) for row in (
             (("-m", 3, "--schedule", "zb-h1"), "zb-h1: 3 micro-batches are fewer than 4 stages"),
             (("--backward", 3), "zb-h1 fits --backward of at most 2"),
