@@ -135,6 +135,43 @@ def compute_twice_as_fast(_):
     layout_traffic.compute_seconds = lambda *args: seconds(*args) / 2
 
 
+def nvlink_everywhere(_):
+    layout_traffic.link_of = lambda job, cluster, *_, **__: ("NVLink", cluster.nvlink_gb_s)
+
+
+def hide_tensor_parallelism(_):
+    right = layout_traffic.tensor_traffic
+    layout_traffic.tensor_traffic = lambda *args: replace(right(*args), exposed_s=0)
+
+
+def send_a_hundredth_of_keys(_):
+    right = layout_traffic.context_traffic
+
+    def less(*args):
+        sent = right(*args)
+        return replace(sent, layer_bytes=sent.layer_bytes / 100, step_bytes=sent.step_bytes / 100)
+
+    layout_traffic.context_traffic = less
+
+
+def gather_once_a_step(_):
+    right = layout_traffic.weight_traffic
+
+    def once(job, cluster, layout, forward_s):
+        kind = "grad-op" if layout.sharding == "full" else layout.sharding
+        return right(job, cluster, replace(layout, sharding=kind), forward_s)
+
+    layout_traffic.weight_traffic = once
+
+
+def hold_nothing_of(name):
+    def sabotage(_):
+        right = layout_memory.memory_of_stage
+        layout_memory.memory_of_stage = lambda *args: right(*args) | {name: 0}
+
+    return sabotage
+
+
 CHEAPER = ("--model", "1b", "--gpus", 16, "--dp", 16, "--fsdp", "none", "--cheaper")
 
 
@@ -144,6 +181,12 @@ CHEAPER = ("--model", "1b", "--gpus", 16, "--dp", 16, "--fsdp", "none", "--cheap
         (leave_no_bubble, "Llama 3: 32 over 16 micro-batches"),
         (recompute_for_nothing, "530B: recompute none over full"),
         (compute_twice_as_fast, "SC21 1.7B, 32 GPUs: predicted over published"),
+        (nvlink_everywhere, "SC21 1008B, 3,072 GPUs: pp's links that are NVLink"),
+        (hide_tensor_parallelism, "70B: tp 8: exposed"),
+        (send_a_hundredth_of_keys, "70B: cp 4: bytes per layer"),
+        (gather_once_a_step, "70B: dp 8, full: bytes"),
+        (hold_nothing_of("activations"), "70B: recompute full: bytes kept"),
+        (hold_nothing_of("logits"), "70B: logits: bytes"),
     ],
 )
 def test_a_broken_formula_fails_its_check(run_script, tmp_path, sabotage, failing):

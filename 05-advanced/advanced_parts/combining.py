@@ -174,8 +174,37 @@ def compare(report: Report) -> list[tuple[str, Layout, float, float]]:
         report.check(f"{name}: weights, 1e9", weights, run["billions"], rounding, paper)
         report.check(f"{name}: predicted over published", predicted / measured, *BAND, paper)
         rows.append((name, layout, measured, predicted))
+        for axis, each in prediction.traffic.items():
+            if axis != "dp" and each.size > 1:
+                groups = torch.arange(layout.gpus).view(layout.pp, layout.dp, layout.cp, layout.tp)
+                group = groups.movedim(("pp", "dp", "cp", "tp").index(axis), 0).flatten(1)[:, 0]
+                nodes = len(set((group // 8).tolist()))
+                measured_link = f"{name}: {axis}'s links that are NVLink"
+                report.check(measured_link, int(each.link == "NVLink"), int(nodes == 1), 0, "nodes")
     check_ratios(report, rows)
+    check_by_hand(report)
     return rows
+
+
+def check_by_hand(report: Report) -> None:
+    """Check what no published run shows: Llama 3 70B, worked out from combining.md's table."""
+    width, kv_dim, ffn, words, heads, layers = 8192, 1024, 28_672, 128_256, 64, 80
+    tokens = 8192
+    job = Job(memory.MODELS["llama3-70b"], tokens, 512, 1)
+    split = predict(job, H100, Layout(8, 1, 8, 1, "full", "full"))
+    tp, dp = split.traffic["tp"], split.traffic["dp"]
+    ring = predict(job, H100, Layout(1, 4, 16, 1, "full", "swiglu")).traffic["cp"]
+    one_layer = 2 * (6 * width + 2 * kv_dim + 4 * ffn) + 4 * (heads + 2)
+    for name, found, expected, tolerance in (
+        ("tp 8: exposed, of its time; 12 of 14 at least", tp.exposed_s / tp.seconds, 13 / 14, 0.08),
+        ("cp 4: bytes per layer", ring.layer_bytes, 8 * 3 * tokens / 4 * 2 * kv_dim, 0),
+        ("dp 8, full: bytes of 64 micro-batches", dp.step_bytes, 64 * 7 / 8 * 70.55e9, 1e-3),
+        ("dp 8, full: GB/s of one card a node", dp.rate_gb_s, H100.network_gb_s, 0),
+        ("recompute full: bytes kept", split.memory["activations"],
+         tokens / 8 * (layers * 2 * width + one_layer), 0),
+        ("logits: bytes", split.memory["logits"], tokens / 8 * (10 * words + 4 * width), 0),
+    ):  # fmt: skip
+        report.check(f"70B: {name}", found, expected, tolerance * expected, "combining.md's table")
 
 
 def check_ratios(report: Report, rows) -> None:
