@@ -49,7 +49,7 @@ def findings_of(path, ranks=None, reader="template"):
     if shapes := list(config_rules.wrong_shapes(config)):  # the other rules could not read it
         return findings + shapes
     findings += config_judge.judged(config, ranks, reader)
-    findings += config_rules.of_reader(config, reader)
+    findings += config_judge.of_reader(config, reader)
     findings += of_machine(config, setup.ops_needed(config))
     findings += config_rules.by_the_table(config, config_rules.HINT)
 

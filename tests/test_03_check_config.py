@@ -19,7 +19,7 @@ from helpers_03 import (
     write_config,
 )
 
-from deepspeed_parts import config_judge, config_rules, setup
+from deepspeed_parts import config_judge, setup
 from dist_common import cli
 from dist_common.cli import UsageError
 
@@ -177,7 +177,7 @@ def misread_values(rank, world_size, folder):
     """Put values of other types at each place of a config; return what is said of them."""
     setup.prepare(torch.device("cpu"))
     script = load_script(CHECK)
-    config_judge.judged = lambda *args: list(config_rules.of_deepspeed(*args))  # a fork each: long
+    config_judge.judged = lambda *args: list(config_judge.of_deepspeed(*args))  # a fork each: long
     disk = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 5}
     whole = changed(
         aio={"block_size": 1}, tensor_parallel={"autotp_size": 1}, torch_autocast={},
@@ -232,7 +232,7 @@ def misspell_every_key(rank, world_size, folder):
             (folder / "wrong.json").write_text(json.dumps(config))
             tried += 1
             try:
-                config_rules.read_right(folder / "wrong.json")
+                config_judge.read_right(folder / "wrong.json")
                 unnoticed.append((path.name, name))
             except UsageError as error:
                 if f"did you mean {name}?" not in str(error):
@@ -338,7 +338,7 @@ def test_sabotage_a_key_that_deepspeed_does_not_know_is_noticed(check):
     """Without the list of what DeepSpeed looks up, a misspelt section would pass."""
 
     def know_everything():
-        config_rules.unknown_names = lambda config, refusal: iter(())
+        config_judge.unknown_names = lambda config, refusal: iter(())
 
     config = changed(zero_optimisation={"stage": 3})
     assert check(config)[0] == 1

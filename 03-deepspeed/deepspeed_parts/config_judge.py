@@ -1,14 +1,23 @@
-"""DeepSpeed as the judge of a config: it takes a training step with it, in a process of its own."""
+"""DeepSpeed as the judge of a config: it reads it, or takes a step with it, in a child process.
+
+DeepSpeed keeps no list of its keys: a config that notes what is looked up tells which it knows.
+"""
 
 from __future__ import annotations
 
+import copy
+import difflib
 import gc
 import importlib
+import json
 import logging
 import os
 import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,11 +25,37 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_parts import config_rules, setup
-from deepspeed_parts.config_rules import Finding, offloads, part_of, value_of
+from deepspeed_parts.config_rules import (
+    AUTO,
+    HINT,
+    IGNORED,
+    MACHINE,
+    RULES,
+    SCRIPT,
+    SIZES,
+    STOPS,
+    WRONG,
+    Finding,
+    by_the_table,
+    drop,
+    filled,
+    left_open,
+    offloads,
+    part_of,
+    places,
+    put,
+    value_of,
+)  # fmt: skip
+from dist_common.cli import UsageError
 
+UNFILLED = "auto!"  # what stands for an "auto" that nobody fills in
+SWITCHES = ("stage", "type")  # what another key is wrong for: seldom at fault themselves
+# Who reads a config, and fills in what is "auto" there.
+READERS = {"template": "this script", "trainer": "the Trainer", "own": "DeepSpeed"}
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")  # they would write files, or need a key
 SLOW = ("torch._dynamo", "cpuinfo", "deepspeed.module_inject.auto_ep_layer")  # once, not per fork
 WARNED: list[str] = []  # what DeepSpeed's log says in this process
+Refusal = Callable[[dict[str, Any]], Exception | None]  # what DeepSpeed raises for a config
 
 
 def judged(config: dict[str, Any], ranks: int | None, reader: str) -> list[Finding]:
@@ -32,9 +67,9 @@ def judged(config: dict[str, Any], ranks: int | None, reader: str) -> list[Findi
     with ProcessPoolExecutor(1, context, initializer=_start) as pool:
         found, warned = pool.submit(_judge, config, ranks, reader).result()
     if not on_cpu:  # the judge has no GPU: what it lacks says nothing
-        found = [finding for finding in found if finding.kind != config_rules.MACHINE]
+        found = [finding for finding in found if finding.kind != MACHINE]
     cost = "DeepSpeed warns, and trains"
-    return found + [Finding(config_rules.HINT, text, cost) for text in warned]
+    return found + [Finding(HINT, text, cost) for text in warned]
 
 
 def _start() -> None:
@@ -57,8 +92,8 @@ def _start() -> None:
 
 
 def _judge(config: dict, ranks: int | None, reader: str) -> tuple[list[Finding], list[str]]:
-    found = list(config_rules.of_deepspeed(config, ranks, reader, refusal_of_engine))
-    always = config_rules.RULES["always_warned"]
+    found = list(of_deepspeed(config, ranks, reader, refusal_of_engine))
+    always = RULES["always_warned"]
     return list(dict.fromkeys(found)), [
         text for text in dict.fromkeys(WARNED) if text not in always
     ]
@@ -87,3 +122,191 @@ def refusal_of_engine(config: dict[str, Any]) -> Exception | None:
     except Exception as error:
         return error
     return None
+
+
+def refusal_by_reading(config: dict[str, Any]) -> Exception | None:
+    """Have DeepSpeed read a config; return what it raises."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(config)
+    except Exception as error:
+        return error
+    return None
+
+
+def of_deepspeed(
+    config: dict[str, Any], ranks: int | None = None, reader: str = "template",
+    refusal: Refusal = refusal_by_reading,
+) -> Iterator[Finding]:  # fmt: skip
+    """Find what DeepSpeed would take without a word, or refuse in many.
+
+    Call `prepare` first, and this only for a config in which `wrong_shapes` found nothing.
+    """
+    yield from unknown_names(config, refusal)
+    yield from by_the_table(config, WRONG)
+    yield from config_rules.wrong_sizes(config, ranks)
+    yield from refused(config, reader, refusal)
+    yield from config_rules.wrong_offload(config)
+
+
+def of_reader(config: dict[str, Any], reader: str = "template") -> Iterator[Finding]:
+    """Find what DeepSpeed can do and its reader cannot, deepspeed_train.py or another of READERS.
+
+    Call `prepare` first.
+    """
+    kind = WRONG
+    if reader == "template":
+        kind = SCRIPT
+        yield from by_the_table(config, SCRIPT)
+    unknown = {finding.text.split(":")[0] for finding in unknown_names(config, refusal_by_reading)}
+    for place in left_open(config if reader == "own" else filled(config, reader)):
+        if f"unknown key {place.split('.')[0]}" not in unknown:  # one finding is enough
+            text = f'{place} is "{AUTO}", which {READERS[reader]} cannot fill in'
+            yield Finding(kind, text, "DeepSpeed takes its default, or stops")
+
+
+def read_right(path: Path) -> dict[str, Any]:
+    """Read a config in which DeepSpeed finds nothing wrong. Call `prepare` first.
+
+    Raises: UsageError in one line for anything else.
+    """
+    try:
+        config, findings = config_rules.read(path)
+    except OSError as error:
+        raise UsageError(f"--deepspeed_config {path}: {error.strerror}") from error
+    config_rules.refuse(
+        path, chain(findings, config_rules.wrong_shapes(config), of_deepspeed(config))
+    )
+    return config
+
+
+def unknown_names(config: dict[str, Any], refusal: Refusal) -> Iterator[Finding]:
+    """Find names that DeepSpeed would pass over."""
+    sizes = {SIZES[0]: 1, SIZES[1]: 1}
+    asked = _Asked(**sizes, **{key: 1 for key in RULES["of_many_ranks"] if "." not in key})
+    refusal(asked)
+    yield from _unknown(config, asked.names, "", IGNORED)
+    plain = ("aio", "activation_checkpointing", "flops_profiler", "checkpoint", "data_types",
+             "torch_autocast")  # fmt: skip
+    inside = {name: _Asked(**config[name]) for name in plain if isinstance(config.get(name), dict)}
+    if refusal(_Asked(**sizes, **inside)) is None:  # else a value of these is told elsewhere
+        for section, part in inside.items():
+            yield from _unknown(part, part.names, f"{section}.", IGNORED)
+    for section in ("optimizer", "scheduler"):
+        known = {"type", "params", "legacy_fusion"}
+        yield from _unknown(part_of(config, section), known, f"{section}.", IGNORED)
+
+
+class _Asked(dict):
+    """A config that notes which keys it was asked for: DeepSpeed keeps no list of what it reads."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(config)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def keys(self):
+        return self  # `name in config.keys()` shall be noted too
+
+    def __copy__(self) -> _Asked:
+        return self
+
+
+def _unknown(names: Iterable, known: Collection[str], section: str, cost: str) -> Iterator[Finding]:
+    for name in map(str, names):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else "DeepSpeed knows no such key"
+            yield Finding(WRONG, f"unknown key {section}{name}: {hint}", cost)
+
+
+def refused(config: dict[str, Any], reader: str, refusal: Refusal) -> Iterator[Finding]:
+    """Have DeepSpeed judge; what it does not like is left out, and it judges the rest."""
+    sized = reader == "template" or {SIZES[0], SIZES[2]} & set(config)
+    # DeepSpeed drops what is "auto" before it looks at the name, and so would miss a wrong one.
+    config = json.loads(json.dumps(filled(config)).replace(f'"{AUTO}"', f'"{UNFILLED}"'))
+    for key, rule in list(config_rules.out_of_range(config)):
+        if rule["kind"] == WRONG:  # told elsewhere
+            drop(config, key)
+    put(config, RULES["of_many_ranks"])
+    for _, part in offloads(config) if reader == "template" else ():
+        part.setdefault("nvme_path", ".")  # by a flag
+    if sized:  # held against a group that may not exist yet
+        config.pop(SIZES[2], None)
+        config |= {SIZES[0]: 1, SIZES[1]: 1}
+    yield from _refusals(config, refusal_by_reading)
+    for place in list(places(config)):
+        if value_of(config, place) == UNFILLED:
+            drop(config, place)
+    if refusal is not refusal_by_reading:
+        yield from _refusals(config, refusal)
+
+
+def _refusals(config: dict[str, Any], refusal: Refusal) -> Iterator[Finding]:
+    place: str | None = ""
+    while place is not None and (error := refusal(copy.deepcopy(config))):
+        place = _culprit(config, error, refusal)
+        value = None if place is None else drop(config, place)
+        yield from _told(error, place, value)
+
+
+def _complaints(error: Any) -> list[tuple]:
+    """Return what an exception complains of: pydantic's may do so of many keys."""
+    if hasattr(error, "errors"):
+        return [(each["loc"][-1], each["type"], each["msg"]) for each in error.errors()]
+    return [("", "", " ".join(str(error).split()) or type(error).__name__)]
+
+
+def _culprit(config: dict[str, Any], error: Exception, refusal: Refusal) -> str | None:
+    """Return the key without which DeepSpeed takes the config, or else says something else."""
+    elsewhere = None
+    said = str(error)
+
+    def order(place: str) -> tuple[bool, ...]:
+        name = place.rpartition(".")[2]
+        value = value_of(config, place)
+        named = name in said or (isinstance(value, str) and value in said)
+        first = place.startswith(("optimizer", "scheduler"))
+        return isinstance(value, dict), not named, not first, name in SWITCHES
+
+    for place in sorted((p for p in places(config) if p not in SIZES), key=order):
+        without = copy.deepcopy(config)
+        drop(without, place)
+        other = refusal(without)
+        if other is None:  # a whole section only where no key of it does
+            return (elsewhere or place) if isinstance(value_of(config, place), dict) else place
+        if _complaints(other) != _complaints(error):
+            elsewhere = elsewhere or place
+    return elsewhere
+
+
+def _told(error: Exception, place: str | None, value: Any) -> Iterator[Finding]:
+    """Say what DeepSpeed raised for the value of a key."""
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    section, _, name = (place or "").rpartition(".")
+    complaints = _complaints(error)
+    _, kind, said = next((one for one in complaints if one[0] == name), complaints[0])
+    machine = any(words in said for words in RULES["of_machine"])
+    if kind == "extra_forbidden":
+        models = [DeepSpeedConfigModel]
+        for model in models:
+            models += model.__subclasses__()
+        fields = {f.alias or n for model in models for n, f in model.model_fields.items()}
+        yield from _unknown([name], fields - {name}, f"{section}.", STOPS)
+    elif value != UNFILLED and not (machine and "fp16" in said):  # told elsewhere
+        shown = "" if isinstance(value, dict) else f" {json.dumps(value)}"
+        text = f"{place}{shown}: {said}" if place else said
+        yield Finding(MACHINE if machine else WRONG, text, STOPS)

@@ -1,18 +1,14 @@
-"""What is wrong with a config: what DeepSpeed itself refuses, and what it takes without a word.
+"""How a config is read, what is "auto" in it, and rules for what DeepSpeed passes over.
 
-The judge is the installed DeepSpeed, which reads the config, or trains with it (config_judge.py).
-DeepSpeed keeps no list of its keys: a config that notes what is looked up tells which it knows.
-What passes it silently stands in config_rules.toml.
+DeepSpeed itself judges the rest (config_judge.py). Rules on values stand in config_rules.toml.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,17 +20,12 @@ try:
 except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
-UNFILLED = "auto!"  # what stands for an "auto" that nobody fills in
 AUTO = "auto"  # in a config: "the script shall say"; Hugging Face's Trainer reads it alike
 WRONG, SCRIPT, MACHINE, HINT = "wrong for DeepSpeed", "not in deepspeed_train.py", "machine", "hint"
 RULES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-SWITCHES = ("stage", "type")  # what another key is wrong for: seldom at fault themselves
 IGNORED = "DeepSpeed passes over it: what it should do is not done"
 STOPS = "DeepSpeed stops at its start"
-Refusal = Callable[[dict[str, Any]], Exception | None]  # what DeepSpeed raises for a config
-# Who reads a config, and fills in what is "auto" there.
-READERS = {"template": "this script", "trainer": "the Trainer", "own": "DeepSpeed"}
 
 
 def is_number(value: Any) -> bool:
@@ -121,143 +112,6 @@ def drop(config: dict[str, Any], key: str) -> Any:
     return part_of(config, place).pop(name)
 
 
-class _Asked(dict):
-    """A config that notes which keys it was asked for: DeepSpeed keeps no list of what it reads."""
-
-    def __init__(self, **config: Any) -> None:
-        super().__init__(config)
-        self.names: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.names.add(name)
-        return super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        self.names.add(str(name))
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.names.add(name)
-        return super().get(name, default)
-
-    def keys(self):
-        return self  # `name in config.keys()` shall be noted too
-
-    def __copy__(self) -> _Asked:
-        return self
-
-
-def _unknown(names: Iterable, known: Collection[str], section: str, cost: str) -> Iterator[Finding]:
-    for name in map(str, names):
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]}?" if near else "DeepSpeed knows no such key"
-            yield Finding(WRONG, f"unknown key {section}{name}: {hint}", cost)
-
-
-def unknown_names(config: dict[str, Any], refusal: Refusal) -> Iterator[Finding]:
-    """Find names that DeepSpeed would pass over."""
-    sizes = {SIZES[0]: 1, SIZES[1]: 1}
-    asked = _Asked(**sizes, **{key: 1 for key in RULES["of_many_ranks"] if "." not in key})
-    refusal(asked)
-    yield from _unknown(config, asked.names, "", IGNORED)
-    plain = ("aio", "activation_checkpointing", "flops_profiler", "checkpoint", "data_types",
-             "torch_autocast")  # fmt: skip
-    inside = {name: _Asked(**config[name]) for name in plain if isinstance(config.get(name), dict)}
-    if refusal(_Asked(**sizes, **inside)) is None:  # else a value of these is told elsewhere
-        for section, part in inside.items():
-            yield from _unknown(part, part.names, f"{section}.", IGNORED)
-    for section in ("optimizer", "scheduler"):
-        known = {"type", "params", "legacy_fusion"}
-        yield from _unknown(part_of(config, section), known, f"{section}.", IGNORED)
-
-
-def refusal_by_reading(config: dict[str, Any]) -> Exception | None:
-    """Have DeepSpeed read a config; return what it raises."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    try:
-        DeepSpeedConfig(config)
-    except Exception as error:
-        return error
-    return None
-
-
-def refused(config: dict[str, Any], reader: str, refusal: Refusal) -> Iterator[Finding]:
-    """Have DeepSpeed judge; what it does not like is left out, and it judges the rest."""
-    sized = reader == "template" or {SIZES[0], SIZES[2]} & set(config)
-    # DeepSpeed drops what is "auto" before it looks at the name, and so would miss a wrong one.
-    config = json.loads(json.dumps(filled(config)).replace(f'"{AUTO}"', f'"{UNFILLED}"'))
-    for key, rule in list(out_of_range(config)):
-        if rule["kind"] == WRONG:  # told elsewhere
-            drop(config, key)
-    put(config, RULES["of_many_ranks"])
-    for _, part in offloads(config) if reader == "template" else ():
-        part.setdefault("nvme_path", ".")  # by a flag
-    if sized:  # held against a group that may not exist yet
-        config.pop(SIZES[2], None)
-        config |= {SIZES[0]: 1, SIZES[1]: 1}
-    yield from _refusals(config, refusal_by_reading)
-    for place in list(places(config)):
-        if value_of(config, place) == UNFILLED:
-            drop(config, place)
-    if refusal is not refusal_by_reading:
-        yield from _refusals(config, refusal)
-
-
-def _refusals(config: dict[str, Any], refusal: Refusal) -> Iterator[Finding]:
-    place: str | None = ""
-    while place is not None and (error := refusal(copy.deepcopy(config))):
-        place = _culprit(config, str(error), refusal)
-        value = None if place is None else drop(config, place)
-        yield from _told(error, place, value)
-
-
-def _culprit(config: dict[str, Any], said: str, refusal: Refusal) -> str | None:
-    """Return the key without which DeepSpeed takes the config, or else says something else."""
-    elsewhere = None
-
-    def order(place: str) -> tuple[bool, ...]:
-        name = place.rpartition(".")[2]
-        value = value_of(config, place)
-        named = name in said or (isinstance(value, str) and value in said)
-        first = place.startswith(("optimizer", "scheduler"))
-        return isinstance(value, dict), not named, not first, name in SWITCHES
-
-    for place in sorted((p for p in places(config) if p not in SIZES), key=order):
-        without = copy.deepcopy(config)
-        drop(without, place)
-        error = refusal(without)
-        if error is None:  # a whole section only where no key of it does
-            return (elsewhere or place) if isinstance(value_of(config, place), dict) else place
-        if str(error) != said:
-            elsewhere = elsewhere or place
-    return elsewhere
-
-
-def _told(error: Any, place: str | None, value: Any) -> Iterator[Finding]:
-    """Say what DeepSpeed raised for the value of a key."""
-    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-
-    said = " ".join(str(error).split()) or type(error).__name__
-    kind = MACHINE if any(words in said for words in RULES["of_machine"]) else WRONG
-    section, _, name = (place or "").rpartition(".")
-    for each in error.errors() if hasattr(error, "errors") else ():  # pydantic's: of many keys
-        if name in map(str, each["loc"]) and each["type"] == "extra_forbidden":
-            models = [DeepSpeedConfigModel]
-            for model in models:
-                models += model.__subclasses__()
-            fields = {f.alias or n for model in models for n, f in model.model_fields.items()}
-            yield from _unknown([name], fields - {name}, f"{section}.", STOPS)
-            return
-        if name in map(str, each["loc"]):
-            said = each["msg"]
-    if value == UNFILLED or (kind == MACHINE and "fp16" in said):  # told elsewhere
-        return
-    shown = "" if isinstance(value, dict) else f" {json.dumps(value)}"
-    yield Finding(kind, f"{place}{shown}: {said}" if place else said, STOPS)
-
-
 def read(path: Path) -> tuple[dict[str, Any] | None, list[Finding]]:
     """Parse a config; None for what is not a JSON object. Raises: OSError when there is no file."""
     findings = []
@@ -291,19 +145,6 @@ def refuse(path: Path, findings: Iterable[Finding]) -> None:
     """Raise UsageError for the first of some findings."""
     for finding in findings:
         raise UsageError(f"{path}: {finding.text}")
-
-
-def read_right(path: Path) -> dict[str, Any]:
-    """Read a config in which DeepSpeed finds nothing wrong. Call `prepare` first.
-
-    Raises: UsageError in one line for anything else.
-    """
-    try:
-        config, findings = read(path)
-    except OSError as error:
-        raise UsageError(f"--deepspeed_config {path}: {error.strerror}") from error
-    refuse(path, chain(findings, wrong_shapes(config), of_deepspeed(config)))
-    return config
 
 
 def fill_disk(config: dict[str, Any], args: argparse.Namespace, given: Collection[str]) -> None:
@@ -360,38 +201,7 @@ def by_the_table(config: dict[str, Any], kind: str) -> Iterator[Finding]:
             yield Finding(kind, rule["text"], rule["cost"])
 
 
-def of_deepspeed(
-    config: dict[str, Any], ranks: int | None = None, reader: str = "template",
-    refusal: Refusal = refusal_by_reading,
-) -> Iterator[Finding]:  # fmt: skip
-    """Find what DeepSpeed would take without a word, or refuse in many.
-
-    Call `prepare` first, and this only for a config in which `wrong_shapes` found nothing.
-    """
-    yield from unknown_names(config, refusal)
-    yield from by_the_table(config, WRONG)
-    yield from _wrong_sizes(config, ranks)
-    yield from refused(config, reader, refusal)
-    yield from _wrong_offload(config)
-
-
-def of_reader(config: dict[str, Any], reader: str = "template") -> Iterator[Finding]:
-    """Find what DeepSpeed can do and its reader cannot, deepspeed_train.py or another of READERS.
-
-    Call `prepare` first.
-    """
-    kind = WRONG
-    if reader == "template":
-        kind = SCRIPT
-        yield from by_the_table(config, SCRIPT)
-    unknown = {finding.text.split(":")[0] for finding in unknown_names(config, refusal_by_reading)}
-    for place in left_open(config if reader == "own" else filled(config, reader)):
-        if f"unknown key {place.split('.')[0]}" not in unknown:  # one finding is enough
-            text = f'{place} is "{AUTO}", which {READERS[reader]} cannot fill in'
-            yield Finding(kind, text, "DeepSpeed takes its default, or stops")
-
-
-def _wrong_sizes(config: dict[str, Any], ranks: int | None) -> Iterator[Finding]:
+def wrong_sizes(config: dict[str, Any], ranks: int | None) -> Iterator[Finding]:
     sizes = [config.get(name) for name in SIZES]
     if not all(map(MUST_BE["a whole number of at least 1"], sizes)):  # "auto" or told elsewhere
         return
@@ -405,7 +215,7 @@ def _wrong_sizes(config: dict[str, Any], ranks: int | None) -> Iterator[Finding]
         yield Finding(WRONG, text, STOPS if ranks else f"{STOPS}, on any number of ranks")
 
 
-def _wrong_offload(config: dict[str, Any]) -> Iterator[Finding]:
+def wrong_offload(config: dict[str, Any]) -> Iterator[Finding]:
     stage = value_of(config, "zero_optimization.stage", 0)
     for name, part in offloads(config):
         target = part.get("device", "none")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import check_config
-from deepspeed_parts import config_rules, setup
+from deepspeed_parts import config_judge, config_rules, setup
 from deepspeed_parts.config_rules import offloads, part_of
 from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
 from deepspeed_parts.zero_stages import held_per_weight
@@ -59,8 +59,8 @@ def checked_config(
 
     Call `prepare` first. Raises: UsageError.
     """
-    config = config_rules.read_right(args.deepspeed_config)
-    config_rules.refuse(args.deepspeed_config, config_rules.of_reader(config))
+    config = config_judge.read_right(args.deepspeed_config)
+    config_rules.refuse(args.deepspeed_config, config_judge.of_reader(config))
     config_rules.fill_disk(config, args, given)
     fp16 = config.get("fp16", {}).get("enabled") is True or args.precision == "16-mixed"
     wanted = {**config, "fp16": {"enabled": fp16}}

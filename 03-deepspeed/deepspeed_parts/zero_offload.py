@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import check_config
 import deepspeed_train
-from deepspeed_parts import config_rules, setup
+from deepspeed_parts import config_judge, config_rules, setup
 from dist_common import cli, measure, runtime
 from dist_common.lab.proofs import same_losses
 from dist_common.models import TransformerConfig
@@ -41,7 +41,7 @@ def settled(path: Path, args, shape: TransformerConfig, ranks: int) -> dict[str,
         **vars(args), deepspeed_config=path, lr=3e-4, grad_accum_steps=1, warmup_steps=0,
         max_grad_norm=1.0, global_batch_size=args.micro_batch_size * ranks,
     )  # fmt: skip
-    config = config_rules.read_right(path)
+    config = config_judge.read_right(path)
     config_rules.fill_disk(config, flags, {"nvme_path"})
     config_rules.refuse(path, check_config.of_machine(config))
     deepspeed_train.settle_precision(config, flags, {"precision"})
