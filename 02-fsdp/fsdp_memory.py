@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dist_common import cli, data, job, measure, models, runtime
+from dist_common.lab.traffic import TrafficCounter
 from dist_common.report import Report
 from fsdp_parts.memory import allocation_peak, show_peak, show_peaks
 from fsdp_transformer import add_flags, describe, mesh_of, refuse, shards_of
@@ -96,7 +97,7 @@ def take_step(template, run):
 
 
 def measure_peak(template, args, config, mesh, device):
-    """Take two real steps; return the most bytes that were allocated at once."""
+    """Take two real steps; return the most bytes of tensors at once, and gloo's largest copy."""
 
     def take_steps():
         run = start(template, args, config, mesh, device)
@@ -178,10 +179,14 @@ def check(args, template):
         refuse(args, config, shards, world, device)
         report.start(describe(args, config), identity)
 
-        real = measure_peak(template, args, config, mesh_of(shards, device), device)
+        with TrafficCounter() as counter:
+            real, copy = measure_peak(template, args, config, mesh_of(shards, device), device)
 
         peak = predict(template, args, config, mesh_of(shards, torch.device("cpu")))
         show_peak(report, peak)
+        if device.type == "cpu":  # gloo copies a unit's weights or gradient; NCCL copies nothing
+            sent = max((call.nbytes for call in counter.collectives), default=0)
+            report.check("bytes of gloo's largest copy", copy, sent, 0, "the largest collective")
         pairs = runtime.gather((real / 1e6, peak["Total"] / 1e6))
         real, predicted = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
         report.check("peak of MB allocated", real, predicted, 0.05 * predicted, "the prediction")

@@ -5,6 +5,7 @@ from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 from helpers_02 import quick
 
 from dist_common import models
+from fsdp_parts.memory import peak_in
 
 MEMORY = "02-fsdp/fsdp_memory.py"
 NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)
@@ -42,21 +43,22 @@ def predict(run_script, tmp_path):
     return run
 
 
-# Activations larger than what gloo's threads free late.
 LARGE = ("--seq-len", 128, "--micro-batch-size", 8)
+SMALL = ("--seq-len", 40, "--micro-batch-size", 1)  # weights outweigh activations
 
 
 @pytest.mark.parametrize(
     ("world_size", "options", "full_size"),
     [
-        (2, (), False),
+        (2, LARGE, False),
+        (3, (*SMALL, "--grad-accum-steps", 2), False),
         *(
             pytest.param(*case, True, marks=full)
             for case in (
-                (3, ("--loss-chunks", 4, "--activation-checkpointing", "full")),
-                (4, ("--sharding", "hybrid", "--shard-group-size", 2)),
-                (2, ("--activation-checkpointing", "selective")),
-                (2, ("--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate",
+                (3, (*LARGE, "--loss-chunks", 4, "--activation-checkpointing", "full")),
+                (4, (*SMALL, "--sharding", "hybrid", "--shard-group-size", 2)),
+                (2, (*SMALL, "--activation-checkpointing", "selective", "--grad-accum-steps", 3)),
+                (2, (*LARGE, "--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate",
                      "gathered")),
             )
         ),
@@ -67,11 +69,11 @@ def test_the_peak_of_a_real_run_is_the_predicted_one(
 ):
     """To 5 percent, on every rank; and the prediction of one process is that of the ranks."""
     ended = run_script(
-        MEMORY, "--check", *LARGE, *options, "--output-dir", tmp_path / "run",
+        MEMORY, "--check", *options, "--output-dir", tmp_path / "run",
         world_size=world_size, before=None if full_size else small(),
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
-    if options or full_size:
+    if options != LARGE:
         return
     real = results_of(tmp_path / "run")["metrics"]["peak_mb"] * 1e6
     alone = run_script(
@@ -81,6 +83,30 @@ def test_the_peak_of_a_real_run_is_the_predicted_one(
     assert alone.codes == [0], alone.stderr
     predicted = results_of(tmp_path / "alone")["metrics"]["Total_gib"] * 2**30
     assert abs(predicted / real - 1) < 0.05
+
+
+def span(name, begins, ends):
+    return {"name": name, "tid": 1, "ts": begins, "dur": ends - begins}
+
+
+def block(when, address, size, thread=1):
+    args = {"Addr": address, "Bytes": size}
+    return {"name": "[memory]", "tid": thread, "ts": when, "args": args}
+
+
+@pytest.mark.parametrize(
+    ("released", "peak"),
+    [
+        ([], 100),  # by gloo's thread, unseen: when FSDP has copied it out
+        ([block(22, 1, -100)], 140),
+    ],
+)
+def test_the_log_of_a_busy_machine(released, peak):
+    """A gathered buffer, which gloo copies twice; then another tensor."""
+    gathered = [span("FSDP::all_gather (x)", 0, 9), span("c10d::_allgather_base_", 2, 4)]
+    copies = [block(3, 2, 90), block(5, 3, 110, thread=2)]
+    events = [*gathered, block(1, 1, 100), *copies, span("FSDP::all_gather_copy_out (x)", 10, 15)]
+    assert peak_in([*events, block(20, 4, 40), *released]) == (peak, 110)
 
 
 @full

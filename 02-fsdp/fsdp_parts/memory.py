@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
+from bisect import bisect
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -26,17 +29,16 @@ CLASSES = {
 }
 
 
-def allocation_peak(take_steps: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that tensors held at once while a function ran.
+def allocation_peak(take_steps: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """Return the most bytes that tensors held at once while a function ran, and gloo's largest copy.
 
     On a GPU with what was allocated before. On the CPU from the log of PyTorch's profiler, which
-    slows a step down; what another thread frees, as gloo's do, is not in it: it is noticed when its
-    address is given out again.
+    slows a step down.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         take_steps()
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_allocated(device), 0
     quiet_log(device)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profiler:
@@ -44,17 +46,48 @@ def allocation_peak(take_steps: Callable[[], object], device: torch.device) -> i
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    events = [event for event in events if "Addr" in event.get("args", ())]
-    live: dict[int, int] = {}  # bytes by address
-    total = most = 0
-    for event in sorted(events, key=lambda event: event["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]
-        total += max(size, 0) - live.pop(address, 0)
-        if size > 0:
-            live[address] = size
-        most = max(most, total)
-    return most
+        return peak_in(json.loads(path.read_text())["traceEvents"])
+
+
+def peak_in(events: list[dict]) -> tuple[int, int]:
+    """Return the most bytes of tensors at once in a profiler's log, and the largest copy by gloo.
+
+    Gloo copies what it gathers and scatters, within its call or in a thread of its own, and frees
+    the copy unseen. NCCL copies nothing: a copy is no part of the peak.
+    """
+    events = sorted((event for event in events if "ts" in event), key=lambda event: event["ts"])
+    calls, gathers, unpacked = (
+        [event for event in events if event["name"].startswith(name) and "dur" in event]
+        for name in ("c10d::", "FSDP::all_gather (", "FSDP::all_gather_copy_out")
+    )
+    changes = []  # (when, bytes more or less)
+    live: dict[int, dict] = {}  # blocks by address
+    largest_copy = 0
+
+    def release(block: dict, when: float, seen: bool) -> None:
+        if not seen and within(gathers, block):  # gloo's thread had it last: until FSDP was done
+            later = (event["ts"] + event["dur"] for event in unpacked if event["ts"] > block["ts"])
+            when = min(when, next(later, when))
+        changes.append((when, -block["args"]["Bytes"]))
+
+    for block in (event for event in events if "Addr" in event.get("args", ())):
+        address, size = block["args"]["Addr"], block["args"]["Bytes"]
+        if address in live:
+            release(live.pop(address), block["ts"], size < 0)
+        if size > 0 and calls and (block["tid"] != calls[0]["tid"] or within(calls, block)):
+            largest_copy = max(largest_copy, size)
+        elif size > 0:
+            live[address] = block
+            changes.append((block["ts"], size))
+    for block in live.values():
+        release(block, math.inf, seen=False)
+    return max(accumulate(size for _, size in sorted(changes))), largest_copy
+
+
+def within(spans: list[dict], event: dict) -> bool:
+    """Say whether an event lies in one of some spans, which follow each other."""
+    before = bisect(spans, event["ts"], key=lambda span: span["ts"])
+    return before > 0 and event["ts"] <= spans[before - 1]["ts"] + spans[before - 1]["dur"]
 
 
 def show_peak(report: Report, peak: dict[str, int]) -> None:
