@@ -38,7 +38,7 @@ def config_of(stage, precision, args, dim):
         "stage3_param_persistence_threshold": 10 * dim,  # smaller weights stay whole
     }
     if stage in (1, 2):  # reduce a piece to its owner: the default all-reduces, twice the bytes
-        zero["use_multi_rank_bucket_allreduce"] = False
+        zero["use_multi_rank_bucket_allreduce"] = args.all_reduce_buckets
     if stage == 3:  # gather for forward and again for backward, as the paper counts; see the page
         zero |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     adam = {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}
@@ -139,6 +139,8 @@ def parse_args():
     add("--grad-accum-steps", type=positive, default=2, help="micro-batches per step (2)")
     at_least_2 = functools.partial(cli.whole_number, low=2)  # moments come with the first
     add("--max-steps", type=at_least_2, default=3, help="training steps (3)")
+    default = "in stages 1 and 2, as by DeepSpeed's default: use_multi_rank_bucket_allreduce true"
+    add("--all-reduce-buckets", action="store_true", help=default)
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     return parser.parse_args()
 

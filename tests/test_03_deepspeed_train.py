@@ -81,7 +81,7 @@ def with_torch_adam(config: dict) -> dict:
     + [
         pytest.param(*case, marks=full)
         for case in [(2, stage, "32-true") for stage in range(4)]
-        + [(2, 1, "bf16-mixed"), (2, 2, "bf16-mixed"), (1, 2, "32-true")]
+        + [(2, 1, "bf16-mixed"), (2, 2, "bf16-mixed"), (1, 2, "32-true"), (3, 2, "32-true")]
     ],
 )
 def test_train_as_one_process_in_every_stage(train, tmp_path, ranks, stage, precision):
@@ -216,12 +216,15 @@ PRECISE = {
     "data_types": {"grad_accum_dtype": "fp32"},
 }
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+AUTOCAST_BESIDE_BF16 = {**AUTOCAST, "bf16": {"enabled": True}}
 
 
 @full
-@pytest.mark.parametrize(("stage", "keys"), [(2, PRECISE), (3, PRECISE), (2, AUTOCAST)])
+@pytest.mark.parametrize(
+    ("stage", "keys"), [(2, PRECISE), (3, PRECISE), (2, AUTOCAST), (2, AUTOCAST_BESIDE_BF16)]
+)
 def test_other_types_of_gradients_train_too(train, stage, keys):
-    precision = () if keys is AUTOCAST else ("--precision", "bf16-mixed")
+    precision = () if "torch_autocast" in keys else ("--precision", "bf16-mixed")
     config = json.loads(config_of(stage).read_text()) | keys
     ended = train(config, *QUICK, *precision)
     assert ended.codes == [0, 0] and "bf16-mixed" in ended.stdout, ended.stdout + ended.stderr
@@ -734,6 +737,14 @@ def test_a_config_that_deepspeed_would_misread_is_one_line(run_script, tmp_path)
     write_config(tmp_path / "own.json", config)
     ended = run_script(TRAIN, "--deepspeed_config", tmp_path / "own.json", *argv)
     assert_one_line(ended, says, "deepspeed_train.py")
+
+
+@full
+def test_what_deepspeed_refuses_when_the_engine_is_built_is_one_line(train):
+    """PyTorch's Adam has no such argument: a TypeError, which no rule here knows of."""
+    config = with_torch_adam(json.loads(config_of(2).read_text()))
+    config["optimizer"]["params"]["bias_correction"] = True
+    assert_one_line(train(config, *QUICK), "argument 'bias_correction'", "deepspeed_train.py")
 
 
 # Bad input

@@ -58,6 +58,19 @@ def test_every_stage_trains_as_one_process_and_holds_and_sends_what_the_paper_sa
         assert measured == pytest.approx(right, rel=0.02)
 
 
+def test_deepspeed_s_default_reduction_sends_twice_as_much(run_script, tmp_path):
+    """On 3 ranks and for 2 micro-batches, the numbers in README.md and sharding_strategies.md."""
+    ended = run_script(
+        STAGES, *QUICK, "--all-reduce-buckets", "--stages", 1, 2, "--output-dir", tmp_path / "run",
+        world_size=3, before=small,
+    )  # fmt: skip
+    metrics = results_of(tmp_path / "run")["metrics"]
+    for stage, sent in ((1, 6), (2, 10)):
+        for precision, width in WIDTHS.items():
+            measured = metrics[f"bytes_sent_per_weight_stage {stage}_{precision}"]
+            assert measured == pytest.approx(sent * width / 2 * 2 / 3, rel=0.02), ended.stdout
+
+
 def only(name):
     """Return what leaves the other rows out: a sabotage is of one."""
 

@@ -16,7 +16,7 @@ import check_config
 from deepspeed_parts import config_judge, config_rules, setup
 from deepspeed_parts.config_rules import offloads, part_of
 from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
-from deepspeed_parts.zero_stages import held_per_weight
+from deepspeed_parts.zero_stages import held_per_weight, sizes_of
 from dist_common import data, job, models
 from dist_common.cli import UsageError
 from dist_common.job import Step
@@ -65,9 +65,7 @@ def checked_config(
     fp16 = config.get("fp16", {}).get("enabled") is True or args.precision == "16-mixed"
     wanted = {**config, "fp16": {"enabled": fp16}}
     config_rules.refuse(args.deepspeed_config, check_config.of_machine(wanted))
-    with torch.device("meta"):
-        largest = max(weight.numel() for weight in models.Transformer(shape).parameters())
-    part = -(-largest // ranks)
+    part = -(-max(sizes_of(shape)) // ranks)
     offload = part_of(config, "zero_optimization.offload_param")
     size = offload.get("buffer_size", 100_000_000)  # DeepSpeed's default
     if offload.get("device") == "nvme" and size < part:  # an assertion would end the run
@@ -217,7 +215,8 @@ def bytes_per_weight(run) -> float | None:
     zero, shape, stage = run.config["zero_optimization"], run.shape, run.stage
     size = run.dtype.itemsize
     ranks = dist.get_world_size()
-    total = sum(held_per_weight(f"stage {stage}", run.args.grad_accum_steps, ranks, size))
+    step = run.args.grad_accum_steps, ranks, sizes_of(shape)
+    total = sum(held_per_weight(f"stage {stage}", *step, size))
     elsewhere = any(part.get("device", "none") != "none" for _, part in offloads(run.config))
     bucket = size * zero.get("reduce_bucket_size", 5e8) if stage else 0
     whole = zero.get("stage3_param_persistence_threshold", 1e5) if stage == 3 else 0

@@ -1,5 +1,7 @@
 """What zero_stages.py checks: bytes held and sent, by the ZeRO paper and as they were counted."""
 
+from collections.abc import Sequence
+from itertools import accumulate as sums
 from typing import NamedTuple
 
 import torch
@@ -7,7 +9,7 @@ import torch.distributed as dist
 
 from dist_common.lab.proofs import same_losses
 from dist_common.lab.traffic import RING_FACTOR
-from dist_common.models import TransformerConfig
+from dist_common.models import Transformer, TransformerConfig
 from dist_common.report import Report
 
 KINDS = ("weights", "gradients", "optimizer state")
@@ -25,35 +27,63 @@ class Row(NamedTuple):
     sent: dict[str, float]
 
 
-def held_per_weight(name: str, accumulate: int, ranks: int, width: int = BF16) -> tuple[float, ...]:
+def gradient_share(sizes: Sequence[int], ranks: int) -> float:
+    """Return the part of all gradients that the fullest rank keeps in stages 1 and 2.
+
+    Weights of these sizes lie end to end and are cut into equal parts, even numbers of elements;
+    of a weight that a cut goes through, the ranks on both sides keep the whole gradient.
+    """
+    part = 2 * -(-sum(sizes) // (2 * ranks))
+    starts = list(sums(sizes, initial=0))
+    kept = [
+        sum(end - start for start, end in zip(starts, starts[1:], strict=False)
+            if start < part * (rank + 1) and end > part * rank)
+        for rank in range(ranks)
+    ]  # fmt: skip
+    return max(kept) / sum(sizes)
+
+
+def sizes_of(shape: TransformerConfig) -> list[int]:
+    with torch.device("meta"):
+        return [weight.numel() for weight in Transformer(shape).parameters()]
+
+
+def held_per_weight(
+    name: str, accumulate: int, ranks: int, sizes: Sequence[int], width: int = BF16
+) -> tuple[float, ...]:
     """Return what a rank holds for each weight, in bytes of each of KINDS, in mid-step.
 
-    `width`: bytes of a weight and of a gradient. Optimizer state is a float32 copy and Adam's two
-    moments; FSDP and stage 0 need no copy of float32 weights. With one micro-batch, stage 1 has
-    reduced its gradient by then. Source: ZeRO paper, section 5 and figure 1.
+    `sizes`: elements of each weight. `width`: bytes of one, and of its gradient. Optimizer state is
+    a float32 copy and Adam's two moments; FSDP and stage 0 need no copy of float32 weights. With
+    one micro-batch, stage 1 has reduced its gradient by then. Source: ZeRO paper, section 5.
     """
     state = 3 * FP32
+    share = gradient_share(sizes, ranks)
     return {
         "stage 0": (width, width, state if width < FP32 else 2 * FP32),
-        "stage 1": (width, width / (ranks if accumulate == 1 else 1), state / ranks),
-        "stage 2": (width, width / ranks, state / ranks),
+        "stage 1": (width, width * (share if accumulate == 1 else 1), state / ranks),
+        "stage 2": (width, width * share, state / ranks),
         "stage 3": (width / ranks, width / ranks, state / ranks),
         "FSDP": (FP32 / ranks, FP32 / ranks, 2 * FP32 / ranks),
     }[name]
 
 
-def sent_per_weight(name: str, width: int, accumulate: int, ranks: int) -> float:
+def sent_per_weight(
+    name: str, width: int, accumulate: int, ranks: int, all_reduces: bool = False
+) -> float:
     """Return the bytes that a rank sends for each weight in a step, in rings.
 
     `width`: bytes of a weight and of a gradient, 2 or 4. All weights cross once in a reduction and
     once in a gathering; stages 2 and 3 reduce in every micro-batch, stage 3 gathers for forward and
-    again for backward. FSDP does the same, but reduces in float32.
+    again for backward. FSDP does the same, but reduces in float32. By its default DeepSpeed
+    `all_reduces` in stages 1 and 2, where a reduction to each owner would do: twice the bytes.
     Source: ZeRO paper, section 7, which has one micro-batch.
     """
+    reduction = 2 * width if all_reduces else width
     sizes = {
         "stage 0": 2 * width,  # an all-reduce is a reduction and a gathering
-        "stage 1": width + width,
-        "stage 2": accumulate * width + width,
+        "stage 1": reduction + width,
+        "stage 2": accumulate * reduction + width,
         "stage 3": accumulate * 3 * width,
         "FSDP": accumulate * (2 * width + FP32),
     }
@@ -69,12 +99,15 @@ def compare(
     weights = shape.num_parameters()
     own = torch.tensor([runs["bf16-mixed"].held[kind] for kind in KINDS], device=report.device)
     dist.all_reduce(own, op=dist.ReduceOp.MAX)  # the fullest rank: shards are not equally large
-    row = Row((own / weights).tolist(), held_per_weight(name, accumulate, ranks), {})
+    formula = held_per_weight(name, accumulate, ranks, sizes_of(shape))
+    row = Row((own / weights).tolist(), formula, {})
     tolerance = TOLERANCE * sum(row.formula)
     for kind, held, expected in zip(KINDS, row.held, row.formula, strict=True):
         report.check(f"{name}: {kind}", held, expected, tolerance, "ZeRO paper, section 5")
     for precision, run in runs.items():
-        expected = sent_per_weight(name, WIDTHS[precision], accumulate, ranks)
+        expected = sent_per_weight(
+            name, WIDTHS[precision], accumulate, ranks, report.args.all_reduce_buckets
+        )
         sent = sum(call.sent for call in run.counter.collectives) / weights
         check, source = f"{name}, {precision}: bytes sent", "ZeRO paper, section 7"
         report.check(check, sent, expected, TOLERANCE * expected, source)
