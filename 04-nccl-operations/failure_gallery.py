@@ -15,8 +15,11 @@ torch.distributed applications"; py-spy; torch 2.14.1, FlightRecorder.hpp.
 """
 
 import argparse
+import contextlib
 import functools
+import os
 import re
+import socket
 import sys
 import tempfile
 import time
@@ -24,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 from dist_common import cli, runtime
@@ -232,6 +236,39 @@ def by_waits(job):
     return before, Verdict(text, frozenset(differ))
 
 
+def role_of(process):
+    """Return (rank, role) of a process of a job, by its environment; None of a launcher."""
+    try:
+        rank = process.environ().get("RANK")
+        parents = [parent.environ().get("RANK") for parent in process.parents()[:2]]
+    except psutil.Error:  # another user's, or ended by now
+        return None
+    if rank is None or not re.search("python", process.name()):
+        return None
+    return int(rank), "worker of its loader" if parents[:1] == [rank] else "rank"
+
+
+def show_stacks(script):
+    """Print node, rank, role and stack of each process of a job that runs here, ranks first."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if script in " ".join(process.cmdline()) and process.pid != os.getpid():
+                found.append((role_of(process), process.pid))
+    found = sorted(((role[1], role[0]), pid) for role, pid in found if role)
+    if not found:
+        raise cli.UsageError(f"--stacks: no rank on this node runs {script}")
+    for (role, rank), pid in found:
+        print(f"node {socket.gethostname()}, rank {rank}, {role}, pid {pid}")
+        frames = part.stack_of(pid)
+        stopped = "  is stopped (SIGSTOP, or a debugger)" if frames == [] else "  has ended"
+        for file, name, line in frames or ():
+            print(f"  {name}, {Path(file).name}:{line}")
+        if not frames:
+            print(stopped)
+    return 0
+
+
 TOOLS = {
     "logs": (by_logs, "logs and exit codes of all ranks, compared"),
     "lines": (by_lines, "what the ranks print, compared line by line"),
@@ -335,6 +372,8 @@ def parse_args():
     add("--tool", choices=TOOLS, help="look with this tool instead of the failure's own")
     add("--ranks", type=cli.positive_int, help="how many ranks to start (2, or what it needs)")
     add("--culprit", type=cli.whole_number, help="break this rank instead (what broken.py says)")
+    add("--stacks", metavar="SCRIPT",
+        help="print node, rank, role and stack of each process here that runs SCRIPT")  # fmt: skip
     add("--record", nargs=argparse.REMAINDER, metavar="FOLDER [SCRIPT ...]",
         help="run SCRIPT with its arguments and write notes of its collectives to FOLDER; without "
         "SCRIPT: compare the ranks' notes")  # fmt: skip
@@ -345,6 +384,8 @@ def main():
     args = parse_args()
     if args.record is not None:
         return recorder.run_or_compare(args.record, judge_recorder)
+    if args.stacks is not None:
+        return show_stacks(args.stacks)
     world = runtime.discover()
     report = Report("04-nccl-operations/failure_gallery.py", args, world, torch.device("cpu"))
     if args.name is None:

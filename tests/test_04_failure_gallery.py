@@ -4,8 +4,12 @@
 """
 
 import ast
+import os
+import pickle
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -393,6 +397,58 @@ def test_the_recorder_knows_groups_and_messages(run_script, tmp_path, source, sa
     )  # fmt: skip
     judged = run_script(GALLERY, "--record", tmp_path / "notes", environ={})
     assert judged.codes == [0] and says in judged.stdout, judged.stdout + ran.stderr
+
+
+def test_dumps_of_pytorch_are_read_where_one_is_missing(run_script, tmp_path):
+    """As ranks write them on NCCL; the node of rank 2 died and left none."""
+    entry = {
+        "profiling_name": "nccl:all_reduce", "process_group": ("0", "default_pg"),
+        "input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"],
+        "output_dtypes": ["Float"], "time_created_ns": 0, "is_p2p": False,
+    }  # fmt: skip
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+    for rank, calls in ((0, 3), (1, 3), (3, 2)):
+        entries = [entry | {"collective_seq_id": n + 1, "retired": n < 2} for n in range(calls)]
+        dump = pickle.dumps({"version": "2.10", "pg_config": config, "entries": entries})
+        (tmp_path / f"trace_{rank}").write_bytes(dump)
+    judged = run_script(GALLERY, "--record", tmp_path, environ={})
+    assert judged.codes == [0], judged.stderr
+    assert judged.stdout.splitlines()[:3] == [
+        "rank 0: 3 calls, the last one all_reduce [4] Float",
+        "rank 1: 3 calls, the last one all_reduce [4] Float",
+        "rank 2: no file",
+    ]
+    assert judged.stdout.splitlines()[-1] == (
+        "no file of rank 2, which died or wrote it elsewhere; "
+        "of the others rank 3 made the fewest calls"
+    )
+
+
+@needs_py_spy
+def test_stacks_have_a_rank_and_no_launcher(run_script, tmp_path):
+    """Two ranks, one with a loader's worker, and a shell that has the script in its command."""
+    (tmp_path / "train.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1' and os.fork() == 0:\n    time.sleep(60)\n"
+        "def late():\n    time.sleep(60)\nlate()\n"
+    )
+    path = str(tmp_path / "train.py")
+    shell = ["sh", "-c", f"for RANK in 0 1; do RANK=$RANK {sys.executable} {path} & done; wait"]
+    started = subprocess.Popen(shell, start_new_session=True)
+    try:
+        time.sleep(2)
+        shown = run_script(GALLERY, "--stacks", path, environ={})
+    finally:
+        os.killpg(started.pid, 9)
+        started.wait()
+    heads = [line for line in shown.stdout.splitlines() if line.startswith("node ")]
+    assert [re.findall(r"rank \d, [a-z ]+", head)[0] for head in heads] == [
+        "rank 0, rank", "rank 1, rank", "rank 1, worker of its loader",
+    ], shown.stdout + shown.stderr  # fmt: skip
+    assert shown.stdout.count("late, train.py:5") == 2
+    assert_one_line(
+        run_script(GALLERY, "--stacks", "none.py", environ={}),
+        "--stacks: no rank on this node runs none.py", "failure_gallery.py",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

@@ -11,11 +11,13 @@ import inspect
 import itertools
 import os
 import pickle
+import re
 import runpy
 import sys
 import threading
 import time
 import traceback
+from ast import literal_eval
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_common import cli, runtime
-from nccl_parts.verdicts import Verdict
+from nccl_parts.verdicts import Verdict, ranks_of
 
 EVERY_S = 0.02
 MESSAGES = {"send": "send", "isend": "send", "recv": "receive", "irecv": "receive"}
@@ -62,7 +64,12 @@ def notes_of(file: Path) -> Notes:
     """Read the notes of a rank; none where it wrote none."""
     if not file.exists():
         return Notes([])
-    first, entries, groups, everybody, sends, waits = pickle.loads(file.read_bytes())
+    told = pickle.loads(file.read_bytes())
+    if isinstance(told, dict):  # as PyTorch writes it on NCCL
+        config = told.get("pg_config", {}).values()
+        everybody = {group["name"]: literal_eval(group["ranks"]) for group in config}
+        told = (0, [one for one in told["entries"] if not one["is_p2p"]], [], everybody, {}, [])
+    first, entries, groups, everybody, sends, waits = told
     world_size = max(map(len, everybody.values()), default=0)
     members = {name: ranks for name, ranks in everybody.items() if len(ranks) < world_size}
     calls, within, started, unfinished = [], defaultdict(list), {}, []
@@ -204,17 +211,24 @@ def run_or_compare(words: list[str], judge: Callable[[list[Notes]], Verdict]) ->
     folder = Path(words[0])
     if len(words) > 1:
         run_recorded(folder, *words[1:])
-    files = folder.glob("rank-*.trace")
-    found = {int(file.stem[5:]): notes_of(file) for file in files if file.stem[5:].isdigit()}
+    names = [(file, re.fullmatch(r"rank-(\d+)\.trace|[^.]*_(\d+)", file.name))
+             for file in folder.glob("*")]  # fmt: skip
+    found = {int(name[1] or name[2]): notes_of(file) for file, name in names if name}
     if not found:
-        raise cli.UsageError(f"there is no rank-N.trace in {folder}")
+        raise cli.UsageError(f"there is no rank-N.trace in {folder}, nor a dump of PyTorch's")
     notes = [found.get(rank, Notes([])) for rank in range(max(found) + 1)]
     for rank, of_rank in enumerate(notes):
         made = "no calls" if rank in found else "no file"
         if of_rank.calls:
             made = f"{of_rank.count} calls, the last one {of_rank.calls[-1][0]}"
         print(f"rank {rank}: {made}")
-    print(judge(notes).text)
+    if missing := {*range(len(notes))} - found.keys():
+        counts = {rank: own.count for rank, own in found.items()}
+        fewest = {rank for rank, count in counts.items() if count == min(counts.values())}
+        others = f"; of the others {ranks_of(fewest)} made the fewest calls" * (fewest != {*found})
+        print(f"no file of {ranks_of(missing)}, which died or wrote it elsewhere{others}")
+    else:
+        print(judge(notes).text)
     return 0
 
 
