@@ -107,6 +107,8 @@ def same_steps(run, steps: Iterable[Step]) -> Iterator[Step]:
         yield step
         total = step.loss_sum.detach().clone()
         dist.all_reduce(total)
+        if not math.isfinite(total):  # the job says where it began, and ends the run
+            break
         found = (total / step.tokens).item() / loss, float(step.norm) / norm
         error = max(runtime.gather(max(abs(ratio - 1) for ratio in found)))
         name = f"step {step.number}: relative error of loss and gradient norm"

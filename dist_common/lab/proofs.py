@@ -100,8 +100,8 @@ def same_weights(report: Report, model: nn.Module) -> None:
     digest = hashlib.sha256()
     for weight in model.parameters():
         digest.update(weight.detach().cpu().flatten().view(torch.uint8).numpy())
-    distinct = len(set(gather(digest.hexdigest())))
-    report.check("distinct sets of weights over all ranks", distinct, 1, 0, "replicas stay equal")
+    fingerprints = len(set(gather(digest.hexdigest())))
+    report.check("distinct sets of weights over all ranks", fingerprints, 1, 0, "equal replicas")
 
 
 def one_gradient_sent(
