@@ -371,6 +371,8 @@ def test_sabotage_fails_a_check(finetune, tmp_path, sabotage, failing, flags):
     assert 1 in ended.codes, ended.stdout + ended.stderr
     bad = {name for name, check in checks_of(tmp_path / "run").items() if not check["ok"]}
     assert failing <= bad, ended.stdout
+    untrained = not GRADIENT.isdisjoint(bad)  # these are checked before the first step
+    assert ("not trained: mend what fails, or compare no gradient" in ended.stdout) == untrained
 
 
 # the data

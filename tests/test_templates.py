@@ -71,7 +71,7 @@ def train(run_script, tmp_path, request):
     text = tmp_path / "text"
     text.write_bytes(bytes(range(97, 123)) * 120)
 
-    def run(template, *argv, script=None, changes=(), **options):
+    def run(template, *argv, script=None, changes=(), ranks=2, **options):
         def before(module):
             models.PRESETS["tiny"] = SMALL_MODEL
             for change in changes:
@@ -86,7 +86,7 @@ def train(run_script, tmp_path, request):
         if template == DEEPSPEED:  # a file that was cut down stands elsewhere
             arguments += ["--deepspeed_config", config_of(2)]
         path = str(script or template)
-        return run_script(path, *arguments, *argv, world_size=2, before=before, **options)
+        return run_script(path, *arguments, *argv, world_size=ranks, before=before, **options)
 
     return run
 
@@ -144,6 +144,25 @@ def test_a_stopped_run_resumes_bitwise(train, tmp_path, template, stop):
     again = train(template, *arguments, stopped)
     assert again.codes == [0, 0], again.stdout + again.stderr
     assert largest_difference(straight, stopped) == 0.0, "bitwise"
+
+
+@full
+@pytest.mark.parametrize(
+    ("template", "ranks", "seed", "lr"),
+    [  # every pair of values of two columns, instead of every combination
+        (DDP, 3, 5, 1e-2),
+        (DDP, 6, 7, 1e-3),
+        (FSDP, 3, 7, 1e-2),
+        (FSDP, 6, 5, 1e-3),
+        (FINETUNE, 3, 5, 1e-3),
+        (FINETUNE, 6, 7, 1e-2),
+    ],
+)
+def test_a_right_run_passes(train, template, ranks, seed, lr):
+    """Where ranks divide no size evenly, from other weights, at other learning rates."""
+    short = ("--max-steps", 3, "--seq-len", 16)  # the test text has a sequence for each of 6 ranks
+    ended = train(template, *short, "--seed", seed, "--lr", lr, ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
 
 
 # the template cut down

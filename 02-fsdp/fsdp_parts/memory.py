@@ -30,7 +30,7 @@ CLASSES = {
 
 
 def allocation_peak(take_steps: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Return the most bytes that tensors held at once while a function ran, and gloo's largest copy.
+    """Return the most bytes of tensors at once while a function ran, and gloo's largest copy.
 
     On a GPU with what was allocated before. On the CPU from the log of PyTorch's profiler, which
     slows a step down.

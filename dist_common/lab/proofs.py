@@ -118,12 +118,10 @@ def proven_steps(
     job: Job, steps: Iterable[Step], model: nn.Module, optimizer: torch.optim.Optimizer,
     before: Callable[[], None], after: Callable[[], None],
 ) -> Iterator[Step]:  # fmt: skip
-    """Yield a template's steps between two proofs: none if the first fails, and not after days.
-
-    Tokens are counted, and what a step sends and holds goes to the report's metrics.
-    """
+    """Yield a template's steps between two proofs, none if the first fails; fill the metrics."""
     before()
     if job.report.failed:
+        job.report.say("not trained: mend what fails, or compare no gradient (--parity-steps 0)")
         return
     probe = StepProbe(job.device, job.memory_before)
     probe.attach(model, optimizer)
