@@ -51,7 +51,9 @@ def findings_of(path, ranks=None, reader="template"):
     findings += config_judge.judged(config, ranks, reader)
     findings += config_judge.of_reader(config, reader)
     findings += of_machine(config, setup.ops_needed(config))
-    findings += config_rules.by_the_table(config, config_rules.HINT)
+    told = {finding.text for finding in findings}
+    hints = config_rules.by_the_table(config, config_rules.HINT)
+    findings += [hint for hint in hints if hint.text not in told]
 
     return findings
 

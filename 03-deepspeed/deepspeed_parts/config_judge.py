@@ -266,7 +266,10 @@ def _complaints(error: Any) -> list[tuple]:
     """Return what an exception complains of: pydantic's may do so of many keys."""
     if hasattr(error, "errors"):
         return [(each["loc"][-1], each["type"], each["msg"]) for each in error.errors()]
-    return [("", "", " ".join(str(error).split()) or type(error).__name__)]
+    said = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, AttributeError):  # what Python says of a type
+        said = "DeepSpeed takes no such value"
+    return [("", "", said)]
 
 
 def _culprit(config: dict[str, Any], error: Exception, refusal: Refusal) -> str | None:
