@@ -177,7 +177,7 @@ def misread_values(rank, world_size, folder):
     """Put values of other types at each place of a config; return what is said of them."""
     setup.prepare(torch.device("cpu"))
     script = load_script(CHECK)
-    config_judge.judged = lambda *args: list(config_judge.of_deepspeed(*args))  # a fork each: long
+    script.judged = lambda *args: list(config_judge.of_deepspeed(*args))  # a fork each: long
     disk = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 5}
     whole = changed(
         aio={"block_size": 1}, tensor_parallel={"autotp_size": 1}, torch_autocast={},
