@@ -575,7 +575,8 @@ def rows(group):
         more = f". {failure.page[0].upper()}{failure.page[1:]}" if failure.page else ""
         named = {"the odd one": " (from 3 ranks on it names the rank)", "none": " (names no rank)"}
         found = f"{found}{named.get(failure.names, '')}{more}.<br>**Cure:** {failure.cure}"
-        lines.append(f"| {failure.symptom} | {failure.cause} | {found} | `{name}` |\n")
+        seen = f"{failure.symptom}.<br>**On NCCL:** {failure.nccl}"
+        lines.append(f"| {seen} | {failure.cause} | {found} | `{name}` |\n")
     return "".join(lines)
 
 
@@ -585,6 +586,10 @@ def test_the_page_has_the_rows_of_every_case():
         "run python tests/test_04_failure_gallery.py"
     )
     assert sum(table.count("\n") for table in tables) == len(NAMES)
+    sources = set(re.findall(r"^- ([A-Z]): ", PAGE.read_text(), re.M))
+    for name in NAMES:
+        named = re.search(r"\(([A-Z](?:, [A-Z])*)\)$", load(name).nccl)
+        assert named and set(named[1].split(", ")) <= sources, f"{name}: says who of NCCL?"
 
 
 def main():

@@ -51,6 +51,7 @@ class Failure:
     # "the rank", "the odd one" (of 3 or more), "the others" (and perhaps that rank), "all", "none"
     names: str
     cure: str
+    nccl: str  # what is seen there instead, and the letters of the page's sources
     right: str  # what each rank of the cured job prints last; {n}: ranks, {others}: one less
     page: str = ""  # what the page adds
     ranks: int = 2  # that are started, unless --ranks says otherwise
