@@ -87,7 +87,7 @@ def test_predictions_lie_around_published_runs(run_script, tmp_path):
     ended = run_script(COMBINING, "--published", "--output-dir", tmp_path / "run")
     assert ended.codes == [0], ended.stdout + ended.stderr
     checks = results_of(tmp_path / "run")["checks"]
-    assert len(checks) == 29 and all(check["ok"] for check in checks)
+    assert len(checks) == 59 and all(check["ok"] for check in checks)
 
 
 BAD_INPUT = [

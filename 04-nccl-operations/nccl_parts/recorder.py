@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from ast import literal_eval
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -32,6 +32,7 @@ from nccl_parts.verdicts import Verdict, ranks_of
 
 EVERY_S = 0.02
 MESSAGES = {"send": "send", "isend": "send", "recv": "receive", "irecv": "receive"}
+JUST_BEFORE_S = 0.3  # at most so long after a call has failed the process ends
 REST = 9  # times as long as writing takes: at least so long the job has the process for itself
 
 
@@ -94,25 +95,32 @@ def record(file: Path) -> Callable[[], None]:
     sends, waits = note_messages()
     before = noted()  # in a fork: what its parent called
     start = before[-1]["record_id"] + 1 if before else 0
-    ended, unfinished, open_messages = threading.Event(), set(), []
+    ended = threading.Event()
+    history = deque(maxlen=100)  # the time, and calls and messages that had not ended
 
     def note_group(ranks=None, *args, **kwargs):
         made.append(f"new_group {ranks}")
         return new_group(ranks, *args, **kwargs)
 
     def write(failed=False):
-        nonlocal unfinished, open_messages
         entries = [entry for entry in noted() if entry["record_id"] >= start]
         first = entries[0]["record_id"] - start if entries else 0
         partial = file.with_suffix(".partial")  # whole or not at all
-        if not failed:  # a call that fails has ended: keep what waited just before
-            unfinished = {entry["record_id"] for entry in entries if not entry["retired"]}
-            waits[:] = [wait for wait in waits if not wait[3]()]
-            open_messages = [wait[:3] for wait in waits]
+        waits[:] = [wait for wait in waits if not wait[3]()]
+        unfinished = {entry["record_id"] for entry in entries if not entry["retired"]}
+        open_messages = {wait[:3] for wait in waits}
+        history.append((time.monotonic(), unfinished, open_messages))
+        if failed:  # a call that fails has ended: what waited just before, and nothing followed
+            newest = {entry["process_group"][0]: entry["record_id"] for entry in entries}.values()
+            for then, calls, messages in reversed(history):
+                unfinished |= calls & set(newest)
+                open_messages |= {one for one in messages if sends[one[:2]] == one[2]}
+                if then < time.monotonic() - JUST_BEFORE_S:
+                    break
         for entry in entries:
             entry["retired"] = entry["record_id"] not in unfinished
         members.update(members_of_groups())  # at the end there are no groups any more
-        told = (first, entries, made, members, dict(sends), open_messages)
+        told = (first, entries, made, members, dict(sends), sorted(open_messages))
         partial.write_bytes(pickle.dumps(told))
         partial.replace(file)
 
@@ -246,6 +254,7 @@ def run_recorded(folder: Path, script: str, *arguments: str) -> NoReturn:
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception:
+        finish()
         traceback.print_exc()
         sys.exit(cli.FAILED)
     finally:
