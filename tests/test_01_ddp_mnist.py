@@ -121,6 +121,7 @@ def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failing):
 # resume
 
 
+@full
 def test_a_resumed_run_gives_bitwise_the_same_losses(run_script, tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     run_script(MNIST, "--epochs", 2, "--output-dir", straight, world_size=2)

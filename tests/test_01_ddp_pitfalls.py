@@ -18,7 +18,9 @@ SYMPTOMS = {
 }
 
 
-@pytest.mark.parametrize("pitfall", SYMPTOMS)
+@pytest.mark.parametrize("pitfall", [
+    pytest.param(name, marks=[pytest.mark.full] * (name == "hang-at-a-step")) for name in SYMPTOMS
+])  # fmt: skip
 def test_a_pitfall_has_its_symptom(run_script, pitfall):
     timeout_s = 3 if pitfall == "hang-at-a-step" else 60
     ended = run_script(PITFALLS, pitfall, "--timeout", timeout_s, world_size=2)

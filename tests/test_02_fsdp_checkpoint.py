@@ -53,9 +53,8 @@ def but_not_by_process(script):
     del script.KINDS["async-process"]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "preset"), [(2, "tied"), pytest.param(3, "tiny", marks=full)]
-)
+@full
+@pytest.mark.parametrize(("world_size", "preset"), [(2, "tied"), (3, "tiny")])
 def test_compare_on_other_numbers_of_ranks(run, world_size, preset):
     options = ("--max-steps", 1, "--parity-steps", 4, *BATCH, "--preset", preset)
     ended = run(CHECKPOINT, *options, world_size=world_size, before=but_not_by_process)

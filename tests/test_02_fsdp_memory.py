@@ -51,7 +51,7 @@ SMALL = ("--seq-len", 40, "--micro-batch-size", 1)  # weights outweigh activatio
     ("world_size", "options", "full_size"),
     [
         (2, LARGE, False),
-        (3, (*SMALL, "--grad-accum-steps", 2), False),
+        pytest.param(3, (*SMALL, "--grad-accum-steps", 2), False, marks=full),
         *(
             pytest.param(*case, True, marks=full)
             for case in (

@@ -58,6 +58,7 @@ def test_every_stage_trains_as_one_process_and_holds_and_sends_what_the_paper_sa
         assert measured == pytest.approx(right, rel=0.02)
 
 
+@pytest.mark.full
 def test_deepspeed_s_default_reduction_sends_twice_as_much(run_script, tmp_path):
     """On 3 ranks and for 2 micro-batches, the numbers in README.md and sharding_strategies.md."""
     ended = run_script(
