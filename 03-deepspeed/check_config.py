@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -49,7 +50,11 @@ def judged(config: dict[str, Any], ranks: int | None, reader: str) -> list:
         importlib.import_module(name)
     context = get_context("fork" if on_cpu else "spawn")
     with ProcessPoolExecutor(1, context, initializer=_start) as pool:
-        found, warned = pool.submit(_judge, config, ranks, reader).result()
+        try:
+            found, warned = pool.submit(_judge, config, ranks, reader).result()
+        except BrokenProcessPool:
+            text = "DeepSpeed's own process dies with it"
+            return [config_rules.Finding(config_rules.WRONG, text, config_rules.STOPS)]
     if not on_cpu:  # the judge has no GPU: what it lacks says nothing
         found = [finding for finding in found if finding.kind != config_rules.MACHINE]
     cost = "DeepSpeed warns, and trains"
@@ -103,7 +108,7 @@ def refusal_of_engine(config: dict[str, Any]) -> Exception | None:
         loss = engine(torch.ones(1, 8, dtype=next(model.parameters()).dtype)).float().sum()
         engine.backward(loss)
         engine.step()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # DeepSpeed's profiler exits
         return error
     return None
 

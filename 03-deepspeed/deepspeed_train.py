@@ -126,7 +126,11 @@ def start_engine(run):
 
     model = build(run)
 
-    engine, *_ = deepspeed.initialize(model=model, config=run.config)
+    try:
+        engine, *_ = deepspeed.initialize(model=model, config=run.config)
+    except (AssertionError, TypeError, ValueError) as error:  # so DeepSpeed refuses a config
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise cli.UsageError(f"{run.args.deepspeed_config}: DeepSpeed says: {why}") from error
 
     return engine
 
@@ -282,6 +286,8 @@ def settle_precision(config, args, given):
         args.precision = name
     for name, part in HALVES.items():
         want = name == args.precision
+        if enabled[name] is True and not want:  # beside autocast to another type
+            raise contradiction(args, "precision", f"{part}.enabled true")
         if autocast.get("enabled"):  # of float32 weights, unless the config halves them too
             want = want and enabled[name] is True
         if want and enabled[name] is False:
@@ -479,11 +485,7 @@ def set_up(run):
     if args.resume and run.job.find() and not run.job.done:
         run.job.store.prepare(*run.job.found)
     if not run.job.done:
-        try:
-            run.engine = start_engine(run)
-        except (AssertionError, TypeError, ValueError) as error:  # so DeepSpeed refuses a config
-            why = " ".join(str(error).split()) or type(error).__name__
-            raise cli.UsageError(f"{args.deepspeed_config}: DeepSpeed says: {why}") from error
+        run.engine = start_engine(run)
         if run.job.found:
             run.job.load()
 

@@ -119,7 +119,7 @@ def exchange(world, master, port, facts, wait_s):
 
     Others return after theirs are in the store. Raises: UsageError where it cannot be reached.
     """
-    on_agent = "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+    on_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     deadline = time.monotonic() + wait_s
     try:
         store = dist.TCPStore(
@@ -127,6 +127,8 @@ def exchange(world, master, port, facts, wait_s):
             timedelta(seconds=wait_s), wait_for_workers=False,
         )  # fmt: skip
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):  # cli.run says what to do
+            raise
         do = "see that it is the address of rank 0's machine, and that no firewall is between"
         what = f"MASTER_ADDR={master} ({', '.join(addresses_of(master))}), port {port}"
         raise cli.UsageError(f"{what} does not answer here: {do}") from error
@@ -174,10 +176,13 @@ def refuse_what_cannot_start(world, master):
 
 def meet(world, master, port, facts, wait_s):
     """Return what `exchange` does; an error names the host, since others may be well."""
+    by = time.monotonic() + wait_s + LEAVE_S
     try:
         refuse_what_cannot_start(world, master)
         return exchange(world, master, port, facts, wait_s)
     except cli.UsageError as error:
+        if not world.is_rank0:  # the launcher ends all when one fails: let rank 0 report first
+            time.sleep(max(0.0, by - time.monotonic()))
         where = f"rank {world.rank} on host {socket.gethostname()}"
         raise cli.UsageError(f"{where}: {error}") from error
 
@@ -291,7 +296,10 @@ def main():
         while store.add("left", 0) < len(ranks) - 1 and time.monotonic() < left_by:
             time.sleep(0.05)
         return code
-    store.wait(["exit code"], timedelta(seconds=2 * wait_s + LEAVE_S))
+    try:
+        store.wait(["exit code"], timedelta(seconds=2 * wait_s + LEAVE_S))
+    except RuntimeError as error:
+        raise cli.UsageError("no word from rank 0: read what it printed last") from error
     code = int(store.get("exit code"))
     store.add("left", 1)
     return code
@@ -310,7 +318,8 @@ def judge(args, world, ranks, findings):
     show_findings(report, findings)
     report.check("ranks that cannot start", missing, 0, 0, "WORLD_SIZE")
     check_table(report, wrong)
-    check_launcher(report, hosts)
+    if not missing:
+        check_launcher(report, hosts)
     if args.strict:
         report.check("findings", len(findings), 0, 0, "--strict")
     report.metrics["findings"] = [{"where": w, **finding._asdict()} for w, finding in findings]

@@ -160,8 +160,8 @@ def judge_recorder(notes: list[recorder.Notes], ranks: Sequence[Rank] = ()) -> V
     if found := judge_waits(notes):
         return found
     for group, members in {name: who for n in notes for name, who in n.members.items()}.items():
-        if any(n.first for n in notes):
-            break  # the oldest are gone, and may have been of any group
+        if any(n.first for n in notes):  # calls of any group
+            return Verdict("the oldest notes are gone: nobody waits for a call that another left")
         made = [notes[rank].within.get(group, []) for rank in members]
         for position, alike in enumerate(zip(*made, strict=False), 1):
             if len(set(alike)) > 1:
@@ -236,16 +236,16 @@ def by_waits(job):
     return before, Verdict(text, frozenset(differ))
 
 
-def role_of(process):
-    """Return (rank, role) of a process of a job, by its environment; None of a launcher."""
-    try:
-        rank = process.environ().get("RANK")
-        parents = [parent.environ().get("RANK") for parent in process.parents()[:2]]
-    except psutil.Error:  # another user's, or ended by now
-        return None
-    if rank is None or not re.search("python", process.name()):
-        return None
-    return int(rank), "worker of its loader" if parents[:1] == [rank] else "rank"
+PLACES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun's ranks have the last too
+
+
+def place_of(process):
+    """Return the variable that names a Python process's rank, and the rank; None of a launcher."""
+    with contextlib.suppress(psutil.Error):  # another user's, or ended by now
+        if process and re.search("python", os.path.basename(process.exe())):
+            environ = process.environ()
+            return next(((name, environ[name]) for name in PLACES if name in environ), None)
+    return None
 
 
 def show_stacks(script):
@@ -254,14 +254,21 @@ def show_stacks(script):
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if script in " ".join(process.cmdline()) and process.pid != os.getpid():
-                found.append((role_of(process), process.pid))
-    found = sorted(((role[1], role[0]), pid) for role, pid in found if role)
+                place, above = place_of(process), place_of(process.parent())
+                role = "worker of its loader" if place == above else "rank"
+                found += [(role, *place, process.pid)] if place else []
+    best = next((one for one in PLACES if one in {name for _, name, *_ in found}), None)
+    found = sorted((role, int(rank), pid) for role, name, rank, pid in found if name == best)
     if not found:
         raise cli.UsageError(f"--stacks: no rank on this node runs {script}")
-    for (role, rank), pid in found:
+    for role, rank, pid in found:
         print(f"node {socket.gethostname()}, rank {rank}, {role}, pid {pid}")
-        frames = part.stack_of(pid)
-        stopped = "  is stopped (SIGSTOP, or a debugger)" if frames == [] else "  has ended"
+        try:
+            frames = part.stack_of(pid)
+        except cli.UsageError as error:  # this process's; the others may be readable
+            print(f"  {error}")
+            continue
+        stopped = "  is stopped (SIGSTOP)" if frames == [] else "  has ended"
         for file, name, line in frames or ():
             print(f"  {name}, {Path(file).name}:{line}")
         if not frames:

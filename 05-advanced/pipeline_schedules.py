@@ -229,10 +229,7 @@ def parse_args():
         help="stages per rank of `interleaved` (2)")  # fmt: skip
     add("--schedule", choices=names, nargs="+", help="one or more: " + ", ".join(names) + " (all)")
     add("--backward", type=cli.positive_float, default=2, help="its time, in forwards (2)")
-    args = parser.parse_args()
-    if args.backward > 2 and "zb-h1" in (args.schedule or names):
-        parser.error("zb-h1 fits --backward of at most 2: its halves must not outlast a forward")
-    return args
+    return parser.parse_args()
 
 
 def main():
@@ -241,6 +238,9 @@ def main():
     schedules, left_out = {}, []
     for name in names:
         try:
+            if name == "zb-h1" and args.backward > 2:
+                why = "its halves must not outlast a forward"
+                raise cli.UsageError(f"zb-h1 fits --backward of at most 2: {why}")
             schedules[name] = build(name, args.stages, args.micro_batches, args.virtual_stages)
         except cli.UsageError as error:
             if args.schedule:  # it was asked for

@@ -51,7 +51,8 @@ def check(tmp_path):
             before()
             cli.run(script.main)
 
-        ended = fork_ranks(body, 1, tmp_path / "rank", 60, True)
+        deadline_s = 60 + 20 * len(files)  # each has engines of its own
+        ended = fork_ranks(body, 1, tmp_path / "rank", deadline_s, True)
         shutil.rmtree(tmp_path / "rank")
         return ended.codes[0], ended.stdout.splitlines(), ended.stderr.splitlines()
 

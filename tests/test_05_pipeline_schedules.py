@@ -190,7 +190,7 @@ def test_a_schedule_that_these_numbers_refuse_is_left_out_of_all(run_script):
         (("-m", 6, "--schedule", "interleaved"), "6 micro-batches must be a multiple of 4 ranks"),
         *(pytest.param(*row, marks=FULL) for row in (
             (("-m", 3, "--schedule", "zb-h1"), "zb-h1: 3 micro-batches are fewer than 4 stages"),
-            (("--backward", 3), "zb-h1 fits --backward of at most 2"),
+            (("--schedule", "zb-h1", "--backward", 3), "zb-h1 fits --backward of at most 2"),
             (("--stages", 0), "--stages: must be a whole number of at least 1"),
         )),
     ],

@@ -75,6 +75,15 @@ def strays(folder: str):
             yield f"{path}: write its page, or move it to {PARTS[folder]}/"
 
 
+def unstarted(folder: str):
+    """A lesson with a main ends by running it: its page's commands are run on forks."""
+    for stem in scripts(folder):
+        source = (REPO / folder / f"{stem}.py").read_text()
+        starts = source.endswith('if __name__ == "__main__":\n    cli.run(main)\n')
+        if "\ndef main(" in source and not starts:
+            yield f"{folder}/{stem}.py does not end with cli.run(main)"
+
+
 def untested(folder: str):
     """A lesson's tests stand in a file named after it."""
     number = folder[:2] if folder[0] == "0" else "benchmarks"
@@ -188,7 +197,18 @@ def groups(folder: str):
                     yield f"{path}: {ast.unparse(call)}"
 
 
-RULES = [strays, untested, unlisted, sideways, armour, lone_parts, too_early, wrong_next, groups]
+RULES = [
+    strays,
+    unstarted,
+    untested,
+    unlisted,
+    sideways,
+    armour,
+    lone_parts,
+    too_early,
+    wrong_next,
+    groups,
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

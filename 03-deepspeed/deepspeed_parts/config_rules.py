@@ -220,7 +220,7 @@ def wrong_offload(config: dict[str, Any]) -> Iterator[Finding]:
     for name, part in offloads(config):
         target = part.get("device", "none")
         least = 3 if target == "nvme" or name == "offload_param" else 1
-        if target != "none" and isinstance(stage, int) and stage < least:
+        if target != "none" and is_number(stage) and stage < least:
             text = (
                 f"{name} to {target} needs stage {least}, not {stage}: DeepSpeed would offload "
                 "nothing, and say nothing"

@@ -166,7 +166,7 @@ def py_spy() -> str | None:
 def stack_of(pid: int) -> list[tuple[str, str, int]] | None:
     """Return (file, function, line) of a process's main thread, innermost first, by py-spy.
 
-    Nothing of a process that is stopped (SIGSTOP, a debugger); None of one that has ended.
+    Nothing of a process that is stopped (SIGSTOP); None of one that has ended.
     """
     command = py_spy()
     if command is None:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from ast import literal_eval
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -32,7 +32,6 @@ from nccl_parts.verdicts import Verdict, ranks_of
 
 EVERY_S = 0.02
 MESSAGES = {"send": "send", "isend": "send", "recv": "receive", "irecv": "receive"}
-JUST_BEFORE_S = 0.3  # at most so long after a call has failed the process ends
 REST = 9  # times as long as writing takes: at least so long the job has the process for itself
 
 
@@ -55,6 +54,7 @@ class Notes(NamedTuple):
     open: list[tuple[str, int, str]] = []  # group, number and name of calls that have not ended
     sends: dict[tuple[str, int], int] = {}  # by "send" or "receive" and peer: how many
     waits: list[tuple[str, int, int]] = []  # of these which have not ended: by kind, peer, number
+    world_size: int = 0
 
     @property
     def count(self) -> int:
@@ -69,7 +69,9 @@ def notes_of(file: Path) -> Notes:
     if isinstance(told, dict):  # as PyTorch writes it on NCCL
         config = told.get("pg_config", {}).values()
         everybody = {group["name"]: literal_eval(group["ranks"]) for group in config}
-        told = (0, [one for one in told["entries"] if not one["is_p2p"]], [], everybody, {}, [])
+        sends, waits = messages_of(told["entries"], everybody)
+        calls = [one for one in told["entries"] if not one["is_p2p"]]
+        told = (0, calls, [], everybody, sends, waits)
     first, entries, groups, everybody, sends, waits = told
     world_size = max(map(len, everybody.values()), default=0)
     members = {name: ranks for name, ranks in everybody.items() if len(ranks) < world_size}
@@ -86,7 +88,21 @@ def notes_of(file: Path) -> Notes:
         started[group] = entry["collective_seq_id"]
         if not entry["retired"]:
             unfinished.append((group, started[group], call))
-    return Notes(calls, groups, first, members, within, started, unfinished, sends, waits)
+    more = (within, started, unfinished, sends, waits, world_size)
+    return Notes(calls, groups, first, members, *more)
+
+
+def messages_of(entries: list[dict], everybody: dict[str, list[int]]) -> tuple[Counter, list]:
+    """Count the sends and receives in a dump of PyTorch's, and list those that have not ended."""
+    sends, waits = Counter(), []
+    for entry in entries:
+        named = re.fullmatch(r"nccl:(send|recv) \d+(?:->|<-)(\d+)", entry["profiling_name"])
+        if entry["is_p2p"] and named:
+            peer = everybody[entry["process_group"][0]][int(named[2])]
+            sends[message := (MESSAGES[named[1]], peer)] += 1
+            if not entry["retired"]:
+                waits.append((*message, sends[message]))
+    return sends, waits
 
 
 def record(file: Path) -> Callable[[], None]:
@@ -95,32 +111,29 @@ def record(file: Path) -> Callable[[], None]:
     sends, waits = note_messages()
     before = noted()  # in a fork: what its parent called
     start = before[-1]["record_id"] + 1 if before else 0
-    ended = threading.Event()
-    history = deque(maxlen=100)  # the time, and calls and messages that had not ended
+    ended, seen_open, messages = threading.Event(), set(), set()
 
     def note_group(ranks=None, *args, **kwargs):
         made.append(f"new_group {ranks}")
         return new_group(ranks, *args, **kwargs)
 
-    def write(failed=False):
+    def write():
+        nonlocal seen_open, messages
         entries = [entry for entry in noted() if entry["record_id"] >= start]
         first = entries[0]["record_id"] - start if entries else 0
         partial = file.with_suffix(".partial")  # whole or not at all
-        waits[:] = [wait for wait in waits if not wait[3]()]
+        # A call that fails has ended, too: the last one of a group that was seen to wait is kept.
+        # If it went well, all others have come to it, and nobody seems to wait for them.
         unfinished = {entry["record_id"] for entry in entries if not entry["retired"]}
-        open_messages = {wait[:3] for wait in waits}
-        history.append((time.monotonic(), unfinished, open_messages))
-        if failed:  # a call that fails has ended: what waited just before, and nothing followed
-            newest = {entry["process_group"][0]: entry["record_id"] for entry in entries}.values()
-            for then, calls, messages in reversed(history):
-                unfinished |= calls & set(newest)
-                open_messages |= {one for one in messages if sends[one[:2]] == one[2]}
-                if then < time.monotonic() - JUST_BEFORE_S:
-                    break
+        newest = {entry["process_group"][0]: entry["record_id"] for entry in entries}
+        seen_open = (seen_open | unfinished) & set(newest.values())
+        waits[:] = [wait for wait in waits if not wait[3]()]
+        messages |= {wait[:3] for wait in waits}
+        messages = {one for one in messages if sends[one[:2]] == one[2]}
         for entry in entries:
-            entry["retired"] = entry["record_id"] not in unfinished
+            entry["retired"] = entry["record_id"] not in unfinished | seen_open
         members.update(members_of_groups())  # at the end there are no groups any more
-        told = (first, entries, made, members, dict(sends), sorted(open_messages))
+        told = (first, entries, made, members, dict(sends), sorted(messages))
         partial.write_bytes(pickle.dumps(told))
         partial.replace(file)
 
@@ -135,8 +148,7 @@ def record(file: Path) -> Callable[[], None]:
         if not ended.is_set():
             ended.set()
             thread.join()
-            error = sys.exc_info()[1]
-            write(failed=error is not None and getattr(error, "code", 1) not in (0, None))
+            write()
 
     dist.new_group = note_group  # PyTorch's recorder has no note of it
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -179,8 +191,10 @@ def note_messages() -> tuple[Counter, list]:
 
         return noted
 
-    def has_ended(work):  # send and recv return when they have
-        return work.is_completed() if isinstance(work, dist.Work) else True
+    def has_ended(work):  # send and recv return when they have; what failed waited to the end
+        if not isinstance(work, dist.Work):
+            return True
+        return work.is_completed() and work.exception() is None
 
     for name, kind in MESSAGES.items():
         noted = noting(getattr(dist, name), kind)
@@ -224,7 +238,8 @@ def run_or_compare(words: list[str], judge: Callable[[list[Notes]], Verdict]) ->
     found = {int(name[1] or name[2]): notes_of(file) for file, name in names if name}
     if not found:
         raise cli.UsageError(f"there is no rank-N.trace in {folder}, nor a dump of PyTorch's")
-    notes = [found.get(rank, Notes([])) for rank in range(max(found) + 1)]
+    ranks = max(max(found) + 1, *(own.world_size for own in found.values()))
+    notes = [found.get(rank, Notes([])) for rank in range(ranks)]
     for rank, of_rank in enumerate(notes):
         made = "no calls" if rank in found else "no file"
         if of_rank.calls:
@@ -254,7 +269,6 @@ def run_recorded(folder: Path, script: str, *arguments: str) -> NoReturn:
     try:
         runpy.run_path(script, run_name="__main__")
     except Exception:
-        finish()
         traceback.print_exc()
         sys.exit(cli.FAILED)
     finally:

@@ -73,6 +73,8 @@ def one_process(run) -> tuple[models.Transformer, torch.optim.AdamW]:
 def steps_alone(run, count: int) -> Iterator[tuple[float, float]]:
     """Take the run's next steps in one process; yield the loss and the gradient norm of each."""
     job, args = run.job, run.job.args
+    if not count:  # the whole model may not fit
+        return
     model, optimizer = one_process(run)
     order = job.sampler.global_order()[job.sampler.position :]
     for number, indices in enumerate(order.split(args.global_batch_size)[:count], job.step + 1):

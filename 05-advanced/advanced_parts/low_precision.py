@@ -349,7 +349,7 @@ def check_memory(report: Report, job: Job, trained: dict, train: Callable, autoc
         if name == noise:
             rows.append((name, f"{loss:.3f}", *[""] * 4))
             continue
-        first, *others = runtime.gather(proofs.flat(model.parameters()))
+        first, *others = runtime.gather(proofs.flat(model.parameters()).cpu())
         unlike = sum(not torch.equal(first, other) for other in others)
         report.check(f"{name}: ranks with weights unlike rank 0's", unlike, 0, 0, "bit by bit")
         held, state = state_bytes(model, optimizer), BF16_WEIGHTS.get(name, FLOAT32_WEIGHTS)
