@@ -173,6 +173,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
         def body(rank: int) -> Any:
             store = dist.FileStore(str(folder / "store"), world_size)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            dist.barrier()  # a rank that ends at once would cut short how gloo connects the rest
             value = function(rank, world_size, *args)
             dist.destroy_process_group()
             return value
