@@ -14,6 +14,8 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 COMPARED := runs/frameworks-$(shell date +%Y%m%d-%H%M%S)
 BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
+# Some containers set it: then each process compiles PyTorch's sources anew, 2 to 5 s of CPU.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help quickstart bench frameworks test test-all lint install
 
