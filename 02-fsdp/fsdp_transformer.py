@@ -39,7 +39,7 @@ KEEPING = ("sharded", "whole", "gathered")  # between micro-batches
 FLOAT8_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later
 # What selective activation checkpointing keeps: matrix products and attention, which take the time.
 # It computes norms and activation functions again, which take memory only.
-KEPT = [torch.ops.aten.mm.default] + [
+KEPT = [torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default] + [  # the second: float8
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{where}").default
     for kind, where in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
 ]
@@ -140,8 +140,13 @@ def checkpoint_activations(blocks, kind):
     every = int(kind) if kind.isdecimal() else 1
     keep = functools.partial(create_selective_checkpoint_contexts, KEPT)
     options = {"context_fn": keep} if kind == "selective" else {}
+
+    def recomputed(forward):
+        # A plain function: torch.compile translates nothing of a partial, and says nothing.
+        return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False, **options)
+
     for block in [] if kind == "none" else blocks[::every]:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = recomputed(block.forward)
 
 
 def prefetch(blocks, ahead):

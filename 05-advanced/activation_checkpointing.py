@@ -33,8 +33,12 @@ ATTENTION = [
 
 def checkpoint_each(blocks, **options):
     """Keep a block's inputs; in backward, run its forward again before its own backward."""
+
+    def recomputed(forward):
+        return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False, **options)
+
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = recomputed(block.forward)
 
 
 def keep_products(ctx, op, *args, **kwargs):

@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
-from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 from helpers_01 import ask_to_stop_in
 from helpers_02 import quick
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_common import job, models
 
@@ -54,10 +56,18 @@ def losses_of(folder):
 # the same answer
 
 
-def translate_without_a_compiler(script):
-    """Trace as torch.compile does and run the trace, instead of waiting for C++ to be built."""
+def trace_without_a_compiler(script):
+    """Trace as torch.compile does, name each graph's products, and run it: no C++ is built."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    def backend(graph, inputs):
+        parts = [part.graph for part in graph.modules() if hasattr(part, "graph")]
+        calls = [str(node.target) for part in parts for node in part.nodes]
+        print(f"graph with {sum('linear' in call for call in calls)} products", file=sys.stderr)
+        return aot_eager(graph, inputs)
+
     plain = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda module: plain(module, backend="aot_eager")
+    torch.nn.Module.compile = lambda module: plain(module, backend=backend)
 
 
 FUSED = pytest.mark.skipif(
@@ -97,13 +107,53 @@ def test_whatever_saves_memory_gives_the_gradient_of_one_process(
     assert names >= {GRADIENT, "loss", "gradient norm", "all-gathers per step"}
 
 
-@full
-def test_compiled_blocks_give_the_gradient_of_one_process(run_script):
+@pytest.mark.parametrize(
+    ("kind", "graphs"),
+    [
+        ("selective", 1),
+        pytest.param("none", 1, marks=full),
+        pytest.param("full", 1, marks=full),
+        pytest.param("2", 2, marks=full),  # a block with a checkpoint, and one without
+    ],
+)
+def test_a_block_is_compiled_whole_and_once(run_script, kind, graphs):
+    """Under FSDP, whatever is recomputed; with the gradient of one process."""
     ended = run_script(
-        FSDP, *SMALL, "--compile", "--activation-checkpointing", "full", world_size=2,
-        before=small(translate_without_a_compiler),
+        FSDP, *SMALL, "--compile", "--activation-checkpointing", kind, world_size=2,
+        before=small(trace_without_a_compiler),
     )  # fmt: skip
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert ended.stderr.count("graph with 7 products") == 2 * graphs, ended.stderr
+
+
+class ScaledProducts(TorchDispatchMode):
+    """Count products in float8."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._scaled_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+class Float8Block(torch.nn.Module):
+    def forward(self, x):
+        product = x.detach().to(torch.float8_e4m3fn)
+        one = torch.ones(())
+        found = torch._scaled_mm(product, product.t(), one, one, out_dtype=torch.bfloat16)
+        return x * found.float()  # whose backward needs the product
+
+
+@pytest.mark.parametrize(("kind", "products"), [("selective", 1), ("full", 2)])
+def test_selective_checkpoints_keep_products_in_float8_too(in_a_fork, kind, products):
+    def count():
+        block = Float8Block()
+        load_script(FSDP).checkpoint_activations([block], kind)
+        with ScaledProducts() as counter:
+            block(torch.ones(16, 16, requires_grad=True)).sum().backward()
+        return counter.count
+
+    assert in_a_fork(count) == products
 
 
 @full
