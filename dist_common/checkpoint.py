@@ -26,6 +26,7 @@ from dist_common.runtime import from_rank0, gather
 
 SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed")  # what the order of the data depends on
 OLD_FORMAT = "in the format of an older version of this guide: start anew"
+NO_TEMPLATE = "of another script, or of an older version of this guide: start anew"
 # Flags that do not change the weights: a resumed run may change them without a word.
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every",
         "eval_every", "save_every", "parity_steps"}  # fmt: skip
@@ -276,7 +277,7 @@ def find(directory: Path, report: Report, store: Store) -> tuple[Path, dict[str,
     """Return folder and manifest of the newest checkpoint that `store` can read. A collective."""
 
     def problem(facts: dict[str, Any]) -> str | None:
-        return store.problem(facts) if "rng.pt" in facts["files"] else OLD_FORMAT
+        return store.problem(facts) if "rng.pt" in facts["files"] else NO_TEMPLATE
 
     return newest(directory, report, problem, store.group, store.alone)
 

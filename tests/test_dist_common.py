@@ -462,7 +462,7 @@ def test_a_store_reads_the_parts_that_both_have_and_refuses_an_older_format(sing
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["files"]["rng.pt"]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(cli.UsageError, match="of an older version of this guide: start anew"):
+    with pytest.raises(cli.UsageError, match="of another script, or of an older version"):
         checkpoint.find(directory, Recorder(), store)
 
 
