@@ -4,10 +4,12 @@ import contextlib
 import os
 import random
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -117,7 +119,12 @@ def pick_device(name: str, world: World) -> torch.device:
     # With one GPU bound to each task, srun shows every task its own GPU as number 0.
     bound = gpus == 1 and world.launcher == "srun" and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
     needed = 1 if bound else world.local_world_size
-    if name == "cpu" or (name == "auto" and gpus < needed):
+    if name == "auto" and gpus < needed:
+        if world.local_rank == 0 and (gpus or Path("/dev/nvidia0").exists()):
+            print(f"warning: computing on the CPU: PyTorch can use {gpus} GPU(s) of this machine, "
+                  f"for {needed} ranks; --device cuda says what to do", file=sys.stderr)  # fmt: skip
+        return torch.device("cpu")
+    if name == "cpu":
         return torch.device("cpu")
     if gpus == 0:
         see = "see whether nvidia-smi lists one and torch.version.cuda is not None"

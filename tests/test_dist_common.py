@@ -119,7 +119,7 @@ def test_a_half_set_environment_is_refused(environ, variables, says):
         runtime.discover()
 
 
-def test_devices(environ, monkeypatch):
+def test_devices(environ, monkeypatch, capsys):
     def gpus(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -134,6 +134,8 @@ def test_devices(environ, monkeypatch):
     for rank in range(4):
         own = runtime.World(rank, rank, 4, 4, "torchrun")
         assert runtime.pick_device("auto", own) == torch.device("cpu")
+    (line,) = capsys.readouterr().err.splitlines()  # one of them says so
+    assert "on the CPU: PyTorch can use 1 GPU(s) of this machine, for 4 ranks" in line
     with pytest.raises(cli.UsageError, match=r"4 ranks.*1 GPU.*--nproc-per-node=1"):
         runtime.pick_device("cuda", world)
     environ["SLURM_GPUS_PER_TASK"] = "1"
