@@ -121,8 +121,9 @@ def pick_device(name: str, world: World) -> torch.device:
     needed = 1 if bound else world.local_world_size
     if name == "auto" and gpus < needed:
         if world.local_rank == 0 and (gpus or Path("/dev/nvidia0").exists()):
-            print(f"warning: computing on the CPU: PyTorch can use {gpus} GPU(s) of this machine, "
-                  f"for {needed} ranks; --device cuda says what to do", file=sys.stderr)  # fmt: skip
+            found = f"PyTorch can use {gpus} GPU(s) of this machine, for {needed} ranks"
+            why = f"{found}; --device cuda says what to do"
+            print(f"warning: computing on the CPU: {why}", file=sys.stderr)
         return torch.device("cpu")
     if name == "cpu":
         return torch.device("cpu")
