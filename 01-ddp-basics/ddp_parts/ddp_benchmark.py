@@ -4,14 +4,15 @@ import statistics
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import ddp_training as template
@@ -112,9 +113,6 @@ def draw(path, ranks, parts, efficiency, title):
         right.grid(alpha=0.3)
 
 
-# the template's overhead
-
-
 class BareLoop:
     """What ddp_training.py does in a step, as one writes it without the rest."""
 
@@ -122,29 +120,23 @@ class BareLoop:
         runtime.seed_everything(args.seed)
         model = models.Transformer(models.PRESETS[args.preset]).to(device)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1.0, (0.9, 0.95), weight_decay=0.1)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: job.lr_at(done + 1, args)
-        )
+        self.schedule = LambdaLR(self.optimizer, lambda done: job.lr_at(done + 1, args))
         self.model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
         train_set, _, _ = data.job_text(args, world.world_size)
         sampler = data.ShardedSampler(len(train_set), world.rank, world.world_size, args.seed)
         self.batches = iter(DataLoader(train_set, args.micro_batch_size, sampler=sampler))
         self.device = device
 
-    def gradient(self, inputs, targets):
-        """Leave the mean gradient in the model; return the loss of this rank."""
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        return loss.detach()
-
     def step(self):
+        """Take a step; return the loss of this rank."""
         inputs, targets = (tensor.to(self.device) for tensor in next(self.batches))
         self.optimizer.zero_grad()
-        loss = self.gradient(inputs, targets)
+        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
-        return loss
+        return loss.detach()
 
     def take_block(self):
         """Take a block of steps; return their losses on this rank."""
@@ -171,10 +163,8 @@ def start_template(rounds, world, device, folder):
     run = template.set_up(args, Quiet("01-ddp-basics/ddp_training.py", args, world, device))
     epoch = len(run.job.train_set) // args.global_batch_size
     if rounds > epoch:
-        raise cli.UsageError(
-            f"--rounds {rounds} is more than the {epoch} steps of an epoch, after which the two "
-            "loops take other batches"
-        )
+        why = "after which the two loops take other batches"
+        raise cli.UsageError(f"--rounds {rounds} is more than the {epoch} steps of an epoch, {why}")
     # As with an output folder: it logs every step, and notes signals.
     run.job.log = measure.StepLog(Path(folder) if world.is_rank0 else None, 1)
     run.job.catch_preemption()
@@ -187,11 +177,11 @@ def take_template_steps(run, last):
         template.train_step(run, step)
 
 
-def timed(function):
+def timed(function, *args):
     """Call a function on all ranks at once; return what it returns, and CPU and wall time in s."""
     dist.barrier()
     started = [clock() for clock in CLOCKS.values()]
-    value = function()  # reads its losses at the end, so the device is done
+    value = function(*args)  # reads its losses at the end, so the device is done
     return value, [clock() - start for clock, start in zip(CLOCKS.values(), started, strict=True)]
 
 
@@ -204,7 +194,7 @@ def measure_overhead(report, rounds):
         run = start_template(rounds, world, device, folder)
         bare = {name: BareLoop(run.job.args, world, device) for name in ("bare", "bare again")}
         for last in report.progress(range(BLOCK, rounds + 1, BLOCK), "alternating"):
-            _, seconds = timed(partial(take_template_steps, run, last))
+            _, seconds = timed(take_template_steps, run, last)
             times["template"].append(seconds)
             for name, loop in bare.items():
                 losses, seconds = timed(loop.take_block)
@@ -227,15 +217,9 @@ def show_overhead(report, times):
     rows = []
     for name, metric in (("template", "overhead_ratio"), ("bare again", "bare_ratio")):
         for position, clock in enumerate(CLOCKS):
-            ratios = []
-            for own, bare, again in zip(*times.values(), strict=True):
-                if name == "template":
-                    ratios.append(
-                        own[position] / statistics.mean((bare[position], again[position]))
-                    )
-                else:
-                    ratios.append(again[position] / bare[position])
-            low, median, high = statistics.quantiles(ratios, n=4)
+            own, bare, again = (np.array(seconds)[:, position] for seconds in times.values())
+            ratios = again / bare if name == "bare again" else own / ((bare + again) / 2)
+            low, median, high = statistics.quantiles(ratios.tolist(), n=4)
             rows.append((name, clock, *(f"{ratio - 1:+.1%}" for ratio in (median, low, high))))
             report.metrics[metric if clock == "CPU" else f"{metric}_wall"] = median
     headers = ("against bare DDP", "time", "median", "half of the blocks from", "to")

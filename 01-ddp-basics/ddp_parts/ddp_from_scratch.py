@@ -110,7 +110,5 @@ def time_each(report, ways, batch, link_rate, gradient_bytes, rows):
     report.table(rows, ("way", "all-reduces", "bytes handed over", "step", "ideal"))
     report.say(f"computing takes {compute:.1f} ms, of it {forward:.1f} ms forward")
     if sending:
-        report.say(
-            f"sending takes {sending:.1f} ms: the sum is {compute + sending:.1f} ms, "
-            f"max(computing, sending) {max(compute, sending):.1f} ms"
-        )
+        ends = f"{compute + sending:.1f} ms, max(computing, sending) {max(compute, sending):.1f} ms"
+        report.say(f"sending takes {sending:.1f} ms: the sum is {ends}")

@@ -48,10 +48,7 @@ class Images:
 
 
 def load_images(data_dir: str | None = None, download: bool = False) -> Images:
-    """Load MNIST from `data_dir`, or without one the digits that need no file.
-
-    Raises: UsageError as `load_mnist` does, and for a download without a folder.
-    """
+    """Load MNIST, or without a folder the digits that need no file. Raises: UsageError."""
     if data_dir:
         return load_mnist(data_dir, download)
     if download:
@@ -72,12 +69,8 @@ def load_digits() -> Images:
     labels = torch.from_numpy(labels).long()
     # The same split whatever --seed is: a test set that moves cannot be compared.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return Images(
-        "digits",
-        TensorDataset(images[train], labels[train]),
-        TensorDataset(images[test], labels[test]),
-    )
+    train, test = (TensorDataset(images[part], labels[part]) for part in order.split(1437))
+    return Images("digits", train, test)
 
 
 def load_mnist(data_dir: str | Path, download: bool = False) -> Images:
@@ -94,17 +87,15 @@ def load_mnist(data_dir: str | Path, download: bool = False) -> Images:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--data-dir {folder} is not a folder")
     if not folder.exists() and not download:
-        raise UsageError(
-            f"--data-dir {folder} does not exist; --download makes it and fetches MNIST"
-        )
+        cure = "--download makes it and fetches MNIST"
+        raise UsageError(f"--data-dir {folder} does not exist; {cure}")
     if download:
         _download_in_turn(folder)
     try:
         parts = [MNIST(folder, train=train) for train in (True, False)]
     except (RuntimeError, OSError, ValueError) as error:
-        raise UsageError(
-            f"--data-dir {folder} holds no MNIST: add --download to fetch it ({error})"
-        ) from error
+        cure = f"add --download to fetch it ({error})"
+        raise UsageError(f"--data-dir {folder} holds no MNIST: {cure}") from error
     train, test = (
         TensorDataset((part.data.float().unsqueeze(1) - 33.3) / 78.6, part.targets)
         for part in parts  # mean and standard deviation of all training pixels
