@@ -1,5 +1,6 @@
 """Models for DeepSpeed to cut: a Llama of a preset, or a folder in Hugging Face's format."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -44,8 +45,7 @@ def tokenizer_of(args):
 def examine(args, world: World, parts: int):
     """Return a model's name, its config and its layers without weights; refuse what is not cut.
 
-    `parts`: over how many ranks each layer is cut.
-    Raises: UsageError.
+    `parts`: over how many ranks each layer is cut. Raises: UsageError.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -57,31 +57,24 @@ def examine(args, world: World, parts: int):
     else:
         what = f"--model {args.model}"
         if not Path(args.model, "config.json").is_file():
-            raise UsageError(
-                f"{what}: no config.json there: name a folder in Hugging Face's format"
-            )
+            cure = "name a folder in Hugging Face's format"
+            raise UsageError(f"{what}: no config.json there: {cure}")
         config = from_folder(AutoConfig, args.model)
     if config.model_type not in FAMILIES or hasattr(config, "quantization_config"):
-        raise UsageError(
-            f"{what} is of type {config.model_type}: this script knows how AutoTP cuts "
-            f"{', '.join(FAMILIES)}, unquantised"
-        )
+        known = f"this script knows how AutoTP cuts {', '.join(FAMILIES)}, unquantised"
+        raise UsageError(f"{what} is of type {config.model_type}: {known}")
     kv_heads = config.num_key_value_heads
     if parts > kv_heads:  # DeepSpeed would go on, and the answer be right
-        raise UsageError(
-            f"{what} has {kv_heads} key-value head(s) for {parts} ranks: some would "
-            f"hold no attention at all; start at most {kv_heads}"
-        )
+        some = f"some would hold no attention at all; start at most {kv_heads}"
+        raise UsageError(f"{what} has {kv_heads} key-value head(s) for {parts} ranks: {some}")
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.precision])
     size = sum(weight.nbytes for weight in skeleton.parameters()) / measure.GIB
     free = measure.available_memory(torch.device("cpu")) / measure.GIB
     needed = size * (world.local_world_size + 2)  # the parts make one more, and rank 0 keeps one
     if needed > free:
-        raise UsageError(
-            f"{what} needs {needed:,.1f} GiB, as each rank loads all {size:,.1f} to cut them, and "
-            f"rank 0 keeps them to compare; this machine has {free:,.1f}"
-        )
+        why = f"as each rank loads all {size:,.1f} to cut them, and rank 0 keeps them to compare"
+        raise UsageError(f"{what} needs {needed:,.1f} GiB, {why}; this machine has {free:,.1f}")
     return what, config, skeleton
 
 
@@ -131,10 +124,6 @@ def check_parts(report: Report, skeleton, config, prompt, engine, cache, counter
     ranks = report.world.world_size
     size = DTYPES[report.args.precision].itemsize
     new_tokens = report.args.max_new_tokens
-
-    def part_of(units):
-        return -(-units // ranks)
-
     weights, kv_heads = 0, config.num_key_value_heads
     for name, module in skeleton.named_modules():
         by_inputs = name.endswith(CUT_BY_INPUTS)
@@ -143,18 +132,16 @@ def check_parts(report: Report, skeleton, config, prompt, engine, cache, counter
             if isinstance(module, nn.Linear) and not (by_inputs and kind == "bias"):
                 width = module.in_features if by_inputs else module.out_features
                 units = kv_heads if ".self_attn." in name else width
-            weights += weight.numel() // units * part_of(units)
+            weights += weight.numel() // units * math.ceil(units / ranks)
     L, D, V = config.num_hidden_layers, config.hidden_size, config.vocab_size
     B, T = prompt.shape
     read = T + new_tokens - 1  # the last token is not read any more
     kv_dim = skeleton.get_decoder().layers[0].self_attn.k_proj.out_features
-    kv_dim = kv_dim // kv_heads * part_of(kv_heads)
+    kv_dim = kv_dim // kv_heads * math.ceil(kv_heads / ranks)
     several = ranks > 1
     kept = [part for layer in cache.layers for part in (layer.keys, layer.values)]
     held = [sum(t.nbytes for t in tensors) for tensors in (engine.module.parameters(), kept)]
-    most = torch.tensor(held, device=prompt.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    most_weights, most_kept = most.tolist()
+    most_weights, most_kept = map(max, zip(*runtime.gather(held), strict=True))
     summed = several * B * (2 * L * read * D + new_tokens * V) * size
     for name, measured, expected in (
         ("bytes of weights", most_weights, weights * size),
@@ -179,11 +166,10 @@ def check_answers(report: Report, engine, plain: nn.Module | None, tokens, right
     drift, largest = found.tolist()
     tolerance = LOGIT_TOLERANCE[report.args.precision] * largest
     report.check("largest difference of a logit", drift, 0, tolerance, "plain model")
-    differ = (tokens != right).sum()
-    dist.all_reduce(differ, op=dist.ReduceOp.MAX)
-    report.metrics["tokens_that_differ"] = differ.item()
+    differ = max(runtime.gather((tokens != right).sum().item()))
+    report.metrics["tokens_that_differ"] = differ
     if report.args.precision == "32-true":  # rounded to bf16, two logits may be equal
-        report.check("tokens that differ", differ.item(), 0, 0, "plain model")
+        report.check("tokens that differ", differ, 0, 0, "plain model")
 
 
 def print_speeds(report: Report, pairs, batch_size: int, new_tokens: int) -> None:
@@ -199,9 +185,6 @@ def print_speeds(report: Report, pairs, batch_size: int, new_tokens: int) -> Non
             values = zip(units, (first, further, speed), strict=True)
             report.metrics |= {f"{prefix}{unit}": value for unit, value in values}
     report.table(rows, ("median", "first token", "each further one", "speed"))
-
-
-# autotp_training.py
 
 
 def check_gradient(report: Report, ours: dict, theirs: dict, rank: int) -> None:

@@ -3,8 +3,6 @@
 DeepSpeed keeps no list of its keys: a config that notes what is looked up tells which it knows.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import json
@@ -13,27 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from deepspeed_parts import config_rules
-from deepspeed_parts.config_rules import (
-    AUTO,
-    IGNORED,
-    MACHINE,
-    RULES,
-    SCRIPT,
-    SIZES,
-    STOPS,
-    WRONG,
-    Finding,
-    by_the_table,
-    drop,
-    filled,
-    left_open,
-    offloads,
-    part_of,
-    places,
-    put,
-    value_of,
-)  # fmt: skip
+from deepspeed_parts import config_rules as rules
+from deepspeed_parts.config_rules import AUTO, IGNORED, RULES, SIZES, STOPS, WRONG, Finding
 from dist_common.cli import UsageError
 
 UNFILLED = "auto!"  # what stands for an "auto" that nobody fills in
@@ -63,40 +42,32 @@ def of_deepspeed(
     Call `prepare` first, and this only for a config in which `wrong_shapes` found nothing.
     """
     yield from unknown_names(config, refusal)
-    yield from by_the_table(config, WRONG)
-    yield from config_rules.wrong_sizes(config, ranks)
+    yield from rules.by_the_table(config, WRONG)
+    yield from rules.wrong_sizes(config, ranks)
     yield from refused(config, reader, refusal)
-    yield from config_rules.wrong_offload(config)
+    yield from rules.wrong_offload(config)
 
 
 def of_reader(config: dict[str, Any], reader: str = "template") -> Iterator[Finding]:
-    """Find what DeepSpeed can do and its reader cannot, deepspeed_train.py or another of READERS.
-
-    Call `prepare` first.
-    """
+    """Find what DeepSpeed can do and its reader, of READERS, cannot. Call `prepare` first."""
     kind = WRONG
     if reader == "template":
-        kind = SCRIPT
-        yield from by_the_table(config, SCRIPT)
+        kind = rules.SCRIPT
+        yield from rules.by_the_table(config, rules.SCRIPT)
     unknown = {finding.text.split(":")[0] for finding in unknown_names(config, refusal_by_reading)}
-    for place in left_open(config if reader == "own" else filled(config, reader)):
+    for place in rules.left_open(config if reader == "own" else rules.filled(config, reader)):
         if f"unknown key {place.split('.')[0]}" not in unknown:  # one finding is enough
             text = f'{place} is "{AUTO}", which {READERS[reader]} cannot fill in'
             yield Finding(kind, text, "DeepSpeed takes its default, or stops")
 
 
 def read_right(path: Path) -> dict[str, Any]:
-    """Read a config in which DeepSpeed finds nothing wrong. Call `prepare` first.
-
-    Raises: UsageError in one line for anything else.
-    """
+    """Read a config that DeepSpeed takes. Call `prepare` first. Raises: UsageError in one line."""
     try:
-        config, findings = config_rules.read(path)
+        config, findings = rules.read(path)
     except OSError as error:
         raise UsageError(f"--deepspeed_config {path}: {error.strerror}") from error
-    config_rules.refuse(
-        path, chain(findings, config_rules.wrong_shapes(config), of_deepspeed(config))
-    )
+    rules.refuse(path, chain(findings, rules.wrong_shapes(config), of_deepspeed(config)))
     return config
 
 
@@ -114,7 +85,7 @@ def unknown_names(config: dict[str, Any], refusal: Refusal) -> Iterator[Finding]
             yield from _unknown(part, part.names, f"{section}.", IGNORED)
     for section in ("optimizer", "scheduler"):
         known = {"type", "params", "legacy_fusion"}
-        yield from _unknown(part_of(config, section), known, f"{section}.", IGNORED)
+        yield from _unknown(rules.part_of(config, section), known, f"{section}.", IGNORED)
 
 
 class _Asked(dict):
@@ -139,7 +110,7 @@ class _Asked(dict):
     def keys(self):
         return self  # `name in config.keys()` shall be noted too
 
-    def __copy__(self) -> _Asked:
+    def __copy__(self):
         return self
 
 
@@ -155,20 +126,20 @@ def refused(config: dict[str, Any], reader: str, refusal: Refusal) -> Iterator[F
     """Have DeepSpeed judge; what it does not like is left out, and it judges the rest."""
     sized = reader == "template" or {SIZES[0], SIZES[2]} & set(config)
     # DeepSpeed drops what is "auto" before it looks at the name, and so would miss a wrong one.
-    config = json.loads(json.dumps(filled(config)).replace(f'"{AUTO}"', f'"{UNFILLED}"'))
-    for key, rule in list(config_rules.out_of_range(config)):
+    config = json.loads(json.dumps(rules.filled(config)).replace(f'"{AUTO}"', f'"{UNFILLED}"'))
+    for key, rule in list(rules.out_of_range(config)):
         if rule["kind"] == WRONG:  # told elsewhere
-            drop(config, key)
-    put(config, RULES["of_many_ranks"])
-    for _, part in offloads(config) if reader == "template" else ():
+            rules.drop(config, key)
+    rules.put(config, RULES["of_many_ranks"])
+    for _, part in rules.offloads(config) if reader == "template" else ():
         part.setdefault("nvme_path", ".")  # by a flag
     if sized:  # held against a group that may not exist yet
         config.pop(SIZES[2], None)
         config |= {SIZES[0]: 1, SIZES[1]: 1}
     yield from _refusals(config, refusal_by_reading)
-    for place in list(places(config)):
-        if value_of(config, place) == UNFILLED:
-            drop(config, place)
+    for place in list(rules.places(config)):
+        if rules.value_of(config, place) == UNFILLED:
+            rules.drop(config, place)
     if refusal is not refusal_by_reading:
         yield from _refusals(config, refusal)
 
@@ -177,7 +148,7 @@ def _refusals(config: dict[str, Any], refusal: Refusal) -> Iterator[Finding]:
     place: str | None = ""
     while place is not None and (error := refusal(copy.deepcopy(config))):
         place = _culprit(config, error, refusal)
-        value = None if place is None else drop(config, place)
+        value = None if place is None else rules.drop(config, place)
         yield from _told(error, place, value)
 
 
@@ -185,10 +156,9 @@ def _complaints(error: Any) -> list[tuple]:
     """Return what an exception complains of: pydantic's may do so of many keys."""
     if hasattr(error, "errors"):
         return [(each["loc"][-1], each["type"], each["msg"]) for each in error.errors()]
-    said = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, AttributeError):  # what Python says of a type
-        said = "DeepSpeed takes no such value"
-    return [("", "", said)]
+        return [("", "", "DeepSpeed takes no such value")]
+    return [("", "", " ".join(str(error).split()) or type(error).__name__)]
 
 
 def _culprit(config: dict[str, Any], error: Exception, refusal: Refusal) -> str | None:
@@ -198,17 +168,18 @@ def _culprit(config: dict[str, Any], error: Exception, refusal: Refusal) -> str 
 
     def order(place: str) -> tuple[bool, ...]:
         name = place.rpartition(".")[2]
-        value = value_of(config, place)
+        value = rules.value_of(config, place)
         named = name in said or (isinstance(value, str) and value in said)
         first = place.startswith(("optimizer", "scheduler"))
         return isinstance(value, dict), not named, not first, name in SWITCHES
 
-    for place in sorted((p for p in places(config) if p not in SIZES), key=order):
+    for place in sorted((p for p in rules.places(config) if p not in SIZES), key=order):
         without = copy.deepcopy(config)
-        drop(without, place)
+        rules.drop(without, place)
         other = refusal(without)
         if other is None:  # a whole section only where no key of it does
-            return (elsewhere or place) if isinstance(value_of(config, place), dict) else place
+            section = isinstance(rules.value_of(config, place), dict)
+            return (elsewhere or place) if section else place
         if _complaints(other) != _complaints(error):
             elsewhere = elsewhere or place
     return elsewhere
@@ -231,4 +202,4 @@ def _told(error: Exception, place: str | None, value: Any) -> Iterator[Finding]:
     elif value != UNFILLED and not (machine and "fp16" in said):  # told elsewhere
         shown = "" if isinstance(value, dict) else f" {json.dumps(value)}"
         text = f"{place}{shown}: {said}" if place else said
-        yield Finding(MACHINE if machine else WRONG, text, STOPS)
+        yield Finding(rules.MACHINE if machine else WRONG, text, STOPS)

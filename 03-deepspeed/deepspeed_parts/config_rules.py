@@ -3,8 +3,6 @@
 DeepSpeed itself judges the rest (config_judge.py). Rules on values stand in config_rules.toml.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
@@ -156,16 +154,15 @@ def fill_disk(config: dict[str, Any], args: argparse.Namespace, given: Collectio
         if part.get("device") != "nvme":
             continue
         stated = part.get("nvme_path", AUTO)
-        if stated == AUTO and not args.nvme_path:
-            why = f"{name} to nvme needs --nvme-path, a folder on the disk"
-            raise UsageError(f"{args.deepspeed_config}: {why}")
         if stated == AUTO:
+            if not args.nvme_path:
+                why = f"{name} to nvme needs --nvme-path, a folder on the disk"
+                raise UsageError(f"{args.deepspeed_config}: {why}")
             part["nvme_path"] = str(args.nvme_path)
         elif "nvme_path" in given and stated != str(args.nvme_path):
-            raise UsageError(
-                f"--nvme-path {args.nvme_path}, but {args.deepspeed_config} has {name}.nvme_path "
-                f'{stated}: change one, or write "{AUTO}" there'
-            )
+            other = f"{args.deepspeed_config} has {name}.nvme_path {stated}"
+            cure = f'change one, or write "{AUTO}" there'
+            raise UsageError(f"--nvme-path {args.nvme_path}, but {other}: {cure}")
 
 
 def wrong_shapes(config: dict[str, Any]) -> Iterator[Finding]:
@@ -208,10 +205,8 @@ def wrong_sizes(config: dict[str, Any], ranks: int | None) -> Iterator[Finding]:
     micro, steps, total = sizes
     if total % (micro * steps) if ranks is None else total != micro * steps * ranks:
         product = f"{ranks} ranks = {micro * steps * ranks}" if ranks else "N ranks for no N"
-        text = (
-            f"train_batch_size {total} is not train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {steps} x {product}"
-        )
+        one_rank = f"{SIZES[0]} {micro} x {SIZES[1]} {steps}"
+        text = f"{SIZES[2]} {total} is not {one_rank} x {product}"
         yield Finding(WRONG, text, STOPS if ranks else f"{STOPS}, on any number of ranks")
 
 
@@ -221,10 +216,8 @@ def wrong_offload(config: dict[str, Any]) -> Iterator[Finding]:
         target = part.get("device", "none")
         least = 3 if target == "nvme" or name == "offload_param" else 1
         if target != "none" and is_number(stage) and stage < least:
-            text = (
-                f"{name} to {target} needs stage {least}, not {stage}: DeepSpeed would offload "
-                "nothing, and say nothing"
-            )
+            text = f"{name} to {target} needs stage {least}, not {stage}"
+            text += ": DeepSpeed would offload nothing, and say nothing"
             yield Finding(WRONG, text, "the memory you meant to free stays taken")
         if target == "nvme" and not isinstance(part.get("nvme_path", AUTO), str):
             yield Finding(WRONG, f"{name}.nvme_path must be a folder's name", STOPS)

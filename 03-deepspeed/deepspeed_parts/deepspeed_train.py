@@ -1,7 +1,5 @@
 """What deepspeed_train.py refuses and proves: its config; losses of one process, bytes, weights."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Collection, Iterable, Iterator
@@ -17,7 +15,7 @@ from deepspeed_parts import config_judge, config_rules, setup
 from deepspeed_parts.config_rules import offloads, part_of
 from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
 from deepspeed_parts.zero_stages import held_per_weight, sizes_of
-from dist_common import data, job, models
+from dist_common import data, job, models, runtime
 from dist_common.cli import UsageError
 from dist_common.job import Step
 from dist_common.lab.proofs import every_token_once, same_losses, same_weights
@@ -40,13 +38,11 @@ def examined(run) -> dict[str, Any]:
     args, report = run.args, run.report
     setup.prepare(report.device)
     config = checked_config(args, run.given, models.PRESETS[args.preset], report.world.world_size)
-    ops = setup.ops_needed(config)
-    if args.output_dir and "async_io" in ops:
-        raise UsageError(
-            f"{args.deepspeed_config}: a run that DeepSpeed resumes with an optimizer on nvme "
-            "takes other losses than one that never stopped, so none is saved here: offload "
-            "to cpu, or leave out --output-dir"
-        )
+    if args.output_dir and "async_io" in setup.ops_needed(config):
+        resumed = "a run that DeepSpeed resumes with an optimizer on nvme takes other losses than "
+        resumed += "one that never stopped, so none is saved here"
+        cure = "offload to cpu, or leave out --output-dir"
+        raise UsageError(f"{args.deepspeed_config}: {resumed}: {cure}")
     setup.fall_back(config, report)
     setup.build_ops(setup.ops_needed(config), report)
     return config
@@ -55,10 +51,7 @@ def examined(run) -> dict[str, Any]:
 def checked_config(
     args: argparse.Namespace, given: Collection[str], shape: models.TransformerConfig, ranks: int
 ) -> dict[str, Any]:
-    """Read --deepspeed_config; give offload to a disk folders of this rank's own.
-
-    Call `prepare` first. Raises: UsageError.
-    """
+    """Read --deepspeed_config, make its offload's folders; after `prepare`. Raises: UsageError."""
     config = config_judge.read_right(args.deepspeed_config)
     config_rules.refuse(args.deepspeed_config, config_judge.of_reader(config))
     config_rules.fill_disk(config, args, given)
@@ -69,10 +62,9 @@ def checked_config(
     offload = part_of(config, "zero_optimization.offload_param")
     size = offload.get("buffer_size", 100_000_000)  # DeepSpeed's default
     if offload.get("device") == "nvme" and size < part:  # an assertion would end the run
-        raise UsageError(
-            f"{args.deepspeed_config}: offload_param.buffer_size {size:,} is below {part:,} "
-            "elements, a rank's part of the largest weight"
-        )
+        least = f"{part:,} elements, a rank's part of the largest weight"
+        small = f"offload_param.buffer_size {size:,} is below {least}"
+        raise UsageError(f"{args.deepspeed_config}: {small}")
     setup.make_swap_folders([part for _, part in offloads(config)])
     return config
 
@@ -214,8 +206,7 @@ def bytes_per_weight(run) -> float | None:
     """
     zero, shape, stage = run.config["zero_optimization"], run.shape, run.stage
     size = run.dtype.itemsize
-    ranks = dist.get_world_size()
-    step = run.args.grad_accum_steps, ranks, sizes_of(shape)
+    step = run.args.grad_accum_steps, dist.get_world_size(), sizes_of(shape)
     total = sum(held_per_weight(f"stage {stage}", *step, size))
     elsewhere = any(part.get("device", "none") != "none" for _, part in offloads(run.config))
     bucket = size * zero.get("reduce_bucket_size", 5e8) if stage else 0
@@ -230,13 +221,12 @@ def check_bytes(run, held: list[float]) -> None:
     """Check the bytes that `count_bytes` found, on the rank that holds most."""
     if not held:  # fewer than two steps
         return
-    own = torch.tensor(held[0], device=run.report.device)
-    dist.all_reduce(own, op=dist.ReduceOp.MAX)
+    most = max(runtime.gather(held[0]))
     expected = bytes_per_weight(run)
     if expected:
-        run.report.check("bytes per weight", own.item(), expected, 0.02 * expected, PAPER)
+        run.report.check("bytes per weight", most, expected, 0.02 * expected, PAPER)
     else:
-        run.report.say(f"{own.item():.2f} bytes per weight, buffers and all")
+        run.report.say(f"{most:.2f} bytes per weight, buffers and all")
 
 
 def check_weights(run) -> None:

@@ -107,10 +107,9 @@ def missing_for(name: str) -> str | None:
 
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
-        return (
-            f"DeepSpeed's op {name} is compiled on first use, and the compiler {compiler} is "
-            "missing: install g++ (Debian, Ubuntu), gcc-c++ (Red Hat) or name one in CXX"
-        )
+        lack = f"is compiled on first use, and the compiler {compiler} is missing"
+        cure = "install g++ (Debian, Ubuntu), gcc-c++ (Red Hat) or name one in CXX"
+        return f"DeepSpeed's op {name} {lack}: {cure}"
     with _descriptors_to_nowhere():
         if ALL_OPS[name].is_compatible(verbose=False):
             return None

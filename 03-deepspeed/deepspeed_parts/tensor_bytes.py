@@ -1,7 +1,5 @@
 """How many bytes of tensors this process holds, and in the memory of which device."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

@@ -1,7 +1,5 @@
 """What zero_from_scratch.py does not teach: cutting and joining vectors, and its proofs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +22,6 @@ from zero_stages import loss_of
 LOSS_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 GRADIENT_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 LR = 2e-3
-
-# for any model
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -65,9 +61,6 @@ def assemble(zero: Any, parts: Sequence[torch.Tensor]) -> dict[nn.Parameter, tor
         all_gather_single(vector, part.clone())
         whole |= dict(zip(bucket.parameters, views_of(vector, bucket.parameters), strict=True))
     return whole
-
-
-# the lesson's proofs
 
 
 @dataclass
@@ -160,12 +153,10 @@ def check(
     reduced = (reduce_dtype or dtype).itemsize
     buckets = len(run.zero.buckets)
     times = report.args.grad_accum_steps if stage == 2 else 1
-    counts = [run.counter.calls[kind] for kind in ("reduce_scatter", "all_gather")]
-    for kind, count, right in zip(
-        ("reduce-scatters", "all-gathers"), counts, (times * buckets, buckets), strict=True
-    ):
-        source = "ZeRO paper, section 7.2"
-        report.check(f"{name}, {kind}: calls per step", count, right, 0, source)
+    counts, source = [], "ZeRO paper, section 7.2"
+    for kind, right in (("reduce-scatter", times * buckets), ("all-gather", buckets)):
+        counts.append(run.counter.calls[kind.replace("-", "_")])
+        report.check(f"{name}, {kind}s: calls per step", counts[-1], right, 0, source)
     # Two moments, and float32 weights where the model's are not; then the gradient.
     state = (8 + 4 * (dtype != torch.float32)) / ranks
     held = width + (width if stage == 1 else reduced / ranks) + state
@@ -174,8 +165,7 @@ def check(
     right = (times * reduced + width) * RING_FACTOR["all_gather"](ranks)
     report.check(f"{name}: bytes sent per weight", sent, right, 0.001 * right, source)
     report.metrics[f"sent_{name.replace(', ', '_')}"] = sent
-    tolerance = LOSS_TOLERANCE[dtype]
-    same_losses(report, run.losses, alone.losses, tolerance, f"{name}: error of a loss")
+    same_losses(report, run.losses, alone.losses, LOSS_TOLERANCE[dtype], f"{name}: error of a loss")
     error = (run.gradient - alone.gradient).abs().max() / alone.gradient.abs().max()
     kind = f"{name}: relative error of the gradient"
     report.check(kind, error.item(), 0, GRADIENT_TOLERANCE[dtype], "one process")

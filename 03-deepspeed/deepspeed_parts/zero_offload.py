@@ -1,7 +1,5 @@
 """What zero_offload.py checks: which bytes lie where, by the papers and as they were measured."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import statistics
@@ -13,7 +11,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 
 import check_config
 import deepspeed_train
@@ -123,16 +120,11 @@ def measured_bytes(run, device: torch.device) -> list[float]:
     files = Path(folder).rglob("*.swp") if folder else []
     own += [run.held[2].total(), sum(path.stat().st_size for path in files)]
     own += [statistics.median(step) for step in zip(*run.traffic, strict=True)]
-    most = torch.tensor(own, device=device, dtype=torch.float64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.tolist()
+    return list(map(max, zip(*runtime.gather(own), strict=True)))
 
 
 def require_disk(args, world: World, shards: Sequence[int]) -> None:
-    """Refuse a folder in memory, a full disk, and a model that DeepSpeed would never swap.
-
-    Raises: UsageError.
-    """
+    """Raise UsageError for a folder in memory, a full disk, a model that is never swapped."""
     find = ["stat", "-f", "-c", "%T", args.nvme_path]
     kind = subprocess.run(find, capture_output=True, text=True).stdout.strip()
     where = f"--nvme-path {args.nvme_path}"
@@ -147,10 +139,9 @@ def require_disk(args, world: World, shards: Sequence[int]) -> None:
         raise cli.UsageError(f"{where}: the files take {gib}")
     size = max(shards) * width
     if size < SMALLEST:
-        raise cli.UsageError(
-            f"--dim {args.dim}: a rank's part of the largest weight has {size:,} bytes, and "
-            f"DeepSpeed swaps nothing below {SMALLEST:,}: take more, or fewer ranks"
-        )
+        small = f"a rank's part of the largest weight has {size:,} bytes"
+        least = f"DeepSpeed swaps nothing below {SMALLEST:,}: take more, or fewer ranks"
+        raise cli.UsageError(f"--dim {args.dim}: {small}, and {least}")
 
 
 def compare(run, baselines: dict, shapes: Sequence[int], report: Report) -> tuple[str, ...]:

@@ -104,10 +104,9 @@ def compare(
     tolerance = TOLERANCE * sum(row.formula)
     for kind, held, expected in zip(KINDS, row.held, row.formula, strict=True):
         report.check(f"{name}: {kind}", held, expected, tolerance, "ZeRO paper, section 5")
+    all_reduces = report.args.all_reduce_buckets
     for precision, run in runs.items():
-        expected = sent_per_weight(
-            name, WIDTHS[precision], accumulate, ranks, report.args.all_reduce_buckets
-        )
+        expected = sent_per_weight(name, WIDTHS[precision], accumulate, ranks, all_reduces)
         sent = sum(call.sent for call in run.counter.collectives) / weights
         check, source = f"{name}, {precision}: bytes sent", "ZeRO paper, section 7"
         report.check(check, sent, expected, TOLERANCE * expected, source)
