@@ -12,15 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
+from advanced_parts import layout_memory
 from advanced_parts.kept_bytes import LiveBytes, kept_for_backward
-from advanced_parts.layout_memory import (
-    FP32,
-    as_on_a_gpu,
-    attention_flops,
-    key_width,
-    layer_matrices,
-    products,
-)
+from advanced_parts.layout_memory import FP32, layer_matrices, products
 from dist_common import data, models, runtime
 from dist_common.cli import UsageError
 from dist_common.lab import proofs
@@ -110,8 +104,7 @@ def check_exact(report, name, build, way, reference: Reference) -> None:
         check = f"{name}, {wrapper}: gradient against one process"
         proofs.same_gradient(report, model, own, TOLERANCE, check, source)
         if wrapper == "DDP":
-            check = f"{name}, DDP: bytes all-reduced"
-            proofs.one_gradient_sent(report, model, counter, name=check)
+            proofs.one_gradient_sent(report, model, counter, name=f"{name}, DDP: bytes all-reduced")
         elif dist.get_world_size() > 1:  # on one rank PyTorch has nothing to gather
             check, units = f"{name}, FSDP: all-gathers, no more than without", len(model.blocks)
             gathers, each = counter.calls["all_gather"], "each unit in forward and in backward"
@@ -142,16 +135,13 @@ def check_dropout(report, build, add_dropout, checkpoint_each, reference: Refere
     report.say(f"dropout with preserve_rng_state=False: no error, and a gradient {wrong:.0%} off")
 
 
-# what each way keeps and computes
-
-
 def step_flops(config, seq_len: int, name: str, segment: int) -> float:
     """Return a step's operations per block and token: 3 forwards', and those that backward repeats.
 
     Forward has 2 per weight, and attention's. PyTorch ends a recomputation when backward has all it
     needs: before a checkpoint's last product.
     """
-    whole = 2 * layer_matrices(config) + attention_flops(config, seq_len)
+    whole = 2 * layer_matrices(config) + layout_memory.attention_flops(config, seq_len)
     last = 2 * products(config)[-1]
     repeated = {
         "2nd product": 2 * sum(products(config)[1::2]),
@@ -168,7 +158,7 @@ def kept_bytes(config, name: str, number: int, block: float, segment: int) -> fl
     Selective: the block's input (D), what its products return (3 D + 2 kv + 2 F), attention's
     output (D), and for each head a float32.
     """
-    D, F_, kv_dim = config.dim, config.ffn_dim, key_width(config)
+    D, F_, kv_dim = config.dim, config.ffn_dim, layout_memory.key_width(config)
     heads = FP32 * config.num_heads
     return {
         "none": block,
@@ -204,17 +194,14 @@ def stack(config, tokens: tuple[int, int], dtype, device, count: int, way):
         x = torch.randn(*tokens, config.dim, dtype=dtype, requires_grad=True)
         places = torch.arange(tokens[1])
     for block in model.blocks if x.is_meta else ():
-        as_on_a_gpu(block)
+        layout_memory.as_on_a_gpu(block)
     way(model)
     tables = models.rotary_tables(places, config.dim // config.num_heads, config.rope_theta)
     return model.blocks, x, tables
 
 
 def measure(blocks, x, tables, live: LiveBytes) -> tuple[int, int, int, int]:
-    """Return bytes kept and at the peak, operations of forward, and of forward and backward.
-
-    Weights and their gradients do not count.
-    """
+    """Return bytes kept and at the peak, no weights or gradients; FLOPs of forward, of all."""
     counter, found = FlopCounterMode(display=False, custom_mapping=COUNTED), []
     for tensor in (x, *blocks.parameters()):
         tensor.grad = torch.zeros_like(tensor)  # there already: backward adds to it
@@ -283,9 +270,6 @@ def check_steps(report, config, seq_len: int, ways: dict, segment: int) -> None:
     report.table(rows, ("blocks of tiny", "kept", "peak", "operations"))
 
 
-# at full size
-
-
 def at_scale(report, config, tokens: tuple[int, int], ways: dict, segment: int) -> None:
     """Check a preset's blocks in each way; print all, and the one that fits in --activation-gib.
 
@@ -308,8 +292,7 @@ def at_scale(report, config, tokens: tuple[int, int], ways: dict, segment: int) 
         lines.append((name, *sizes, f"{row['extra']:.1%}", rate))
     size = f"{L} blocks, {tokens[0]} x {tokens[1]:,} tokens"
     report.say(f"{report.args.preset}: {size}, bfloat16, in GiB:")
-    headers = ("way", "kept", "peak", "saved", "extra operations", "saved per 1%")
-    report.table(lines, headers)
+    report.table(lines, ("way", "kept", "peak", "saved", "extra operations", "saved per 1%"))
     fit = [row for row in rows if row["peak_gib"] <= room]
     chosen = min(fit, key=lambda row: row["extra"], default=None)
     report.metrics |= {"at scale": rows, "chosen": chosen and chosen["way"]}

@@ -18,8 +18,6 @@ from advanced_parts.layout_traffic import Prediction, predict
 from dist_common.models import Transformer, TransformerConfig
 from dist_common.report import Report
 
-# which layouts a job can have
-
 
 def refusal(job: Job, layout: Layout, gpus: int) -> str | None:
     """Say in one line why a layout cannot be, None where it can."""

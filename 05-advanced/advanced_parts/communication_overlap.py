@@ -329,17 +329,15 @@ def check_order(report: Report, job: Job, name: str, events: list[dict]) -> None
     if "FSDP" not in name:
         last = spans(events, "cpu_op autograd::engine::evaluate_function")[-1]  # stores a gradient
         before = sum(call.start < last.start for call in spans(events, CALL))
-        early = 0 if name.startswith("1") else calls - 1
         what = f"{name}: handed over before the last gradient"
-        report.check(what, before, early, 0, "all but the last")
+        report.check(what, before, 0 if name[0] == "1" else calls - 1, 0, "all but the last")
     elif calls:
         ahead, late = gathers_ahead(events)
         pairs = 2 * (len(job.model.blocks) - 1)
         on_time = pairs if "prefetch" in name else 0
         what, source = f"{name}: gathers begun", "the block before runs meanwhile"
         report.check(f"{what} before the block before computes", ahead, on_time, 0, source)
-        what = f"{what} after the block before has ended"
-        report.check(what, late, pairs - on_time, 0, source)
+        report.check(f"{what} after the block before has ended", late, pairs - on_time, 0, source)
 
 
 def gathers_ahead(events: list[dict]) -> tuple[int, int]:
@@ -365,17 +363,14 @@ def print_times(report: Report, job: Job, computing: float, traces: dict[str, li
         report.metrics[f"step_time_ms_{name[0]}"] = step.end
         cells = ["-"] * 4
         if job.rate and job.ranks > 1:
-            sending, predicted = sending_ms(job, name), predicted_ms(job, name)
-            report.metrics[f"sending_ms_{name[0]}"] = sending
-            report.metrics[f"predicted_ms_{name[0]}"] = predicted
+            sending = report.metrics[f"sending_ms_{name[0]}"] = sending_ms(job, name)
+            predicted = report.metrics[f"predicted_ms_{name[0]}"] = predicted_ms(job, name)
             times = sending, computing + sending, max(computing, sending), predicted
             cells = [f"{value:.1f} ms" for value in times]
-        calls = len(expected_traffic(job, name))
-        rows.append((name, str(calls), *cells, f"{step.end:.1f} ms"))
+        rows.append((name, len(expected_traffic(job, name)), *cells, f"{step.end:.1f} ms"))
     report.metrics["computing_ms"] = computing
     report.say(f"computing takes {computing:.1f} ms in each way; without communication, measured")
-    headers = ("way", "collectives", "sending", "sum", "larger", "predicted", "step")
-    report.table(rows, headers)
+    report.table(rows, ("way", "collectives", "sending", "sum", "larger", "predicted", "step"))
     if job.rate and job.ranks > 1:
         block, _ = job.units()
         gather_ms, reduce_ms = (job.ms(kind, block) for kind in ("all_gather", "all_reduce"))

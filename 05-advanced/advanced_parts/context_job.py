@@ -25,10 +25,7 @@ def set_attention(model, attend) -> None:
 
 
 def sharded_loss(model, batch, positions) -> torch.Tensor:
-    """Return this rank's share of the mean loss: over all ranks the shares add up to it.
-
-    Shapes: batch (tokens, targets), (B, T) each.
-    """
+    """Return a rank's share of the mean loss: all shares add up to it. Shapes: batch (B, T) x 2."""
     tokens, targets = (x[:, positions] for x in batch)
     logits = model(tokens, positions)  # the rotation of q and k needs the true places
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")

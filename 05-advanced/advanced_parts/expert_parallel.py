@@ -35,9 +35,6 @@ def refuse_bad_sizes(args, world_size):
         raise UsageError(f"--top-k {args.top_k} must be at most --experts {args.experts}")
 
 
-# on one process
-
-
 class DenseLoop(nn.Module):
     """Stand in for a parallel layer that has all experts, on the tokens of all ranks.
 
@@ -92,9 +89,6 @@ def backward_alone(alone, batch, aux_weight, mesh=None):
     auxiliary = sum(block.moe.auxiliary_loss() for block in alone.blocks)
     (loss + aux_weight * auxiliary).backward()
     return loss.item()
-
-
-# one step
 
 
 def check_step(report, model, alone, batches, mesh, loss_of, backward):
@@ -182,9 +176,6 @@ def expected_bytes(alone, ranks, ep, tokens, row_bytes):
         per_block.append([torch.bincount(end, minlength=ranks) * row_bytes for end in ends])
     calls = sum(per_block + per_block[::-1], [])  # forward, then backward from the last block
     return torch.stack(calls, 1).tolist()
-
-
-# some steps
 
 
 def record(model, losses):

@@ -192,15 +192,12 @@ def check_methods(proof: Proof, methods: dict[str, partial | None]) -> None:
         if method:
             dtype = method.keywords.get("dtype")
             # Three halves have several sums, by the order: each of ranks - 1 additions rounds.
-            ordered = dtype and ranks > 2
-            tolerance = (ranks - 1) * torch.finfo(dtype).eps if ordered else TOLERANCE
+            tolerance = (ranks - 1) * torch.finfo(dtype).eps if dtype and ranks > 2 else TOLERANCE
             source = "one process compresses each rank's gradient"
             name_, alone = f"{name}: weights against one process", proof.alone(method)
             proof.compare(name_, model, alone, source, tolerance)
-        report.metrics["methods"][name] = {
-            "handed_over": expected,
-            "collective": "all_gather" if counter.calls["all_gather"] else "all_reduce",
-        }
+        collective = "all_gather" if counter.calls["all_gather"] else "all_reduce"
+        report.metrics["methods"][name] = {"handed_over": expected, "collective": collective}
 
 
 def check_without_loss(proof: Proof, methods: dict[str, partial]) -> None:
@@ -215,9 +212,6 @@ def check_without_loss(proof: Proof, methods: dict[str, partial]) -> None:
     for name, method in exact.items():
         model, _ = proof.distributed(method, THREE_BUCKETS)
         proof.compare(f"{name}: weights against DDP", model, proofs.flat(plain.parameters()), "DDP")
-
-
-# bytes, losses and times
 
 
 def sent_by_rank(method: dict, ranks: int) -> float:

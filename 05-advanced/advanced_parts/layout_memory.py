@@ -85,9 +85,6 @@ class Cluster:
         return sent / rate_gb_s / 1e9 + calls * self.latency_us / 1e6
 
 
-# a layer
-
-
 def key_width(config: TransformerConfig) -> int:
     """Return the width of keys and of values: query heads may share them."""
     return config.dim // config.num_heads * config.num_kv_heads
@@ -149,9 +146,6 @@ def as_on_a_gpu(block: Block) -> None:
         norm.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), norm)
 
 
-# a stage of the layout
-
-
 def layers_of_stages(num_layers: int, stages: int) -> list[int]:
     """Return each stage's layers; first and last have one less where that is what divides."""
     if num_layers % stages == 0:
@@ -164,8 +158,7 @@ def weights_of_stage(config: TransformerConfig, layout: Layout, stage: int) -> f
     """Return the weights on a GPU of a stage: norms are whole on each rank of tp."""
     layers = layers_of_stages(config.num_layers, layout.pp)[stage]
     last = stage == layout.pp - 1
-    tied_here = config.tied_embeddings and layout.pp == 1
-    tables = (stage == 0) + (last and not tied_here)
+    tables = (stage == 0) + (last and not (config.tied_embeddings and layout.pp == 1))
     split = layers * layer_matrices(config) + tables * config.vocab_size * config.dim
     return split / layout.tp + (2 * layers + last) * config.dim
 

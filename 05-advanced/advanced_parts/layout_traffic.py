@@ -56,9 +56,6 @@ class Prediction:
         return self.model_flops / self.step_s / 1e12
 
 
-# links, and what each axis sends
-
-
 def place(rank: int, layout: Layout, order: tuple[str, ...]) -> dict[str, int]:
     """Return a rank's coordinate on each axis; the first axis of `order` counts fastest."""
     where = {}
@@ -73,11 +70,10 @@ def link_of(job: Job, cluster: Cluster, layout: Layout, axes: tuple[str, ...], h
     A collective of a whole node's ranks uses all their network cards at once; what a rank sends to
     its neighbour only (`hops`) leaves through its own.
     """
-    size = prod(getattr(layout, axis) for axis in axes)
     ranks = range(min(cluster.gpus_per_node, layout.gpus))
     others = [axis for axis in job.order if axis not in axes]
     inside = sum(not any(place(r, layout, job.order)[a] for a in others) for r in ranks)
-    if inside == size:
+    if inside == prod(getattr(layout, axis) for axis in axes):
         return "NVLink", cluster.nvlink_gb_s
     cards = 1 if hops else inside
     return f"network x{cards}", min(cluster.nvlink_gb_s, cards * cluster.network_gb_s)
@@ -158,9 +154,6 @@ def powersgd_numbers(weights: Iterable[torch.Tensor], rank: int) -> int:
     """
     shapes = (w.flatten(1).shape if w.dim() > 1 else (len(w), 0) for w in weights)
     return sum(min(rank, n, m) * (n + m) if m else n for n, m in shapes)
-
-
-# a step
 
 
 def bubble_of(job: Job, layout: Layout) -> float:

@@ -91,9 +91,6 @@ def time_rounds(batches: Iterator, steps: int, timer: measure.StepTimer) -> Iter
             yield from taken
 
 
-# one process
-
-
 def simulate(task: Task, setting, steps: int) -> torch.Tensor:
     """Play all ranks in one process, one after the other; return rank 0's weights as one vector.
 
@@ -143,16 +140,12 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor, start: torch.Tensor
     return error.item()
 
 
-# rounds
-
-
 def check_rounds(report, task: Task, train, make) -> None:
     """Check averaging and DiLoCo against one process, and that ranks agree after each round."""
     steps, h = ROUNDS * STEPS_PER_ROUND, STEPS_PER_ROUND
     moments = [make(f"averaging, moments {m}", "averaging", h, m) for m in ("averaged", "reset")]
-    settings = [make("averaging", "averaging", h), make("DiLoCo", "DiLoCo", h), *moments]
     most = []
-    for setting in settings:
+    for setting in [make("averaging", "averaging", h), make("DiLoCo", "DiLoCo", h), *moments]:
         model, optimizer = task.build(setting, eps=PROOF_EPS)
         start, seen = proofs.flat(model.parameters()), []
 
@@ -185,9 +178,6 @@ def sets_and_drift(model) -> tuple[int, float]:
     mean = torch.stack(weights).mean(0)
     drift = (weights[dist.get_rank()] - mean).norm() / mean.norm()
     return len({own.numpy().tobytes() for own in weights}), drift.item()
-
-
-# bytes and losses
 
 
 def compare(report, task: Task, settings, results) -> None:

@@ -88,8 +88,7 @@ class Job:
     def batches(self, steps: int, rank: int) -> Iterator[list[torch.Tensor]]:
         """Yield a rank's micro-batch of each step. Shapes: inputs and targets (B, T)."""
         size = self.args.micro_batch_size
-        start, whole = rank * size, size * self.ranks
-        return data.batches_of(self.text, steps, whole, start, size, self.device)
+        return data.batches_of(self.text, steps, size * self.ranks, rank * size, size, self.device)
 
     def loss(self, model: nn.Module, dtype=None, batch=None) -> torch.Tensor:
         """Return the loss of a batch, this rank's first one if none is given; autocast to dtype."""
@@ -317,9 +316,8 @@ def kept_bytes(job: Job, model: nn.Module, dtype, times: int) -> int:
     for layer in linear_layers(model):
         hooks.append(layer.register_forward_pre_hook(lambda *_: inside.append(0)))
         hooks.append(layer.register_forward_hook(lambda *_: inside.clear()))
-    batch = [part.repeat(times, 1) for part in next(job.batches(1, job.rank))]
     with kept_for_backward(model, counts=lambda: inside) as kept:
-        job.loss(model, dtype, batch)
+        job.loss(model, dtype, [part.repeat(times, 1) for part in next(job.batches(1, job.rank))])
     for hook in hooks:
         hook.remove()
     return sum(kept.values())

@@ -70,8 +70,7 @@ def check_ways(report: Report, f: Callable[[torch.Tensor], torch.Tensor]) -> Non
         number = int((errors > TOLERANCE).sum())
         claim = f"{name}: weights with a wrong gradient"
         report.check(claim, number, wrong, 0, "which paths autograd can see")
-        missing = f"{errors[0]:.1e}" if found[0].any() else "none"
-        rows.append((name, missing, f"{errors[1]:.1e}"))
+        rows.append((name, f"{errors[0]:.1e}" if found[0].any() else "none", f"{errors[1]:.1e}"))
     report.say("relative error of the gradient, against one process:")
     report.table(rows, ("how the ranks' columns are joined", "cut layer", "layer below"))
 
@@ -83,8 +82,7 @@ def run_block(block: nn.Module, args, config, device, parts: int = 1) -> tuple[l
     without the weights and the rotary tables.
     """
     positions = torch.arange(args.seq_len, device=device)
-    head_dim = config.dim // config.num_heads
-    tables = models.rotary_tables(positions, head_dim, config.rope_theta)
+    tables = models.rotary_tables(positions, config.dim // config.num_heads, config.rope_theta)
     shape = (args.batch_size, args.seq_len // parts, config.dim)
     x = torch.randn(shape, device=device, requires_grad=True)
     with TrafficCounter() as counter:
@@ -131,5 +129,4 @@ def draw(path: Path, whole: nn.Module, own: nn.Module) -> None:
                 y, x = (ranks == rank).nonzero().float().mean(dim=0).tolist()
                 panel.text(x, y, str(rank.item()), ha="center", va="center")
             cut = "columns" if column.any() else "rows" if row.any() else "whole"
-            label = f"{inputs} x {outputs}\n{cut}"
-            panel.set(title=name, xlabel=label, xticks=[], yticks=[])
+            panel.set(title=name, xlabel=f"{inputs} x {outputs}\n{cut}", xticks=[], yticks=[])
