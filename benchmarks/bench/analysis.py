@@ -122,9 +122,6 @@ def analyse(sweep: Sweep) -> Analysis:
     return Analysis(sweep, groups, noise_of(every), noises, memory_noise, scaling, known, warnings)
 
 
-# noise and places
-
-
 def noisy_by(group: Group) -> tuple:
     """Return what points have in common whose noise is alike: a small model's is no large one's."""
     return group.preset, group.precision, group.link
@@ -149,8 +146,7 @@ def worst(runs: Sequence[Run]) -> Verdict:
     alike = sum(run.verdict.kind == found.kind for run in runs)
     if alike == len(runs) or found.ranked:
         return found
-    said = f"{found.words} ({alike} of {len(runs)} repeats)"
-    return Verdict(found.kind, said, found.difference)
+    return Verdict(found.kind, f"{found.words} ({alike} of {len(runs)} repeats)", found.difference)
 
 
 def noise_of(rows: Sequence[Row]) -> Noise:
@@ -180,9 +176,6 @@ def give_places(rows: list[Row], width: float | None) -> None:
 def beyond(fast: Row, slow: Row, width: float) -> bool:
     """Say whether `fast` takes less time than `slow`, by more than the noise."""
     return fast.step_time_ms * (1 + width) < slow.step_time_ms
-
-
-# scaling
 
 
 def scaling_of(rows: Sequence[Row], weak: bool) -> list[list[Scaling]]:
@@ -217,6 +210,5 @@ def scale(own: dict[int, Row], reference: Row | None) -> Scaling:
     speeds = {ranks: row.median("tokens_per_second") / ranks for ranks, row in by_ranks.items()}
     ideal = reference.median("tokens_per_second") if reference else speeds[min(speeds)]
     efficiency = {ranks: speed / ideal for ranks, speed in speeds.items()}
-    return Scaling(
-        next(iter(own.values())), {n: row.step_time_ms for n, row in by_ranks.items()}, efficiency
-    )
+    times_ms = {ranks: row.step_time_ms for ranks, row in by_ranks.items()}
+    return Scaling(next(iter(own.values())), times_ms, efficiency)

@@ -1,6 +1,7 @@
 """`comm`: collectives by themselves, timed by module 04's bandwidth_test.py."""
 
 import argparse
+import contextlib
 import itertools
 import json
 from pathlib import Path
@@ -31,12 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read(folder: Path) -> points.Results:
     """Return what the script wrote, and what is wrong with it."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         results = json.loads((folder / "results.json").read_text())
         if isinstance(results["metrics"]["sweeps"], dict):
             return {"results": results}, None
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     return {}, "it wrote no results.json with sweeps"
 
 

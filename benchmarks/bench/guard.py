@@ -23,9 +23,8 @@ def run(words: Sequence[str], timeout_s: float, gently: bool = False, **how) -> 
 
     What it started is ended with it, and so is all of it if this process dies.
     """
-    process = subprocess.Popen(
-        [*GATE, *words], stdin=subprocess.PIPE, start_new_session=True, **how
-    )
+    how |= {"stdin": subprocess.PIPE, "start_new_session": True}
+    process = subprocess.Popen([*GATE, *words], **how)
     with guarded([process.pid], gently):
         process.stdin.write(b"go\n")
         process.stdin.close()

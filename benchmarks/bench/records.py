@@ -136,9 +136,6 @@ def conditions(sweep: Sweep) -> dict[str, list[str]]:
     return {name: sorted(values) for name, values in found.items() if values}
 
 
-# losses
-
-
 class Tolerance(NamedTuple):
     """By how much losses may differ, since sums are in another order; each step adds to that.
 
@@ -229,9 +226,6 @@ def verdict_of(run: Run, expected: Reference | None) -> Verdict:
             said = f"loss {difference:+.2g} from {expected.whose}{when}, {limit:g} allowed"
             return Verdict(WRONG, said, difference)
     return Verdict(OK, "" if expected.whose == ONE_PROCESS else expected.whose)
-
-
-# numbers
 
 
 def number(value: Any) -> float | None:

@@ -81,9 +81,6 @@ def is_wrong(analysis: Analysis) -> bool:
     return wrong or wrong_elements(analysis.sweep.records) > 0
 
 
-# the terminal
-
-
 def text(analysis: Analysis, comparison: Comparison | None = None) -> str:
     """Return all that a report prints: warnings, training, collectives, the baseline."""
     sweep = analysis.sweep
@@ -157,18 +154,14 @@ def comparison_text(comparison: Comparison) -> str:
         lines.append("so times are those of another setting: a change need not be the code's")
     body = [(words.title(row.group), row.label, *map(words.change, changes))
             for row, changes, _ in comparison.pairs]  # fmt: skip
-    lines.append(
-        aligned(("points", "strategy", "step", "memory", "sent", "loss"), body, "strategy")
-    )
+    heads = "points", "strategy", "step", "memory", "sent", "loss"
+    lines.append(aligned(heads, body, "strategy"))
     lines += [f"{row.label}: {name} {old} -> {new}" for row, _, other in comparison.pairs
               for name, (old, new) in other.items()]  # fmt: skip
     lines += [f"only in the {kind} one: {words.listed(labels)} ({words.title(group)})"
               for kind, group, labels in comparison.only]  # fmt: skip
     lines.append(f"{len(comparison.beyond_noise) or 'nothing'} changed beyond the noise")
     return "\n".join(lines)
-
-
-# files
 
 
 def write(folder: Path, analysis: Analysis, comparison: Comparison | None) -> Sequence[Path]:

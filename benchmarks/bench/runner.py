@@ -178,8 +178,7 @@ def command_of(point: Point, args: argparse.Namespace) -> str:
     """Return the line that a reader would type at the top of the repository."""
     ranks = point.described["world_size"]
     words = launch.command(args.launcher, *words_of(point, args), ranks)
-    threads = launch.threads(args.launcher, ranks)
-    return f"OMP_NUM_THREADS={threads} {shlex.join(words)}"
+    return f"OMP_NUM_THREADS={launch.threads(args.launcher, ranks)} {shlex.join(words)}"
 
 
 def launched(point: Point, args: argparse.Namespace, store: Store) -> Record:
@@ -193,9 +192,8 @@ def launched(point: Point, args: argparse.Namespace, store: Store) -> Record:
     here = folder.with_name(folder.name + LAUNCH)
     for path in (folder, here):  # left by a sweep that was killed, or by a run that failed
         shutil.rmtree(path, ignore_errors=True)
-    words = words_of(point, args)
     ranks, link = point.described["world_size"], point.described["link"]
-    outcome = launch.start(args.launcher, *words, ranks, here, args.timeout, link)
+    outcome = launch.start(args.launcher, *words_of(point, args), ranks, here, args.timeout, link)
     folder.mkdir(exist_ok=True)
     (folder / "log.txt").write_text(f"{outcome.out}\n--- stderr ---\n{outcome.err}")
     shutil.rmtree(here)

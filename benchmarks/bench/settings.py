@@ -107,10 +107,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def settle(args: argparse.Namespace) -> list[Strategy]:
-    """Check and complete what was asked for; return its strategies, the reference before them.
-
-    Raises: UsageError naming the flag.
-    """
+    """Check and complete flags; return the strategies, the reference first. Raises: UsageError."""
     if args.untimed_steps >= args.max_steps:
         steps = f"--untimed-steps {args.untimed_steps} of --max-steps {args.max_steps}"
         raise cli.UsageError(f"{steps} leave none to time")

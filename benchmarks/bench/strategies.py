@@ -172,9 +172,6 @@ def _check(row: dict[str, Any], where: str) -> None:
             raise cli.UsageError(f"{where}: {key} is missing")
 
 
-# TOML files that users write
-
-
 def load_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file. Raises: UsageError naming the file, and line and column of a mistake."""
     try:

@@ -12,9 +12,6 @@ from bench.store import OK, Sweep
 DASH = "-"
 
 
-# numbers with their units
-
-
 def shown(form: str, value: float | None) -> str:
     return DASH if value is None else form.format(value)
 
@@ -50,11 +47,7 @@ def verdict(row: Row) -> str:
     """Return a verdict in one or two words; those of more are under the table."""
     kind = row.verdict.kind
     by = f" {row.verdict.difference:+.2g}" if row.verdict.difference else ""
-    named = {LOSSY: f"lossy{by}", WRONG: f"WRONG{by}", UNCOMPARED: "not compared"}
-    return named.get(kind, kind)
-
-
-# sentences
+    return {LOSSY: f"lossy{by}", WRONG: f"WRONG{by}", UNCOMPARED: "not compared"}.get(kind, kind)
 
 
 def ranks(world_size: int) -> str:
