@@ -193,7 +193,7 @@ def main():
 
         points, seen = {}, {}
         for sharding in args.sharding:
-            plan = Plan(sharding, args.precision, 1, world.world_size, group_size)
+            plan = Plan(sharding, weights, args.precision, 1, world.world_size, group_size)
             for api in ("FSDP2", "FSDP1"):
                 name = f"{NAMES[sharding]} {api}"
                 points[name], seen[name] = prove(

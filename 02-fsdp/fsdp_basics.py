@@ -177,7 +177,7 @@ def main():
 
         seen, logs = {}, {}
         for name in args.sharding:
-            plan = Plan(name, args.precision, m, world.world_size, group_size)
+            plan = Plan(name, weights, args.precision, m, world.world_size, group_size)
             points, seen[name], logs[name] = prove(report, plan, build(), expected, steps)
         if len(seen) == 1:
             print_points(report, points)

@@ -200,10 +200,11 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_from_scratch.py", args, world, device)
         config = models.preset("tiny", args.seq_len)
+        weights = config.num_parameters()
         own, together = steps_of(args, world, device)
         size, m = args.micro_batch_size, args.grad_accum_steps
         report.start(
-            f"{config.num_parameters():,} weights; global batch {size * m * world.world_size} = "
+            f"{weights:,} weights; global batch {size * m * world.world_size} = "
             f"{size} per rank x {m} micro-batches x {world.world_size} ranks"
         )
 
@@ -215,7 +216,7 @@ def main():
         expected = train(alone, list(alone.parameters()), together)
         measured = {}
         for precision, dtype in PRECISIONS.items():
-            plan = Plan("full", precision, m, world.world_size, world.world_size)
+            plan = Plan("full", weights, precision, m, world.world_size, world.world_size)
             model = build()
             modules = modules_of(model)
             units = unit_weights([*modules, model], world.world_size, flat=True)

@@ -99,12 +99,19 @@ def test_every_sharding_trains_as_one_process_and_sends_what_the_formula_says(
     [(3, ("full", "grad-op"), narrow), (1, ALL, narrow)],
 )
 def test_one_process_and_a_number_of_ranks_that_divides_no_dimension(
-    run_script, world_size, sharding, before
+    run_script, tmp_path, world_size, sharding, before
 ):
+    """The rows that padding adds are sent too: bytes per weight are of the model's own weights."""
     ended = run_script(
-        BASICS, "--sharding", *sharding, *SMALL, world_size=world_size, before=before
-    )
+        BASICS, "--sharding", *sharding, *SMALL, "--output-dir", tmp_path / "run",
+        world_size=world_size, before=before,
+    )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    sent = results_of(tmp_path / "run")["metrics"]["sent_per_weight_grad-op"]
+    weights = models.Transformer(NARROW).parameters()
+    padding = sum(-len(weight) % world_size * weight[0].numel() for weight in weights)
+    right = 8 * (1 + padding / NARROW.num_parameters())
+    assert sent == pytest.approx(right if world_size > 1 else 0)
 
 
 @full

@@ -152,7 +152,8 @@ def weigh(script: str, args: argparse.Namespace) -> int:
     weights = sum(units)
     rows = []
     for precision in ("32-true", "bf16-mixed"):
-        grad_op, full = (Plan(name, precision, 1, ranks, ranks) for name in ("grad-op", "full"))
+        grad_op = Plan("grad-op", weights, precision, 1, ranks, ranks)
+        full = Plan("full", weights, precision, 1, ranks, ranks)
         copied = weights - config.vocab_size * config.dim if precision == "bf16-mixed" else 0
         whole = {  # bytes
             "DDP": 2 * copied,  # by autocast
@@ -163,8 +164,8 @@ def weigh(script: str, args: argparse.Namespace) -> int:
             "FSDP full": whole_at_once(full, units),
         }
         for way, most in whole.items():
-            held = [weights * b / GIB for b in held_per_weight(way, precision, ranks)]
-            held.append(most / GIB)
+            between = held_per_weight(way, precision, ranks)
+            held = [*(weights * size / GIB for size in between), most / GIB]
             rows.append([precision, way, *(f"{part:.1f}" for part in (*held, sum(held)))])
             report.metrics[f"{way}_{precision}_gib"] = sum(held)
     report.say(f"{args.preset}, {weights:,} weights, on {ranks} ranks: GiB on each, by formula")

@@ -71,6 +71,7 @@ class Plan:
     """A strategy, and what its bytes depend on."""
 
     sharding: str  # one of NAMES
+    weights: int  # of the model, without padding
     precision: str  # 32-true: gather 4 bytes per weight; bf16-mixed: 2. Gradients are float32
     micro_batches: int  # of a step, on each rank
     ranks: int
@@ -202,7 +203,7 @@ def check_step(
         )
         what = f"{name}, all-gathers within a group: collectives"
         report.check(what, small, every, 0, "ZeRO++, section 3.2")
-    per_weight = measured[-1] / sum(units) * plan.ranks / max(1, plan.ranks - 1)
+    per_weight = measured[-1] / plan.weights * plan.ranks / max(1, plan.ranks - 1)
     report.metrics[f"sent_per_weight_{name}"] = per_weight
     return [*measured, per_weight]
 
