@@ -56,6 +56,7 @@ def predict(template, args, config, mesh):
 
         settle(run, template)
         tracker = FSDPMemTracker(run.model, run.optimizer)
+        end_units_once(tracker)
         tracker.track_inputs(run.batch)
         with tracker:
             # It takes one forward only, and is told before each that it is the first.
@@ -90,6 +91,27 @@ def settle(run, template):
     template.update(run, lr=1e-3)
 
 
+def end_units_once(tracker):
+    """Have a unit of several modules end its forward after the last of them, as FSDP2 does.
+
+    The tracker takes each of [norm, head] for a unit: it would reduce the head's gradient too soon.
+    """
+    hook_of_module = tracker._fsdp_state_post_forward
+
+    def hook_of_unit(module, end_forward):
+        state = module._get_fsdp_state()
+        left = state._modules_to_run_forward
+
+        def after_module(*call):
+            left.update(() if left else state._modules)
+            left.discard(module)
+            return call[-1] if left else end_forward(*call)  # the output, or what FSDP2 makes of it
+
+        return hook_of_module(module, after_module)
+
+    tracker._fsdp_state_post_forward = hook_of_unit
+
+
 def take_step(template, run):
     """Take the template's step, on the same micro-batch --grad-accum-steps times."""
     template.accumulate_gradient(run, [run.batch] * run.args.grad_accum_steps, run.tokens)
@@ -106,6 +128,20 @@ def measure_peak(template, args, config, mesh, device):
             take_step(template, run)
 
     return allocation_peak(take_steps, device)
+
+
+def tolerance_mb(args, config, device, predicted):
+    """Return how far the real peak may be from the predicted one.
+
+    On a GPU 5 percent, for what kernels take. On the CPU 1 percent, and what the prediction does
+    not see: each call of `checkpoint` keeps the random state; computing again takes two more.
+    """
+    if device.type != "cpu":
+        return 0.05 * predicted
+    calls = config.num_layers if args.activation_checkpointing != "none" else 0
+    calls += args.loss_chunks if args.loss_chunks > 1 else 0
+    states = calls + 2 if calls else 0
+    return 0.01 * predicted + states * torch.get_rng_state().nbytes / 1e6  # 5,056 bytes each
 
 
 def load_template(path):
@@ -190,7 +226,8 @@ def check(args, template):
             report.check("bytes of gloo's largest copy", copy, sent, 0, "the largest collective")
         pairs = runtime.gather((real / 1e6, peak["Total"] / 1e6))
         real, predicted = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
-        report.check("peak of MB allocated", real, predicted, 0.05 * predicted, "the prediction")
+        tolerance = tolerance_mb(args, config, device, predicted)
+        report.check("peak of MB allocated", real, predicted, tolerance, "the prediction")
         report.metrics |= {"predicted_mb": predicted, "peak_mb": real}
         return report.finish(f"{real:.1f} MB at the peak, {predicted:.1f} MB predicted")
 

@@ -51,15 +51,18 @@ SMALL = ("--seq-len", 40, "--micro-batch-size", 1)  # weights outweigh activatio
     ("world_size", "options", "full_size"),
     [
         (2, LARGE, False),
-        pytest.param(3, (*SMALL, "--grad-accum-steps", 2), False, marks=full),
         *(
-            pytest.param(*case, True, marks=full)
+            pytest.param(*case, marks=full)
             for case in (
-                (3, (*LARGE, "--loss-chunks", 4, "--activation-checkpointing", "full")),
-                (4, (*SMALL, "--sharding", "hybrid", "--shard-group-size", 2)),
-                (2, (*SMALL, "--activation-checkpointing", "selective", "--grad-accum-steps", 3)),
+                (2, (), True),
+                (3, (*SMALL, "--grad-accum-steps", 2), False),
+                (4, (*SMALL, "--activation-checkpointing", "2"), False),
+                (4, (*SMALL, "--sharding", "hybrid", "--shard-group-size", 2), False),
+                (2, (*SMALL, "--activation-checkpointing", "selective", "--grad-accum-steps", 3),
+                 False),
+                (3, (*LARGE, "--loss-chunks", 4, "--activation-checkpointing", "full"), True),
                 (2, (*LARGE, "--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate",
-                     "gathered")),
+                     "gathered"), True),
             )
         ),
     ],
@@ -67,12 +70,15 @@ SMALL = ("--seq-len", 40, "--micro-batch-size", 1)  # weights outweigh activatio
 def test_the_peak_of_a_real_run_is_the_predicted_one(
     run_script, tmp_path, world_size, options, full_size
 ):
-    """To 5 percent, on every rank; and the prediction of one process is that of the ranks."""
+    """On every rank; and the prediction of one process is that of the ranks."""
     ended = run_script(
         MEMORY, "--check", *options, "--output-dir", tmp_path / "run",
         world_size=world_size, before=None if full_size else small(),
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    if not options:  # as on the page: a prediction without one gathered block would fail
+        block = sum(weight.numel() for weight in models.Block(models.PRESETS["tiny"]).parameters())
+        assert results_of(tmp_path / "run")["checks"][-1]["tolerance"] < 4 * block / 1e6
     if options != LARGE:
         return
     real = results_of(tmp_path / "run")["metrics"]["peak_mb"] * 1e6
@@ -82,7 +88,7 @@ def test_the_peak_of_a_real_run_is_the_predicted_one(
     )  # fmt: skip
     assert alone.codes == [0], alone.stderr
     predicted = results_of(tmp_path / "alone")["metrics"]["Total_gib"] * 2**30
-    assert abs(predicted / real - 1) < 0.05
+    assert abs(predicted / real - 1) < 0.01
 
 
 def span(name, begins, ends):

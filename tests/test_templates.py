@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPO, fork_ranks, load_script, results_of
 from helpers_01 import ask_to_stop_in, largest_difference, steps_in, wait_for
 from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
@@ -146,22 +147,88 @@ def test_a_stopped_run_resumes_bitwise(train, tmp_path, template, stop):
     assert largest_difference(straight, stopped) == 0.0, "bitwise"
 
 
+class OfQwen2(torch.nn.Module):
+    """A block of transformers' Qwen2, which has biases; it is called as a block of ours is."""
+
+    def __init__(self, config):
+        super().__init__()
+        from transformers.models.qwen2 import modeling_qwen2
+
+        shape = transformers_shape(config)
+        self.layer = modeling_qwen2.Qwen2DecoderLayer(modeling_qwen2.Qwen2Config(**shape), 0)
+
+    def forward(self, x, cos, sin):
+        tables = (torch.cat((table, table), -1)[None].type_as(x) for table in (cos, sin))
+        return self.layer(x, position_embeddings=tuple(tables))
+
+
+class WithBiases(models.TransformerConfig):
+    """Of queries, keys and values."""
+
+    def num_parameters(self):
+        head_dim = self.dim // self.num_heads
+        biases = head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        return super().num_parameters() + self.num_layers * biases
+
+
+QWEN2 = WithBiases(257, 40, 2, 4, 2, 92, 256)  # 3 divides no size
+
+
+def transformers_shape(config):
+    return {
+        "vocab_size": config.vocab_size, "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_seq_len, "attn_implementation": "sdpa",
+    }  # fmt: skip
+
+
+def train_qwen2(script):
+    """Have a template train layers that nobody here wrote."""
+    models.PRESETS["tiny"], models.Block = QWEN2, OfQwen2
+
+
+def qwen2_in_files(model_folder, folder):
+    """Write a random Qwen2 of transformers, with the tokenizer of another model."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shutil.copytree(model_folder, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = Qwen2Config(**transformers_shape(QWEN2), eos_token_id=256, bos_token_id=None)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 @full
 @pytest.mark.parametrize(
-    ("template", "ranks", "seed", "lr"),
-    [  # every pair of values of two columns, instead of every combination
-        (DDP, 3, 5, 1e-2),
-        (DDP, 6, 7, 1e-3),
-        (FSDP, 3, 7, 1e-2),
-        (FSDP, 6, 5, 1e-3),
-        (FINETUNE, 3, 5, 1e-3),
-        (FINETUNE, 6, 7, 1e-2),
+    ("template", "ranks", "seed", "lr", "outside", "layout"),
+    [  # each value of a column with each template, instead of every combination
+        (DDP, 3, 5, 1e-2, False, ""),
+        (DDP, 6, 7, 1e-3, False, ""),
+        (DDP, 3, 9, 1e-3, True, ""),
+        (FSDP, 3, 7, 1e-2, False, ""),
+        (FSDP, 6, 5, 1e-3, False, ""),
+        (FSDP, 3, 9, 1e-3, True, ""),
+        (FINETUNE, 3, 5, 1e-3, False, ""),
+        (FINETUNE, 6, 7, 1e-2, False, ""),
+        (FINETUNE, 3, 9, 1e-2, True, ""),
+        (DEEPSPEED, 3, 5, 1e-3, False, ""),
+        (DEEPSPEED, 6, 7, 1e-2, False, ""),
+        (DEEPSPEED, 3, 9, 1e-2, True, ""),
+        (HYBRID, 3, 5, 1e-2, False, "--dp 3 --data-parallel full"),
+        (HYBRID, 6, 7, 1e-3, False, "--dp 3 --pp 2 --data-parallel full"),
+        (HYBRID, 3, 9, 1e-3, True, "--dp 3 --data-parallel grad-op"),
     ],
 )
-def test_a_right_run_passes(train, template, ranks, seed, lr):
+def test_a_right_run_passes(
+    train, tmp_path, template, ranks, seed, lr, outside, layout, request
+):  # fmt: skip
     """Where ranks divide no size evenly, from other weights, at other learning rates."""
-    short = ("--max-steps", 3, "--seq-len", 16)  # the test text has a sequence for each of 6 ranks
-    ended = train(template, *short, "--seed", seed, "--lr", lr, ranks=ranks)
+    argv = ["--max-steps", 3, "--seq-len", 16, "--seed", seed, "--lr", lr, *layout.split()]
+    if outside:
+        importlib.import_module("transformers.models.qwen2.modeling_qwen2")  # once, not in forks
+    if outside and template == FINETUNE:
+        argv += ["--model", qwen2_in_files(request.getfixturevalue("model_folder"), tmp_path / "q")]
+    ended = train(template, *argv, ranks=ranks, changes=[train_qwen2] if outside else [])
     assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
 
 

@@ -20,7 +20,7 @@ from dist_common.cli import UsageError
 from dist_common.lab.figure import figure
 from dist_common.measure import GIB
 from dist_common.report import Report
-from fsdp_parts.strategies import Plan, held_per_weight, unit_weights, whole_at_once
+from fsdp_parts.strategies import NAMES, Plan, held_per_weight, unit_weights, whole_at_once
 
 SHARDED, LARGER, GATHERING, WHOLE = range(4)
 PALETTE = ("#b5cbe0", "#7fa7cc", "#f2b263", "#2f6690")  # of these four
@@ -152,20 +152,19 @@ def weigh(script: str, args: argparse.Namespace) -> int:
     weights = sum(units)
     rows = []
     for precision in ("32-true", "bf16-mixed"):
-        grad_op = Plan("grad-op", weights, precision, 1, ranks, ranks)
-        full = Plan("full", weights, precision, 1, ranks, ranks)
+        plans = {name: Plan(name, weights, precision, 1, ranks, ranks) for name in NAMES}
         copied = weights - config.vocab_size * config.dim if precision == "bf16-mixed" else 0
         whole = {  # bytes
             "DDP": 2 * copied,  # by autocast
             "ZeRO-1": 0,
             "ZeRO-2": 0,
-            "ZeRO-3": full.gathered_bytes * min(weights, MAX_LIVE),
-            "FSDP grad-op": whole_at_once(grad_op, units),
-            "FSDP full": whole_at_once(full, units),
+            "ZeRO-3": plans["full"].gathered_bytes * min(weights, MAX_LIVE),
+            "FSDP grad-op": whole_at_once(plans["grad-op"], units),
+            "FSDP full": whole_at_once(plans["full"], units),
         }
         for way, most in whole.items():
-            between = held_per_weight(way, precision, ranks)
-            held = [*(weights * size / GIB for size in between), most / GIB]
+            held = [weights * b / GIB for b in held_per_weight(way, precision, ranks)]
+            held.append(most / GIB)
             rows.append([precision, way, *(f"{part:.1f}" for part in (*held, sum(held)))])
             report.metrics[f"{way}_{precision}_gib"] = sum(held)
     report.say(f"{args.preset}, {weights:,} weights, on {ranks} ranks: GiB on each, by formula")
