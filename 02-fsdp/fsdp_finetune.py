@@ -7,15 +7,16 @@
 
 `--make-tiny DIR` writes a tiny model and pairs to start from. A real model's DIR holds config.json,
 tokenizer and *.safetensors of a Llama, Mistral, Qwen or the like; no rank ever holds it whole.
+`--lora-rank 8` freezes it and trains adapters, which peft loads beside the exported model.
 Look for: loss and gradient of one plain process, on any number of ranks; the same logits from the
 exported files as from the shards; 16 bytes per weight, divided by the ranks.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
-proofs". Delete what you do not need (`proofs`, `evaluate`, `export`), each with what uses it. A
-test deletes each and all, and runs the rest.
+proofs". Delete what you do not need (`proofs`, `evaluate`, `export`, `add_adapters`), each with
+what uses it. A test deletes each and all, and runs the rest.
 
 Sources: PyTorch documentation, fully_shard and torch.distributed.checkpoint; Taori et al., Stanford
-Alpaca (2023), for learning rate and global batch of a 7B model.
+Alpaca (2023), for learning rate and global batch of a 7B model; Hu et al., LoRA (2022), section 4.
 """
 
 import functools
@@ -37,10 +38,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, job, measure, runtime
+from dist_common import cli, data, job, measure, models, runtime
 from dist_common.report import Report
 
 try:
+    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 except ImportError:  # parse_args says what to install
     AutoConfig = None
@@ -114,6 +116,8 @@ def build(args, mesh, device):
     config = load(args, AutoConfig, "config.json")
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if args.lora_rank:
+        add_adapters(model, args)
     refuse(args, model, device)
     for layer in model.get_decoder().layers:
         # Backward computes a layer again instead of keeping its activations. Inside the unit:
@@ -123,6 +127,7 @@ def build(args, mesh, device):
     model.to_empty(device=device)
     model.tie_weights()  # to_empty has made two of a shared weight
     fill_buffers(model)
+    fill_adapters(model, args.seed)
     return model
 
 
@@ -161,6 +166,71 @@ def fill_buffers(model):
                 raise cli.UsageError(no_rule) from error
             for key, buffer in buffers.items():
                 buffer.copy_(fresh.get_buffer(key))
+
+
+class LoRA(torch.nn.Linear):
+    """A frozen layer W, and beside it the thin A and B that are trained: W x + alpha/r B A x.
+
+    W keeps its name, by which the files hold it. Shapes: W (out, in), A (r, in), B (out, r).
+    """
+
+    def __init__(self, layer, rank, alpha):
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
+        self.requires_grad_(False)
+        self.scale = alpha / rank
+        self.lora_A = torch.nn.Linear(layer.in_features, rank, bias=False)
+        self.lora_B = torch.nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.scale * self.lora_B(self.lora_A(x))
+
+
+def add_adapters(model, args):
+    """Freeze a model on meta; give each linear layer that --target-modules names an adapter."""
+    model.requires_grad_(False)
+    decoder = model.get_decoder()  # without the output layer
+    layers = {n: m for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)}
+    names = {path.rpartition(".")[2] for path in layers}
+    args.target_modules = sorted(args.target_modules or names)
+    if unknown := set(args.target_modules) - names:
+        has = f"--model {args.model} has {', '.join(sorted(names))}"
+        raise cli.UsageError(f"--target-modules: {has}, not {', '.join(sorted(unknown))}")
+    for path, layer in layers.items():
+        if path.rpartition(".")[2] in args.target_modules:
+            if args.lora_rank > min(layer.weight.shape):
+                smallest = f"{min(layer.weight.shape)}, the smallest side of {path}"
+                raise cli.UsageError(f"--lora-rank must be at most {smallest}")
+            with torch.device("meta"):
+                adapted = LoRA(layer, args.lora_rank, args.lora_alpha)
+            decoder.set_submodule(path, adapted)
+
+
+@torch.no_grad()
+def fill_adapters(model, seed):
+    """Draw each A whole, the same on any number of ranks; B is zero, and changes no answer yet."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.modules():
+        if isinstance(layer, LoRA):
+            own_rows = layer.lora_A.weight
+            whole = torch.empty(own_rows.shape)
+            torch.nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)  # as peft does
+            models.local(own_rows).copy_(models.cut_like(whole, own_rows))
+            layer.lora_B.weight.zero_()
+
+
+def save_adapters(model, args, folder):
+    """Write the adapters as peft does, and nothing of the frozen model. A collective."""
+    trained = {n: w.detach() for n, w in model.named_parameters() if "lora_" in n}
+    whole = {f"base_model.model.{n}": w.full_tensor().cpu() for n, w in trained.items()}
+    if dist.get_rank() == 0 and whole:
+        folder.mkdir()
+        save_file(whole, folder / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": args.model,
+            "r": args.lora_rank, "lora_alpha": args.lora_alpha,
+            "target_modules": args.target_modules,
+        }  # fmt: skip
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
 
 def summed_loss(model, inputs, targets):
@@ -217,7 +287,10 @@ def evaluate(run):
 
 
 def export(run, folder):
-    """Write the weights as safetensors, named, cut into files and typed as those of --model."""
+    """Write the weights as safetensors, named, cut into files and typed as those of --model.
+
+    Adapters stand beside them, in the folder adapter.
+    """
     partial = Path(f"{folder}.partial")
     shards = partial / "shards"
     group = run.job.store.group
@@ -228,11 +301,12 @@ def export(run, folder):
     files = sorted({stored.relative_path for stored in run.source.values()})
     file_of = {n: files.index(stored.relative_path) + 1 for n, stored in run.source.items()}
     writer = dcp.HuggingFaceStorageWriter(shards, file_of, save_distributed=True)
-    weights = dict(run.model.named_parameters())
+    weights = weights_of(run.model)
     weights = {name: w.detach().to(run.source[name].dtype) for name, w in weights.items()}
 
     dcp.save(weights, storage_writer=writer, process_group=group)  # each rank its own rows
     consolidate_safetensors_files_on_every_rank(shards, partial, file_of, process_group=group)
+    save_adapters(run.model, run.job.args, partial / "adapter")
 
     if dist.get_rank() == 0:
         shutil.rmtree(shards)
@@ -268,11 +342,19 @@ def parse_args():
     add("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="(32-true)")
     job.add_loop_flags(parser)  # --max-grad-norm, --log-every, --eval-every, --save-every, ...
     add("--export", metavar="DIR", help="write the tuned model for transformers to this folder")
+    add("--lora-rank", type=positive, help="freeze the model; train adapters of this rank instead")
+    add("--lora-alpha", type=positive, help="an adapter counts alpha / rank times (16)")
+    add("--target-modules", nargs="+", metavar="NAME", help="layers with adapters (all linear)")
     if part := proofs():
         part.add_flags(parser)  # --make-tiny, --ask, --dry-run, --kill-at-step
     if AutoConfig is None:
         parser.error("transformers is missing: pip install transformers safetensors")
-    return job.parse(parser)
+    args = job.parse(parser)
+    if not args.lora_rank and (args.lora_alpha or args.target_modules):
+        parser.error("--lora-alpha and --target-modules need --lora-rank")
+    if args.lora_rank:
+        args.lora_alpha = args.lora_alpha or 16
+    return args
 
 
 # what is refused, before anything is allocated
@@ -297,8 +379,9 @@ def refuse(args, model, device):
     longest = getattr(model.config, "max_position_embeddings", args.seq_len)
     if args.seq_len > longest:
         raise cli.UsageError(f"--seq-len must be at most {longest} for --model {args.model}")
-    # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments
-    needed, world = 16 * sum(weight.numel() for weight in model.parameters()), runtime.discover()
+    # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments; a frozen weight has none
+    needed = sum((16 if w.requires_grad else 4) * w.numel() for w in model.parameters())
+    world = runtime.discover()
     measure.require_memory(f"--model {args.model}", needed, world.world_size, device, world)
 
 
@@ -343,6 +426,11 @@ def load_pairs(path):
     return pairs
 
 
+def weights_of(model):
+    """Return the weights that files hold, by name: tied ones once, adapters none."""
+    return {name: w for name, w in model.named_parameters() if "lora_" not in name}
+
+
 def tensors_of(model, folder):
     """Return path, shape and dtype of each weight of a model in a folder's safetensors files."""
     try:
@@ -354,7 +442,7 @@ def tensors_of(model, folder):
     if not found:
         why = "older models have *.bin: load one with transformers and call save_pretrained"
         raise cli.UsageError(f"--model {folder}: no *.safetensors in it ({why})")
-    weights = dict(model.named_parameters())
+    weights = weights_of(model)
     found = {name: found[name] for name in weights if name in found}
     if problem := checkpoints.other_model({"tensors": checkpoints.shapes_of(found)}, weights):
         raise cli.UsageError(f"--model {folder}: its safetensors files are {problem}")
@@ -387,8 +475,13 @@ def set_up(args, report):
     the_job = job.Job(args, report, train_set, test_set, checksum, world.rank, world.world_size)
     files = len({stored.relative_path for stored in source.values()})
     left_out = len(pairs) + len(held_out) - len(train_set) - len(test_set)
+    trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
+    weights = f"{sum(w.numel() for w in weights_of(model).values()):,} weights in {files} files"
+    if args.lora_rank:
+        beside = f"LoRA of rank {args.lora_rank} beside {', '.join(args.target_modules)}"
+        weights += f", frozen; {beside}: {sum(w.numel() for w in trained.values()):,} are trained"
     report.start(
-        f"{args.model}: {model.num_parameters():,} weights in {files} files",
+        f"{args.model}: {weights}",
         f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
         f"sequence {max(map(len, train_set.tokens)) - 1} of {args.seq_len} tokens; "
         f"{len(test_set):,} pairs to test on; {left_out} too long, left out",
@@ -396,20 +489,19 @@ def set_up(args, report):
     )
     # Of this rank's shards. Fused, it needs no memory beside its state.
     options = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, **options)
-    weights = dict(model.named_parameters())  # tied ones once, as in the files
-    the_job.store = checkpoints.Sharded(model, optimizer, weights, args.timeout)
-    if not the_job.resume():
+    optimizer = torch.optim.AdamW(trained.values(), args.lr, **options)
+    the_job.store = checkpoints.Sharded(model, optimizer, trained, args.timeout)
+    if not the_job.resume() or args.lora_rank:  # a checkpoint holds no frozen weight
         reader = dcp.HuggingFaceStorageReader(args.model)
 
-        dcp.load(weights, storage_reader=reader, process_group=the_job.store.group)
+        dcp.load(weights_of(model), storage_reader=reader, process_group=the_job.store.group)
 
     return Run(the_job, model, optimizer, source)
 
 
 def main():
     args = parse_args()
-    if (part := proofs()) and part.alone(args, load, claim_folder, prompt_ids):
+    if (part := proofs()) and part.alone(args, load, claim_folder, prompt_ids, add_adapters):
         return 0
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_finetune.py", args, world, device)

@@ -226,7 +226,7 @@ class Replicated(Store):
 class Sharded(Store):
     """State of which each rank holds a part: each writes its own, and any number of ranks reads it.
 
-    `whole` is the state dict of the whole model, on meta.
+    `whole` is the state dict of the whole model, on meta; frozen weights are in neither.
     """
 
     def __init__(self, model, optimizer, whole: dict[str, torch.Tensor], timeout_s: float) -> None:
@@ -241,10 +241,12 @@ class Sharded(Store):
         """Return weights and moments by the names of the whole model. A collective."""
         from torch.distributed.checkpoint import state_dict as dcp
 
-        # By name of the weight, not by its place in the optimizer.
-        self.by_name = dcp.StateDictOptions(flatten_optimizer_state_dict=True)
+        # By name of the weight, not by its place in the optimizer. No frozen weights (not strict).
+        options = {"flatten_optimizer_state_dict": True, "ignore_frozen_params": True}
+        self.by_name = dcp.StateDictOptions(**options, strict=False)
         moments = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=self.by_name)
-        return {"model": dcp.get_model_state_dict(self.model), "optimizer": moments}
+        weights = dcp.get_model_state_dict(self.model, options=self.by_name)
+        return {"model": weights, "optimizer": moments}
 
     def write(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
@@ -257,7 +259,7 @@ class Sharded(Store):
 
         state = self.state()
         dcp.load(state, checkpoint_id=folder, process_group=self.group)
-        state_dict.set_model_state_dict(self.model, state["model"])
+        state_dict.set_model_state_dict(self.model, state["model"], options=self.by_name)
         state_dict.set_optimizer_state_dict(
             self.model, self.optimizer, state["optimizer"], options=self.by_name
         )

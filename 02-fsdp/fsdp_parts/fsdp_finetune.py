@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import math
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from dist_common.lab.proofs import TOLERANCE
 from dist_common.measure import GIB
 from fsdp_parts.fsdp_to_hf import count_equal_in_files
 from fsdp_parts.fsdp_transformer import compare_with_one_process, micro_batches_of
-from fsdp_parts.sharding import held_bytes
+from fsdp_parts.sharding import gathered, held_bytes, put
 
 with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
     import huggingface_hub
@@ -49,7 +51,7 @@ def add_flags(parser: cli.ArgumentParser) -> None:
     add("--world-size", type=positive, default=8, help="ranks of a dry run (8)")
 
 
-def alone(args, load: Callable, claim_folder: Callable, prompt_ids: Callable) -> bool:
+def alone(args, load: Callable, claim_folder: Callable, prompt_ids: Callable, adapt) -> bool:
     """Do what --make-tiny, --ask or --dry-run says, in this one process; return if one did."""
     given = [name for name in ("make_tiny", "ask", "dry_run") if getattr(args, name)]
     if not given:
@@ -69,7 +71,7 @@ def alone(args, load: Callable, claim_folder: Callable, prompt_ids: Callable) ->
         asked = prompt_ids(load(args, transformers.AutoTokenizer, "tokenizer"), args.ask)
         print(generate(args.model, asked, args.max_new_tokens)[-1])
     else:
-        say_needs(args, config)
+        say_needs(args, config, adapt)
     return True
 
 
@@ -109,10 +111,12 @@ def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
 def generate(folder: str, asked: list[int], max_new_tokens: int) -> tuple:
     """Have transformers alone answer a prompt's tokens, greedily: the likeliest token each time.
 
-    Return its model, all tokens (T,), and prompt and answer as text.
+    With peft, where a folder has an adapter. Return its model, all tokens (T,), and prompt and answer as text.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
+    if Path(folder, "adapter").is_dir():
+        model = peft().PeftModel.from_pretrained(model, Path(folder, "adapter"))
     prompt = torch.tensor([asked])
     tokens = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
@@ -122,21 +126,37 @@ def generate(folder: str, asked: list[int], max_new_tokens: int) -> tuple:
     return model, tokens, *(tokenizer.decode(text, skip_special_tokens=True) for text in texts)
 
 
-def say_needs(args, config) -> None:
+def peft():
+    """Return Hugging Face's library of adapters. Raises: UsageError where it is missing."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which peft imports
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")
+    try:
+        import peft
+    except ImportError as error:
+        raise UsageError("peft is missing: pip install peft, or add --parity-steps 0") from error
+    return peft
+
+
+def say_needs(args, config, add_adapters: Callable) -> None:
     """Print what each of --world-size ranks needs for --model: state exactly, the rest about."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    weights = sum(weight.numel() for weight in model.parameters())
-    layer = sum(weight.numel() for weight in model.get_decoder().layers[0].parameters())
+    if args.lora_rank:
+        add_adapters(model, args)
+    first = list(model.get_decoder().layers[0].parameters())
+    weights = model.num_parameters()
+    trained = model.num_parameters(only_trainable=True)
+    layer = sum(weight.numel() for weight in first)
+    trained_layer = sum(weight.numel() for weight in first if weight.requires_grad)
     tokens = args.micro_batch_size * args.seq_len
     compute = 2 if args.precision == "bf16-mixed" else 4
-    shard = weights / args.world_size
+    shard = trained / args.world_size
     held = [
-        ("weights, float32", 4 * shard),
+        ("weights, float32", 4 * weights / args.world_size),
         ("gradients, float32", 4 * shard),
         ("Adam's two moments, float32", 8 * shard),
         ("two layers gathered to compute with", 2 * compute * layer),
-        ("a layer's gradient before it is sharded", (compute + 4) * layer),
+        ("a layer's gradient before it is sharded", (compute + 4) * trained_layer),
         ("activations kept: one per layer", compute * len(model.get_decoder().layers)
          * tokens * config.hidden_size),
         ("logits, their float32 copy and gradient", (compute + 8) * tokens * config.vocab_size),
@@ -149,7 +169,7 @@ def say_needs(args, config) -> None:
     if max(held, key=lambda row: row[1]) == held[-1]:
         print("the logits are the largest: lower --micro-batch-size or --seq-len, or compute the "
               "loss in slices as summed_loss of fsdp_transformer.py does")  # fmt: skip
-    print(f"on disk: {12 * weights / GIB:.1f} GiB for a checkpoint")
+    print(f"on disk: {12 * trained / GIB:.1f} GiB for a checkpoint")
 
 
 # what is proved
@@ -186,6 +206,8 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
         job.report.say(f"not compared with one process ({why})")
         return
     alone = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(job.device)
+    if args.lora_rank:
+        alone = with_adapters(alone, run)
     forward = alone.forward
     alone.forward = lambda inputs: forward(input_ids=inputs).logits
     batches = job.sampler.global_order().split(args.global_batch_size)
@@ -197,16 +219,49 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
         run.optimizer.zero_grad()
 
 
+def with_adapters(alone, run):
+    """Put peft's adapters beside a plain model: the values and names of ours, its own forward."""
+    args = run.job.args
+    options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
+    config = peft().LoraConfig(**options, target_modules=args.target_modules)
+    alone = peft().get_peft_model(alone, config)
+    theirs = [weight for weight in alone.parameters() if weight.requires_grad]
+    named = dict(zip(run.job.store.whole, theirs, strict=True))
+    for name, weight in named.items():
+        put(weight, gathered(run.job.store.whole[name].detach()))
+    alone.named_parameters = lambda **_: named.items()  # of what is trained
+    return alone
+
+
 def check_bytes(run) -> None:
-    """Check the bytes that the fullest rank holds: 4 + 4 + 8 per weight, cut by rows."""
-    ranks = run.job.dp_ranks
-    shapes = [stored.shape for stored in run.source.values()]
-    rows = sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
-    kinds = (("weights", 4), ("gradients", 4), ("Adam's moments", 8))
-    held = held_bytes(run.model.parameters(), run.optimizer)
-    for (kind, size), measured in zip(kinds, held, strict=True):
+    """Check the bytes that the fullest rank holds: 4 + 4 + 8 per weight, cut by rows.
+
+    Of frozen weights 4; these are still those of the files. An adapter has r rows and r columns.
+    """
+    job, args = run.job, run.job.args
+    stored = {name: tuple(tensor.shape) for name, tensor in run.source.items()}
+    trained = held = list(stored.values())
+    if args.lora_rank:
+        trained = []
+        for name, (out, *into) in stored.items():
+            if into and name.split(".")[-2] in args.target_modules:  # no bias
+                trained += [(args.lora_rank, *into), (out, args.lora_rank)]
+        held = held + trained
+        found = sum(weight.numel() for weight in run.optimizer.state)
+        expected = sum(map(math.prod, trained))
+        job.report.check("weights that are trained", found, expected, 0, "LoRA paper, section 4.1")
+        base = {name: weight for name, weight in run.model.named_parameters() if name in stored}
+        equal = count_equal_in_files(base, args.model, job.store.group)
+        job.report.check("frozen weights equal in the files", equal, len(stored), 0, "--model")
+
+    def rows(shapes):
+        return sum(math.ceil(shape[0] / job.dp_ranks) * math.prod(shape[1:]) for shape in shapes)
+
+    expected = (4 * rows(held), 4 * rows(trained), 8 * rows(trained))
+    found = held_bytes(run.model.parameters(), run.optimizer)
+    for kind, *numbers in zip(("weights", "gradients", "Adam's moments"), found, expected):
         source = "ZeRO paper, section 3.1"
-        run.job.report.check(f"{kind}: bytes on the fullest rank", measured, size * rows, 0, source)
+        job.report.check(f"{kind}: bytes on the fullest rank", *numbers, 0, source)
 
 
 @torch.no_grad()
@@ -223,11 +278,14 @@ def check_export(run, found: dict) -> None:
 
     differing = len(layout(run.source) - layout(found))
     report.check("tensors of another file, shape or type", differing, 0, 0, "--model")
-    exported = {
-        name: weight.to(run.source[name].dtype) for name, weight in run.model.named_parameters()
-    }
+    weights = dict(run.model.named_parameters())
+    exported = {name: weights[name].to(stored.dtype) for name, stored in run.source.items()}
     equal = count_equal_in_files(exported, args.export, run.job.store.group)
     report.check("weights equal in the files", equal, len(run.source), 0, "the shards")
+    if args.lora_rank:
+        ours = {f"base_model.model.{n}": weight for n, weight in run.job.store.whole.items()}
+        equal = count_equal_in_files(ours, f"{args.export}/adapter", run.job.store.group)
+        report.check("A and B equal in the adapter's file", equal, len(ours), 0, "the shards")
     if args.parity_steps:  # rank 0 alone holds the whole model
         check_generated(run)
 

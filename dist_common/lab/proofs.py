@@ -70,7 +70,7 @@ def same_as_one_process(
     parts = gradient.split([weight.numel() for weight in alone.parameters()])
     whole = dict(zip(dict(alone.named_parameters()), parts, strict=True))
     error = torch.zeros((), device=device)
-    for name, weight in model.named_parameters():
+    for name, weight in [each for each in model.named_parameters() if each[1].requires_grad]:
         assert weight.grad is not None, f"no gradient for {name}"
         right = cut_like(whole[name].view(weight.shape), weight).to(device)
         if right.numel():  # a rank may have no row of a short one
