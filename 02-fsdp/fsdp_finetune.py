@@ -116,8 +116,8 @@ def build(args, mesh, device):
     config = load(args, AutoConfig, "config.json")
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if args.lora_rank:
-        add_adapters(model, args)
+        if args.lora_rank:
+            add_adapters(model, args)
     refuse(args, model, device)
     for layer in model.get_decoder().layers:
         # Backward computes a layer again instead of keeping its activations. Inside the unit:
@@ -186,35 +186,30 @@ class LoRA(torch.nn.Linear):
 
 
 def add_adapters(model, args):
-    """Freeze a model on meta; give each linear layer that --target-modules names an adapter."""
+    """Freeze a model on meta, and add adapters to the layers that --target-modules names."""
     model.requires_grad_(False)
     decoder = model.get_decoder()  # without the output layer
-    layers = {n: m for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)}
-    names = {path.rpartition(".")[2] for path in layers}
+    layers = [(n, m) for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)]
+    names = {path.split(".")[-1] for path, _ in layers}
     args.target_modules = sorted(args.target_modules or names)
-    if unknown := set(args.target_modules) - names:
+    if unknown := ", ".join(set(args.target_modules) - names):
         has = f"--model {args.model} has {', '.join(sorted(names))}"
-        raise cli.UsageError(f"--target-modules: {has}, not {', '.join(sorted(unknown))}")
-    for path, layer in layers.items():
-        if path.rpartition(".")[2] in args.target_modules:
-            if args.lora_rank > min(layer.weight.shape):
-                smallest = f"{min(layer.weight.shape)}, the smallest side of {path}"
-                raise cli.UsageError(f"--lora-rank must be at most {smallest}")
-            with torch.device("meta"):
-                adapted = LoRA(layer, args.lora_rank, args.lora_alpha)
-            decoder.set_submodule(path, adapted)
+        raise cli.UsageError(f"--target-modules: {has}, not {unknown}")
+    for path, layer in layers:
+        if path.split(".")[-1] in args.target_modules:
+            decoder.set_submodule(path, LoRA(layer, args.lora_rank, args.lora_alpha))
 
 
 @torch.no_grad()
 def fill_adapters(model, seed):
-    """Draw each A whole, the same on any number of ranks; B is zero, and changes no answer yet."""
+    """Draw each A whole, the same on any number of ranks. B is zero: it changes no answer yet."""
     generator = torch.Generator().manual_seed(seed)
     for layer in model.modules():
         if isinstance(layer, LoRA):
-            own_rows = layer.lora_A.weight
-            whole = torch.empty(own_rows.shape)
+            A = layer.lora_A.weight
+            whole = torch.empty(A.shape)
             torch.nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)  # as peft does
-            models.local(own_rows).copy_(models.cut_like(whole, own_rows))
+            models.local(A).copy_(models.cut_like(whole, A))
             layer.lora_B.weight.zero_()
 
 
@@ -222,14 +217,12 @@ def save_adapters(model, args, folder):
     """Write the adapters as peft does, and nothing of the frozen model. A collective."""
     trained = {n: w.detach() for n, w in model.named_parameters() if "lora_" in n}
     whole = {f"base_model.model.{n}": w.full_tensor().cpu() for n, w in trained.items()}
-    if dist.get_rank() == 0 and whole:
+    if whole and dist.get_rank() == 0:
         folder.mkdir()
         save_file(whole, folder / "adapter_model.safetensors")
-        config = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": args.model,
-            "r": args.lora_rank, "lora_alpha": args.lora_alpha,
-            "target_modules": args.target_modules,
-        }  # fmt: skip
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": args.lora_rank,
+                  "lora_alpha": args.lora_alpha, "target_modules": args.target_modules,
+                  "base_model_name_or_path": args.model}  # fmt: skip
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
 
@@ -287,10 +280,7 @@ def evaluate(run):
 
 
 def export(run, folder):
-    """Write the weights as safetensors, named, cut into files and typed as those of --model.
-
-    Adapters stand beside them, in the folder adapter.
-    """
+    """Write the weights as safetensors, named, cut and typed as --model's; adapters beside them."""
     partial = Path(f"{folder}.partial")
     shards = partial / "shards"
     group = run.job.store.group
@@ -476,12 +466,12 @@ def set_up(args, report):
     files = len({stored.relative_path for stored in source.values()})
     left_out = len(pairs) + len(held_out) - len(train_set) - len(test_set)
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-    weights = f"{sum(w.numel() for w in weights_of(model).values()):,} weights in {files} files"
+    weights = f"{model.num_parameters():,} weights"
     if args.lora_rank:
-        beside = f"LoRA of rank {args.lora_rank} beside {', '.join(args.target_modules)}"
-        weights += f", frozen; {beside}: {sum(w.numel() for w in trained.values()):,} are trained"
+        adapted = f"{model.num_parameters(only_trainable=True):,} of adapters, which are trained"
+        weights = f"{weights}, {adapted}; the others"
     report.start(
-        f"{args.model}: {weights}",
+        f"{args.model}: {weights} in {files} files",
         f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
         f"sequence {max(map(len, train_set.tokens)) - 1} of {args.seq_len} tokens; "
         f"{len(test_set):,} pairs to test on; {left_out} too long, left out",

@@ -111,7 +111,7 @@ def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
 def generate(folder: str, asked: list[int], max_new_tokens: int) -> tuple:
     """Have transformers alone answer a prompt's tokens, greedily: the likeliest token each time.
 
-    With peft, where a folder has an adapter. Return its model, all tokens (T,), and prompt and answer as text.
+    With peft, where it has an adapter. Return the model, all tokens (T,), and both texts.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -141,13 +141,10 @@ def say_needs(args, config, add_adapters: Callable) -> None:
     """Print what each of --world-size ranks needs for --model: state exactly, the rest about."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    if args.lora_rank:
-        add_adapters(model, args)
-    first = list(model.get_decoder().layers[0].parameters())
-    weights = model.num_parameters()
-    trained = model.num_parameters(only_trainable=True)
-    layer = sum(weight.numel() for weight in first)
-    trained_layer = sum(weight.numel() for weight in first if weight.requires_grad)
+        if args.lora_rank:
+            add_adapters(model, args)
+    weights, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    layer = sum(weight.numel() for weight in model.get_decoder().layers[0].parameters())
     tokens = args.micro_batch_size * args.seq_len
     compute = 2 if args.precision == "bf16-mixed" else 4
     shard = trained / args.world_size
@@ -156,7 +153,7 @@ def say_needs(args, config, add_adapters: Callable) -> None:
         ("gradients, float32", 4 * shard),
         ("Adam's two moments, float32", 8 * shard),
         ("two layers gathered to compute with", 2 * compute * layer),
-        ("a layer's gradient before it is sharded", (compute + 4) * trained_layer),
+        ("a layer's gradient before it is sharded", (compute + 4) * layer * trained / weights),
         ("activations kept: one per layer", compute * len(model.get_decoder().layers)
          * tokens * config.hidden_size),
         ("logits, their float32 copy and gradient", (compute + 8) * tokens * config.vocab_size),
@@ -220,48 +217,47 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
 
 
 def with_adapters(alone, run):
-    """Put peft's adapters beside a plain model: the values and names of ours, its own forward."""
-    args = run.job.args
-    options = {"r": args.lora_rank, "lora_alpha": args.lora_alpha}
-    config = peft().LoraConfig(**options, target_modules=args.target_modules)
-    alone = peft().get_peft_model(alone, config)
+    """Put peft's adapters beside a plain model, with our values and names; peft computes."""
+    ours, args = run.job.store.whole, run.job.args
+    options = {"lora_alpha": args.lora_alpha, "target_modules": args.target_modules}
+    alone = peft().get_peft_model(alone, peft().LoraConfig(r=args.lora_rank, **options))
     theirs = [weight for weight in alone.parameters() if weight.requires_grad]
-    named = dict(zip(run.job.store.whole, theirs, strict=True))
-    for name, weight in named.items():
-        put(weight, gathered(run.job.store.whole[name].detach()))
-    alone.named_parameters = lambda **_: named.items()  # of what is trained
+    for mine, weight in zip(ours.values(), theirs, strict=True):
+        put(weight, gathered(mine.detach()))
+    alone.named_parameters = lambda **_: zip(ours, theirs, strict=True)  # what is trained
     return alone
 
 
 def check_bytes(run) -> None:
     """Check the bytes that the fullest rank holds: 4 + 4 + 8 per weight, cut by rows.
 
-    Of frozen weights 4; these are still those of the files. An adapter has r rows and r columns.
+    Frozen weights take 4, and are those of the files. Of an adapter, A has r rows and B r columns.
     """
     job, args = run.job, run.job.args
-    stored = {name: tuple(tensor.shape) for name, tensor in run.source.items()}
-    trained = held = list(stored.values())
+    shapes = {name: tuple(stored.shape) for name, stored in run.source.items()}
+    trained = list(shapes.values())
+    frozen = []
     if args.lora_rank:
-        trained = []
-        for name, (out, *into) in stored.items():
-            if into and name.split(".")[-2] in args.target_modules:  # no bias
-                trained += [(args.lora_rank, *into), (out, args.lora_rank)]
-        held = held + trained
-        found = sum(weight.numel() for weight in run.optimizer.state)
-        expected = sum(map(math.prod, trained))
-        job.report.check("weights that are trained", found, expected, 0, "LoRA paper, section 4.1")
-        base = {name: weight for name, weight in run.model.named_parameters() if name in stored}
+        frozen = trained
+        weights = [s for n, s in shapes.items() if n.split(".")[-2] in args.target_modules]
+        sides = [shape for shape in weights if len(shape) == 2]  # no bias
+        trained = [(args.lora_rank, into) for _, into in sides]
+        trained += [(out, args.lora_rank) for out, _ in sides]
+        measured = sum(weight.numel() for weight in run.optimizer.state)
+        number = sum(map(math.prod, trained))
+        job.report.check("weights that are trained", measured, number, 0, "LoRA, section 4.1")
+        base = {name: w for name, w in run.model.named_parameters() if name in shapes}
         equal = count_equal_in_files(base, args.model, job.store.group)
-        job.report.check("frozen weights equal in the files", equal, len(stored), 0, "--model")
-
-    def rows(shapes):
-        return sum(math.ceil(shape[0] / job.dp_ranks) * math.prod(shape[1:]) for shape in shapes)
-
-    expected = (4 * rows(held), 4 * rows(trained), 8 * rows(trained))
-    found = held_bytes(run.model.parameters(), run.optimizer)
-    for kind, *numbers in zip(("weights", "gradients", "Adam's moments"), found, expected):
+        job.report.check("frozen weights equal in the files", equal, len(shapes), 0, "--model")
+    rows, beside = (
+        sum(math.ceil(shape[0] / job.dp_ranks) * math.prod(shape[1:]) for shape in part)
+        for part in (trained, frozen)
+    )
+    kinds = {"weights": 4 * (rows + beside), "gradients": 4 * rows, "Adam's moments": 8 * rows}
+    held = held_bytes(run.model.parameters(), run.optimizer)
+    for (kind, size), measured in zip(kinds.items(), held, strict=True):
         source = "ZeRO paper, section 3.1"
-        job.report.check(f"{kind}: bytes on the fullest rank", *numbers, 0, source)
+        job.report.check(f"{kind}: bytes on the fullest rank", measured, size, 0, source)
 
 
 @torch.no_grad()
