@@ -466,12 +466,13 @@ def set_up(args, report):
     files = len({stored.relative_path for stored in source.values()})
     left_out = len(pairs) + len(held_out) - len(train_set) - len(test_set)
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-    weights = f"{model.num_parameters():,} weights"
+    weights = f"{sum(w.numel() for w in weights_of(model).values()):,} weights in {files} files"
     if args.lora_rank:
-        adapted = f"{model.num_parameters(only_trainable=True):,} of adapters, which are trained"
-        weights = f"{weights}, {adapted}; the others"
+        weights += (
+            f", frozen; {model.num_parameters(only_trainable=True):,} of adapters are trained"
+        )
     report.start(
-        f"{args.model}: {weights} in {files} files",
+        f"{args.model}: {weights}",
         f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
         f"sequence {max(map(len, train_set.tokens)) - 1} of {args.seq_len} tokens; "
         f"{len(test_set):,} pairs to test on; {left_out} too long, left out",

@@ -241,11 +241,10 @@ class Sharded(Store):
         """Return weights and moments by the names of the whole model. A collective."""
         from torch.distributed.checkpoint import state_dict as dcp
 
-        # By name of the weight, not by its place in the optimizer. No frozen weights (not strict).
+        # By name of the weight, not by its place in the optimizer. Not strict: frozen ones lack.
         options = {"flatten_optimizer_state_dict": True, "ignore_frozen_params": True}
         self.by_name = dcp.StateDictOptions(**options, strict=False)
-        moments = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=self.by_name)
-        weights = dcp.get_model_state_dict(self.model, options=self.by_name)
+        weights, moments = dcp.get_state_dict(self.model, self.optimizer, options=self.by_name)
         return {"model": weights, "optimizer": moments}
 
     def write(self, folder: Path) -> None:

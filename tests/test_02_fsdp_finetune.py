@@ -196,12 +196,12 @@ def test_it_trains_as_one_process_does(finetune, tmp_path, world_size):
     assert checks["weights: bytes on the fullest rank"]["measured"] == 4 * weights
 
 
-def test_peft_loads_the_trained_adapters_beside_the_exported_base(finetune, tiny, peft, tmp_path):
+def test_peft_loads_the_trained_adapters_beside_the_exported_base(finetune, tiny, tmp_path):
     """Its gradient before, and its logits after training are ours; the base is as it was."""
     tuned = tmp_path / "tuned"
     assert_ok(finetune(*SHORT, *LORA, "--target-modules", "q_proj", "up_proj", "--export", tuned))
     checks = checks_of(tmp_path / "run")
-    assert checks.keys() > NAMES and all(check["ok"] for check in checks.values())
+    assert checks.keys() > {*NAMES, LOGITS} and all(check["ok"] for check in checks.values())
     trained = 2 * 4 * (64 + 64 + 64 + 176)  # 2 layers; r = 4; both sides of both weights
     assert checks["weights that are trained"]["measured"] == trained
     held = {"weights": 4 * (125_376 + trained), "gradients": 4 * trained,
@@ -209,7 +209,6 @@ def test_peft_loads_the_trained_adapters_beside_the_exported_base(finetune, tiny
     for kind, size in held.items():
         name = f"{kind}: bytes on the fullest rank"
         assert checks[name]["measured"] == pytest.approx(size / 2, rel=0.01)  # 257 rows are odd
-    assert checks["relative error of an exported model's logit"]["measured"] < 1e-6
     before, after = weights_in(tiny), weights_in(tuned)
     assert all(torch.equal(before[name], after[name]) for name in before)
     added = {name: weight for name, weight in after.items() if name not in before}
