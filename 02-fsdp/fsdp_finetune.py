@@ -168,64 +168,6 @@ def fill_buffers(model):
                 buffer.copy_(fresh.get_buffer(key))
 
 
-class LoRA(torch.nn.Linear):
-    """A frozen layer W, and beside it the thin A and B that are trained: W x + alpha/r B A x.
-
-    W keeps its name, by which the files hold it. Shapes: W (out, in), A (r, in), B (out, r).
-    """
-
-    def __init__(self, layer, rank, alpha):
-        super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
-        self.requires_grad_(False)
-        self.scale = alpha / rank
-        self.lora_A = torch.nn.Linear(layer.in_features, rank, bias=False)
-        self.lora_B = torch.nn.Linear(rank, layer.out_features, bias=False)
-
-    def forward(self, x):
-        return super().forward(x) + self.scale * self.lora_B(self.lora_A(x))
-
-
-def add_adapters(model, args):
-    """Freeze a model on meta, and add adapters to the layers that --target-modules names."""
-    model.requires_grad_(False)
-    decoder = model.get_decoder()  # without the output layer
-    layers = [(n, m) for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)]
-    names = {path.split(".")[-1] for path, _ in layers}
-    args.target_modules = sorted(args.target_modules or names)
-    if unknown := ", ".join(set(args.target_modules) - names):
-        has = f"--model {args.model} has {', '.join(sorted(names))}"
-        raise cli.UsageError(f"--target-modules: {has}, not {unknown}")
-    for path, layer in layers:
-        if path.split(".")[-1] in args.target_modules:
-            decoder.set_submodule(path, LoRA(layer, args.lora_rank, args.lora_alpha))
-
-
-@torch.no_grad()
-def fill_adapters(model, seed):
-    """Draw each A whole, the same on any number of ranks. B is zero: it changes no answer yet."""
-    generator = torch.Generator().manual_seed(seed)
-    for layer in model.modules():
-        if isinstance(layer, LoRA):
-            A = layer.lora_A.weight
-            whole = torch.empty(A.shape)
-            torch.nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)  # as peft does
-            models.local(A).copy_(models.cut_like(whole, A))
-            layer.lora_B.weight.zero_()
-
-
-def save_adapters(model, args, folder):
-    """Write the adapters as peft does, and nothing of the frozen model. A collective."""
-    trained = {n: w.detach() for n, w in model.named_parameters() if "lora_" in n}
-    whole = {f"base_model.model.{n}": w.full_tensor().cpu() for n, w in trained.items()}
-    if whole and dist.get_rank() == 0:
-        folder.mkdir()
-        save_file(whole, folder / "adapter_model.safetensors")
-        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": args.lora_rank,
-                  "lora_alpha": args.lora_alpha, "target_modules": args.target_modules,
-                  "base_model_name_or_path": args.model}  # fmt: skip
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
-
-
 def summed_loss(model, inputs, targets):
     """Return the cross-entropy, summed over the answers' tokens. Shapes: (B, T) both."""
     # Padding is on the right, and attention looks to the left: it needs no mask.
@@ -439,6 +381,67 @@ def tensors_of(model, folder):
     return found
 
 
+# adapters, for --lora-rank
+
+
+class LoRA(torch.nn.Linear):
+    """A frozen layer W, and beside it the thin A and B that are trained: W x + alpha/r B A x.
+
+    W keeps its name, by which the files hold it. Shapes: W (out, in), A (r, in), B (out, r).
+    """
+
+    def __init__(self, layer, rank, alpha):
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None)
+        self.requires_grad_(False)
+        self.scale = alpha / rank
+        self.lora_A = torch.nn.Linear(layer.in_features, rank, bias=False)
+        self.lora_B = torch.nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.scale * self.lora_B(self.lora_A(x))
+
+
+def add_adapters(model, args):
+    """Freeze a model on meta, and add adapters to the layers that --target-modules names."""
+    model.requires_grad_(False)
+    decoder = model.get_decoder()  # without the output layer
+    layers = [(n, m) for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)]
+    names = {path.split(".")[-1] for path, _ in layers}
+    args.target_modules = sorted(args.target_modules or names)
+    if unknown := ", ".join(sorted(set(args.target_modules) - names)):
+        has = f"--model {args.model} has {', '.join(sorted(names))}"
+        raise cli.UsageError(f"--target-modules: {has}, not {unknown}")
+    for path, layer in layers:
+        if path.split(".")[-1] in args.target_modules:
+            decoder.set_submodule(path, LoRA(layer, args.lora_rank, args.lora_alpha))
+
+
+@torch.no_grad()
+def fill_adapters(model, seed):
+    """Draw each A whole, the same on any number of ranks. B is zero: it changes no answer yet."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.modules():
+        if isinstance(layer, LoRA):
+            A = layer.lora_A.weight
+            whole = torch.empty(A.shape)
+            torch.nn.init.kaiming_uniform_(whole, a=5**0.5, generator=generator)  # as peft does
+            models.local(A).copy_(models.cut_like(whole, A))
+            layer.lora_B.weight.zero_()
+
+
+def save_adapters(model, args, folder):
+    """Write the adapters as peft does, and nothing of the frozen model. A collective."""
+    trained = {n: w.detach() for n, w in model.named_parameters() if "lora_" in n}
+    whole = {f"base_model.model.{n}": w.full_tensor().cpu() for n, w in trained.items()}
+    if whole and dist.get_rank() == 0:
+        folder.mkdir()
+        save_file(whole, folder / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": args.lora_rank,
+                  "lora_alpha": args.lora_alpha, "target_modules": args.target_modules,
+                  "base_model_name_or_path": args.model}  # fmt: skip
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+
+
 # the run
 
 
@@ -466,13 +469,12 @@ def set_up(args, report):
     files = len({stored.relative_path for stored in source.values()})
     left_out = len(pairs) + len(held_out) - len(train_set) - len(test_set)
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-    weights = f"{sum(w.numel() for w in weights_of(model).values()):,} weights in {files} files"
+    weights = weights_of(model)
+    size = f"{sum(w.numel() for w in weights.values()):,} weights in {files} files"
     if args.lora_rank:
-        weights += (
-            f", frozen; {model.num_parameters(only_trainable=True):,} of adapters are trained"
-        )
+        size += f", frozen; {model.num_parameters(only_trainable=True):,} of adapters are trained"
     report.start(
-        f"{args.model}: {weights}",
+        f"{args.model}: {size}",
         f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
         f"sequence {max(map(len, train_set.tokens)) - 1} of {args.seq_len} tokens; "
         f"{len(test_set):,} pairs to test on; {left_out} too long, left out",
@@ -485,7 +487,7 @@ def set_up(args, report):
     if not the_job.resume() or args.lora_rank:  # a checkpoint holds no frozen weight
         reader = dcp.HuggingFaceStorageReader(args.model)
 
-        dcp.load(weights_of(model), storage_reader=reader, process_group=the_job.store.group)
+        dcp.load(weights, storage_reader=reader, process_group=the_job.store.group)
 
     return Run(the_job, model, optimizer, source)
 
