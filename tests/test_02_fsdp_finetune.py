@@ -694,7 +694,7 @@ def test_without_transformers_it_says_what_to_install(tmp_path):
 @pytest.mark.parametrize(
     ("lora", "adapters"),
     # Of 32 layers: 4 weights of 4096 x 4096, 3 of 4096 x 11008
-    [((), 0), (("--lora-rank", 16), 16 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008)))],
+    quick(1, [((), 0), (("--lora-rank", 16), 16 * 32 * (4 * (4096 + 4096) + 3 * (4096 + 11008)))]),
 )
 def test_the_dry_run_of_a_7b_model(run_script, tmp_path, lora, adapters):
     """Llama 2 7B has 6,738,415,616 weights: 2 bytes each in Meta's own files of 13.5 GB."""
