@@ -17,6 +17,7 @@ import ipaddress
 import json
 import os
 import socket
+import sys
 import time
 from collections import defaultdict
 from datetime import timedelta
@@ -32,7 +33,7 @@ from nccl_parts import host
 
 OWN_OF_A_RANK = {"CUDA_VISIBLE_DEVICES", "NCCL_DEBUG_FILE"}
 WAIT_S = 60.0  # for the facts of all ranks; --timeout makes it shorter
-LEAVE_S = 10.0  # rank 0, which may hold the store, stays so long for those who read it
+LEAVE_S = 10.0  # rank 0 stays so long: for those who read the store, and those who cannot reach it
 HEADER = "| variable | since | default | values | what it does | set it for | source |"
 
 
@@ -121,12 +122,15 @@ def exchange(world, master, port, facts, wait_s):
     """
     on_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     deadline = time.monotonic() + wait_s
+    holds_store = world.is_rank0 and not on_agent
     try:
+        if not holds_store:
+            wait_until_it_answers((master, port), deadline)
         store = dist.TCPStore(
-            master, port, world.world_size, world.is_rank0 and not on_agent,
+            master, port, world.world_size, holds_store,
             timedelta(seconds=wait_s), wait_for_workers=False,
         )  # fmt: skip
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):  # cli.run says what to do
             raise
         do = "see that it is the address of rank 0's machine, and that no firewall is between"
@@ -145,6 +149,18 @@ def exchange(world, master, port, facts, wait_s):
             store.wait([f"facts/{rank}"], timedelta(seconds=left))
             found.append(json.loads(store.get(f"facts/{rank}")))
     return found, store
+
+
+def wait_until_it_answers(place, deadline):
+    """Connect once: PyTorch's store would try for up to three times as long as its timeout."""
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return socket.create_connection(place, max(0.1, left)).close()
+        except OSError:
+            if left <= 0:
+                raise
+        time.sleep(0.1)
 
 
 def cannot_start(ranks, world, master, wait_s):
@@ -174,17 +190,13 @@ def refuse_what_cannot_start(world, master):
         raise cli.UsageError(f"{what}, but rank 0 runs on another one: no rank can join; {do}")
 
 
-def meet(world, master, port, facts, wait_s):
-    """Return what `exchange` does; an error names the host, since others may be well."""
-    by = time.monotonic() + wait_s + LEAVE_S
-    try:
-        refuse_what_cannot_start(world, master)
-        return exchange(world, master, port, facts, wait_s)
-    except cli.UsageError as error:
-        if not world.is_rank0:  # the launcher ends all when one fails: let rank 0 report first
-            time.sleep(max(0.0, by - time.monotonic()))
-        where = f"rank {world.rank} on host {socket.gethostname()}"
-        raise cli.UsageError(f"{where}: {error}") from error
+def give_up(world, error, rank0_has_ended):
+    """Say which rank cannot join and why, before a launcher ends it; return the exit code."""
+    where = f"rank {world.rank} on host {socket.gethostname()}"
+    print(f"doctor.py: error: {where}: {error}", file=sys.stderr, flush=True)
+    if not world.is_rank0:  # a launcher ends all ranks when one fails: let rank 0 report first
+        time.sleep(max(0.0, rank0_has_ended - time.monotonic()))
+    return cli.BAD_INPUT
 
 
 def show_host(report, here):
@@ -219,11 +231,15 @@ def show_findings(report, findings):
 
 def check_launcher(report, hosts):
     """Check LOCAL_WORLD_SIZE against the ranks that gave the same host."""
-    wrong = sum(
-        one["told"] != sum(other["torchrun"] == one["torchrun"] for other in here)
-        for here in hosts for one in here
-    )  # fmt: skip
-    report.check("ranks that miscount those of their host", wrong, 0, 0, "LOCAL_WORLD_SIZE")
+    wrong = 0
+    for here in hosts:
+        for one in here:
+            started = sum(other["torchrun"] == one["torchrun"] for other in here)
+            if one["told"] != started:
+                wrong += 1
+                where = f"rank {one['rank']} on host {one['host']}"
+                report.say(f"{where} has LOCAL_WORLD_SIZE={one['told']}, ranks there: {started}")
+    report.check("ranks with a wrong LOCAL_WORLD_SIZE", wrong, 0, 0, "the ranks that reported")
 
 
 def wrong_rows():
@@ -288,16 +304,23 @@ def main():
     if world.world_size == 1:  # nobody to meet, but it may be asked for a MASTER_ADDR that is wrong
         refuse_what_cannot_start(world, master)
         return judge(args, world, [facts], [])
-    ranks, store = meet(world, master, port, facts, wait_s)
+    rank0_has_ended = time.monotonic() + wait_s + 2 * LEAVE_S
+    try:
+        refuse_what_cannot_start(world, master)
+        ranks, store = exchange(world, master, port, facts, wait_s)
+    except cli.UsageError as error:
+        return give_up(world, error, rank0_has_ended)
     if world.is_rank0:
         code = judge(args, world, ranks, cannot_start(ranks, world, master, wait_s))
+        if len(ranks) < world.world_size:  # who cannot come tells why, if nobody ends the job yet
+            time.sleep(LEAVE_S)
         store.set("exit code", str(code))
         left_by = time.monotonic() + LEAVE_S
         while store.add("left", 0) < len(ranks) - 1 and time.monotonic() < left_by:
             time.sleep(0.05)
         return code
     try:
-        store.wait(["exit code"], timedelta(seconds=2 * wait_s + LEAVE_S))
+        store.wait(["exit code"], timedelta(seconds=2 * (wait_s + LEAVE_S)))
     except RuntimeError as error:
         raise cli.UsageError("no word from rank 0: read what it printed last") from error
     code = int(store.get("exit code"))

@@ -40,8 +40,6 @@ from nccl_parts.verdicts import Verdict, compare, ending, odd_ones_out, ranks_of
 
 DEADLINE_S = 15.0  # of a job, after which its ranks are ended; --timeout makes it shorter
 CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
-# DETAIL compares what the members of one group call: ranks that wait in several it does not see.
-SAW_NOTHING = "{} says nothing: ask the recorder (--tool recorder)"
 WIDTH = 100  # of what a rank says, in characters
 
 # Each tool runs the broken job and judges it: it does not know which rank is broken.
@@ -78,8 +76,11 @@ def by_stacks(job):
     stacks = []
 
     def look(pids):
-        time.sleep(part.STUCK_S)
-        stacks.extend(part.stack_of(pid) for pid in pids)
+        for _ in range(5):  # on a busy machine a rank may not have reached the script yet
+            time.sleep(part.STUCK_S)
+            stacks[:] = map(part.stack_of, pids)
+            if all(not own or "broken.py" in {Path(f[0]).name for f in own} for own in stacks):
+                break
 
     ended = job.run("broken.py", during=look)
     return ended, verdicts.judge_stacks(stacks, "broken.py")
@@ -109,9 +110,10 @@ def by_detail(job):
     for rank, call in re.findall(pattern, said):
         words = re.findall(r"OpType=(\w+)|TensorShape=(\[.*?\])|TensorDtypes=(\w+)", call)
         calls[int(rank)] = " ".join("".join(word) for word in words)
-    return ended, compare(calls, "the collective") if calls else Verdict(
-        SAW_NOTHING.format("DETAIL")
-    )
+    if calls:
+        return ended, compare(calls, "the collective")
+    # It compares what the members of one group call, and sees no ranks that wait in several.
+    return ended, Verdict("DETAIL says nothing: ask the recorder (--tool recorder)")
 
 
 def waits_of(notes: list[recorder.Notes]) -> dict[int, dict[int, str]]:
@@ -190,7 +192,8 @@ def judge_recorder(notes: list[recorder.Notes], ranks: Sequence[Rank] = ()) -> V
     if not any(n.count or n.sends or n.within for n in notes):
         return Verdict("no rank called torch.distributed, or none was recorded: look at the stacks")
     text = f"{counts[0]} calls, the same on all ranks, and no rank is late"
-    return Verdict(f"{text}; if it hangs nevertheless, look at the stacks")
+    text = f"{text}; if it hangs nevertheless, look at the stacks"
+    return Verdict(f"{text}; where all wait in one call, {verdicts.NETWORK}")
 
 
 def by_recorder(job):

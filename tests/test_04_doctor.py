@@ -8,6 +8,7 @@ import dataclasses
 import mmap
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -348,7 +349,7 @@ def test_ranks_without_mistakes(run_script, tmp_path):
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
     results = results_of(tmp_path / "run")
     names = [check["name"] for check in results["checks"]]
-    assert names[-1] == "ranks that miscount those of their host"
+    assert names[-1] == "ranks with a wrong LOCAL_WORLD_SIZE"
     assert [one["rank"] for one in results["metrics"]["ranks"]] == [0, 1]
     assert "\nhost " in ended.stdout and ": ranks 0 1\n" in ended.stdout
 
@@ -418,12 +419,17 @@ def test_one_host_that_is_misconfigured_does_not_keep_the_doctor_from_its_result
 ):
     """The others report what they can, and name the one that cannot."""
     wait_s = 10 if kind == "missing" else 30
+
+    def before(script):
+        script.LEAVE_S = 5
+        if os.environ["RANK"] == "1":
+            misconfigure(script)
+
     ended = run_script(
-        DOCTOR, "--timeout", wait_s, "--output-dir", tmp_path / "run", world_size=3,
-        before=lambda script: os.environ["RANK"] == "1" and misconfigure(script),
-        end_job_on_failure=False, timeout_s=60,
-    )  # fmt: skip
-    assert ended.codes[0] == ended.codes[2] == code, ended.stdout + ended.stderr
+        DOCTOR, "--timeout", wait_s, "--output-dir", tmp_path / "run", world_size=3, before=before,
+        end_job_on_failure=bool(says), timeout_s=60,
+    )  # fmt: skip  # where rank 1 has something to say, a launcher ends all at the first failure
+    assert {ended.codes[0], ended.codes[2]} - {-signal.SIGTERM} <= {code}, ended
     found = results_of(tmp_path / "run")["metrics"]["findings"]
     assert any(one["kind"] == kind and re.search(what, one["what"]) for one in found), found
     if says:
@@ -471,7 +477,8 @@ def test_a_wrong_version_in_the_table_turns_its_check_red(run_script):
 
 def test_a_launcher_that_miscounts_is_found(run_script):
     ended = run_script(DOCTOR, environ=launched(LOCAL_WORLD_SIZE="2"))
-    assert ended.codes == [1] and "FAILED: ranks that miscount those of their host" in ended.stdout
+    assert ended.codes == [1] and "FAILED: ranks with a wrong LOCAL_WORLD_SIZE" in ended.stdout
+    assert " has LOCAL_WORLD_SIZE=2, ranks there: 1\n" in ended.stdout
 
 
 @pytest.mark.parametrize(

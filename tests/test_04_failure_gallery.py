@@ -3,12 +3,14 @@
 `python tests/test_04_failure_gallery.py` writes the rows of all case.toml into failures/README.md.
 """
 
+import argparse
 import ast
 import os
 import pickle
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ import torch
 from conftest import REPO, assert_one_line, load_script, results_of, run_command
 from helpers_01 import wait_for
 from helpers_04 import clock, first_is_quick, full
+from torch.distributed.flight_recorder import fr_trace
 
+from dist_common.lab import links
 from dist_common.lab.ranks import Rank
 from nccl_parts import failure_gallery as part
 from nccl_parts import recorder, verdicts
@@ -181,7 +185,8 @@ def test_stacks_name_who_is_elsewhere():
     assert judge([[wait, main], [wait, stuck, main], [wait, main]], "broken.py").named == {1}
     assert judge([None, [stuck, main]], "broken.py").named == {1}
     assert judge([[stuck, main], [stuck, main]], "broken.py").named == set()
-    assert judge([[wait, main], [wait, main]], "broken.py").text.endswith("ask the recorder")
+    assert "; ask the recorder, or look at the net" in judge([[wait, main]] * 2, "broken.py").text
+    assert judge([[stuck, main]] * 2, "broken.py").text.endswith("; ask the recorder")
     assert judge([[wait, main], [], [wait, main]], "broken.py").named == {1}  # stopped
 
 
@@ -208,6 +213,102 @@ def test_tools_that_saw_nothing_name_nobody():
 
 
 # Sabotage: what is broken is not, what finds it does not, what cures it does not.
+
+
+def test_stacks_are_read_once_every_rank_has_begun(monkeypatch):
+    """At a load of 10 a rank was named that had not come to the script after a second."""
+    wait, main = ("x/distributed_c10d.py", "all_reduce", 9), ("x/broken.py", "<module>", 7)
+    early, stuck = [("x/subprocess.py", "run", 9)], [("x/broken.py", "next_batch", 3), main]
+    looks = iter([[wait, main], early, [wait, main], [], early, stuck, [wait, main], stuck, []])
+    monkeypatch.setattr(part, "stack_of", lambda pid: next(looks))
+    monkeypatch.setattr(part, "STUCK_S", 0.0)
+    job = argparse.Namespace(run=lambda script, during: during([1, 2, 3]))
+    _, verdict = gallery.by_stacks(job)
+    assert verdict.named == {1, 2} and next(looks, None) is None, verdict
+
+
+FROZEN = """
+import os, signal, time, torch, torch.distributed as dist
+from datetime import timedelta
+STUCK = 1  # the rank that is frozen
+dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+for step in range(3):
+    if step == 2 and dist.get_rank() == STUCK:
+        time.sleep(0.5)  # so that the recorder has written its notes
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+@full
+@pytest.mark.parametrize(
+    ("tool", "says"),
+    [
+        pytest.param("stacks", "rank 2: is stopped (SIGSTOP, or a debugger)", marks=needs_py_spy),
+        ("recorder", "ranks 0, 1 made call 3; rank 2 ended with call 2: look at rank 2"),
+    ],
+)
+def test_a_rank_that_is_frozen_is_named(run_script, tmp_path, tool, says):
+    def before(module):
+        read_text, broken = Path.read_text, FAILURES / "rank-hangs/broken.py"
+        Path.read_text = lambda path, *a, **k: FROZEN if path == broken else read_text(path)
+
+    where = ("--ranks", 3, "--culprit", 2, "--tool", tool, "--output-dir", tmp_path / "run")
+    ended = run_script(GALLERY, "rank-hangs", *where, environ={}, before=before)
+    assert says in ended.stdout, ended.stdout + ended.stderr
+
+
+CUT_OFF = """
+import subprocess, time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+rank = dist.get_rank()
+for step in range(4):
+    if step == 3:
+        dist.barrier()
+        if rank == {cut}:
+            subprocess.run(["ip", "link", "set", "link0", "down"], check=True)
+        elif {others_wait}:  # else they may have sent, and got the answer
+            time.sleep(3)
+        open(f"cut-{{rank}}", "w").close()
+    dist.all_reduce(torch.ones(100_000))
+"""
+
+
+@full
+@pytest.mark.skipif(links.why_not() is not None, reason=str(links.why_not()))
+@pytest.mark.parametrize(("cut", "others_wait"), [(1, True), (2, False)])
+def test_a_node_that_the_network_has_cut_off_is_found_as_the_page_says(
+    run_script, tmp_path, monkeypatch, cut, others_wait
+):
+    """The recorder sends to the network; there ss names who gets no answer, and from whom."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(CUT_OFF.format(cut=cut, others_wait=others_wait))
+    unacknowledged = []  # by node: peers
+
+    def watch(pids):
+        wait_for(lambda: len(list(tmp_path.glob("cut-*"))) == 3)
+        time.sleep(2)
+        for pid in pids:
+            user = [] if network.user is None else ["-U", "--preserve-credentials"]
+            asked = ["nsenter", "-t", str(pid), *user, "-n", "ss", "-tn", "state", "established"]
+            shown = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+            rows = [line.split() for line in shown.splitlines()[1:]]
+            unacknowledged.append({peer.split(":")[0] for _, sent, _, peer in rows if int(sent)})
+
+    record = ("--record", tmp_path / "notes")
+    with links.hosts([1e9] * 3) as network:
+        run_script(
+            GALLERY, *record, tmp_path / "train.py", world_size=3, during=watch,
+            before=lambda _: network.enter(int(os.environ["RANK"])), end_job_on_failure=False,
+            environ=lambda rank: {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": 0},
+        )  # fmt: skip
+    others = [unacknowledged[rank] for rank in {0, 1, 2} - {cut}]
+    named = set().union(*others)
+    assert named == {f"10.77.0.{cut + 1}"} or not (named or others_wait), unacknowledged
+    assert len(unacknowledged[cut]) == 2, unacknowledged  # no peer answers the node itself
+    judged = run_script(GALLERY, *record, environ={})
+    assert "look at the network: ss -tn shows" in judged.stdout, judged.stdout
 
 
 def swap(script, other):
@@ -400,19 +501,25 @@ def test_the_recorder_knows_groups_and_messages(run_script, tmp_path, source, sa
     assert judged.codes == [0] and says in judged.stdout, judged.stdout + ran.stderr
 
 
+def dump(folder, rank, world_size, entries):
+    """Write a rank's entries as PyTorch does on NCCL: what they do not say is of an all-reduce."""
+    same = {
+        "profiling_name": "nccl:all_reduce", "process_group": ("0", "default_pg"), "is_p2p": False,
+        "input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"],
+        "output_dtypes": ["Float"], "time_created_ns": 0, "record_id": 0, "p2p_seq_id": 1,
+        "collective_seq_id": 1, "retired": True, "state": "scheduled",
+    }  # fmt: skip
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(world_size)])}}
+    told = {"version": "2.10", "pg_config": config, "entries": [same | one for one in entries]}
+    (folder / f"trace_{rank}").write_bytes(pickle.dumps(told))
+
+
 @pytest.mark.parametrize("lost", [2, 3])
 def test_dumps_of_pytorch_are_read_where_one_is_missing(run_script, tmp_path, lost):
     """As ranks write them on NCCL; the node of one rank died and left none."""
-    entry = {
-        "profiling_name": "nccl:all_reduce", "process_group": ("0", "default_pg"),
-        "input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"],
-        "output_dtypes": ["Float"], "time_created_ns": 0, "is_p2p": False,
-    }  # fmt: skip
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
     for rank, calls in ((0, 3), (1, 3), (5 - lost, 2)):
-        entries = [entry | {"collective_seq_id": n + 1, "retired": n < 2} for n in range(calls)]
-        dump = pickle.dumps({"version": "2.10", "pg_config": config, "entries": entries})
-        (tmp_path / f"trace_{rank}").write_bytes(dump)
+        dump(tmp_path, rank, 4, [{"collective_seq_id": n + 1, "retired": n < 2}
+                                 for n in range(calls)])  # fmt: skip
     judged = run_script(GALLERY, "--record", tmp_path, environ={})
     assert judged.codes == [0], judged.stderr
     assert {
@@ -426,16 +533,39 @@ def test_dumps_of_pytorch_are_read_where_one_is_missing(run_script, tmp_path, lo
     )
 
 
+@pytest.mark.parametrize(
+    ("options", "lost", "says"),
+    [
+        ((), 2, "AssertionError: Missing dump files from ranks {2}"),
+        (("--allow-incomplete-ranks",), 2, "We cannot decide what's wrong"),
+        (("--allow-incomplete-ranks",), 0, "KeyError: 0"),
+    ],
+)
+def test_torchfrtrace_says_of_a_missing_dump_what_the_page_says(
+    tmp_path, caplog, options, lost, says
+):
+    """Ranks 1 and 2 send to rank 0 in a batch; ranks 0 and 1 all-reduce."""
+    raised = ""
+    for rank in {0, 1, 2} - {lost}:
+        batch = [{"profiling_name": f"nccl:{name}", "is_p2p": True}
+                 for name in (f"send {rank}->0", "coalesced")]  # fmt: skip
+        dump(tmp_path, rank, 3, [{}] if lost else batch)
+    try:
+        fr_trace.main([*options, "-p", "trace_", str(tmp_path)])
+    except (AssertionError, KeyError) as error:
+        raised = f"{type(error).__name__}: {error}"
+    assert says in caplog.text + raised
+    page = (FAILURES.parent / "nccl_debugging.md").read_text()
+    assert any(f"`{words}`" in page for words in (says, *says.split(": "))), says
+
+
 def test_messages_in_dumps_of_pytorch_are_paired(run_script, tmp_path):
     """Rank 1 waits for the second message of rank 0, which sent one."""
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
-    entry = {"process_group": ("0", "default_pg"), "is_p2p": True, "retired": True}
     names = [["nccl:send 0->1"], ["nccl:recv 1<-0"] * 2]
     for rank, own in enumerate(names):
-        entries = [entry | {"profiling_name": name} for name in own]
+        entries = [{"profiling_name": name, "is_p2p": True} for name in own]
         entries[-1]["retired"] = rank == 0
-        dump = pickle.dumps({"version": "2.10", "pg_config": config, "entries": entries})
-        (tmp_path / f"trace_{rank}").write_bytes(dump)
+        dump(tmp_path, rank, 2, entries)
     judged = run_script(GALLERY, "--record", tmp_path, environ={})
     says = "rank 1 waits for rank 0 in receive 2 from it; rank 0 waits for nobody: look at rank 0"
     assert judged.stdout.splitlines()[-1] == says, judged.stdout + judged.stderr

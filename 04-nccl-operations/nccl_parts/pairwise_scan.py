@@ -90,10 +90,9 @@ def conclude(report: Report, scan: Scan, find_slow: Callable, interrupted: bool)
         report.table(rows, ("from \\ to", *names))
     for kind, of_kind in noise.items():
         by_chance = 1 - of_kind.healthy[len(of_kind.healthy) // 20].item()  # 19 of 20 are above
-        told = (
-            f"noise is {by_chance:.0%}: less than {1 - of_kind.limit():.0%} slower cannot be seen"
-        )
-        report.say(f"{kind}, fast pairs reach {of_kind.fast_gb_s:.3g} GB/s; {told}")
+        told = f"a pair that is less than {1 - of_kind.limit():.0%} slower is not named"
+        fast = f"{kind}, fast pairs reach {of_kind.fast_gb_s:.3g} GB/s"
+        report.say(f"{fast}; noise is {by_chance:.0%}: {told}")
     for slow in found[:MOST]:
         report.say(f"SLOW: {slow.what}: {slow.direction} at {slow.of_fast:.2f}x, {slow.where}")
     if len(found) > MOST:

@@ -19,6 +19,7 @@ VICTIM = re.compile(
 # Said before the last error, and closer to the cause.
 ROOT = re.compile(r"network addresses of .* cannot be retrieved|Unable to find address|EADDRINUSE")
 QUOTED = 110  # characters of an error in a verdict
+NETWORK = "look at the network: ss -tn shows bytes that no peer acknowledges"
 
 
 class Verdict(NamedTuple):
@@ -155,5 +156,5 @@ def judge_stacks(stacks: list[list[tuple[str, str, int]] | None], script: str) -
     verdict = compare(places, "the stack")
     if len(alike(places)) > 1:
         return verdict
-    text = f"{verdict.text}: stacks do not tell groups and calls apart; ask the recorder"
-    return Verdict(text)
+    advice = "ask the recorder" if elsewhere else f"ask the recorder, or {NETWORK}"
+    return Verdict(f"{verdict.text}: stacks do not tell groups and calls apart; {advice}")
