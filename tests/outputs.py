@@ -51,7 +51,7 @@ MASKS = [
         # nccl-tests' line: time and bandwidths, out of place and in place; sizes and #wrong stay
         (rf"^( +\d+ +\d+ +\w+ +\w+ +-?\d+){SPEEDS} +(\d+){SPEEDS} +(\d+)$", r"\1 \2 \3"),
         (r"\d[\d,]*\.\d+ GiB\b", "MEMORY"),
-        (r"\b\d+\.\d+x(?= |$)", "RATIO"),
+        (r"\b\d+\.\d+x(?=[ ,]|$)", "RATIO"),
         (r"\b\d+ cores", "CORES"),
         (r"more than [\d,]+ such ranks", "RANKS"),  # of this machine's memory
         (r" {2,}|-{3,}", " "),  # column widths follow the numbers in them

@@ -142,7 +142,7 @@ def record(file: Path) -> Callable[[], None]:
         while not ended.wait(pause_s):
             started = time.monotonic()
             write()
-            pause_s = max(EVERY_S, REST * (time.monotonic() - started))
+            pause_s = min(1.0, max(EVERY_S, REST * (time.monotonic() - started)))
 
     def finish():
         if not ended.is_set():
