@@ -8,11 +8,13 @@ import ast
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import REPO, assert_one_line, load_script, results_of, run_command
@@ -225,6 +227,24 @@ def test_stacks_are_read_once_every_rank_has_begun(monkeypatch):
     job = argparse.Namespace(run=lambda script, during: during([1, 2, 3]))
     _, verdict = gallery.by_stacks(job)
     assert verdict.named == {1, 2} and next(looks, None) is None, verdict
+
+
+@needs_py_spy
+def test_a_process_that_stops_while_py_spy_reads_it_is_stopped(monkeypatch):
+    """Seen once in five: py-spy fails, and the tool ended without a verdict."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    def stops(command, **_):
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        return subprocess.CompletedProcess(command, 1, b"", b"unexpected waitpid result")
+
+    monkeypatch.setattr(part.subprocess, "run", stops)
+    try:
+        assert part.stack_of(process.pid) == []
+    finally:
+        process.kill()
+        process.wait()
 
 
 FROZEN = """

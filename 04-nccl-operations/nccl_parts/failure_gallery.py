@@ -171,14 +171,15 @@ def stack_of(pid: int) -> list[tuple[str, str, int]] | None:
     command = py_spy()
     if command is None:
         raise cli.UsageError("this tool needs py-spy: pip install py-spy")
-    if runs(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-        return []  # py-spy would wait for it
-    asked = subprocess.run([command, "dump", "--json", "--pid", str(pid)], capture_output=True)
-    if asked.returncode == 0:
-        main = next(t for t in json.loads(asked.stdout) if t["os_thread_id"] == pid)
-        return [(frame["filename"], frame["name"], frame["line"]) for frame in main["frames"]]
-    if not runs(pid):
-        return None
+    for _ in range(2):  # it may stop, or end, while py-spy reads it
+        if not runs(pid):
+            return None
+        if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+            return []  # py-spy would wait for it
+        asked = subprocess.run([command, "dump", "--json", "--pid", str(pid)], capture_output=True)
+        if asked.returncode == 0:
+            main = next(t for t in json.loads(asked.stdout) if t["os_thread_id"] == pid)
+            return [(frame["filename"], frame["name"], frame["line"]) for frame in main["frames"]]
     raise cli.UsageError(f"py-spy cannot read process {pid}: {asked.stderr.decode().strip()}")
 
 
