@@ -127,16 +127,20 @@ class BareLoop:
         self.batches = iter(DataLoader(train_set, args.micro_batch_size, sampler=sampler))
         self.device = device
 
-    def step(self):
-        """Take a step; return the loss of this rank."""
-        inputs, targets = (tensor.to(self.device) for tensor in next(self.batches))
-        self.optimizer.zero_grad()
+    def gradient(self, inputs, targets):
+        """Leave the mean gradient in the model; return the loss of this rank."""
         loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
+        return loss.detach()
+
+    def step(self):
+        inputs, targets = (tensor.to(self.device) for tensor in next(self.batches))
+        self.optimizer.zero_grad()
+        loss = self.gradient(inputs, targets)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
-        return loss.detach()
+        return loss
 
     def take_block(self):
         """Take a block of steps; return their losses on this rank."""

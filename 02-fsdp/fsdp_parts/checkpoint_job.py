@@ -1,7 +1,5 @@
 """The job of the three checkpoint lessons: its model, its training, what stands in a file."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """What fsdp_checkpoint.py measures of a save: when training stood still, who wrote how much."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """What fsdp_from_scratch.py does not teach: cutting vectors, choosing groups, whole weights."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """bitsandbytes beside FSDP: NF4 codes of a weight, cut by ranks, and how far off they are."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping

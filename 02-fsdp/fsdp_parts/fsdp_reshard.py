@@ -1,7 +1,5 @@
 """Compare checkpoints tensor by tensor, whole, with PyTorch's own readers and no group."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What a folder in Hugging Face's format has beside weights, and whether it holds our model."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

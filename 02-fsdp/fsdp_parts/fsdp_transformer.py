@@ -1,7 +1,5 @@
 """What fsdp_transformer.py proves: the gradient of one process, collectives by formula."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

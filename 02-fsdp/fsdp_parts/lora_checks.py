@@ -1,7 +1,5 @@
 """What the two adapter lessons prove: bytes by formula, steps of one process, files, merges."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator

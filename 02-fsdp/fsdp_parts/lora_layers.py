@@ -1,7 +1,5 @@
 """What the two adapter lessons do beside the lesson: fill, save and load, shard by shard."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """What was held at the peak of a step: predicted by class, or measured in all."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

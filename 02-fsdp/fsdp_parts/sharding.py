@@ -1,7 +1,5 @@
 """What the lessons of this module share beside `fully_shard` itself: the mesh, weights, bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """What a sharding strategy holds, calls and sends: by formula, and as counted in a step."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
