@@ -407,6 +407,8 @@ def add_adapters(model, args):
     decoder = model.get_decoder()  # without the output layer
     layers = [(n, m) for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)]
     names = {path.split(".")[-1] for path, _ in layers}
+    if not names:
+        return  # `shard` refuses such a model, and says why
     args.target_modules = sorted(args.target_modules or names)
     if unknown := ", ".join(sorted(set(args.target_modules) - names)):
         has = f"--model {args.model} has {', '.join(sorted(names))}"
@@ -431,15 +433,37 @@ def fill_adapters(model, seed):
 
 def save_adapters(model, args, folder):
     """Write the adapters as peft does, and nothing of the frozen model. A collective."""
-    trained = {n: w.detach() for n, w in model.named_parameters() if "lora_" in n}
-    whole = {f"base_model.model.{n}": w.full_tensor().cpu() for n, w in trained.items()}
-    if whole and dist.get_rank() == 0:
+    whole = {}
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            gathered = weight.detach().full_tensor()
+            whole |= {} if dist.get_rank() else {f"base_model.model.{name}": gathered.cpu()}
+    if whole:
         folder.mkdir()
         save_file(whole, folder / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": args.lora_rank,
                   "lora_alpha": args.lora_alpha, "target_modules": args.target_modules,
                   "base_model_name_or_path": args.model}  # fmt: skip
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+
+
+def refuse_other_base(run_job, args):
+    """Stop where adapters of a checkpoint would meet another base or scale: it holds neither."""
+    then = run_job.found[1]["settings"]
+    for flag in ("lora_alpha", "base"):
+        if then.get(flag) != run_job.settings[flag]:
+            what = "--lora-alpha is" if flag == "lora_alpha" else f"--model {args.model} has files"
+            was = f"{what} {run_job.settings[flag]} here and {then.get(flag)} in the checkpoint"
+            raise cli.UsageError(f"{was}: its adapters fit that one alone")
+
+
+def fingerprint(folder):
+    """Return a checksum of the sizes and the first megabyte of a folder's safetensors files."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(path.stat().st_size.to_bytes(8, "little") + file.read(1 << 20))
+    return digest.hexdigest()[:8]
 
 
 # the run
@@ -464,6 +488,7 @@ def set_up(args, report):
     test_set = Answers(held_out, tokenizer, args.seq_len, 0)
     model = build(args, init_device_mesh(device.type, (world.world_size,)), device)
     source = tensors_of(model, args.model)
+    args.base = fingerprint(args.model)
     checksum = hashlib.sha256(json.dumps(train_set.tokens).encode()).hexdigest()[:8]
     the_job = job.Job(args, report, train_set, test_set, checksum, world.rank, world.world_size)
     files = len({stored.relative_path for stored in source.values()})
@@ -472,7 +497,9 @@ def set_up(args, report):
     weights = weights_of(model)
     size = f"{sum(w.numel() for w in weights.values()):,} weights in {files} files"
     if args.lora_rank:
-        size += f", frozen; {model.num_parameters(only_trainable=True):,} of adapters are trained"
+        size += (
+            f", frozen; {model.num_parameters(only_trainable=True):,} adapter weights are trained"
+        )
     report.start(
         f"{args.model}: {size}",
         f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
@@ -484,7 +511,10 @@ def set_up(args, report):
     options = {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True}
     optimizer = torch.optim.AdamW(trained.values(), args.lr, **options)
     the_job.store = checkpoints.Sharded(model, optimizer, trained, args.timeout)
-    if not the_job.resume() or args.lora_rank:  # a checkpoint holds no frozen weight
+    resumed = the_job.resume()
+    if resumed and args.lora_rank:
+        refuse_other_base(the_job, args)
+    if not resumed or not weights.keys() <= trained.keys():  # a checkpoint holds no frozen weight
         reader = dcp.HuggingFaceStorageReader(args.model)
 
         dcp.load(weights, storage_reader=reader, process_group=the_job.store.group)

@@ -134,12 +134,14 @@ def tolerance_mb(args, config, device, predicted):
     """Return how far the real peak may be from the predicted one.
 
     On a GPU 5 percent, for what kernels take. On the CPU 1 percent, and what the prediction does
-    not see: each call of `checkpoint` keeps the random state; computing again takes two more.
+    not see: each call of `checkpoint` saves the random state, and recomputing saves two more.
     """
     if device.type != "cpu":
         return 0.05 * predicted
-    calls = config.num_layers if args.activation_checkpointing != "none" else 0
-    calls += args.loss_chunks if args.loss_chunks > 1 else 0
+    kind = args.activation_checkpointing
+    every = int(kind) if kind.isdecimal() else 1
+    calls = 0 if kind == "none" else -(-config.num_layers // every)
+    calls += args.loss_chunks if args.loss_chunks > 1 and not args.fused_loss else 0
     states = calls + 2 if calls else 0
     return 0.01 * predicted + states * torch.get_rng_state().nbytes / 1e6  # 5,056 bytes each
 

@@ -16,6 +16,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import random
 import socket
 import sys
 import time
@@ -128,14 +129,16 @@ def exchange(world, master, port, facts, wait_s):
             wait_until_it_answers((master, port), deadline)
         store = dist.TCPStore(
             master, port, world.world_size, holds_store,
-            timedelta(seconds=wait_s), wait_for_workers=False,
+            timedelta(seconds=max(1.0, deadline - time.monotonic())), wait_for_workers=False,
         )  # fmt: skip
+        store.set_timeout(timedelta(seconds=wait_s))
     except (OSError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):  # cli.run says what to do
             raise
         do = "see that it is the address of rank 0's machine, and that no firewall is between"
         what = f"MASTER_ADDR={master} ({', '.join(addresses_of(master))}), port {port}"
-        raise cli.UsageError(f"{what} does not answer here: {do}") from error
+        why = getattr(error, "strerror", None) or "no answer in time"
+        raise cli.UsageError(f"{what} does not answer here ({why}): {do}") from error
     store = dist.PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     store.set(f"facts/{world.rank}", json.dumps(facts))
@@ -144,10 +147,12 @@ def exchange(world, master, port, facts, wait_s):
         return [], store
     found = []
     for rank in range(world.world_size):
-        left = max(0.1, deadline - time.monotonic())
+        left, key = deadline - time.monotonic(), f"facts/{rank}"
+        if left <= 0.1 and not store.check([key]):  # no time is left to wait for it
+            continue
         with contextlib.suppress(RuntimeError):  # it never came
-            store.wait([f"facts/{rank}"], timedelta(seconds=left))
-            found.append(json.loads(store.get(f"facts/{rank}")))
+            store.wait([key], timedelta(seconds=max(0.1, left)))
+            found.append(json.loads(store.get(key)))
     return found, store
 
 
@@ -156,11 +161,12 @@ def wait_until_it_answers(place, deadline):
     while True:
         left = deadline - time.monotonic()
         try:
-            return socket.create_connection(place, max(0.1, left)).close()
+            # Not all that is left: a name may have several addresses, tried one after the other.
+            return socket.create_connection(place, min(3.0, max(0.1, left))).close()
         except OSError:
             if left <= 0:
                 raise
-        time.sleep(0.1)
+        time.sleep(random.uniform(0.2, 0.5))  # many ranks may ask
 
 
 def cannot_start(ranks, world, master, wait_s):
@@ -192,6 +198,8 @@ def refuse_what_cannot_start(world, master):
 
 def give_up(world, error, rank0_has_ended):
     """Say which rank cannot join and why, before a launcher ends it; return the exit code."""
+    if not world.is_rank0:  # what keeps all ranks out is told by rank 0 alone
+        time.sleep(cli.GRACE_S)
     where = f"rank {world.rank} on host {socket.gethostname()}"
     print(f"doctor.py: error: {where}: {error}", file=sys.stderr, flush=True)
     if not world.is_rank0:  # a launcher ends all ranks when one fails: let rank 0 report first
@@ -312,7 +320,7 @@ def main():
         return give_up(world, error, rank0_has_ended)
     if world.is_rank0:
         code = judge(args, world, ranks, cannot_start(ranks, world, master, wait_s))
-        if len(ranks) < world.world_size:  # who cannot come tells why, if nobody ends the job yet
+        if len(ranks) < world.world_size:  # time for missing ranks to say why
             time.sleep(LEAVE_S)
         store.set("exit code", str(code))
         left_by = time.monotonic() + LEAVE_S

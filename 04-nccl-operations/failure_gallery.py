@@ -79,10 +79,15 @@ def by_stacks(job):
         for _ in range(5):  # on a busy machine a rank may not have reached the script yet
             time.sleep(part.STUCK_S)
             stacks[:] = map(part.stack_of, pids)
-            if all(not own or "broken.py" in {Path(f[0]).name for f in own} for own in stacks):
+            if all(map(reached, stacks)):
                 break
 
+    def reached(own):
+        return not own or "broken.py" in {Path(frame[0]).name for frame in own}
+
     ended = job.run("broken.py", during=look)
+    if late := [rank for rank, own in enumerate(stacks) if not reached(own)]:
+        return ended, Verdict(f"{ranks_of(late)}: the script has not begun there: look again")
     return ended, verdicts.judge_stacks(stacks, "broken.py")
 
 

@@ -226,7 +226,7 @@ class Replicated(Store):
 class Sharded(Store):
     """State of which each rank holds a part: each writes its own, and any number of ranks reads it.
 
-    `whole` is the state dict of the whole model, on meta; frozen weights are in neither.
+    `whole` has all weights to save, by name: those of the whole model, on meta, or what is trained.
     """
 
     def __init__(self, model, optimizer, whole: dict[str, torch.Tensor], timeout_s: float) -> None:
@@ -241,10 +241,12 @@ class Sharded(Store):
         """Return weights and moments by the names of the whole model. A collective."""
         from torch.distributed.checkpoint import state_dict as dcp
 
-        # By name of the weight, not by its place in the optimizer. Not strict: frozen ones lack.
+        # By name of the weight, not by its place in the optimizer. Not strict: frozen ones are not
+        # saved.
         options = {"flatten_optimizer_state_dict": True, "ignore_frozen_params": True}
         self.by_name = dcp.StateDictOptions(**options, strict=False)
         weights, moments = dcp.get_state_dict(self.model, self.optimizer, options=self.by_name)
+        weights = {name: weights[name] for name in weights if name in self.whole}
         return {"model": weights, "optimizer": moments}
 
     def write(self, folder: Path) -> None:

@@ -120,7 +120,9 @@ def pick_device(name: str, world: World) -> torch.device:
     bound = gpus == 1 and world.launcher == "srun" and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
     needed = 1 if bound else world.local_world_size
     if name == "auto" and gpus < needed:
-        if world.local_rank == 0 and (gpus or Path("/dev/nvidia0").exists()):
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # on purpose
+        there = gpus or (Path("/dev/nvidia0").exists() and not hidden)
+        if world.local_rank == 0 and there:
             found = f"PyTorch can use {gpus} GPU(s) of this machine, for {needed} ranks"
             why = f"{found}; --device cuda says what to do"
             print(f"warning: computing on the CPU: {why}", file=sys.stderr)

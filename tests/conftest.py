@@ -140,7 +140,8 @@ def fork_ranks(
     if late:
         # faulthandler ends with the names of all extension modules: the stacks stand before them.
         told = [re.sub(r"\n\s*Extension modules: .*", "", ended[n].err, flags=re.S) for n in late]
-        said = "".join(text[-3000:] for text in told)
+        # The innermost call comes first.
+        said = "".join(text[text.rfind("Current thread") :][:2000] for text in told)
         pytest.fail(f"ranks {late} hung for {timeout_s} s: {said}")
     return Ended(
         [rank.code for rank in ended],

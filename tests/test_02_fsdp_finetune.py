@@ -380,6 +380,15 @@ def export_in_16_bits(script):
     script.dcp.save = rounded
 
 
+def double_the_gradient_of_a(script):
+    def forward(layer, x):
+        low = layer.lora_A(x)
+        return plain(layer, x) + layer.scale * layer.lora_B(2 * low - low.detach())
+
+    plain = torch.nn.Linear.forward
+    script.LoRA.forward = forward
+
+
 def leave_out_the_scale(script):
     save = script.save_adapters
 
@@ -444,6 +453,7 @@ ADAPTED = (*LORA, "--export", "E")
             ("--export", "E"),
         ),
         (drop_the_last_rows, {ADAPTER, LOGITS}, ADAPTED),
+        pytest.param(double_the_gradient_of_a, GRADIENT, LORA, marks=FULL),
         pytest.param(leave_out_the_scale, {LOGITS}, ADAPTED, marks=FULL),
         pytest.param(merge_and_export_both, {VALUES, LOGITS}, ADAPTED, marks=FULL),
         pytest.param(
@@ -659,6 +669,21 @@ def test_a_model_that_cannot_fit_is_refused(finetune, tiny, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 2**15, "head_dim": 16}))
     ended = finetune(*SHORT, model=folder)
     assert_one_line(ended, "GiB for weights, gradients and optimizer state", "fsdp_finetune.py")
+
+
+@FULL
+def test_adapters_are_resumed_beside_their_own_base_and_scale(finetune, tiny, tmp_path):
+    flags = (*BATCH, *LORA, "--max-steps", 1, "--parity-steps", 0)
+    assert_ok(finetune(*flags))
+    ended = finetune(*flags, "--resume", "--lora-alpha", 24)
+    says = "--lora-alpha is 24 here and 12 in the checkpoint: its adapters fit that one alone"
+    assert_one_line(ended, says, "fsdp_finetune.py")
+    other = Path(shutil.copytree(tiny, tmp_path / "other"))
+    weights = next(other.glob("*.safetensors"))
+    *before, last = weights.read_bytes()
+    weights.write_bytes(bytes([*before, last ^ 1]))
+    ended = finetune(*flags, "--resume", model=other)
+    assert_one_line(ended, "its adapters fit that one alone", "fsdp_finetune.py")
 
 
 @FULL

@@ -251,10 +251,10 @@ FROZEN = """
 import os, signal, time, torch, torch.distributed as dist
 from datetime import timedelta
 STUCK = 1  # the rank that is frozen
-dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+dist.init_process_group("gloo", timeout=timedelta(seconds=12))
 for step in range(3):
     if step == 2 and dist.get_rank() == STUCK:
-        time.sleep(0.5)  # so that the recorder has written its notes
+        time.sleep(1.5)  # so that the recorder has written its notes
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1))
 """
@@ -272,6 +272,7 @@ def test_a_rank_that_is_frozen_is_named(run_script, tmp_path, tool, says):
     def before(module):
         read_text, broken = Path.read_text, FAILURES / "rank-hangs/broken.py"
         Path.read_text = lambda path, *a, **k: FROZEN if path == broken else read_text(path)
+        module.part.STUCK_S = 6  # by then it is frozen
 
     where = ("--ranks", 3, "--culprit", 2, "--tool", tool, "--output-dir", tmp_path / "run")
     ended = run_script(GALLERY, "rank-hangs", *where, environ={}, before=before)
@@ -281,7 +282,7 @@ def test_a_rank_that_is_frozen_is_named(run_script, tmp_path, tool, says):
 CUT_OFF = """
 import subprocess, time, torch, torch.distributed as dist
 from datetime import timedelta
-dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
 rank = dist.get_rank()
 for step in range(4):
     if step == 3:
@@ -314,7 +315,10 @@ def test_a_node_that_the_network_has_cut_off_is_found_as_the_page_says(
             asked = ["nsenter", "-t", str(pid), *user, "-n", "ss", "-tn", "state", "established"]
             shown = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
             rows = [line.split() for line in shown.splitlines()[1:]]
-            unacknowledged.append({peer.split(":")[0] for _, sent, _, peer in rows if int(sent)})
+            peers = " ".join(peer for _, sent, _, peer in rows if int(sent))
+            unacknowledged.append(set(re.findall(r"10\.77\.0\.\d+", peers)))  # [::ffff:...] too
+        for pid in pids:  # what they did is on the disk
+            os.kill(pid, signal.SIGTERM)
 
     record = ("--record", tmp_path / "notes")
     with links.hosts([1e9] * 3) as network:

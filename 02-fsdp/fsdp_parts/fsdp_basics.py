@@ -1,7 +1,5 @@
 """When FSDP2 gathers and frees each unit, drawn too, and what a rank holds by formula."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +43,7 @@ class GatherLog(contextlib.ExitStack):
         self.points: dict[str, list[int]] = {}
         self.history: list[list[int]] = []
 
-    def __enter__(self) -> GatherLog:
+    def __enter__(self) -> "GatherLog":
         states = {"unshard": GATHERING, "_to_unsharded": WHOLE, "_to_sharded": SHARDED,
                   "_to_sharded_post_forward": LARGER}  # fmt: skip
         for name, state in states.items():

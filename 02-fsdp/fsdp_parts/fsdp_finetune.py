@@ -1,7 +1,5 @@
 """What fsdp_finetune.py has beside the job: what proves it, a tiny model, a dry run, a question."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json
@@ -133,7 +131,9 @@ def peft():
     try:
         import peft
     except ImportError as error:
-        raise UsageError("peft is missing: pip install peft, or add --parity-steps 0") from error
+        raise UsageError(
+            "peft is missing: pip install peft (or train with --parity-steps 0)"
+        ) from error
     return peft
 
 
@@ -144,7 +144,9 @@ def say_needs(args, config, add_adapters: Callable) -> None:
         if args.lora_rank:
             add_adapters(model, args)
     weights, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    layer = sum(weight.numel() for weight in model.get_decoder().layers[0].parameters())
+    first = list(model.get_decoder().layers[0].parameters())
+    layer = sum(weight.numel() for weight in first)
+    trained_there = sum(weight.numel() for weight in first if weight.requires_grad)
     tokens = args.micro_batch_size * args.seq_len
     compute = 2 if args.precision == "bf16-mixed" else 4
     shard = trained / args.world_size
@@ -153,7 +155,7 @@ def say_needs(args, config, add_adapters: Callable) -> None:
         ("gradients, float32", 4 * shard),
         ("Adam's two moments, float32", 8 * shard),
         ("two layers gathered to compute with", 2 * compute * layer),
-        ("a layer's gradient before it is sharded", (compute + 4) * layer * trained / weights),
+        ("a layer's gradient before it is sharded", (compute + 4) * trained_there),
         ("activations kept: one per layer", compute * len(model.get_decoder().layers)
          * tokens * config.hidden_size),
         ("logits, their float32 copy and gradient", (compute + 8) * tokens * config.vocab_size),
@@ -167,9 +169,6 @@ def say_needs(args, config, add_adapters: Callable) -> None:
         print("the logits are the largest: lower --micro-batch-size or --seq-len, or compute the "
               "loss in slices as summed_loss of fsdp_transformer.py does")  # fmt: skip
     print(f"on disk: {12 * trained / GIB:.1f} GiB for a checkpoint")
-
-
-# what is proved
 
 
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
@@ -198,12 +197,15 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     job, args = run.job, run.job.args
     if args.parity_steps is None:
         args.parity_steps = int(run.model.num_parameters() < SMALL)
+    if args.lora_rank and args.parity_steps:
+        peft()  # missing, it is to stop the run now, and not when it has trained
     if job.found or not args.parity_steps:
         why = "the first weights are gone" if job.found else "--parity-steps 0"
         job.report.say(f"not compared with one process ({why})")
         return
     alone = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(job.device)
     if args.lora_rank:
+        fill_b(run.model, 0.02)  # at the zeros that training starts from, A has no gradient
         alone = with_adapters(alone, run)
     forward = alone.forward
     alone.forward = lambda inputs: forward(input_ids=inputs).logits
@@ -214,6 +216,16 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
         loss_sum, tokens = accumulate_gradient(run.model, micro_batches, job.device)
         compare_with_one_process(job, run.model, alone, items, tokens, loss_sum)
         run.optimizer.zero_grad()
+    fill_b(run.model, 0.0)
+
+
+@torch.no_grad()
+def fill_b(model, std: float) -> None:
+    """Draw each adapter's B, the same on any number of ranks."""
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            put(weight, std * torch.randn(weight.shape, generator=generator))
 
 
 def with_adapters(alone, run):
@@ -236,9 +248,8 @@ def check_bytes(run) -> None:
     job, args = run.job, run.job.args
     shapes = {name: tuple(stored.shape) for name, stored in run.source.items()}
     trained = list(shapes.values())
-    frozen = []
+    frozen = trained if args.lora_rank else []
     if args.lora_rank:
-        frozen = trained
         weights = [s for n, s in shapes.items() if n.split(".")[-2] in args.target_modules]
         sides = [shape for shape in weights if len(shape) == 2]  # no bias
         trained = [(args.lora_rank, into) for _, into in sides]
@@ -246,9 +257,11 @@ def check_bytes(run) -> None:
         measured = sum(weight.numel() for weight in run.optimizer.state)
         number = sum(map(math.prod, trained))
         job.report.check("weights that are trained", measured, number, 0, "LoRA, section 4.1")
-        base = {name: w for name, w in run.model.named_parameters() if name in shapes}
-        equal = count_equal_in_files(base, args.model, job.store.group)
-        job.report.check("frozen weights equal in the files", equal, len(shapes), 0, "--model")
+        if job.done:  # a run that was asked to stop has no time to read the files again
+            base = {name: w for name, w in run.model.named_parameters() if name in shapes}
+            parts = ({name: weight} for name, weight in base.items())  # in memory, one at a time
+            equal = sum(count_equal_in_files(one, args.model, job.store.group) for one in parts)
+            job.report.check("frozen weights equal in the files", equal, len(shapes), 0, "--model")
     rows, beside = (
         sum(math.ceil(shape[0] / job.dp_ranks) * math.prod(shape[1:]) for shape in part)
         for part in (trained, frozen)

@@ -103,15 +103,13 @@ def print_large(report: Report, args: argparse.Namespace, ways: tuple[str, ...])
     rows = []
     for name in ("llama3-8b", "llama3-70b"):
         for way in ways:
-            _, parameters, gradients, moments, _, sent = expected_of(
-                models.PRESETS[name], way, args, 8
-            ).values()
+            expected = expected_of(models.PRESETS[name], way, args, 8)
+            _, parameters, gradients, moments, _, sent = expected.values()
             held = (parameters - gradients, gradients, gradients, moments)  # 4 bytes each: trained
             sizes = (*held, sum(held), sent)
             rows.append([name, way, *(f"{size / measure.GIB:.2f}" for size in sizes)])
-    report.say(
-        "by the same formulas, GiB that a rank of 8 holds, and sends in a step's all-gathers:"
-    )
+    what = "GiB that a rank of 8 holds, and sends in a step's all-gathers"
+    report.say(f"by the same formulas, {what}:")
     headers = ("model", "way", "frozen", "trained", "gradients", "moments", "all", "all-gathers")
     report.table(rows, headers, names=2)
 
@@ -128,8 +126,7 @@ EIGHT_BIT_LOSS = 0.01  # against moments in 32 bits; on tiny 0.0003 was measured
 
 def add_flags(parser: cli.ArgumentParser, ways: tuple[str, ...]) -> None:
     """Add the flags that both lessons have."""
-    add = parser.add_argument
-    positive = cli.positive_int
+    add, positive = parser.add_argument, cli.positive_int
     parser.set_defaults(optimizer="adamw")  # fsdp_qlora.py has a flag for it
     add("--preset", choices=models.PRESETS, default="tiny", help="(tiny)")
     add("--ways", nargs="+", choices=ways, default=ways, metavar="WAY",

@@ -171,7 +171,7 @@ def stack_of(pid: int) -> list[tuple[str, str, int]] | None:
     command = py_spy()
     if command is None:
         raise cli.UsageError("this tool needs py-spy: pip install py-spy")
-    for _ in range(2):  # it may stop, or end, while py-spy reads it
+    for _ in range(3):  # it may stop, or end, while py-spy reads it
         if not runs(pid):
             return None
         if psutil.Process(pid).status() == psutil.STATUS_STOPPED:

@@ -116,9 +116,6 @@ def conclude(report: Report, scan: Scan, find_slow: Callable, interrupted: bool)
     return cli.INTERRUPTED if interrupted else code
 
 
-# slow ranks
-
-
 def pace_sockets(bytes_per_second: int) -> None:
     """Limit what every TCP socket of this process sends, also those that it opens later."""
     while True:

@@ -32,7 +32,7 @@ from nccl_parts.verdicts import Verdict, ranks_of
 
 EVERY_S = 0.02
 MESSAGES = {"send": "send", "isend": "send", "recv": "receive", "irecv": "receive"}
-REST = 9  # times as long as writing takes: at least so long the job has the process for itself
+REST = 9  # times as long as writing takes, a second at most, the job has the process for itself
 
 
 def noted() -> list[dict]:

@@ -156,5 +156,5 @@ def judge_stacks(stacks: list[list[tuple[str, str, int]] | None], script: str) -
     verdict = compare(places, "the stack")
     if len(alike(places)) > 1:
         return verdict
-    advice = "ask the recorder" if elsewhere else f"ask the recorder, or {NETWORK}"
+    advice = "ask the recorder" + f", or {NETWORK}" * (any(stacks) and not elsewhere)
     return Verdict(f"{verdict.text}: stacks do not tell groups and calls apart; {advice}")

@@ -368,7 +368,6 @@ def print_times(report: Report, job: Job, computing: float, traces: dict[str, li
             times = sending, computing + sending, max(computing, sending), predicted
             cells = [f"{value:.1f} ms" for value in times]
         rows.append((name, len(expected_traffic(job, name)), *cells, f"{step.end:.1f} ms"))
-    report.metrics["computing_ms"] = computing
     report.say(f"computing takes {computing:.1f} ms in each way; without communication, measured")
     report.table(rows, ("way", "collectives", "sending", "sum", "larger", "predicted", "step"))
     if job.rate and job.ranks > 1:
