@@ -107,14 +107,10 @@ def test_whatever_saves_memory_gives_the_gradient_of_one_process(
     assert names >= {GRADIENT, "loss", "gradient norm", "all-gathers per step"}
 
 
+@full
 @pytest.mark.parametrize(
     ("kind", "graphs"),
-    [
-        ("selective", 1),
-        pytest.param("none", 1, marks=full),
-        pytest.param("full", 1, marks=full),
-        pytest.param("2", 2, marks=full),  # a block with a checkpoint, and one without
-    ],
+    [("selective", 1), ("none", 1), ("full", 1), ("2", 2)],  # 2: with a checkpoint, and without
 )
 def test_a_block_is_compiled_whole_and_once(run_script, kind, graphs):
     """Under FSDP, whatever is recomputed; with the gradient of one process."""
@@ -144,7 +140,9 @@ class Float8Block(torch.nn.Module):
         return x * found.float()  # whose backward needs the product
 
 
-@pytest.mark.parametrize(("kind", "products"), [("selective", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("kind", "products"), [("selective", 1), pytest.param("full", 2, marks=full)]
+)
 def test_selective_checkpoints_keep_products_in_float8_too(in_a_fork, kind, products):
     def count():
         block = Float8Block()

@@ -184,6 +184,7 @@ FLAGS_OF_OTHER_TOOLS = """
     pytest: --dist --durations --numprocesses
     accelerate: --cpu --num_processes
     py-spy: --pid --native --locals
+    torchfrtrace: --allow-incomplete-ranks
     deepspeed: --num_gpus --num_nodes --hostfile --master_addr --master_port --include --exclude
         --bind_cores_to_rank
 """
