@@ -447,13 +447,13 @@ def save_adapters(model, args, folder):
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
 
 
-def refuse_other_base(run_job, args):
+def refuse_other_base(the_job, args):
     """Stop where adapters of a checkpoint would meet another base or scale: it holds neither."""
-    then = run_job.found[1]["settings"]
+    then = the_job.found[1]["settings"]
     for flag in ("lora_alpha", "base"):
-        if then.get(flag) != run_job.settings[flag]:
+        if then.get(flag) != the_job.settings[flag]:
             what = "--lora-alpha is" if flag == "lora_alpha" else f"--model {args.model} has files"
-            was = f"{what} {run_job.settings[flag]} here and {then.get(flag)} in the checkpoint"
+            was = f"{what} {the_job.settings[flag]} here and {then.get(flag)} in the checkpoint"
             raise cli.UsageError(f"{was}: its adapters fit that one alone")
 
 
@@ -488,7 +488,7 @@ def set_up(args, report):
     test_set = Answers(held_out, tokenizer, args.seq_len, 0)
     model = build(args, init_device_mesh(device.type, (world.world_size,)), device)
     source = tensors_of(model, args.model)
-    args.base = fingerprint(args.model)
+    args.base = fingerprint(args.model) if args.lora_rank else None
     checksum = hashlib.sha256(json.dumps(train_set.tokens).encode()).hexdigest()[:8]
     the_job = job.Job(args, report, train_set, test_set, checksum, world.rank, world.world_size)
     files = len({stored.relative_path for stored in source.values()})
