@@ -111,6 +111,7 @@ class Overlapped:
         """Note that a gradient is there; start the buckets that are complete, in order."""
         if parameter not in self.missing[index]:
             raise RuntimeError("a second backward: call wait() after each one")
+        self.last_step = []
         self.missing[index].remove(parameter)
         # In order, whichever is complete first: all ranks must call their collectives alike.
         while len(self.started) < len(self.buckets) and not self.missing[len(self.started)]:
@@ -131,6 +132,7 @@ class Overlapped:
         for handle, flat, bucket in self.started:
             handle.wait()
             unpack(flat, bucket)
+        self.last_step = self.started  # kept until the next backward: see the page
         self.reset()
 
 

@@ -63,6 +63,9 @@ def judged(config: dict[str, Any], ranks: int | None, reader: str) -> list:
 
 def _start() -> None:
     """Make this process a gloo group of one, on a CPU, whose compiled ops compute nothing."""
+    # A fork inherits PyTorch's pool of threads without the threads. The first call here makes a new
+    # one; left to autograd, its threads would do so side by side, and now and then abort.
+    torch.set_num_threads(1)
     setup.prepare(torch.device("cpu"))
     import cpuinfo
     import deepspeed

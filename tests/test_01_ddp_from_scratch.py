@@ -1,5 +1,7 @@
 """DDP from scratch: each step gives the gradient of one process, for any model."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -277,6 +279,35 @@ def backward_twice(rank: int, world_size: int) -> str:
 def test_a_second_backward_without_wait_is_refused(on_ranks):
     """It would send the first gradient and lose the second one."""
     assert on_ranks(backward_twice, 2) == ["a second backward: call wait() after each one"] * 2
+
+
+class Handle:
+    def wait(self) -> None:
+        pass
+
+
+def handles_that_live(rank: int, world_size: int) -> list[int]:
+    script = load_script(SCRATCH)
+    model = nn.Linear(4, 4)
+    handles = weakref.WeakSet()
+
+    def all_reduce(tensor: torch.Tensor) -> Handle:
+        living.append(len(handles))
+        handles.add(handle := Handle())
+        return handle
+
+    living = []
+    overlap = script.wrap(model, 1, all_reduce)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        overlap.wait()
+        living.append(len(handles))
+    return living
+
+
+def test_handles_live_until_the_next_backward(on_ranks):
+    """Dropped at once, one that gloo's thread drops last can abort the process as Python ends."""
+    assert on_ranks(handles_that_live, 1) == [[0, 1, 2, 0, 1, 2]]
 
 
 def test_buckets_of_any_size():
