@@ -64,6 +64,18 @@ def enough_compilers():
     setup.missing_for = lambda op: None
 
 
+def threads_of_the_judge(rank: int) -> int:
+    torch.set_num_threads(2)
+    load_script(CHECK)._start()
+    return torch.get_num_threads()
+
+
+def test_the_judge_makes_its_pool_of_threads_before_autograd_asks_for_it(tmp_path):
+    """Autograd's threads would make it side by side: "Invalid thread pool!", once in CI."""
+    ended = fork_ranks(threads_of_the_judge, 1, tmp_path / "rank", 60, True)
+    assert (ended.codes, ended.returned) == ([0], [1]), ended.stderr
+
+
 def test_the_shipped_configs_have_no_findings(check):
     code, lines, errors = check(CONFIGS, before=enough_compilers)
     assert (code, errors) == (0, [])
