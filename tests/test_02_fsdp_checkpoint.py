@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_one_line, results_of
+from conftest import assert_one_line, load_script, results_of
 from helpers_02 import (
     ALTERED,
     BATCH,
@@ -287,6 +287,15 @@ def test_dcp_itself_does_not_notice(run, saved):
     ended = run(*LOAD, "--dir", saved, before=before)
     assert ended.stderr == "" and f"resuming from {saved}/{NEWEST}" in ended.stdout
     assert ended.codes in ([0], [1]), "as it happens: which bit it was decides"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_an_async_save_copies_to_pinned_memory_where_there_is_a_gpu(monkeypatch, gpu):
+    script = load_script(CHECKPOINT)
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(script, "DefaultStager", lambda options: options)  # a real one needs it
+    options = script.stager.__wrapped__()
+    assert (options.use_pinned_memory, options.use_non_blocking_copy) == (gpu, gpu)
 
 
 # Sabotage
