@@ -302,7 +302,7 @@ def test_an_async_save_copies_to_pinned_memory_where_there_is_a_gpu(monkeypatch,
 
 
 def copy_nothing(script):
-    def late(state, **options):
+    def late(state, async_stager, **options):
         def write():
             time.sleep(1.5)  # training goes on meanwhile
             script.dcp.save(state, **options)
