@@ -181,7 +181,8 @@ def set_up(args, report):
     )
     model = models.Transformer(config).to(device)
     torch.manual_seed(args.seed + world.rank)  # from here on ranks draw apart, as for dropout
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1)
+    options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}  # one kernel for all
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, **options)
     scaler = torch.amp.GradScaler(device.type) if args.precision == "16-mixed" else None
     the_job.store = checkpoint.Replicated(model, optimizer=optimizer)
     if scaler:

@@ -43,7 +43,7 @@ SAVE = "torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_checkpoint.py sa
 BEFORE = {
     "02-fsdp/fsdp_finetune.py": "python 02-fsdp/fsdp_finetune.py --make-tiny runs/tiny-llama",
     "02-fsdp/fsdp_reshard.py": SAVE,
-    "02-fsdp/fsdp_to_hf.py": f"{SAVE} --preset 124m",
+    "02-fsdp/fsdp_to_hf.py": SAVE,
 }
 # What stands for something of the reader's.
 IN_PLACE_OF = {
@@ -87,8 +87,10 @@ def commands_of(lesson, line, folder, gpus):
     if "Report(" in (REPO / lesson).read_text() and "--output-dir" not in line:
         line += " --output-dir runs/results"
     line = f"{line} {ADDED.get(lesson, '')}".strip()
-    before = BEFORE.get(lesson)
-    if before and gpus is None:
+    before = BEFORE.get(lesson, "")
+    if "--preset 124m" in line and "save" in before:
+        before += " --preset 124m"
+    if gpus is None:
         before = before.replace("=gpu", "=2")
     return [text.replace("runs/", f"{folder}/") for text in (before, line) if text]
 

@@ -32,7 +32,6 @@ from helpers_01 import (
 )
 from helpers_04 import first_is_quick
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_common.lab import proofs
 
@@ -96,39 +95,6 @@ def test_how_often_results_are_read_does_not_change_them(train, tmp_path):
     assert largest_difference(tmp_path / "1", tmp_path / "7") == 0.0
     # It looks at steps 5 (saves), 7 and 9 (the last).
     assert re.findall(r"^step (\d+) \| loss", ended.stdout, re.M) == ["5", "7", "9"]
-
-
-class ScalarReads(TorchDispatchMode):
-    """Count what makes the host wait for a device: numbers that leave a tensor, as in `item`."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_reads_nothing_that_the_device_computes(train):
-    """Tokens are counted on the host, before the micro-batch leaves it: one read for each."""
-
-    def watch(script):
-        accumulate, step = script.accumulate_gradient, script.train_step
-
-        def watched(ddp_model, micro_batches, *rest):
-            with ScalarReads() as reads:
-                returned = accumulate(ddp_model, micro_batches, *rest)
-            assert reads.count == len(micro_batches)
-            return returned
-
-        def watched_step(run, taken):
-            step(run, taken)
-            results = taken.loss_sum, taken.tokens, taken.norm
-            assert all(isinstance(value, torch.Tensor) for value in results)
-
-        script.accumulate_gradient, script.train_step = watched, watched_step
-
-    ended = train("--grad-accum-steps", 3, "--max-steps", 2, changes=[watch])
-    assert ended.codes == [0, 0], ended.stderr
 
 
 @full

@@ -15,8 +15,9 @@ import torch
 from conftest import REPO, fork_ranks, load_script, results_of
 from helpers_01 import ask_to_stop_in, largest_difference, steps_in, wait_for
 from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_common import cli, models
+from dist_common import cli, job, models
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -32,7 +33,7 @@ KEYS = {
 PROOFS = re.compile(
     r"^ *# proofs: a copy deletes these lines\n.*?^ *# end of proofs\n", re.M | re.S
 )
-full = pytest.mark.full
+full, gpu_ready = pytest.mark.full, pytest.mark.gpu_ready
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,6 +91,54 @@ def train(run_script, tmp_path, request):
         return run_script(path, *arguments, *argv, world_size=ranks, before=before, **options)
 
     return run
+
+
+# a step, as a GPU would see it
+
+
+class HostReads(TorchDispatchMode):
+    """Count what makes the host wait for a device: numbers and sizes that leave a tensor."""
+
+    KINDS = (
+        torch.ops.aten._local_scalar_dense.default,  # item(), float(), `if tensor`
+        torch.ops.aten.nonzero.default,  # and so masks in brackets
+        torch.ops.aten.equal.default,
+    )
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in self.KINDS
+        return func(*args, **(kwargs or {}))
+
+
+def read_no_more_than(per_micro_batch):
+    """Return what fails a run whose steps read more, the optimizer's part included."""
+
+    def watch(script):
+        steps = job.Job.steps
+
+        def watched(self, *args, **options):
+            for step in steps(self, *args, **options):
+                with HostReads() as reads:
+                    yield step
+                assert reads.count == per_micro_batch * len(step.micro_batches)
+
+        job.Job.steps = watched
+
+    return watch
+
+
+@gpu_ready
+@pytest.mark.parametrize(
+    ("template", "per_micro_batch"),
+    # On the host, before a micro-batch leaves it: its tokens are counted, and where pairs differ in
+    # length it is cut to the longest. DeepSpeed's engine reads more, by itself.
+    [(DDP, 1), (FSDP, 1), (FINETUNE, 4)],
+)
+def test_a_step_reads_nothing_that_the_device_computes(train, template, per_micro_batch):
+    change = read_no_more_than(per_micro_batch)
+    ended = train(template, "--grad-accum-steps", 3, "--max-steps", 2, changes=[change])
+    assert ended.codes == [0, 0], ended.stderr
 
 
 # stopped, and resumed
