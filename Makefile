@@ -17,13 +17,14 @@ BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 # Some containers set it: then each process compiles PyTorch's sources anew, 2 to 5 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart bench frameworks test test-all lint install
+.PHONY: help quickstart bench frameworks test gpu-ready test-all lint install
 
 help:
 	@echo "make quickstart   install, train on real digits with 2 processes, show the result"
 	@echo "make bench        compare eight strategies on 2 processes: a minute or two on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
 	@echo "make test         install, lint, run the quick tests: about 5 minutes on 2 cores"
+	@echo "make gpu-ready    of these tests those that hold what a GPU would do, on a machine without one"
 	@echo "make test-all     the same, and every command of every page: what CI runs"
 	@echo "make lint         ruff and codespell"
 
@@ -71,6 +72,9 @@ $(FRAMEWORKS)/.installed: $(STAMP)
 
 test: lint
 	$(PYTEST) -m "not full"
+
+gpu-ready: $(STAMP)
+	$(PYTEST) -m gpu_ready
 
 test-all: lint $(FRAMEWORKS)/.installed
 	$(PYTEST)

@@ -174,6 +174,7 @@ def test_compiling_does_not_change_the_training(train, tmp_path):
     assert largest_difference(plain, folder) < 2e-5
 
 
+@pytest.mark.gpu_ready
 @full
 def test_compiling_the_model_or_ddp_cuts_the_graph_alike(on_ranks):
     """DDPOptimizer cuts the graph where buckets end, whichever of the two is compiled."""

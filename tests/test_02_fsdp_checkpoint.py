@@ -289,6 +289,7 @@ def test_dcp_itself_does_not_notice(run, saved):
     assert ended.codes in ([0], [1]), "as it happens: which bit it was decides"
 
 
+@pytest.mark.gpu_ready
 @pytest.mark.parametrize("gpu", [False, True])
 def test_an_async_save_copies_to_pinned_memory_where_there_is_a_gpu(monkeypatch, gpu):
     script = load_script(CHECKPOINT)

@@ -58,6 +58,7 @@ def every_layer_is_a_unit(script):
     script.modules_of = lambda model: [model.embedding, *model.blocks, model.norm, model.head]
 
 
+@pytest.mark.gpu_ready
 @FULL
 @pytest.mark.parametrize(("world_size", "accumulated"), [(2, 3), (4, 1)])
 def test_a_unit_sends_12_bytes_per_weight_in_float32_and_8_in_bf16(

@@ -107,6 +107,7 @@ def test_whatever_saves_memory_gives_the_gradient_of_one_process(
     assert names >= {GRADIENT, "loss", "gradient norm", "all-gathers per step"}
 
 
+@pytest.mark.gpu_ready
 @full
 @pytest.mark.parametrize(
     ("kind", "graphs"),

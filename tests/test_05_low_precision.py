@@ -63,6 +63,7 @@ def test_each_precision_trains_as_one_process_rounded_alike(run_script, tmp_path
     assert (folder / "low_precision_ranges.png").exists()
 
 
+@pytest.mark.gpu_ready
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
 def test_fsdp2_sends_in_the_dtypes_of_its_policy(on_ranks, world_size):
     """Blocks are gathered in forward and in backward, the rest once."""

@@ -175,6 +175,7 @@ def test_the_context_manager_ends_the_others_and_tells_once(tmp_path):
     assert "rank 1: ValueError: shard 7 is empty (test_dist_common.py:" in line
 
 
+@pytest.mark.gpu_ready
 def test_every_group_takes_the_timeout(tmp_path):
     """PyTorch gives 30 minutes to a group that was not told, a mesh's groups among them."""
 
