@@ -9,8 +9,8 @@ Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and 
 axis sends, which say what link it needs.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
-proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `split_batch`, `evaluate`),
-each with what uses it. A test deletes each and all, and runs the rest.
+proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `evaluate`), each
+with what uses it. A test deletes each and all, and runs the rest.
 
 Sources: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM (SC 2021); Liang et al., TorchTitan (2024); Grattafiori et al., The Llama 3 Herd of
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -42,14 +42,16 @@ from dist_common import checkpoint, cli, data, job, measure, models, runtime
 from dist_common.models import local
 from dist_common.report import Report
 
-AXES = ("pp", "dp", "cp", "tp")  # in the order of ranks: the last one's are neighbours
+# In the order of ranks: the last one's are neighbours. `whole` has one rank: what replicas, which
+# keep their weights whole, shard them over.
+AXES = ("pp", "dp", "cp", "whole", "tp")
 SCHEDULES = {  # and how many stages each rank has
     "gpipe": (pipelining.ScheduleGPipe, 1),
     "1f1b": (pipelining.Schedule1F1B, 1),
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
     "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
 }
-AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}
+COMPUTED_IN = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 
 
 @dataclass
@@ -65,11 +67,6 @@ class Run:
     schedule: object = None
     optimizer: torch.optim.Optimizer | None = None
     tokens: torch.Tensor | None = None  # of the step's global batch
-
-    @property
-    def mean_over(self):
-        """FSDP takes the mean over so many ranks, where a sum is meant."""
-        return 1 if self.job.args.data_parallel == "replicate" else self.data_mesh.size()
 
 
 def split_tensors(model, mesh):
@@ -117,27 +114,25 @@ def split_sequence(model, mesh, positions, seq_len):
 class Stage(nn.Module):
     """Some consecutive blocks; the first stage embeds the tokens, the last returns the loss."""
 
-    def __init__(self, model, number, stages, positions, precision):
+    def __init__(self, model, number, stages, positions):
         super().__init__()
         size = len(model.blocks) // stages
         self.number, self.config, self.positions = number, model.config, positions
         self.blocks = nn.ModuleList(model.blocks[number * size : (number + 1) * size])
         self.embedding = model.embedding if number == 0 else None
         self.norm, self.head = (model.norm, model.head) if number == stages - 1 else (None, None)
-        self.dtype = AUTOCAST[precision]
 
     def forward(self, x, targets=None):
         """Shapes: tokens (B, T / cp) or x (B, T / cp, D); returns such an x, or the loss (1,)."""
         config = self.config
         head_dim = config.dim // config.num_heads
         cos, sin = models.rotary_tables(self.positions, head_dim, config.rope_theta)
-        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None):
-            x = self.embedding(x) if self.embedding else x
-            for block in self.blocks:
-                x = block(x, cos, sin)
-            if self.head is None:
-                return x
-            logits = self.head(self.norm(x)).flatten(0, 1)  # (B T / cp, V)
+        x = self.embedding(x) if self.embedding else x
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        if self.head is None:
+            return x
+        logits = self.head(self.norm(x)).flatten(0, 1)  # (B T / cp, V)
         loss = F.cross_entropy(logits.float(), targets.flatten(), reduction="sum")
         return torch.stack([local(loss)])
 
@@ -149,11 +144,13 @@ def split_layers(run):
     schedule, per_rank = SCHEDULES[args.schedule]
     total = per_rank * args.pp
     tokens = torch.empty(args.micro_batch_size, len(run.positions), dtype=torch.long, device="meta")
-    between = torch.empty(*tokens.shape, run.model.config.dim, device="meta", requires_grad=True)
+    # Sent in the type that blocks compute in.
+    hidden, kind = (*tokens.shape, run.model.config.dim), COMPUTED_IN[args.precision]
+    between = torch.empty(hidden, dtype=kind, device="meta", requires_grad=True)
     loss = torch.empty(1, device="meta", requires_grad=True)
     piped = []
     for number in range(pp.get_local_rank(), total, args.pp):
-        stage = Stage(run.model, number, total, run.positions, args.precision)
+        stage = Stage(run.model, number, total, run.positions)
         run.stages.append(stage)
         shapes = {"input_args": between if number else tokens}
         shapes["output_args"] = between if stage.head is None else loss
@@ -162,30 +159,30 @@ def split_layers(run):
         )
 
     def mean_loss(loss, _):  # over the tokens of the global batch: each token counts alike
-        return loss / run.tokens * run.mean_over
+        return loss / run.tokens
 
     takes = piped[0] if per_rank == 1 else piped
     run.schedule = schedule(takes, args.grad_accum_steps, loss_fn=mean_loss, scale_grads=False)
 
 
 def split_batch(run):
-    """Data parallelism that shards: FSDP over the ranks that differ in samples or in tokens."""
+    """Data parallelism over the ranks that differ in samples or in tokens, in FSDP's units.
+
+    `replicate` leaves weights whole, and all-reduces gradients; the others shard.
+    """
+    args, compute = run.job.args, COMPUTED_IN[run.job.args.precision]
+    # Gathered and computed with in `compute`, added up over ranks in float32. The rotary tables
+    # stay float32: inputs are not cast.
+    policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
+    mesh = run.mesh["dp_cp", "whole"] if args.data_parallel == "replicate" else run.data_mesh
+    # grad-op gathers weights once per step; full once per micro-batch, and once more.
+    full = args.data_parallel == "full"
     for stage in run.stages:
-        for module in [*stage.blocks, stage]:
-            # grad-op gathers weights once per step; full once per micro-batch, and once more.
-            full = run.job.args.data_parallel == "full"
-            fully_shard(module, mesh=run.data_mesh, reshard_after_forward=full)
-
-
-def average_gradients(run):
-    """Data parallelism that replicates: sum what backward has left, over the same ranks."""
-    group = run.data_mesh.get_group()
-    sums = [
-        dist.all_reduce(local(parameter.grad), group=group, async_op=True)
-        for parameter in run.model.parameters()
-    ]
-    for handle in sums:
-        handle.wait()
+        for unit in [*stage.blocks, stage]:
+            fully_shard(unit, mesh=mesh, reshard_after_forward=full, mp_policy=policy)
+            # Gradients are summed, as a plain sum: the loss is divided by all ranks' tokens.
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 def summed_loss(run, drive, inputs, targets):
@@ -210,11 +207,7 @@ def accumulate_gradient(run, micro_batches):
     dist.all_reduce(run.tokens, group=run.mesh["dp"].get_group())
     inputs, targets = inputs.to(run.job.device), targets.to(run.job.device)
 
-    loss_sum = summed_loss(run, run.schedule.step, inputs, targets)
-
-    if run.job.args.data_parallel == "replicate":
-        average_gradients(run)
-    return loss_sum
+    return summed_loss(run, run.schedule.step, inputs, targets)
 
 
 def clip_gradients(run):
@@ -274,8 +267,7 @@ def build(run):
     if args.cp > 1:
         split_sequence(run.model, run.mesh, run.positions, args.seq_len)
     split_layers(run)
-    if args.data_parallel != "replicate":
-        split_batch(run)
+    split_batch(run)
     drop_other_stages(run.model, run.stages)
     run.model.to_empty(device=run.job.device)
     models.draw_weights(run.model, run.model.config, args.seed)
@@ -367,7 +359,8 @@ def set_up(args, report):
     config = models.preset(args.preset, args.seq_len)
     resolve_axes(args, world, config)
     # The last axis has neighbouring ranks: tp sends most, so it gets the fastest links.
-    mesh = init_device_mesh(device.type, (args.pp, args.dp, args.cp, args.tp), mesh_dim_names=AXES)
+    sizes = (args.pp, args.dp, args.cp, 1, args.tp)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     the_job, identity = job.on_text(args, report, mesh["dp"].get_local_rank(), args.dp)
     refuse(args)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)

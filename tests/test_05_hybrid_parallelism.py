@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 from helpers_01 import largest_difference, steps_in
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from advanced_parts import hybrid_parallelism as part
 from dist_common import models
@@ -49,7 +50,12 @@ LAYOUTS = [
     (2, "--cp 2", "cp"),
     (2, "--pp 2 --schedule interleaved", "pp"),
     (4, "--dp 2 --tp 2 --data-parallel grad-op", "tp dp"),
+    (2, "--pp 2 --precision bf16-mixed", "pp"),  # half the bytes
     *full(
+        (4, "--tp 2 --pp 2 --precision bf16-mixed", "tp pp"),
+        (6, "--tp 2 --dp 3 --data-parallel full --precision bf16-mixed", "tp dp"),
+        (4, "--cp 2 --pp 2 --schedule interleaved --precision bf16-mixed --data-parallel grad-op",
+            "cp pp"),
         (3, "--dp 3 --data-parallel full", "dp"),  # 3 divides no row count but that of ffn_dim
         (3, "--cp 3 --seq-len 33 --data-parallel grad-op --seed 5", "cp"),
         (6, "--tp 2 --dp 3 --data-parallel full --grad-accum-steps 2 --seed 2", "tp dp"),
@@ -66,7 +72,7 @@ LAYOUTS = [
         (8, "--tp 2 --cp 2 --pp 2 --schedule interleaved", "tp cp pp"),
         (8, "--dp 2 --cp 2 --tp 2", "tp cp dp"),
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("world_size", "layout", "sends"), LAYOUTS)
@@ -150,7 +156,12 @@ def test_a_checkpoint_of_other_data_is_refused_and_a_damaged_one_skipped(train, 
 
 
 def forget_the_all_reduce(script):
-    script.average_gradients = lambda run: None
+    shard = script.fully_shard
+    script.fully_shard = lambda unit, mesh, **options: shard(unit, mesh=mesh["whole"], **options)
+
+
+def gather_in_float32(script):
+    script.MixedPrecisionPolicy = lambda *_, **__: MixedPrecisionPolicy()
 
 
 def keep_own_part_of_the_gradient(script):
@@ -252,12 +263,14 @@ FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in 
         (reduce_each_matrix_apart, "--tp 2", "bytes sent by a rank along tp"),
         (step_further_on_rank_1, "--dp 2 --parity-steps 0", "copies differ"),
         *full(
+            (gather_in_float32, "--dp 2 --data-parallel grad-op --precision bf16-mixed",
+             "bytes sent by a rank along dp"),
             (keep_own_part_of_the_gradient, "--cp 2", "gradient: relative error"),
             (drop_a_micro_batch, "--pp 2", "loss"),
             (count_no_token, "--pp 2 --parity-steps 0", "tokens trained on"),
         ),
     ],
-)
+)  # fmt: skip
 def test_a_broken_axis_is_seen(train, sabotage, layout, failing):
     ended = train(layout, world_size=2, change=sabotage, codes=(1,))
     verdict = ended.stdout.splitlines()[-1]
@@ -302,11 +315,6 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
 def test_bad_input_gets_one_line(train, world_size, argv, says):
     ended = train(argv, world_size=world_size, codes=(2,))
     assert_one_line(ended, says, "hybrid_parallelism.py")
-
-
-@FULL
-def test_bfloat16_stays_near_one_process(train):
-    train("--tp 2 --pp 2 --precision bf16-mixed", world_size=4)
 
 
 @FULL

@@ -21,6 +21,7 @@ from dist_common.models import local
 # Relative, after AdamW's first step: it turns the rounding of a gradient's smallest numbers into
 # whole steps of the learning rate. Another batch or rate changes loss or norm by percents.
 TRAINED = 1e-3
+AXES = ("pp", "dp", "cp", "tp")
 
 
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
@@ -149,7 +150,8 @@ def expected_bytes(run):
     first = run.stages[0].embedding is not None
     last = run.stages[-1].head is not None
     rows = args.micro_batch_size * len(run.positions)  # tokens of a micro-batch on this rank
-    activations = 4 * rows * config.dim  # bytes, float32
+    width = 2 if args.precision == "bf16-mixed" else 4  # bytes of a number, but of gradients' sums
+    activations = width * rows * config.dim
     ring = RING_FACTOR["all_gather"]  # an all-reduce is two: a reduce-scatter and an all-gather
     # Two all-reduces in a block's forward (wo, down), two in backward (the inputs of q, k, v and of
     # gate, up); the embedding's columns gathered, which is half of one; the gradient of the head's
@@ -157,24 +159,24 @@ def expected_bytes(run):
     reduced = (4 * blocks + first / 2 + last) * activations + last * 3 * 4 * rows
     # k and v of (B, kv heads / tp, T, head_dim), gathered in forward, their gradients scattered.
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads) // args.tp
-    gathered = 2 * 4 * args.micro_batch_size * args.seq_len * kv_dim
+    gathered = 2 * width * args.micro_batch_size * args.seq_len * kv_dim
     # Activations leave all stages but the last, their gradients all but the first.
     crossings = sum((s.head is None) + (s.embedding is None) for s in run.stages)
     group = args.dp * args.cp
     if args.data_parallel == "replicate":
-        own = 4 * sum(local(weight).numel() for weight in run.model.parameters())
-        gradients = 2 * ring(group) * own
+        own = sum(local(weight).numel() for weight in run.model.parameters())
+        weights = 2 * ring(group) * 4 * own
     else:  # gradients scattered once; a rank has one of `group` parts of them, and of the weights
-        own = 4 * sum(padded_numel(weight, group, args.tp) for weight in run.model.parameters())
+        own = sum(padded_numel(weight, group, args.tp) for weight in run.model.parameters())
         # full frees weights after each forward: whatever comes next gathers them again.
         gathers = micro_batches + 1 if args.data_parallel == "full" else 1
-        gradients = (gathers + 1) * (group - 1) * own
+        weights = (gathers * width + 4) * (group - 1) * own
     sent = Counter({
         "tp": 2 * ring(args.tp) * micro_batches * reduced,
         "cp": 2 * ring(args.cp) * micro_batches * blocks * gathered,
         "pp": crossings * micro_batches * activations if args.pp > 1 else 0,
     })  # fmt: skip
-    sent[data_axis(args)] += gradients
+    sent[data_axis(args)] += weights
     return sent
 
 
@@ -188,7 +190,7 @@ def padded_numel(weight: DTensor, group: int, tp: int) -> int:
 def check_bytes(run, counter: TrafficCounter) -> None:
     """Compare what each axis sent in one step with the formula, on the rank that differs most."""
     report, expected = run.job.report, expected_bytes(run)
-    axes = {run.mesh[axis].get_group().group_name: axis for axis in run.mesh.mesh_dim_names}
+    axes = {run.mesh[axis].get_group().group_name: axis for axis in AXES}
     axes[run.data_mesh.get_group().group_name] = data_axis(run.job.args)
     sent = Counter()  # bytes of this rank, in rings
     for call in counter.collectives:
@@ -198,7 +200,7 @@ def check_bytes(run, counter: TrafficCounter) -> None:
     for axis, pairs in zip(expected, zip(*every_rank, strict=True), strict=True):
         measured, wanted = max(pairs, key=lambda pair: (abs(pair[0] - pair[1]), pair[0]))
         report.metrics["bytes_per_axis"][axis] = max(own for own, _ in pairs)
-        if run.job.args.precision == "32-true" and wanted:
+        if wanted:
             name, source = f"bytes sent by a rank along {axis}", "see combining.md"
             report.check(name, measured, wanted, round(0.001 * wanted), source)
 
@@ -206,7 +208,7 @@ def check_bytes(run, counter: TrafficCounter) -> None:
 def say_layout(run):
     """Print for each axis its size, the group of rank 0, and whether that group leaves a node."""
     rows = []
-    for axis in run.mesh.mesh_dim_names:  # in the order of ranks: the last one's are neighbours
+    for axis in AXES:
         group = run.mesh[axis].mesh.tolist()
         nodes = {rank // run.job.args.ranks_per_node for rank in group}
         link = "-" if len(group) == 1 else "within a node" if len(nodes) == 1 else "between nodes"
