@@ -9,8 +9,8 @@ Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and 
 axis sends, which say what link it needs.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
-proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `evaluate`), each
-with what uses it. A test deletes each and all, and runs the rest.
+proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `recompute`,
+`evaluate`), each with what uses it. A test deletes each and all, and runs the rest.
 
 Sources: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM (SC 2021); Liang et al., TorchTitan (2024); Grattafiori et al., The Llama 3 Herd of
@@ -37,8 +37,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dist_common import checkpoint, cli, data, job, measure, models, runtime
+from dist_common import checkpoint as checkpoints
+from dist_common import cli, data, job, measure, models, runtime
 from dist_common.models import local
 from dist_common.report import Report
 
@@ -51,6 +53,13 @@ SCHEDULES = {  # and how many stages each rank has
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
     "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
 }
+# What selective recomputation keeps: matrix products and attention, which take the time. It
+# computes norms and activation functions again, and sends again what full does.
+KEPT = [torch.ops.aten.mm.default] + [
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention",
+                 "flash_attention_for_cpu")
+]  # fmt: skip
 COMPUTED_IN = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 
 
@@ -109,6 +118,22 @@ def split_sequence(model, mesh, positions, seq_len):
 
     for block in model.blocks:
         block.attention.attend = attend
+
+
+def recompute(blocks, kind):
+    """Have backward compute each block's activations again: all of them, or those not KEPT.
+
+    Inside FSDP's unit, not around it: when backward gets there, it has gathered the weights.
+    """
+    keep = functools.partial(create_selective_checkpoint_contexts, KEPT)
+    options = {"context_fn": keep} if kind == "selective" else {}
+
+    def recomputed(forward):
+        # A plain function: torch.compile translates nothing of a partial, and says nothing.
+        return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False, **options)
+
+    for block in blocks if kind != "none" else ():
+        block.forward = recomputed(block.forward)
 
 
 class Stage(nn.Module):
@@ -174,7 +199,9 @@ def split_batch(run):
     # Gathered and computed with in `compute`, added up over ranks in float32. The rotary tables
     # stay float32: inputs are not cast.
     policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
-    mesh = run.mesh["dp_cp", "whole"] if args.data_parallel == "replicate" else run.data_mesh
+    mesh = run.data_mesh
+    if args.data_parallel == "replicate":
+        mesh = DeviceMesh._concatenate([mesh, run.mesh["whole"]])
     # grad-op gathers weights once per step; full once per micro-batch, and once more.
     full = args.data_parallel == "full"
     for stage in run.stages:
@@ -266,6 +293,7 @@ def build(run):
         split_tensors(run.model, run.mesh)
     if args.cp > 1:
         split_sequence(run.model, run.mesh, run.positions, args.seq_len)
+    recompute(run.model.blocks, args.activation_checkpointing)
     split_layers(run)
     split_batch(run)
     drop_other_stages(run.model, run.stages)
@@ -300,6 +328,8 @@ def parse_args():
     add("--data-parallel", choices=("replicate", "grad-op", "full"), default="replicate",
         help="all-reduce gradients, or FSDP over dp and cp (replicate)")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (1f1b)")
+    add("--activation-checkpointing", choices=("none", "full", "selective"), default="none",
+        help="what backward computes again of a block (none)")  # fmt: skip
     add("--ranks-per-node", type=positive, help="in the table of axes (as started)")
     return job.parse(parser, parity_steps=2)  # the second starts from what the first has left
 
@@ -344,6 +374,12 @@ def refuse(args):
             "error where FSDP frees weights between forward and a backward in two parts: use "
             "--data-parallel grad-op or replicate, or --schedule 1f1b or interleaved"
         )
+    if args.schedule == "zero-bubble" and args.activation_checkpointing != "none":
+        kind = f"--activation-checkpointing {args.activation_checkpointing}"
+        why = (
+            "each of the two parts of backward would compute blocks again: use none, or interleaved"
+        )
+        raise cli.UsageError(f"--schedule zero-bubble with {kind}: {why}")
     steps, schedule = f"--grad-accum-steps {args.grad_accum_steps}", f"--schedule {args.schedule}"
     if args.schedule != "gpipe" and args.grad_accum_steps < args.pp:
         few = f"{steps} is less than --pp {args.pp}"
@@ -371,7 +407,7 @@ def set_up(args, report):
     own = positions[mesh["cp"].get_local_rank()]
     run = Run(the_job, mesh, mesh["dp", "cp"]._flatten("dp_cp"), model, own)
     build(run)
-    the_job.store = checkpoint.Sharded(run.model, run.optimizer, whole, args.timeout)
+    the_job.store = checkpoints.Sharded(run.model, run.optimizer, whole, args.timeout)
     the_job.resume()
     return run
 

@@ -51,8 +51,11 @@ LAYOUTS = [
     (2, "--pp 2 --schedule interleaved", "pp"),
     (4, "--dp 2 --tp 2 --data-parallel grad-op", "tp dp"),
     (2, "--pp 2 --precision bf16-mixed", "pp"),  # half the bytes
+    (2, "--tp 2 --activation-checkpointing full", "tp"),
     *full(
-        (4, "--tp 2 --pp 2 --precision bf16-mixed", "tp pp"),
+        (4, "--tp 2 --cp 2 --activation-checkpointing selective", "tp cp"),
+        (4, "--cp 2 --pp 2 --schedule interleaved --activation-checkpointing full", "cp pp"),
+        (4, "--tp 2 --pp 2 --precision bf16-mixed --activation-checkpointing full", "tp pp"),
         (6, "--tp 2 --dp 3 --data-parallel full --precision bf16-mixed", "tp dp"),
         (4, "--cp 2 --pp 2 --schedule interleaved --precision bf16-mixed --data-parallel grad-op",
             "cp pp"),
@@ -160,6 +163,10 @@ def forget_the_all_reduce(script):
     script.fully_shard = lambda unit, mesh, **options: shard(unit, mesh=mesh["whole"], **options)
 
 
+def recompute_nothing(script):
+    script.recompute = lambda blocks, kind: None
+
+
 def gather_in_float32(script):
     script.MixedPrecisionPolicy = lambda *_, **__: MixedPrecisionPolicy()
 
@@ -265,6 +272,8 @@ FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in 
         *full(
             (gather_in_float32, "--dp 2 --data-parallel grad-op --precision bf16-mixed",
              "bytes sent by a rank along dp"),
+            (recompute_nothing, "--tp 2 --activation-checkpointing full",
+             "bytes sent by a rank along tp"),
             (keep_own_part_of_the_gradient, "--cp 2", "gradient: relative error"),
             (drop_a_micro_batch, "--pp 2", "loss"),
             (count_no_token, "--pp 2 --parity-steps 0", "tokens trained on"),
@@ -299,6 +308,8 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
             (2, "--tp 3", "--dp 1 x --tp 3 x --pp 1 x --cp 1 = 3 ranks, but 2 were started"),
             (2, "--schedule gpipe --pp 2 --cp 2", "= 4 ranks, but 2 were started"),
             (2, "--cp 2 --seq-len 33", "--cp 2 does not divide the 33 tokens of --seq-len"),
+            (2, "--pp 2 --schedule zero-bubble --activation-checkpointing full",
+             "each of the two parts of backward would compute blocks again"),
             (2, "--pp 2 --grad-accum-steps 1", "needs at least as many micro-batches as stages"),
             (2, "--pp 2 --schedule interleaved --grad-accum-steps 3", "is no multiple of it"),
             (2, "--dp 2 --global-batch-size 3", "--global-batch-size 3 must be --micro-batch-size"),

@@ -156,7 +156,8 @@ def expected_bytes(run):
     # Two all-reduces in a block's forward (wo, down), two in backward (the inputs of q, k, v and of
     # gate, up); the embedding's columns gathered, which is half of one; the gradient of the head's
     # input; and for each row the loss's maximum, sum of exponentials and target's logit.
-    reduced = (4 * blocks + first / 2 + last) * activations + last * 3 * 4 * rows
+    again = args.activation_checkpointing != "none"  # wo's once more: it ends before that of down
+    reduced = ((4 + again) * blocks + first / 2 + last) * activations + last * 3 * 4 * rows
     # k and v of (B, kv heads / tp, T, head_dim), gathered in forward, their gradients scattered.
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads) // args.tp
     gathered = 2 * width * args.micro_batch_size * args.seq_len * kv_dim
@@ -173,7 +174,7 @@ def expected_bytes(run):
         weights = (gathers * width + 4) * (group - 1) * own
     sent = Counter({
         "tp": 2 * ring(args.tp) * micro_batches * reduced,
-        "cp": 2 * ring(args.cp) * micro_batches * blocks * gathered,
+        "cp": (2 + again) * ring(args.cp) * micro_batches * blocks * gathered,
         "pp": crossings * micro_batches * activations if args.pp > 1 else 0,
     })  # fmt: skip
     sent[data_axis(args)] += weights

@@ -134,14 +134,11 @@ class FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def flash_attention(q, k, v):
-    """Call a GPU's kernel by name: on `meta` it has shapes, and `scaled_dot_product` no choice."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-
-
 def as_on_a_gpu(block: Block) -> None:
     """Have a block on `meta` call a GPU's attention, and keep of its norms what a GPU would."""
-    block.attention.attend = flash_attention
+    # By its name: on `meta` a GPU's kernel has shapes, `scaled_dot_product_attention` no choice.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    block.attention.attend = lambda q, k, v: kernel(q, k, v, 0.0, True)[0]
     for norm in (block.attention_norm, block.ffn_norm):
         norm.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), norm)
 
