@@ -11,9 +11,11 @@ Look for: which axis crosses which link, whether the memory fits, and which axis
 Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pipelines and order.
 """
 
+from dataclasses import replace
 from itertools import permutations
 
 from advanced_parts import combining as part
+from advanced_parts import layout_memory as memory
 from advanced_parts.layout_memory import MODELS, RECOMPUTE, SHARDINGS, Cluster, Job, Layout
 from advanced_parts.layout_traffic import RESERVE, Prediction, predict
 from dist_common import cli, runtime
@@ -112,6 +114,49 @@ def describe_memory(report: Report, job: Job, prediction: Prediction) -> None:
     stage = f"on a GPU of stage {prediction.stage}"
     total = ("sum", "", f"{prediction.memory_gib:.1f} GiB")
     report.table([*rows, total], ("part", stage, "memory"), names=2)
+
+
+def kept_by_the_template(config, layout: Layout) -> float:
+    """Return bytes per layer and token of a rank of cp that hybrid_parallelism.py keeps.
+
+    Its tp cuts matrices, but not the tokens between them: norms' inputs and outputs are whole. Its
+    cp gathers keys and values, and repeats them until each query head has its own.
+    """
+    if layout.recompute == "full":
+        return memory.BF16 * config.dim
+    inside = 2 * config.dim + 4 * config.ffn_dim  # queries, attention's output, SwiGLU's four
+    inside += 2 * (layout.cp * config.dim if layout.cp > 1 else memory.key_width(config))
+    norms = 4 * memory.BF16 * config.dim + 2 * memory.FP32
+    return norms + (memory.BF16 * inside + memory.FP32 * config.num_heads) / layout.tp
+
+
+def describe_template(report: Report, job: Job, prediction: Prediction) -> None:
+    """Say in a line what hybrid_parallelism.py lacks of the plan, and what it holds instead."""
+    layout, stage = prediction.layout, prediction.stage
+    lacks = {
+        "sequence parallelism": layout.tp > 1,
+        "flash attention across cp": layout.cp > 1,
+        "--recompute swiglu": layout.recompute == "swiglu",
+        "gradients reduced in each micro-batch": layout.sharding == "full",
+    }
+    missing = [name for name, needed in lacks.items() if needed]
+    if not missing:
+        report.say("hybrid_parallelism.py has all that this plan counts on")
+        return
+    weights = memory.weights_of_stage(job.config, layout, stage)
+    layers = memory.layers_of_stages(job.config.num_layers, layout.pp)[stage]
+    kept = layers * prediction.in_flight * kept_by_the_template(job.config, layout)
+    if layout.recompute == "full":  # and one layer whole while it is recomputed
+        kept += kept_by_the_template(job.config, replace(layout, recompute="none"))
+    instead = {
+        "weights": memory.BF16 * weights,  # all of the stage, until its last backward
+        "gradients": memory.FP32 * weights,
+        "activations": kept * job.tokens(layout),
+    }
+    held = sum((prediction.memory | instead).values()) / GIB
+    report.metrics["template_memory_gib"] = held
+    room = f"{held:.1f} of {prediction.memory_limit / GIB:.1f} GiB"
+    report.say(f"hybrid_parallelism.py has no {', no '.join(missing)}: it would hold {room}")
 
 
 def describe_step(report: Report, cluster: Cluster, prediction: Prediction) -> None:
@@ -283,6 +328,7 @@ def main():
         describe_traffic(report, job, best)
         describe_memory(report, job, best)
         describe_step(report, cluster, best)
+        describe_template(report, job, best)
         if args.cheaper:
             part.list_changes(report, job, cluster, best.layout)
         report.metrics |= {

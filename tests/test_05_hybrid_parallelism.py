@@ -1,16 +1,22 @@
 """Four axes at once: the gradient of one process, and the losses of module 01's template."""
 
 import shutil
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 from helpers_01 import largest_difference, steps_in
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from advanced_parts import hybrid_parallelism as part
+from advanced_parts import layout_memory
+from advanced_parts.kept_bytes import LiveBytes
 from dist_common import models
 from dist_common.job import Step
 
@@ -326,6 +332,53 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
 def test_bad_input_gets_one_line(train, world_size, argv, says):
     ended = train(argv, world_size=world_size, codes=(2,))
     assert_one_line(ended, says, "hybrid_parallelism.py")
+
+
+class Live(LiveBytes):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:  # it calls what it is made of, which then comes here
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def kept_by_a_block(tp, kind, tokens=1024):
+    """Return the bytes per token that one of tp ranks keeps of the template's block, of 70B."""
+    dist.destroy_process_group()  # the fork's own, of one rank
+    dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    script, config = load_script(HYBRID), replace(models.PRESETS["llama3-70b"], num_layers=1)
+    with torch.device("meta"):
+        model = models.Transformer(config).to(torch.bfloat16)  # as FSDP hands its weights over
+        x = torch.empty(1, tokens, config.dim, dtype=torch.bfloat16, requires_grad=True)
+        head_dim = config.dim // config.num_heads
+        tables = models.rotary_tables(torch.empty(tokens), head_dim, config.rope_theta)
+    layout_memory.as_on_a_gpu(model.blocks[0])
+    if tp > 1:
+        script.split_tensors(model, init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)))
+    script.recompute(model.blocks, kind)
+    with Live() as live:
+        out = model.blocks[0](x, *tables)
+    # The reshape after attention copies its heads side by side: a GPU's kernel writes them so.
+    copied = x.nbytes / tp if kind == "none" else 0
+    return (live.alive - out.nbytes + x.nbytes - copied) / tokens
+
+
+@pytest.mark.parametrize("tp", [8, pytest.param(1, marks=FULL)])
+def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp):
+    """At real size, on tensors without content. The plan itself cuts tokens too: it is less."""
+    config = models.PRESETS["llama3-70b"]
+    kept = {kind: in_a_fork(lambda kind=kind: kept_by_a_block(tp, kind))
+            for kind in ("none", "full", "selective")}  # fmt: skip
+    combining = load_script("05-advanced/combining.py")
+    for kind in ("none", "full"):
+        layout = layout_memory.Layout(tp=tp, recompute=kind)
+        assert kept[kind] == pytest.approx(combining.kept_by_the_template(config, layout), rel=1e-4)
+    planned = layout_memory.activation_bytes(config) / tp
+    assert (
+        (kept["none"] > 2 * planned)
+        if tp > 1
+        else (kept["none"] == pytest.approx(planned, rel=1e-4))
+    )
+    assert kept["full"] < kept["selective"] < kept["none"]
 
 
 @FULL
