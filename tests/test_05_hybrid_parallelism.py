@@ -382,6 +382,21 @@ def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp):
 
 
 @FULL
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_recomputed_block_is_still_one_graph(in_a_fork, kind):
+    def graphs():
+        from torch._dynamo.testing import CompileCounter
+
+        block, counter = models.Block(models.PRESETS["tiny"]), CompileCounter()
+        load_script(HYBRID).recompute([block], kind)
+        block.compile(backend=counter)
+        block(torch.randn(1, 8, 128), *models.rotary_tables(torch.arange(8), 32, 1e4))
+        return counter.frame_count
+
+    assert in_a_fork(graphs) == 1
+
+
+@FULL
 def test_a_loss_that_is_no_number_ends_the_run(train):
     ended = train("--pp 2 --lr 1e9 --max-steps 6", world_size=2, codes=(1,))
     assert "stopped: in step" in ended.stderr
