@@ -303,7 +303,7 @@ def build(run):
     for weight in run.model.parameters():
         by_mesh.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
     groups = [{"params": weights} for weights in by_mesh.values()]
-    run.optimizer = torch.optim.AdamW(groups, args.lr, (0.9, 0.95), weight_decay=0.1)
+    run.optimizer = torch.optim.AdamW(groups, args.lr, (0.9, 0.95), weight_decay=0.1, fused=True)
 
 
 def drop_other_stages(model, stages):

@@ -362,6 +362,7 @@ def kept_by_a_block(tp, kind, tokens=1024):
     return (live.alive - out.nbytes + x.nbytes - copied) / tokens
 
 
+@pytest.mark.gpu_ready
 @pytest.mark.parametrize("tp", [8, pytest.param(1, marks=FULL)])
 def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp):
     """At real size, on tensors without content. The plan itself cuts tokens too: it is less."""
@@ -381,6 +382,7 @@ def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp):
     assert kept["full"] < kept["selective"] < kept["none"]
 
 
+@pytest.mark.gpu_ready
 @FULL
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_a_recomputed_block_is_still_one_graph(in_a_fork, kind):

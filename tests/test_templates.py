@@ -133,7 +133,7 @@ def read_no_more_than(per_micro_batch):
     ("template", "per_micro_batch"),
     # On the host, before a micro-batch leaves it: its tokens are counted, and where pairs differ in
     # length it is cut to the longest. DeepSpeed's engine reads more, by itself.
-    [(DDP, 1), (FSDP, 1), (FINETUNE, 4)],
+    [(DDP, 1), (FSDP, 1), (HYBRID, 1), (FINETUNE, 4)],
 )
 def test_a_step_reads_nothing_that_the_device_computes(train, template, per_micro_batch):
     change = read_no_more_than(per_micro_batch)
