@@ -38,7 +38,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, job, measure, models, runtime
+from dist_common import cli, data, job, measure, models, output, runtime
 from dist_common.report import Report
 
 try:
@@ -317,18 +317,6 @@ def refuse(args, model, device):
     measure.require_memory(f"--model {args.model}", needed, world.world_size, device, world)
 
 
-def claim_folder(folder, flag):
-    """Make the empty folder that `flag` names, before days of training. Raises: UsageError."""
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        used = any(path.iterdir())
-    except OSError as error:
-        raise cli.UsageError(f"{flag} {folder} cannot be written: {error.strerror}") from error
-    if used:
-        raise cli.UsageError(f"{flag} {folder} is not empty: name another folder")
-
-
 def load_pairs(path):
     """Return (prompt, answer) of each line of JSON. Raises: UsageError naming the first bad one."""
     try:
@@ -477,7 +465,7 @@ def set_up(args, report):
         missing = data_too if args.model else "--model is missing: a Hugging Face folder"
         raise cli.UsageError(f"{missing}; --make-tiny DIR writes a tiny one")
     if args.export:
-        claim_folder(args.export, "--export")
+        output.claim_empty(args.export, "--export")
     runtime.seed_everything(args.seed)
     identity = data.settle_batch_sizes(args, world.world_size)
     pairs = load_pairs(args.text_file)
@@ -524,7 +512,7 @@ def set_up(args, report):
 
 def main():
     args = parse_args()
-    if (part := proofs()) and part.alone(args, load, claim_folder, prompt_ids, add_adapters):
+    if (part := proofs()) and part.alone(args, load, prompt_ids, add_adapters):
         return 0
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_finetune.py", args, world, device)

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, job, measure, models, runtime
+from dist_common import cli, data, hf, job, measure, models, runtime
 from dist_common.models import Transformer
 from dist_common.report import Report
 
@@ -239,11 +239,8 @@ def count_tokens(micro_batches, device):
 def train(run):
     """Take the steps that are left. The job evaluates, saves and stops between them."""
     steps = run.job.steps(evaluate=evaluate(run))
-    # proofs: a copy deletes these lines
-    from fsdp_parts import fsdp_transformer as part
-
-    steps = part.proven_steps(run, steps, accumulate_gradient)
-    # end of proofs
+    if part := proofs():
+        steps = part.proven_steps(run, steps, accumulate_gradient)
     for step in steps:
         tokens = count_tokens(step.micro_batches, run.device)
         loss_sum = accumulate_gradient(run, step.micro_batches, tokens)
@@ -264,9 +261,28 @@ def evaluate(run):
     return test_loss
 
 
+def export(run):
+    """Write the weights to --export-to, in files that transformers loads."""
+    args, group = run.args, run.job.store.group
+    hf.export(run.model, run.config, args.export_to, group, like=args.init_from)
+    if part := proofs():
+        part.check_files(run, args.export_to, "exported ")
+    run.job.report.say(f"exported to {args.export_to}")
+
+
+def proofs():
+    """Return what proves this script, or None."""
+    # proofs: a copy deletes these lines
+    from fsdp_parts import fsdp_transformer as part
+
+    return part
+    # end of proofs
+
+
 def parse_args():
     parser = cli.ArgumentParser(__doc__, resumes=True)
-    job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --lr, --save-every, ...
+    # --init-from, --export-to, --preset, --micro-batch-size, --lr, --save-every, ...
+    job.add_flags(parser, models.PRESETS, folders=True)
     add_flags(parser)
     return job.parse(parser)
 
@@ -317,7 +333,7 @@ def refuse(args, config, shards, world, device):
     where = torch.device("cpu") if args.cpu_offload else device
     # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments
     needed = 16 * config.num_parameters()
-    measure.require_memory(f"--preset {args.preset}", needed, shards, where, world)
+    measure.require_memory(hf.flag_of(args), needed, shards, where, world)
 
 
 def refuse_float8(device):
@@ -337,16 +353,15 @@ def refuse_float8(device):
 
 def describe(args, config):
     """Return in one line what is trained, and how."""
-    return (
-        f"{args.preset}: {config.num_parameters():,} weights; {args.sharding} sharding, "
-        f"{args.precision}, activation checkpointing {args.activation_checkpointing}"
-    )
+    size = f"{args.init_from or args.preset}: {config.num_parameters():,} weights"
+    recomputed = f"activation checkpointing {args.activation_checkpointing}"
+    return f"{size}; {args.sharding} sharding, {args.precision}, {recomputed}"
 
 
 def set_up(args, report):
     """Return the run: model, optimizer, data and its place in it, ready for the first step."""
     world, device = report.world, report.device
-    config = models.preset(args.preset, args.seq_len)
+    config = hf.settle_shape(args)
     shards = shards_of(args.sharding, args.shard_group_size, world)
     the_job, identity = job.on_text(args, report, world.rank, world.world_size)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
@@ -357,8 +372,7 @@ def set_up(args, report):
     with torch.device("meta"):  # names and shapes of the whole model
         whole = Transformer(config).state_dict()
     the_job.store = checkpoints.Sharded(model, optimizer, whole, args.timeout)
-    if not the_job.resume():
-        models.draw_weights(model, config, args.seed)
+    hf.first_weights(the_job, model, config)
     return Run(args, device, config, model, optimizer, the_job, shards)
 
 
@@ -368,10 +382,12 @@ def main():
     with runtime.init(args.device, args.timeout, cpu_tensors=args.cpu_offload) as (world, device):
         report = Report("02-fsdp/fsdp_transformer.py", args, world, device)
         run = set_up(args, report)
-        if run.job.done:
+        if run.job.done and hf.exported(args.export_to):
             report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
             return 0
         train(run)
+        if args.export_to and run.job.done and not report.failed:
+            export(run)
         return report.finish(run.job.summary)
 
 

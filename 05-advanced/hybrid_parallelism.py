@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, job, measure, models, runtime
+from dist_common import cli, data, hf, job, measure, models, runtime
 from dist_common.models import local
 from dist_common.report import Report
 
@@ -270,11 +270,8 @@ def train_step(run, step):
 def train(run):
     """Take the steps that are left. The job evaluates, saves and stops between them."""
     steps = run.job.steps(evaluate=evaluate(run))
-    # proofs: a copy deletes these lines
-    from advanced_parts import hybrid_parallelism as part
-
-    steps = part.proven_steps(run, steps, accumulate_gradient)
-    # end of proofs
+    if part := proofs():
+        steps = part.proven_steps(run, steps, accumulate_gradient)
     for step in steps:
         train_step(run, step)
 
@@ -286,8 +283,26 @@ def evaluate(run):
     return functools.partial(run.job.evaluate, run.model, loss_of, rows)
 
 
+def export(run):
+    """Write the weights to --export-to, in files that transformers loads."""
+    args, group = run.job.args, run.job.store.group
+    hf.export(run.model, run.model.config, args.export_to, group, like=args.init_from)
+    if part := proofs():
+        part.check_files(run, args.export_to, "exported ")
+    run.job.report.say(f"exported to {args.export_to}")
+
+
+def proofs():
+    """Return what proves this script, or None."""
+    # proofs: a copy deletes these lines
+    from advanced_parts import hybrid_parallelism as part
+
+    return part
+    # end of proofs
+
+
 def build(run):
-    """Cut the model along every axis before any weight exists; then draw this rank's weights."""
+    """Cut the model along every axis, and only then give this rank memory for its part."""
     args = run.job.args
     if args.tp > 1:
         split_tensors(run.model, run.mesh)
@@ -298,7 +313,6 @@ def build(run):
     split_batch(run)
     drop_other_stages(run.model, run.stages)
     run.model.to_empty(device=run.job.device)
-    models.draw_weights(run.model, run.model.config, args.seed)
     by_mesh = {}  # an optimizer's kernel takes tensors of one mesh at a time
     for weight in run.model.parameters():
         by_mesh.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
@@ -319,7 +333,8 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__, resumes=True)
     # The others tie the embedding to the output layer, which stand on different stages.
     untied = [name for name, config in models.PRESETS.items() if not config.tied_embeddings]
-    job.add_flags(parser, untied)  # --preset, --micro-batch-size, --lr, --save-every, ...
+    # --init-from, --export-to, --preset, --micro-batch-size, --lr, --save-every, ...
+    job.add_flags(parser, untied, folders=True)
     add, positive = parser.add_argument, cli.positive_int
     add("--dp", type=positive, help="ranks of data parallelism (what the other axes leave)")
     add("--tp", type=positive, default=1, help="ranks of tensor parallelism (1)")
@@ -348,7 +363,7 @@ def resolve_axes(args, world, config):
         raise cli.UsageError(f"{axes} = {product} ranks, but {world.world_size} were started")
     per_rank = SCHEDULES[args.schedule][1]
     several = f" ({per_rank} stages per rank)" if per_rank > 1 else ""
-    of_model = f"of --preset {args.preset}"
+    of_model = f"of {hf.flag_of(args)}"
     cuts = [  # what --tp cuts besides, heads and embedding, are multiples of the first
         (f"--tp {args.tp}", args.tp, config.num_kv_heads, f"key and value heads {of_model}"),
         (f"--tp {args.tp}", args.tp, config.ffn_dim, f"columns of the feed-forward {of_model}"),
@@ -363,8 +378,11 @@ def resolve_axes(args, world, config):
         args.grad_accum_steps = args.pp  # a pipeline of fewer micro-batches has idle stages
 
 
-def refuse(args):
+def refuse(args, config):
     """Refuse what PyTorch gets wrong without an error, and what has no stages to fill."""
+    if config.tied_embeddings:
+        why = "its embedding is the output layer too, and these stand on different stages"
+        raise cli.UsageError(f"{hf.flag_of(args)}: {why}")
     if args.precision == "16-mixed":
         why = "needs a loss scaler over all stages: use bf16-mixed"
         raise cli.UsageError(f"--precision 16-mixed {why}")
@@ -392,15 +410,15 @@ def refuse(args):
 def set_up(args, report):
     """Return the run: mesh, stages, schedule, optimizer and data, ready for the first step."""
     world, device = report.world, report.device
-    config = models.preset(args.preset, args.seq_len)
+    config = hf.settle_shape(args)
     resolve_axes(args, world, config)
     # The last axis has neighbouring ranks: tp sends most, so it gets the fastest links.
     sizes = (args.pp, args.dp, args.cp, 1, args.tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     the_job, identity = job.on_text(args, report, mesh["dp"].get_local_rank(), args.dp)
-    refuse(args)
+    refuse(args, config)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
-    report.start(f"{args.preset}: {config.num_parameters():,} weights", identity)
+    report.start(f"{args.init_from or args.preset}: {config.num_parameters():,} weights", identity)
     with torch.device("meta"):
         model, whole = models.Transformer(config), models.Transformer(config).state_dict()
     positions = torch.arange(args.seq_len, device=device).chunk(args.cp)
@@ -408,7 +426,7 @@ def set_up(args, report):
     run = Run(the_job, mesh, mesh["dp", "cp"]._flatten("dp_cp"), model, own)
     build(run)
     the_job.store = checkpoints.Sharded(run.model, run.optimizer, whole, args.timeout)
-    the_job.resume()
+    hf.first_weights(the_job, run.model, config)
     return run
 
 
@@ -417,10 +435,12 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/hybrid_parallelism.py", args, world, device)
         run = set_up(args, report)
-        if run.job.done:
+        if run.job.done and hf.exported(args.export_to):
             report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
             return 0
         train(run)
+        if args.export_to and run.job.done and not report.failed:
+            export(run)
         return report.finish(run.job.summary)
 
 

@@ -29,7 +29,7 @@ OLD_FORMAT = "in the format of an older version of this guide: start anew"
 NO_TEMPLATE = "of another script, or of an older version of this guide: start anew"
 # Flags that do not change the weights: a resumed run may change them without a word.
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every",
-        "eval_every", "save_every", "parity_steps"}  # fmt: skip
+        "eval_every", "save_every", "parity_steps", "export_to"}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -165,6 +165,11 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
                 f"--{name.replace('_', '-')} is {new[name]} here and {old[name]} in the "
                 "checkpoint: its place in the data would mean nothing"
             )
+    if old.get("shape") != new.get("shape"):  # of --init-from's folder; of a preset it is None
+        raise UsageError(
+            f"--init-from is {new.get('init_from')} here and {old.get('init_from')} in the "
+            "checkpoint, and their shapes differ"
+        )
     changed = [name for name in new if old.get(name) != new[name]]
     changes = [f"{name} {old.get(name)} -> {new[name]}" for name in changed]
     return f"changed since then: {', '.join(changes) or 'nothing'}"
@@ -280,7 +285,9 @@ def find(directory: Path, report: Report, store: Store) -> tuple[Path, dict[str,
     """Return folder and manifest of the newest checkpoint that `store` can read. A collective."""
 
     def problem(facts: dict[str, Any]) -> str | None:
-        return store.problem(facts) if "rng.pt" in facts["files"] else NO_TEMPLATE
+        if "rng.pt" not in facts["files"]:
+            return facts.get("instead", NO_TEMPLATE)
+        return store.problem(facts)
 
     return newest(directory, report, problem, store.group, store.alone)
 

@@ -21,16 +21,25 @@ from dist_common.report import Report
 from dist_common.runtime import gather
 
 
-def add_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
-    """Add the flags of the one job, and those of its loop."""
-    add_task_flags(parser, presets)
+def add_flags(parser: ArgumentParser, presets: Collection[str], folders: bool = False) -> None:
+    """Add the flags of the one job, those of its loop, and of `folders` of Hugging Face's."""
+    add_task_flags(parser, presets, folders)
     add_loop_flags(parser)
+    if folders:
+        parser.add_argument("--export-to", metavar="FOLDER",
+            help="write the trained weights for transformers, to an empty folder")  # fmt: skip
 
 
-def add_task_flags(parser: ArgumentParser, presets: Collection[str]) -> None:
+def add_task_flags(
+    parser: ArgumentParser, presets: Collection[str], init_from: bool = False
+) -> None:
     """Add the flags that say what is trained: model, data, order, schedule."""
     add, positive = parser.add_argument, positive_int
-    add("--preset", choices=presets, default="tiny", help="size of the model (tiny)")
+    model = parser.add_mutually_exclusive_group()
+    if init_from:
+        model.add_argument("--init-from", metavar="FOLDER",
+            help="take shape and weights of a Hugging Face folder")  # fmt: skip
+    model.add_argument("--preset", choices=presets, default="tiny", help="size of the model (tiny)")
     add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
     add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
     add("--micro-batch-size", type=positive, default=8, help="sequences per rank at a time (8)")
@@ -62,7 +71,8 @@ def parse(parser: ArgumentParser, parity_steps: int = 1) -> argparse.Namespace:
     """Parse, and set what depends on other flags. Raises: UsageError for a contradiction."""
     args = parser.parse_args()
     if args.parity_steps is None and "preset" in args:  # without one the script's proofs settle it
-        args.parity_steps = parity_steps if args.preset == "tiny" else 0
+        small = args.preset == "tiny" and not getattr(args, "init_from", None)
+        args.parity_steps = parity_steps if small else 0
     if args.tensorboard and not args.output_dir:
         parser.error("--tensorboard needs --output-dir, the folder to write to")
     return args

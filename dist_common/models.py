@@ -52,7 +52,11 @@ PRESETS = {
 
 def preset(name: str, seq_len: int) -> TransformerConfig:
     """Return a preset that can read --seq-len tokens. Raises: UsageError when it cannot."""
-    config = PRESETS[name]
+    return able_to_read(PRESETS[name], seq_len)
+
+
+def able_to_read(config: TransformerConfig, seq_len: int) -> TransformerConfig:
+    """Return a config that can read --seq-len tokens. Raises: UsageError when it cannot."""
     if seq_len > config.max_seq_len:
         raise UsageError(f"--seq-len must be at most {config.max_seq_len}")
     return config

@@ -15,14 +15,13 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from dist_common import cli, data, runtime
+from dist_common import cli, data, output, runtime
 from dist_common.cli import UsageError
 from dist_common.job import Step
 from dist_common.lab import proofs
 from dist_common.lab.figure import figure
-from dist_common.lab.proofs import TOLERANCE
+from dist_common.lab.proofs import TOLERANCE, count_equal_in_files
 from dist_common.measure import GIB
-from fsdp_parts.fsdp_to_hf import count_equal_in_files
 from fsdp_parts.fsdp_transformer import compare_with_one_process, micro_batches_of
 from fsdp_parts.sharding import gathered, held_bytes, put
 
@@ -49,7 +48,7 @@ def add_flags(parser: cli.ArgumentParser) -> None:
     add("--world-size", type=positive, default=8, help="ranks of a dry run (8)")
 
 
-def alone(args, load: Callable, claim_folder: Callable, prompt_ids: Callable, adapt) -> bool:
+def alone(args, load: Callable, prompt_ids: Callable, adapt) -> bool:
     """Do what --make-tiny, --ask or --dry-run says, in this one process; return if one did."""
     given = [name for name in ("make_tiny", "ask", "dry_run") if getattr(args, name)]
     if not given:
@@ -58,7 +57,7 @@ def alone(args, load: Callable, claim_folder: Callable, prompt_ids: Callable, ad
         flag = "--" + given[0].replace("_", "-")
         raise UsageError(f"{flag} is one process: start it with python, not torchrun")
     if args.make_tiny:
-        claim_folder(args.make_tiny, "--make-tiny")
+        output.claim_empty(args.make_tiny, "--make-tiny")
         make_tiny(args.make_tiny, args.seed)
         print(*sorted(path.name for path in Path(args.make_tiny).iterdir()))
         return True

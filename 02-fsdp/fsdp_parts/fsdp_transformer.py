@@ -2,12 +2,11 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from dist_common import data, models, runtime
+from dist_common import data
 from dist_common.job import Job, Step
 from dist_common.lab import proofs, traffic
 from dist_common.models import TransformerConfig
@@ -37,8 +36,19 @@ def expected_collectives(
 
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
     """Yield the run's steps between the proofs."""
-    before = partial(check_gradient, run, accumulate_gradient)
+
+    def before() -> None:
+        check_gradient(run, accumulate_gradient)
+        if run.args.init_from and not run.job.found:
+            check_files(run, run.args.init_from)
+
     return proofs.proven_steps(run.job, steps, run.model, run.optimizer, before, lambda: None)
+
+
+def check_files(run, folder: str, kind: str = "") -> None:
+    """Compare the weights in a folder's files with this rank's shards."""
+    group = run.job.store.group
+    proofs.same_as_files(run.job.report, run.model, run.config, folder, group, kind)
 
 
 def check_gradient(run, accumulate_gradient: Callable) -> None:
@@ -58,8 +68,7 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
         with traffic.TrafficCounter() as counter:
             loss = accumulate_gradient(run, micro_batches_of(run.job, items), tokens)
         if parity:
-            runtime.seed_everything(args.seed)
-            alone = models.Transformer(run.config).to(run.device)
+            alone = proofs.whole_model(args, run.config, run.device)
             compare_with_one_process(run.job, run.model, alone, items, tokens, loss)
         run.optimizer.zero_grad()
     replicas = dist.get_world_size() // run.shards

@@ -27,10 +27,21 @@ AXES = ("pp", "dp", "cp", "tp")
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
     """Say where each rank is; yield the run's steps between the proofs."""
     say_layout(run)
-    before = partial(check_gradient, run, accumulate_gradient)
+
+    def before() -> None:
+        check_gradient(run, accumulate_gradient)
+        if run.job.args.init_from and not run.job.found:
+            check_files(run, run.job.args.init_from)
+
     after = partial(check_replicas, run)
     compared = same_steps(run, steps)
     yield from proofs.proven_steps(run.job, compared, run.model, run.optimizer, before, after)
+
+
+def check_files(run, folder: str, kind: str = "") -> None:
+    """Compare the weights in a folder's files with this rank's parts."""
+    group = run.job.store.group
+    proofs.same_as_files(run.job.report, run.model, run.model.config, folder, group, kind)
 
 
 def check_gradient(run, accumulate_gradient: Callable) -> None:
@@ -60,8 +71,7 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
 def one_process(run) -> tuple[models.Transformer, torch.optim.AdamW]:
     """Return the whole model and its optimizer: drawn from the seed, or of the checkpoint."""
     job = run.job
-    runtime.seed_everything(job.args.seed)
-    model = models.Transformer(run.model.config).to(job.device)
+    model = proofs.whole_model(job.args, run.model.config, job.device)
     optimizer = torch.optim.AdamW(model.parameters(), job.args.lr, (0.9, 0.95), weight_decay=0.1)
     if job.found:
         store = copy.copy(job.store)

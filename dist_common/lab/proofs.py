@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
 
+from dist_common import hf
 from dist_common.data import collate
 from dist_common.job import Job, Step
 from dist_common.lab.traffic import StepProbe, TrafficCounter
-from dist_common.models import cut_like, local
+from dist_common.models import Transformer, cut_like, local
 from dist_common.report import Report
-from dist_common.runtime import gather
+from dist_common.runtime import gather, seed_everything
 
 # Relative. fp32 sums in another order differ in the last bits; bfloat16 keeps 8 bits.
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}
@@ -93,6 +96,44 @@ def same_losses(
 ) -> None:  # fmt: skip
     """Check the losses of some steps against those of a reference. Shapes: (steps,) both."""
     report.check(name, (losses - expected).abs().max().item(), 0, tolerance, source)
+
+
+@torch.no_grad()
+def count_equal_in_files(weights: dict[str, torch.Tensor], folder, group) -> int:
+    """Return how many weights, sharded or not, have these values in safetensors files.
+
+    A collective: each rank reads again what it holds, and needs memory for that.
+    """
+    read = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
+
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), process_group=group)
+
+    own = {name: torch.equal(local(read[name]), local(weights[name])) for name in weights}
+    ranks = gather(own, group)
+    return sum(all(rank.get(name, True) for rank in ranks) for name in set().union(*ranks))
+
+
+def same_as_files(report, model: nn.Module, config, folder, group, kind="") -> None:
+    """Check that each rank's shards have the values of a folder's files, weight by weight."""
+    named = hf.to_hf(dcp_state.get_model_state_dict(model), config)
+    equal = count_equal_in_files(named, folder, group)
+    with torch.device("meta"):
+        weights = len(list(Transformer(config).parameters()))  # tied ones once
+    report.check(f"{kind}weights equal in the files", equal, weights, 0, "the sharded model")
+
+
+def whole_model(args, config, device) -> Transformer:
+    """Return the model with a run's first weights: drawn, or as transformers reads a folder."""
+    seed_everything(args.seed)
+    model = Transformer(config).to(device)
+    if getattr(args, "init_from", None):
+        from transformers import LlamaForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        theirs = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
+        model.load_state_dict(hf.from_hf(theirs.state_dict(), config))
+    return model
 
 
 def same_weights(report: Report, model: nn.Module) -> None:

@@ -1,0 +1,226 @@
+"""Weights to and from a folder in Hugging Face's format: each rank has its shards alone."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files_on_every_rank,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dist_common import models, output
+from dist_common.cli import UsageError
+from dist_common.job import Job
+from dist_common.models import TransformerConfig
+
+HF_NAMES = {
+    "embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+HF_SHAPE = {
+    "vocab_size": "vocab_size", "hidden_size": "dim", "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads", "max_position_embeddings": "max_seq_len",
+    "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied_embeddings",
+}  # fmt: skip
+# What our model has no field for: only what a Llama of version 1 to 3 has can be read.
+VARIANTS = ("model_type", "hidden_act", "rope_parameters", "attention_bias", "mlp_bias",
+            "attention_dropout", "quantization_config", "head_dim")  # fmt: skip
+OTHER_FILES = (".json", ".txt", ".model", ".jinja")  # of a folder: the tokenizer's
+BYTES = 256  # tokens that a text has
+
+
+def hf_name(name: str) -> str:
+    """Return Hugging Face's name of one of our weights: "blocks.3.up.weight" and the like."""
+    _, layer, part = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)\.weight", name).groups()
+    prefix = f"model.layers.{layer}." if layer else ""
+    return f"{prefix}{HF_NAMES[part]}.weight"
+
+
+def to_hf(weights: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict:
+    """Return weights, sharded or not, under Hugging Face's names; a tied head is left out.
+
+    No row moves: both turn dim i of a head with dim i + head_dim / 2.
+    """
+    tied = {"head.weight"} if config.tied_embeddings else set()
+    return {hf_name(name): tensor for name, tensor in weights.items() if name not in tied}
+
+
+def from_hf(named: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict:
+    """Return weights under our names, the inverse of `to_hf`: a tied head is the embedding."""
+    parts = {theirs: ours for ours, theirs in HF_NAMES.items()}
+    weights = {}
+    for name, tensor in named.items():
+        _, layer, part = re.fullmatch(r"(model\.layers\.(\d+)\.)?(.+)\.weight", name).groups()
+        prefix = f"blocks.{layer}." if layer else ""
+        weights[f"{prefix}{parts[part]}.weight"] = tensor
+    if config.tied_embeddings:
+        weights["head.weight"] = weights["embedding.weight"]
+    return weights
+
+
+def hf_config(config: TransformerConfig) -> Any:
+    """Return transformers' LlamaConfig of our config. Raises: UsageError without transformers."""
+    return llama_config()(
+        **{theirs: getattr(config, ours) for theirs, ours in HF_SHAPE.items()},
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+
+
+def llama_config() -> type:
+    """Return the class of transformers that a config.json is read with."""
+    try:
+        from transformers import LlamaConfig
+    except ImportError as error:
+        raise UsageError(f"{error}: pip install transformers") from error
+    return LlamaConfig
+
+
+def config_of(folder: Path, expected: TransformerConfig | None = None) -> TransformerConfig:
+    """Return our config of a folder's config.json: `expected`, if it is given.
+
+    Raises: UsageError, naming one field, for what is not so or what our model does not have.
+    """
+    path = Path(folder) / "config.json"
+    kind = llama_config()
+    try:
+        theirs = kind(**json.loads(path.read_text()))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except Exception as error:  # of transformers' own kinds too
+        raise UsageError(f"{path} describes no Llama: {error}") from error
+    fields = {ours: getattr(theirs, name) for name, ours in HF_SHAPE.items()}
+    theta = (theirs.rope_parameters or {}).get("rope_theta", 1e4)
+    config = expected or TransformerConfig(**fields, rope_theta=theta)
+    ours = hf_config(config)
+    for name in (*VARIANTS, *HF_SHAPE):
+        here, there = getattr(ours, name, None), getattr(theirs, name, None)
+        if here != there:
+            whose = "--preset" if expected else "our model"
+            raise UsageError(f"{path}: {name} is {there}, not {here} as {whose} has it")
+    return config
+
+
+def flag_of(args) -> str:
+    """Return the flag that says the model's shape."""
+    return f"--init-from {args.init_from}" if args.init_from else f"--preset {args.preset}"
+
+
+def settle_shape(args) -> TransformerConfig:
+    """Return the config of --init-from's folder, or of --preset; `args` get the folder's shape.
+
+    Raises: UsageError when it cannot be read, or cannot read --seq-len tokens.
+    """
+    if not args.init_from:
+        return models.preset(args.preset, args.seq_len)
+    config = config_of(args.init_from)
+    args.preset, args.shape = None, vars(config)
+    if config.vocab_size < BYTES:
+        few = f"--init-from {args.init_from}: vocab_size is {config.vocab_size}"
+        raise UsageError(f"{few}: a token here is a byte, which takes {BYTES}")
+    return models.able_to_read(config, args.seq_len)
+
+
+def load(model: torch.nn.Module, config: TransformerConfig, folder, group) -> None:
+    """Fill a model from a folder's safetensors files, each rank its own shards. A collective.
+
+    Raises: UsageError for a weight that is missing or of another shape, and for a damaged file.
+    """
+    named = to_hf(dcp_state.get_model_state_dict(model), config)
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    try:
+        dcp.load(named, storage_reader=reader, process_group=group)
+    except CheckpointException as error:  # a BaseException
+        rank, (cause, *_) = error.failures.popitem()
+        raise UsageError(f"{folder}: rank {rank}: {cause}") from error
+    dcp_state.set_model_state_dict(model, from_hf(named, config))
+
+
+def file_of_each(named: Mapping[str, torch.Tensor], max_shard_bytes: int) -> dict[str, int]:
+    """Deal weights, in their order, to files of at most that many bytes: name -> 1, 2, 3 ...
+
+    A weight that is larger gets a file of its own. Of a sharded weight the whole counts.
+    """
+    number, filled, files = 1, 0, {}
+    for name, tensor in named.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > max_shard_bytes:
+            number, filled = number + 1, 0
+        files[name] = number
+        filled += size
+    return files
+
+
+def first_weights(job: Job, model: torch.nn.Module, config: TransformerConfig) -> None:
+    """Fill a sharded model: from its own checkpoint, from --init-from, or drawn by --seed.
+
+    And claim --export-to's folder, unless this run has ended and filled it. A collective.
+    """
+    args = job.args
+    resumed = job.resume()
+    if args.export_to and not (job.done and exported(args.export_to)):
+        output.claim_empty(args.export_to, "--export-to")
+    if resumed:
+        return
+    if args.init_from:
+        load(model, config, args.init_from, job.store.group)
+    else:
+        models.draw_weights(model, config, args.seed)
+
+
+def exported(folder: str | None) -> bool:
+    """Say whether there is nothing to export: no folder, or one that `export` has filled."""
+    return not folder or Path(folder, "config.json").exists()
+
+
+def export(
+    model: torch.nn.Module, config: TransformerConfig, folder, group,
+    max_shard_bytes: int = 5 * 10**9, like: str | None = None,
+) -> int:  # fmt: skip
+    """Write config.json, safetensors files and their index for transformers; return the files.
+
+    A collective of all ranks that hold `model` (FSDP, tensor or pipeline parallelism, DDP or
+    plain), on a disk that they share; `group` is a gloo group of them. Each byte is written twice
+    and read once. What the folder `like` has beside weights goes with them, as its tokenizer.
+    """
+    folder, partial = Path(folder), Path(f"{folder}.partial")
+    parts = partial / "sharded"
+    named = to_hf(dcp_state.get_model_state_dict(model), config)
+    named = {name: tensor.detach().float() for name, tensor in named.items()}
+    with torch.device("meta"):  # a rank may hold a stage of the model
+        whole = to_hf(models.Transformer(config).state_dict(), config)
+    files = file_of_each(whole, max_shard_bytes)
+    if dist.get_rank(group) == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        parts.mkdir(parents=True)
+    dist.barrier(group)
+    writer = dcp.HuggingFaceStorageWriter(str(parts), files, save_distributed=True)
+
+    dcp.save(named, storage_writer=writer, process_group=group)
+
+    # Not the writer's own enable_consolidation: rank 0 would do it all, the others wait for it.
+    consolidate_safetensors_files_on_every_rank(parts, partial, files, process_group=group)
+    if dist.get_rank(group) == 0:
+        shutil.rmtree(parts)
+        for path in Path(like).iterdir() if like else []:
+            if path.suffix in OTHER_FILES and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, partial / path.name)
+        about = llama_config().from_pretrained(like) if like else hf_config(config)
+        about.dtype = "float32"
+        about.save_pretrained(partial)
+        partial.rename(folder)
+    dist.barrier(group)
+    return max(files.values())
