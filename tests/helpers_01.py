@@ -93,6 +93,22 @@ def at_random_step(folder: Path, act):
     return wait_and_act
 
 
+def die_in(step):
+    """End all ranks at once in that step, as a kill -9 or a power cut does."""
+
+    def before(script):
+        record = job.Step.record
+
+        def killed(self, *results):
+            if self.number == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            record(self, *results)
+
+        job.Step.record = killed
+
+    return before
+
+
 def ask_to_stop_in(step: int):
     """Send SIGTERM from within that step: to test what follows, not when it comes."""
 

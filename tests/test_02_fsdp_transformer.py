@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import sys
@@ -12,11 +11,11 @@ import sys
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
-from helpers_01 import ask_to_stop_in
+from helpers_01 import ask_to_stop_in, die_in
 from helpers_02 import quick
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_common import job, models
+from dist_common import models
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -309,22 +308,6 @@ RUN = (
     "--seq-len", 32, "--micro-batch-size", 2, "--global-batch-size", 12, "--max-steps", 8,
     "--warmup-steps", 2, "--save-every", 3, "--log-every", 3, "--parity-steps", 0,
 )  # fmt: skip
-
-
-def die_in(step):
-    """End all ranks at once in that step, as a kill -9 or a power cut does."""
-
-    def before(script):
-        record = job.Step.record
-
-        def killed(self, *results):
-            if self.number == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            record(self, *results)
-
-        job.Step.record = killed
-
-    return before
 
 
 @functools.cache

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, fork_ranks, load_script, results_of
-from helpers_01 import ask_to_stop_in, largest_difference, steps_in, wait_for
+from conftest import REPO, assert_one_line, fork_ranks, load_script, results_of
+from helpers_01 import ask_to_stop_in, die_in, largest_difference, steps_in, wait_for
 from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_common import cli, job, models
+from dist_common import cli, data, job, models
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -34,6 +34,7 @@ PROOFS = re.compile(
     r"^ *# proofs: a copy deletes these lines\n.*?^ *# end of proofs\n", re.M | re.S
 )
 full, gpu_ready = pytest.mark.full, pytest.mark.gpu_ready
+NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 64)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -194,6 +195,268 @@ def test_a_stopped_run_resumes_bitwise(train, tmp_path, template, stop):
     again = train(template, *arguments, stopped)
     assert again.codes == [0, 0], again.stdout + again.stderr
     assert largest_difference(straight, stopped) == 0.0, "bitwise"
+
+
+# from a folder of transformers to a folder of transformers
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder that transformers wrote: bfloat16, several files, nothing as our presets have it."""
+    import transformers
+
+    shape = transformers_shape(NARROW)
+    rotary = {"rope_type": "default", "rope_theta": 5e5}
+    config = transformers.LlamaConfig(**shape, rope_parameters=rotary, rms_norm_eps=1e-3)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = transformers.LlamaForCausalLM(config)
+        for weight in model.parameters():  # norms too, whose names could be mixed up
+            torch.nn.init.normal_(weight, std=0.1)
+    folder = tmp_path_factory.mktemp("llama")
+    model.bfloat16().save_pretrained(folder, max_shard_size="20KB")
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def loss_of_transformers(folder, inputs, targets):
+    from transformers import LlamaForCausalLM
+
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    model, loading = LlamaForCausalLM.from_pretrained(folder, **options)
+    assert not any(loading.values()), loading
+    with torch.no_grad():
+        logits = model(inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+
+def count_what_is_read(folder):
+    """Write for each rank how many numbers it read from files, and how many it holds."""
+    import safetensors
+
+    class Slice:
+        def __init__(self, inner):
+            self.inner, self.get_shape, self.get_dtype = inner, inner.get_shape, inner.get_dtype
+
+        def __getitem__(self, place):
+            part = self.inner[place]
+            File.read += part.numel()
+            return part
+
+    class File:  # without get_tensor, which reads a whole one
+        read = 0
+
+        def __init__(self, *args, plain=safetensors.safe_open, **options):
+            self.inner = plain(*args, **options)
+            self.keys, self.metadata = self.inner.keys, self.inner.metadata
+
+        def __enter__(self):
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            self.inner.__exit__(*args)
+
+        def get_slice(self, name):
+            return Slice(self.inner.get_slice(name))
+
+    def before(script):
+        load = script.hf.load
+        script.hf.models.draw_weights = None  # called, it would fail
+
+        def counted(model, *args):
+            safetensors.safe_open = File
+            load(model, *args)
+            held = sum(models.local(weight).numel() for weight in model.parameters())
+            (folder / f"read-{os.environ['RANK']}").write_text(f"{File.read} {held}")
+
+        script.hf.load = counted
+
+    return before
+
+
+@full
+@pytest.mark.parametrize(
+    ("template", "first", "then"), [(FSDP, "", ""), (HYBRID, "--pp 2", "--data-parallel full")]
+)
+def test_continued_pretraining_from_folder_to_folder(
+    train, tmp_path, llama, template, first, then
+):  # fmt: skip
+    """One line, killed twice, ended on 3 ranks: the losses of a run that nobody killed."""
+    source, straight, run = (tmp_path / name for name in ("source", "straight", "run"))
+    shutil.copytree(llama, source)
+    line = (template, "--init-from", source, "--global-batch-size", 12, "--lr", 1e-3,
+            "--save-every", 3, "--eval-every", 8, "--max-steps", 8, "--resume")  # fmt: skip
+    count = [count_what_is_read(tmp_path)]
+    whole = train(*line, *first.split(), "--output-dir", straight, changes=count)
+    assert whole.codes == [0, 0], whole.stdout + whole.stderr
+    read = [(tmp_path / f"read-{rank}").read_text().split() for rank in range(2)]
+    assert all(numbers == held for numbers, held in read), "each number once, on its rank"
+    assert sum(int(numbers) for numbers, _ in read) == sum(
+        weight.numel() for weight in models.Transformer(NARROW).parameters()
+    )
+    line = (*line, "--output-dir", run, "--export-to", tmp_path / "there")
+    for step in (5, 8):
+        killed = train(*line, *first.split(), changes=[die_in(step)])
+        assert killed.codes == [-signal.SIGKILL] * 2, killed.stdout + killed.stderr
+    for path in source.glob("*.safetensors"):
+        path.unlink()  # the checkpoint has the weights
+    ended = train(*line, *then.split(), ranks=3)
+    assert ended.codes == [0] * 3, ended.stdout + ended.stderr
+    assert "step-00000006" in ended.stdout and "ranks 2 -> 3" in ended.stdout
+    assert largest_difference(straight, run) < 1e-5
+    results = results_of(run)
+    assert results["args"]["init_from"] == str(source)
+    assert "exported weights equal in the files" in {c["name"] for c in results["checks"]}
+    # What transformers says of the folder before, and of the one after.
+    text = torch.tensor(list(bytes(range(97, 123)) * 120))
+    parts = (text[:-156], text[-156:])
+    for folder, part, found in (
+        (llama, parts[0], steps_in(run)[1]),
+        (tmp_path / "there", parts[1], results["metrics"]["test_loss"]),
+    ):
+        sequences = data.Sequences(part.to(torch.uint8), 32)
+        order = range(len(sequences))
+        if folder == llama:
+            order = data.ShardedSampler(len(sequences), 0, 1).global_order()[:12].tolist()
+        rows = [sequences[index] for index in order]
+        inputs, targets = data.collate(len(rows), 32, rows)
+        assert found == pytest.approx(loss_of_transformers(folder, inputs, targets), rel=1e-5)
+    assert (tmp_path / "there" / "tokenizer_config.json").exists()
+    again = train(*line, *then.split(), ranks=3)
+    assert again.codes == [0] * 3 and "nothing to do" in again.stdout
+
+
+def shift(weights):
+    """Move the rows of a shard by one, on rank 1 alone."""
+    if os.environ["RANK"] == "1":
+        shard = models.local(next(iter(weights.values())))
+        shard.copy_(shard.roll(1, 0))
+
+
+def shift_what_is_loaded(script):
+    plain = script.hf.from_hf
+
+    def shifted(named, config):
+        shift(named)
+        return plain(named, config)
+
+    script.hf.from_hf = shifted
+
+
+def shift_what_is_exported(script):
+    plain = script.hf.dcp.save
+
+    def shifted(named, storage_writer, **options):
+        named = {name: weight.clone() for name, weight in named.items()}
+        shift(named)
+        plain(named, storage_writer=storage_writer, **options)
+
+    script.hf.dcp.save = shifted
+
+
+GRADIENT = "gradient: relative error against one process"
+
+
+@pytest.mark.parametrize(
+    ("template", "sabotage", "failing"),
+    [
+        (FSDP, shift_what_is_loaded, {"weights equal in the files", GRADIENT, "loss"}),
+        *(
+            pytest.param(*row, marks=full)
+            for row in (
+                (FSDP, shift_what_is_exported, {"exported weights equal in the files"}),
+                (HYBRID, shift_what_is_loaded, {"weights equal in the files", GRADIENT, "loss"}),
+                (HYBRID, shift_what_is_exported, {"exported weights equal in the files"}),
+            )
+        ),
+    ],
+)
+def test_sabotage_of_a_folder_fails_a_check(
+    train, tmp_path, llama, template, sabotage, failing
+):  # fmt: skip
+    argv = ("--init-from", llama, "--export-to", tmp_path / "there", "--max-steps", 1,
+            "--data-parallel", "full", "--parity-steps", 1)  # fmt: skip
+    argv = [word for word in argv if template == HYBRID or word not in ("--data-parallel", "full")]
+    ended = train(
+        template, *argv, "--save-every", 0, "--output-dir", tmp_path / "run", changes=[sabotage]
+    )
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    failed = {check["name"] for check in results_of(tmp_path / "run")["checks"] if not check["ok"]}
+    assert failed - {"gradient norm"} == failing, ended.stdout
+
+
+def config_with(**fields):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
+def no(pattern):
+    def change(folder):
+        for path in folder.glob(pattern):
+            path.unlink()
+
+    return change
+
+
+def damaged(folder):
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:100])
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "change", "argv", "says"),
+    [
+        (FSDP, config_with(head_dim=16), "", "head_dim is 16, not 8 as our model has it"),
+        *(
+            pytest.param(*row, marks=full)
+            for row in (
+                (FSDP, config_with(rope_parameters=LLAMA3), "", "'rope_type': 'llama3'"),
+                (FSDP, config_with(model_type="mistral"), "", "model_type is mistral, not llama"),
+                (FSDP, config_with(attention_bias=True), "", "attention_bias is True, not False"),
+                (FSDP, config_with(quantization_config={"bits": 4}), "", "quantization_config is"),
+                (FSDP, config_with(vocab_size=255), "", "vocab_size is 255: a token here is a"),
+                (FSDP, config_with(num_hidden_layers=3), "", "Missing key in checkpoint"),
+                (FSDP, config_with(intermediate_size=96), "", "gate_proj.weight"),
+                (FSDP, no("*.json"), "", "config.json: No such file or directory"),
+                (FSDP, no("*.safetensors"), "", "Missing key in checkpoint"),
+                (FSDP, damaged, "", "/folder: rank 0: "),
+                (FSDP, config_with(), "--preset 1b", "--preset: not allowed with argument"),
+                (FSDP, config_with(), "--seq-len 65", "--seq-len must be at most 64"),
+                (FSDP, config_with(), "--export-to tests", "--export-to tests is not empty"),
+                (HYBRID, config_with(tie_word_embeddings=True), "", "stand on different stages"),
+                (HYBRID, config_with(), "--tp 3", "--tp 3 does not divide the 2 key and value "),
+            )
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_taken_is_refused(
+    train, tmp_path, llama, monkeypatch, template, change, argv, says
+):  # fmt: skip
+    monkeypatch.chdir(REPO)
+    shutil.copytree(llama, tmp_path / "folder")
+    change(tmp_path / "folder")
+    argv = ("--init-from", tmp_path / "folder", *argv.split())
+    ended = train(template, *argv, ranks=3 if "--tp" in argv else 1)
+    assert_one_line(ended, says, Path(template).name)
+
+
+@full
+def test_a_resumed_run_keeps_its_shape(train, tmp_path, llama):
+    """Rotations and the norms' epsilon have no tensor that a checkpoint would refuse."""
+    argv = (FSDP, "--max-steps", 1, "--output-dir", tmp_path / "run")
+    assert train(*argv, "--init-from", llama, ranks=1).codes == [0]
+    ended = train(*argv, "--resume", ranks=1)
+    says = f"--init-from is None here and {llama} in the checkpoint, and their shapes differ"
+    assert_one_line(ended, says, "fsdp_transformer.py")
 
 
 class OfQwen2(torch.nn.Module):
