@@ -50,7 +50,8 @@ def import_(job, model):
     for kept in run.optimizer.state.values():
         kept["step"].zero_()
     facts = checkpoint_job.facts_of(job, run)
-    facts["instead"] = f"of weights alone: start with --init-from {source}"  # of fsdp_transformer
+    # What a template says that is to resume from it.
+    facts["instead"] = f"of weights alone: start with --init-from {source} instead"
     checkpoint_job.save_shards(run, Path(job.args.dir), 0, facts)
     load_weights(newest(job, job.args.dir), job, model)  # to check what was written
     return source

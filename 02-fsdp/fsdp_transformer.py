@@ -6,7 +6,8 @@
               --activation-checkpointing full --loss-chunks 8
 
 It does the same job as ddp_training.py of module 01: look for the same losses. With --output-dir
-and --resume it can be killed at any moment and resumed on another number of ranks.
+and --resume it can be killed at any moment and resumed on another number of ranks. --init-from
+starts from the weights of a Hugging Face folder, --export-to writes such a folder at the end.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`checkpoint_activations`, `prefetch`, `evaluate`, `compile`,

@@ -6,7 +6,7 @@
 
 It does the same job as ddp_training.py of module 01, and stops, saves and resumes as that does.
 Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and the bytes that each
-axis sends, which say what link it needs.
+axis sends, which say what link it needs. --init-from and --export-to are as in fsdp_transformer.py.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `recompute`,

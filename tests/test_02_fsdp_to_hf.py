@@ -20,11 +20,12 @@ from helpers_02 import (
     tensors_of,
 )  # fmt: skip
 
-from dist_common import models
+from dist_common import hf, models
 
 pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 full = pytest.mark.full
+FSDP = "02-fsdp/fsdp_transformer.py"
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def transformers():
 @pytest.mark.parametrize(
     ("preset", "kind"), [("tied", "full"), pytest.param("tiny", "sharded", marks=full)]
 )
-def test_hugging_face_there_and_back(run, saved, tmp_path, preset, kind):
+def test_hugging_face_there_and_back(run, run_script, saved, tmp_path, preset, kind):
     """To the same logits, and back to the same bits and to a fresh Adam."""
     ours, theirs, back = saved, tmp_path / "theirs", tmp_path / "back"
     chosen = ("--preset", preset)
@@ -79,6 +80,10 @@ def test_hugging_face_there_and_back(run, saved, tmp_path, preset, kind):
     assert {after[name].item() for name in after if name.endswith(".step")} == {0.0}
     options = ("--dir", back, "--strategy", "ddp", "--parity-steps", 2)
     assert_ok(run(*LOAD, *chosen, *options), "OK: 1 check passed, ")
+    if preset == "tiny":
+        back.rename(tmp_path / "checkpoints")  # as of a run of the template
+        ended = run_script(FSDP, "--seq-len", 32, "--resume", "--output-dir", tmp_path)
+        assert_one_line(ended, f"start with --init-from {theirs}", "fsdp_transformer.py")
 
 
 @full
@@ -87,8 +92,7 @@ def test_one_file_of_transformers_own_is_imported(run, transformers, tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(5)
         tiny = models.PRESETS["tiny"]
-        names = load_script(TO_HF).part
-        config = names.hf_config(models.TransformerConfig(256, 128, 2, 4, 2, 352, 256))
+        config = hf.hf_config(models.TransformerConfig(256, 128, 2, 4, 2, 352, 256))
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     assert tiny.dim == config.hidden_size
     model.save_pretrained(tmp_path / "theirs")
@@ -108,17 +112,16 @@ def test_without_the_check_transformers_never_holds_the_model(run, saved, tmp_pa
 
 
 def test_names_and_config_go_there_and_back(tmp_path):
-    script = load_script(TO_HF)
     for config in models.PRESETS.values():
         with torch.device("meta"):
             ours = models.Transformer(models.TransformerConfig(**vars(config) | {"num_layers": 2}))
         weights = ours.state_dict()
-        again = script.from_hf(script.to_hf(weights, config), config)
+        again = hf.from_hf(hf.to_hf(weights, config), config)
         assert {name: tensor.shape for name, tensor in again.items()} == {
             name: tensor.shape for name, tensor in weights.items()
         }
-        script.part.hf_config(config).save_pretrained(tmp_path)
-        script.part.refuse_other_config(tmp_path, config)
+        hf.hf_config(config).save_pretrained(tmp_path)
+        assert hf.config_of(tmp_path, config) == hf.config_of(tmp_path) == config
 
 
 @pytest.mark.parametrize(
@@ -137,36 +140,38 @@ def test_sizes(run, text, size):
 
 def permute_for_interleaved_rotation(script):
     """As the conversion of Meta's own files has to."""
-    to_hf = script.to_hf
+    to_hf = hf.to_hf
 
     def permuting(weights, config):
         named, heads = to_hf(weights, config), config.num_heads
         name = "model.layers.0.self_attn.q_proj.weight"
+        if named[name].is_meta:  # the whole model, whose sizes alone count
+            return named
         named[name] = named[name].clone()
         local = named[name].to_local()
         rows = local.view(heads, -1, 2, local.shape[1])
         local.copy_(rows.transpose(1, 2).reshape(local.shape).clone())
         return named
 
-    script.to_hf = permuting
+    hf.to_hf = permuting
 
 
 def swap_gate_and_up(script):
-    script.HF_NAMES |= {"gate": "mlp.up_proj", "up": "mlp.gate_proj"}
+    hf.HF_NAMES |= {"gate": "mlp.up_proj", "up": "mlp.gate_proj"}
 
 
 def write_zeros(script):
-    save = script.part.dcp.save
+    save = hf.dcp.save
 
     def zeroed(named, **options):
         save({name: torch.zeros_like(tensor) for name, tensor in named.items()}, **options)
 
-    script.part.dcp.save = zeroed
+    hf.dcp.save = zeroed
 
 
 def write_the_rows_of_another_rank(script):
     """On every rank but the first, which alone would not see it."""
-    save = script.part.dcp.save
+    save = hf.dcp.save
 
     def moved(named, **options):
         if torch.distributed.get_rank():
@@ -175,12 +180,12 @@ def write_the_rows_of_another_rank(script):
             local.copy_(local.roll(1, 0))
         save(named, **options)
 
-    script.part.dcp.save = moved
+    hf.dcp.save = moved
 
 
 def lose_a_weight(script):
-    to_hf = script.to_hf
-    script.to_hf = lambda *args: {k: v for k, v in to_hf(*args).items() if k != "lm_head.weight"}
+    to_hf = hf.to_hf
+    hf.to_hf = lambda *args: {k: v for k, v in to_hf(*args).items() if k != "lm_head.weight"}
 
 
 @pytest.mark.parametrize(
@@ -265,11 +270,11 @@ def test_an_export_that_cannot_be_imported_says_why(run, saved, tmp_path):
     says("config.json: num_hidden_layers is 3, not 2 as --preset has it")
     config.write_text(content)
     remove_half(weights)
-    says(f"import, {theirs}: rank ")
+    says(f"{theirs}: rank ")
     weights.unlink()
     says("lm_head.weight")
     config.unlink()
-    says("No such file or directory: '")
+    says("config.json: No such file or directory")
 
     def without_transformers(script):
         sys.modules["transformers"] = None
