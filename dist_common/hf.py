@@ -36,7 +36,7 @@ HF_SHAPE = {
 }  # fmt: skip
 # What our model has no field for: only what a Llama of version 1 to 3 has can be read.
 VARIANTS = ("model_type", "hidden_act", "rope_parameters", "attention_bias", "mlp_bias",
-            "attention_dropout", "quantization_config", "head_dim")  # fmt: skip
+            "attention_dropout", "quantization_config")  # fmt: skip
 OTHER_FILES = (".json", ".txt", ".model", ".jinja")  # of a folder: the tokenizer's
 BYTES = 256  # tokens that a text has
 
@@ -106,7 +106,7 @@ def config_of(folder: Path, expected: TransformerConfig | None = None) -> Transf
     theta = (theirs.rope_parameters or {}).get("rope_theta", 1e4)
     config = expected or TransformerConfig(**fields, rope_theta=theta)
     ours = hf_config(config)
-    for name in (*VARIANTS, *HF_SHAPE):
+    for name in (*VARIANTS, *HF_SHAPE, "head_dim"):
         here, there = getattr(ours, name, None), getattr(theirs, name, None)
         if here != there:
             whose = "--preset" if expected else "our model"

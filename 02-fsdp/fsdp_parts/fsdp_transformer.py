@@ -68,7 +68,7 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
         with traffic.TrafficCounter() as counter:
             loss = accumulate_gradient(run, micro_batches_of(run.job, items), tokens)
         if parity:
-            alone = proofs.whole_model(args, run.config, run.device)
+            alone = proofs.whole_model(run.job, run.config)
             compare_with_one_process(run.job, run.model, alone, items, tokens, loss)
         run.optimizer.zero_grad()
     replicas = dist.get_world_size() // run.shards

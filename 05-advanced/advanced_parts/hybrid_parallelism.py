@@ -71,7 +71,7 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
 def one_process(run) -> tuple[models.Transformer, torch.optim.AdamW]:
     """Return the whole model and its optimizer: drawn from the seed, or of the checkpoint."""
     job = run.job
-    model = proofs.whole_model(job.args, run.model.config, job.device)
+    model = proofs.whole_model(job, run.model.config)
     optimizer = torch.optim.AdamW(model.parameters(), job.args.lr, (0.9, 0.95), weight_decay=0.1)
     if job.found:
         store = copy.copy(job.store)

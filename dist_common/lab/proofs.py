@@ -122,18 +122,24 @@ def same_as_files(report, model: nn.Module, config, folder, group, kind="") -> N
     report.check(f"{kind}weights equal in the files", equal, weights, 0, "the sharded model")
 
 
-def whole_model(args, config, device) -> Transformer:
-    """Return the model with a run's first weights: drawn, or as transformers reads a folder."""
+def whole_model(job: Job, config) -> nn.Module:
+    """Return the whole model as a run begins: drawn, or as transformers has it of --init-from."""
+    args = job.args
     seed_everything(args.seed)
-    model = Transformer(config).to(device)
-    if getattr(args, "init_from", None):
-        from transformers import LlamaForCausalLM
-        from transformers.utils import logging
+    if not getattr(args, "init_from", None) or job.found:
+        return Transformer(config).to(job.device)
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
 
-        logging.disable_progress_bar()
-        theirs = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32)
-        model.load_state_dict(hf.from_hf(theirs.state_dict(), config))
-    return model
+    logging.disable_progress_bar()
+    theirs = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32).to(job.device)
+    forward = theirs.forward
+    theirs.forward = lambda tokens: forward(input_ids=tokens).logits
+    named = hf.from_hf(dict(theirs.named_parameters()), config)
+    if config.tied_embeddings:
+        del named["head.weight"]  # as in ours, it is there once
+    theirs.named_parameters = lambda **_: named.items()
+    return theirs
 
 
 def same_weights(report: Report, model: nn.Module) -> None:
