@@ -298,7 +298,7 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
     assert_one_line(ended, "PyTorch loses gradients without an error", "hybrid_parallelism.py")
 
     def allow(script):
-        script.refuse = lambda args: None
+        script.refuse = lambda *_: None
 
     ended = train(layout, world_size=4, change=allow, codes=(1,))
     # A weight whose gradient is lost has none at all, or a wrong one.
