@@ -44,10 +44,14 @@ from dist_common.report import Report
 try:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import core_model_loading as tables
+    from transformers.conversion_mapping import get_model_conversion_mapping
 except ImportError:  # parse_args says what to install
     AutoConfig = None
 
 HELD_OUT = 20  # each twentieth pair is not trained on, but tested on
+# What turns experts that files hold one by one into one weight of all
+ONE_BY_ONE = ("[MergeModulelist(dim=0)]", "[MergeModulelist(dim=0), Concatenate(dim=1)]")
 OTHER_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a model's folder
 
 
@@ -58,7 +62,11 @@ class Run:
     job: job.Job  # flags, data, and the place in them
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    source: dict  # where each weight is in the files of --model: relative_path, shape, dtype
+    names: dict  # of each weight in the files of --model; of experts, a list: those of their parts
+    source: dict  # what the files say of each name: relative_path, shape, dtype
+
+    def by_file_names(self, weights):
+        return as_in_files(weights, self.names)
 
 
 def prompt_ids(tokenizer, prompt):
@@ -112,14 +120,14 @@ def trim(inputs, targets):
 
 
 def build(args, mesh, device):
-    """Return the model sharded over a mesh, with memory for this rank's shards, still unfilled."""
-    config = load(args, AutoConfig, "config.json")
-    with torch.device("meta"):  # shapes without memory
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if args.lora_rank:
-            add_adapters(model, args)
+    """Return the model sharded over a mesh, with memory for this rank's shards, still unfilled.
+
+    And where the files of --model hold its weights: `names` and `source` of Run.
+    """
+    model = draft(args)
+    names, source = find_weights(model, args.model)
     refuse(args, model, device)
-    for layer in model.get_decoder().layers:
+    for layer in layers_and_norm(model)[0]:
         # Backward computes a layer again instead of keeping its activations. Inside the unit:
         # when backward gets there, its weights have been gathered.
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -128,18 +136,48 @@ def build(args, mesh, device):
     model.tie_weights()  # to_empty has made two of a shared weight
     fill_buffers(model)
     fill_adapters(model, args.seed)
+    return model, names, source
+
+
+def draft(args):
+    """Return the model as shapes without memory, with adapters. Raises: UsageError, by family."""
+    config = load(args, AutoConfig, "config.json")
+    refuse_family(args, config)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)  # noise that no other run would draw: off, also GPT-2's
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:  # such as T5's
+        why = "is no causal language model of transformers: take one of those"
+        raise cli.UsageError(f"--model {args.model}: {config.model_type} {why}") from error
+    layers_and_norm(model)
+    if args.lora_rank:
+        add_adapters(model, args)
     return model
+
+
+def layers_and_norm(model):
+    """Return a decoder's layers and its last norm. Raises: UsageError where it has none."""
+    parts = list(model.get_decoder().children())
+    layers = [part for part in parts if isinstance(part, torch.nn.ModuleList)]
+    norms = [part for part in parts if "norm" in type(part).__name__.lower()]
+    if len(layers) != 1 or not norms:
+        has_none = "has no one list of layers and a norm after them, as Llama has"
+        raise cli.UsageError(f"{type(model).__name__} {has_none}: adapt layers_and_norm() to it")
+    return layers[0], norms[-1]
 
 
 def shard(model, mesh, precision):
     """Make units of the embedding, each layer, and the last norm with the output layer."""
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {"mesh": mesh} | ({"mp_policy": bf16} if precision == "bf16-mixed" else {})
-    decoder = model.get_decoder()
+    layers, norm = layers_and_norm(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    for layer in decoder.layers:
+    for layer in layers:
         fully_shard(layer, **options)
-    last = [decoder.norm, head]
+    last = [norm, head]
     if head.weight is embedding.weight:  # tied weights have to be in one unit
         last.append(embedding)
     else:
@@ -154,18 +192,11 @@ def shard(model, mesh, precision):
             unit.set_force_sum_reduction_for_comms(True)
 
 
-@torch.no_grad()
 def fill_buffers(model):
-    """Compute what no file holds, such as the frequencies of rotary embeddings."""
-    for name, module in model.named_modules():
-        if buffers := dict(module.named_buffers(recurse=False)):
-            try:
-                fresh = type(module)(module.config)
-            except (AttributeError, TypeError) as error:
-                no_rule = f"no rule to fill {', '.join(buffers)} of {name}: add one"
-                raise cli.UsageError(no_rule) from error
-            for key, buffer in buffers.items():
-                buffer.copy_(fresh.get_buffer(key))
+    """Have the model compute what no file holds, such as the frequencies of rotary embeddings."""
+    for weight in model.parameters():
+        weight._is_hf_initialized = True  # else transformers would draw it
+    model.initialize_weights()
 
 
 def summed_loss(model, inputs, targets):
@@ -215,7 +246,7 @@ def evaluate(run):
 
     def test_loss():
         loss = run.job.evaluate(run.model, lambda *batch: summed_loss(run.model, *trim(*batch)))
-        run.model.get_decoder().norm.reshard()  # which forward keeps: no backward comes here
+        layers_and_norm(run.model)[1].reshard()  # which forward keeps: no backward comes here
         return loss
 
     return test_loss if len(run.job.test_set) else None
@@ -233,8 +264,8 @@ def export(run, folder):
     files = sorted({stored.relative_path for stored in run.source.values()})
     file_of = {n: files.index(stored.relative_path) + 1 for n, stored in run.source.items()}
     writer = dcp.HuggingFaceStorageWriter(shards, file_of, save_distributed=True)
-    weights = weights_of(run.model)
-    weights = {name: w.detach().to(run.source[name].dtype) for name, w in weights.items()}
+    weights = run.by_file_names(weights_of(run.model))
+    weights = {name: w.to(run.source[name].dtype) for name, w in weights.items()}
 
     dcp.save(weights, storage_writer=writer, process_group=group)  # each rank its own rows
     consolidate_safetensors_files_on_every_rank(shards, partial, file_of, process_group=group)
@@ -303,18 +334,30 @@ def load(args, kind, what):
         raise cli.UsageError(f"--model {args.model}: cannot read its {what} ({why})") from error
 
 
+def refuse_family(args, config):
+    """Stop where config.json says that the weights are of another kind. Raises: UsageError."""
+    family = f"--model {args.model}: {config.model_type}"
+    if getattr(config, "quantization_config", None):
+        do = "load it with transformers, and save_pretrained what its dequantize() leaves"
+        raise cli.UsageError(f"{family} in quantized files cannot be trained: {do}")
+    if config.get_text_config() is not config:
+        do = "save its language model alone, as the page says"
+        raise cli.UsageError(f"{family} reads more than text, and this trains on text: {do}")
+
+
 def refuse(args, model, device):
     """Stop when this cannot work: UsageError. A collective."""
-    decoder, kind = model.get_decoder(), type(model).__name__
-    if not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
-        raise cli.UsageError(f"{kind} has no `layers` and `norm` as Llama has: adapt shard() to it")
     longest = getattr(model.config, "max_position_embeddings", args.seq_len)
     if args.seq_len > longest:
         raise cli.UsageError(f"--seq-len must be at most {longest} for --model {args.model}")
     # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments; a frozen weight has none
-    needed = sum((16 if w.requires_grad else 4) * w.numel() for w in model.parameters())
     world = runtime.discover()
-    measure.require_memory(f"--model {args.model}", needed, world.world_size, device, world)
+    ranks = world.world_size
+    fullest = sum(  # of the rows, which are cut: of 8 experts on 16 ranks, one
+        (16 if w.requires_grad else 4) * -(-len(w) // ranks) * (w.numel() // len(w))
+        for w in model.parameters()
+    )
+    measure.require_memory(f"--model {args.model}", fullest * ranks, ranks, device, world)
 
 
 def load_pairs(path):
@@ -347,26 +390,82 @@ def load_pairs(path):
 
 
 def weights_of(model):
-    """Return the weights that files hold, by name: tied ones once, adapters none."""
-    return {name: w for name, w in model.named_parameters() if "lora_" not in name}
+    """Return what files hold by the model's names: no adapters, tied weights once, few buffers."""
+    kept = model.state_dict().keys()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: w.detach() for name, w in named if name in kept and "lora_" not in name}
 
 
-def tensors_of(model, folder):
-    """Return path, shape and dtype of each weight of a model in a folder's safetensors files."""
+def names_in_files(model, weights, files):
+    """Return by which of the files' names each weight is there, by transformers' own tables.
+
+    Experts that files hold one by one have a list instead: the names of each expert's parts, which
+    the weight has one below the other. Raises: UsageError where files hold it in another form.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, tables.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, tables.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    rename = functools.partial(
+        tables.rename_source_key, weight_renamings=renamings, weight_converters=converters,
+        base_model_prefix=model.base_model_prefix, meta_state_dict=model.state_dict(),
+    )  # fmt: skip
+    names = {name: name for name in weights}
+    for file_name in sorted(files, key=tables.dot_natural_key):  # expert 10 after expert 9
+        name, pattern = rename(file_name)
+        if name in weights and pattern is None:
+            names[name] = file_name
+        elif name in weights:
+            if str(by_pattern[pattern].operations) not in ONE_BY_ONE:
+                do = "load it by transformers, save_pretrained(DIR, save_original_format=False)"
+                raise cli.UsageError(f"{name} has another form in the files ({file_name}): {do}")
+            if isinstance(names[name], str):
+                names[name] = {part: [] for part in by_pattern[pattern].source_patterns}
+            names[name][pattern].append(file_name)
+    for name, parts in names.items():
+        if isinstance(parts, dict):
+            if {len(part) for part in parts.values()} != {len(weights[name])}:
+                raise cli.UsageError(f"{name} has experts of which the files miss some")
+            names[name] = list(zip(*parts.values(), strict=True))
+    return names
+
+
+def as_in_files(weights, names):
+    """Return weights by their names in files; of experts, views of those that this rank has."""
+    found = {}
+    for name, weight in weights.items():
+        if isinstance(names[name], str):
+            found[names[name]] = weight
+            continue
+        experts = models.cut_like(torch.arange(len(weight)), weight).tolist()
+        for expert, own in zip(experts, models.local(weight), strict=True):
+            parts = names[name][expert]  # such as gate and up
+            found |= zip(parts, own.chunk(len(parts)), strict=True)
+    return found
+
+
+def stored_in(folder):
+    """Return path, shape and dtype of each tensor in a folder's safetensors files."""
     try:
         metadata = dcp.HuggingFaceStorageReader(folder).read_metadata()
     except Exception as error:  # safetensors has kinds of its own
         why = f"a safetensors file is damaged ({error})"
         raise cli.UsageError(f"--model {folder}: {why}") from error
-    found = {index.fqn: stored for index, stored in metadata.storage_data.items()}
-    if not found:
+    return {index.fqn: stored for index, stored in metadata.storage_data.items()}
+
+
+def find_weights(model, folder):
+    """Return by which names a folder's files hold a model's weights, and what they say of each."""
+    stored, weights = stored_in(folder), weights_of(model)
+    if not stored:
         why = "older models have *.bin: load one with transformers and call save_pretrained"
         raise cli.UsageError(f"--model {folder}: no *.safetensors in it ({why})")
-    weights = weights_of(model)
-    found = {name: found[name] for name in weights if name in found}
-    if problem := checkpoints.other_model({"tensors": checkpoints.shapes_of(found)}, weights):
+    names = names_in_files(model, weights, stored)
+    weights = as_in_files(weights, names)
+    source = {name: stored[name] for name in weights if name in stored}
+    if problem := checkpoints.other_model({"tensors": checkpoints.shapes_of(source)}, weights):
         raise cli.UsageError(f"--model {folder}: its safetensors files are {problem}")
-    return found
+    return names, source
 
 
 # adapters, for --lora-rank
@@ -396,7 +495,8 @@ def add_adapters(model, args):
     layers = [(n, m) for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)]
     names = {path.split(".")[-1] for path, _ in layers}
     if not names:
-        return  # `shard` refuses such a model, and says why
+        why = f"{type(model).__name__} has no linear layers that adapters could stand beside"
+        raise cli.UsageError(f"--lora-rank: {why}: train it whole")
     args.target_modules = sorted(args.target_modules or names)
     if unknown := ", ".join(sorted(set(args.target_modules) - names)):
         has = f"--model {args.model} has {', '.join(sorted(names))}"
@@ -474,16 +574,15 @@ def set_up(args, report):
     del pairs[HELD_OUT - 1 :: HELD_OUT]
     train_set = Answers(pairs, tokenizer, args.seq_len, world.world_size)
     test_set = Answers(held_out, tokenizer, args.seq_len, 0)
-    model = build(args, init_device_mesh(device.type, (world.world_size,)), device)
-    source = tensors_of(model, args.model)
+    mesh = init_device_mesh(device.type, (world.world_size,))
+    model, names, source = build(args, mesh, device)
     args.base = fingerprint(args.model) if args.lora_rank else None
     checksum = hashlib.sha256(json.dumps(train_set.tokens).encode()).hexdigest()[:8]
     the_job = job.Job(args, report, train_set, test_set, checksum, world.rank, world.world_size)
     files = len({stored.relative_path for stored in source.values()})
     left_out = len(pairs) + len(held_out) - len(train_set) - len(test_set)
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
-    weights = weights_of(model)
-    size = f"{sum(w.numel() for w in weights.values()):,} weights in {files} files"
+    size = f"{sum(s.shape.numel() for s in source.values()):,} weights in {files} files"
     if args.lora_rank:
         size += (
             f", frozen; {model.num_parameters(only_trainable=True):,} adapter weights are trained"
@@ -502,17 +601,21 @@ def set_up(args, report):
     resumed = the_job.resume()
     if resumed and args.lora_rank:
         refuse_other_base(the_job, args)
-    if not resumed or not weights.keys() <= trained.keys():  # a checkpoint holds no frozen weight
+    weights = weights_of(model)
+    if resumed:  # from a checkpoint, which holds what is trained
+        weights = {name: w for name, w in weights.items() if name not in trained}
+    if weights:
+        weights = as_in_files(weights, names)
         reader = dcp.HuggingFaceStorageReader(args.model)
 
         dcp.load(weights, storage_reader=reader, process_group=the_job.store.group)
 
-    return Run(the_job, model, optimizer, source)
+    return Run(the_job, model, optimizer, names, source)
 
 
 def main():
     args = parse_args()
-    if (part := proofs()) and part.alone(args, load, prompt_ids, add_adapters):
+    if (part := proofs()) and part.alone(args, load, prompt_ids, draft):
         return 0
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_finetune.py", args, world, device)
@@ -525,7 +628,7 @@ def main():
             export(run, args.export)
             report.say(f"exported to {args.export}")
             if part := proofs():
-                part.check_export(run, tensors_of(run.model, args.export))
+                part.check_export(run, stored_in(args.export))
         return report.finish(run.job.summary)
 
 

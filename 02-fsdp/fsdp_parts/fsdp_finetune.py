@@ -29,7 +29,7 @@ with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
     import huggingface_hub
     import tokenizers
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     transformers.logging.disable_progress_bar()
 
@@ -48,7 +48,7 @@ def add_flags(parser: cli.ArgumentParser) -> None:
     add("--world-size", type=positive, default=8, help="ranks of a dry run (8)")
 
 
-def alone(args, load: Callable, prompt_ids: Callable, adapt) -> bool:
+def alone(args, load: Callable, prompt_ids: Callable, draft) -> bool:
     """Do what --make-tiny, --ask or --dry-run says, in this one process; return if one did."""
     given = [name for name in ("make_tiny", "ask", "dry_run") if getattr(args, name)]
     if not given:
@@ -63,12 +63,11 @@ def alone(args, load: Callable, prompt_ids: Callable, adapt) -> bool:
         return True
     if not args.model:
         raise UsageError("--model is missing: a Hugging Face folder")
-    config = load(args, AutoConfig, "config.json")
     if args.ask:
         asked = prompt_ids(load(args, transformers.AutoTokenizer, "tokenizer"), args.ask)
         print(generate(args.model, asked, args.max_new_tokens)[-1])
     else:
-        say_needs(args, config, adapt)
+        say_needs(args, draft(args))
     return True
 
 
@@ -136,14 +135,12 @@ def peft():
     return peft
 
 
-def say_needs(args, config, add_adapters: Callable) -> None:
-    """Print what each of --world-size ranks needs for --model: state exactly, the rest about."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        if args.lora_rank:
-            add_adapters(model, args)
+def say_needs(args, model) -> None:
+    """Print what each of --world-size ranks needs for a model: state exactly, the rest about."""
+    config = model.config
     weights, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-    first = list(model.get_decoder().layers[0].parameters())
+    layers = max(model.get_decoder().children(), key=lambda child: len(list(child.modules())))
+    first = list(layers[0].parameters())
     layer = sum(weight.numel() for weight in first)
     trained_there = sum(weight.numel() for weight in first if weight.requires_grad)
     tokens = args.micro_batch_size * args.seq_len
@@ -155,7 +152,7 @@ def say_needs(args, config, add_adapters: Callable) -> None:
         ("Adam's two moments, float32", 8 * shard),
         ("two layers gathered to compute with", 2 * compute * layer),
         ("a layer's gradient before it is sharded", (compute + 4) * trained_there),
-        ("activations kept: one per layer", compute * len(model.get_decoder().layers)
+        ("activations kept: one per layer", compute * len(layers)
          * tokens * config.hidden_size),
         ("logits, their float32 copy and gradient", (compute + 8) * tokens * config.vocab_size),
     ]  # fmt: skip
@@ -239,13 +236,26 @@ def with_adapters(alone, run):
     return alone
 
 
+def base_of(run) -> dict[str, torch.Tensor]:
+    """Return what the files hold of a model, by the model's names."""
+    held = [*run.model.named_parameters(), *run.model.named_buffers()]
+    return {name: weight.detach() for name, weight in held if name in run.names}
+
+
 def check_bytes(run) -> None:
     """Check the bytes that the fullest rank holds: 4 + 4 + 8 per weight, cut by rows.
 
     Frozen weights take 4, and are those of the files. Of an adapter, A has r rows and B r columns.
     """
     job, args = run.job, run.job.args
-    shapes = {name: tuple(stored.shape) for name, stored in run.source.items()}
+    shapes = {}
+    for name in run.names.keys() & dict(run.model.named_parameters()).keys():
+        experts = run.names[name]
+        if isinstance(experts, str):
+            shapes[name] = tuple(run.source[experts].shape)
+        else:  # that the files hold one by one
+            numbers = sum(run.source[part].shape.numel() for part in experts[0])
+            shapes[name] = (len(experts), numbers)
     trained = list(shapes.values())
     frozen = trained if args.lora_rank else []
     if args.lora_rank:
@@ -257,10 +267,10 @@ def check_bytes(run) -> None:
         number = sum(map(math.prod, trained))
         job.report.check("weights that are trained", measured, number, 0, "LoRA, section 4.1")
         if job.done:  # a run that was asked to stop has no time to read the files again
-            base = {name: w for name, w in run.model.named_parameters() if name in shapes}
-            parts = ({name: weight} for name, weight in base.items())  # in memory, one at a time
+            parts = (run.by_file_names({n: w}) for n, w in base_of(run).items())  # in turn
             equal = sum(count_equal_in_files(one, args.model, job.store.group) for one in parts)
-            job.report.check("frozen weights equal in the files", equal, len(shapes), 0, "--model")
+            number = len(run.source)
+            job.report.check("frozen weights equal in the files", equal, number, 0, "--model")
     rows, beside = (
         sum(math.ceil(shape[0] / job.dp_ranks) * math.prod(shape[1:]) for shape in part)
         for part in (trained, frozen)
@@ -284,10 +294,11 @@ def check_export(run, found: dict) -> None:
         files = sorted({stored.relative_path for stored in tensors.values()})
         return {(n, files.index(t.relative_path), t.shape, t.dtype) for n, t in tensors.items()}
 
+    found = {name: stored for name, stored in found.items() if name in run.source}
     differing = len(layout(run.source) - layout(found))
     report.check("tensors of another file, shape or type", differing, 0, 0, "--model")
-    weights = dict(run.model.named_parameters())
-    exported = {name: weights[name].to(stored.dtype) for name, stored in run.source.items()}
+    weights = run.by_file_names(base_of(run))
+    exported = {name: weight.to(run.source[name].dtype) for name, weight in weights.items()}
     equal = count_equal_in_files(exported, args.export, run.job.store.group)
     report.check("weights equal in the files", equal, len(run.source), 0, "the shards")
     if args.lora_rank:
