@@ -6,7 +6,8 @@
               --data pairs.jsonl --precision bf16-mixed --output-dir runs/7b --export runs/7b-tuned
 
 `--make-tiny DIR` writes a tiny model and pairs to start from. A real model's DIR holds config.json,
-tokenizer and *.safetensors of a Llama, Mistral, Qwen or the like; no rank ever holds it whole.
+tokenizer and *.safetensors of Llama, Gemma, Mixtral or others (a table on the page); no rank ever
+holds it whole.
 `--lora-rank 8` freezes it and trains adapters, which peft loads beside the exported model.
 Look for: loss and gradient of one plain process, on any number of ranks; the same logits from the
 exported files as from the shards; 16 bytes per weight, divided by the ranks.
@@ -64,6 +65,9 @@ class Run:
     optimizer: torch.optim.Optimizer
     names: dict  # of each weight in the files of --model; of experts, a list: those of their parts
     source: dict  # what the files say of each name: relative_path, shape, dtype
+
+    def weights(self):
+        return weights_of(self.model)
 
     def by_file_names(self, weights):
         return as_in_files(weights, self.names)
@@ -264,7 +268,7 @@ def export(run, folder):
     files = sorted({stored.relative_path for stored in run.source.values()})
     file_of = {n: files.index(stored.relative_path) + 1 for n, stored in run.source.items()}
     writer = dcp.HuggingFaceStorageWriter(shards, file_of, save_distributed=True)
-    weights = run.by_file_names(weights_of(run.model))
+    weights = run.by_file_names(run.weights())
     weights = {name: w.to(run.source[name].dtype) for name, w in weights.items()}
 
     dcp.save(weights, storage_writer=writer, process_group=group)  # each rank its own rows
@@ -338,7 +342,7 @@ def refuse_family(args, config):
     """Stop where config.json says that the weights are of another kind. Raises: UsageError."""
     family = f"--model {args.model}: {config.model_type}"
     if getattr(config, "quantization_config", None):
-        do = "load it with transformers, and save_pretrained what its dequantize() leaves"
+        do = "load it with its quantization_config's dequantize=True, and call save_pretrained"
         raise cli.UsageError(f"{family} in quantized files cannot be trained: {do}")
     if config.get_text_config() is not config:
         do = "save its language model alone, as the page says"
@@ -584,9 +588,10 @@ def set_up(args, report):
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
     size = f"{sum(s.shape.numel() for s in source.values()):,} weights in {files} files"
     if args.lora_rank:
-        size += (
-            f", frozen; {model.num_parameters(only_trainable=True):,} adapter weights are trained"
-        )
+        number = model.num_parameters(only_trainable=True)
+        size += f", frozen; {number:,} adapter weights are trained"
+        if any("experts" in name for name, w in model.named_parameters() if w.dim() > 2):
+            size += ", none in the experts"  # which are no linear layers
     report.start(
         f"{args.model}: {size}",
         f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "

@@ -71,7 +71,7 @@ def alone(args, load: Callable, prompt_ids: Callable, draft) -> bool:
     return True
 
 
-def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
+def make_tiny(folder: str, seed: int) -> None:
     """Write a Llama of 0.1 million random weights, in several files, whose tokens are bytes.
 
     And pairs.jsonl: a question about each method of `str`, and the first line of its documentation.
@@ -85,15 +85,14 @@ def make_tiny(folder: str, seed: int, tied: bool = False) -> None:
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=176, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=tied,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"], dtype="float32",
         initializer_range=0.1,  # not 0.02, which is for wide layers: it learns sooner
     )  # fmt: skip
     torch.manual_seed(seed)
     # As save_pretrained would, which imports DeepSpeed where it is installed. Tied weights once.
     weights = dict(transformers.LlamaForCausalLM(config).named_parameters())
     huggingface_hub.save_torch_state_dict(weights, folder, max_shard_size=TINY_FILE)
-    config.architectures = ["LlamaForCausalLM"]
-    config.dtype = "float32"
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     methods = {name: inspect.getdoc(getattr(str, name)) for name in dir(str) if name[0] != "_"}
@@ -129,25 +128,30 @@ def peft():
     try:
         import peft
     except ImportError as error:
-        raise UsageError(
-            "peft is missing: pip install peft (or train with --parity-steps 0)"
-        ) from error
+        do = "pip install peft (or train with --parity-steps 0)"
+        raise UsageError(f"peft is missing: {do}") from error
     return peft
+
+
+def of_fullest(shapes: Iterable, ranks: int) -> int:
+    """Return how many numbers the fullest rank holds of weights cut by rows, experts by expert."""
+    return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
 
 
 def say_needs(args, model) -> None:
     """Print what each of --world-size ranks needs for a model: state exactly, the rest about."""
     config = model.config
-    weights, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    ranks = args.world_size
+    number, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     layers = max(model.get_decoder().children(), key=lambda child: len(list(child.modules())))
     first = list(layers[0].parameters())
     layer = sum(weight.numel() for weight in first)
     trained_there = sum(weight.numel() for weight in first if weight.requires_grad)
     tokens = args.micro_batch_size * args.seq_len
     compute = 2 if args.precision == "bf16-mixed" else 4
-    shard = trained / args.world_size
+    shard = of_fullest((w.shape for w in model.parameters() if w.requires_grad), ranks)
     held = [
-        ("weights, float32", 4 * weights / args.world_size),
+        ("weights, float32", 4 * of_fullest((w.shape for w in model.parameters()), ranks)),
         ("gradients, float32", 4 * shard),
         ("Adam's two moments, float32", 8 * shard),
         ("two layers gathered to compute with", 2 * compute * layer),
@@ -158,7 +162,7 @@ def say_needs(args, model) -> None:
     ]  # fmt: skip
     rows = [(name, size / GIB) for name, size in held]
     rows.append(("all of it at once", sum(size for _, size in rows)))
-    print(f"{args.model}: {weights:,} weights on {args.world_size} ranks, {args.precision}, "
+    print(f"{args.model}: {number:,} weights on {ranks} ranks, {args.precision}, "
           f"{args.micro_batch_size} x {args.seq_len} tokens")  # fmt: skip
     print(tabulate(rows, ("one rank", "GiB"), floatfmt=".2f"))
     if max(held, key=lambda row: row[1]) == held[-1]:
@@ -236,26 +240,19 @@ def with_adapters(alone, run):
     return alone
 
 
-def base_of(run) -> dict[str, torch.Tensor]:
-    """Return what the files hold of a model, by the model's names."""
-    held = [*run.model.named_parameters(), *run.model.named_buffers()]
-    return {name: weight.detach() for name, weight in held if name in run.names}
-
-
 def check_bytes(run) -> None:
     """Check the bytes that the fullest rank holds: 4 + 4 + 8 per weight, cut by rows.
 
     Frozen weights take 4, and are those of the files. Of an adapter, A has r rows and B r columns.
     """
     job, args = run.job, run.job.args
-    shapes = {}
-    for name in run.names.keys() & dict(run.model.named_parameters()).keys():
-        experts = run.names[name]
-        if isinstance(experts, str):
-            shapes[name] = tuple(run.source[experts].shape)
-        else:  # that the files hold one by one
-            numbers = sum(run.source[part].shape.numel() for part in experts[0])
-            shapes[name] = (len(experts), numbers)
+
+    def shape_of(names) -> tuple:
+        if isinstance(names, str):
+            return tuple(run.source[names].shape)
+        return len(names), sum(run.source[part].shape.numel() for part in names[0])  # experts
+
+    shapes = {n: shape_of(run.names[n]) for n, _ in run.model.named_parameters() if n in run.names}
     trained = list(shapes.values())
     frozen = trained if args.lora_rank else []
     if args.lora_rank:
@@ -267,14 +264,11 @@ def check_bytes(run) -> None:
         number = sum(map(math.prod, trained))
         job.report.check("weights that are trained", measured, number, 0, "LoRA, section 4.1")
         if job.done:  # a run that was asked to stop has no time to read the files again
-            parts = (run.by_file_names({n: w}) for n, w in base_of(run).items())  # in turn
+            parts = (run.by_file_names({n: w}) for n, w in run.weights().items())  # in turn
             equal = sum(count_equal_in_files(one, args.model, job.store.group) for one in parts)
             number = len(run.source)
             job.report.check("frozen weights equal in the files", equal, number, 0, "--model")
-    rows, beside = (
-        sum(math.ceil(shape[0] / job.dp_ranks) * math.prod(shape[1:]) for shape in part)
-        for part in (trained, frozen)
-    )
+    rows, beside = (of_fullest(part, job.dp_ranks) for part in (trained, frozen))
     kinds = {"weights": 4 * (rows + beside), "gradients": 4 * rows, "Adam's moments": 8 * rows}
     held = held_bytes(run.model.parameters(), run.optimizer)
     for (kind, size), measured in zip(kinds.items(), held, strict=True):
@@ -294,10 +288,9 @@ def check_export(run, found: dict) -> None:
         files = sorted({stored.relative_path for stored in tensors.values()})
         return {(n, files.index(t.relative_path), t.shape, t.dtype) for n, t in tensors.items()}
 
-    found = {name: stored for name, stored in found.items() if name in run.source}
     differing = len(layout(run.source) - layout(found))
     report.check("tensors of another file, shape or type", differing, 0, 0, "--model")
-    weights = run.by_file_names(base_of(run))
+    weights = run.by_file_names(run.weights())
     exported = {name: weight.to(run.source[name].dtype) for name, weight in weights.items()}
     equal = count_equal_in_files(exported, args.export, run.job.store.group)
     report.check("weights equal in the files", equal, len(run.source), 0, "the shards")
@@ -322,16 +315,15 @@ def check_generated(run) -> None:
     ids = tokens[None].to(report.device)
     logits = run.model(input_ids=ids, use_cache=False).logits[0].float().cpu()  # (T, V)
     error = ((logits - expected).abs().max() / expected.abs().max()).item()
-    exact = {stored.dtype for stored in run.source.values()} == {torch.float32}
-    exact &= args.precision == "32-true"
+    types = {stored.dtype for stored in run.source.values()}
+    exact = args.precision == "32-true" and types == {torch.float32}
     tolerance = TOLERANCE["32-true" if exact else "bf16-mixed"]
     name = "relative error of an exported model's logit"
     report.check(name, error, 0, tolerance, "the sharded model")
     if exact:  # in 16 bits two tokens may be equally likely
-        start = len(asked)
-        same = int((logits.argmax(dim=-1)[start - 1 : -1] == tokens[start:]).sum())
+        same = int((logits.argmax(dim=-1)[len(asked) - 1 : -1] == tokens[len(asked) :]).sum())
         name = "tokens generated by transformers"
-        report.check(name, same, len(tokens) - start, 0, "the sharded model's likeliest")
+        report.check(name, same, len(tokens) - len(asked), 0, "the sharded model's likeliest")
     report.say(f"{prompt.strip()!r} -> {answer!r}")
 
 

@@ -36,9 +36,8 @@ def refuse_large_rank(args: argparse.Namespace, config: models.TransformerConfig
         block = models.Block(config)
     smallest = min(min(layer.weight.shape) for _, layer in layers_of(block, args.target_modules))
     if args.lora_rank > smallest:
-        raise cli.UsageError(
-            f"--lora-rank must be at most {smallest}, the smallest side of a layer to adapt"
-        )
+        most = f"must be at most {smallest}, the smallest side of a layer to adapt"
+        raise cli.UsageError(f"--lora-rank {most}")
 
 
 @torch.no_grad()

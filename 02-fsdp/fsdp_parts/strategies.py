@@ -42,10 +42,8 @@ def group_size_of(args: argparse.Namespace, world: runtime.World) -> int:
     size = args.shard_group_size or min(world.local_world_size if several else 2, world.world_size)
     for sharding in args.sharding:
         if sharding in ("hybrid", "hpz") and world.world_size % size:
-            raise UsageError(
-                f"--sharding {sharding}: --shard-group-size {size} does not divide "
-                f"{world.world_size} ranks"
-            )
+            why = f"--shard-group-size {size} does not divide {world.world_size} ranks"
+            raise UsageError(f"--sharding {sharding}: {why}")
     return size
 
 
