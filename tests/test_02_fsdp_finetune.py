@@ -256,7 +256,8 @@ FAMILIES = {
     "gpt-oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 2,
                             "rope_parameters": YARN, **BOTH_KINDS}),
     "GPT-2": ("gpt2", {"n_positions": 256, "n_inner": 48}),
-    "Gemma 3 with images": ("gemma3", {"text_config": SHAPE, "vision_config": VISION}),
+    "Gemma 3 with images": ("gemma3", {"text_config": {"model_type": "gemma3_text", **SHAPE},
+                                        "vision_config": VISION}),
     "gpt-oss in MXFP4": ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"},
                                      "rope_parameters": YARN}),
     "Llama 4": ("llama4_text", {"head_dim": 16, "num_local_experts": 2}),
@@ -294,7 +295,7 @@ def make(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 REFUSED = {
     "Gemma 3 with images": "reads more than text, and this trains on text: save its language model",
-    "gpt-oss in MXFP4": "in quantized files cannot be trained: load it with its quantization_config",
+    "gpt-oss in MXFP4": "in quantized files cannot be trained: load it with its quantization",
     "Llama 4": "Llama4ForCausalLM has no one list of layers and a norm after them",
     "T5": "t5 is no causal language model of transformers: take one of those",
 }
