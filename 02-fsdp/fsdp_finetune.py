@@ -129,8 +129,8 @@ def build(args, mesh, device):
     And where the files of --model hold its weights: `names` and `source` of Run.
     """
     model = draft(args)
-    names, source = find_weights(model, args.model)
     refuse(args, model, device)
+    names, source = find_weights(model, args.model)
     for layer in layers_and_norm(model)[0]:
         # Backward computes a layer again instead of keeping its activations. Inside the unit:
         # when backward gets there, its weights have been gathered.
