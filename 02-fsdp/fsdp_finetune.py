@@ -158,7 +158,8 @@ def draft(args):
         raise cli.UsageError(f"--model {args.model}: {config.model_type} {why}") from error
     layers_and_norm(model)
     if args.lora_rank:
-        add_adapters(model, args)
+        with torch.device("meta"):
+            add_adapters(model, args)
     return model
 
 
