@@ -158,7 +158,8 @@ def say_needs(args, model) -> None:
         ("a layer's gradient before it is sharded", (compute + 4) * trained_there),
         ("activations kept: one per layer", compute * len(layers)
          * tokens * config.hidden_size),
-        ("logits, their float32 copy and gradient", (compute + 8) * tokens * config.vocab_size),
+        # In backward: what log_softmax kept, nll_loss's gradient and its own, in float32.
+        ("three of the logits' size, float32", 12 * tokens * config.vocab_size),
     ]  # fmt: skip
     rows = [(name, size / GIB) for name, size in held]
     rows.append(("all of it at once", sum(size for _, size in rows)))
