@@ -259,7 +259,7 @@ def evaluate(run):
 
 def export(run, folder):
     """Write the weights as safetensors, named, cut and typed as --model's; adapters beside them."""
-    partial = Path(f"{folder}.partial")
+    partial = Path(folder).with_name(f"{Path(folder).name}.partial")
     shards = partial / "shards"
     group = run.job.store.group
     if dist.get_rank() == 0:
@@ -316,7 +316,7 @@ def parse_args():
     if part := proofs():
         part.add_flags(parser)  # --make-tiny, --ask, --dry-run, --kill-at-step
     if AutoConfig is None:
-        parser.error("transformers is missing: pip install transformers safetensors")
+        parser.error("transformers is missing or too old: pip install -U transformers safetensors")
     args = job.parse(parser)
     if not args.lora_rank and (args.lora_alpha or args.target_modules):
         parser.error("--lora-alpha and --target-modules need --lora-rank")
@@ -343,7 +343,7 @@ def refuse_family(args, config):
     """Stop where config.json says that the weights are of another kind. Raises: UsageError."""
     family = f"--model {args.model}: {config.model_type}"
     if getattr(config, "quantization_config", None):
-        do = "load it with its quantization_config's dequantize=True, and call save_pretrained"
+        do = "take its folder in bfloat16, or make one as the page says for MXFP4"
         raise cli.UsageError(f"{family} in quantized files cannot be trained: {do}")
     if config.get_text_config() is not config:
         do = "save its language model alone, as the page says"

@@ -2,7 +2,8 @@
 
     CPU   torchrun --standalone --nproc-per-node=8 05-advanced/hybrid_parallelism.py --tp 2 --pp 2
     GPU   torchrun --standalone --nproc-per-node=8 05-advanced/hybrid_parallelism.py --tp 2 --pp 2 \
-              --preset llama3-8b --seq-len 4096 --precision bf16-mixed --data-parallel grad-op
+              --preset llama3-8b --seq-len 4096 --micro-batch-size 1 --precision bf16-mixed \
+              --data-parallel grad-op --activation-checkpointing full
 
 It does the same job as ddp_training.py of module 01, and stops, saves and resumes as that does.
 Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and the bytes that each
@@ -436,7 +437,7 @@ def main():
         report = Report("05-advanced/hybrid_parallelism.py", args, world, device)
         run = set_up(args, report)
         if run.job.done and hf.exported(args.export_to):
-            report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
+            report.say(hf.nothing_to_do(args, report.output))
             return 0
         train(run)
         if args.export_to and run.job.done and not report.failed:

@@ -186,6 +186,12 @@ def exported(folder: str | None) -> bool:
     return not folder or Path(folder, "config.json").exists()
 
 
+def nothing_to_do(args, output: Path) -> str:
+    """Return what a run says that has ended before, and has exported where it was asked to."""
+    there = f", and {args.export_to} has a model" if args.export_to else ""
+    return f"{output} has all {args.max_steps} steps{there}: nothing to do"
+
+
 def export(
     model: torch.nn.Module, config: TransformerConfig, folder, group,
     max_shard_bytes: int = 5 * 10**9, like: str | None = None,
@@ -196,7 +202,8 @@ def export(
     plain), on a disk that they share; `group` is a gloo group of them. Each byte is written twice
     and read once. What the folder `like` has beside weights goes with them, as its tokenizer.
     """
-    folder, partial = Path(folder), Path(f"{folder}.partial")
+    folder = Path(folder)
+    partial = folder.with_name(f"{folder.name}.partial")
     parts = partial / "sharded"
     named = to_hf(dcp_state.get_model_state_dict(model), config)
     named = {name: tensor.detach().float() for name, tensor in named.items()}

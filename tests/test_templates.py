@@ -313,7 +313,7 @@ def test_continued_pretraining_from_folder_to_folder(
     assert sum(int(numbers) for numbers, _ in read) == sum(
         weight.numel() for weight in models.Transformer(NARROW).parameters()
     )
-    line = (*line, "--output-dir", run, "--export-to", tmp_path / "there")
+    line = (*line, "--output-dir", run, "--export-to", f"{tmp_path}/there/")
     for step in (5, 8):
         killed = train(*line, *first.split(), changes=[die_in(step)])
         assert killed.codes == [-signal.SIGKILL] * 2, killed.stdout + killed.stderr

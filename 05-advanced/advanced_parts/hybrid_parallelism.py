@@ -21,7 +21,7 @@ from dist_common.models import local
 # Relative, after AdamW's first step: it turns the rounding of a gradient's smallest numbers into
 # whole steps of the learning rate. Another batch or rate changes loss or norm by percents.
 TRAINED = 1e-3
-AXES = ("pp", "dp", "cp", "tp")
+SHOWN_AXES = ("pp", "dp", "cp", "tp")
 
 
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
@@ -201,7 +201,7 @@ def padded_numel(weight: DTensor, group: int, tp: int) -> int:
 def check_bytes(run, counter: TrafficCounter) -> None:
     """Compare what each axis sent in one step with the formula, on the rank that differs most."""
     report, expected = run.job.report, expected_bytes(run)
-    axes = {run.mesh[axis].get_group().group_name: axis for axis in AXES}
+    axes = {run.mesh[axis].get_group().group_name: axis for axis in SHOWN_AXES}
     axes[run.data_mesh.get_group().group_name] = data_axis(run.job.args)
     sent = Counter()  # bytes of this rank, in rings
     for call in counter.collectives:
@@ -219,7 +219,7 @@ def check_bytes(run, counter: TrafficCounter) -> None:
 def say_layout(run):
     """Print for each axis its size, the group of rank 0, and whether that group leaves a node."""
     rows = []
-    for axis in AXES:
+    for axis in SHOWN_AXES:
         group = run.mesh[axis].mesh.tolist()
         nodes = {rank // run.job.args.ranks_per_node for rank in group}
         link = "-" if len(group) == 1 else "within a node" if len(nodes) == 1 else "between nodes"
