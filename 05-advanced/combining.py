@@ -119,30 +119,27 @@ def describe_memory(report: Report, job: Job, prediction: Prediction) -> None:
 def kept_by_the_template(config, layout: Layout) -> float:
     """Return bytes per layer and token of a rank of cp that hybrid_parallelism.py keeps.
 
-    Its tp cuts matrices, but not the tokens between them: norms' inputs and outputs are whole. Its
-    cp gathers keys and values, and repeats them until each query head has its own.
+    What the plan has, but for two: its tp keeps whole what norms return, gathered for the matrices
+    that read it; its cp keeps all keys and values, and attention's output in parts and joined.
     """
     if layout.recompute == "full":
-        return memory.BF16 * config.dim
-    inside = 2 * config.dim + 4 * config.ffn_dim  # queries, attention's output, SwiGLU's four
-    inside += 2 * (layout.cp * config.dim if layout.cp > 1 else memory.key_width(config))
-    norms = 4 * memory.BF16 * config.dim + 2 * memory.FP32
-    return norms + (memory.BF16 * inside + memory.FP32 * config.num_heads) / layout.tp
+        return memory.BF16 * config.dim / layout.tp
+    cut = 4 * config.dim + 4 * config.ffn_dim  # norms' inputs, queries, attention's output, SwiGLU
+    cut += 2 * layout.cp * memory.key_width(config) + config.dim * (layout.cp > 1)
+    numbers = memory.FP32 * (config.num_heads + 2)
+    return memory.BF16 * 2 * config.dim + (memory.BF16 * cut + numbers) / layout.tp
 
 
 def describe_template(report: Report, job: Job, prediction: Prediction) -> None:
-    """Say in a line what hybrid_parallelism.py lacks of the plan, and what it holds instead."""
+    """Say in a line what hybrid_parallelism.py holds, and what it lacks of the plan."""
     layout, stage = prediction.layout, prediction.stage
     lacks = {
-        "sequence parallelism": layout.tp > 1,
-        "flash attention across cp": layout.cp > 1,
+        "second all-gather of norms in backward": layout.tp > 1 and layout.recompute != "full",
+        "ring of keys and values": layout.cp > 1,
         "--recompute swiglu": layout.recompute == "swiglu",
         "gradients reduced in each micro-batch": layout.sharding == "full",
     }
     missing = [name for name, needed in lacks.items() if needed]
-    if not missing:
-        report.say("hybrid_parallelism.py has all that this plan counts on")
-        return
     weights = memory.weights_of_stage(job.config, layout, stage)
     layers = memory.layers_of_stages(job.config.num_layers, layout.pp)[stage]
     kept = layers * prediction.in_flight * kept_by_the_template(job.config, layout)
@@ -156,7 +153,8 @@ def describe_template(report: Report, job: Job, prediction: Prediction) -> None:
     held = sum((prediction.memory | instead).values()) / GIB
     report.metrics["template_memory_gib"] = held
     room = f"{held:.1f} of {prediction.memory_limit / GIB:.1f} GiB"
-    report.say(f"hybrid_parallelism.py has no {', no '.join(missing)}: it would hold {room}")
+    why = f", without {', without '.join(missing)}" if missing else ""
+    report.say(f"hybrid_parallelism.py would hold {room}{why}")
 
 
 def describe_step(report: Report, cluster: Cluster, prediction: Prediction) -> None:

@@ -35,9 +35,11 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
     RowwiseParallel,
+    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dist_common import checkpoint as checkpoints
@@ -80,42 +82,68 @@ class Run:
 
 
 def split_tensors(model, mesh):
-    """Tensor parallelism: cut each block's matrices, and the vocabulary, over the ranks of `tp`."""
-    columns, rows = ColwiseParallel(), RowwiseParallel()
+    """Tensor parallelism: cut each block's matrices, and the vocabulary, over the ranks of `tp`.
+
+    And between matrices the tokens, as sequence parallelism does: norms and residuals take a part
+    of them, which is gathered before a matrix and reduce-scattered after the next.
+    """
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
     plan = dict.fromkeys(("attention.wq", "attention.wk", "attention.wv", "gate", "up"), columns)
     plan |= dict.fromkeys(("attention.wo", "down"), rows)
-    # One tensor in, and a gradient that is summed once, for all matrices that read the norm.
-    shared = PrepareModuleOutput(
-        output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
-    )
-    plan |= dict.fromkeys(("attention_norm", "ffn_norm"), shared)
     for block in model.blocks:
+        split_norms(block, ("attention_norm", "ffn_norm"), mesh)
         parallelize_module(block, mesh["tp"], plan)
-    ends = {
-        "embedding": ColwiseParallel(output_layouts=Replicate()),  # each rank has D / tp columns
-        "head": ColwiseParallel(use_local_output=False),  # each rank has V / tp of the logits
+    split_norms(model, ("norm",), mesh)
+    ends = {  # each rank has V / tp words, and of the logits V / tp
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(use_local_output=False),
     }
     parallelize_module(model, mesh["tp"], ends)
+
+
+def split_norms(module, names, mesh):
+    """Have norms take T / tp tokens each, and gather what they return once, for all its readers."""
+    gathered = PrepareModuleOutput(
+        output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+    )
+    for style in (SequenceParallel(), gathered):
+        parallelize_module(module, mesh["tp"], dict.fromkeys(names, style))
+
+
+def own_tokens(rank, ranks, seq_len):
+    """Return a rank's tokens of a sequence: a part from the front, and as far from its end another.
+
+    Late tokens look back at more than early ones: so all ranks have equal work. Shape: (T / ranks,)
+    """
+    if ranks == 1:
+        return torch.arange(seq_len)
+    parts = torch.arange(seq_len).chunk(2 * ranks)
+    return torch.cat((parts[rank], parts[-1 - rank]))
 
 
 def gather_sequence(part, mesh):
     """All-gather the parts of a sequence; in backward each rank gets the sum for its own part.
 
-    Shapes: (B, heads, T / cp, head_dim) -> (B, heads, T, head_dim).
+    Shapes: (..., T / cp, head_dim) in the order of own_tokens -> (..., T, head_dim) in their own.
     """
-    cut = DTensor.from_local(part, mesh["cp"], [Shard(2)])
+    cut = DTensor.from_local(part, mesh["cp"], [Shard(part.dim() - 2)])
     # Each rank's queries give a part of the whole gradient: Partial() has them reduce-scattered.
-    return cut.full_tensor(grad_placements=[Partial()])
+    parts = cut.full_tensor(grad_placements=[Partial()]).chunk(2 * mesh["cp"].size(), dim=-2)
+    return torch.cat(parts[::2] + parts[::-2], dim=-2)  # the front ones, then the others
 
 
-def split_sequence(model, mesh, positions, seq_len):
+def split_sequence(model, mesh, positions):
     """Context parallelism: own queries attend to all ranks' keys and values, which are gathered."""
-    past = positions[:, None] >= torch.arange(seq_len, device=positions.device)  # (T / cp, T)
+    # Aligned at their ends, so that a GPU's flash kernel needs no table of who sees whom.
+    pasts = [causal_lower_right(len(part), int(part[-1]) + 1) for part in positions.chunk(2)]
 
     def attend(q, k, v):
-        shared_by = q.shape[1] // k.shape[1]  # GPU kernels that take a mask want equal heads
-        k, v = (gather_sequence(x, mesh).repeat_interleave(shared_by, dim=1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=past)
+        k, v = gather_sequence(torch.stack((k, v)), mesh)
+        out = []
+        for part, past in zip(q.chunk(2, dim=2), pasts, strict=True):
+            seen = k[:, :, : past.seq_len_kv], v[:, :, : past.seq_len_kv]
+            out.append(F.scaled_dot_product_attention(part, *seen, past, enable_gqa=True))
+        return torch.cat(out, dim=2)
 
     for block in model.blocks:
         block.attention.attend = attend
@@ -149,7 +177,10 @@ class Stage(nn.Module):
         self.norm, self.head = (model.norm, model.head) if number == stages - 1 else (None, None)
 
     def forward(self, x, targets=None):
-        """Shapes: tokens (B, T / cp) or x (B, T / cp, D); returns such an x, or the loss (1,)."""
+        """Return the loss (1,), or x for the next stage: (B, T / cp / tp, D), as `x` itself.
+
+        Shapes: the first stage's `x` are tokens, (B, T / cp), as targets are.
+        """
         config = self.config
         head_dim = config.dim // config.num_heads
         cos, sin = models.rotary_tables(self.positions, head_dim, config.rope_theta)
@@ -170,8 +201,9 @@ def split_layers(run):
     schedule, per_rank = SCHEDULES[args.schedule]
     total = per_rank * args.pp
     tokens = torch.empty(args.micro_batch_size, len(run.positions), dtype=torch.long, device="meta")
-    # Sent in the type that blocks compute in.
-    hidden, kind = (*tokens.shape, run.model.config.dim), COMPUTED_IN[args.precision]
+    # Sent in the type that blocks compute in; of the tokens, those between tp's matrices.
+    hidden = (args.micro_batch_size, len(run.positions) // args.tp, run.model.config.dim)
+    kind = COMPUTED_IN[args.precision]
     between = torch.empty(hidden, dtype=kind, device="meta", requires_grad=True)
     loss = torch.empty(1, device="meta", requires_grad=True)
     piped = []
@@ -308,7 +340,7 @@ def build(run):
     if args.tp > 1:
         split_tensors(run.model, run.mesh)
     if args.cp > 1:
-        split_sequence(run.model, run.mesh, run.positions, args.seq_len)
+        split_sequence(run.model, run.mesh, run.positions)
     recompute(run.model.blocks, args.activation_checkpointing)
     split_layers(run)
     split_batch(run)
@@ -365,12 +397,14 @@ def resolve_axes(args, world, config):
     per_rank = SCHEDULES[args.schedule][1]
     several = f" ({per_rank} stages per rank)" if per_rank > 1 else ""
     of_model = f"of {hf.flag_of(args)}"
+    parts = 2 if args.cp > 1 else 1  # of a rank of cp, as in own_tokens
+    tokens = f"--tp {args.tp} x --cp {args.cp}" + " x 2 parts" * (args.cp > 1)
     cuts = [  # what --tp cuts besides, heads and embedding, are multiples of the first
         (f"--tp {args.tp}", args.tp, config.num_kv_heads, f"key and value heads {of_model}"),
         (f"--tp {args.tp}", args.tp, config.ffn_dim, f"columns of the feed-forward {of_model}"),
         (f"--tp {args.tp}", args.tp, config.vocab_size, f"words of the vocabulary {of_model}"),
         (f"--pp {args.pp}{several}", args.pp * per_rank, config.num_layers, f"layers {of_model}"),
-        (f"--cp {args.cp}", args.cp, args.seq_len, "tokens of --seq-len"),
+        (tokens, parts * args.cp * args.tp, args.seq_len, "tokens of --seq-len"),
     ]
     for axis, parts, whole, what in cuts:
         if whole % parts:
@@ -422,8 +456,7 @@ def set_up(args, report):
     report.start(f"{args.init_from or args.preset}: {config.num_parameters():,} weights", identity)
     with torch.device("meta"):
         model, whole = models.Transformer(config), models.Transformer(config).state_dict()
-    positions = torch.arange(args.seq_len, device=device).chunk(args.cp)
-    own = positions[mesh["cp"].get_local_rank()]
+    own = own_tokens(mesh["cp"].get_local_rank(), args.cp, args.seq_len).to(device)
     run = Run(the_job, mesh, mesh["dp", "cp"]._flatten("dp_cp"), model, own)
     build(run)
     the_job.store = checkpoints.Sharded(run.model, run.optimizer, whole, args.timeout)

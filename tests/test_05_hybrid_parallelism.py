@@ -7,11 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 from helpers_01 import largest_difference, steps_in
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from advanced_parts import hybrid_parallelism as part
@@ -66,7 +68,7 @@ LAYOUTS = [
         (4, "--cp 2 --pp 2 --schedule interleaved --precision bf16-mixed --data-parallel grad-op",
             "cp pp"),
         (3, "--dp 3 --data-parallel full", "dp"),  # 3 divides no row count but that of ffn_dim
-        (3, "--cp 3 --seq-len 33 --data-parallel grad-op --seed 5", "cp"),
+        (3, "--cp 3 --seq-len 36 --data-parallel grad-op --seed 5", "cp"),
         (6, "--tp 2 --dp 3 --data-parallel full --grad-accum-steps 2 --seed 2", "tp dp"),
         (6, "--pp 2 --dp 3 --data-parallel grad-op --lr 1e-2", "pp dp"),
         (1, "--grad-accum-steps 2", ""),
@@ -181,15 +183,27 @@ def keep_own_part_of_the_gradient(script):
     script.Partial = script.Replicate
 
 
-def reduce_each_matrix_apart(script):
-    """The gradient stays right; q, k and v then all-reduce that of their input once each."""
-    plan_of = script.parallelize_module
+def gather_for_each_matrix_apart(script):
+    """The gradient stays right; q, k and v then gather their input once each."""
+    script.PrepareModuleOutput = Untouched
 
-    def parallelize(module, mesh, plan):
-        own = {name: style for name, style in plan.items() if "norm" not in name}
-        return plan_of(module, mesh, own)
 
-    script.parallelize_module = parallelize
+def forget_the_norms_gradients(script):
+    """Each rank of tp keeps that of its own tokens."""
+    script.SequenceParallel = Untouched
+
+
+class Untouched(ParallelStyle):
+    def __init__(self, **options):
+        pass
+
+    def _apply(self, module, mesh):
+        return module
+
+
+def take_consecutive_tokens(script):
+    """Each rank of cp has one part of the sequence, but attends as if it had two."""
+    script.own_tokens = lambda rank, ranks, seq_len: torch.arange(seq_len).chunk(ranks)[rank]
 
 
 def step_further_on_rank_1(script):
@@ -273,7 +287,8 @@ FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in 
             (before_each_step(take_the_first_batch_again), "--cp 2", SECOND),
         ),
         (forget_the_all_reduce, "--dp 2", "gradient: relative error"),
-        (reduce_each_matrix_apart, "--tp 2", "bytes sent by a rank along tp"),
+        (gather_for_each_matrix_apart, "--tp 2", "bytes sent by a rank along tp"),
+        (take_consecutive_tokens, "--cp 2", "gradient: relative error"),
         (step_further_on_rank_1, "--dp 2 --parity-steps 0", "copies differ"),
         *full(
             (gather_in_float32, "--dp 2 --data-parallel grad-op --precision bf16-mixed",
@@ -281,6 +296,7 @@ FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in 
             (recompute_nothing, "--tp 2 --activation-checkpointing full",
              "bytes sent by a rank along tp"),
             (keep_own_part_of_the_gradient, "--cp 2", "gradient: relative error"),
+            (forget_the_norms_gradients, "--tp 2", "gradient: relative error"),
             (drop_a_micro_batch, "--pp 2", "loss"),
             (count_no_token, "--pp 2 --parity-steps 0", "tokens trained on"),
         ),
@@ -313,7 +329,8 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
         *full(
             (2, "--tp 3", "--dp 1 x --tp 3 x --pp 1 x --cp 1 = 3 ranks, but 2 were started"),
             (2, "--schedule gpipe --pp 2 --cp 2", "= 4 ranks, but 2 were started"),
-            (2, "--cp 2 --seq-len 33", "--cp 2 does not divide the 33 tokens of --seq-len"),
+            (2, "--cp 2 --seq-len 33", "--tp 1 x --cp 2 x 2 parts does not divide the 33"),
+            (2, "--tp 2 --seq-len 33", "--tp 2 x --cp 1 does not divide the 33 tokens of --seq-"),
             (2, "--pp 2 --schedule zero-bubble --activation-checkpointing full",
              "each of the two parts of backward would compute blocks again"),
             (2, "--pp 2 --grad-accum-steps 1", "needs at least as many micro-batches as stages"),
@@ -341,45 +358,61 @@ class Live(LiveBytes):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def kept_by_a_block(tp, kind, tokens=1024):
-    """Return the bytes per token that one of tp ranks keeps of the template's block, of 70B."""
+def kept_by_a_block(layout, tokens=2048):
+    """Return the bytes per token that one rank of tp and cp keeps of the template's block, of 70B.
+
+    `tokens` are those of a rank of cp.
+    """
     dist.destroy_process_group()  # the fork's own, of one rank
-    dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
+    ranks = layout.tp * layout.cp
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    mesh = init_device_mesh("cpu", (layout.cp, layout.tp), mesh_dim_names=("cp", "tp"))
     script, config = load_script(HYBRID), replace(models.PRESETS["llama3-70b"], num_layers=1)
     with torch.device("meta"):
         model = models.Transformer(config).to(torch.bfloat16)  # as FSDP hands its weights over
-        x = torch.empty(1, tokens, config.dim, dtype=torch.bfloat16, requires_grad=True)
+        own = (1, tokens // layout.tp, config.dim)
+        x = torch.empty(own, dtype=torch.bfloat16, requires_grad=True)
         head_dim = config.dim // config.num_heads
         tables = models.rotary_tables(torch.empty(tokens), head_dim, config.rope_theta)
     layout_memory.as_on_a_gpu(model.blocks[0])
-    if tp > 1:
-        script.split_tensors(model, init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)))
-    script.recompute(model.blocks, kind)
-    with Live() as live:
+    kernel = model.blocks[0].attention.attend
+    if layout.tp > 1:
+        script.split_tensors(model, mesh)
+    if layout.cp > 1:
+        script.split_sequence(model, mesh, script.own_tokens(0, layout.cp, tokens * layout.cp))
+    script.recompute(model.blocks, layout.recompute)
+    with (
+        mock.patch.object(
+            F, "scaled_dot_product_attention", lambda q, k, v, *_, **__: kernel(q, k, v)
+        ),
+        Live() as live,
+    ):
         out = model.blocks[0](x, *tables)
-    # The reshape after attention copies its heads side by side: a GPU's kernel writes them so.
-    copied = x.nbytes / tp if kind == "none" else 0
+    # The reshape after attention copies its heads side by side: a GPU's kernel writes them so,
+    # where there are not parts of it to join.
+    copied = x.nbytes if layout.recompute == "none" and layout.cp == 1 else 0
     return (live.alive - out.nbytes + x.nbytes - copied) / tokens
 
 
 @pytest.mark.gpu_ready
-@pytest.mark.parametrize("tp", [8, pytest.param(1, marks=FULL)])
-def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp):
-    """At real size, on tensors without content. The plan itself cuts tokens too: it is less."""
-    config = models.PRESETS["llama3-70b"]
-    kept = {kind: in_a_fork(lambda kind=kind: kept_by_a_block(tp, kind))
-            for kind in ("none", "full", "selective")}  # fmt: skip
+@pytest.mark.parametrize(
+    ("tp", "cp"), [(8, 1), pytest.param(1, 1, marks=FULL), pytest.param(4, 2, marks=FULL)]
+)
+def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp, cp):
+    """At real size, on tensors without content. The plan gathers again what this keeps gathered."""
+    config, kept = models.PRESETS["llama3-70b"], {}
     combining = load_script("05-advanced/combining.py")
-    for kind in ("none", "full"):
-        layout = layout_memory.Layout(tp=tp, recompute=kind)
-        assert kept[kind] == pytest.approx(combining.kept_by_the_template(config, layout), rel=1e-4)
-    planned = layout_memory.activation_bytes(config) / tp
-    assert (
-        (kept["none"] > 2 * planned)
-        if tp > 1
-        else (kept["none"] == pytest.approx(planned, rel=1e-4))
-    )
+    for kind in ("none", "full", "selective"):
+        layout = layout_memory.Layout(tp=tp, cp=cp, recompute=kind)
+        kept[kind] = in_a_fork(lambda layout=layout: kept_by_a_block(layout))
+        if kind != "selective":
+            expected = combining.kept_by_the_template(config, layout)
+            assert kept[kind] == pytest.approx(expected, rel=1e-4), kind
     assert kept["full"] < kept["selective"] < kept["none"]
+    if cp == 1:
+        gathered = 2 * 2 * config.dim * (tp - 1) / tp  # what both norms return, in bfloat16
+        planned = layout_memory.activation_bytes(config) / tp + gathered
+        assert kept["none"] == pytest.approx(planned, rel=1e-4)
 
 
 @pytest.mark.gpu_ready

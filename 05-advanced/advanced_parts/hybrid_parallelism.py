@@ -163,11 +163,14 @@ def expected_bytes(run):
     width = 2 if args.precision == "bf16-mixed" else 4  # bytes of a number, but of gradients' sums
     activations = width * rows * config.dim
     ring = RING_FACTOR["all_gather"]  # an all-reduce is two: a reduce-scatter and an all-gather
-    # Two all-reduces in a block's forward (wo, down), two in backward (the inputs of q, k, v and of
-    # gate, up); the embedding's columns gathered, which is half of one; the gradient of the head's
-    # input; and for each row the loss's maximum, sum of exponentials and target's logit.
-    again = args.activation_checkpointing != "none"  # wo's once more: it ends before that of down
-    reduced = ((4 + again) * blocks + first / 2 + last) * activations + last * 3 * 4 * rows
+    # A block gathers twice in forward (what the norms return), scatters twice (after wo, down), and
+    # does both again in backward; the embedding scatters and the head gathers, each way once. And
+    # for each row the loss's maximum, sum of exponentials and target's logit, all-reduced.
+    again = args.activation_checkpointing != "none"  # all but the scatter after down, the last one
+    gathers = (8 + 3 * again) * blocks + 2 * first + 2 * last
+    reduced = gathers / 2 * activations + last * 3 * 4 * rows
+    # Norms' gradients, of T / tp tokens on each rank, all-reduced once they have been added up.
+    norms = (2 * blocks + last) * 4 * config.dim
     # k and v of (B, kv heads / tp, T, head_dim), gathered in forward, their gradients scattered.
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads) // args.tp
     gathered = 2 * width * args.micro_batch_size * args.seq_len * kv_dim
@@ -183,9 +186,9 @@ def expected_bytes(run):
         gathers = micro_batches + 1 if args.data_parallel == "full" else 1
         weights = (gathers * width + 4) * (group - 1) * own
     sent = Counter({
-        "tp": 2 * ring(args.tp) * micro_batches * reduced,
+        "tp": 2 * ring(args.tp) * (micro_batches * reduced + norms),
         "cp": (2 + again) * ring(args.cp) * micro_batches * blocks * gathered,
-        "pp": crossings * micro_batches * activations if args.pp > 1 else 0,
+        "pp": crossings * micro_batches * activations / args.tp if args.pp > 1 else 0,
     })  # fmt: skip
     sent[data_axis(args)] += weights
     return sent

@@ -125,7 +125,7 @@ class FusedNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
