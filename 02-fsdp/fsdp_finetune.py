@@ -158,8 +158,7 @@ def draft(args):
         raise cli.UsageError(f"--model {args.model}: {config.model_type} {why}") from error
     layers_and_norm(model)
     if args.lora_rank:
-        with torch.device("meta"):
-            add_adapters(model, args)
+        add_adapters(model, args)
     return model
 
 
@@ -508,7 +507,8 @@ def add_adapters(model, args):
         raise cli.UsageError(f"--target-modules: {has}, not {unknown}")
     for path, layer in layers:
         if path.split(".")[-1] in args.target_modules:
-            decoder.set_submodule(path, LoRA(layer, args.lora_rank, args.lora_alpha))
+            with torch.device("meta"):
+                decoder.set_submodule(path, LoRA(layer, args.lora_rank, args.lora_alpha))
 
 
 @torch.no_grad()
