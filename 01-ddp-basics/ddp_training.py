@@ -173,6 +173,7 @@ def set_up(args, report):
     if args.whole_lines:
         kind = WholeLines
     the_job, identity = job.on_text(args, report, world.rank, world.world_size, kind)
+    config = the_job.fitted(config)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
     report.start(
         f"{args.preset}: {config.num_parameters():,} weights; {len(the_job.train_set):,} sequences "

@@ -365,6 +365,7 @@ def set_up(args, report):
     config = hf.settle_shape(args)
     shards = shards_of(args.sharding, args.shard_group_size, world)
     the_job, identity = job.on_text(args, report, world.rank, world.world_size)
+    config = the_job.fitted(config)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
     refuse(args, config, shards, world, device)
     report.start(describe(args, config), identity)

@@ -474,6 +474,7 @@ def set_up(run):
     run.dtype, run.autocast = settle_precision(config, args, run.given)
     checkpoint.FREE.update({"deepspeed_config", "nvme_path", "consolidate"})
     run.job, identity = job.on_text(args, report, report.world.rank, report.world.world_size)
+    run.shape = run.job.fitted(run.shape)
     run.job.flops_per_token = measure.flops_per_token(run.shape, args.seq_len)
     fill(config, args, run.shape.dim)
     report.start(

@@ -137,8 +137,10 @@ def split_sequence(model, mesh, positions):
     # Aligned at their ends, so that a GPU's flash kernel needs no table of who sees whom.
     pasts = [causal_lower_right(len(part), int(part[-1]) + 1) for part in positions.chunk(2)]
 
-    def attend(q, k, v):
+    def attend(q, k, v, mask=None):
         k, v = gather_sequence(torch.stack((k, v)), mesh)
+        if mask is not None:  # of --document-attention
+            return models.causal_attention(q, k, v, mask)
         out = []
         for part, past in zip(q.chunk(2, dim=2), pasts, strict=True):
             seen = k[:, :, : past.seq_len_kv], v[:, :, : past.seq_len_kv]
@@ -176,17 +178,20 @@ class Stage(nn.Module):
         self.embedding = model.embedding if number == 0 else None
         self.norm, self.head = (model.norm, model.head) if number == stages - 1 else (None, None)
 
-    def forward(self, x, targets=None):
+    def forward(self, x, targets=None, documents=None):
         """Return the loss (1,), or x for the next stage: (B, T / cp / tp, D), as `x` itself.
 
-        Shapes: the first stage's `x` are tokens, (B, T / cp), as targets are.
+        Shapes: the first stage's `x` are tokens, (B, T / cp), as targets are; `documents` (B, T)
+        numbers those of whole sequences, under --document-attention.
         """
         config = self.config
         head_dim = config.dim // config.num_heads
-        cos, sin = models.rotary_tables(self.positions, head_dim, config.rope_theta)
+        tables = models.rotary_tables(self.positions, head_dim, config.rope_theta)
+        if documents is not None:
+            tables += (models.document_mask(documents, self.positions),)
         x = self.embedding(x) if self.embedding else x
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, *tables)
         if self.head is None:
             return x
         logits = self.head(self.norm(x)).flatten(0, 1)  # (B T / cp, V)
@@ -250,11 +255,13 @@ def summed_loss(run, drive, inputs, targets):
 
     Shapes: micro-batches joined, (m B, T) each.
     """
+    end = run.model.config.document_end
+    documents = {} if end is None else {"documents": models.document_of_each(inputs, end)}
     inputs, targets = (x[:, run.positions].contiguous() for x in (inputs, targets))
     tokens = (inputs,) if run.stages[0].embedding else ()
     ends = {"target": targets, "targets": targets} if run.stages[-1].head else {}
     with loss_parallel() if run.mesh["tp"].size() > 1 else contextlib.nullcontext():
-        sums = drive(*tokens, **ends)  # of the micro-batches, on the last stage
+        sums = drive(*tokens, **ends, **documents)  # of the micro-batches, on the last stage
     # Once for all ranks of tp, which computed the same loss.
     counts = sums is not None and run.mesh["tp"].get_local_rank() == 0
     return sums.detach().sum() if counts else torch.zeros((), device=run.job.device)
@@ -451,6 +458,7 @@ def set_up(args, report):
     sizes = (args.pp, args.dp, args.cp, 1, args.tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     the_job, identity = job.on_text(args, report, mesh["dp"].get_local_rank(), args.dp)
+    config = the_job.fitted(config)
     refuse(args, config)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
     report.start(f"{args.init_from or args.preset}: {config.num_parameters():,} weights", identity)

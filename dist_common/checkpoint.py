@@ -24,12 +24,14 @@ from dist_common.cli import UsageError
 from dist_common.report import Report
 from dist_common.runtime import from_rank0, gather
 
-SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed")  # what the order of the data depends on
+# What the order of the data depends on, and what counts of it.
+SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed", "document_attention")
 OLD_FORMAT = "in the format of an older version of this guide: start anew"
 NO_TEMPLATE = "of another script, or of an older version of this guide: start anew"
 # Flags that do not change the weights: a resumed run may change them without a word.
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every",
-        "eval_every", "save_every", "parity_steps", "export_to"}  # fmt: skip
+        "eval_every", "save_every", "parity_steps", "export_to",
+        "tokens", "document_attention"}  # fmt: skip  # the last two: by what is in them
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Text without a download, and how it is dealt to ranks: the batches of the one job."""
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -41,6 +42,9 @@ class Sequences(Dataset):
     Shapes: an item is (inputs (T,), targets (T,)), int64; `lengths` are their numbers of tokens.
     Raises: UsageError, naming `name`, for less text than a sequence for each of `world_size` ranks.
     """
+
+    vocab_size, token_kind = 256, "a token here is a byte"
+    document_end = None  # no token ends a document
 
     def __init__(self, text: torch.Tensor, seq_len: int, world_size: int = 1, name="text") -> None:
         self.text, self.seq_len = text, seq_len
@@ -103,8 +107,33 @@ class ShardedSampler(Sampler[int]):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.num_samples, generator=generator)
 
+    @property
+    def left(self) -> int:
+        """Return how many samples of this epoch are left to all ranks."""
+        return self.num_samples - self.position
+
+    @property
+    def place(self) -> str:
+        """Say the place in the data."""
+        return f"sample {self.position:,} of epoch {self.epoch + 1}"
+
+    def at_start(self) -> "ShardedSampler":
+        """Return one at the start of this epoch."""
+        other = copy.copy(self)
+        other.position = 0
+        return other
+
+    def ahead(self, size: int) -> Iterator[torch.Tensor]:
+        """Yield the global batches that are left of this epoch, (size,) or less each."""
+        yield from self.global_order()[self.position :].split(size) if self.left else ()
+
+    def trained(self, lengths: torch.Tensor) -> int:
+        """Return how many tokens the samples up to this place hold. Shape: (N,), of all samples."""
+        part = self.global_order()[: self.position]
+        return int(self.epoch * lengths.sum() + lengths[part].sum())
+
     def __len__(self) -> int:
-        return (self.num_samples - self.position) // self.world_size
+        return self.left // self.world_size
 
     def __iter__(self) -> Iterator[int]:
         rest = self.global_order()[self.position :]
@@ -150,7 +179,7 @@ def settle_batch_sizes(args, dp_ranks: int) -> str:
 
 
 def job_batches(
-    sequences: Dataset, sampler: ShardedSampler, args, num_workers: int = 0, pin_memory=False
+    sequences: Dataset, sampler: Sampler, args, num_workers: int = 0, pin_memory=False
 ) -> Iterator[list[Sequence[torch.Tensor]]]:  # fmt: skip
     """Yield each step's micro-batches on this rank, (inputs, targets) of (B, T), epoch after epoch.
 
@@ -159,9 +188,8 @@ def job_batches(
     """
 
     def indices_of_micro_batches() -> Iterator[list[int]]:
-        order, size = sampler.global_order(), args.micro_batch_size
-        for start in range(sampler.position, len(order), args.global_batch_size):
-            step = order[start : start + args.global_batch_size]
+        size = args.micro_batch_size
+        for step in sampler.ahead(args.global_batch_size):
             mine = step[sampler.rank :: sampler.world_size].tolist()
             for number in range(args.grad_accum_steps):
                 yield mine[number * size : (number + 1) * size]

@@ -38,7 +38,6 @@ HF_SHAPE = {
 VARIANTS = ("model_type", "hidden_act", "rope_parameters", "attention_bias", "mlp_bias",
             "attention_dropout", "quantization_config")  # fmt: skip
 OTHER_FILES = (".json", ".txt", ".model", ".jinja")  # of a folder: the tokenizer's
-BYTES = 256  # tokens that a text has
 
 
 def hf_name(name: str) -> str:
@@ -127,10 +126,8 @@ def settle_shape(args) -> TransformerConfig:
     if not args.init_from:
         return models.preset(args.preset, args.seq_len)
     config = config_of(args.init_from)
-    args.preset, args.shape = None, vars(config)
-    if config.vocab_size < BYTES:
-        few = f"--init-from {args.init_from}: vocab_size is {config.vocab_size}"
-        raise UsageError(f"{few}: a token here is a byte, which takes {BYTES}")
+    args.preset, args.shape = None, dict(vars(config))
+    del args.shape["document_end"]  # of the data
     return models.able_to_read(config, args.seq_len)
 
 

@@ -8,15 +8,16 @@ import json
 import math
 import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dist_common import checkpoint, data, measure
+from dist_common import checkpoint, data, measure, tokens
 from dist_common.cli import ArgumentParser, UsageError, positive_float, positive_int, whole_number
+from dist_common.models import TransformerConfig
 from dist_common.report import Report
 from dist_common.runtime import gather
 
@@ -25,8 +26,13 @@ def add_flags(parser: ArgumentParser, presets: Collection[str], folders: bool = 
     """Add the flags of the one job, those of its loop, and of `folders` of Hugging Face's."""
     add_task_flags(parser, presets, folders)
     add_loop_flags(parser)
+    add = parser.add_argument
+    add("--tokens", nargs="+", metavar="FOLDER[=WEIGHT]",
+        help="train on folders of make_tokens.py (weights: as large as each is)")  # fmt: skip
+    add("--document-attention", action="store_true",
+        help="with --tokens: no token attends to another document's")  # fmt: skip
     if folders:
-        parser.add_argument("--export-to", metavar="FOLDER",
+        add("--export-to", metavar="FOLDER",
             help="write the trained weights for transformers, to an empty folder")  # fmt: skip
 
 
@@ -111,11 +117,12 @@ class Job:
     report: Report
     train_set: data.Sequences
     test_set: data.Sequences | None
-    checksum: str  # of the text
+    checksum: str | None  # of the text
     dp_rank: int = 0  # which samples are this rank's: among the ranks that differ in samples
     dp_ranks: int = 1
     flops_per_token: float = math.nan  # without it there is no MFU
     store: checkpoint.Store | None = None
+    sampler: data.ShardedSampler | tokens.Mixture | None = None  # of the text, unless it is given
 
     step: int = 0  # the one that is being taken, or the last one
     trained_tokens: int = 0  # from step 1
@@ -131,10 +138,16 @@ class Job:
     def __post_init__(self) -> None:
         args, ranks = self.args, dist.get_world_size()
         self.device = self.report.device
-        self.sampler = data.ShardedSampler(
+        settings = checkpoint.settings_of(args, ranks, self.checksum)
+        if self.sampler:  # a mixture: its sources by checksum, wherever they lie
+            settings |= {
+                "text_file": None,
+                "tokens": self.sampler.weights,
+                "document_attention": args.document_attention,
+            }
+        self.sampler = self.sampler or data.ShardedSampler(
             len(self.train_set), self.dp_rank, self.dp_ranks, args.seed
         )
-        settings = checkpoint.settings_of(args, ranks, self.checksum)
         self.settings = json.loads(json.dumps(settings, default=str))  # as a manifest has them
         pinned = self.device.type == "cuda"  # a GPU fetches from such memory while it computes
         self.batches = data.job_batches(
@@ -158,6 +171,18 @@ class Job:
         loss = self.losses[-1] if self.losses else math.nan
         return f"loss {loss:.4f} after step {self.step}, {end}"
 
+    def fitted(self, config: TransformerConfig) -> TransformerConfig:
+        """Return a model's shape as the data needs it: with the token that ends a document.
+
+        Raises: UsageError for tokens that its vocabulary does not have.
+        """
+        args, train_set = self.args, self.train_set
+        if config.vocab_size < train_set.vocab_size:
+            flag = f"--preset {args.preset}" if args.preset else f"--init-from {args.init_from}"
+            few = f"{flag}: vocab_size is {config.vocab_size}: {train_set.token_kind}"
+            raise UsageError(f"{few}, which takes {train_set.vocab_size}")
+        return replace(config, document_end=train_set.document_end)
+
     def find(self) -> bool:
         """Choose the newest checkpoint and take its step; say what has changed. A collective."""
         directory = self.report.output / "checkpoints"
@@ -171,8 +196,7 @@ class Job:
         self.step = facts["step"]
         self.sampler.load_state_dict(facts["sampler"])
         self.trained_tokens = facts["trained_tokens"]
-        place = f"sample {self.sampler.position:,} of epoch {self.sampler.epoch + 1}"
-        self.report.say(f"at step {self.step}, {place}; {changes}")
+        self.report.say(f"at step {self.step}, {self.sampler.place}; {changes}")
         return True
 
     def load(self) -> None:
@@ -219,7 +243,7 @@ class Job:
             yield step
 
             step.micro_batches = []
-            self.sampler.advance(min(args.global_batch_size, self.samples_left()))
+            self.sampler.advance(min(args.global_batch_size, self.sampler.left))
             last = self.step == args.max_steps
             save_due = report.output and self.store and due(self.step, args.save_every, last)
             eval_due = evaluate and due(self.step, args.eval_every, last)
@@ -242,10 +266,6 @@ class Job:
             report.metrics |= self.metrics()
         if self.done or self.stopped:
             self.batches.close()  # ends the processes that load data
-
-    def samples_left(self) -> int:
-        """Return how many samples of this epoch are left to all ranks."""
-        return len(self.train_set) - self.sampler.position
 
     def read(self, unread: list[Step]) -> bool:
         """Log steps that nobody has read yet; return whether any rank was asked to stop."""
@@ -354,10 +374,18 @@ def due(step: int, every: int, last: bool) -> bool:
 def on_text(
     args: argparse.Namespace, report: Report, dp_rank: int, dp_ranks: int, kind=data.Sequences
 ) -> tuple[Job, str]:
-    """Return the job of the flags' text, and its batch sizes in words.
+    """Return the job of the flags' text or tokens, and its batch sizes in words.
 
     Raises: UsageError unless global batch = micro-batch x accumulation x data-parallel ranks.
     """
     identity = data.settle_batch_sizes(args, dp_ranks)
+    if args.tokens:
+        if args.text_file or kind is not data.Sequences:
+            raise UsageError("--tokens: not allowed with --text-file or --whole-lines")
+        train_set, test_set, mixture = tokens.job_tokens(args, dp_rank, dp_ranks)
+        job = Job(args, report, train_set, test_set, None, dp_rank, dp_ranks, sampler=mixture)
+        return job, identity
+    if args.document_attention:
+        raise UsageError("--document-attention needs --tokens, which say where a document ends")
     train_set, test_set, checksum = data.job_text(args, dp_ranks, kind)
     return Job(args, report, train_set, test_set, checksum, dp_rank, dp_ranks), identity

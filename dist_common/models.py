@@ -28,6 +28,7 @@ class TransformerConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tied_embeddings: bool = False  # the output layer is the embedding, transposed
+    document_end: int | None = None  # the token at which attention ends; None: it sees them all
 
     def num_parameters(self) -> int:
         """Return the number of parameters by formula, without building the model."""
@@ -75,9 +76,34 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
-def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend to this token and those before it. Shapes: (B, heads, T, head_dim)."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Attend to this token and those before it, or to those of a `mask`.
+
+    Shapes: (B, heads, T, head_dim), mask (B, 1, T, T).
+    """
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    shared_by = q.shape[1] // k.shape[1]  # GPU kernels that take a mask want equal heads
+    k, v = (x.repeat_interleave(shared_by, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def document_of_each(tokens: torch.Tensor, end: int) -> torch.Tensor:
+    """Number each row's documents from 0; the token `end` is its document's. Shapes: (B, T)."""
+    ended = tokens == end
+    return ended.cumsum(1) - ended.long()
+
+
+def document_mask(documents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return which tokens each of those at `positions` attends to: of its document, and not later.
+
+    Shapes: documents (B, T), positions (Q,) -> (B, 1, Q, T).
+    """
+    past = positions[:, None] >= torch.arange(documents.shape[1], device=documents.device)
+    same = documents[:, positions, None] == documents[:, None, :]
+    return (same & past)[:, None]
 
 
 class Attention(nn.Module):
@@ -93,12 +119,12 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
         self.attend = causal_attention  # context parallelism puts its own in this place
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, cos, sin, mask=None) -> torch.Tensor:
         B, T, _ = x.shape
         heads = (weight(x).view(B, T, -1, self.head_dim) for weight in (self.wq, self.wk, self.wv))
         q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, head_dim)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = self.attend(q, k, v)
+        out = self.attend(q, k, v) if mask is None else self.attend(q, k, v, mask)
         return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 
 
@@ -114,8 +140,8 @@ class Block(nn.Module):
         self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), *tables)  # cosines, sines, a mask if any
         h = self.ffn_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))  # (B, T, D)
 
@@ -158,10 +184,12 @@ class Transformer(nn.Module):
             raise ValueError(f"{T} tokens are more than the model's {config.max_seq_len}")
         head_dim = config.dim // config.num_heads
         places = torch.arange(T, device=tokens.device) if positions is None else positions
-        cos, sin = rotary_tables(places, head_dim, config.rope_theta)
+        tables = rotary_tables(places, head_dim, config.rope_theta)
+        if config.document_end is not None:  # one mask for all layers
+            tables += (document_mask(document_of_each(tokens, config.document_end), places),)
         x = self.embedding(tokens)  # (B, T, D)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, *tables)
         return self.head(self.norm(x))  # (B, T, V)
 
 

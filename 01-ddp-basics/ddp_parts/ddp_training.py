@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 
 from dist_common import data
 from dist_common.job import Step
@@ -38,8 +39,8 @@ def check_gradient(run, accumulate_gradient: Callable, summed_loss: Callable) ->
             inputs, targets = (tensor.to(report.device) for tensor in batch)
             yield summed_loss(model, inputs, targets, args.precision) / tokens
 
-    steps = sampler.global_order().split(2 * sampler.world_size)
-    for indices in steps[: max(1, args.parity_steps)]:
+    steps = sampler.at_start().ahead(2 * sampler.world_size)
+    for indices in islice(steps, max(1, args.parity_steps)):
         mine = [job.train_set[index] for index in indices[sampler.rank :: sampler.world_size]]
         micro_batches = [collated(mine[:1]), collated(mine[1:])]
         run.optimizer.zero_grad()

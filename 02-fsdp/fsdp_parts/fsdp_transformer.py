@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,8 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     if not parity:
         why = "the first weights are gone" if resumed else "--parity-steps 0"
         report.say(f"gradient not compared with one process ({why})")
-    for indices in run.job.sampler.global_order().split(args.global_batch_size)[: max(1, parity)]:
+    batches = run.job.sampler.at_start().ahead(args.global_batch_size)
+    for indices in islice(batches, max(1, parity)):
         items = unequal(run.job.train_set, indices)
         tokens = torch.tensor(sum(int((t != data.IGNORED).sum()) for _, t in items))
         tokens = tokens.to(run.device)

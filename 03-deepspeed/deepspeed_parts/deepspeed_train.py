@@ -18,7 +18,7 @@ from deepspeed_parts.zero_stages import held_per_weight, sizes_of
 from dist_common import data, job, models, runtime
 from dist_common.cli import UsageError
 from dist_common.job import Step
-from dist_common.lab.proofs import every_token_once, same_losses, same_weights
+from dist_common.lab.proofs import documents_alone, every_token_once, same_losses, same_weights
 from dist_common.lab.traffic import StepProbe
 
 # Of losses near 5. float32 sums in another order; bf16 rounds sums of gradients to 8 bits.
@@ -98,7 +98,7 @@ def run_alone(run) -> torch.Tensor:
     args, config, device = run.args, run.config, run.report.device
     if run.job.found or args.precision == "16-mixed" or not args.parity_steps:
         return torch.zeros(0, 2)
-    model = models.Transformer(run.shape).to(device, run.dtype)
+    model = documents_alone(models.Transformer(run.shape).to(device, run.dtype), run.shape)
     models.draw_weights(model, run.shape, args.seed)
     weights = list(model.parameters())
     copies = [weight.detach().float().clone() for weight in weights]
@@ -113,7 +113,8 @@ def run_alone(run) -> torch.Tensor:
 
         schedule = getattr(lr_schedules, schedule["type"])(optimizer, **schedule["params"])
     whole = {"grad_accum_steps": args.grad_accum_steps * dist.get_world_size()}
-    sampler = data.ShardedSampler(len(run.job.train_set), 0, 1, args.seed)
+    sampler = run.job.sampler.at_start()
+    sampler.rank, sampler.world_size = 0, 1
     together = argparse.Namespace(**vars(args) | whole)
     batches = data.job_batches(run.job.train_set, sampler, together)
     found = []

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -50,10 +51,9 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     With --parity-steps 0 only the bytes are compared. Weights and data stay where they are.
     """
     job, args = run.job, run.job.args
-    sampler = copy.copy(job.sampler)
-    sampler.position = 0
+    sampler = job.sampler.at_start()
     batches = data.job_batches(job.train_set, sampler, args)
-    orders = sampler.global_order().split(args.global_batch_size)
+    orders = list(islice(sampler.ahead(args.global_batch_size), 2))
     accumulate_gradient(run, next(batches))  # the first one settles FSDP's and the stages' buffers
     run.optimizer.zero_grad()
     with TrafficCounter() as counter:
@@ -87,8 +87,8 @@ def steps_alone(run, count: int) -> Iterator[tuple[float, float]]:
     if not count:  # the whole model may not fit
         return
     model, optimizer = one_process(run)
-    order = job.sampler.global_order()[job.sampler.position :]
-    for number, indices in enumerate(order.split(args.global_batch_size)[:count], job.step + 1):
+    ahead = islice(job.sampler.ahead(args.global_batch_size), count)
+    for number, indices in enumerate(ahead, job.step + 1):
         items = [job.train_set[index] for index in indices]
         inputs, targets = (x.to(job.device) for x in data.collate(len(items), args.seq_len, items))
         tokens = (targets != data.IGNORED).sum()

@@ -127,7 +127,7 @@ def whole_model(job: Job, config) -> nn.Module:
     args = job.args
     seed_everything(args.seed)
     if not getattr(args, "init_from", None) or job.found:
-        return Transformer(config).to(job.device)
+        return documents_alone(Transformer(config).to(job.device), config)
     from transformers import LlamaForCausalLM
     from transformers.utils import logging
 
@@ -139,7 +139,24 @@ def whole_model(job: Job, config) -> nn.Module:
     if config.tied_embeddings:
         del named["head.weight"]  # as in ours, it is there once
     theirs.named_parameters = lambda **_: named.items()
-    return theirs
+    return documents_alone(theirs, config)
+
+
+def documents_alone(model: nn.Module, config) -> nn.Module:
+    """Have a whole model read each document of --document-attention by itself: it needs no mask."""
+    end, forward = config.document_end, model.forward
+
+    def each_alone(tokens: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for row in tokens:
+            after = (row == end).nonzero().flatten().cpu() + 1
+            parts = [part for part in row.tensor_split(after) if len(part)]
+            rows.append(torch.cat([forward(part[None]) for part in parts], dim=1))
+        return torch.cat(rows)
+
+    if end is not None:
+        model.forward = each_alone
+    return model
 
 
 def same_weights(report: Report, model: nn.Module) -> None:
@@ -182,9 +199,7 @@ def proven_steps(
 
 def every_token_once(job: Job) -> None:
     """Check that each token up to the sampler's place was trained on, and the test set tested."""
-    sampler, lengths = job.sampler, job.train_set.lengths
-    part = sampler.global_order()[: sampler.position]
-    expected = int(sampler.epoch * lengths.sum() + lengths[part].sum())
+    expected = job.sampler.trained(job.train_set.lengths)
     job.report.check("tokens trained on, from step 1", job.trained_tokens, expected, 0, "each once")
     if job.test_loss is not None:
         tested = int(job.test_set.lengths.sum())
