@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +65,12 @@ def predict(template, args, config, mesh):
             take_step(template, run)
     peak = tracker.get_tracker_snapshot("peak")[device]
     return {getattr(kind, "value", kind): size for kind, size in peak.items() if size}
+
+
+def shape_of(args):
+    """Return the model's shape. The mask of --document-attention takes memory too."""
+    end = 0 if args.document_attention else None
+    return replace(models.preset(args.preset, args.seq_len), document_end=end)
 
 
 def start(template, args, config, mesh, device):
@@ -173,6 +180,7 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__)
     job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --seq-len, ...
     add_flags(parser)  # --sharding, --activation-checkpointing, --loss-chunks, ...
+    parser.set_defaults(init_from=None)  # which the template asks for: here the shape is a preset's
     add = parser.add_argument
     template = Path(__file__).with_name("fsdp_transformer.py")
     add("--template", metavar="FILE", default=template, help="the script (fsdp_transformer.py)")
@@ -212,7 +220,7 @@ def check(args, template):
     with runtime.init(args.device, args.timeout, cpu_tensors=True) as (world, device):
         report = Report("02-fsdp/fsdp_memory.py", args, world, device)
         identity = data.settle_batch_sizes(args, world.world_size)
-        config = models.preset(args.preset, args.seq_len)
+        config = shape_of(args)
         shards = shards_of(args.sharding, args.shard_group_size, world)
         refuse(args, config, shards, world, device)
         report.start(describe(args, config), identity)
@@ -248,7 +256,7 @@ def main():
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
     report = Report("02-fsdp/fsdp_memory.py", args, world, torch.device("cpu"))
     identity = data.settle_batch_sizes(args, args.world_size)
-    config = models.preset(args.preset, args.seq_len)
+    config = shape_of(args)
     report.start(describe(args, config), f"{identity}, of {args.seq_len:,} tokens each")
     return report.finish(predict_all(report, template, config))
 
