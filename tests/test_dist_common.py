@@ -2,15 +2,20 @@
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
+import pickle
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -18,12 +23,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fork_ranks, free_port, timeouts_of_groups
+from helpers_tokens import words, write_folder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_common import checkpoint, cli, data, measure, models, runtime
+from dist_common import checkpoint, cli, data, measure, models, runtime, tokens
 from dist_common import output as folder
 from dist_common.lab import proofs, ranks, traffic
 from dist_common.lab.figure import figure
@@ -264,6 +270,286 @@ def test_a_sampler_resumes_mid_epoch_on_another_number_of_ranks():
 def test_more_ranks_than_samples_is_refused():
     with pytest.raises(cli.UsageError, match="3 samples cannot be dealt to 4 ranks"):
         data.ShardedSampler(3, 0, 4)
+
+
+# tokens: folders, mixed
+
+
+WEIGHTS = [0.5, 0.3, 0.2]
+SIZES = {"a" * 16: 40, "b" * 16: 7, "c" * 16: 90}
+
+
+def mixture(rank=0, world_size=1, weights=WEIGHTS, sizes=SIZES):
+    return tokens.Mixture(sizes, weights, rank, world_size, seed=3)
+
+
+def sources_of(batch, sizes=SIZES):
+    ends = torch.tensor(list(sizes.values())).cumsum(0)
+    return torch.bucketize(batch, ends, right=True)
+
+
+def test_each_batch_has_its_share_of_each_source():
+    counts = torch.zeros(3, dtype=torch.int64)
+    for number, batch in enumerate(itertools.islice(mixture().ahead(12), 50), 1):
+        own = sources_of(batch).bincount(minlength=3)
+        counts += own
+        for share, here, so_far in zip(WEIGHTS, own.tolist(), counts.tolist(), strict=True):
+            assert abs(here - 12 * share) < 1, "up to whole samples"
+            assert abs(so_far - 12 * number * share) < 1, "and no rounding adds up"
+
+
+def seen_by_source(batches):
+    """Return the samples of each source in the order in which they were dealt."""
+    dealt = torch.cat(list(batches))
+    return [dealt[sources_of(dealt) == number].tolist() for number in range(3)]
+
+
+def each_epoch_once(seen, first, size):
+    whole = list(range(first, first + size))
+    epochs = [seen[start : start + size] for start in range(0, len(seen), size)]
+    for epoch in epochs[:-1]:
+        assert sorted(epoch) == whole, "each once in an epoch"
+    assert len(set(epochs[-1])) == len(epochs[-1])
+    orders = [tuple(epoch) for epoch in epochs[:-1]]
+    assert len(set(orders)) == len(orders), "an epoch has an order of its own"
+
+
+def ranks_of(count, state, **options):
+    ranks = [mixture(rank, count, **options) for rank in range(count)]
+    for each in ranks if state else ():
+        each.load_state_dict(json.loads(json.dumps(state)))
+    return ranks
+
+
+def steps_on(ranks, steps, size=12):
+    """Deal global batches as job_batches does; return them as they were put together."""
+    batches = []
+    ahead = [each.ahead(size) for each in ranks]
+    for _ in range(steps):
+        batch = torch.empty(size, dtype=torch.int64)
+        for each, own in zip(ranks, ahead, strict=True):
+            batch[each.rank :: each.world_size] = next(own)[each.rank :: each.world_size]
+            each.advance(size)
+        batches.append(batch)
+    return batches
+
+
+def test_a_mixture_resumes_on_another_number_of_ranks_and_reads_nothing_twice():
+    straight = steps_on(ranks_of(1, None), 40)
+    two = ranks_of(2, None)
+    before = steps_on(two, 17)
+    three = ranks_of(3, two[0].state_dict())
+    dealt = before + steps_on(three, 23)
+    assert all(map(torch.equal, dealt, straight)), "the same global batches"
+    first = 0
+    for seen, size in zip(seen_by_source(dealt), SIZES.values(), strict=True):
+        assert len(seen) > size, "into a second epoch"
+        each_epoch_once(seen, first, size)
+        first += size
+    other_size = ranks_of(1, two[0].state_dict())
+    rest = torch.cat(steps_on(other_size, 10, size=8))
+    assert torch.equal(rest, torch.cat(straight[17:])[:80]), "and the order is not the batch's"
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes"),
+    [([0.1, 0.1, 0.8], SIZES), ([0.5, 0.2, 0.2, 0.1], SIZES | {"d" * 16: 20}),
+     ([0.5, 0.5], {"a" * 16: 40, "c" * 16: 90})],
+)  # fmt: skip
+def test_other_weights_go_on_from_each_sources_place(weights, sizes):
+    one = mixture()
+    before = steps_on([one], 5)
+    one.load_state_dict(one.state_dict())
+    other = mixture(weights=weights, sizes=sizes)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    [batch] = steps_on([other], 1, size=20)
+    own = sources_of(batch, sizes).bincount(minlength=len(sizes))
+    assert all(abs(n - 20 * w) <= 1 for n, w in zip(own.tolist(), weights, strict=True))
+    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    for number, seen in enumerate(seen_by_source(before)):
+        name, size = list(SIZES.items())[number]
+        if name in sizes:
+            here = batch[sources_of(batch, sizes) == list(sizes).index(name)] - starts[name]
+            old = torch.tensor(seen) - sum(list(SIZES.values())[:number])
+            left = old[-(len(old) % size) :] if len(old) % size else old[:0]
+            count = min(len(here), size - len(left))
+            assert not set(here[:count].tolist()) & set(left.tolist()), "nothing twice"
+    assert set(other.state_dict()["taken"]) == set(SIZES) | set(sizes), "left out, not forgotten"
+
+
+def job_of(folders, seq_len=8, **flags):
+    return Namespace(tokens=[str(folder) for folder in folders], seq_len=seq_len, seed=0,
+                     document_attention=False, **flags)  # fmt: skip
+
+
+def test_sequences_of_folders_have_all_tokens_but_the_tail(tmp_path):
+    folders = [write_folder(tmp_path / name, words(seed, count))
+               for seed, (name, count) in enumerate((("one", 60), ("two", 21)))]  # fmt: skip
+    train, test, _ = tokens.job_tokens(job_of(folders), 0, 1)
+    read, start = [], 0
+    for path, of_train, of_test in zip(folders, train.parts, test.parts, strict=True):
+        whole = np.fromfile(path / "tokens.bin", "<u2").astype(int).tolist()
+        items = [train[start + k] for k in range(len(of_train))]
+        after = sum(len(part) for part in test.parts[: len(read)])
+        items += [test[after + k] for k in range(len(of_test))]
+        start += len(of_train)
+        inputs = torch.cat([inputs for inputs, _ in items]).tolist()
+        targets = torch.cat([targets for _, targets in items]).tolist()
+        assert inputs == whole[: len(inputs)] and targets == whole[1 : len(targets) + 1]
+        assert 0 <= len(whole) - 1 - len(inputs) < 8, "the tail alone is left out"
+        assert len(of_test) == max(1, (len(whole) - 1) // 8 // 20)
+        read.append(inputs)
+    assert len(train) == start and train.lengths.sum() == 8 * start
+
+
+def test_the_first_token_of_a_document_is_no_target_of_the_one_before(tmp_path):
+    folder = write_folder(tmp_path / "one", [[5, 6, 7], [8], [9] * 40])
+    args = job_of([folder])
+    args.document_attention = True
+    train, _, _ = tokens.job_tokens(args, 0, 1)
+    inputs, targets = train[0]
+    assert inputs.tolist() == [5, 6, 7, 0, 8, 0, 9, 9]
+    assert targets.tolist() == [6, 7, 0, -100, 0, -100, 9, 9]
+    counted = [int((targets != data.IGNORED).sum()) for _, targets in train]
+    everything = torch.arange(len(train))
+    assert train.lengths[everything].tolist() == counted and train.lengths.sum() == sum(counted)
+    back = everything.flip(0)[:3]
+    assert train.lengths[back].tolist() == [counted[index] for index in back]
+
+
+def test_no_rank_reads_more_than_its_sequences(tmp_path, monkeypatch):
+    """Of 8 GB in a file without content, which takes no room on the disk."""
+    folder = write_folder(tmp_path / "large", [[5] * 9] * 4)
+    about = json.loads((folder / "manifest.json").read_text())
+    size = 4 * 2**30
+    with open(folder / "tokens.bin", "r+b") as file:
+        file.truncate(2 * size)
+    (folder / "manifest.json").write_text(json.dumps(about | {"tokens": size}))
+    read = []
+
+    class Counted:
+        def __init__(self, path, *rest, plain=np.memmap):
+            self.inner = plain(path, *rest)
+
+        def __getitem__(self, place):
+            part = self.inner[place]
+            read.append(part.nbytes)
+            return part
+
+    monkeypatch.setattr(tokens.np, "memmap", Counted)
+    args = job_of([folder], seq_len=4096)
+    train, test, mixed = tokens.job_tokens(args, 1, 2)
+    assert len(test) == tokens.TEST_TOKENS // 4096, "an evaluation stays short"
+    assert not read
+    args.__dict__ |= vars(job_args(2, 2, 2)) | {"seq_len": 4096}
+    assert len(next(data.job_batches(train, mixed, args))) == 2
+    assert sum(read) == 4 * 4097 * 2, "four sequences of uint16, each with one token more"
+
+
+def test_a_process_that_loads_data_maps_the_files_anew(tmp_path):
+    folder = tokens.Folder(write_folder(tmp_path / "one", words(0, 3000)))
+    sent = pickle.dumps(folder)
+    assert len(sent) < 500 < folder.tokens.nbytes
+    assert np.array_equal(pickle.loads(sent).tokens, folder.tokens)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"manifest.json": "{"}, "manifest.json is damaged (JSONDecodeError"),
+        ({"manifest.json": '{"dtype": "uint16"}'}, "manifest.json is damaged (KeyError: 'tokens'"),
+        ({"dtype": "float64"}, "manifest.json is damaged (KeyError: 'float64'"),
+        ({"tokens.bin": "ab"}, "tokens.bin has 2 bytes, its manifest says"),
+        ({"ends.bin": ""}, "ends.bin has 0 bytes, its manifest says 80: write"),
+        ({"tokens.bin": None}, "tokens.bin: No such file"),
+        ({"manifest.json": None}, "manifest.json: No such file"),
+        ({"largest_id": 98}, "is too large: write the folder again"),
+    ],
+)
+def test_a_damaged_folder_is_refused(tmp_path, change, says):
+    folder = write_folder(tmp_path / "one", words(0, 10))
+    for name, content in change.items():
+        if content is None:
+            (folder / name).unlink()
+        elif "." in name:
+            (folder / name).write_text(content)
+        else:
+            about = json.loads((folder / "manifest.json").read_text())
+            (folder / "manifest.json").write_text(json.dumps(about | change))
+    with pytest.raises(cli.UsageError, match=re.escape(says)):
+        list(tokens.job_tokens(job_of([folder]), 0, 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["one=0"], "one=0: a weight is a number above 0, not '0'"),
+        (["one=much"], "not 'much'"),
+        (["one=1", "two"], "give a weight to each folder, or to none"),
+        (["one", "copy"], "names the same tokens twice"),
+        (["one", "other"], "other is of bytes, one of a tokenizer: an id"),
+        (["short"], "5 tokens are fewer than two sequences of 8"),
+        (["nowhere"], "nowhere/manifest.json: No such file"),
+        (["two"], "the 2 sequences of --tokens are fewer than 3 ranks"),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_refused(tmp_path, monkeypatch, given, says):
+    monkeypatch.chdir(tmp_path)
+    one = write_folder(Path("one"), words(0, 10), tokenizer="a tokenizer")
+    shutil.copytree(one, "copy")
+    write_folder(Path("two"), [[1] * 30], tokenizer="a tokenizer")
+    write_folder(Path("other"), words(1, 10))
+    write_folder(Path("short"), [[1] * 4])
+    with pytest.raises(cli.UsageError, match=re.escape(says)):
+        tokens.job_tokens(job_of(given), 0, 3)
+
+
+@torch.no_grad()
+def losses_of_each_document(model, row, end):
+    """Return the losses of a row's documents, each read by a model alone."""
+    losses, document = [], []
+    for token in row.tolist():
+        document.append(token)
+        if token == end:
+            losses += loss_of(model, torch.tensor(document))
+            document = []
+    return losses + loss_of(model, torch.tensor(document))
+
+
+def loss_of(model, document):
+    if len(document) < 2:
+        return []
+    logits = model(document[None, :-1])[0]
+    return nn.functional.cross_entropy(logits, document[1:], reduction="none").tolist()
+
+
+def test_document_attention_is_each_document_alone():
+    torch.manual_seed(0)
+    plain = models.Transformer(models.PRESETS["tiny"])
+    for weight in plain.parameters():
+        weight.data *= 5  # so that a token that sees too much shows
+    config = replace(models.PRESETS["tiny"], document_end=0)
+    packed = models.Transformer(config)
+    packed.load_state_dict(plain.state_dict())
+    row = torch.tensor([3, 4, 5, 0, 6, 0, 0, 7, 8, 9, 10, 0, 11, 12, 13, 14, 15])
+    inputs, targets = row[:-1], row[1:].clone()
+    targets[inputs == 0] = data.IGNORED
+    expected = losses_of_each_document(plain, row, 0)
+
+    def losses(model):
+        with torch.no_grad():
+            logits = model(inputs[None])[0]
+        each = nn.functional.cross_entropy(logits, targets, reduction="none")
+        return each[targets != data.IGNORED].tolist()
+
+    assert losses(packed) == pytest.approx(expected, rel=1e-5)
+    assert losses(plain) != pytest.approx(expected, abs=1e-2), "the mask matters"
+    one_off = models.document_of_each  # a document's end would be the next one's
+    models.document_of_each = lambda tokens, end: (tokens == end).cumsum(1)
+    try:
+        assert losses(packed) != pytest.approx(expected, abs=1e-2)
+    finally:
+        models.document_of_each = one_off
 
 
 # models
