@@ -45,8 +45,8 @@ def documents_of(paths):
             with open(path, "rb") as file:
                 for number, content in enumerate(file if lines else [file.read()], 1):
                     where = f"{path}, line {number}" if lines else str(path)
-                    if content.strip():  # an empty line is no document
-                        yield where, text_of(where, content, lines)
+                    if text := content.strip() and text_of(where, content, lines):
+                        yield where, text  # what is empty is no document
         except OSError as error:
             raise cli.UsageError(f"{path}: {error.strerror}") from error
 

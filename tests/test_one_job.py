@@ -4,6 +4,7 @@ import json
 
 import pytest
 from helpers_03 import SMALL_MODEL, deepspeed_in_the_parent
+from helpers_tokens import words, write_folder
 
 from dist_common import models
 
@@ -33,7 +34,9 @@ def losses(run_script, tmp_path):
 
     def train(script, ranks, *argv, before=small):
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-        arguments = (*JOB, "--text-file", text, "--output-dir", folder, *argv)
+        arguments = (*JOB, "--output-dir", folder, *argv)
+        if "--tokens" not in argv:
+            arguments += ("--text-file", text)
         ended = run_script(script, *arguments, world_size=ranks, before=before)
         assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -63,3 +66,42 @@ def test_every_template_trains_the_one_job(losses, script, argv, ranks, micro_ba
     measured = losses(script, ranks, "--micro-batch-size", micro_batch, *argv, **model)
     assert measured == pytest.approx(expected, abs=TOLERANCE)
     assert abs(expected[-1] - expected[0]) > 0.5  # it learns: equal losses say something
+
+
+@pytest.mark.parametrize(
+    ("script", "argv"),
+    [
+        ("02-fsdp/fsdp_transformer.py", ("--activation-checkpointing", "selective")),
+        ("05-advanced/hybrid_parallelism.py", ("--pp", 2, "--grad-accum-steps", 2)),
+        (DEEPSPEED, ("--deepspeed_config", "03-deepspeed/configs/zero2_config.json")),
+        *(
+            pytest.param(*row, marks=full)
+            for row in (
+                ("02-fsdp/fsdp_transformer.py", ("--loss-chunks", 4)),
+                ("05-advanced/hybrid_parallelism.py", ("--data-parallel", "full")),
+                ("05-advanced/hybrid_parallelism.py", ("--cp", 2)),
+                (
+                    "05-advanced/hybrid_parallelism.py",
+                    ("--tp", 1, "--pp", 2, "--activation-checkpointing", "full"),
+                ),
+                (
+                    DEEPSPEED,
+                    (
+                        "--activation-checkpointing",
+                        "--deepspeed_config",
+                        "03-deepspeed/configs/zero3_config.json",
+                    ),
+                ),
+            )
+        ),
+    ],
+)
+def test_every_template_trains_on_the_same_mixture_of_documents(losses, tmp_path, script, argv):
+    sources = [f"{write_folder(tmp_path / name, words(seed, 200))}={weight}"
+               for seed, (name, weight) in enumerate((("one", 3), ("two", 1)))]  # fmt: skip
+    data = ("--tokens", *sources, "--document-attention")
+    expected = losses(REFERENCE, 1, "--micro-batch-size", 24, *data)
+    rows = 12 if "--pp" in argv or "--cp" in argv else 4  # there both ranks read the same
+    measured = losses(script, 2, "--micro-batch-size", rows, *data, *argv)
+    assert measured == pytest.approx(expected, abs=TOLERANCE)
+    assert abs(expected[-1] - expected[0]) > 0.5
