@@ -139,12 +139,10 @@ class Job:
         args, ranks = self.args, dist.get_world_size()
         self.device = self.report.device
         settings = checkpoint.settings_of(args, ranks, self.checksum)
-        if self.sampler:  # a mixture: its sources by checksum, wherever they lie
-            settings |= {
-                "text_file": None,
-                "tokens": self.sampler.weights,
-                "document_attention": args.document_attention,
-            }
+        if self.sampler:  # a mixture, which knows its sources by their checksums
+            shares = dict(zip(self.sampler.names, self.sampler.weights.values(), strict=True))
+            settings |= {"text_file": None, "tokens": shares}
+            settings["document_attention"] = args.document_attention
         self.sampler = self.sampler or data.ShardedSampler(
             len(self.train_set), self.dp_rank, self.dp_ranks, args.seed
         )

@@ -262,7 +262,7 @@ def job_tokens(args, rank: int, ranks: int) -> tuple[TokenSequences, TokenSequen
     test = [range(count - tested, count) for count, tested in parts]
     sizes = {folder.checksum[:16]: len(part) for folder, part in zip(folders, train, strict=True)}
     shares = [len(part) for part in train] if None in weights else list(weights)
-    names = [folder.path.name for folder in folders]
+    names = [str(folder.path) for folder in folders]
     mixture = Mixture(sizes, shares, rank, ranks, args.seed, names)
     by_document = args.document_attention
     sets = (TokenSequences(folders, part, size, by_document) for part in (train, test))
