@@ -24,6 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from dist_common import cli, output
 from dist_common.tokens import ENDS, ENDS_TYPE, MANIFEST, TOKENS, TYPES, Folder
@@ -201,16 +202,22 @@ def make(args):
     tokenizer = tokenizer_of(args.tokenizer)
     to = Path(args.to)
     partial = to.with_name(f"{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir()
     try:
-        chunks = chunks_of(documents_of(args.files))
-        pieces = encoded(tokenizer, args.tokenizer, chunks, args.num_workers)
-        about = write(partial, tokenizer, pieces)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
-    partial.rename(to)  # takes the place of the empty one
+        with FileLock(f"{partial}.lock", timeout=0):
+            shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+            partial.mkdir()
+            try:
+                chunks = chunks_of(documents_of(args.files))
+                pieces = encoded(tokenizer, args.tokenizer, chunks, args.num_workers)
+                about = write(partial, tokenizer, pieces)
+                partial.rename(to)  # takes the place of the empty one
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                Path(f"{partial}.lock").unlink(missing_ok=True)
+    except Timeout as error:
+        raise cli.UsageError(f"--to {to} is being written by another process") from error
+    except OSError as error:
+        raise cli.UsageError(f"--to {to} cannot be written: {error.strerror}") from error
     say(to, about["documents"], about["tokens"], about["dtype"])
 
 

@@ -1,6 +1,7 @@
 """Folders of tokens, as make_tokens.py writes them: read by slices, mixed by weights, resumed."""
 
 import bisect
+import copy
 import json
 import math
 from collections.abc import Iterator
@@ -126,6 +127,7 @@ class Mixture(Sampler[int]):
         self, sizes: dict[str, int], weights: list[float], rank: int, world_size: int, seed: int,
         names: list[str] | None = None,
     ) -> None:  # fmt: skip
+        """`sizes` are the sources' numbers of samples, by checksum; `names` are for people."""
         if sum(sizes.values()) < world_size:
             few = f"the {sum(sizes.values())} sequences of --tokens are fewer than"
             raise UsageError(f"{few} {world_size} ranks: use more tokens or a smaller --seq-len")
@@ -150,7 +152,7 @@ class Mixture(Sampler[int]):
         """Return the order of a source's samples in an epoch, the same on every rank."""
         if self.orders.get(source, (None,))[0] != epoch:
             name, size = list(self.sizes.items())[source]
-            own = int(name[:12], 16) if name else 0  # of its content: no two sources share it
+            own = int(name[:12], 16)  # of its content: no two sources share it
             generator = torch.Generator().manual_seed(self.seed + epoch + own)
             self.orders[source] = epoch, torch.randperm(size, generator=generator)
         return self.orders[source][1]
@@ -176,8 +178,9 @@ class Mixture(Sampler[int]):
 
     def at_start(self) -> "Mixture":
         """Return one that nothing was taken from."""
-        shares = list(self.weights.values())
-        return Mixture(self.sizes, shares, self.rank, self.world_size, self.seed, self.names)
+        other = copy.copy(self)
+        other.taken, other.since = (dict.fromkeys(self.sizes, 0) for _ in range(2))
+        return other
 
     def advance(self, global_samples: int) -> None:
         """Count samples as trained on, each with its source. For the loop to call."""

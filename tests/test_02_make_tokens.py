@@ -1,11 +1,14 @@
 """Folders of tokens: what make_tokens.py writes; templates train on it, stop and resume."""
 
+import errno
 import itertools
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import filelock
 import numpy as np
 import pytest
 from conftest import REPO, load_script, results_of, run_command
@@ -182,6 +185,22 @@ def test_what_was_killed_is_written_anew(texts, monkeypatch):
     Path("out.partial/tokens.bin").write_text("of a run that was killed")
     assert make(monkeypatch, "a.txt", "--to", "out") == 0
     assert not Path("out.partial").exists() and len(documents_in("out")) == 1
+
+
+def test_what_another_process_writes_and_a_full_disk_are_named(texts, monkeypatch):
+    with (
+        filelock.FileLock("out.partial.lock"),
+        pytest.raises(cli.UsageError, match="--to out is being written by another process"),
+    ):
+        make(monkeypatch, "a.txt", "--to", "out")
+    monkeypatch.setattr(script.os, "fsync", full_disk)
+    with pytest.raises(cli.UsageError, match="--to out cannot be written: No space left"):
+        make(monkeypatch, "a.txt", "--to", "out")
+    assert {path.name for path in Path().iterdir()} == {"a.txt", "b.jsonl", "out"}
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def flip(name, place):
