@@ -90,7 +90,7 @@ class OfFolder:
     """A tokenizer of Hugging Face's, its own or the one beside a model. Raises: UsageError."""
 
     def __init__(self, folder):
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are --num-workers' matter
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would survive no fork
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
@@ -115,10 +115,6 @@ class OfFolder:
         return [np.array(ids) for ids in self.inner(texts, **options).input_ids]
 
 
-def tokenizer_of(choice):
-    return Bytes() if choice is None else OfFolder(choice)
-
-
 def encode(tokenizer, chunk):
     """Return a chunk's tokens, ended documents one after another, and the length of each."""
     kind = TYPES[type_for(tokenizer.vocab_size)]
@@ -139,23 +135,23 @@ def type_for(vocab_size):
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-def start_worker(choice):
-    global own_tokenizer  # of this process: reading it for each chunk would take longer
-    own_tokenizer = tokenizer_of(choice)
+def start_worker(tokenizer):
+    global own_tokenizer  # of this process: sent with each chunk it would take longer
+    own_tokenizer = tokenizer
 
 
 def encode_in_worker(chunk):
     return encode(own_tokenizer, chunk)
 
 
-def encoded(tokenizer, choice, chunks, workers):
+def encoded(tokenizer, chunks, workers):
     """Yield what `encode` returns of each chunk, in their order; few chunks are in memory."""
     if not workers:
         yield from (encode(tokenizer, chunk) for chunk in chunks)
         return
-    context = multiprocessing.get_context("spawn")  # Rust's threads survive no fork
+    context = multiprocessing.get_context("fork")  # they have the tokenizer from the start
     waiting = collections.deque()
-    with ProcessPoolExecutor(workers, context, start_worker, (choice,)) as pool:
+    with ProcessPoolExecutor(workers, context, start_worker, (tokenizer,)) as pool:
         try:
             for chunk in chunks:
                 waiting.append(pool.submit(encode_in_worker, chunk))
@@ -199,7 +195,7 @@ def make(args):
     if missing:  # before hours of work
         raise cli.UsageError(f"{missing[0]}: no such file")
     output.claim_empty(args.to, "--to")
-    tokenizer = tokenizer_of(args.tokenizer)
+    tokenizer = OfFolder(args.tokenizer) if args.tokenizer else Bytes()
     to = Path(args.to)
     partial = to.with_name(f"{to.name}.partial")
     try:
@@ -208,7 +204,7 @@ def make(args):
             partial.mkdir()
             try:
                 chunks = chunks_of(documents_of(args.files))
-                pieces = encoded(tokenizer, args.tokenizer, chunks, args.num_workers)
+                pieces = encoded(tokenizer, chunks, args.num_workers)
                 about = write(partial, tokenizer, pieces)
                 partial.rename(to)  # takes the place of the empty one
             finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import filelock
 import numpy as np
 import pytest
-from conftest import REPO, load_script, results_of, run_command
+from conftest import load_script, results_of
 from helpers_01 import ask_to_stop_in, largest_difference
 from helpers_02 import quick
 from helpers_03 import SMALL_MODEL
@@ -106,30 +106,30 @@ def test_few_documents_are_in_memory(tmp_path, monkeypatch):
             read.append(1)
             yield document
 
-    pieces = script.encoded(script.Bytes(), None, script.chunks_of(counted()), 0)
+    pieces = script.encoded(script.Bytes(), script.chunks_of(counted()), 0)
     for number in (1, 2, 3):
         ids, lengths = next(pieces)
         assert len(lengths) == 10 and len(ids) == 1010
         assert len(read) == 10 * number, "read when it is needed"
 
 
-@full
-def test_several_processes_write_the_same_folder(texts, tiny):
-    """A chunk for each line, more than processes may hold at a time."""
+def test_several_processes_write_the_same_folder(texts, tiny, in_a_fork, monkeypatch):
+    """A chunk for each line: more than the processes may hold at a time."""
+    monkeypatch.setattr(script, "CHUNK", 100)
     lines = [json.dumps({"text": f"{number} " * number}) for number in range(60)]
     Path("many.jsonl").write_text("\n".join(lines))
-    Path("small.py").write_text((REPO / MAKE).read_text().replace("CHUNK = 2**20", "CHUNK = 100"))
-    argv = ["python", "small.py", "many.jsonl", "b.jsonl", "--tokenizer", str(tiny)]
-    for workers in ("0", "2"):
-        command = [*argv, "--num-workers", workers, "--to", f"out-{workers}"]
-        ended = run_command(command, Path.cwd(), 200)
-        assert ended.codes == [0], ended.stderr
+    argv = ("many.jsonl", "b.jsonl", "--tokenizer", tiny, "--num-workers")
+    in_a_fork(lambda: [make(monkeypatch, *argv, n, "--to", f"out-{n}") for n in (0, 2)])
     for name in ("tokens.bin", "ends.bin", "manifest.json"):
         assert Path("out-0", name).read_bytes() == Path("out-2", name).read_bytes()
     Path("many.jsonl").write_text("\n".join([*lines, "{"]))
-    bad = run_command([*argv, "--num-workers", "2", "--to", "out"], Path.cwd(), 200)
-    assert bad.codes == [2] and "many.jsonl, line 61: no" in bad.stderr, bad.stderr
-    assert len(bad.stderr.splitlines()) == 1 and not any(Path("out").iterdir())
+
+    def refused():
+        with pytest.raises(cli.UsageError, match="many.jsonl, line 61: no"):
+            make(monkeypatch, *argv, 2, "--to", "out")
+
+    in_a_fork(refused)
+    assert not any(Path("out").iterdir())
 
 
 @pytest.mark.parametrize(

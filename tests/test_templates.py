@@ -16,6 +16,7 @@ import torch
 from conftest import REPO, assert_one_line, fork_ranks, load_script, results_of
 from helpers_01 import ask_to_stop_in, die_in, largest_difference, steps_in, wait_for
 from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
+from helpers_tokens import words, write_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_common import cli, data, hf, job, models
@@ -86,7 +87,7 @@ def train(run_script, tmp_path, request):
                      "--warmup-steps", 2, "--log-every", 1]  # fmt: skip
         if template == FINETUNE:
             arguments += model_and_pairs(request)
-        else:
+        elif "--tokens" not in argv:
             arguments += ["--text-file", text]
         if template == DEEPSPEED:  # a file that was cut down stands elsewhere
             arguments += ["--deepspeed_config", config_of(2)]
@@ -136,14 +137,20 @@ def read_no_more_than(per_micro_batch):
 
 @gpu_ready
 @pytest.mark.parametrize(
-    ("template", "per_micro_batch"),
+    ("template", "per_micro_batch", "by_document"),
     # On the host, before a micro-batch leaves it: its tokens are counted, and where pairs differ in
     # length it is cut to the longest. DeepSpeed's engine reads more, by itself.
-    [(DDP, 1), (FSDP, 1), (HYBRID, 0), (FINETUNE, 4)],
-)
-def test_a_step_reads_nothing_that_the_device_computes(train, template, per_micro_batch):
+    [(DDP, 1, False), (FSDP, 1, False), (HYBRID, 0, False), (FINETUNE, 4, False),
+     (FSDP, 1, True), (HYBRID, 0, True)],
+)  # fmt: skip
+def test_a_step_reads_nothing_that_the_device_computes(
+    train, tmp_path, template, per_micro_batch, by_document
+):  # fmt: skip
     change = read_no_more_than(per_micro_batch)
     flags = ("--grad-accum-steps", 3, "--max-steps", 2, "--parity-steps", 0)
+    if by_document:
+        folder = write_folder(tmp_path / "tokens", words(0, 200))
+        flags += ("--tokens", folder, "--document-attention")
     ended = train(template, *flags, changes=[change])
     assert ended.codes == [0, 0], ended.stderr
 
