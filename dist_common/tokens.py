@@ -20,7 +20,7 @@ from dist_common.data import IGNORED
 TOKENS, ENDS, MANIFEST = "tokens.bin", "ends.bin", "manifest.json"
 ENDS_TYPE = "<i8"
 TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-TEST_TOKENS = 2**19  # of a source, at most: an evaluation stays short
+TEST_TOKENS = 2**18  # of a source, at most: an evaluation stays short
 
 
 class Folder:
@@ -62,8 +62,8 @@ class Folder:
 class TokenSequences(Dataset):
     """Cut a part of each of several folders into sequences of T tokens, numbered through.
 
-    A tail shorter than a sequence is left out. With `document_attention` the first token of a
-    document is no target of the token before it. Shapes: an item is (inputs (T,), targets (T,)).
+    A tail shorter than a sequence is left out. With `by_document` the first token of a document is
+    no target of the token before it. Shapes: an item is (inputs (T,), targets (T,)).
     """
 
     def __init__(self, folders: list[Folder], parts: list[range], seq_len: int, by_document: bool):
@@ -139,13 +139,16 @@ class Mixture(Sampler[int]):
         self.since = dict.fromkeys(sizes, 0)  # those of them that were taken by these weights
         self.orders: dict[int, tuple[int, torch.Tensor]] = {}  # (epoch, order) of a source
 
+    def counts(self, of_each: dict[str, Any]) -> np.ndarray:
+        """Return what a dictionary says of each source given. Shape: (sources,)"""
+        return np.array([of_each[name] for name in self.sizes])
+
     def due(self, since: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the sources of the next samples, and how many of it each has before it in these.
 
         Shapes: (sources,) -> (size,) both.
         """
-        weights = np.array(list(self.weights.values()))
-        times = (since[:, None] + np.arange(size) + 0.5) / weights[:, None]
+        times = (since[:, None] + np.arange(size) + 0.5) / self.counts(self.weights)[:, None]
         return np.divmod(np.argsort(times, axis=None, kind="stable")[:size], size)
 
     def order(self, source: int, epoch: int) -> torch.Tensor:
@@ -159,11 +162,9 @@ class Mixture(Sampler[int]):
 
     def ahead(self, size: int) -> Iterator[torch.Tensor]:
         """Yield the global batches from this place on: indices into TokenSequences, (size,)."""
-        sizes = np.array(list(self.sizes.values()))
+        sizes = self.counts(self.sizes)
         starts = np.cumsum(sizes) - sizes
-        taken, since = (
-            np.array([count[name] for name in self.sizes]) for count in (self.taken, self.since)
-        )
+        taken, since = self.counts(self.taken), self.counts(self.since)
         while True:
             source, offset = self.due(since, size)
             epoch, place = np.divmod(taken[source] + offset, sizes[source])
@@ -184,9 +185,9 @@ class Mixture(Sampler[int]):
 
     def advance(self, global_samples: int) -> None:
         """Count samples as trained on, each with its source. For the loop to call."""
-        source, _ = self.due(np.array([self.since[name] for name in self.sizes]), global_samples)
-        for name, count in zip(self.sizes, np.bincount(source, minlength=len(self.sizes)).tolist(),
-                               strict=True):  # fmt: skip
+        source, _ = self.due(self.counts(self.since), global_samples)
+        counts = np.bincount(source, minlength=len(self.sizes)).tolist()
+        for name, count in zip(self.sizes, counts, strict=True):
             self.taken[name] += count
             self.since[name] += count
 
