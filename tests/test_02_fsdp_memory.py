@@ -64,6 +64,7 @@ SMALL = ("--seq-len", 40, "--micro-batch-size", 1)  # weights outweigh activatio
                 (4, (*SMALL, "--sharding", "hybrid", "--shard-group-size", 2), False),
                 (2, (*SMALL, "--activation-checkpointing", "selective", "--grad-accum-steps", 3),
                  False),
+                (2, (*LARGE, "--document-attention"), False),
                 (3, (*LARGE, "--loss-chunks", 4, "--activation-checkpointing", "full"), True),
                 (2, (*LARGE, "--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate",
                      "gathered"), True),
