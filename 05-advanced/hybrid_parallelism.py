@@ -349,6 +349,9 @@ def build(run):
     if args.cp > 1:
         split_sequence(run.model, run.mesh, run.positions)
     recompute(run.model.blocks, args.activation_checkpointing)
+    if args.compile:
+        for block in run.model.blocks:
+            block.compile()  # one block is translated, and serves for all
     split_layers(run)
     split_batch(run)
     drop_other_stages(run.model, run.stages)
@@ -385,6 +388,7 @@ def parse_args():
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (1f1b)")
     add("--activation-checkpointing", choices=("none", "full", "selective"), default="none",
         help="what backward computes again of a block (none)")  # fmt: skip
+    add("--compile", action="store_true", help="translate each block by torch.compile")
     add("--ranks-per-node", type=positive, help="in the table of axes (as started)")
     return job.parse(parser, parity_steps=2)  # the second starts from what the first has left
 

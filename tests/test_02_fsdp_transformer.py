@@ -6,12 +6,11 @@ import importlib.util
 import json
 import shutil
 import signal
-import sys
 
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
-from helpers_01 import ask_to_stop_in, die_in
+from helpers_01 import ask_to_stop_in, die_in, trace_without_a_compiler
 from helpers_02 import quick
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,20 +52,6 @@ def losses_of(folder):
 
 
 # the same answer
-
-
-def trace_without_a_compiler(script):
-    """Trace as torch.compile does, name each graph's products, and run it: no C++ is built."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    def backend(graph, inputs):
-        parts = [part.graph for part in graph.modules() if hasattr(part, "graph")]
-        calls = [str(node.target) for part in parts for node in part.nodes]
-        print(f"graph with {sum('linear' in call for call in calls)} products", file=sys.stderr)
-        return aot_eager(graph, inputs)
-
-    plain = torch.nn.Module.compile
-    torch.nn.Module.compile = lambda module: plain(module, backend=backend)
 
 
 FUSED = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
-from helpers_01 import largest_difference, steps_in
+from helpers_01 import largest_difference, steps_in, trace_without_a_compiler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -417,18 +417,23 @@ def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp, cp)
 
 @pytest.mark.gpu_ready
 @FULL
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_a_recomputed_block_is_still_one_graph(in_a_fork, kind):
-    def graphs():
-        from torch._dynamo.testing import CompileCounter
-
-        block, counter = models.Block(models.PRESETS["tiny"]), CompileCounter()
-        load_script(HYBRID).recompute([block], kind)
-        block.compile(backend=counter)
-        block(torch.randn(1, 8, 128), *models.rotary_tables(torch.arange(8), 32, 1e4))
-        return counter.frame_count
-
-    assert in_a_fork(graphs) == 1
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, "--tp 2 --activation-checkpointing full"),
+        (2, "--cp 2 --activation-checkpointing selective"),
+        (4, "--tp 2 --pp 2 --precision bf16-mixed"),
+        (4, "--tp 2 --dp 2 --data-parallel full"),
+    ],
+)
+def test_a_block_is_compiled_whole(train, world_size, layout):
+    """Its collectives too; the first two steps are those of one process."""
+    options = ("--compile", "--eval-every", 0)
+    ended = train(layout, *options, world_size=world_size, change=trace_without_a_compiler)
+    graphs = [line for line in ended.stderr.splitlines() if line.startswith("graph with")]
+    assert set(graphs) == {"graph with 7 products"}, ended.stderr
+    # The first block's input may need no gradient, or be waited for: then it has its own.
+    assert len(graphs) <= 2 * world_size
 
 
 @FULL
