@@ -4,7 +4,8 @@
 #   local        start on this machine, one process per GPU unless --nproc-per-node says otherwise
 #   multi-node   run the same line on every machine; HOST is one of them, and all can reach it
 #   slurm        --nproc-per-node processes on each machine, with a GPU each unless --device cpu;
-#                sbatch reads SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT from the environment
+#                a job (launch.sbatch) reads SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT, and
+#                is queued again when its time is up
 #   --cpus-per-task N   slurm: cores for each process (cores of a machine / --nproc-per-node)
 #   --dry-run    print the command and do not run it
 set -euo pipefail
@@ -16,6 +17,9 @@ passed_flags="--device --output-dir" # read here, and passed on to the script
 switches="--dry-run"
 rest=()                                             # arguments of the script
 variables=(OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}") # torchrun sets it itself, but warns about it
+# A GPU's memory that was freed in pieces serves a larger tensor. The second is the older name.
+[[ -n ${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set} ]] \
+  || variables+=(PYTORCH_ALLOC_CONF=expandable_segments:True)
 
 fail() {
   echo "${0##*/}: error: $*" >&2
@@ -63,6 +67,20 @@ read_arguments() {
     fi
     shift
   done
+}
+
+# read_script DEFAULT PATTERN [ARGUMENT...]: set `script` to the first argument if it names one, of
+# those in this folder that hold the pattern; read the other arguments.
+read_script() {
+  local known="$(cd "$here" && grep -lE -e "$2" -- *.py | xargs)"
+  script="$1"
+  shift 2
+  if [[ ${1:-} == *.py ]]; then
+    script="$1"
+    shift
+  fi
+  [[ " $known " == *" $script "* ]] || fail "$script is none of ${known// /, }"
+  read_arguments "$@"
 }
 
 need_whole_number() {
@@ -118,11 +136,21 @@ compose() {
   esac
 }
 
-# batch JOB: have sbatch queue what `command` and `rest` are.
+need_folder() {
+  [[ -n $output_dir ]] \
+    || fail "$mode needs --output-dir, the folder of the checkpoints to resume from"
+}
+
+# batch JOB SCRIPT: have sbatch queue launch.sbatch, which starts the script; one that can resume does
+# so whenever the job starts again.
 batch() {
-  command+=(${rest[@]+"${rest[@]}"})
-  rest=()
-  command=(sbatch "${resources[@]}" --job-name="$1" --wrap="$(quoted "${command[@]}")")
+  local job_file="$here/../launch.sbatch" resume=()
+  [[ $here == *[/.]* ]] || job_file=launch.sbatch
+  if grep -q resumes=True "$2"; then
+    need_folder
+    [[ " ${rest[*]-} " == *" --resume "* ]] || resume=(--resume)
+  fi
+  command=(sbatch "${resources[@]}" --job-name="$1" "$job_file" "$2" ${resume[@]+"${resume[@]}"})
 }
 
 # Print words as one would type them: --wrap='srun ...'.

@@ -3,7 +3,7 @@
 #
 #   launch_deepspeed.sh local     [--nproc-per-node N] [--dry-run] [arguments of the script]
 #   launch_deepspeed.sh hostfile  --hostfile FILE [--master-addr HOST] ...
-#   launch_deepspeed.sh slurm     --nnodes N --nproc-per-node N [--cpus-per-task N] ...
+#   launch_deepspeed.sh slurm     --nnodes N --nproc-per-node N --output-dir DIR [--cpus-per-task N] ...
 #
 #   hostfile     on one machine, which has pdsh and reaches the others by ssh without a password; a
 #                line of FILE is "node0 slots=8"
@@ -39,6 +39,6 @@ case "$mode" in
     command=(deepspeed --hostfile="$hostfile" ${master_addr:+--master_addr="$master_addr"})
     command+=(${bind[@]+"${bind[@]}"} "$script")
     ;;
-  slurm) batch deepspeed ;;
+  slurm) batch deepspeed "$script" ;;
 esac
 run

@@ -16,15 +16,8 @@ source "$(dirname "$0")/../launch.sh"
 value_flags+=" --ifname --container-image"
 switches+=" --nccl-debug"
 least_gpus=2 # a collective of one rank sends nothing
-script=bandwidth_test.py
 read_mode "local, multi-node, slurm or sbatch" "$@"
-shift
-if [[ ${1:-} == *.py ]]; then
-  script="$1"
-  shift
-fi
-[[ -f $here/$script ]] || fail "$script is none of $(cd "$here" && echo *.py)"
-read_arguments "$@"
+read_script bandwidth_test.py . "${@:2}"
 [[ ${nproc_per_node:-1} =~ ^[1-9][0-9]*$ ]] \
   || fail "--nproc-per-node must be a whole number of at least 1, not '$nproc_per_node'"
 [[ -z $container_image || $mode == sbatch ]] || fail "--container-image goes with sbatch"

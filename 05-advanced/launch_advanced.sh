@@ -8,18 +8,10 @@
 #   SCRIPT       hybrid_parallelism.py (default) or another lesson of this folder that uses ranks
 source "$(dirname "$0")/../launch.sh"
 
-script=hybrid_parallelism.py
 read_mode "local, multi-node or slurm" "$@"
-shift
-if [[ ${1:-} == *.py ]]; then
-  script="$1"
-  shift
-fi
 # Lessons whose docstring starts them by torchrun: the others are no job of several ranks.
-lessons="$(cd "$here" && grep -lE 'CPU +torchrun' -- *.py | xargs)"
-[[ " $lessons " == *" $script "* ]] || fail "$script is none of ${lessons// /, }"
-read_arguments "$@"
+read_script hybrid_parallelism.py "CPU +torchrun" "${@:2}"
 check_counts
 compose "${script%.py}" "$here/$script"
-[[ $mode != slurm ]] || batch "${script%.py}"
+[[ $mode != slurm ]] || batch "${script%.py}" "$here/$script"
 run

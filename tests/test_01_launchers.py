@@ -23,7 +23,8 @@ from helpers_01 import (
 
 LAUNCHERS = "01-ddp-basics/launchers.py"
 LAUNCH = "01-ddp-basics/launch_ddp.sh"
-SBATCH = "01-ddp-basics/ddp_training.sbatch"
+SBATCH = "launch.sbatch"
+SET = "OMP_NUM_THREADS=1 PYTORCH_ALLOC_CONF=expandable_segments:True"
 OTHERS = (
     "02-fsdp/launch_fsdp.sh",
     "03-deepspeed/launch_deepspeed.sh",
@@ -133,40 +134,49 @@ def test_started_by_a_launcher_it_works_once_and_bad_input_is_one_line(run_scrip
     [
         (
             "local --nproc-per-node=3 --max-steps 2",
-            "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=3 {script} --max-steps 2",
+            "torchrun --standalone --nproc-per-node=3 {script} --max-steps 2",
         ),
         (
             "multi-node --nnodes 2 --nproc-per-node 8 --rdzv-endpoint n0:29500 --resume",
-            "OMP_NUM_THREADS=1 torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=ddp_training "
+            "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=ddp_training "
             "--rdzv-backend=c10d --rdzv-endpoint=n0:29500 {script} --resume",
         ),
         (
             "elastic --nproc-per-node 2 --output-dir run",
-            "OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1 "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1 "
             "--nproc-per-node=2 --max-restarts=3 --standalone {script} --resume --output-dir run",
         ),
         (
             "elastic --nnodes 1:4 --nproc-per-node 2 --rdzv-endpoint n0:1 --output-dir=run",
-            "OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 "
             "--nproc-per-node=2 --max-restarts=3 --rdzv-id=ddp_training --rdzv-backend=c10d "
             "--rdzv-endpoint=n0:1 {script} --resume --output-dir=run",
         ),
         (
             "slurm --nnodes 2 --nproc-per-node 8 --cpus-per-task 12 --output-dir 'runs/a b'",
-            "OMP_NUM_THREADS=1 sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 "
-            "--cpus-per-task=12 {sbatch} --output-dir 'runs/a b'",
+            "sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12 "
+            "--job-name=ddp_training {sbatch} {script} --resume --output-dir 'runs/a b'",
         ),
         (
             "slurm --nnodes 1 --nproc-per-node 2 --device=cpu --output-dir run",
-            "OMP_NUM_THREADS=1 sbatch --nodes=1 --ntasks-per-node=2 {sbatch} --device=cpu "
-            "--output-dir run",
+            "sbatch --nodes=1 --ntasks-per-node=2 --job-name=ddp_training {sbatch} {script} "
+            "--resume --device=cpu --output-dir run",
         ),
     ],
 )
 def test_launcher_prints_its_command_and_passes_arguments_on(argv, prints):
     ended = run_command(["bash", LAUNCH, *shlex.split(argv), "--dry-run"], REPO, 60)
     assert (ended.codes, ended.stderr) == ([0], "")
-    assert ended.stdout == prints.format(script=TRAINING, sbatch=SBATCH) + "\n"
+    assert ended.stdout == f"{SET} {prints.format(script=TRAINING, sbatch=SBATCH)}\n"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("launcher", [LAUNCH, *OTHERS])
+def test_every_launcher_leaves_memory_settings_of_the_user_alone(launcher, name):
+    ended = run_command(
+        ["bash", launcher, "local", "--dry-run"], REPO, 60, **{name: "backend:native"}
+    )
+    assert ended.codes == [0] and "ALLOC_CONF" not in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -209,8 +219,7 @@ def test_every_launcher_explains_itself_and_gives_slurm_processes_their_cores(la
     given = run_command(["bash", launcher, *argv, "--cpus-per-task", "12"], REPO, 60)
     allocated = run_command(["bash", launcher, *argv], REPO, 60, SLURM_CPUS_PER_TASK="12")
     assert given.stdout == allocated.stdout and given.codes == allocated.codes == [0]
-    tools = {LAUNCH: 1, OTHERS[2]: 1}.get(launcher, 2)  # the sbatch file itself tells srun
-    assert given.stdout.count("--cpus-per-task=12") == tools, given.stdout
+    assert given.stdout.count("--cpus-per-task=12") == 1, "launch.sbatch itself tells srun"
 
 
 @pytest.mark.parametrize("launcher", [LAUNCH, *OTHERS])
@@ -281,40 +290,73 @@ def test_elastic_restarts_a_killed_job_which_resumes_bitwise(run_script, tmp_pat
 # the end of a launch: asked to stop, or killed
 
 
-def queued(tmp_path: Path, srun: str, **environ: str):
-    """Run the batch script with stand-ins for SLURM's commands."""
+def queued(tmp_path: Path, srun: str, launcher: str, *argv: str, **environ: str):
+    """Submit a job with stand-ins for SLURM's commands; sbatch's says what its file asks for."""
+    run_file = """while [[ $1 == --* ]]; do shift; done; sed -n 's/^#SBATCH //p' "$1"; bash "$@\""""
+    stand_in(tmp_path, "sbatch", run_file)
     stand_in(tmp_path, "srun", f'echo "srun $*"; {srun}')
     stand_in(tmp_path, "scancel", 'echo "scancel $*"; kill -USR1 $(pgrep -P $PPID -f /srun)')
     stand_in(tmp_path, "scontrol", 'echo "scontrol $*"')
     slurm = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_CPUS_ON_NODE": "96"}
-    command = ["bash", "-c", f'PATH="{tmp_path}:$PATH" bash {SBATCH} --output-dir run']
-    return run_command(command, REPO, 60, **slurm | environ)
+    line = [
+        launcher,
+        "slurm",
+        *argv,
+        *shlex.split("--nnodes 2 --nproc-per-node 8 --output-dir run"),
+    ]
+    command = ["bash", "-c", f'PATH="{tmp_path}:$PATH" bash {shlex.join(line)} 2>&1']
+    ended = run_command(command, REPO, 60, **slurm | environ)
+    return ended.codes, ended.stdout.split(f"{DIRECTIVES}\n")[-1].splitlines()
 
 
-STEP = f"--kill-on-bad-exit=1 python {TRAINING} --resume --output-dir run"
+DIRECTIVES = """--time=24:00:00
+--signal=B:USR1@120
+--requeue
+--open-mode=append
+--output=slurm-%j.out"""
+ARGUMENTS = "--resume --output-dir run"
+JOBS = {  # launcher and its arguments, by the script that they start
+    TRAINING: (LAUNCH,),
+    "02-fsdp/fsdp_transformer.py": (OTHERS[0],),
+    "02-fsdp/fsdp_finetune.py": (OTHERS[0], "fsdp_finetune.py"),
+    "03-deepspeed/deepspeed_train.py": (OTHERS[1],),
+    "05-advanced/hybrid_parallelism.py": (OTHERS[3],),
+}
 
 
-def test_slurm_job_saves_and_queues_again_when_time_is_up(tmp_path):
+@pytest.mark.parametrize("script", JOBS)
+def test_slurm_job_saves_and_queues_again_when_time_is_up(tmp_path, script):
     """srun's stand-in tells the batch shell that time is up, and runs until it is told itself."""
     until_signal = (
         'trap "echo saved; exit 0" USR1; kill -USR1 $PPID; while true; do sleep 0.1; done'
     )
-    ended = queued(tmp_path, until_signal, SLURM_CPUS_PER_TASK="4")
-    assert (ended.codes, ended.stderr) == ([0], "")
-    assert ended.stdout.splitlines() == [
-        f"srun --cpus-per-task=4 {STEP}",
-        "scancel --signal=USR1 7",
-        "saved",
-        "scontrol requeue 7",
-    ]
+    codes, said = queued(tmp_path, until_signal, *JOBS[script], SLURM_CPUS_PER_TASK="4")
+    assert (codes, said) == (
+        [0],
+        [
+            f"srun --cpus-per-task=4 --kill-on-bad-exit=1 python {script} {ARGUMENTS}",
+            "scancel --signal=USR1 7",
+            "saved",
+            "scontrol requeue 7",
+        ],
+    )
+
+
+def test_slurm_job_of_a_lesson_has_nothing_to_resume(tmp_path):
+    """It does not handle the signal either: a job that dies of it is not queued again."""
+    dies = "kill -USR1 $PPID; while true; do sleep 0.1; done"
+    codes, said = queued(tmp_path, dies, OTHERS[3], "ulysses.py")
+    (step, *ended) = said
+    assert step.endswith("python 05-advanced/ulysses.py --output-dir run")
+    assert codes == [128 + signal.SIGUSR1] and ended == ["scancel --signal=USR1 7"]
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_slurm_job_that_ends_by_itself_is_not_queued_again(tmp_path, code):
     """Without --cpus-per-task, each of 8 processes gets an eighth of the node's 96 cores."""
-    ended = queued(tmp_path, f"exit {code}")
-    assert (ended.codes, ended.stderr) == ([code], "")
-    assert ended.stdout == f"srun --cpus-per-task=12 {STEP}\n"
+    codes, said = queued(tmp_path, f"exit {code}", LAUNCH)
+    step = f"srun --cpus-per-task=12 --kill-on-bad-exit=1 python {TRAINING} {ARGUMENTS}"
+    assert (codes, said) == ([code], [step])
 
 
 def command_of(folder: Path, small: list[str], *options: str) -> list[str]:

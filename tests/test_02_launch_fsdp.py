@@ -11,14 +11,13 @@ LAUNCH = ["bash", "02-fsdp/launch_fsdp.sh"]
     [
         (
             "multi-node --nnodes=2 --nproc-per-node 8 --rdzv-endpoint node0:29500",
-            "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=fsdp --rdzv-backend=c10d "
+            "torchrun --nnodes=2 --nproc-per-node=8 --rdzv-id=fsdp_transformer --rdzv-backend=c10d "
             "--rdzv-endpoint=node0:29500 02-fsdp/fsdp_transformer.py",
         ),
         (
-            "slurm --nnodes 2 --nproc-per-node 4 --preset 1b",
-            "sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --job-name=fsdp --wrap='srun "
-            "--nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --kill-on-bad-exit=1 python "
-            "02-fsdp/fsdp_transformer.py --preset 1b'",
+            "slurm --nnodes 2 --nproc-per-node 4 --preset 1b --output-dir run",
+            "sbatch --nodes=2 --ntasks-per-node=4 --gpus-per-node=4 --job-name=fsdp_transformer "
+            "launch.sbatch 02-fsdp/fsdp_transformer.py --resume --preset 1b --output-dir run",
         ),
         (
             "predict --nnodes 2 --nproc-per-node 8 --preset 1b",
@@ -28,7 +27,8 @@ LAUNCH = ["bash", "02-fsdp/launch_fsdp.sh"]
 )
 def test_launcher_prints_its_command(argv, prints):
     ended = run_command([*LAUNCH, *argv.split(), "--dry-run"], REPO, 20)
-    assert (ended.codes, ended.stdout) == ([0], f"OMP_NUM_THREADS=1 {prints}\n"), ended.stderr
+    line = f"OMP_NUM_THREADS=1 PYTORCH_ALLOC_CONF=expandable_segments:True {prints}\n"
+    assert (ended.codes, ended.stdout) == ([0], line), ended.stderr
 
 
 def test_launcher_starts_what_it_prints(tmp_path):
@@ -40,7 +40,7 @@ def test_launcher_starts_what_it_prints(tmp_path):
     for argv, tool, count in (
         ("local --max-steps 3", "torchrun", 5),
         ("predict --nnodes 1 --nproc-per-node 2", "python", 2),
-        ("slurm --nnodes 1 --nproc-per-node 1", "sbatch", 5),
+        ("slurm --nnodes 1 --nproc-per-node 1 --output-dir run", "sbatch", 9),
     ):
         ended = run_command(["env", f"PATH={path}", *LAUNCH, *argv.split()], REPO, 20)
         assert f"{tool} called with {count}: " in ended.stdout, ended.stdout + ended.stderr
@@ -55,6 +55,8 @@ def test_launcher_starts_what_it_prints(tmp_path):
         ("local --nproc-per-node two", "needs --nproc-per-node, a whole number"),
         ("multi-node --nnodes 2", "multi-node needs --rdzv-endpoint HOST:PORT"),
         ("slurm --nnodes 2", "slurm needs --nproc-per-node"),
+        ("slurm --nnodes 2 --nproc-per-node 2", "slurm needs --output-dir"),
+        ("local fsdp_basics.py", "fsdp_basics.py is none of fsdp_finetune.py, fsdp_transformer.py"),
         ("predict --nproc-per-node 2", "predict needs --nnodes"),
     ],
 )

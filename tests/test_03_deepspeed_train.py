@@ -802,7 +802,7 @@ def test_the_launcher_prints_what_it_would_run(tmp_path):
         (("local", "--bind-cores-to-rank"), " --bind_cores_to_rank "),
         (("hostfile", "--hostfile", str(tmp_path / "hosts")), "deepspeed --hostfile="),
         (
-            ("slurm", "--nnodes", "2", "--nproc-per-node", "8"),
+            ("slurm", "--nnodes", "2", "--nproc-per-node", "8", "--output-dir", "run"),
             "--ntasks-per-node=8 --gpus-per-node",
         ),
     ):

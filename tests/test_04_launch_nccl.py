@@ -40,7 +40,10 @@ LAUNCH = ["bash", "04-nccl-operations/launch_nccl.sh"]
 )
 def test_it_prints_what_it_would_run(argv, line):
     ended = run_command([*LAUNCH, *argv.split(), "--dry-run"], REPO, 60)
-    assert (ended.codes, ended.stdout) == ([0], f"OMP_NUM_THREADS=1 {line}\n"), ended.stderr
+    assert (ended.codes, ended.stdout) == (
+        [0],
+        f"OMP_NUM_THREADS=1 PYTORCH_ALLOC_CONF=expandable_segments:True {line}\n",
+    ), ended.stderr
 
 
 def job_file(*argv):
@@ -105,7 +108,7 @@ def test_it_starts_two_nodes_here(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "says"),
     first_is_quick([
-        ("local nope.py", "nope.py is none of bandwidth_test.py collective_ops.py"),
+        ("local nope.py", "nope.py is none of bandwidth_test.py, collective_ops.py"),
         ("", "the first argument must be local, multi-node, slurm or sbatch, not ''"),
         ("local --nproc-per-node 0", "must be a whole number of at least 1, not '0'"),
         ("local --ifname", "--ifname needs a value"),

@@ -22,8 +22,13 @@ def launch(*arguments):
             ["--nnodes=2", "--rdzv-id=ulysses", "--rdzv-endpoint=node0:29500", "ulysses.py"],
         ),
         (
-            "slurm --nnodes 2 --nproc-per-node 8 --cpus-per-task 12 --tp 8",
-            ["sbatch --nodes=2 --ntasks-per-node=8", "--gpus-per-node=8", "--wrap='srun", "--tp 8"],
+            "slurm --nnodes 2 --nproc-per-node 8 --cpus-per-task 12 --tp 8 --output-dir run",
+            [
+                "sbatch --nodes=2 --ntasks-per-node=8",
+                "--gpus-per-node=8",
+                " launch.sbatch ",
+                "--tp 8",
+            ],
         ),
     ],
 )
