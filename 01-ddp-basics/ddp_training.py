@@ -175,11 +175,9 @@ def set_up(args, report):
     the_job, identity = job.on_text(args, report, world.rank, world.world_size, kind)
     config = the_job.fitted(config)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
-    report.start(
-        f"{args.preset}: {config.num_parameters():,} weights; {len(the_job.train_set):,} sequences "
-        f"of text to train on, {len(the_job.test_set):,} to test on",
-        identity,
-    )
+    size = f"{args.preset}: {config.num_parameters():,} weights, {args.precision}"
+    sequences = f"{len(the_job.train_set):,} sequences of text to train on"
+    report.start(f"{size}; {sequences}, {len(the_job.test_set):,} to test on", identity)
     model = models.Transformer(config).to(device)
     torch.manual_seed(args.seed + world.rank)  # from here on ranks draw apart, as for dropout
     options = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}  # one kernel for all

@@ -306,7 +306,7 @@ def parse_args():
     add("--max-steps", type=positive, default=100, help="optimizer steps of the whole run (100)")
     add("--lr", type=cli.positive_float, default=2e-5, help="peak learning rate of AdamW (2e-5)")
     add("--warmup-steps", type=cli.whole_number, default=5, help="steps of linear warmup (5)")
-    add("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="(32-true)")
+    job.add_precision(parser, ("32-true", "bf16-mixed"))
     job.add_loop_flags(parser)  # --max-grad-norm, --log-every, --eval-every, --save-every, ...
     add("--export", metavar="DIR", help="write the tuned model for transformers to this folder")
     add("--lora-rank", type=positive, help="freeze the model; train adapters of this rank instead")
@@ -594,7 +594,7 @@ def set_up(args, report):
         if any("experts" in name for name, w in model.named_parameters() if w.dim() > 2):
             size += ", none in the experts"  # which are no linear layers
     report.start(
-        f"{args.model}: {size}",
+        f"{args.model}: {size}; {args.precision}",
         f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
         f"sequence {max(map(len, train_set.tokens)) - 1} of {args.seq_len} tokens; "
         f"{len(test_set):,} pairs to test on; {left_out} too long, left out",

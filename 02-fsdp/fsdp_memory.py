@@ -193,6 +193,8 @@ def parse_args():
     for flag in ("compile", "float8"):
         if getattr(args, flag):
             parser.error(f"a prediction calls PyTorch's own operations: leave out --{flag}")
+    if not args.check:
+        args.precision = args.precision or "bf16-mixed"  # as on the GPUs that it asks about
     if args.check and args.compare:
         parser.error("--check takes the flags as they are: leave out --compare")
     return args

@@ -284,6 +284,8 @@ def settle_precision(config, args, given):
         if "precision" in given and args.precision != name:
             raise contradiction(args, "precision", stated)
         args.precision = name
+    if not on and "precision" not in given and enabled.get(args.precision) is False:
+        args.precision = "32-true"  # the device's best, but the config leaves it out
     for name, part in HALVES.items():
         want = name == args.precision
         if enabled[name] is True and not want:  # beside autocast to another type

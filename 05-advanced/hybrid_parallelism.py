@@ -465,7 +465,8 @@ def set_up(args, report):
     config = the_job.fitted(config)
     refuse(args, config)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
-    report.start(f"{args.init_from or args.preset}: {config.num_parameters():,} weights", identity)
+    size = f"{args.init_from or args.preset}: {config.num_parameters():,} weights"
+    report.start(f"{size}, {args.precision}", identity)
     with torch.device("meta"):
         model, whole = models.Transformer(config), models.Transformer(config).state_dict()
     own = own_tokens(mesh["cp"].get_local_rank(), args.cp, args.seq_len).to(device)

@@ -54,8 +54,13 @@ def add_task_flags(
     add("--max-steps", type=positive, default=60, help="optimizer steps of the whole run (60)")
     add("--lr", type=positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
     add("--warmup-steps", type=whole_number, default=10, help="steps of linear warmup (10)")
-    precisions = ("32-true", "bf16-mixed", "16-mixed")
-    add("--precision", choices=precisions, default="32-true", help="(32-true)")
+    add_precision(parser, ("32-true", "bf16-mixed", "16-mixed"))
+
+
+def add_precision(parser: ArgumentParser, choices: Collection[str]) -> None:
+    """Add --precision. Where it is not given, `Report` takes what the device computes best in."""
+    parser.add_argument("--precision", choices=choices,
+        help="32-true: no TF32 either (bf16-mixed on a GPU that has it, else 32-true)")  # fmt: skip
 
 
 def add_loop_flags(parser: ArgumentParser) -> None:

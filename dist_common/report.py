@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import dist_common
 from dist_common import cli, measure, output
-from dist_common.runtime import World
+from dist_common.runtime import World, default_precision
 
 ROWS = 8  # of checks on the screen; results.json has them all
 
@@ -42,10 +42,15 @@ class Check:
 
 
 class Report:
-    """Print from rank 0, collect checks and `metrics`, write results.json to `output`, if any."""
+    """Print from rank 0, collect checks and `metrics`, write results.json to `output`, if any.
+
+    A --precision that was not given becomes the device's: no flag of `args` stays open.
+    """
 
     def __init__(self, script: str, args: argparse.Namespace, world: World, device) -> None:
         self.script, self.args, self.world, self.device = script, args, world, device
+        if getattr(args, "precision", "") is None:
+            args.precision = default_precision(device)
         self.metrics: dict[str, Any] = {}
         self.checks: list[Check] = []
         self.started = datetime.now(timezone.utc)

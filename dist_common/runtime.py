@@ -120,8 +120,8 @@ def pick_device(name: str, world: World) -> torch.device:
     bound = gpus == 1 and world.launcher == "srun" and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
     needed = 1 if bound else world.local_world_size
     if name == "auto" and gpus < needed:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # on purpose
-        there = gpus or (Path("/dev/nvidia0").exists() and not hidden)
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
+        there = gpus or (any(Path("/dev").glob("nvidia[0-9]*")) and not hidden)
         if world.local_rank == 0 and there:
             found = f"PyTorch can use {gpus} GPU(s) of this machine, for {needed} ranks"
             why = f"{found}; --device cuda says what to do"
@@ -138,9 +138,17 @@ def pick_device(name: str, world: World) -> torch.device:
         raise UsageError(f"--device cuda: {ranks}: {least}, or use --device cpu")
     device = torch.device("cuda", 0 if bound else world.local_rank)
     torch.cuda.set_device(device)
-    # Convolutions would otherwise round to TF32, and the answer depend on the batch per rank.
+    # float32 is float32. Else convolutions would round to TF32, 10 bits of 23, and matrix products
+    # where an image sets TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: the answer would depend on the layout.
     torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
     return device
+
+
+def default_precision(device: torch.device) -> str:
+    """Return what a template computes in unless it is told: bfloat16 on a GPU that has it."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16-mixed" if has_bf16 else "32-true"
 
 
 def seed_everything(seed: int) -> None:

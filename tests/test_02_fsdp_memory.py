@@ -125,13 +125,14 @@ def printed_lines() -> dict[str, tuple[int, list[str]]]:
     text = load_script("benchmarks/gpu_smoke.py").lines_of("GPU")["02-fsdp/fsdp_transformer.py"]
     text = "\n".join([text, *((REPO / page).read_text() for page in PAGES)])
     found = {}
-    start = r"(?:torchrun|srun) [^\n'`]*02-fsdp/fsdp_transformer\.py( [^\n'`]*--preset [^\n'`]*)"
+    start = r"(?:torchrun|sbatch) [^\n'`]*02-fsdp/fsdp_transformer\.py( [^\n'`]*--preset [^\n'`]*)"
     for line in re.finditer(start, text):
         nodes = re.search(r"--(?:nnodes|nodes)=(\d+)", line[0])
         on_each = re.search(r"--(?:nproc-per-node|ntasks-per-node)=(\w+)", line[0])[1]
         if nodes or on_each == "gpu":  # others start it on this machine's CPU
             ranks = int(nodes[1] if nodes else 1) * int({"gpu": 8}.get(on_each, on_each))
-            found[line[0]] = ranks, shlex.split(line[1])
+            flags = [flag for flag in shlex.split(line[1]) if flag != "--resume"]
+            found[line[0]] = ranks, flags
     return found
 
 

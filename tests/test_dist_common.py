@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_common import checkpoint, cli, data, measure, models, runtime, tokens
+from dist_common import checkpoint, cli, data, job, measure, models, runtime, tokens
 from dist_common import output as folder
 from dist_common.lab import proofs, ranks, traffic
 from dist_common.lab.figure import figure
@@ -94,12 +94,12 @@ def test_every_launcher_is_understood(environ, launcher, variables, place):
 
 def test_slurm_ranks_agree_on_a_port_of_their_own(environ):
     ports = set()
-    for job in range(100, 110):
+    for job_id in range(100, 110):
         for rank in (0, 1):
             with mock.patch.dict(os.environ):
-                environ.update(SLURM_JOB_ID=str(job), SLURM_PROCID=str(rank), SLURM_NTASKS="2")
+                environ.update(SLURM_JOB_ID=str(job_id), SLURM_PROCID=str(rank), SLURM_NTASKS="2")
                 runtime.discover()
-                ports.add((job, environ["MASTER_PORT"]))
+                ports.add((job_id, environ["MASTER_PORT"]))
     assert len(ports) == 10, "both ranks of a job must compute the same port"
     assert len({port for _, port in ports}) == 10, "jobs on one machine must not collide"
 
@@ -133,7 +133,10 @@ def test_devices(environ, monkeypatch, capsys):
 
     world = runtime.World(3, 3, 4, 4, "torchrun")
     gpus(4)
+    torch.set_float32_matmul_precision("high")  # as an image of NVIDIA has it
     assert runtime.pick_device("auto", world) == torch.device("cuda", 3)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
     assert runtime.pick_device("cpu", world) == torch.device("cpu")
     gpus(1)
     # All ranks of the machine decide alike, whatever their own number.
@@ -150,6 +153,55 @@ def test_devices(environ, monkeypatch, capsys):
     gpus(0)
     with pytest.raises(cli.UsageError, match="no GPU"):
         runtime.pick_device("cuda", world)
+
+
+@pytest.mark.parametrize(
+    ("driver", "visible", "warned"),
+    [
+        (["nvidia3"], None, True),  # PyTorch without CUDA, or a driver that is too old
+        (["nvidia3"], "0,1", True),
+        (["nvidia3"], "", False),  # hidden on purpose
+        (["nvidia3"], "-1", False),
+        (["nvidiactl", "null"], None, False),
+    ],
+)
+def test_auto_says_so_where_a_gpu_is_there_and_cannot_be_used(
+    environ, monkeypatch, capsys, tmp_path, driver, visible, warned
+):  # fmt: skip
+    for name in driver:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(runtime, "Path", {"/dev": tmp_path}.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    environ.pop("CUDA_VISIBLE_DEVICES", None)
+    environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    world = runtime.World(0, 0, 2, 2, "torchrun")
+    assert runtime.pick_device("auto", world) == torch.device("cpu")
+    says = "warning: computing on the CPU: PyTorch can use 0 GPU(s) of this machine, for 2 ranks"
+    assert (says in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    ("device", "has_bf16", "given", "taken"),
+    [
+        ("cuda", True, None, "bf16-mixed"),
+        ("cuda", False, None, "32-true"),  # such as a V100
+        ("cuda", True, "32-true", "32-true"),
+        ("cpu", True, None, "32-true"),
+        ("cpu", True, "bf16-mixed", "bf16-mixed"),
+    ],
+)
+def test_precision_is_the_best_of_the_device_unless_it_is_given(
+    monkeypatch, tmp_path, device, has_bf16, given, taken
+):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    parser = cli.ArgumentParser("A script.", resumes=True)
+    job.add_flags(parser, ["tiny"])
+    argv = ["--precision", given] if given else []
+    monkeypatch.setattr(sys, "argv", ["script", *argv])
+    args = job.parse(parser)
+    Report("script", args, runtime.World(0, 0, 1, 1, "python"), torch.device(device))
+    assert args.precision == taken
+    assert checkpoint.settings_of(args, 1, "")["precision"] == taken, "what a resume compares"
 
 
 # runtime: how a script fails and ends

@@ -19,7 +19,7 @@ from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
 from helpers_tokens import words, write_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_common import cli, data, hf, job, models
+from dist_common import cli, data, hf, job, models, report
 from fsdp_parts import checkpoint_job
 
 DDP = "01-ddp-basics/ddp_training.py"
@@ -153,6 +153,43 @@ def test_a_step_reads_nothing_that_the_device_computes(
         flags += ("--tokens", folder, "--document-attention")
     ended = train(template, *flags, changes=[change])
     assert ended.codes == [0, 0], ended.stderr
+
+
+# what a GPU computes in
+
+
+def on_a_gpu_that_has_bf16(script):
+    """Have the device be one where bf16-mixed is taken; bfloat16 computes on a CPU too."""
+    script.runtime.default_precision = report.default_precision = lambda device: "bf16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("template", "argv", "taken"),
+    [
+        *((template, (), "bf16-mixed") for template in TEMPLATES),
+        (DDP, ("--precision", "32-true"), "32-true"),
+        (DEEPSPEED, ("--deepspeed_config", {"bf16": {"enabled": False}}), "32-true"),
+        (DEEPSPEED, ("--deepspeed_config", {"fp16": {}, "bf16": {"enabled": True}}), "bf16-mixed"),
+    ],
+)
+def test_the_device_chooses_the_precision_that_nobody_did(
+    train, tmp_path, template, argv, taken
+):  # fmt: skip
+    """Once, before anything is made: said, proven and written as if it had been given."""
+    *flags, own = argv or [None]
+    if isinstance(own, dict):
+        config = json.loads(Path(config_of(2)).read_text()) | own
+        own = tmp_path / "config.json"
+        own.write_text(json.dumps(config))
+    argv = ("--max-steps", 2, "--eval-every", 0, *flags, *([own] if own else []))
+    ended = train(
+        template, *argv, "--output-dir", tmp_path / "run", changes=[on_a_gpu_that_has_bf16]
+    )
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert taken in ended.stdout.splitlines()[1]
+    assert results_of(tmp_path / "run")["args"]["precision"] == taken
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
+    assert json.loads(manifest.read_text())["settings"]["precision"] == taken
 
 
 # stopped, and resumed

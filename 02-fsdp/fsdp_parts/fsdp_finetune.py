@@ -148,6 +148,7 @@ def say_needs(args, model) -> None:
     layer = sum(weight.numel() for weight in first)
     trained_there = sum(weight.numel() for weight in first if weight.requires_grad)
     tokens = args.micro_batch_size * args.seq_len
+    args.precision = args.precision or "bf16-mixed"  # as on the GPUs that it asks about
     compute = 2 if args.precision == "bf16-mixed" else 4
     shard = of_fullest((w.shape for w in model.parameters() if w.requires_grad), ranks)
     held = [

@@ -28,8 +28,9 @@ def parse_args(doc: str) -> argparse.Namespace:
     parser.add_argument("--world-size", type=cli.positive_int, default=2,
         help="ranks that there must be, started by the framework or by torchrun (2)")  # fmt: skip
     args = parser.parse_args()
-    if args.precision != "32-true":
+    if args.precision not in (None, "32-true"):
         parser.error("--precision must be 32-true: the losses of all ports are compared")
+    args.precision = "32-true"
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.output_dir:  # some frameworks change the working directory
