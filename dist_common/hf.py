@@ -115,8 +115,7 @@ def config_of(folder: Path, expected: TransformerConfig | None = None) -> Transf
 
 def flag_of(args) -> str:
     """Return the flag that says the model's shape."""
-    folder = getattr(args, "init_from", None)
-    return f"--init-from {folder}" if folder else f"--preset {args.preset}"
+    return f"--init-from {args.init_from}" if args.init_from else f"--preset {args.preset}"
 
 
 def settle_shape(args) -> TransformerConfig:
