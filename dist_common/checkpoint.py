@@ -29,8 +29,8 @@ SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed", "document_attention"
 OLD_FORMAT = "in the format of an older version of this guide: start anew"
 NO_TEMPLATE = "of another script, or of an older version of this guide: start anew"
 # Flags that do not change the weights: a resumed run may change them without a word.
-FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "tensorboard", "log_every",
-        "eval_every", "save_every", "parity_steps", "export_to",
+FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "logger", "log_every",
+        "eval_every", "save_every", "parity_steps", "export_to", "profile",
         "tokens", "document_attention"}  # fmt: skip  # the last two: by what is in them
 
 

@@ -4,6 +4,7 @@ A generator of steps, no Trainer: forward, backward, clipping and the optimizer 
 """
 
 import argparse
+import contextlib
 import json
 import math
 import signal
@@ -73,7 +74,9 @@ def add_loop_flags(parser: ArgumentParser) -> None:
     add("--save-every", type=whole, default=20,
         help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
     add("--num-workers", type=whole, default=0, help="processes per rank that load data (0)")
-    add("--tensorboard", action="store_true", help="write for TensorBoard to --output-dir too")
+    add("--logger", choices=measure.LOGGERS, help="shows what --output-dir's metrics.jsonl has")
+    add("--profile", type=step_range, metavar="FIRST-LAST",
+        help="trace these steps to --output-dir; a GPU's memory too")  # fmt: skip
     add("--parity-steps", type=whole,
         help="steps to compare with one process (0 for presets other than tiny)")  # fmt: skip
 
@@ -84,9 +87,20 @@ def parse(parser: ArgumentParser, parity_steps: int = 1) -> argparse.Namespace:
     if args.parity_steps is None and "preset" in args:  # without one the script's proofs settle it
         small = args.preset == "tiny" and not getattr(args, "init_from", None)
         args.parity_steps = parity_steps if small else 0
-    if args.tensorboard and not args.output_dir:
-        parser.error("--tensorboard needs --output-dir, the folder to write to")
+    for flag in ("logger", "profile"):
+        if getattr(args, flag) and not args.output_dir:
+            parser.error(f"--{flag} needs --output-dir, the folder to write to")
     return args
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """Parse 5-7, or 5 for one step."""
+    first, dash, last = text.partition("-")
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        steps = positive_int(first), positive_int(last if dash else first)
+        if steps[0] <= steps[1]:
+            return steps
+    raise argparse.ArgumentTypeError(f"must be steps like 5-7 or 5, not {text!r}")
 
 
 def lr_at(step: int, args: argparse.Namespace) -> float:
@@ -233,9 +247,12 @@ class Job:
         last_step = until or args.max_steps
         if self.log is None:
             folder = report.output if report.world.is_rank0 else None
-            self.log = measure.StepLog(folder, self.step + 1, args.tensorboard)
+            logger = measure.LOGGERS.get(args.logger)
+            self.log = measure.StepLog(folder, self.step + 1, logger, vars(args))
             self.catch_preemption()
             checkpoint.set_rng_state(self.rng)
+        steps = args.profile or (0, -1)
+        profile = measure.Profile(Path(args.output_dir or "", "profile"), steps, self.device)
         unread: list[Step] = []
         left = range(self.step + 1, last_step + 1)
         self.timer.start()
@@ -243,7 +260,8 @@ class Job:
             self.step = number
             step = Step(number, lr_at(number, args), next(self.batches))
             unread.append(step)
-            yield step
+            with profile.step(number):
+                yield step
 
             step.micro_batches = []
             self.sampler.advance(min(args.global_batch_size, self.sampler.left))
@@ -265,10 +283,12 @@ class Job:
             if self.stopped:
                 break
             self.timer.start()  # the time of evaluating and saving belongs to no step
+        profile.stop()
         if self.losses:
             report.metrics |= self.metrics()
         if self.done or self.stopped:
             self.batches.close()  # ends the processes that load data
+            self.log.close()
 
     def read(self, unread: list[Step]) -> bool:
         """Log steps that nobody has read yet; return whether any rank was asked to stop."""
@@ -355,6 +375,7 @@ class Job:
         """Return what results.json says of the run."""
         step_time_ms = self.timer.median_ms()
         speed, mfu = self.speed(step_time_ms)
+        peaks = gather(measure.peak_memory(self.device))
         tested = {} if self.test_loss is None else {"test_loss": self.test_loss}
         return tested | {
             "final_loss": self.losses[-1],
@@ -362,6 +383,7 @@ class Job:
             "tokens_per_second": speed,
             "tokens_per_step": self.step_tokens,
             "mfu": mfu,
+            **{name: max(peak[name] for peak in peaks) for name in peaks[0]},
         }
 
 

@@ -3,14 +3,19 @@
 import contextlib
 import json
 import math
+import os
 import resource
+import secrets
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from dist_common.cli import UsageError
 from dist_common.models import TransformerConfig
@@ -76,6 +81,14 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Return it as results.json has it; of a GPU also what PyTorch took, fragments included."""
+    own = {"peak_memory_gib": peak_memory_gib(device)}
+    if device.type == "cuda":
+        own["peak_memory_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
+    return own
+
+
 def memory_in_use(device: torch.device) -> int:
     """Return the bytes in use now: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
@@ -127,11 +140,11 @@ def mfu(flops_per_second: float, device: torch.device, precision: str) -> float 
 class StepLog:
     """Keep steps' numbers in folder/metrics.jsonl; drop older ones from `first_step` on.
 
-    With `tensorboard` in its format too. Raises: UsageError when TensorBoard is not installed.
+    `logger` shows them too: a class that takes folder, first step, and what the run is.
     """
 
-    def __init__(self, folder: Path | None, first_step: int, tensorboard: bool = False) -> None:
-        self.file, self.writer = None, None
+    def __init__(self, folder: Path | None, first_step: int, logger=None, run: dict | None = None):
+        self.file, self.shown = None, None
         if folder is None:
             return
         path, partial = folder / "metrics.jsonl", folder / "metrics.partial"
@@ -142,12 +155,7 @@ class StepLog:
         partial.write_text("".join(f"{line}\n" for line in kept))
         partial.replace(path)
         self.file = path.open("a")
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise UsageError("--tensorboard: pip install tensorboard first") from error
-            self.writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+        self.shown = logger and logger(folder, first_step, run or {})
 
     def write(self, step: int, **values: float) -> None:
         """Write the values of a step by name, at once: a run that is killed has them."""
@@ -156,7 +164,112 @@ class StepLog:
             line = {"step": step} | dict.fromkeys(values) | finite
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()
-        if self.writer:
-            for name, value in finite.items():
-                self.writer.add_scalar(name, value, step)
-            self.writer.flush()
+        if self.shown:
+            self.shown.write(step, finite)
+
+    def close(self) -> None:
+        """Have the logger finish: some send in the background."""
+        if self.shown:
+            self.shown.close()
+
+
+class TensorBoard:
+    """Write numbers to folder/tensorboard. Raises: UsageError when it is not installed."""
+
+    def __init__(self, folder: Path, first_step: int, run: dict[str, Any]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UsageError("--logger tensorboard: pip install tensorboard first") from error
+        self.writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+        self.close = self.writer.close
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+
+class WandB:
+    """Send numbers to one run of wandb, which a resume continues: its id is in folder/wandb-id.
+
+    Raises: UsageError when wandb is not installed, or refuses, as without an account.
+    """
+
+    def __init__(self, folder: Path, first_step: int, run: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UsageError("--logger wandb: pip install wandb first") from error
+        name = folder / "wandb-id"
+        if not name.exists():
+            name.write_text(secrets.token_hex(4))
+        options = {"id": name.read_text(), "resume": "allow", "name": folder.name, "config": run}
+        # It leaves the lines of the script alone.
+        settings = wandb.Settings(console="off")
+        try:
+            self.run = wandb.init(dir=folder, settings=settings, **options)
+        except wandb.Error as error:
+            why = f"{error}; WANDB_MODE=offline needs no account"
+            raise UsageError(f"--logger wandb: {why}") from error
+        # wandb's own count cannot go back to the checkpoint that a resume starts from.
+        self.run.define_metric("*", step_metric="step")
+        self.close = self.run.finish
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.run.log({"step": step, **values})
+
+
+LOGGERS = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def quiet_log(device: torch.device) -> None:
+    """Have the profiler's library not log, as an error, that a CPU is no GPU; call it before."""
+    if device.type == "cpu":
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+class Profile:
+    """Write what steps `first` to `last` of this rank do to a folder: a trace for each rank.
+
+    On a GPU a snapshot of its memory too. Sources: torch.profiler, for perfetto.dev; PyTorch's
+    Understanding CUDA Memory Usage, for pytorch.org/memory_viz.
+    """
+
+    def __init__(self, folder: Path, steps: tuple[int, int], device: torch.device) -> None:
+        self.folder, (self.first, self.last), self.device = folder, steps, device
+        self.trace: torch.profiler.profile | None = None
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Profile a step, if it is one of them."""
+        if not self.first <= number <= self.last:
+            yield
+            return
+        if self.trace is None:
+            self.start()
+        with torch.profiler.record_function(f"step {number}"):
+            yield
+        if number == self.last:
+            self.stop()
+
+    def start(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what steps before it queued is not theirs
+            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        quiet_log(self.device)
+        self.trace = torch.profiler.profile()
+        self.trace.start()
+
+    def stop(self) -> None:
+        """Write the files, if a profile has begun; also of fewer steps, when a run is stopped."""
+        if self.trace is None:
+            return
+        rank, trace = dist.get_rank(), self.trace
+        self.trace = None
+        trace.stop()  # waits for a GPU
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"memory-rank{rank}.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        trace.export_chrome_trace(str(self.folder / f"trace-rank{rank}.json"))

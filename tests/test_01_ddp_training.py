@@ -2,11 +2,15 @@
 
 import argparse
 import functools
+import importlib.util
 import json
+import os
 import re
 import shutil
 import signal
 import sys
+import types
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,6 +27,7 @@ from helpers_01 import (
     ask_to_stop_in,
     at_random_step,
     deal_all_ranks_the_same,
+    die_in,
     largest_difference,
     newest_state,
     skip_all_reduce,
@@ -151,12 +156,104 @@ def test_tensorboard_shows_the_numbers_of_metrics_jsonl(train, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "run"
-    ended = train("--max-steps", 4, "--tensorboard", "--output-dir", folder)
+    ended = train("--max-steps", 4, "--logger", "tensorboard", "--output-dir", folder)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
     written = EventAccumulator(str(folder / "tensorboard")).Reload()
     for name in ("loss", "grad_norm", "test_loss"):
         shown = {event.step: event.value for event in written.Scalars(name)}
         assert shown == pytest.approx(steps_in(folder, name), rel=1e-6)
+
+
+def stand_in_for_wandb(script):
+    """Have `import wandb` find a module that notes in a file how it is called."""
+
+    class Run:
+        def log(self, values):
+            note(values)
+
+        def define_metric(self, name, step_metric):
+            note([name, step_metric])
+
+        def finish(self):
+            note("finish")
+
+    def note(what):
+        with open(Path(options["dir"]) / "calls.jsonl", "a") as file:
+            file.write(json.dumps(what, default=str) + "\n")
+
+    def init(**given):
+        options.update(given)
+        note({name: given[name] for name in ("id", "resume", "name", "config")})
+        return Run()
+
+    options = {}
+    module = types.ModuleType("wandb")
+    module.init, module.Settings, module.Error = init, lambda console: None, KeyError
+    sys.modules["wandb"] = module
+
+
+def test_wandb_has_one_run_of_a_job_that_resumes(train, tmp_path):
+    argv = ("--logger", "wandb", "--save-every", 2, "--resume", "--output-dir", tmp_path / "run")
+    killed = train(*argv, "--max-steps", 6, changes=[stand_in_for_wandb, die_in(5)])
+    assert killed.codes == [-signal.SIGKILL] * 2, killed.stderr
+    ended = train(*argv, "--max-steps", 6, changes=[stand_in_for_wandb])
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    calls = (tmp_path / "run" / "calls.jsonl").read_text().splitlines()
+    calls = [json.loads(call) for call in calls]  # of both starts
+    first, second = (call for call in calls if "id" in call)
+    assert first["id"] == second["id"] and first["resume"] == "allow"
+    assert first["name"] == "run" and first["config"]["max_steps"] == 6
+    steps = [call["step"] for call in calls if "loss" in call]
+    assert steps == [1, 2, 3, 4, 5, 6] and ["*", "step"] in calls, "by the job's own count"
+    assert calls[-1] == "finish"
+    shown = {call["step"]: call["loss"] for call in calls if "loss" in call}
+    assert shown == steps_in(tmp_path / "run")
+
+
+def without_wandb(script):
+    sys.modules["wandb"] = None
+
+
+def refusing_wandb(script):
+    stand_in_for_wandb(script)
+
+    def init(**options):
+        raise sys.modules["wandb"].Error("no API key configured")
+
+    sys.modules["wandb"].init = init
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (without_wandb, "--logger wandb: pip install wandb first"),
+        (refusing_wandb, "no API key configured'; WANDB_MODE=offline needs no account"),
+    ],
+)
+def test_a_logger_that_cannot_start_ends_the_run(train, tmp_path, change, says):
+    ended = train("--logger", "wandb", "--output-dir", tmp_path / "run", changes=[change])
+    assert_one_line(ended, says, "ddp_training.py")
+
+
+@full
+@pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None,
+    reason="needs wandb: not in requirements.txt",
+)
+def test_wandb_itself_offline(train, tmp_path):
+    """Two starts leave two folders of one run, which `wandb sync` puts together."""
+    environ = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    argv = ("--logger", "wandb", "--save-every", 2, "--resume", "--output-dir", tmp_path / "run")
+
+    def offline(script):
+        os.environ.update(environ)
+
+    for steps in (3, 5):
+        ended = train(*argv, "--max-steps", steps, changes=[offline])
+        assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    (name,) = {path.name.split("-")[-1] for path in (tmp_path / "run").glob("wandb/offline-run-*")}
+    assert name == (tmp_path / "run" / "wandb-id").read_text()
+    assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 2
 
 
 def without_cpp(script):
@@ -465,7 +562,10 @@ def test_whole_lines_fill_sequences_unequally_and_lose_nothing():
         (["--text-file", "{tmp}/short"], "are fewer than one sequence of 128 tokens for each of 2"),
         (["--text-file", "{tmp}/lines"], "the test text's 15 bytes are fewer than one"),
         (["--seq-len", 300], "--seq-len must be at most 256"),
-        (["--tensorboard"], "--tensorboard needs --output-dir"),
+        (["--logger", "tensorboard"], "--logger needs --output-dir"),
+        (["--profile", "3"], "--profile needs --output-dir"),
+        (["--profile", "4-3"], "must be steps like 5-7 or 5, not '4-3'"),
+        (["--profile", "4-"], "must be steps like 5-7 or 5, not '4-'"),
         (["--output-dir", "{tmp}/short/x"], "short/x cannot be written: Not a directory"),
     ]),
 )  # fmt: skip
@@ -474,7 +574,7 @@ def test_bad_input_gets_one_line_and_writes_nothing(run_script, tmp_path, argv, 
     (tmp_path / "short").write_text("x" * 2000)
     (tmp_path / "lines").write_text("a line of text\n" * 21)
     filled = [str(word).format(tmp=tmp_path) for word in argv]
-    if "--output-dir" not in argv and "--tensorboard" not in argv:
+    if "--output-dir" not in argv and "needs --output-dir" not in says:
         filled += ["--output-dir", str(tmp_path / "new")]
     ended = run_script(TRAINING, *filled, world_size=2)
     assert_one_line(ended, says.format(tmp=tmp_path), "ddp_training.py")

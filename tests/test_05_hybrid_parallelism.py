@@ -338,7 +338,7 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
             (2, "--dp 2 --global-batch-size 3", "--global-batch-size 3 must be --micro-batch-size"),
             (2, "--precision 16-mixed", "use bf16-mixed"),
             (2, "--seq-len 257", "--seq-len must be at most 256"),
-            (2, "--tensorboard", "--tensorboard needs --output-dir"),
+            (2, "--logger wandb", "--logger needs --output-dir"),
             (8, "--tp 8", "--tp 8 does not divide the 2 key and value heads of --preset tiny"),
             (4, "--tp 4", "--tp 4 does not divide the 2 key and value heads of --preset tiny"),
             (3, "--pp 3", "--pp 3 does not divide the 4 layers of --preset tiny"),

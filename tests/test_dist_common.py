@@ -204,6 +204,59 @@ def test_precision_is_the_best_of_the_device_unless_it_is_given(
     assert checkpoint.settings_of(args, 1, "")["precision"] == taken, "what a resume compares"
 
 
+# measure: what a run leaves of its steps
+
+
+def profiled(device, first, last, folder, steps):
+    profile = measure.Profile(folder, (first, last), torch.device(device))
+    for number in steps:
+        with profile.step(number):
+            torch.ones(2).add(number)
+    profile.stop()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "steps", "traced"),
+    [
+        (2, 3, range(1, 6), ["step 2", "step 3"]),
+        (4, 9, range(1, 6), ["step 4", "step 5"]),  # a run that ends, or is asked to stop
+        (2, 3, range(3, 6), ["step 3"]),  # one that resumes
+        (7, 9, range(1, 6), []),
+    ],
+)
+def test_a_profile_has_its_steps_and_no_others(on_ranks, tmp_path, first, last, steps, traced):
+    on_ranks(lambda *_: profiled("cpu", first, last, tmp_path / "profile", steps), 1)
+    names = []
+    for path in tmp_path.glob("profile/*"):
+        assert path.name == "trace-rank0.json"
+        events = json.loads(path.read_text())["traceEvents"]
+        names += [event["name"] for event in events if event["name"].startswith("step ")]
+        assert sum(event["name"] == "aten::add" for event in events) == len(traced)
+    assert sorted(names) == traced
+
+
+def test_a_gpu_s_profile_has_a_snapshot_of_its_memory(on_ranks, tmp_path):
+    def run(*_):
+        calls = []
+        torch.cuda.synchronize = lambda device: calls.append("synchronize")
+        torch.cuda.memory._record_memory_history = lambda *_, **options: calls.append(options)
+        torch.cuda.memory._dump_snapshot = lambda path: calls.append(path)
+        profiled("cuda", 2, 3, tmp_path, range(1, 6))
+        return calls
+
+    (calls,) = on_ranks(run, 1)
+    snapshot = str(tmp_path / "memory-rank0.pickle")
+    assert calls == ["synchronize", {"max_entries": 1_000_000}, snapshot, {"enabled": None}]
+
+
+def test_peak_memory_of_a_gpu_is_what_tensors_need_and_what_pytorch_took(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 2**30)
+    peak = measure.peak_memory(torch.device("cuda"))
+    assert peak == {"peak_memory_gib": 3, "peak_memory_reserved_gib": 4}
+    assert list(measure.peak_memory(torch.device("cpu"))) == ["peak_memory_gib"]
+
+
 # runtime: how a script fails and ends
 
 

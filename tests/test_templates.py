@@ -200,7 +200,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_resumes_bitwise(train, tmp_path, 
     """SIGTERM to one rank alone, and no checkpoint due for thousands of steps."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     arguments = ("--save-every", 5000, "--eval-every", 6, "--resume", "--output-dir")
-    whole = train(template, *arguments, straight, "--tensorboard")
+    looks = ("--logger", "tensorboard", "--profile", "3-4")
+    whole = train(template, *arguments, straight, *looks)
     assert whole.codes == [0, 0], whole.stdout + whole.stderr
     assert "no checkpoint in" in whole.stdout, "--resume in a new folder starts at the start"
     asked = train(template, *arguments, stopped, changes=[on_rank(1, ask_to_stop_in(5))])
@@ -212,6 +213,11 @@ def test_a_run_that_is_asked_to_stop_saves_and_resumes_bitwise(train, tmp_path, 
     assert steps_in(straight, "test_loss") == steps_in(stopped, "test_loss")
     assert sorted(steps_in(straight, "test_loss")) == [6, 12]
     assert any((straight / "tensorboard").iterdir())
+    for rank in range(2):
+        trace = json.loads((straight / "profile" / f"trace-rank{rank}.json").read_text())
+        traced = {event["name"] for event in trace["traceEvents"]}
+        assert {name for name in traced if name.startswith("step ")} == {"step 3", "step 4"}
+        assert "gloo:all_reduce" in traced or "c10d::allreduce_" in traced, "what a step calls"
     finished = train(template, *arguments, stopped)
     assert finished.codes == [0, 0] and "has all 12 steps: nothing to do" in finished.stdout
     metrics = results_of(straight)["metrics"]

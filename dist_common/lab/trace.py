@@ -1,7 +1,6 @@
 """What a step does and when: the profiler's events."""
 
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-
-def quiet_log(device: torch.device) -> None:
-    """Have the profiler's library not log, as an error, that a CPU is no GPU; call it before."""
-    if device.type == "cpu":
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+from dist_common.measure import quiet_log
 
 
 def trace(step: Callable[[], object], device: torch.device, path: Path | None = None) -> list[dict]:
