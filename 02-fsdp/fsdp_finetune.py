@@ -307,7 +307,9 @@ def parse_args():
     add("--lr", type=cli.positive_float, default=2e-5, help="peak learning rate of AdamW (2e-5)")
     add("--warmup-steps", type=cli.whole_number, default=5, help="steps of linear warmup (5)")
     job.add_precision(parser, ("32-true", "bf16-mixed"))
-    job.add_loop_flags(parser)  # --max-grad-norm, --log-every, --eval-every, --save-every, ...
+    job.add_loop_flags(
+        parser, sharded=True
+    )  # --max-grad-norm, --log-every, --eval-every, --save-every, ...
     add("--export", metavar="DIR", help="write the tuned model for transformers to this folder")
     add("--lora-rank", type=positive, help="freeze the model; train adapters of this rank instead")
     add("--lora-alpha", type=positive, help="an adapter counts alpha / rank times (16)")

@@ -5,6 +5,7 @@ One folder each, `step-00000220/`, with a manifest of checksums: PyTorch accepts
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ NO_TEMPLATE = "of another script, or of an older version of this guide: start an
 # Flags that do not change the weights: a resumed run may change them without a word.
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "logger", "log_every",
         "eval_every", "save_every", "parity_steps", "export_to", "profile",
-        "tokens", "document_attention"}  # fmt: skip  # the last two: by what is in them
+        "async_save", "tokens", "document_attention"}  # fmt: skip  # the last two: by what is in them
 
 
 @contextlib.contextmanager
@@ -203,6 +205,10 @@ class Store:
         """Read the state back."""
         raise NotImplementedError
 
+    def staged(self) -> Callable[[Path], None]:
+        """Copy the state, and return what writes the copy: training may change the state then."""
+        raise NotImplementedError
+
 
 class Replicated(Store):
     """State that every rank holds whole: rank 0 writes it, and reads it for all."""
@@ -238,7 +244,10 @@ class Sharded(Store):
 
     def __init__(self, model, optimizer, whole: dict[str, torch.Tensor], timeout_s: float) -> None:
         self.model, self.optimizer, self.whole = model, optimizer, whole
-        # Names and checksums are no GPU tensors.
+        self.stager = (
+            None  # what copies shards, made when it is needed; it keeps the room for all saves
+        )
+        # Names and checksums are no GPU tensors. A save in the background has the group to itself.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -256,10 +265,21 @@ class Sharded(Store):
         weights = {name: weights[name] for name in weights if name in self.whole}
         return {"model": weights, "optimizer": moments}
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, state: dict[str, Any] | None = None) -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(self.state(), checkpoint_id=folder, process_group=self.group)
+        dcp.save(state or self.state(), checkpoint_id=folder, process_group=self.group)
+
+    def staged(self) -> Callable[[Path], None]:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        if self.stager is None:
+            gpu = torch.cuda.is_available()  # which copies to pinned memory by itself
+            options = {"use_pinned_memory": gpu, "use_non_blocking_copy": gpu}
+            self.stager = DefaultStager(
+                StagingOptions(**options, use_shared_memory=False, use_async_staging=False)
+            )
+        return functools.partial(self.write, state=self.stager.stage(self.state()))
 
     def read(self, folder: Path) -> None:
         import torch.distributed.checkpoint as dcp
@@ -273,14 +293,32 @@ class Sharded(Store):
         )
 
 
-def save(directory: Path, step: int, store: Store, facts: dict[str, Any], keep: int = 2) -> None:
-    """Write a checkpoint: a store's state, and the random state of every rank. A collective."""
+def save(
+    directory: Path, step: int, store: Store, facts: dict[str, Any], keep=2, background=False
+) -> Future | None:
+    """Write a checkpoint: a store's state, and the random state of every rank. A collective.
+
+    In the `background` a thread writes and seals it, from a copy in host memory. Wait for the
+    returned future before anything else uses the store: it raises what the thread met.
+    """
     facts = {"tensors": shapes_of(store.tensors()), **store.facts(), **facts}
     random_states = gather(rng_state(), store.group)
-    with sealed(directory, step, facts, keep, store.group, store.alone) as folder:
-        store.write(folder)
-        if dist.get_rank() == 0:
-            torch.save(random_states, folder / "rng.pt")
+    write = store.staged() if background else store.write
+
+    def write_and_seal() -> None:
+        with sealed(directory, step, facts, keep, store.group, store.alone) as folder:
+            write(folder)
+            if dist.get_rank() == 0:
+                torch.save(random_states, folder / "rng.pt")
+
+    if not background:
+        return write_and_seal()
+    gpu = (torch.cuda.current_device(),) if torch.cuda.is_available() else None
+    # A new thread's GPU would be number 0, on every rank.
+    thread = ThreadPoolExecutor(1, initializer=gpu and torch.cuda.set_device, initargs=gpu or ())
+    done = thread.submit(write_and_seal)
+    thread.shutdown(wait=False)
+    return done
 
 
 def find(directory: Path, report: Report, store: Store) -> tuple[Path, dict[str, Any]] | None:

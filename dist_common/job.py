@@ -9,6 +9,7 @@ import json
 import math
 import signal
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dist_common.runtime import gather
 def add_flags(parser: ArgumentParser, presets: Collection[str], folders: bool = False) -> None:
     """Add the flags of the one job, those of its loop, and of `folders` of Hugging Face's."""
     add_task_flags(parser, presets, folders)
-    add_loop_flags(parser)
+    add_loop_flags(parser, sharded=folders)  # whoever reads folders into shards saves shards
     add = parser.add_argument
     add("--tokens", nargs="+", metavar="FOLDER[=WEIGHT]",
         help="train on folders of make_tokens.py (weights: as large as each is)")  # fmt: skip
@@ -64,8 +65,8 @@ def add_precision(parser: ArgumentParser, choices: Collection[str]) -> None:
         help="32-true: no TF32 either (bf16-mixed on a GPU that has it, else 32-true)")  # fmt: skip
 
 
-def add_loop_flags(parser: ArgumentParser) -> None:
-    """Add the flags that say how often the loop looks, evaluates and saves."""
+def add_loop_flags(parser: ArgumentParser, sharded: bool = False) -> None:
+    """Add the flags that say how often the loop looks, evaluates and saves; of `sharded` saves."""
     add, whole = parser.add_argument, whole_number
     add("--max-grad-norm", type=positive_float, default=1.0, help="clip longer gradients (1)")
     add("--log-every", type=positive_int, default=10,
@@ -73,6 +74,9 @@ def add_loop_flags(parser: ArgumentParser) -> None:
     add("--eval-every", type=whole, default=30, help="steps, or 0 for never (30)")
     add("--save-every", type=whole, default=20,
         help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
+    if sharded:
+        add("--async-save", action="store_true",
+            help="train on while shards are written, from a copy in host memory")  # fmt: skip
     add("--num-workers", type=whole, default=0, help="processes per rank that load data (0)")
     add("--logger", choices=measure.LOGGERS, help="shows what --output-dir's metrics.jsonl has")
     add("--profile", type=step_range, metavar="FIRST-LAST",
@@ -174,6 +178,7 @@ class Job:
         self.memory_before = measure.memory_in_use(self.device)  # of the model, if it is made later
         self.log: measure.StepLog | None = None
         self.signals: list[int] = []
+        self.saving: Future | None = None  # in the background
 
     @property
     def done(self) -> bool:
@@ -228,13 +233,26 @@ class Job:
         return found
 
     def save(self) -> None:
-        """Write a checkpoint of all that the next step depends on. A collective."""
+        """Write a checkpoint of all that the next step depends on, or begin to. A collective."""
+        self.await_save()
         facts = {
             "settings": self.settings,
             "sampler": self.sampler.state_dict(),
             "trained_tokens": self.trained_tokens,
         }
-        checkpoint.save(self.report.output / "checkpoints", self.step, self.store, facts)
+        directory, background = (
+            self.report.output / "checkpoints",
+            vars(self.args).get("async_save"),
+        )
+        self.saving = checkpoint.save(
+            directory, self.step, self.store, facts, background=bool(background)
+        )
+
+    def await_save(self) -> None:
+        """Wait until a checkpoint that is being written is whole. Raises: what ended the write."""
+        if self.saving:
+            self.saving.result()
+            self.saving = None
 
     def steps(self, evaluate: Callable[[], float] | None = None, until: int = 0) -> Iterator[Step]:
         """Yield each step that is left, up to `until`; read, evaluate and save when it is due.
@@ -283,6 +301,7 @@ class Job:
             if self.stopped:
                 break
             self.timer.start()  # the time of evaluating and saving belongs to no step
+        self.await_save()
         profile.stop()
         if self.losses:
             report.metrics |= self.metrics()
@@ -295,6 +314,8 @@ class Job:
         numbers = [(step.loss_sum, step.tokens, _number(step.norm)) for step in unread]
         rows = [[torch.as_tensor(n).to(self.device).double() for n in row] for row in numbers]
         own, tokens, norms = torch.stack([torch.stack(row) for row in rows]).unbind(1)
+        if self.saving and self.saving.done():
+            self.await_save()  # a full disk ends the run soon after
         sums = torch.cat([own, own.new_tensor([len(self.signals)])])
         dist.all_reduce(sums)
         table = torch.stack([sums[:-1] / tokens, own, tokens, norms], dim=1).tolist()
@@ -320,6 +341,7 @@ class Job:
         unknown = step.norm is None or self.args.precision == "16-mixed"
         if math.isfinite(loss) and (unknown or math.isfinite(norm)):
             return
+        self.await_save()  # all ranks end here, and a checkpoint of before is worth its time
         bad = [str(r) for r, own in enumerate(gather(own_sum)) if not math.isfinite(own)]
         which = f"on rank {', '.join(bad)} of {dist.get_world_size()}" if bad else "over all ranks"
         raise FloatingPointError(

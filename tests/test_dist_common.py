@@ -860,6 +860,36 @@ def test_a_store_reads_the_parts_that_both_have_and_refuses_an_older_format(sing
         checkpoint.find(directory, Recorder(), store)
 
 
+@pytest.mark.gpu_ready
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_save_in_the_background_copies_to_pinned_memory_where_a_gpu_does(on_ranks, gpu):
+    """By one stager, which keeps the memory: two saves ask for it once."""
+    from torch.distributed.checkpoint import staging
+
+    def save_twice(*_):
+        made = []
+
+        class Stager:
+            def __init__(self, options):
+                made.append(options)
+
+            def stage(self, state):
+                return sorted(state)
+
+        torch.cuda.is_available, staging.DefaultStager = lambda: gpu, Stager
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        store = checkpoint.Sharded(model, optimizer, model.state_dict(), 60)
+        copies = [store.staged().keywords["state"] for _ in range(2)]
+        return made, copies
+
+    ((made, copies),) = on_ranks(save_twice, 1)
+    (options,) = made
+    assert options.use_pinned_memory == options.use_non_blocking_copy == gpu
+    assert not (options.use_async_staging or options.use_shared_memory)
+    assert copies == [["model", "optimizer"]] * 2
+
+
 def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
     def body(rank, world_size):
         with checkpoint.sealed(tmp_path / "ck", 7, {"note": "kept"}) as inside:

@@ -1,6 +1,8 @@
 """The five templates: each stops, saves and resumes alike, and is copied with dist_common alone."""
 
 import ast
+import errno
+import functools
 import importlib.abc
 import json
 import os
@@ -8,6 +10,8 @@ import re
 import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -19,7 +23,7 @@ from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
 from helpers_tokens import words, write_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_common import cli, data, hf, job, models, report
+from dist_common import checkpoint, cli, data, hf, job, models, report
 from fsdp_parts import checkpoint_job
 
 DDP = "01-ddp-basics/ddp_training.py"
@@ -28,6 +32,7 @@ FINETUNE = "02-fsdp/fsdp_finetune.py"
 DEEPSPEED = "03-deepspeed/deepspeed_train.py"
 HYBRID = "05-advanced/hybrid_parallelism.py"
 TEMPLATES = [DDP, FSDP, FINETUNE, DEEPSPEED, HYBRID]
+SHARDED = [FSDP, FINETUNE, HYBRID]
 KEYS = {
     "final_loss", "step_time_ms", "step_times_ms", "tokens_per_second", "tokens_per_step", "mfu",
     "cpu_time_per_step_ms", "memory_gib", "memory_gib_per_rank", "peak_memory_gib",
@@ -204,7 +209,10 @@ def test_a_run_that_is_asked_to_stop_saves_and_resumes_bitwise(train, tmp_path, 
     whole = train(template, *arguments, straight, *looks)
     assert whole.codes == [0, 0], whole.stdout + whole.stderr
     assert "no checkpoint in" in whole.stdout, "--resume in a new folder starts at the start"
-    asked = train(template, *arguments, stopped, changes=[on_rank(1, ask_to_stop_in(5))])
+    slow = [("--async-save",), [write_slowly]] if template in SHARDED else [(), []]
+    asked = train(
+        template, *arguments, stopped, *slow[0], changes=[on_rank(1, ask_to_stop_in(5)), *slow[1]]
+    )
     assert asked.codes == [0, 0], asked.stdout + asked.stderr
     assert asked.stdout.splitlines()[-1].endswith("after step 5, asked to stop, saved")
     again = train(template, *arguments, stopped)
@@ -224,6 +232,103 @@ def test_a_run_that_is_asked_to_stop_saves_and_resumes_bitwise(train, tmp_path, 
     assert set(metrics) >= KEYS, KEYS - set(metrics)
     assert len(metrics["step_times_ms"]) >= 12
     assert set(metrics["memory_gib"]) == {"before", "weights", "gradients", "optimizer"}
+
+
+def write_slowly(script):
+    """In the background, what a run that ends has to wait for."""
+    write = checkpoint.Sharded.write
+
+    def slow(self, folder, state=None):
+        time.sleep(1)
+        write(self, folder, state)
+
+    checkpoint.Sharded.write = slow
+
+
+def write_between_steps(script):
+    """Write in the step after the copy, and let go of it for the seal in the step after that."""
+    write, record, taken, written = checkpoint.Sharded.write, job.Step.record, [], []
+
+    def noted(self, *results):
+        record(self, *results)
+        taken.append(self.number)
+        if self.number in (4, 7, 10) and taken[0] < self.number:
+            wait_for(lambda: self.number - 1 in written)
+
+    def held(self, folder, state=None):
+        saved = int(folder.name.removeprefix(".partial-"))
+        if saved < 12:  # after the last step training waits
+            wait_for(lambda: taken[-1] > saved)
+        write(self, folder, state)
+        written.append(saved)
+        if saved < 12:
+            wait_for(lambda: taken[-1] > saved + 1)
+
+    job.Step.record, checkpoint.Sharded.write = noted, held
+
+
+def seal_before_the_write_has_ended(script):
+    write = checkpoint.Sharded.write
+
+    def handed_on(self, *args, **state):
+        threading.Thread(target=write, args=(self, *args), kwargs=state, daemon=True).start()
+
+    checkpoint.Sharded.write = handed_on
+
+
+def copy_nothing(script):
+    """What is written is then what later steps have made of it."""
+    checkpoint.Sharded.staged = lambda self: functools.partial(self.write, state=self.state())
+
+
+def kill_while_it_writes_and_resume(train, tmp_path, template, *sabotage):
+    """SIGKILL to all when step 6 is written and not sealed, in step 8; step 3 is whole."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    argv = ("--save-every", 3, "--eval-every", 0, "--resume", "--output-dir")
+    assert train(template, *argv, straight).codes == [0, 0]
+    changes = [die_in(8), write_between_steps, *sabotage]
+    ended = train(template, *argv, killed, "--async-save", changes=changes)
+    assert ended.codes == [-signal.SIGKILL] * 2, ended.stdout + ended.stderr
+    assert 7 in steps_in(killed), "trained on"
+    names = {path.name for path in (killed / "checkpoints").iterdir()}
+    assert names == {"step-00000003", ".partial-00000006"}
+    assert list((killed / "checkpoints" / ".partial-00000006").glob("*.distcp"))
+    again = train(template, *argv, killed, "--async-save", changes=[write_between_steps])
+    assert again.codes == [0, 0], again.stdout + again.stderr
+    assert "resuming from" in again.stdout and "at step 3," in again.stdout
+    assert largest_difference(straight, killed) == 0.0, "bitwise"
+    names = {path.name for path in (killed / "checkpoints").iterdir()}
+    assert names == {"step-00000009", "step-00000012"}
+
+
+@pytest.mark.parametrize("template", SHARDED)
+def test_training_goes_on_while_shards_are_written_and_a_kill_loses_no_checkpoint(
+    train, tmp_path, template
+):
+    kill_while_it_writes_and_resume(train, tmp_path, template)
+
+
+@full
+@pytest.mark.parametrize("sabotage", [seal_before_the_write_has_ended, copy_nothing])
+def test_sabotage_of_a_save_in_the_background_is_found(train, tmp_path, sabotage):
+    with pytest.raises(AssertionError):
+        kill_while_it_writes_and_resume(train, tmp_path, FSDP, sabotage)
+
+
+def fill_the_disk(script):
+    def full_disk(self, folder, state=None):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoint.Sharded.write = full_disk
+
+
+def test_a_disk_that_is_full_ends_a_run_that_saves_in_the_background(train, tmp_path):
+    folder = tmp_path / "run"
+    argv = ("--save-every", 3, "--async-save", "--output-dir", folder)
+    ended = train(FSDP, *argv, changes=[on_rank(1, fill_the_disk)])
+    says = f"cannot write the checkpoint {folder}/checkpoints/step-00000003: No space left on"
+    assert_one_line(ended, says, "fsdp_transformer.py")
+    assert not checkpoint.found(folder / "checkpoints")
 
 
 def on_rank(number, change):
