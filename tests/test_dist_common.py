@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -862,32 +863,45 @@ def test_a_store_reads_the_parts_that_both_have_and_refuses_an_older_format(sing
 
 @pytest.mark.gpu_ready
 @pytest.mark.parametrize("gpu", [True, False])
-def test_a_save_in_the_background_copies_to_pinned_memory_where_a_gpu_does(on_ranks, gpu):
-    """By one stager, which keeps the memory: two saves ask for it once."""
+def test_a_save_in_the_background_copies_to_pinned_memory_where_a_gpu_does(
+    on_ranks, tmp_path, gpu
+):  # fmt: skip
+    """By one stager, which keeps the memory; and its thread's GPU is the rank's, not number 0."""
     from torch.distributed.checkpoint import staging
 
     def save_twice(*_):
-        made = []
+        made, written, chosen = [], [], []
 
         class Stager:
             def __init__(self, options):
                 made.append(options)
 
             def stage(self, state):
-                return sorted(state)
+                return f"copy of {state}"
 
-        torch.cuda.is_available, staging.DefaultStager = lambda: gpu, Stager
-        model = nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        store = checkpoint.Sharded(model, optimizer, model.state_dict(), 60)
-        copies = [store.staged().keywords["state"] for _ in range(2)]
-        return made, copies
+        class Store(checkpoint.Sharded):
+            def state(self):
+                return "shards"
 
-    ((made, copies),) = on_ranks(save_twice, 1)
+            def write(self, folder, state=None):
+                written.append(state)
+
+        store = Store(None, None, {}, 60)
+        torch.cuda.is_available, torch.cuda.current_device = lambda: gpu, lambda: 3
+        torch.cuda.set_device = lambda index: chosen.append((index, threading.current_thread()))
+        torch.cuda.get_rng_state, staging.DefaultStager = lambda: None, Stager
+        for step in (1, 2):
+            checkpoint.save(tmp_path, step, store, {}, background=True).result()
+        in_thread = [index for index, thread in chosen if thread != threading.main_thread()]
+        return made, written, in_thread
+
+    ((made, written, chosen),) = on_ranks(save_twice, 1)
     (options,) = made
     assert options.use_pinned_memory == options.use_non_blocking_copy == gpu
     assert not (options.use_async_staging or options.use_shared_memory)
-    assert copies == [["model", "optimizer"]] * 2
+    assert written == ["copy of shards"] * 2
+    assert chosen == [3, 3] * gpu
+    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-00000001", "step-00000002"]
 
 
 def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
