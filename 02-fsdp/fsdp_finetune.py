@@ -39,7 +39,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, job, measure, models, output, runtime
+from dist_common import cli, data, hf, job, measure, models, output, runtime
 from dist_common.report import Report
 
 try:
@@ -571,7 +571,7 @@ def set_up(args, report):
         data_too = "--data is missing: lines of prompts and answers"
         missing = data_too if args.model else "--model is missing: a Hugging Face folder"
         raise cli.UsageError(f"{missing}; --make-tiny DIR writes a tiny one")
-    if args.export:
+    if args.export and not (args.resume and hf.exported(args.export)):
         output.claim_empty(args.export, "--export")
     runtime.seed_everything(args.seed)
     identity = data.settle_batch_sizes(args, world.world_size)
@@ -607,6 +607,8 @@ def set_up(args, report):
     optimizer = torch.optim.AdamW(trained.values(), args.lr, **options)
     the_job.store = checkpoints.Sharded(model, optimizer, trained, args.timeout)
     resumed = the_job.resume()
+    if args.export and hf.exported(args.export) and not the_job.done:
+        output.claim_empty(args.export, "--export")  # filled, but not by this run
     if resumed and args.lora_rank:
         refuse_other_base(the_job, args)
     weights = weights_of(model)
@@ -628,7 +630,7 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("02-fsdp/fsdp_finetune.py", args, world, device)
         run = set_up(args, report)
-        if run.job.done and not args.export:
+        if run.job.done and hf.exported(args.export):
             report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
             return 0
         train(run)
