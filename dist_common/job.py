@@ -308,6 +308,8 @@ class Job:
         if self.done or self.stopped:
             self.batches.close()  # ends the processes that load data
             self.log.close()
+            peaks = gather(measure.peak_memory(self.device))
+            report.metrics |= {name: max(peak[name] for peak in peaks) for name in peaks[0]}
 
     def read(self, unread: list[Step]) -> bool:
         """Log steps that nobody has read yet; return whether any rank was asked to stop."""
@@ -397,7 +399,6 @@ class Job:
         """Return what results.json says of the run."""
         step_time_ms = self.timer.median_ms()
         speed, mfu = self.speed(step_time_ms)
-        peaks = gather(measure.peak_memory(self.device))
         tested = {} if self.test_loss is None else {"test_loss": self.test_loss}
         return tested | {
             "final_loss": self.losses[-1],
@@ -405,7 +406,6 @@ class Job:
             "tokens_per_second": speed,
             "tokens_per_step": self.step_tokens,
             "mfu": mfu,
-            **{name: max(peak[name] for peak in peaks) for name in peaks[0]},
         }
 
 

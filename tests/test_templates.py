@@ -949,3 +949,4 @@ def test_a_copy_with_dist_common_trains_is_killed_and_resumes(
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
     assert "resuming from run/checkpoints/step-" in ended.stdout
     assert sorted(steps_in(folder / "run")) == list(range(1, 31))
+    assert results_of(folder / "run")["metrics"]["peak_memory_gib"] > 0
