@@ -187,7 +187,6 @@ def parse_args():
     add("--world-size", type=cli.positive_int, default=8, help="ranks, 8 on a machine (8)")
     add("--compare", action="store_true", help="predict for several choices")
     add("--check", action="store_true", help="take two real steps on the ranks started, compare")
-    parser.set_defaults(init_from=None)  # the template's other source of a shape
     args = parser.parse_args()
     if args.cpu_offload:
         parser.error("a prediction knows one kind of memory only: leave out --cpu-offload")

@@ -32,8 +32,8 @@ OLD_FORMAT = "in the format of an older version of this guide: start anew"
 NO_TEMPLATE = "of another script, or of an older version of this guide: start anew"
 # Flags that do not change the weights: a resumed run may change them without a word.
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "logger", "log_every",
-        "eval_every", "save_every", "parity_steps", "export_to", "profile",
-        "async_save", "tokens", "document_attention"}  # fmt: skip  # the last two: by what is in them
+        "eval_every", "save_every", "parity_steps", "export_to", "profile", "async_save",
+        "tokens", "document_attention"}  # fmt: skip  # the last two: by what is in them
 
 
 @contextlib.contextmanager
