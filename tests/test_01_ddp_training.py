@@ -227,7 +227,11 @@ def refusing_wandb(script):
     ("change", "says"),
     [
         (without_wandb, "--logger wandb: pip install wandb first"),
-        (refusing_wandb, "no API key configured'; WANDB_MODE=offline needs no account"),
+        pytest.param(
+            refusing_wandb,
+            "no API key configured'; WANDB_MODE=offline needs no account",
+            marks=full,
+        ),
     ],
 )
 def test_a_logger_that_cannot_start_ends_the_run(train, tmp_path, change, says):

@@ -301,7 +301,7 @@ def kill_while_it_writes_and_resume(train, tmp_path, template, *sabotage):
     assert names == {"step-00000009", "step-00000012"}
 
 
-@pytest.mark.parametrize("template", SHARDED)
+@pytest.mark.parametrize("template", [FSDP, *(pytest.param(t, marks=full) for t in SHARDED[1:])])
 def test_training_goes_on_while_shards_are_written_and_a_kill_loses_no_checkpoint(
     train, tmp_path, template
 ):
@@ -322,6 +322,7 @@ def fill_the_disk(script):
     checkpoint.Sharded.write = full_disk
 
 
+@full
 def test_a_disk_that_is_full_ends_a_run_that_saves_in_the_background(train, tmp_path):
     folder = tmp_path / "run"
     argv = ("--save-every", 3, "--async-save", "--output-dir", folder)
