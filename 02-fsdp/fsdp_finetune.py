@@ -23,7 +23,6 @@ Alpaca (2023), for learning rate and global batch of a 7B model; Hu et al., LoRA
 import functools
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,15 +30,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.checkpoint._consolidate_hf_safetensors import (
-    consolidate_safetensors_files_on_every_rank,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, hf, job, measure, models, output, runtime
+from dist_common import cli, data, hf, job, measure, models, runtime
 from dist_common.report import Report
 
 try:
@@ -53,7 +49,6 @@ except ImportError:  # parse_args says what to install
 HELD_OUT = 20  # each twentieth pair is not trained on, but tested on
 # What turns experts that files hold one by one into one weight of all
 ONE_BY_ONE = ("[MergeModulelist(dim=0)]", "[MergeModulelist(dim=0), Concatenate(dim=1)]")
-OTHER_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a model's folder
 
 
 @dataclass
@@ -258,30 +253,12 @@ def evaluate(run):
 
 def export(run, folder):
     """Write the weights as safetensors, named, cut and typed as --model's; adapters beside them."""
-    partial = Path(folder).with_name(f"{Path(folder).name}.partial")
-    shards = partial / "shards"
-    group = run.job.store.group
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        shards.mkdir(parents=True)
-    dist.barrier(group)
     files = sorted({stored.relative_path for stored in run.source.values()})
     file_of = {n: files.index(stored.relative_path) + 1 for n, stored in run.source.items()}
-    writer = dcp.HuggingFaceStorageWriter(shards, file_of, save_distributed=True)
     weights = run.by_file_names(run.weights())
     weights = {name: w.to(run.source[name].dtype) for name, w in weights.items()}
-
-    dcp.save(weights, storage_writer=writer, process_group=group)  # each rank its own rows
-    consolidate_safetensors_files_on_every_rank(shards, partial, file_of, process_group=group)
-    save_adapters(run.model, run.job.args, partial / "adapter")
-
-    if dist.get_rank() == 0:
-        shutil.rmtree(shards)
-        for path in Path(run.job.args.model).iterdir():  # configuration and tokenizer
-            if path.suffix in OTHER_FILES and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, partial / path.name)
-        partial.rename(folder)
-    dist.barrier(group)
+    adapters = functools.partial(save_adapters, run.model, run.job.args)
+    hf.write(weights, file_of, folder, run.job.store.group, run.job.args.model, adapters)
 
 
 def proofs():
@@ -527,13 +504,14 @@ def fill_adapters(model, seed):
 
 
 def save_adapters(model, args, folder):
-    """Write the adapters as peft does, and nothing of the frozen model. A collective."""
+    """Write the adapters as peft does, beside an exported base. A collective."""
     whole = {}
     for name, weight in model.named_parameters():
         if "lora_" in name:
             gathered = weight.detach().full_tensor()
             whole |= {} if dist.get_rank() else {f"base_model.model.{name}": gathered.cpu()}
     if whole:
+        folder = folder / "adapter"
         folder.mkdir()
         save_file(whole, folder / "adapter_model.safetensors")
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": args.lora_rank,
@@ -571,8 +549,6 @@ def set_up(args, report):
         data_too = "--data is missing: lines of prompts and answers"
         missing = data_too if args.model else "--model is missing: a Hugging Face folder"
         raise cli.UsageError(f"{missing}; --make-tiny DIR writes a tiny one")
-    if args.export and not (args.resume and hf.exported(args.export)):
-        output.claim_empty(args.export, "--export")
     runtime.seed_everything(args.seed)
     identity = data.settle_batch_sizes(args, world.world_size)
     pairs = load_pairs(args.text_file)
@@ -607,8 +583,7 @@ def set_up(args, report):
     optimizer = torch.optim.AdamW(trained.values(), args.lr, **options)
     the_job.store = checkpoints.Sharded(model, optimizer, trained, args.timeout)
     resumed = the_job.resume()
-    if args.export and hf.exported(args.export) and not the_job.done:
-        output.claim_empty(args.export, "--export")  # filled, but not by this run
+    hf.claim(the_job, args.export, "--export")
     if resumed and args.lora_rank:
         refuse_other_base(the_job, args)
     weights = weights_of(model)
@@ -631,7 +606,7 @@ def main():
         report = Report("02-fsdp/fsdp_finetune.py", args, world, device)
         run = set_up(args, report)
         if run.job.done and hf.exported(args.export):
-            report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
+            report.say(hf.nothing_to_do(run.job, args.export))
             return 0
         train(run)
         if args.export and run.job.done and not report.failed:

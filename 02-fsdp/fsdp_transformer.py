@@ -385,7 +385,7 @@ def main():
         report = Report("02-fsdp/fsdp_transformer.py", args, world, device)
         run = set_up(args, report)
         if run.job.done and hf.exported(args.export_to):
-            report.say(hf.nothing_to_do(args, report.output))
+            report.say(hf.nothing_to_do(run.job, args.export_to))
             return 0
         train(run)
         if args.export_to and run.job.done and not report.failed:

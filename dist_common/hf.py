@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,9 @@ HF_SHAPE = {
 # What our model has no field for: only what a Llama of version 1 to 3 has can be read.
 VARIANTS = ("model_type", "hidden_act", "rope_parameters", "attention_bias", "mlp_bias",
             "attention_dropout", "quantization_config")  # fmt: skip
-OTHER_FILES = (".json", ".txt", ".model", ".jinja")  # of a folder: the tokenizer's
+OTHER_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a folder: the tokenizer's
+INDEX = "model.safetensors.index.json"
+MARK = {"exported_by": "dist_common"}  # in the index: of whom the folder is
 
 
 def hf_name(name: str) -> str:
@@ -168,8 +170,7 @@ def first_weights(job: Job, model: torch.nn.Module, config: TransformerConfig) -
     """
     args = job.args
     resumed = job.resume()
-    if args.export_to and not (job.done and exported(args.export_to)):
-        output.claim_empty(args.export_to, "--export-to")
+    claim(job, args.export_to, "--export-to")
     if resumed:
         return
     if args.init_from:
@@ -178,15 +179,30 @@ def first_weights(job: Job, model: torch.nn.Module, config: TransformerConfig) -
         models.draw_weights(model, config, args.seed)
 
 
+def claim(job: Job, folder: str | None, flag: str) -> None:
+    """Make the folder to export to, unless the run has ended and filled it. Raises: UsageError."""
+    if folder and not (job.done and exported(folder)):
+        output.claim_empty(folder, flag)
+
+
 def exported(folder: str | None) -> bool:
-    """Say whether there is nothing to export: no folder, or one that `export` has filled."""
-    return not folder or Path(folder, "config.json").exists()
+    """Say whether there is nothing to export: no folder, or one that `write` has filled."""
+    if not folder:
+        return True
+    try:
+        index = json.loads(Path(folder, INDEX).read_text())
+        files = {*index["weight_map"].values(), "config.json"}
+        return MARK.items() <= index["metadata"].items() and all(
+            Path(folder, file).exists() for file in files
+        )
+    except (OSError, ValueError, KeyError):
+        return False
 
 
-def nothing_to_do(args, output: Path) -> str:
+def nothing_to_do(job: Job, folder: str | None) -> str:
     """Return what a run says that has ended before, and has exported where it was asked to."""
-    there = f", and {args.export_to} has a model" if args.export_to else ""
-    return f"{output} has all {args.max_steps} steps{there}: nothing to do"
+    there = f", and {folder} has a model" if folder else ""
+    return f"{job.report.output} has all {job.args.max_steps} steps{there}: nothing to do"
 
 
 def export(
@@ -196,35 +212,57 @@ def export(
     """Write config.json, safetensors files and their index for transformers; return the files.
 
     A collective of all ranks that hold `model` (FSDP, tensor or pipeline parallelism, DDP or
-    plain), on a disk that they share; `group` is a gloo group of them. Each byte is written twice
-    and read once. What the folder `like` has beside weights goes with them, as its tokenizer.
+    plain), on a disk that they share; `group` is a gloo group of them. What the folder `like` has
+    beside weights goes with them, as its tokenizer.
     """
-    folder = Path(folder)
-    partial = folder.with_name(f"{folder.name}.partial")
-    parts = partial / "sharded"
+
+    def add_config(partial: Path) -> None:
+        if dist.get_rank(group) == 0:
+            about = llama_config().from_pretrained(like) if like else hf_config(config)
+            about.dtype = "float32"
+            about.save_pretrained(partial)
+
     named = to_hf(dcp_state.get_model_state_dict(model), config)
     named = {name: tensor.detach().float() for name, tensor in named.items()}
     with torch.device("meta"):  # a rank may hold a stage of the model
         whole = to_hf(models.Transformer(config).state_dict(), config)
     files = file_of_each(whole, max_shard_bytes)
-    if dist.get_rank(group) == 0:
+    write(named, files, folder, group, like, add_config)
+    return max(files.values())
+
+
+def write(
+    weights: Mapping[str, torch.Tensor], files: Mapping[str, int], folder, group,
+    like: str | None, add: Callable[[Path], None],
+) -> None:  # fmt: skip
+    """Write weights, sharded or not, by the number of each one's file; the rest is that of `like`.
+
+    A collective. Each byte is written twice and read once. `add` writes what else belongs there.
+    The folder gets its name when it is complete.
+    """
+    folder = Path(folder)
+    partial = folder.with_name(f"{folder.name}.partial")
+    shards = partial / "sharded"
+    is_first = dist.get_rank(group) == 0
+    if is_first:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-        parts.mkdir(parents=True)
+        shards.mkdir(parents=True)
     dist.barrier(group)
-    writer = dcp.HuggingFaceStorageWriter(str(parts), files, save_distributed=True)
+    writer = dcp.HuggingFaceStorageWriter(str(shards), files, save_distributed=True)
 
-    dcp.save(named, storage_writer=writer, process_group=group)
-
+    dcp.save(weights, storage_writer=writer, process_group=group)  # each rank its own rows
     # Not the writer's own enable_consolidation: rank 0 would do it all, the others wait for it.
-    consolidate_safetensors_files_on_every_rank(parts, partial, files, process_group=group)
-    if dist.get_rank(group) == 0:
-        shutil.rmtree(parts)
+    consolidate_safetensors_files_on_every_rank(shards, partial, files, process_group=group)
+
+    if is_first:
+        shutil.rmtree(shards)
         for path in Path(like).iterdir() if like else []:
             if path.suffix in OTHER_FILES and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, partial / path.name)
-        about = llama_config().from_pretrained(like) if like else hf_config(config)
-        about.dtype = "float32"
-        about.save_pretrained(partial)
+        index = json.loads((partial / INDEX).read_text())
+        index["metadata"] |= MARK
+        (partial / INDEX).write_text(json.dumps(index, indent=2))
+    add(partial)
+    if is_first:
         partial.rename(folder)
     dist.barrier(group)
-    return max(files.values())

@@ -159,9 +159,12 @@ def test_it_exports_when_it_is_trained_to_the_end(finetune, tmp_path):
     for folder in (tuned, again):
         assert_ok(finetune(*flags, "--export", folder, "--resume"))
         assert list(folder.glob("*.safetensors"))
-    ended = finetune(*flags, "--export", tuned, "--resume")  # as a queue starts it again
+    ended = finetune(*flags, "--export", again, "--resume")  # as a queue starts it again
     assert_ok(ended)
-    assert "has all 5 steps: nothing to do" in ended.stdout
+    assert f"has all 5 steps, and {again} has a model: nothing to do" in ended.stdout
+    next(again.glob("*.safetensors")).unlink()
+    ended = finetune(*flags, "--export", again, "--resume")
+    assert_one_line(ended, "is not empty: name another folder", "fsdp_finetune.py")
     longer = finetune(*flags, "--max-steps", 6, "--export", tuned, "--resume")
     assert_one_line(longer, "tuned is not empty: name another folder", "fsdp_finetune.py")
 

@@ -124,6 +124,24 @@ def test_names_and_config_go_there_and_back(tmp_path):
         assert hf.config_of(tmp_path, config) == hf.config_of(tmp_path) == config
 
 
+def test_an_export_is_told_from_another_folder(tmp_path):
+    """By its mark, and by its files: a run whose export is there has nothing to do."""
+    assert hf.exported(None) and not hf.exported(tmp_path)
+    index = {"metadata": {"total_size": 4}, "weight_map": {"w": "model.safetensors"}}
+    for files, metadata, right in (
+        (["config.json", "model.safetensors"], {}, False),  # of somebody else
+        (["config.json"], hf.MARK, False),
+        (["config.json", "model.safetensors"], hf.MARK, True),
+    ):
+        folder = tmp_path / f"{len(files)}-{right}"
+        folder.mkdir()
+        for name in files:
+            (folder / name).touch()
+        content = index | {"metadata": index["metadata"] | metadata}
+        (folder / hf.INDEX).write_text(json.dumps(content))
+        assert hf.exported(folder) == right
+
+
 @pytest.mark.parametrize(
     ("text", "size"), [("500KB", 500_000), ("0.5GB", 5 * 10**8), ("0MB", None), ("5", None)]
 )
