@@ -23,6 +23,7 @@ Alpaca (2023), for learning rate and global batch of a 7B model; Hu et al., LoRA
 import functools
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,10 @@ try:
 except ImportError:  # parse_args says what to install
     AutoConfig = None
 
-HELD_OUT = 20  # each twentieth pair is not trained on, but tested on
+HELD_OUT = 20  # each twentieth chat is not trained on, but tested on
+ASKING = {"add_generation_prompt": True}
+MARKS = re.compile(r"\{%-?\s*generation\b")  # of answers, in a chat template
+ROLES = ("system", "user", "assistant")
 # What turns experts that files hold one by one into one weight of all
 ONE_BY_ONE = ("[MergeModulelist(dim=0)]", "[MergeModulelist(dim=0), Concatenate(dim=1)]")
 
@@ -71,31 +75,92 @@ class Run:
 def prompt_ids(tokenizer, prompt):
     """Return the tokens up to an answer, in the chat format of the model. Ask it by these too."""
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": prompt}]
-        return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        return rendered(tokenizer, [{"role": "user", "content": prompt}], ASKING)["input_ids"]
     return tokenizer(f"{prompt}\n").input_ids
 
 
-class Answers:
-    """Inputs and targets of each pair, (T,) each; the answer's tokens alone count, `lengths`.
+def chat_ids(tokenizer, messages):
+    """Return a chat's tokens up to its last answer's end, and which of them are an answer's.
 
-    Pairs of more than T + 1 tokens are left out: an answer without its end would teach to go on.
+    Shapes: (T,) both. Each answer ends with the token that says so. Raises: ValueError where the
+    template loses text, or hides what is an answer.
+    """
+    if not tokenizer.chat_template:
+        if [message["role"] for message in messages] != ["user", "assistant"]:
+            raise ValueError("the tokenizer of --model has no chat template: give pairs")
+        tokens = prompt_ids(tokenizer, messages[0]["content"])
+        start = len(tokens)
+        tokens += tokenizer(messages[1]["content"], add_special_tokens=False).input_ids
+        tokens.append(tokenizer.eos_token_id)
+        return tokens, [place >= start for place in range(len(tokens))]
+    text = rendered(tokenizer, messages, {"tokenize": False})
+    for number, message in enumerate(messages, 1):
+        if message["content"].strip() not in text:
+            raise ValueError(f"the chat template leaves out or rewrites message {number}")
+    if MARKS.search(tokenizer.get_chat_template()):
+        marked = rendered(tokenizer, messages, {"return_assistant_tokens_mask": True})
+        tokens, counted = marked["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
+    else:
+        tokens = rendered(tokenizer, messages)["input_ids"]
+        counted = [False] * len(tokens)
+        for turn in [n for n, message in enumerate(messages) if message["role"] == "assistant"]:
+            start, end = answer_in(tokens, tokenizer, messages[:turn], messages[: turn + 1])
+            counted[start:end] = [True] * (end - start)
+    if not any(counted[1:]):
+        raise ValueError("the chat template marks no answer in it")
+    end = len(tokens) - counted[::-1].index(True)
+    return tokens[:end], counted[:end]
+
+
+def answer_in(tokens, tokenizer, before, after):
+    """Return where an answer's tokens begin and end: what the messages after it have more.
+
+    Raises: ValueError where the model, asked with those before it, would not read the same.
+    """
+    asked = rendered(tokenizer, before, ASKING)["input_ids"]
+    answered = rendered(tokenizer, after)["input_ids"]
+    start, end = len(asked), len(answered)
+    if tokens[:start] != asked or tokens[:end] != answered:
+        why = f"the chat template writes message {len(after)}, or those before it, otherwise"
+        raise ValueError(f"{why} when more follows: mark answers in it by {{% generation %}}")
+
+    while not tokenizer.decode(tokens[end - 1]).strip():
+        end -= 1  # a line's end belongs to the next turn
+
+    if tokenizer.decode(tokens[end - 1], skip_special_tokens=True):
+        raise ValueError("no special token ends an answer in the chat template")
+    return start, end
+
+
+def rendered(tokenizer, messages, options=()):
+    """Return what a chat template makes of messages. Raises: ValueError where it refuses them."""
+    try:
+        return tokenizer.apply_chat_template(messages, **dict(options))
+    except Exception as error:  # jinja2's, which the template raises
+        raise ValueError(f"the chat template refuses it ({error})") from error
+
+
+class Answers:
+    """Inputs and targets of each chat, (T,) each; the answers' tokens alone count, `lengths`.
+
+    Chats of more than T + 1 tokens are left out: an answer without its end would teach to go on.
     """
 
-    def __init__(self, pairs, tokenizer, seq_len, ranks):
+    def __init__(self, chats, tokenizer, seq_len, ranks):
         self.seq_len = seq_len
         self.tokens = []
-        lengths = []
-        for prompt, answer in pairs:
-            asked = prompt_ids(tokenizer, prompt)
-            answered = tokenizer(answer, add_special_tokens=False).input_ids
-            answered.append(tokenizer.eos_token_id)
-            if len(asked) + len(answered) <= seq_len + 1:
-                self.tokens.append(asked + answered)
-                lengths.append(len(answered))
-        self.lengths = torch.tensor(lengths)
+        self.counted = []
+        for where, messages in chats:
+            try:
+                tokens, counted = chat_ids(tokenizer, messages)
+            except ValueError as error:
+                raise cli.UsageError(f"{where}: {error}") from error
+            if len(tokens) <= seq_len + 1:
+                self.tokens.append(tokens)
+                self.counted.append(torch.tensor(counted))
+        self.lengths = torch.tensor([int(counted[1:].sum()) for counted in self.counted])
         if len(self) < ranks:
-            fit = f"{len(self)} of {len(pairs)} pairs fit into --seq-len {seq_len}"
+            fit = f"{len(self)} of {len(chats)} {kind_of(chats)} fit into --seq-len {seq_len}"
             raise cli.UsageError(f"{fit}, fewer than the {ranks} ranks: raise it, or add data")
 
     def __len__(self):
@@ -105,7 +170,7 @@ class Answers:
         tokens = torch.tensor(self.tokens[index])
         targets = tokens[1:].clone()
 
-        targets[: -self.lengths[index]] = data.IGNORED  # the prompt's
+        targets[~self.counted[index][1:]] = data.IGNORED  # what is no answer
 
         padding = (0, self.seq_len - len(targets))  # on the right, by any token: none is counted
         return F.pad(tokens[:-1], padding), F.pad(targets, padding, value=data.IGNORED)
@@ -275,11 +340,11 @@ def parse_args():
     add, positive = parser.add_argument, cli.positive_int
     add("--model", metavar="DIR", help="folder of a Hugging Face model with its tokenizer")
     add("--data", dest="text_file", metavar="FILE",
-        help='lines of {"prompt": "...", "answer": "..."}')  # fmt: skip
-    add("--seq-len", type=positive, default=128, help="most tokens of prompt and answer (128)")
-    add("--micro-batch-size", type=positive, default=4, help="pairs per rank at a time (4)")
+        help='lines of {"prompt": "...", "answer": "..."} or {"messages": [...]}')  # fmt: skip
+    add("--seq-len", type=positive, default=128, help="most tokens of a chat or pair (128)")
+    add("--micro-batch-size", type=positive, default=4, help="chats per rank at a time (4)")
     add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
-    add("--global-batch-size", type=positive, help="pairs per step: sets --grad-accum-steps")
+    add("--global-batch-size", type=positive, help="chats per step: sets --grad-accum-steps")
     add("--max-steps", type=positive, default=100, help="optimizer steps of the whole run (100)")
     add("--lr", type=cli.positive_float, default=2e-5, help="peak learning rate of AdamW (2e-5)")
     add("--warmup-steps", type=cli.whole_number, default=5, help="steps of linear warmup (5)")
@@ -343,33 +408,62 @@ def refuse(args, model, device):
     measure.require_memory(f"--model {args.model}", fullest * ranks, ranks, device, world)
 
 
-def load_pairs(path):
-    """Return (prompt, answer) of each line of JSON. Raises: UsageError naming the first bad one."""
+def load_chats(path):
+    """Return (place, messages) of each line of JSON: a chat, or a pair, which is one of two turns.
+
+    Raises: UsageError naming the first bad line.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or "not UTF-8 text"
         raise cli.UsageError(f"--data {path}: {cause}") from error
-    pairs = []
+    chats = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"--data {path}, line {number}"
-        try:
-            pair = json.loads(line)
-        except ValueError as error:
-            raise cli.UsageError(f"{where}: not JSON ({error})") from error
-        if not isinstance(pair, dict):
-            raise cli.UsageError(
-                f'{where}: not an object like {{"prompt": "...", "answer": "..."}}'
-            )
-        for name in ("prompt", "answer"):
-            if not (isinstance(pair.get(name), str) and pair[name].strip()):
-                raise cli.UsageError(f'{where}: "{name}" is missing, empty or not text')
-        pairs.append((pair["prompt"], pair["answer"]))
-    if not pairs:
-        raise cli.UsageError(f"--data {path} has no pair of a prompt and an answer")
-    return pairs
+        if line.strip():
+            where = f"--data {path}, line {number}"
+            try:
+                chats.append((where, messages_in(json.loads(line))))
+            except json.JSONDecodeError as error:
+                raise cli.UsageError(f"{where}: not JSON ({error})") from error
+            except ValueError as error:
+                raise cli.UsageError(f"{where}: {error}") from error
+    if not chats:
+        raise cli.UsageError(f"--data {path} has no pair of a prompt and an answer, and no chat")
+    return chats
+
+
+def messages_in(line):
+    """Return the messages of a line's object. Raises: ValueError, saying what is wrong with it."""
+
+    def text_of(holder, name, of=""):
+        if not (isinstance(holder.get(name), str) and holder[name].strip()):
+            raise ValueError(f'{of}"{name}" is missing, empty or not text')
+        return holder[name]
+
+    if not isinstance(line, dict):
+        raise ValueError(
+            'not an object like {"prompt": "...", "answer": "..."} or {"messages": []}'
+        )
+    if "messages" not in line:
+        pair = {"user": "prompt", "assistant": "answer"}
+        return [{"role": role, "content": text_of(line, name)} for role, name in pair.items()]
+    messages = line["messages"]
+    if not (isinstance(messages, list) and all(isinstance(each, dict) for each in messages)):
+        raise ValueError('"messages" is no list of objects with "role" and "content"')
+    for number, message in enumerate(messages, 1):
+        if message.get("role") not in ROLES:
+            known = f"{', '.join(ROLES)} are known"
+            raise ValueError(f'message {number}: "role" is {message.get("role")!r}; {known}')
+        text_of(message, "content", f"message {number}: ")
+    roles = [message["role"] for message in messages]
+    if "user" not in roles or "assistant" not in roles[roles.index("user") :]:
+        raise ValueError("no assistant's message after a user's, which could be trained on")
+    return messages
+
+
+def kind_of(chats):
+    return "pairs" if all(len(messages) == 2 for _, messages in chats) else "chats"
 
 
 def weights_of(model):
@@ -546,24 +640,26 @@ def set_up(args, report):
     """Return the run: model, optimizer, data and its place in it, ready for the first step."""
     world, device = report.world, report.device
     if not (args.model and args.text_file):
-        data_too = "--data is missing: lines of prompts and answers"
+        data_too = "--data is missing: lines of prompts and answers, or of chats"
         missing = data_too if args.model else "--model is missing: a Hugging Face folder"
         raise cli.UsageError(f"{missing}; --make-tiny DIR writes a tiny one")
     runtime.seed_everything(args.seed)
     identity = data.settle_batch_sizes(args, world.world_size)
-    pairs = load_pairs(args.text_file)
+    chats = load_chats(args.text_file)
+    kind = kind_of(chats)
     tokenizer = load(args, AutoTokenizer, "tokenizer")
-    held_out = pairs[HELD_OUT - 1 :: HELD_OUT]
-    del pairs[HELD_OUT - 1 :: HELD_OUT]
-    train_set = Answers(pairs, tokenizer, args.seq_len, world.world_size)
+    held_out = chats[HELD_OUT - 1 :: HELD_OUT]
+    del chats[HELD_OUT - 1 :: HELD_OUT]
+    train_set = Answers(chats, tokenizer, args.seq_len, world.world_size)
     test_set = Answers(held_out, tokenizer, args.seq_len, 0)
     mesh = init_device_mesh(device.type, (world.world_size,))
     model, names, source = build(args, mesh, device)
     args.base = fingerprint(args.model) if args.lora_rank else None
-    checksum = hashlib.sha256(json.dumps(train_set.tokens).encode()).hexdigest()[:8]
+    listed = json.dumps([train_set.tokens, [places.tolist() for places in train_set.counted]])
+    checksum = hashlib.sha256(listed.encode()).hexdigest()[:8]
     the_job = job.Job(args, report, train_set, test_set, checksum, world.rank, world.world_size)
     files = len({stored.relative_path for stored in source.values()})
-    left_out = len(pairs) + len(held_out) - len(train_set) - len(test_set)
+    left_out = len(chats) + len(held_out) - len(train_set) - len(test_set)
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
     size = f"{sum(s.shape.numel() for s in source.values()):,} weights in {files} files"
     if args.lora_rank:
@@ -573,9 +669,9 @@ def set_up(args, report):
             size += ", none in the experts"  # which are no linear layers
     report.start(
         f"{args.model}: {size}; {args.precision}",
-        f"{len(train_set):,} pairs, {int(train_set.lengths.sum()):,} answer tokens, the longest "
+        f"{len(train_set):,} {kind}, {int(train_set.lengths.sum()):,} answer tokens, the longest "
         f"sequence {max(map(len, train_set.tokens)) - 1} of {args.seq_len} tokens; "
-        f"{len(test_set):,} pairs to test on; {left_out} too long, left out",
+        f"{len(test_set):,} {kind} to test on; {left_out} too long, left out",
         identity,
     )
     # Of this rank's shards. Fused, it needs no memory beside its state.

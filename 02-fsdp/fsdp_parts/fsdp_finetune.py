@@ -35,13 +35,17 @@ with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
 
 SMALL = 50_000_000  # weights: one process can hold a smaller model whole beside the shards
 TINY_FILE = "200KB"  # so that even the tiny model has several files
+TINY_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ message.content + (eos_token if message.role == 'assistant' else '\n') }}{% endfor %}"
+)
 
 
 def add_flags(parser: cli.ArgumentParser) -> None:
     """Add the flags of what is no training."""
     add, positive = parser.add_argument, cli.positive_int
     add("--kill-at-step", type=positive, help="end all ranks by SIGKILL: rehearse a failure")
-    add("--make-tiny", metavar="DIR", help="write a tiny model, random, and pairs; end")
+    add("--make-tiny", metavar="DIR", help="write a tiny model, random, pairs and chats; end")
     add("--ask", metavar="PROMPT", help="answer from --model by transformers alone, and end")
     add("--max-new-tokens", type=positive, default=64, help="most tokens of an answer (64)")
     add("--dry-run", action="store_true", help="say what --world-size GPUs would need, and end")
@@ -75,6 +79,7 @@ def make_tiny(folder: str, seed: int) -> None:
     """Write a Llama of 0.1 million random weights, in several files, whose tokens are bytes.
 
     And pairs.jsonl: a question about each method of `str`, and the first line of its documentation.
+    In chats.jsonl a second question follows.
     """
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: number for number, letter in enumerate(letters)}
@@ -82,6 +87,7 @@ def make_tiny(folder: str, seed: int) -> None:
     by_byte.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     by_byte.decoder = tokenizers.decoders.ByteLevel()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=by_byte, eos_token="</s>")
+    tokenizer.chat_template = TINY_TEMPLATE
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=176, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -101,6 +107,17 @@ def make_tiny(folder: str, seed: int) -> None:
         for name, text in methods.items() if text
     ]  # fmt: skip
     Path(folder, "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    chats = [
+        {"messages": [
+            {"role": "system", "content": "Python's text."},
+            {"role": "user", "content": pair["prompt"]},
+            {"role": "assistant", "content": pair["answer"]},
+            {"role": "user", "content": "Say its name."},
+            {"role": "assistant", "content": pair["prompt"].split()[2]},
+        ]}
+        for pair in pairs
+    ]  # fmt: skip
+    Path(folder, "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
 
 
 def generate(folder: str, asked: list[int], max_new_tokens: int) -> tuple:
@@ -308,7 +325,8 @@ def check_export(run, found: dict) -> None:
 def check_generated(run) -> None:
     """Check that transformers computes the shards' logits and tokens from the exported files."""
     args, report, train_set = run.job.args, run.job.report, run.job.train_set
-    asked = train_set.tokens[0][: -train_set.lengths[0]]
+    first = int(train_set.counted[0][1:].int().argmax()) + 1  # of the first answer
+    asked = train_set.tokens[0][:first]
     by_transformers = None
     if report.world.is_rank0:
         model, tokens, *texts = generate(args.export, asked, args.max_new_tokens)
