@@ -387,10 +387,10 @@ def llama(tmp_path_factory):
 
 @torch.no_grad()
 def logits_of_transformers(folder, tokens):
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     options = {"dtype": torch.float32, "output_loading_info": True}
-    model, loading = LlamaForCausalLM.from_pretrained(folder, **options)
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, **options)
     assert not any(loading.values()), loading
     return model(tokens).logits
 
@@ -449,50 +449,92 @@ def count_what_is_read(folder):
     return before
 
 
+def chats_to_tune_on(request, source):
+    """Fill a folder with a model of transformers, which has a chat template, and with chats."""
+    qwen2_in_files(request.getfixturevalue("model_folder"), source)
+    lines = []
+    for number in range(60):
+        turns = [f"{number}?", "abcdefgh"[: 1 + number % 8], "+?", "xyz"[: 1 + number % 3]]
+        roles = ("user", "assistant") * (2 if number % 4 else 1)
+        messages = [{"role": r, "content": c} for r, c in zip(roles, turns, strict=False)]
+        lines.append(json.dumps({"messages": messages}))
+    (source / "talks.jsonl").write_text("\n".join(lines))
+
+
+def what_is_read(source):
+    """Return the sequences that the job trains on."""
+    if not (source / "talks.jsonl").exists():
+        text = torch.tensor(list(bytes(range(97, 123)) * 120), dtype=torch.uint8)
+        return data.Sequences(text[: -len(text) // 20], 32)
+    from transformers import AutoTokenizer
+
+    script = load_script(FINETUNE)
+    chats = script.load_chats(source / "talks.jsonl")
+    del chats[19::20]
+    return script.Answers(chats, AutoTokenizer.from_pretrained(source), 32, 1)
+
+
 @full
 @pytest.mark.parametrize(
-    ("template", "first", "then"), [(FSDP, "", ""), (HYBRID, "--pp 2", "--data-parallel full")]
+    ("template", "first", "then", "stops"),
+    [
+        (FSDP, "", "", [die_in(5), die_in(8)]),
+        (HYBRID, "--pp 2", "--data-parallel full", [die_in(5), die_in(8)]),
+        (FINETUNE, "", "", [die_in(5), ask_to_stop_in(7)]),
+    ],
+    ids=["continued-pretraining", "continued-pretraining-hybrid", "chats"],
 )
-def test_continued_pretraining_from_folder_to_folder(
-    train, tmp_path, llama, template, first, then
+def test_a_job_from_folder_to_folder(
+    train, tmp_path, llama, template, first, then, stops, request
 ):  # fmt: skip
     """One line, killed twice, ended on 3 ranks: the losses of a run that nobody killed."""
     source, straight, run = (tmp_path / name for name in ("source", "straight", "run"))
-    shutil.copytree(llama, source)
-    line = (template, "--init-from", source, "--global-batch-size", 12, "--lr", 1e-3,
+    flags = ("--init-from", source)
+    if tuning := template == FINETUNE:
+        chats_to_tune_on(request, source)
+        flags = ("--model", source, "--data", source / "talks.jsonl")
+    else:
+        shutil.copytree(llama, source)
+    line = (template, *flags, "--global-batch-size", 12, "--lr", 1e-3,
             "--save-every", 3, "--eval-every", 8, "--max-steps", 8, "--resume")  # fmt: skip
-    count = [count_what_is_read(tmp_path)]
+    count = [] if tuning else [count_what_is_read(tmp_path)]
     whole = train(*line, *first.split(), "--output-dir", straight, changes=count)
     assert whole.codes == [0, 0], whole.stdout + whole.stderr
-    read = [(tmp_path / f"read-{rank}").read_text().split() for rank in range(2)]
+    read = [path.read_text().split() for path in tmp_path.glob("read-*")]
     assert all(numbers == held for numbers, held in read), "each number once, on its rank"
-    assert sum(int(numbers) for numbers, _ in read) == sum(
+    assert tuning or sum(int(numbers) for numbers, _ in read) == sum(
         weight.numel() for weight in models.Transformer(NARROW).parameters()
     )
-    line = (*line, "--output-dir", run, "--export-to", f"{tmp_path}/there/")
-    for step in (5, 8):
-        killed = train(*line, *first.split(), changes=[die_in(step)])
-        assert killed.codes == [-signal.SIGKILL] * 2, killed.stdout + killed.stderr
-    for path in source.glob("*.safetensors"):
+    export = "--export" if tuning else "--export-to"
+    line = (*line, "--output-dir", run, export, f"{tmp_path}/there/")
+    for stop in stops:
+        killed = train(*line, *first.split(), changes=[stop])
+        asked = "asked to stop, saved" in killed.stdout
+        assert killed.codes == [0 if asked else -signal.SIGKILL] * 2, killed.stdout + killed.stderr
+    sequences = what_is_read(source)
+    order = data.ShardedSampler(len(sequences), 0, 1).global_order()[:12]
+    inputs, targets = data.collate(12, 32, [sequences[index] for index in order.tolist()])
+    before = logits_of_transformers(source, inputs).flatten(0, 1)
+    for path in [] if tuning else source.glob("*.safetensors"):
         path.unlink()  # the checkpoint has the weights
     ended = train(*line, *then.split(), ranks=3)
     assert ended.codes == [0] * 3, ended.stdout + ended.stderr
-    assert "step-00000006" in ended.stdout and "ranks 2 -> 3" in ended.stdout
+    assert f"step-0000000{7 if asked else 6}" in ended.stdout and "ranks 2 -> 3" in ended.stdout
     assert largest_difference(straight, run) < 1e-5
     results = results_of(run)
-    assert results["args"]["init_from"] == str(source)
-    assert "exported weights equal in the files" in {c["name"] for c in results["checks"]}
-    text = torch.tensor(list(bytes(range(97, 123)) * 120), dtype=torch.uint8)
-    sequences = data.Sequences(text[: -len(text) // 20], 32)
-    order = data.ShardedSampler(len(sequences), 0, 1).global_order()[:12]
-    inputs, targets = data.collate(12, 32, [sequences[index] for index in order.tolist()])
-    logits = logits_of_transformers(llama, inputs).flatten(0, 1)
-    loss = torch.nn.functional.cross_entropy(logits, targets.flatten()).item()
+    assert str(source) in (results["args"]["model" if tuning else "init_from"])
+    checks = {check["name"] for check in results["checks"]}
+    assert ("" if tuning else "exported ") + "weights equal in the files" in checks
+    loss = torch.nn.functional.cross_entropy(before, targets.flatten()).item()
     assert steps_in(run)[1] == pytest.approx(loss, rel=1e-5)
     after = logits_of_transformers(tmp_path / "there", inputs)
-    ours = logits_of_checkpoint(run / "checkpoints" / "step-00000008", hf.config_of(llama), inputs)
-    torch.testing.assert_close(after, ours, rtol=0, atol=1e-5)
-    assert (after.flatten(0, 1) - logits).abs().max() > 1e-2, "trained"
+    if tuning:  # its own check compares them with the shards
+        assert "relative error of an exported model's logit" in checks
+    else:
+        checkpoint = run / "checkpoints" / "step-00000008"
+        ours = logits_of_checkpoint(checkpoint, hf.config_of(llama), inputs)
+        torch.testing.assert_close(after, ours, rtol=0, atol=1e-5)
+    assert (after.flatten(0, 1) - before).abs().max() > 1e-2, "trained"
     assert (tmp_path / "there" / "tokenizer_config.json").exists()
     again = train(*line, *then.split(), ranks=3)
     assert again.codes == [0] * 3 and "nothing to do" in again.stdout
