@@ -9,6 +9,7 @@
 tokenizer and *.safetensors of Llama, Gemma, Mixtral or others (a table on the page); no rank ever
 holds it whole.
 `--lora-rank 8` freezes it and trains adapters, which peft loads beside the exported model.
+`--packing` puts several chats into a row, each attending to itself alone.
 Look for: loss and gradient of one plain process, on any number of ranks; the same logits from the
 exported files as from the shards; 16 bytes per weight, divided by the ranks.
 
@@ -20,6 +21,7 @@ Sources: PyTorch documentation, fully_shard and torch.distributed.checkpoint; Ta
 Alpaca (2023), for learning rate and global batch of a 7B model; Hu et al., LoRA (2022), section 4.
 """
 
+import bisect
 import functools
 import hashlib
 import json
@@ -48,9 +50,12 @@ except ImportError:  # parse_args says what to install
     AutoConfig = None
 
 HELD_OUT = 20  # each twentieth chat is not trained on, but tested on
-ASKING = {"add_generation_prompt": True}
 MARKS = re.compile(r"\{%-?\s*generation\b")  # of answers, in a chat template
 ROLES = ("system", "user", "assistant")
+# Types of models that keep packed chats apart by their positions: a test holds each. gpt_oss has
+# transformers make its mask without them.
+PACKED = {"deepseek_v3", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "mistral", "mixtral",
+          "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"}  # fmt: skip
 # What turns experts that files hold one by one into one weight of all
 ONE_BY_ONE = ("[MergeModulelist(dim=0)]", "[MergeModulelist(dim=0), Concatenate(dim=1)]")
 
@@ -75,7 +80,9 @@ class Run:
 def prompt_ids(tokenizer, prompt):
     """Return the tokens up to an answer, in the chat format of the model. Ask it by these too."""
     if tokenizer.chat_template:
-        return rendered(tokenizer, [{"role": "user", "content": prompt}], ASKING)["input_ids"]
+        return rendered(
+            tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True
+        )
     return tokenizer(f"{prompt}\n").input_ids
 
 
@@ -93,15 +100,15 @@ def chat_ids(tokenizer, messages):
         tokens += tokenizer(messages[1]["content"], add_special_tokens=False).input_ids
         tokens.append(tokenizer.eos_token_id)
         return tokens, [place >= start for place in range(len(tokens))]
-    text = rendered(tokenizer, messages, {"tokenize": False})
+    text = rendered(tokenizer, messages, tokenize=False)
     for number, message in enumerate(messages, 1):
         if message["content"].strip() not in text:
             raise ValueError(f"the chat template leaves out or rewrites message {number}")
     if MARKS.search(tokenizer.get_chat_template()):
-        marked = rendered(tokenizer, messages, {"return_assistant_tokens_mask": True})
+        marked = rendered(tokenizer, messages, return_assistant_tokens_mask=True, return_dict=True)
         tokens, counted = marked["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
     else:
-        tokens = rendered(tokenizer, messages)["input_ids"]
+        tokens = rendered(tokenizer, messages)
         counted = [False] * len(tokens)
         for turn in [n for n, message in enumerate(messages) if message["role"] == "assistant"]:
             start, end = answer_in(tokens, tokenizer, messages[:turn], messages[: turn + 1])
@@ -117,8 +124,8 @@ def answer_in(tokens, tokenizer, before, after):
 
     Raises: ValueError where the model, asked with those before it, would not read the same.
     """
-    asked = rendered(tokenizer, before, ASKING)["input_ids"]
-    answered = rendered(tokenizer, after)["input_ids"]
+    asked = rendered(tokenizer, before, add_generation_prompt=True)
+    answered = rendered(tokenizer, after)
     start, end = len(asked), len(answered)
     if tokens[:start] != asked or tokens[:end] != answered:
         why = f"the chat template writes message {len(after)}, or those before it, otherwise"
@@ -132,22 +139,23 @@ def answer_in(tokens, tokenizer, before, after):
     return start, end
 
 
-def rendered(tokenizer, messages, options=()):
+def rendered(tokenizer, messages, return_dict=False, **options):
     """Return what a chat template makes of messages. Raises: ValueError where it refuses them."""
     try:
-        return tokenizer.apply_chat_template(messages, **dict(options))
+        return tokenizer.apply_chat_template(messages, return_dict=return_dict, **options)
     except Exception as error:  # jinja2's, which the template raises
         raise ValueError(f"the chat template refuses it ({error})") from error
 
 
 class Answers:
-    """Inputs and targets of each chat, (T,) each; the answers' tokens alone count, `lengths`.
+    """Inputs and targets of each row, (T,) each; the answers' tokens alone count, `lengths`.
 
+    A row is a chat, or with `packing` as many as fit, and their positions: each begins at 0.
     Chats of more than T + 1 tokens are left out: an answer without its end would teach to go on.
     """
 
-    def __init__(self, chats, tokenizer, seq_len, ranks):
-        self.seq_len = seq_len
+    def __init__(self, chats, tokenizer, seq_len, ranks, packing=False):
+        self.seq_len, self.packing = seq_len, packing
         self.tokens = []
         self.counted = []
         for where, messages in chats:
@@ -158,29 +166,56 @@ class Answers:
             if len(tokens) <= seq_len + 1:
                 self.tokens.append(tokens)
                 self.counted.append(torch.tensor(counted))
-        self.lengths = torch.tensor([int(counted[1:].sum()) for counted in self.counted])
+        self.sizes = [len(tokens) - 1 for tokens in self.tokens]
+        self.rows = pack(self.sizes, seq_len) if packing else [[n] for n in range(len(self.sizes))]
+        answers = [int(counted[1:].sum()) for counted in self.counted]
+        self.lengths = torch.tensor([sum(answers[chat] for chat in row) for row in self.rows])
         if len(self) < ranks:
-            fit = f"{len(self)} of {len(chats)} {kind_of(chats)} fit into --seq-len {seq_len}"
+            fit = f"{len(self.tokens)} of {len(chats)} {kind_of(chats)} fit into --seq-len"
+            fit += f" {seq_len}, in {len(self)} rows" if packing else f" {seq_len}"
             raise cli.UsageError(f"{fit}, fewer than the {ranks} ranks: raise it, or add data")
 
     def __len__(self):
-        return len(self.tokens)
+        return len(self.rows)
 
     def __getitem__(self, index):
-        tokens = torch.tensor(self.tokens[index])
-        targets = tokens[1:].clone()
+        return self.row(self.rows[index])
 
-        targets[~self.counted[index][1:]] = data.IGNORED  # what is no answer
+    def row(self, chats):
+        """Return one row of these chats: each of its tokens has the next one as its target."""
+        tokens = [torch.tensor(self.tokens[chat]) for chat in chats]
+        inputs = torch.cat([chat[:-1] for chat in tokens])
+        targets = torch.cat([chat[1:] for chat in tokens])
+        counted = torch.cat([self.counted[chat][1:] for chat in chats])
 
-        padding = (0, self.seq_len - len(targets))  # on the right, by any token: none is counted
-        return F.pad(tokens[:-1], padding), F.pad(targets, padding, value=data.IGNORED)
+        targets[~counted] = data.IGNORED  # what is no answer
+        positions = torch.cat([torch.arange(self.sizes[chat]) for chat in chats])
+
+        padding = (0, self.seq_len - len(inputs))  # on the right, by any token: none is counted
+        row = [F.pad(inputs, padding), F.pad(targets, padding, value=data.IGNORED)]
+        return [*row, F.pad(positions, padding)] if self.packing else row
 
 
-def trim(inputs, targets):
+def pack(sizes, seq_len):
+    """Return which chats share a row of seq_len tokens: the longest first, where it fits best."""
+    rows = []
+    space = []  # (tokens that are left, row), the fullest first
+    for chat in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
+        place = bisect.bisect_left(space, (sizes[chat],))
+        if place == len(space):
+            space.append((seq_len, len(rows)))
+            rows.append([])
+        left, row = space.pop(place)
+        rows[row].append(chat)
+        bisect.insort(space, (left - sizes[chat], row))
+    return rows
+
+
+def trim(inputs, targets, *positions):
     """Cut off the columns that are padding in every row. Shapes: (B, T) -> (B, at most T)."""
     counted = (targets != data.IGNORED).any(dim=0).nonzero()
     end = int(counted[-1]) + 1 if len(counted) else 1
-    return inputs[:, :end], targets[:, :end]
+    return [part[:, :end] for part in (inputs, targets, *positions)]
 
 
 def build(args, mesh, device):
@@ -263,10 +298,12 @@ def fill_buffers(model):
     model.initialize_weights()
 
 
-def summed_loss(model, inputs, targets):
-    """Return the cross-entropy, summed over the answers' tokens. Shapes: (B, T) both."""
-    # Padding is on the right, and attention looks to the left: it needs no mask.
-    logits = model(input_ids=inputs, use_cache=False).logits  # (B, T, V)
+def summed_loss(model, inputs, targets, *positions):
+    """Return the cross-entropy, summed over the answers' tokens. Shapes: (B, T) each."""
+    # Padding is on the right, and attention looks to the left: it needs no mask. Of packed chats
+    # transformers makes one from positions that begin again.
+    packed = {"position_ids": positions[0]} if positions else {}
+    logits = model(input_ids=inputs, use_cache=False, **packed).logits  # (B, T, V)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
 
 
@@ -275,13 +312,12 @@ def accumulate_gradient(model, micro_batches, device):
 
     Return this rank's sum of losses, and all ranks' number of tokens, both still on the device.
     """
-    own = sum(int((targets != data.IGNORED).sum()) for _, targets in micro_batches)
+    own = sum(int((targets != data.IGNORED).sum()) for _, targets, *_ in micro_batches)
     tokens = torch.full((), own, device=device)
     dist.all_reduce(tokens)
     loss_sum = torch.zeros((), device=device)
-    for inputs, targets in micro_batches:
-        inputs, targets = trim(inputs, targets)
-        loss = summed_loss(model, inputs.to(device), targets.to(device))
+    for batch in micro_batches:
+        loss = summed_loss(model, *(part.to(device) for part in trim(*batch)))
 
         (loss / tokens).backward()  # by the tokens of all ranks: each counts alike
 
@@ -342,9 +378,10 @@ def parse_args():
     add("--data", dest="text_file", metavar="FILE",
         help='lines of {"prompt": "...", "answer": "..."} or {"messages": [...]}')  # fmt: skip
     add("--seq-len", type=positive, default=128, help="most tokens of a chat or pair (128)")
-    add("--micro-batch-size", type=positive, default=4, help="chats per rank at a time (4)")
+    add("--packing", action="store_true", help="several chats in a row of --seq-len tokens")
+    add("--micro-batch-size", type=positive, default=4, help="rows per rank at a time (4)")
     add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
-    add("--global-batch-size", type=positive, help="chats per step: sets --grad-accum-steps")
+    add("--global-batch-size", type=positive, help="rows per step: sets --grad-accum-steps")
     add("--max-steps", type=positive, default=100, help="optimizer steps of the whole run (100)")
     add("--lr", type=cli.positive_float, default=2e-5, help="peak learning rate of AdamW (2e-5)")
     add("--warmup-steps", type=cli.whole_number, default=5, help="steps of linear warmup (5)")
@@ -391,6 +428,9 @@ def refuse_family(args, config):
     if config.get_text_config() is not config:
         do = "save its language model alone, as the page says"
         raise cli.UsageError(f"{family} reads more than text, and this trains on text: {do}")
+    if args.packing and config.model_type not in PACKED:
+        why = "is not known to keep packed chats apart: train without --packing"
+        raise cli.UsageError(f"{family} {why}")
 
 
 def refuse(args, model, device):
@@ -650,16 +690,21 @@ def set_up(args, report):
     tokenizer = load(args, AutoTokenizer, "tokenizer")
     held_out = chats[HELD_OUT - 1 :: HELD_OUT]
     del chats[HELD_OUT - 1 :: HELD_OUT]
-    train_set = Answers(chats, tokenizer, args.seq_len, world.world_size)
+    train_set = Answers(chats, tokenizer, args.seq_len, world.world_size, args.packing)
     test_set = Answers(held_out, tokenizer, args.seq_len, 0)
     mesh = init_device_mesh(device.type, (world.world_size,))
     model, names, source = build(args, mesh, device)
     args.base = fingerprint(args.model) if args.lora_rank else None
-    listed = json.dumps([train_set.tokens, [places.tolist() for places in train_set.counted]])
+    counted = [places.tolist() for places in train_set.counted]
+    # Not the tokens: a chat template may write today's date, and a run resumes tomorrow.
+    listed = json.dumps([[messages for _, messages in chats], counted, train_set.rows])
     checksum = hashlib.sha256(listed.encode()).hexdigest()[:8]
     the_job = job.Job(args, report, train_set, test_set, checksum, world.rank, world.world_size)
     files = len({stored.relative_path for stored in source.values()})
-    left_out = len(chats) + len(held_out) - len(train_set) - len(test_set)
+    left_out = len(chats) + len(held_out) - len(train_set.tokens) - len(test_set)
+    full = sum(train_set.sizes) / (len(train_set) * args.seq_len)
+    packed = f" in {len(train_set):,} rows, {full:.0%} full" if args.packing else ""
+    answers = int(train_set.lengths.sum())
     trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
     size = f"{sum(s.shape.numel() for s in source.values()):,} weights in {files} files"
     if args.lora_rank:
@@ -669,8 +714,8 @@ def set_up(args, report):
             size += ", none in the experts"  # which are no linear layers
     report.start(
         f"{args.model}: {size}; {args.precision}",
-        f"{len(train_set):,} {kind}, {int(train_set.lengths.sum()):,} answer tokens, the longest "
-        f"sequence {max(map(len, train_set.tokens)) - 1} of {args.seq_len} tokens; "
+        f"{len(train_set.tokens):,} {kind}{packed}, {answers:,} answer tokens, "
+        f"the longest sequence {max(train_set.sizes)} of {args.seq_len} tokens; "
         f"{len(test_set):,} {kind} to test on; {left_out} too long, left out",
         identity,
     )

@@ -209,13 +209,18 @@ def job_batches(
         sampler.set_epoch(sampler.epoch + 1)
 
 
-def collate(rows: int, seq_len: int, items: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stack at most `rows` sequences, and fill up with rows that no loss counts. Shapes: (B, T)."""
+def collate(rows: int, seq_len: int, items: Sequence) -> tuple[torch.Tensor, ...]:
+    """Stack at most `rows` sequences, and fill up with rows that no loss counts. Shapes: (B, T).
+
+    What items have beside inputs and targets, such as positions, is filled up with zeros.
+    """
     inputs = torch.zeros(rows, seq_len, dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORED)
+    batch = inputs, targets, *(torch.zeros_like(inputs) for item in items[:1] for _ in item[2:])
     for row, item in enumerate(items):
-        inputs[row], targets[row] = item
-    return inputs, targets
+        for tensor, part in zip(batch, item, strict=True):
+            tensor[row] = part
+    return batch
 
 
 def _ignore_sigterm(worker: int) -> None:

@@ -230,8 +230,10 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     alone.forward = lambda inputs: forward(input_ids=inputs).logits
     batches = job.sampler.global_order().split(args.global_batch_size)
     for indices in batches[: min(args.parity_steps, args.max_steps)]:
-        items = [job.train_set[index] for index in indices.tolist()]
-        micro_batches = micro_batches_of(job, items)
+        rows = indices.tolist()
+        micro_batches = micro_batches_of(job, [job.train_set[row] for row in rows])
+        chats = [chat for row in rows for chat in job.train_set.rows[row]]
+        items = [job.train_set.row([chat])[:2] for chat in chats]  # each alone, if packed or not
         loss_sum, tokens = accumulate_gradient(run.model, micro_batches, job.device)
         compare_with_one_process(job, run.model, alone, items, tokens, loss_sum)
         run.optimizer.zero_grad()
@@ -358,7 +360,9 @@ def draw_batch(run) -> None:
         kinds = []  # of each token: 0 padding, 1 prompt, 2 answer
         for index in first[rank::ranks]:
             targets = train_set[index][1]
-            real = torch.arange(len(targets)) < len(train_set.tokens[index]) - 1
+            real = torch.arange(len(targets)) < sum(
+                train_set.sizes[c] for c in train_set.rows[index]
+            )
             kinds.append(real.int() + (targets != data.IGNORED).int())
         rows += kinds
         labels.append(f"rank {rank}: {int((torch.stack(kinds) == 2).sum())} tokens count")
