@@ -147,7 +147,7 @@ class Tolerance(NamedTuple):
 
 
 FLOAT32 = Tolerance(2e-5, 5e-3)
-IN_16_BITS = Tolerance(6e-3, 0.3)
+IN_16_BITS = Tolerance(9e-3, 0.3)
 
 
 def tolerance_of(group: Group) -> Tolerance:
