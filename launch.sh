@@ -153,7 +153,7 @@ batch() {
   command=(sbatch "${resources[@]}" --job-name="$1" "$job_file" "$2" ${resume[@]+"${resume[@]}"})
 }
 
-# Print words as one would type them: --wrap='srun ...'.
+# Print words as one would type them: --text-file='my notes.txt'.
 quoted() {
   local word name line="" plain='^[A-Za-z0-9_./:=@%+,-]+$' flag='^--[a-z-]+=' quote="'\\''"
   for word in "$@"; do

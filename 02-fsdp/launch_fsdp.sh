@@ -16,6 +16,7 @@ check_counts
 compose "${script%.py}" "$here/$script"
 case "$mode" in
   predict)
+    [[ $script == fsdp_transformer.py ]] || fail "predict knows fsdp_transformer.py, not $script"
     ranks="$((nnodes * nproc_per_node))"
     command=(python "$here/fsdp_memory.py" --world-size="$ranks")
     ;;

@@ -58,6 +58,7 @@ def text_of(where, content, is_json):
         text = json.loads(content)["text"] if is_json else content.decode()
         if not isinstance(text, str):
             raise TypeError(f'"text" is {json.dumps(text)[:40]}')
+        text.encode()  # JSON may hold half a character, which no tokenizer takes
     except (KeyError, TypeError, ValueError) as error:
         form = 'no {"text": "..."}' if is_json else "no text in UTF-8"
         raise cli.UsageError(f"{where}: {form} ({type(error).__name__}: {error})") from error

@@ -267,8 +267,14 @@ class Sharded(Store):
 
     def write(self, folder: Path, state: dict[str, Any] | None = None) -> None:
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
 
-        dcp.save(state or self.state(), checkpoint_id=folder, process_group=self.group)
+        try:
+            dcp.save(state or self.state(), checkpoint_id=folder, process_group=self.group)
+        except CheckpointException as error:  # no Exception, and over what each rank met
+            causes = [cause for cause, _ in error.failures.values()]
+            of_disk = [cause for cause in causes if isinstance(cause, OSError)]
+            raise (of_disk or [RuntimeError(f"not saved: {causes[0]}")])[0] from error
 
     def staged(self) -> Callable[[Path], None]:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions

@@ -157,6 +157,7 @@ class Mixture(Sampler[int]):
             name, size = list(self.sizes.items())[source]
             own = int(name[:12], 16)  # of its content: no two sources share it
             generator = torch.Generator().manual_seed(self.seed + epoch + own)
+            self.orders.pop(source, None)  # no two orders at a time
             self.orders[source] = epoch, torch.randperm(size, generator=generator)
         return self.orders[source][1]
 
@@ -213,7 +214,8 @@ class Mixture(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs; the same on every rank."""
-        return {"weights": self.weights, "taken": self.taken, "since": self.since}
+        copies = {"taken": dict(self.taken), "since": dict(self.since)}  # training goes on
+        return {"weights": self.weights, **copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where `state` was taken, in each source, on any number of ranks.

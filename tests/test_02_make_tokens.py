@@ -140,6 +140,7 @@ def test_several_processes_write_the_same_folder(texts, tiny, in_a_fork, monkeyp
          'x.jsonl, line 2: no {"text": "..."} (TypeError: "text" is 5)'),
         ({"x.jsonl": '{"text": "a"}\n{"t": "b"}'}, "x.jsonl --to out", "line 2: no {"),
         ({"x.jsonl": "[1]"}, "x.jsonl --to out", "line 1: no {"),
+        ({"x.jsonl": r'{"text": "\ud83d"}'}, "x.jsonl --to out", "line 1: no {"),
         ({"x.jsonl": "text"}, "x.jsonl --to out", "line 1: no {"),
         ({"x.txt": b"\xff"}, "x.txt --to out", "x.txt: no text in UTF-8"),
         ({"x.txt": "a\0b"}, "x.txt --to out", "x.txt: it has token 0 inside, which ends a"),

@@ -440,6 +440,15 @@ def steps_on(ranks, steps, size=12):
     return batches
 
 
+def test_the_place_of_a_checkpoint_stays_while_training_goes_on():
+    """A save in the background writes it some steps later."""
+    one = mixture()
+    state = one.state_dict()
+    then = json.dumps(state)
+    steps_on([one], 3)
+    assert json.dumps(state) == then and json.dumps(one.state_dict()) != then
+
+
 def test_a_mixture_resumes_on_another_number_of_ranks_and_reads_nothing_twice():
     straight = steps_on(ranks_of(1, None), 40)
     two = ranks_of(2, None)

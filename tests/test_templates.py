@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import REPO, assert_one_line, fork_ranks, load_script, results_of
 from helpers_01 import ask_to_stop_in, die_in, largest_difference, steps_in, wait_for
 from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
@@ -316,16 +317,17 @@ def test_sabotage_of_a_save_in_the_background_is_found(train, tmp_path, sabotage
 
 
 def fill_the_disk(script):
-    def full_disk(self, folder, state=None):
+    def full_disk(self, plan, planner):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    checkpoint.Sharded.write = full_disk
+    dcp.FileSystemWriter.write_data = full_disk
 
 
 @full
-def test_a_disk_that_is_full_ends_a_run_that_saves_in_the_background(train, tmp_path):
+@pytest.mark.parametrize("how", [(), ("--async-save",)])
+def test_a_disk_that_is_full_ends_a_run_that_saves_shards(train, tmp_path, how):
     folder = tmp_path / "run"
-    argv = ("--save-every", 3, "--async-save", "--output-dir", folder)
+    argv = ("--save-every", 3, *how, "--output-dir", folder)
     ended = train(FSDP, *argv, changes=[on_rank(1, fill_the_disk)])
     says = f"cannot write the checkpoint {folder}/checkpoints/step-00000003: No space left on"
     assert_one_line(ended, says, "fsdp_transformer.py")
