@@ -244,9 +244,7 @@ class Sharded(Store):
 
     def __init__(self, model, optimizer, whole: dict[str, torch.Tensor], timeout_s: float) -> None:
         self.model, self.optimizer, self.whole = model, optimizer, whole
-        self.stager = (
-            None  # what copies shards, made when it is needed; it keeps the room for all saves
-        )
+        self.stager = None  # what copies shards, made once: it keeps its room for all saves
         # Names and checksums are no GPU tensors. A save in the background has the group to itself.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 

@@ -240,12 +240,10 @@ class Job:
             "sampler": self.sampler.state_dict(),
             "trained_tokens": self.trained_tokens,
         }
-        directory, background = (
-            self.report.output / "checkpoints",
-            vars(self.args).get("async_save"),
-        )
+        directory = self.report.output / "checkpoints"
+        background = getattr(self.args, "async_save", False)
         self.saving = checkpoint.save(
-            directory, self.step, self.store, facts, background=bool(background)
+            directory, self.step, self.store, facts, background=background
         )
 
     def await_save(self) -> None:
