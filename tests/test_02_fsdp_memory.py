@@ -1,5 +1,6 @@
 """fsdp_memory.py: what it predicts is what a real run allocates, and what each saving saves."""
 
+import random
 import re
 import shlex
 
@@ -94,6 +95,28 @@ def test_the_peak_of_a_real_run_is_the_predicted_one(
     assert alone.codes == [0], alone.stderr
     predicted = results_of(tmp_path / "alone")["metrics"]["Total_gib"] * 2**30
     assert abs(predicted / real - 1) < 0.01
+
+
+def drawn(number):
+    """Return ranks and flags of a setting that nobody chose."""
+    pick = random.Random(number).choice
+    ranks = pick([2, 3, 4])
+    flags = ["--seq-len", pick([24, 40, 72, 128]), "--micro-batch-size", pick([1, 2, 5])]
+    flags += ["--grad-accum-steps", pick([1, 2, 3]), "--precision", pick(["32-true", "bf16-mixed"])]
+    flags += ["--activation-checkpointing", pick(["none", "full", "selective", "2"])]
+    flags += ["--accumulate", pick(["sharded", "whole", "gathered"])]
+    flags += ["--loss-chunks", pick([1, 3]), "--prefetch", pick([0, 1, 2]), "--seed", number]
+    kinds = ["full", "grad-op", *(["hybrid"] if ranks == 4 else [])]
+    flags += ["--sharding", kind := pick(kinds)]
+    return ranks, flags + ["--shard-group-size", 2] * (kind == "hybrid")
+
+
+@full
+@pytest.mark.parametrize("number", range(30))
+def test_a_random_setting_peaks_where_it_was_predicted(run_script, number):
+    ranks, flags = drawn(number)
+    ended = run_script(MEMORY, "--check", *flags, world_size=ranks, before=small())
+    assert ended.codes == [0] * ranks, f"{flags}: {ended.stdout}{ended.stderr}"
 
 
 def span(name, begins, ends):
