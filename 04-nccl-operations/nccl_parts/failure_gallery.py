@@ -61,6 +61,7 @@ class Failure:
     linux: bool = False  # whether it needs what only Linux does
     lowest: int = 0  # the first rank that it can be moved to
     fixed: int | None = None  # the broken rank, where no other one can be
+    grace_s: float = GRACE_S  # where a rank ends by itself, but later
 
     def culprit(self) -> int | None:
         """Return the rank that broken.py breaks; None where it breaks all of them."""
@@ -108,7 +109,8 @@ class Job:
                 }  # fmt: skip
                 body = functools.partial(self._be, file, launched, put_in, network)
                 logs, started = self.logs(script, attempt), n - self.failure.missing * broken
-                ended = ranks.fork(body, started, logs, self.deadline_s, GRACE_S, during)
+                grace_s = self.failure.grace_s
+                ended = ranks.fork(body, started, logs, self.deadline_s, grace_s, during)
                 if all(rank.code == 0 for rank in ended):
                     break
         return ended
