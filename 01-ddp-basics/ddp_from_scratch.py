@@ -28,9 +28,11 @@ MIB = 2**20  # bytes
 
 def start_equal(model):
     """Step 0. Before training: every rank takes rank 0's weights and buffers."""
+    # lab: hole start
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor, src=0)
+    # lab: end
 
 
 def trainable(model):
@@ -61,24 +63,30 @@ def buckets_of(model, bucket_bytes):
     Backward computes gradients from the last layer to the first: so the first bucket is the first
     to be complete.
     """
+    # lab: hole buckets
     buckets = []
     for parameter in reversed(trainable(model)):
         if not buckets or sum(p.nbytes for p in buckets[-1]) >= bucket_bytes:
             buckets.append([])
         buckets[-1].append(parameter)
     return buckets
+    # lab: end
 
 
 def pack(bucket):
     """Return the gradients of a bucket as one vector."""
+    # lab: hole pack
     return torch.cat([gradient_or_zeros(parameter).flatten() for parameter in bucket])
+    # lab: end
 
 
 def unpack(flat, bucket):
     """Copy the averaged gradients from their bucket back to where the optimizer looks for them."""
+    # lab: hole pack
     sums = flat.split([parameter.numel() for parameter in bucket])
     for parameter, total in zip(bucket, sums, strict=True):
         parameter.grad.copy_(total.view_as(parameter) / dist.get_world_size())
+    # lab: end
 
 
 def average_in_buckets(model, bucket_bytes, all_reduce):
@@ -112,10 +120,12 @@ class Overlapped:
         if parameter not in self.missing[index]:
             raise RuntimeError("a second backward: call wait() after each one")
         self.last_step = []
+        # lab: hole hook
         self.missing[index].remove(parameter)
         # In order, whichever is complete first: all ranks must call their collectives alike.
         while len(self.started) < len(self.buckets) and not self.missing[len(self.started)]:
             self.start()
+        # lab: end
 
     def start(self):
         bucket = self.buckets[len(self.started)]
@@ -127,11 +137,13 @@ class Overlapped:
 
     def wait(self):
         """After backward: wait for the all-reduces, and put the means where they belong."""
+        # lab: hole wait
         while len(self.started) < len(self.buckets):  # these hold a parameter without a gradient
             self.start()
         for handle, flat, bucket in self.started:
             handle.wait()
             unpack(flat, bucket)
+        # lab: end
         self.last_step = self.started  # kept until the next backward: see the page
         self.reset()
 

@@ -12,6 +12,7 @@ from pages import PAGES, TRACKED, commands, read, runnable, steps
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 10
 COMMAND, SLOW_COMMAND = 0.25, 1.0  # minutes: most take some seconds, those marked slow a minute
 ROW = re.compile(r"^(\| \[.*?\]\((\w+\.md)\).*\| )(\d+)( \|)$", re.M)
+RULED = [path for path in PAGES if not path.startswith("labs/")]  # a lab's are of doing it
 STATED = re.compile(r"(\d+)(\s+minutes)")
 
 
@@ -46,12 +47,12 @@ def stated(path: str) -> int | None:
 
 def write() -> None:
     """Write the minutes of all pages, of their rows, and the hours of the modules; to fives."""
-    taken = {path: max(5, 5 * round(by_rule(path) / 5)) for path in PAGES if stated(path)}
+    taken = {path: max(5, 5 * round(by_rule(path) / 5)) for path in RULED if stated(path)}
     for path, number in taken.items():
         file = REPO / path
         file.write_text(STATED.sub(rf"{number}\g<2>", file.read_text(), count=1))
     front = (REPO / "README.md").read_text()
-    for path in PAGES:
+    for path in RULED:
         folder = Path(path).parent
         text = (REPO / path).read_text()
         if "| minutes |" not in text:

@@ -53,7 +53,7 @@ def test_every_command_prints_and_draws_what_the_page_shows(path, copy, run_scri
     pages.follow(path, copy, run_script)
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if minutes.stated(path)])
+@pytest.mark.parametrize("path", [path for path in minutes.RULED if minutes.stated(path)])
 def test_minutes_of_a_page_are_those_of_the_rule(path):
     right = minutes.by_rule(path)
     assert abs(minutes.stated(path) - right) <= 4, (
@@ -61,7 +61,9 @@ def test_minutes_of_a_page_are_those_of_the_rule(path):
     )
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if "| minutes |" in read(path).prose])
+@pytest.mark.parametrize(
+    "path", [path for path in minutes.RULED if "| minutes |" in read(path).prose]
+)
 def test_minutes_of_lessons_are_those_of_their_pages(path):
     lessons, folder = minutes.ROW.findall(read(path).prose), Path(path).parent
     assert lessons
@@ -116,7 +118,7 @@ def test_code_on_a_page_is_the_code_that_runs(path, block):
     near = [(REPO / path).parent, REPO / "dist_common"]
     sources = [REPO / file for file in TRACKED if file.endswith(ending)]
     texts = [
-        re.sub(r"^[ \t]+", "", file.read_text(), flags=re.M)
+        re.sub(r"^ *# lab: .*\n|^[ \t]+", "", file.read_text(), flags=re.M)
         for file in sources if any(file.is_relative_to(folder) for folder in near)
     ]  # fmt: skip
     wanted = re.sub(r"^[ \t]+", "", block.text, flags=re.M)

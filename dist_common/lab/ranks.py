@@ -38,19 +38,20 @@ class Rank:
 def fork(
     body: Callable[[int], Any], world_size: int, folder: Path, deadline_s: float,
     grace_s: float | None = None, during: Callable[[list[int]], None] = lambda pids: None,
-    guard: Callable[[list[int]], None] = lambda pids: None,
+    guard: Callable[[list[int]], None] = lambda pids: None, values: Any = pickle,
 ) -> list[Rank]:  # fmt: skip
     """Run body(rank) in forks of this process, with output kept in `folder`; return how they ended.
 
     Late ranks write to stderr where they hang, and are killed. `grace_s` after the first failure
     the others get SIGTERM, as from a launcher. `during` gets the pids once all run, `guard` before:
-    no body runs until it has returned, and none ever if this process is killed by then.
+    no body runs until it has returned, and none ever if this process is killed by then. `values`
+    writes and reads what bodies return: json where they are not to be trusted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     stems = [folder / f"rank-{rank}" for rank in range(world_size)]
     gate = os.pipe()
-    ranks = [context.Process(target=_be, args=(body, rank, stem, deadline_s, gate))
+    ranks = [context.Process(target=_be, args=(body, rank, stem, deadline_s, gate, values))
              for rank, stem in enumerate(stems)]  # fmt: skip
     started, seconds, terminate_at = time.monotonic(), {}, float("inf")
     try:
@@ -87,15 +88,16 @@ def fork(
     for stem, process in zip(stems, ranks, strict=True):
         out, err = (stem.with_suffix(kind).read_text(errors="replace") for kind in (".out", ".err"))
         returned = stem.with_suffix(".value")
-        value = pickle.loads(returned.read_bytes()) if returned.exists() else None
+        value = values.loads(returned.read_bytes()) if returned.exists() else None
         code = None if process in late else process.exitcode
         ended.append(Rank(code, seconds.get(process, deadline_s), out, err, value))
     return ended
 
 
 def _be(
-    body: Callable[[int], Any], rank: int, stem: Path, deadline_s: float, gate: tuple[int, int]
-) -> None:
+    body: Callable[[int], Any], rank: int, stem: Path, deadline_s: float, gate: tuple[int, int],
+    values: Any,
+) -> None:  # fmt: skip
     os.close(gate[1])
     if not os.read(gate[0], 1):  # its other end closed with nothing written
         os._exit(1)
@@ -111,4 +113,7 @@ def _be(
     signal.alarm(int(deadline_s) + 60)  # ends this rank if the process that should is gone
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an abort need not leave a file behind
     gc.freeze()  # what the parent holds is not this rank's to collect, nor to copy
-    stem.with_suffix(".value").write_bytes(pickle.dumps(body(rank)))
+    returned = values.dumps(body(rank))
+    stem.with_suffix(".value").write_bytes(
+        returned if isinstance(returned, bytes) else returned.encode()
+    )

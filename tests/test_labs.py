@@ -1,0 +1,150 @@
+"""Labs: starters are cut from lessons, which pass; a wrong answer is named as its row says."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPO
+
+sys.path.insert(0, str(REPO / "labs"))
+import grade
+from dist_common.cli import UsageError
+from lab_parts.holes import Answer, holes_of
+from lab_parts.judging import judge_number, tomllib
+from make_starters import starters
+
+LABS = [path.parent.name for path in sorted((REPO / "labs").glob("*/tasks.py"))]
+full = pytest.mark.full
+
+
+def wrong_answers():
+    for lab in LABS:
+        for row in tomllib.loads((REPO / "tests/labs" / f"{lab}.toml").read_text())["wrong"]:
+            yield pytest.param(lab, row, id=f"{lab}: {row['name']}")
+
+
+def judge(path: Path, lab: grade.Lab, task: str, seed: int = 0, ranks: int = 2) -> str | None:
+    return grade.grade_task(lab, Answer(path, lab.lessons), task, seed, [ranks]).wrong
+
+
+@pytest.mark.parametrize(("path", "text"), [(str(p), t) for p, t in starters()])
+def test_starters_are_cut_from_the_lessons(path, text):
+    assert Path(path).read_text() == text, "run python labs/make_starters.py"
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_a_lab_has_tasks_hints_and_questions_for_its_holes(name):
+    lab = grade.load(name)
+    assert list(lab.tasks.TASKS) == list(holes_of(lab.lessons))
+    for task in lab.tasks.TASKS:
+        assert len(lab.hints(task)) >= 2, f"{name}: {task} needs two hints on its page"
+    page, front = (lab.folder / "README.md").read_text(), (REPO / "labs/README.md").read_text()
+    taken = sum(map(int, re.findall(r"^\| .* \| (\d+) \|$", page, re.M)))
+    assert re.search(r"^(\d+) minutes\.", page, re.M)[1] == str(taken)
+    assert re.search(rf"\]\({name}/README.md\).*\| {taken} \|", front)
+    said = tomllib.loads((lab.folder / "answers.toml").read_text())
+    assert list(said) == list(lab.tasks.QUESTIONS)
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_a_starter_fails_at_its_first_task_with_the_first_hint(name, tmp_path, capsys):
+    lab = grade.load(name)
+    first = next(iter(lab.tasks.TASKS))
+    assert "is still empty" in judge(lab.starter, lab, first)
+    assert lab.hints(first)[0] in grade.next_hint(lab, first, tmp_path)
+    assert lab.hints(first)[1] in grade.next_hint(lab, first, tmp_path)
+
+
+@full
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", LABS)
+def test_the_lesson_passes_and_is_accused_of_nothing(name, ranks):
+    lab = grade.load(name)
+    for task in lab.tasks.TASKS:
+        for seed in (0, 1 + ranks):
+            solution = next(REPO / one.path for one in lab.lessons if task in one.holes)
+            assert judge(solution, lab, task, seed, ranks) is None
+
+
+@pytest.mark.parametrize(("name", "row"), list(wrong_answers()))
+def test_a_wrong_answer_is_named(name, row, tmp_path):
+    lab = grade.load(name)
+    lesson = next(one for one in lab.lessons if row["task"] in one.holes)
+    assert lesson.source.count(row["lines"]) == 1, "these lines are not in the lesson, or twice"
+    mine = tmp_path / "mine.py"
+    mine.write_text(lesson.source.replace(row["lines"], row["instead"]))
+    said = judge(mine, lab, row["task"], ranks=row.get("ranks", 2))
+    assert said and row["says"] in said, said
+
+
+ABUSE = {
+    "exits": ("os._exit(0)", "rank 0 ended before the task did: exit code 0"),
+    "raises SystemExit": ("raise SystemExit", "SystemExit"),
+    "kills itself": ("os.kill(os.getpid(), 9)", "ended before the task did: SIGKILL"),
+    "never ends": ("while True: pass", "hangs: rank 0 is at line"),
+    "waits for input": ("input()", "EOFError"),
+    "another form": ("return 5", "another form than the lesson's"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=full if n == "never ends" else ()) for n in ABUSE]
+)
+def test_an_answer_that_does_not_come_is_named(name, tmp_path):
+    lab, (line, says) = grade.load("ddp"), ABUSE[name]
+    source = lab.lessons[0].source.replace("    # lab: hole buckets\n", f"    {line}\n", 1)
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"import os\n{source}".replace("# lab: end\n", "", 1))
+    said = judge(mine, lab, "buckets")
+    assert says in said, said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["9"], "error: there is no lab 9: choose from 2-ddp"),
+        (["2", "--task", "x"], "error: --task x: lab 2-ddp has start, buckets,"),
+        (["2", "--file", "nowhere.py"], "nowhere.py: No such file"),
+        (["2", "--file", "broken.py"], "broken.py, line 2: invalid syntax"),
+        (["2", "--file", "ok.py"], "error: answers.toml: there is no question cals: they are"),
+    ],
+)
+def test_bad_input_is_one_line(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def start_equal(model):\n    = 3\n")
+    Path("ok.py").write_text("")
+    Path("answers.toml").write_text("cals = 3\n")
+    monkeypatch.setattr(sys, "argv", ["grade.py", *words])
+    with pytest.raises(UsageError, match=re.escape(says.removeprefix("error: "))):
+        grade.main()
+
+
+def test_a_missing_hole_costs_its_own_task_alone(tmp_path, monkeypatch, capsys):
+    lab = grade.load("ddp")
+    mine = tmp_path / "mine.py"
+    mine.write_text(lab.lessons[0].source.replace("def buckets_of", "def baskets_of"))
+    (tmp_path / "answers.toml").write_text('calls = "many"\nbytes = 1\n')
+    told = tmp_path / "told.json"
+    words = ["grade.py", "2", "--file", str(mine), "--ranks", "2", "--json", str(told), "--hint"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert grade.main() == 1
+    tests = {test["name"]: test for test in json.loads(told.read_text())["tests"]}
+    assert tests["buckets"]["output"] == "there is no buckets_of in mine.py"
+    assert tests["calls"]["output"] == "answers.toml has 'many': a number is needed, in all-reduces"
+    assert "is not what was measured" in tests["bytes"]["output"]
+    right = ["start", "pack", "hook", "wait"]
+    assert [name for name, test in tests.items() if test["status"] == "passed"] == right
+    assert f"hint 1 of {len(lab.hints('buckets'))} for buckets" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_a_prediction_is_right_or_its_misconception_is_named(name):
+    lab = grade.load(name)
+    for question in lab.tasks.QUESTIONS:
+        asked, right = lab.tasks.QUESTIONS[question], grade.measured(lab, question)
+        assert judge_number(asked, right, right) is None
+        assert "is not what was measured" in judge_number(asked, 1.3 * right, right)
+        for words, wrong in asked.mistakes(right).items():
+            assert words in judge_number(asked, wrong, right)
