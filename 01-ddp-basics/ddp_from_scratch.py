@@ -49,12 +49,14 @@ def gradient_or_zeros(parameter):
 
 def average_each(model, all_reduce):
     """Step 1. After backward: one all-reduce for each parameter."""
+    # lab: hole mean
     for parameter in trainable(model):
         gradient = gradient_or_zeros(parameter)
 
         all_reduce(gradient).wait()
 
         gradient /= dist.get_world_size()
+    # lab: end
 
 
 def buckets_of(model, bucket_bytes):

@@ -92,18 +92,34 @@ def cost_of(small, large, nbytes):
     return part.Cost(alpha=statistics.median(small), rate=rate)
 
 
-def ring_all_reduce(x, move):
-    """Add up around a ring, a part of x at a time, then pass the sums around once more."""
+def ring_reduce_scatter(parts, move):
+    """Add up around a ring, in each step a part: part rank + 1 is whole on this rank at the end."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
-    parts = x.tensor_split(ranks)  # views: (len(x) / ranks,) each
-    for step in range(ranks - 1):  # reduce-scatter: part rank + 1 is whole here at the end
+    # lab: hole reduce_scatter
+    for step in range(ranks - 1):
         target = parts[(rank - step - 1) % ranks]
         arrived = torch.empty_like(target)
         move(parts[(rank - step) % ranks], following, arrived, previous)
         target += arrived
-    for step in range(ranks - 1):  # all-gather
+    # lab: end
+
+
+def ring_all_gather(parts, move):
+    """Pass whole parts on around a ring, from part rank + 1: all are whole on all ranks then."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+    # lab: hole all_gather
+    for step in range(ranks - 1):
         move(parts[(rank + 1 - step) % ranks], following, parts[(rank - step) % ranks], previous)
+    # lab: end
+
+
+def ring_all_reduce(x, move):
+    """Add up around a ring, a part of x at a time, then pass the sums around once more."""
+    parts = x.tensor_split(dist.get_world_size())  # views: (len(x) / ranks,) each
+    ring_reduce_scatter(parts, move)
+    ring_all_gather(parts, move)
 
 
 def doubling_all_reduce(x, move):

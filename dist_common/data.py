@@ -104,8 +104,10 @@ class ShardedSampler(Sampler[int]):
 
     def global_order(self) -> torch.Tensor:
         """Return this epoch's order of all samples, the same on every rank. Shape: (N,)."""
+        # lab: hole epoch
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         return torch.randperm(self.num_samples, generator=generator)
+        # lab: end
 
     @property
     def left(self) -> int:
@@ -136,8 +138,10 @@ class ShardedSampler(Sampler[int]):
         return self.left // self.world_size
 
     def __iter__(self) -> Iterator[int]:
+        # lab: hole sampler
         rest = self.global_order()[self.position :]
         return iter(rest[self.rank :: self.world_size][: len(self)].tolist())
+        # lab: end
 
     def state_dict(self) -> dict[str, int]:
         """Return what a checkpoint needs; the same on every rank."""

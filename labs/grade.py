@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from dist_common import cli
-from lab_parts.holes import REPO, Answer, Lesson, holes_of
+from lab_parts.holes import REPO, Answer, Lesson
 from lab_parts.judging import judge_number, read_predictions
 from lab_parts.running import Setting, judge, run
 
@@ -66,7 +66,7 @@ def load(name: str) -> Lab:
             spec = importlib.util.spec_from_file_location("tasks", folder / "tasks.py")
             tasks = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(tasks)
-            return Lab(folder, tasks, list(map(Lesson, tasks.LESSONS)))
+            return Lab(folder, tasks, [Lesson(path, tasks.TASKS) for path in tasks.LESSONS])
     known = ", ".join(folder.name for folder in folders)
     raise cli.UsageError(f"there is no lab {name}: choose from {known}")
 
@@ -109,12 +109,12 @@ def measured(lab: Lab, name: str) -> float:
 
 def grade(lab: Lab, answer: Answer, predictions: Path | None, chosen, seed, sizes):
     """Yield the verdict on each task, then on each prediction, or on the chosen one alone."""
-    known = [*holes_of(lab.lessons), *lab.tasks.QUESTIONS]
+    known = [*lab.tasks.TASKS, *lab.tasks.QUESTIONS]
     if chosen and chosen not in known:
         raise cli.UsageError(f"--task {chosen}: lab {lab.name} has {', '.join(known)}")
     answer.tree  # noqa: B018  a file that is no Python is said before anything runs
     said = read_predictions(predictions, lab.tasks.QUESTIONS) if predictions else {}
-    for task in holes_of(lab.lessons):
+    for task in lab.tasks.TASKS:
         if chosen in (None, task):
             yield grade_task(lab, answer, task, seed, sizes)
     for name in said:

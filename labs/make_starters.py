@@ -14,7 +14,10 @@ def starters():
     """Yield each starter's path, and what is to stand there."""
     for tasks in sorted(LABS.glob("*/tasks.py")):
         lab = load(tasks.parent.name)
-        yield tasks.with_name("starter.py"), starter_of(lab.tasks.TITLE, lab.tasks.LESSONS)
+        yield (
+            tasks.with_name("starter.py"),
+            starter_of(lab.tasks.TITLE, lab.lessons, lab.tasks.LESSONS),
+        )
 
 
 def main():

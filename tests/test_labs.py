@@ -11,7 +11,7 @@ from conftest import REPO
 sys.path.insert(0, str(REPO / "labs"))
 import grade
 from dist_common.cli import UsageError
-from lab_parts.holes import Answer, holes_of
+from lab_parts.holes import Answer
 from lab_parts.judging import judge_number, tomllib
 from make_starters import starters
 
@@ -37,7 +37,7 @@ def test_starters_are_cut_from_the_lessons(path, text):
 @pytest.mark.parametrize("name", LABS)
 def test_a_lab_has_tasks_hints_and_questions_for_its_holes(name):
     lab = grade.load(name)
-    assert list(lab.tasks.TASKS) == list(holes_of(lab.lessons))
+    assert {*lab.tasks.TASKS} == {hole for lesson in lab.lessons for hole in lesson.holes}
     for task in lab.tasks.TASKS:
         assert len(lab.hints(task)) >= 2, f"{name}: {task} needs two hints on its page"
     page, front = (lab.folder / "README.md").read_text(), (REPO / "labs/README.md").read_text()
@@ -104,7 +104,7 @@ def test_an_answer_that_does_not_come_is_named(name, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["9"], "error: there is no lab 9: choose from 2-ddp"),
+        (["9"], "error: there is no lab 9: choose from 1-same-model, 2-ddp"),
         (["2", "--task", "x"], "error: --task x: lab 2-ddp has start, buckets,"),
         (["2", "--file", "nowhere.py"], "nowhere.py: No such file"),
         (["2", "--file", "broken.py"], "broken.py, line 2: invalid syntax"),

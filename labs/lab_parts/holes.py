@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +31,23 @@ def functions_of(tree: ast.Module) -> dict[str, ast.FunctionDef]:
     return found
 
 
-class Lesson:
-    """A lesson as its labs see it: its source, and which function has which hole."""
+def names_of(node: ast.stmt) -> set[str]:
+    """Return what a statement of a file defines."""
+    if isinstance(node, ast.Assign):
+        return {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {getattr(node, "name", "")}
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+
+def first_line(node: ast.stmt) -> int:
+    """Return the line at which a definition begins, with its decorators."""
+    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+
+
+class Lesson:
+    """A lesson as a lab sees it: its source, and which function has which of the lab's holes."""
+
+    def __init__(self, path: str, tasks: Collection[str]) -> None:
+        self.path, self.tasks = path, tasks
         self.source = (REPO / path).read_text()
         self.functions = functions_of(ast.parse(self.source))
 
@@ -43,7 +55,7 @@ class Lesson:
     def holes(self) -> dict[str, list[str]]:
         """Return the functions with a part of each hole, by the hole's name."""
         found: dict[str, list[str]] = {}
-        for mark in HOLE.finditer(self.source):
+        for mark in (one for one in HOLE.finditer(self.source) if one[2] in self.tasks):
             line = self.source.count("\n", 0, mark.start()) + 1
             inside = [name for name, node in self.functions.items()
                       if node.lineno < line <= node.end_lineno]  # fmt: skip
@@ -51,28 +63,36 @@ class Lesson:
         return found
 
     def starter(self, keep: tuple[str, ...]) -> tuple[list[str], list[str]]:
-        """Return the imports that the kept definitions use, and these with their holes empty."""
+        """Return the imports that the kept definitions use, and these with their holes empty.
+
+        Of a class, `-Class.method` leaves a method out.
+        """
         kept, used, imports = [], set(), []
-        source = HOLE.sub(_emptied, self.source)
+        source = HOLE.sub(self._emptied, self.source)
         tree = ast.parse(source)
         for node in tree.body:
-            names = {getattr(node, "name", "")}
-            if isinstance(node, ast.Assign):
-                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
-            if names & set(keep):
-                first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-                kept.append("\n".join(source.splitlines()[first - 1 : node.end_lineno]))
-        for node in ast.walk(ast.parse("\n".join(kept))):
-            used |= {node.id} if isinstance(node, ast.Name) else set()
+            if names_of(node) & set(keep):
+                left_out = {
+                    number
+                    for member in getattr(node, "body", ())
+                    if f"-{node.name}.{getattr(member, 'name', '')}" in keep
+                    for number in range(first_line(member), member.end_lineno + 2)
+                }
+                lines = enumerate(source.splitlines(), 1)
+                span = range(first_line(node), node.end_lineno + 1)
+                kept.append("\n".join(text for n, text in lines if n in span and n not in left_out))
+        for node in ast.parse(self.source).body:  # with what the holes use
+            if names_of(node) & set(keep):
+                used |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
         for node in tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 node.names = [n for n in node.names if (n.asname or n.name).split(".")[0] in used]
                 imports += [ast.unparse(node)] if node.names else []
         return imports, kept
 
-
-def _emptied(mark: re.Match) -> str:
-    return f'{mark[1]}raise NotImplementedError("hole {mark[2]}")\n'
+    def _emptied(self, mark: re.Match) -> str:
+        empty = f'{mark[1]}raise NotImplementedError("hole {mark[2]}")\n'
+        return empty if mark[2] in self.tasks else mark[3]
 
 
 @dataclass
@@ -126,19 +146,21 @@ class Answer:
 def _put(module: types.ModuleType, name: str, node: ast.FunctionDef, path: str) -> None:
     """Define a lesson's function in an answer, among the answer's own names."""
     owner, _, own = name.rpartition(".")
+    if owner and not hasattr(module, owner):
+        return  # a lesson of another file of the lab
     place: dict = {}
     exec(compile(ast.Module([node], []), path, "exec"), module.__dict__, place)
     setattr(getattr(module, owner) if owner else module, own, place[own])
 
 
-def starter_of(title: str, lessons: dict[str, tuple[str, ...]]) -> str:
+def starter_of(title: str, lessons: list[Lesson], keep: dict[str, tuple[str, ...]]) -> str:
     """Return a lab's starter.py: what its lessons give, with holes.
 
-    `title` is the first line of its docstring; `lessons` names what to keep of each.
+    `title` is the first line of its docstring; `keep` names what to keep of each lesson.
     """
     imports, bodies = [], []
-    for path, keep in lessons.items():
-        more, kept = Lesson(path).starter(keep)
+    for lesson in lessons:
+        more, kept = lesson.starter(keep[lesson.path])
         imports += [line for line in more if line not in imports]
         bodies += kept
     text = f'"""{title}"""\n' + "\n".join(["", *imports, "", *bodies])
@@ -148,12 +170,7 @@ def starter_of(title: str, lessons: dict[str, tuple[str, ...]]) -> str:
 def _tidy(text: str) -> str:
     """Sort imports and space definitions as everywhere here."""
     ruff, config = [sys.executable, "-m", "ruff"], ["--config", str(REPO / "pyproject.toml")]
-    for command in (["check", "--select", "I,F401", "--fix", "--quiet"], ["format", "--quiet"]):
+    for command in (["check", "--select", "I", "--fix", "--quiet"], ["format", "--quiet"]):
         command = [*ruff, *command, *config, "--stdin-filename", "starter.py", "-"]
         text = subprocess.run(command, input=text, capture_output=True, text=True).stdout
     return text
-
-
-def holes_of(lessons: list[Lesson]) -> Iterator[str]:
-    """Yield the names of all holes, in the order of the lessons' lines."""
-    yield from dict.fromkeys(hole for lesson in lessons for hole in lesson.holes)

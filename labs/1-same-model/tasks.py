@@ -1,0 +1,295 @@
+"""Lab 1, the same model: how an answer is looked at, and which mistake a wrong one shows."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dist_common import data
+from lab_parts.judging import Question, named, numbers, same
+from lab_parts.running import Setting, Task
+
+LESSONS = {
+    "dist_common/data.py": (
+        "ShardedSampler", "-ShardedSampler.advance", "-ShardedSampler.place",
+        "-ShardedSampler.at_start", "-ShardedSampler.ahead", "-ShardedSampler.trained",
+        "-ShardedSampler.state_dict", "-ShardedSampler.load_state_dict",
+    ),
+    "01-ddp-basics/ddp_from_scratch.py": ("trainable", "gradient_or_zeros", "average_each"),
+    "01-ddp-basics/ddp_mnist.py": ("evaluate",),
+}  # fmt: skip
+TITLE = "Lab 1: fill the holes until `python labs/grade.py 1` says right everywhere."
+DEALT, RESUMED = "from the start", "resumed in mid-epoch"
+
+
+def samples(setting: Setting) -> int:
+    """Return how many samples there are: ranks do not divide them."""
+    return setting.world_size * (6 + setting.draw(9)[0]) + 1
+
+
+def samplers(kind, setting, rank):
+    """Yield a sampler at the start of the second epoch, and one that has been resumed there."""
+    for name, position in ((DEALT, 0), (RESUMED, 2 * setting.world_size)):
+        sampler = kind(samples(setting), rank, setting.world_size, setting.seed)
+        sampler.set_epoch(1)
+        sampler.position = position
+        yield name, sampler
+
+
+# sampler: each rank takes every N-th index of the order, equally many
+
+
+def see_sampler(answer, setting):
+    mine = samplers(answer.ShardedSampler, setting, setting.rank)
+    return {name: list(sampler) for name, sampler in mine}
+
+
+def judge_sampler(seen, setting):
+    ranks, number = setting.world_size, samples(setting)
+    for rank in range(ranks):
+        for name, sampler in samplers(data.ShardedSampler, setting, rank):
+            got, right, order = seen[rank][name], list(sampler), sampler.global_order().tolist()
+            if got == right:
+                continue
+            where = f"{name}, rank {rank}: "
+            dealt = [index for own in seen for index in own[name]]
+            if all(own[name] == seen[0][name] for own in seen):
+                return f"{where}all ranks take the same samples: each one takes every {ranks}th"
+            if len({len(own[name]) for own in seen}) > 1:
+                most = max(range(ranks), key=lambda one: len(seen[one][name]))
+                return (
+                    f"{where}{len(got)} samples, rank {most} has {len(seen[most][name])}: it would "
+                    "take a step more, call its collective alone, and hang"
+                )
+            if twice := [index for index in dealt if dealt.count(index) > 1]:
+                return (
+                    f"{where}sample {twice[0]} is dealt twice: leave the tail out, repeat nothing"
+                )
+            if name == RESUMED and set(dealt) & set(order[: sampler.position]):
+                return f"{where}samples before `position` come again: the epoch goes on behind them"
+            if got == list(range(number))[rank::ranks][: len(right)]:
+                return f"{where}in the order of the file: deal out global_order()"
+            block = order[sampler.position :][rank * len(right) : (rank + 1) * len(right)]
+            if got == block:
+                return (
+                    f"{where}a block of the order, not every {ranks}th index: a global batch would "
+                    "hold other samples on another number of ranks"
+                )
+            return f"{where}{got[:4]}, ... came, {right[:4]}, ... was expected"
+    return None
+
+
+# epoch: one order for all ranks, another one in each epoch
+
+
+def see_epoch(answer, setting):
+    torch.manual_seed(100 * setting.rank)  # of the model: other on each rank, as dropout's may be
+    state, orders = torch.get_rng_state(), {}
+    for seed in (setting.seed, setting.seed + 7):
+        sampler = answer.ShardedSampler(samples(setting), setting.rank, setting.world_size, seed)
+        for epoch in (0, 1):
+            sampler.set_epoch(epoch)
+            orders[f"{seed - setting.seed} {epoch}"] = sampler.global_order().tolist()
+    again = sampler.global_order().tolist()
+    untouched = torch.equal(state, torch.get_rng_state())
+    return {"orders": orders, "again": again, "untouched": untouched}
+
+
+def judge_epoch(seen, setting):
+    for rank, own in enumerate(seen):
+        where, orders = f"rank {rank}: ", own["orders"]
+        first = orders["0 0"]
+        if sorted(first) != list(range(samples(setting))):
+            return f"{where}the order has not each of {samples(setting)} samples once"
+        if first == sorted(first):
+            return f"{where}the order is that of the file: shuffle it"
+        if orders["7 1"] != own["again"]:
+            return f"{where}asked twice in an epoch, the order differs: make the generator anew"
+        if first == orders["0 1"]:
+            return f"{where}epochs 0 and 1 have the same order: the epoch is not in the seed"
+        if first == orders["7 0"]:
+            return f"{where}another --seed gives the same order"
+        if orders != seen[0]["orders"]:
+            return (
+                f"{where}another order than rank 0's: ranks that shuffle by numbers of their own "
+                "take some samples twice and others never"
+            )
+        if not own["untouched"]:
+            return f"{where}torch's own random numbers were drawn from: use a Generator"
+    return None
+
+
+# mean: after backward, each gradient is the mean over ranks
+
+
+def net(setting: Setting) -> nn.Module:
+    torch.manual_seed(setting.seed)
+    model = nn.ModuleDict({"body": nn.Linear(5, 7), "frozen": nn.Linear(7, 7),
+                           "odd": nn.Linear(7, 7), "head": nn.Linear(7, 2)})  # fmt: skip
+    model["frozen"].requires_grad_(False)
+    return model
+
+
+def backward(model: nn.Module, setting: Setting, rank: int) -> None:
+    torch.manual_seed(setting.seed + 1000 + rank)
+    h = model["frozen"](torch.tanh(model["body"](torch.randn(4, 5))))
+    h = model["odd"](h) if rank == 0 else h  # the other ranks do not use it
+    model["head"](h).square().mean().backward()
+
+
+def see_mean(answer, setting):
+    model = net(setting)
+    backward(model, setting, setting.rank)
+    before = numbers(model.state_dict())
+    sizes = []
+
+    def all_reduce(tensor):
+        sizes.append(tensor.numel())
+        return dist.all_reduce(tensor, async_op=True)
+
+    answer.average_each(model, all_reduce)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    moved = not same(numbers(model.state_dict()), before)
+    return {"got": numbers(gradients), "calls": len(sizes), "moved": moved}
+
+
+def judge_mean(seen, setting):
+    n, own_gradients = setting.world_size, []
+    for rank in range(n):
+        model = net(setting)
+        backward(model, setting, rank)
+        own_gradients.append({
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in model.named_parameters() if p.requires_grad
+        })  # fmt: skip
+    total = {name: sum(own[name] for own in own_gradients) for name in own_gradients[0]}
+    right = numbers({name: value / n for name, value in total.items()})
+    mistakes = {
+        f"gradients are {n} times too large: the sum over ranks, not the mean": numbers(total),
+        f"gradients are {n} times too small: divided by the ranks twice": numbers(
+            {name: value / n**2 for name, value in total.items()}
+        ),
+    }
+    for rank, own in enumerate(own_gradients):
+        mistakes[f"rank {rank}'s own gradients: no averaging"] = numbers(own)
+        mistakes[f"rank {rank}'s own gradients, divided by {n}: nothing was added up"] = numbers(
+            {name: value / n for name, value in own.items()}
+        )
+    for rank, own in enumerate(seen):
+        if own["moved"]:
+            return f"rank {rank}: the weights have changed: it is gradients that are averaged"
+        if None in own["got"].values():
+            return f"rank {rank}: a parameter that this rank did not use has no gradient: zeros"
+        if not same(own["got"], right):
+            return f"rank {rank}: {named(own['got'], right, mistakes)}"
+    return None
+
+
+# test: each test sample counts once, on whatever rank
+
+
+def test_set(setting: Setting) -> TensorDataset:
+    generator = setting.generator()
+    images = torch.randn(1000 + samples(setting), 6, generator=generator)
+    return TensorDataset(images, torch.randint(3, (len(images),), generator=generator))
+
+
+def classifier(setting: Setting) -> nn.Module:
+    torch.manual_seed(setting.seed)
+    return nn.Linear(6, 3)
+
+
+def hits(setting: Setting) -> torch.Tensor:
+    """Return which test samples the model gets right."""
+    images, labels = test_set(setting).tensors
+    with torch.no_grad():
+        return classifier(setting)(images).argmax(dim=1) == labels
+
+
+def see_test(answer, setting):
+    accuracy, once = answer.evaluate(classifier(setting), test_set(setting), torch.device("cpu"))
+    return [accuracy, once]
+
+
+def judge_test(seen, setting):
+    n, right = setting.world_size, hits(setting)
+    size, longest = len(right), -(-len(right) // n)
+    accuracy = right.double().mean().item()
+    padded = torch.arange(n * longest) % size  # as DistributedSampler repeats samples
+    whole = right[: size // n * n]
+    mistakes = {
+        "some samples are repeated, to make parts equally long": right[padded].sum()
+        / (n * longest),
+        "repeated samples are counted, and divided by the size of the set": right[padded].sum()
+        / size,
+        "every rank counts all samples: each takes a part": n * accuracy,
+        "the tail that does not fill all ranks is left out": whole.sum() / size,
+        "the tail is left out, and is not in the divisor either": whole.double().mean(),
+    }
+    for rank in range(n):
+        part = right[rank::n]
+        mistakes[f"only rank {rank}'s samples are counted: add up over ranks"] = part.sum() / size
+        mistakes[f"rank {rank}'s own accuracy: add up what is right, then divide"] = (
+            part.double().mean()
+        )
+    means = torch.stack([right[rank::n].double().mean() for rank in range(n)]).mean()
+    mistakes["the mean of the ranks' accuracies: parts differ in length: add up, then divide"] = (
+        means
+    )
+    mistakes = {words: float(wrong) for words, wrong in mistakes.items()}
+    for rank, (got, once) in enumerate(seen):
+        if not abs(got - accuracy) < 1e-6:
+            said = named(got, accuracy, {w: m for w, m in mistakes.items() if abs(got - m) < 1e-6})
+            return f"rank {rank}: {said}"
+        if once != size:
+            return f"rank {rank}: {once} of {size} samples are counted just once"
+    return None
+
+
+TASKS = {
+    "sampler": Task(see_sampler, judge_sampler),
+    "epoch": Task(see_epoch, judge_epoch),
+    "mean": Task(see_mean, judge_mean),
+    "test": Task(see_test, judge_test),
+}
+
+
+# What is to be predicted: 1,437 samples in micro-batches of 32 on 3 ranks; and of 48 on 2.
+
+SAMPLES, MICRO, RANKS = 1437, 32, 3
+
+
+def steps_of_an_epoch(answer, setting):
+    sampler = answer.ShardedSampler(SAMPLES, setting.rank, RANKS)
+    return len(sampler) // MICRO
+
+
+def same_batch(answer, setting):
+    """Return the micro-batch on 3 ranks that makes the global batch of 2 ranks."""
+    orders = {ranks: [answer.ShardedSampler(SAMPLES, rank, ranks) for rank in range(ranks)]
+              for ranks in (2, RANKS)}  # fmt: skip
+    wanted = {index for one in orders[2] for index in list(one)[:48]}
+    fits = (size for size in range(1, 97)
+            if {i for one in orders[RANKS] for i in list(one)[:size]} == wanted)  # fmt: skip
+    return next(fits)
+
+
+QUESTIONS = {
+    "steps": Question(
+        "steps", steps_of_an_epoch,
+        lambda right: {
+            "of one process: three ranks take three micro-batches a step": SAMPLES // MICRO,
+            "rounded up: a last batch that is not full is left out": right + 1,
+        },
+        RANKS,
+    ),
+    "micro": Question(
+        "samples", same_batch,
+        lambda right: {
+            "the global batch would grow with the ranks": 48,
+            "that is the global batch: it is dealt to the ranks": 96,
+            "the global batch gets smaller: divide by ranks, do not multiply": 72,
+        },
+        RANKS,
+    ),
+}  # fmt: skip
