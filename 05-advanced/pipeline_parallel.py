@@ -140,6 +140,8 @@ class Pipeline:
         self.losses = []
 
     def F(self, stage, k, activations):
+        """Forward of a micro-batch: keep what backward needs, return what the next stage needs."""
+        # lab: hole step
         first, last = stage == 0, stage == self.mail.last_stage
         x = self.inputs[k] if first else activations.requires_grad_()
         out = self.stages[stage](x)
@@ -149,11 +151,15 @@ class Pipeline:
         self.kept[stage, k] = (x, out)
         self.most_kept = max(self.most_kept, len(self.kept))
         return out.detach()
+        # lab: end
 
     def B(self, stage, k, gradient):
+        """Backward of a micro-batch: return the gradient that the stage before needs."""
+        # lab: hole step
         x, out = self.kept.pop((stage, k))
         out.backward(gradient)
         return x.grad
+        # lab: end
 
     def I(self, stage, k, gradient):  # noqa: E743  PyTorch's letter
         x, out = self.kept[stage, k]

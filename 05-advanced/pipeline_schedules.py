@@ -59,6 +59,7 @@ def gpipe(rank: int, p: int, m: int) -> Iterator[Instruction]:
 
 def one_f_one_b(rank: int, p: int, m: int) -> Iterator[Instruction]:
     """Each backward as soon as it can be (PipeDream-Flush; Narayanan et al., 2021, 2.2.1)."""
+    # lab: hole one_f_one_b
     warmup = min(m, p - rank)  # forwards until the first gradient comes back
     for k in range(warmup):
         yield Instruction("F", rank, k)
@@ -66,6 +67,7 @@ def one_f_one_b(rank: int, p: int, m: int) -> Iterator[Instruction]:
         yield Instruction("B", rank, k)
         if k + warmup < m:
             yield Instruction("F", rank, k + warmup)
+    # lab: end
 
 
 def interleaved(rank: int, p: int, m: int, v: int) -> Iterator[Instruction]:
@@ -77,6 +79,7 @@ def interleaved(rank: int, p: int, m: int, v: int) -> Iterator[Instruction]:
         chunk = chunk if kind == "F" else v - 1 - chunk
         return Instruction(kind, rank + chunk * p, group * p + k)
 
+    # lab: hole interleaved
     warmup = min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
     for number in range(warmup):
         yield turn(number, "F")
@@ -84,6 +87,7 @@ def interleaved(rank: int, p: int, m: int, v: int) -> Iterator[Instruction]:
         yield turn(number, "B")
         if number + warmup < m * v:
             yield turn(number + warmup, "F")
+    # lab: end
 
 
 def zb_h1(rank: int, p: int, m: int) -> Iterator[Instruction]:

@@ -5,7 +5,10 @@ hole may be in several functions, which are then one task. What else of a lesson
 the lab's tasks.py names.
 """
 
+import __future__
+
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -29,6 +32,14 @@ def functions_of(tree: ast.Module) -> dict[str, ast.FunctionDef]:
         prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
         found |= {f"{prefix}{n.name}": n for n in members if isinstance(n, ast.FunctionDef)}
     return found
+
+
+def import_lesson(path: str) -> types.ModuleType:
+    """Import a lesson by its path in the repository, and the parts beside it."""
+    folder = str((REPO / path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(Path(path).stem)
 
 
 def names_of(node: ast.stmt) -> set[str]:
@@ -149,7 +160,9 @@ def _put(module: types.ModuleType, name: str, node: ast.FunctionDef, path: str) 
     if owner and not hasattr(module, owner):
         return  # a lesson of another file of the lab
     place: dict = {}
-    exec(compile(ast.Module([node], []), path, "exec"), module.__dict__, place)
+    # An answer may lack what the lesson imports for its annotations: they stay text.
+    code = compile(ast.Module([node], []), path, "exec", __future__.annotations.compiler_flag)
+    exec(code, module.__dict__, place)
     setattr(getattr(module, owner) if owner else module, own, place[own])
 
 

@@ -1,0 +1,231 @@
+"""Lab 6, pipelines: how an answer is looked at, and which mistake a wrong one shows."""
+
+import functools
+import itertools
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lab_parts.holes import import_lesson
+from lab_parts.judging import Question, named, numbers, same
+from lab_parts.running import Setting, Task
+
+SCHEDULES, RUNNING = "05-advanced/pipeline_schedules.py", "05-advanced/pipeline_parallel.py"
+LESSONS = {
+    SCHEDULES: ("Instruction", "gpipe", "one_f_one_b", "interleaved"),
+    RUNNING: (
+        "loss_of", "Pipeline", "-Pipeline.I", "-Pipeline.W", "-Pipeline.run",
+    ),
+}  # fmt: skip
+TITLE = "Lab 6: fill the holes until `python labs/grade.py 6` says right everywhere."
+V = 2  # stages on each rank of `interleaved`
+
+
+# one_f_one_b, interleaved: what each rank does, in order
+
+
+def pipelines(setting: Setting) -> list[tuple[int, int]]:
+    """Return (ranks, micro-batches) of some pipelines; the last has fewer of these than ranks."""
+    p = 2 + setting.draw(3)[0]
+    return [(2, 2), (p, 2 * p), (p, p)]
+
+
+def see_schedule(name, answer, setting):
+    # On each rank the same: no rank need talk to another for it.
+    def orders(p, m):
+        make = getattr(answer, name)
+        more = (V,) if name == "interleaved" else ()
+        return [[tuple(i) for i in make(rank, p, m, *more)] for rank in range(p)]
+
+    return [orders(p, m) for p, m in pipelines(setting)]
+
+
+def judge_schedule(name, seen, setting):
+    lesson, v = import_lesson(SCHEDULES), V if name == "interleaved" else 1
+    for (p, m), orders in zip(pipelines(setting), seen[0], strict=True):
+        schedule = [[lesson.Instruction(*i) for i in rank] for rank in orders]
+        where = f"{p} ranks, {m} micro-batches: "
+        if not all(schedule):
+            return f"{where}rank {schedule.index([])} does nothing"
+        if wrong := explained(lesson, schedule, m, p * v):
+            return where + wrong
+        right = lesson.build(name.replace("one_f_one_b", "1f1b"), p, m, v)
+        times = lesson.durations(name, v)
+        for rank in range(p):
+            kept, enough = (lesson.peak_activations(s[rank]) for s in (schedule, right))
+            if kept > enough:
+                return (
+                    f"{where}rank {rank} keeps the activations of {kept:g} forwards, {enough:g} "
+                    "are enough: a backward comes as soon as it can"
+                )
+        idle, least = (lesson.bubble(lesson.simulate(s, times)) for s in (schedule, right))
+        if idle > least + 1e-9:
+            return f"{where}ranks idle {idle:.1%} of the time, {least:.1%} is possible"
+    return None
+
+
+def explained(lesson, schedule, m, stages):
+    """Say what is wrong with a schedule: strange work, then missing work, then a wait for ever."""
+    times = Counter(i for rank in schedule for i in rank)
+    for rank, orders in enumerate(schedule):
+        for i in orders:
+            if not (i.kind in "FB" and 0 <= i.micro_batch < m):
+                return f"rank {rank}: {i} is no micro-batch of this step, which has 0 to {m - 1}"
+            if not 0 <= i.stage < stages or i.stage % len(schedule) != rank:
+                return f"rank {rank} does not hold the stage of {i}"
+    for stage, k, kind in itertools.product(range(stages), range(m), "FB"):
+        i = lesson.Instruction(kind, stage, k)
+        if times[i] != 1:
+            off = abs(times[i] - 1)
+            often = "too often" if times[i] > 1 else "too seldom"
+            return f"{i} is in the schedule {off} time{'s' * (off > 1)} {often}"
+    spans = lesson.simulate(schedule, dict.fromkeys("FB", 1.0))
+    done = {span.instruction for rank in spans for span in rank}
+    waits = []
+    for rank, (orders, ended) in enumerate(zip(schedule, spans, strict=True)):
+        if len(ended) < len(orders):
+            blocked = orders[len(ended)]
+            missing = next(i for i in lesson.needs(blocked, stages - 1) if i not in done)
+            holder = missing.stage % len(schedule)
+            later = "comes later in its own order" if holder == rank else f"is rank {holder}'s"
+            sentence = (
+                f"rank {rank} waits for ever before {blocked}: it needs {missing}, which {later}"
+            )
+            waits.append((holder != rank, sentence))  # who blocks itself, blocks the others
+    return min(waits)[1] if waits else None
+
+
+# step: F and B of a micro-batch
+
+
+def model_of(setting: Setting) -> nn.ModuleList:
+    torch.manual_seed(setting.seed)
+    width = 5 + setting.draw(4)[0]
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+    return nn.ModuleList([*layers[:2], nn.Sequential(layers[2], nn.Linear(width, 7))])
+
+
+def micro_batches(setting: Setting) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    generator, width = setting.generator(), 5 + setting.draw(4)[0]
+    m = 2 + setting.draw(1, 3)[1]
+    inputs = [torch.randn(2, 3, width, generator=generator) for _ in range(m)]
+    return inputs, [torch.randint(7, (2, 3), generator=generator) for _ in range(m)]
+
+
+def see_step(answer, setting):
+    stages, (inputs, targets) = model_of(setting), micro_batches(setting)
+    mail = SimpleNamespace(last_stage=len(stages) - 1)
+    pipeline = answer.Pipeline(dict(enumerate(stages)), mail, inputs, targets)
+    for k in range(len(inputs)):
+        activations = None
+        for stage in range(len(stages)):
+            activations = pipeline.F(stage, k, activations)
+            if activations.grad_fn is not None:
+                return {"graph": stage}
+        gradient = None
+        for stage in reversed(range(len(stages))):
+            gradient = pipeline.B(stage, k, gradient)
+            if gradient is None and stage > 0:
+                return {"none": stage}
+    kept = len(pipeline.kept)
+    gradients = {name: p.grad for name, p in stages.named_parameters()}
+    return {
+        "got": numbers(gradients), "kept": kept, "losses": pipeline.losses,
+        "most": pipeline.most_kept,
+    }  # fmt: skip
+
+
+def judge_step(seen, setting):
+    stages, (inputs, targets) = model_of(setting), micro_batches(setting)
+    m, each = len(inputs), []
+    for x, target in zip(inputs, targets, strict=True):
+        for stage in stages:
+            x = stage(x)
+        loss = F.cross_entropy(x.flatten(0, 1), target.flatten())
+        each.append(torch.autograd.grad(loss, list(stages.parameters())))
+    names = [name for name, _ in stages.named_parameters()]
+    total = [sum(of_weight) for of_weight in zip(*each, strict=True)]
+
+    def by_name(values):
+        return numbers(dict(zip(names, values, strict=True)))
+
+    right = by_name([value / m for value in total])
+    mistakes = {
+        f"gradients are {m} times too large: the loss is not divided by the number of "
+        "micro-batches": by_name(total),
+        f"gradients are {m} times too small: divided by the micro-batches twice": by_name(
+            [value / m**2 for value in total]
+        ),
+        "the last micro-batch's gradient alone: gradients of micro-batches add up": by_name(
+            [value / m for value in each[-1]]
+        ),
+    }
+    own = seen[0]
+    if "graph" in own:
+        return f"F of stage {own['graph']} returns its graph too: no graph crosses ranks: detach()"
+    if "none" in own:
+        return (
+            f"B of stage {own['none']} returns no gradient, for which the stage before waits: do "
+            "activations that arrive require one, and does B return it?"
+        )
+    if own["kept"]:
+        return f"{own['kept']} forwards are still kept after backward: memory grows with each step"
+    if own["most"] < len(stages):
+        return "F keeps nothing for backward: `kept` is by stage and micro-batch"
+    if not same(own["got"], right):
+        return named(own["got"], right, mistakes)
+    if len(own["losses"]) != m:
+        return f"{len(own['losses'])} losses noted of {m} micro-batches"
+    return None
+
+
+def schedule_task(name):
+    judge = functools.partial(judge_schedule, name)
+    return Task(functools.partial(see_schedule, name), judge)
+
+
+TASKS = {
+    "one_f_one_b": schedule_task("one_f_one_b"),
+    "step": Task(see_step, judge_step),
+    "interleaved": schedule_task("interleaved"),
+}
+
+
+# What is to be predicted: 4 ranks, 8 micro-batches, a backward that takes as long as two forwards.
+
+RANKS, MICRO = 4, 8
+
+
+def measure(kind, answer, setting):
+    lesson = import_lesson(SCHEDULES)
+    name, v = ("interleaved", V) if kind == "interleaved" else ("1f1b", 1)
+    schedule = lesson.build(name, RANKS, MICRO, v)
+    if kind == "kept":
+        return lesson.peak_activations(schedule[0])
+    return 100 * lesson.bubble(lesson.simulate(schedule, lesson.durations(name, v)))
+
+
+QUESTIONS = {
+    "bubble": Question(
+        "percent", functools.partial(measure, "1f1b"),
+        lambda right: {
+            "idle time over busy time: a bubble is a part of the whole time": 100 * 3 / 8,
+            "that of one micro-batch: 3 of 4 ranks idle": 75,
+            "p ranks wait for p - 1 others": 100 * 4 / 12,
+        },
+    ),
+    "kept": Question(
+        "micro-batches", functools.partial(measure, "kept"),
+        lambda right: {"all of them: that is GPipe": MICRO, "the last rank's": 1},
+    ),
+    "interleaved": Question(
+        "percent", functools.partial(measure, "interleaved"),
+        lambda right: {
+            "that of one stage per rank: two shorten what a rank waits for": 100 * 3 / 11,
+            "idle time over busy time: a bubble is a part of the whole time": 100 * 3 / 16,
+        },
+    ),
+}  # fmt: skip
