@@ -56,6 +56,7 @@ class Unit:
 
     def gather(self):
         """Move 2. Fill the vector with the parts of all ranks, unless it is full already."""
+        # lab: hole gather
         storage = self.whole.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.whole.nbytes)
@@ -64,15 +65,19 @@ class Unit:
 
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 parameter.data = view
+        # lab: end
 
     def free(self):
         """Move 3. Give the memory back, but keep the vector: autograd has saved views of it."""
+        # lab: hole free
         self.whole.untyped_storage().resize_(0)
         for parameter in self.parameters:
             parameter.data = self.whole.new_empty(0)  # an error instead of a crash, if used now
+        # lab: end
 
     def reduce(self):
         """Move 4. Add up all ranks' gradients, each rank its own part, and drop the whole ones."""
+        # lab: hole reduce
         if all(parameter.grad is None for parameter in self.parameters):
             return  # frozen, or not used
         whole = flatten(p.new_zeros(p.shape) if p.grad is None else p.grad for p in self.parameters)
@@ -84,6 +89,7 @@ class Unit:
         self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         for parameter in self.parameters:
             parameter.grad = None
+        # lab: end
 
 
 class AfterBackward(torch.autograd.Function):
@@ -156,13 +162,17 @@ class Sharded:
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        # lab: hole backward
         for unit in units:
             unit.gather()
+        # lab: end
 
     def after_backward(self, units):
+        # lab: hole backward
         for unit in units:
             unit.reduce()
             unit.free()
+        # lab: end
 
     def finish(self):
         """At the end of backward: the rest, and units none of whose inputs has a gradient."""
@@ -172,7 +182,9 @@ class Sharded:
 
 def modules_of(model):
     """Choose the units of the lesson's model."""
+    # lab: hole units
     return list(model.blocks)
+    # lab: end
 
 
 def shard_by_pytorch(model, modules, dtype):

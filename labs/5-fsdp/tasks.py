@@ -1,0 +1,401 @@
+"""Lab 5, FSDP: how an answer is looked at, and which mistake a wrong one shows."""
+
+import torch
+from torch import nn
+
+from lab_parts.judging import Question, named, numbers, same
+from lab_parts.running import Setting, Task
+
+LESSONS = {
+    "02-fsdp/fsdp_from_scratch.py": ("Unit", "AfterBackward", "Sharded", "modules_of"),
+}
+TITLE = "Lab 5: fill the holes until `python labs/grade.py 5` says right everywhere."
+
+
+def tensors(setting: Setting, kind: int) -> list[torch.Tensor]:
+    """Return tensors of odd shapes, drawn anew for each kind; ranks do not divide their numbers."""
+    generator, width = setting.generator(), 2 + setting.draw(5)[0]
+    generator.manual_seed(setting.seed + 97 * kind)
+    shapes = [(3, width), (width,), (2, 2, width), (1,)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def unit_of(answer, setting, dtype=None):
+    """Return a unit of the same parameters on all ranks, and these."""
+    parameters = [nn.Parameter(tensor) for tensor in tensors(setting, 0)]
+    return answer.Unit(parameters, dtype), parameters
+
+
+def by_number(values) -> dict:
+    return numbers({f"parameter {n}": value for n, value in enumerate(values)})
+
+
+def padded(values: list[torch.Tensor], ranks: int) -> torch.Tensor:
+    flat = torch.cat([value.flatten() for value in values])
+    return nn.functional.pad(flat, (0, -len(flat) % ranks))
+
+
+def held(unit) -> int:
+    """Return the bytes that a unit's whole vector takes now."""
+    return unit.whole.untyped_storage().nbytes()
+
+
+# gather: the vector is filled with the parts of all ranks, once
+
+
+def see_gather(answer, setting):
+    calls = []
+    collective = answer.all_gather_single
+
+    def counted(whole, part):
+        calls.append((whole.dtype, whole.numel(), part.numel()))
+        return collective(whole, part)
+
+    answer.all_gather_single = counted
+    unit, parameters = unit_of(answer, setting)
+    unit.gather()
+    got, shapes = by_number(parameters), [list(p.shape) for p in parameters]
+    shares = [p.data_ptr() == v.data_ptr() for p, v in zip(parameters, unit.views, strict=True)]
+    once = len(calls)
+    unit.gather()
+    low, _ = unit_of(answer, setting, torch.bfloat16)
+    twice = len(calls)
+    low.gather()
+    return {
+        "got": got, "shapes": shapes, "shares": shares, "calls": [once, twice],
+        "low": str(calls[-1][0]) if len(calls) > twice else "none",
+    }  # fmt: skip
+
+
+def judge_gather(seen, setting):
+    right, ranks = tensors(setting, 0), setting.world_size
+    whole = padded(right, ranks)
+    part = len(whole) // ranks
+
+    def cut(vector):
+        pieces = vector[: sum(t.numel() for t in right)].split([t.numel() for t in right])
+        return by_number(pieces)
+
+    mistakes = {"the parts of the ranks stand in another order": cut(
+        torch.cat(list(whole.chunk(ranks))[::-1]))}  # fmt: skip
+    for rank in range(ranks):
+        mistakes[f"rank {rank}'s part everywhere: no other rank's came"] = cut(
+            whole[rank * part : (rank + 1) * part].repeat(ranks)
+        )
+    for rank, own in enumerate(seen):
+        where = f"rank {rank}: "
+        shapes = [list(t.shape) for t in right]
+        if own["calls"][0] == 0:
+            return f"{where}nothing is gathered: the parts of the others are on the other ranks"
+        if own["shapes"] != shapes:
+            n = next(n for n, shape in enumerate(own["shapes"]) if shape != shapes[n])
+            return (
+                f"{where}a parameter of shape {shapes[n]} has shape {own['shapes'][n]} after "
+                "gather: give each one its view of the vector back"
+            )
+        if not same(own["got"], by_number(right)):
+            return where + named(own["got"], by_number(right), mistakes)
+        if not all(own["shares"]):
+            return f"{where}parameters are copies of the vector: as views they take no memory twice"
+        if own["calls"][1] > own["calls"][0]:
+            return f"{where}gathered again while it was full: forward and backward would send twice"
+        if own["low"] != "torch.bfloat16":
+            return f"{where}a unit of bfloat16 sends {own['low']}: cast the shard before it is sent"
+    return None
+
+
+# free: the memory is given back, the vector stays
+
+
+def see_free(answer, setting):
+    unit, parameters = unit_of(answer, setting)
+    unit.gather()
+    full, vector = held(unit), id(unit.whole)
+    kept = parameters[0] * parameters[0].sum()  # autograd keeps views of the vector
+    unit.free()
+    here, same_vector = held(unit), id(unit.whole) == vector
+    left = [parameter.numel() for parameter in parameters]
+    unit.gather()
+    try:
+        kept.sum().backward()
+        gradient = parameters[0].grad.tolist()
+    except RuntimeError as error:
+        gradient = str(error).splitlines()[0]
+    return {"full": full, "freed": here, "same": same_vector, "left": left, "gradient": gradient}
+
+
+def judge_free(seen, setting):
+    weight = tensors(setting, 0)[0].requires_grad_()
+    (weight * weight.sum()).sum().backward()
+    for rank, own in enumerate(seen):
+        where = f"rank {rank}: "
+        if not own["same"]:
+            return (
+                f"{where}the vector was replaced by another one: autograd has saved views of the "
+                "old one for backward, which no gather fills again"
+            )
+        if own["freed"]:
+            return (
+                f"{where}{own['freed']} of {own['full']} bytes are still there after free: a view "
+                "or a name less frees nothing, the storage has to be resized"
+            )
+        if any(own["left"]):
+            return (
+                f"{where}parameters still point to the memory that was given back: a crash, later"
+            )
+        if not same(own["gradient"], weight.grad.tolist()):
+            return (
+                f"{where}backward after gather gives {own['gradient']}, not the weight's gradient"
+            )
+    return None
+
+
+# reduce: each rank its own part of the mean gradient, added up over micro-batches
+
+
+def gradients(setting: Setting, rank: int, micro: int) -> list[torch.Tensor | None]:
+    """Return a rank's gradients of a micro-batch; of one parameter none on rank 1."""
+    drawn = tensors(setting, 10 + 10 * micro + rank)
+    return [None if rank == 1 and n == 1 else tensor for n, tensor in enumerate(drawn)]
+
+
+def see_reduce(answer, setting):
+    calls, collective = [], answer.reduce_scatter_single
+
+    def counted(part, whole):
+        calls.append(whole.numel())
+        return collective(part, whole)
+
+    answer.reduce_scatter_single = counted
+    unit, parameters = unit_of(answer, setting)
+    unit.reduce()  # of frozen parameters: none has a gradient
+    unused, ends = len(calls), []
+    for micro in (0, 1):
+        unit.gather()
+        for parameter, gradient in zip(parameters, gradients(setting, setting.rank, micro),
+                                       strict=True):  # fmt: skip
+            parameter.grad = gradient
+        unit.reduce()
+        dropped = all(parameter.grad is None for parameter in parameters)
+        unit.free()
+        part = unit.shard.grad
+        ends.append({"part": None if part is None else part.tolist(), "dropped": dropped})
+    return {"unused": unused, "ends": ends}
+
+
+def judge_reduce(seen, setting):
+    ranks, means = setting.world_size, []
+    zero = [torch.zeros_like(tensor) for tensor in tensors(setting, 0)]
+    for micro in (0, 1):
+        of_ranks = [
+            [z if g is None else g for g, z in zip(gradients(setting, r, micro), zero, strict=True)]
+            for r in range(ranks)
+        ]
+        means.append(sum(padded(own, ranks) for own in of_ranks) / ranks)
+
+    def part(vector, rank):
+        return vector.chunk(ranks)[rank].tolist()
+
+    for rank, own in enumerate(seen):
+        where, (first, second) = f"rank {rank}: ", own["ends"]
+        if own["unused"]:
+            return f"{where}parameters without any gradient are reduced: frozen ones have none"
+        if first["part"] is None:
+            return f"{where}shard.grad is None: the optimizer steps on the shard"
+        mistakes = {
+            f"{ranks} times too large: summed, not divided by the ranks": part(
+                ranks * means[0], rank
+            ),
+            f"{ranks} times too small: divided by the ranks twice": part(means[0] / ranks, rank),
+        }
+        for other in range(ranks):
+            mistakes[f"the part of rank {other}"] = part(means[0], other)
+        if not same(first["part"], part(means[0], rank)):
+            return where + named(first["part"], part(means[0], rank), mistakes)
+        if not first["dropped"]:
+            return f"{where}whole gradients are kept after reduce: that is the memory FSDP saves"
+        mistakes = {
+            "the second micro-batch's gradient alone: it has to be added to the first": part(
+                means[1], rank
+            ),
+            "the first micro-batch's gradient alone: the second is lost": part(means[0], rank),
+        }
+        total = part(means[0] + means[1], rank)
+        if not same(second["part"], total):
+            return where + named(second["part"], total, mistakes)
+    return None
+
+
+# backward and units: a model of two blocks
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(4, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def model_of(setting: Setting) -> Model:
+    torch.manual_seed(setting.seed)
+    return Model(8 + setting.draw(5)[0])
+
+
+def loss_of(model: nn.Module, setting: Setting, rank: int) -> torch.Tensor:
+    torch.manual_seed(setting.seed + 100 + rank)
+    return model(torch.randn(6, 4)).square().mean()
+
+
+def see_backward(answer, setting):
+    model = model_of(setting)
+    sharded = answer.Sharded(model, list(model.blocks))
+    most, gather = [0], answer.Unit.gather
+
+    def watched(unit):
+        gather(unit)
+        most.append(sum(map(held, sharded.units)))
+
+    answer.Unit.gather = watched
+    loss = loss_of(model, setting, setting.rank)
+    before = len(most)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return {"error": str(error).splitlines()[0], "gathers": len(most) - before}
+    parts = [unit.shard.grad for unit in sharded.units]
+    return {
+        "parts": by_number(parts), "most": max(most[before:] or [0]),
+        "left": sum(map(held, sharded.units)), "whole": sum(u.whole.nbytes for u in sharded.units),
+        "largest": max(u.whole.nbytes for u in sharded.units[:-1]),
+        "rest": sharded.units[-1].whole.nbytes, "gathers": len(most) - before,
+    }  # fmt: skip
+
+
+def judge_backward(seen, setting):
+    ranks = setting.world_size
+    model = model_of(setting)
+    sum(loss_of(model, setting, rank) / ranks for rank in range(ranks)).backward()
+    groups = [list(block.parameters()) for block in model.blocks]
+    groups.append([*model.embedding.parameters(), *model.head.parameters()])
+    for rank, own in enumerate(seen):
+        where = f"rank {rank}: "
+        if "error" in own:
+            gathered = "" if own["gathers"] else ": no unit is gathered again before its backward"
+            return f"{where}backward fails{gathered} ({own['error']})"
+        right = by_number(
+            padded([p.grad for p in group], ranks).chunk(ranks)[rank] for group in groups
+        )
+        if None in own["parts"].values():
+            return f"{where}a unit's shard has no gradient after backward: reduce it"
+        if not same(own["parts"], right):
+            return where + named(own["parts"], right, {})
+        if own["left"]:
+            return (
+                f"{where}{own['left']} of {own['whole']} bytes are whole after backward: free them"
+            )
+        if own["most"] > own["rest"] + 2 * own["largest"]:
+            return (
+                f"{where}{own['most']} bytes are whole at once in backward: free each unit at once"
+            )
+    return None
+
+
+def see_units(answer, setting):
+    model = model_of(setting)
+    names = {module: name for name, module in model.named_modules()}
+    return [names[module] for module in answer.modules_of(model)]
+
+
+def judge_units(seen, setting):
+    right = [f"blocks.{n}" for n in range(len(model_of(setting).blocks))]
+    got = seen[0]
+    if sorted(got) == right:
+        return None
+    if not got or got == [""]:
+        return "one unit: all weights are whole at once, on every rank: a unit for each block"
+    if missing := [name for name in right if name not in got]:
+        return (
+            f"{missing[0]} is in no unit of its own: it is whole from the first layer to the last"
+        )
+    extra = next(name for name in got if name not in right)
+    return f"{extra} is no block: small units send many small messages, and wait for each"
+
+
+TASKS = {
+    "gather": Task(see_gather, judge_gather),
+    "free": Task(see_free, judge_free),
+    "reduce": Task(see_reduce, judge_reduce),
+    "units": Task(see_units, judge_units),
+    "backward": Task(see_backward, judge_backward),
+}
+
+
+# What is to be predicted: 8 blocks of 1,000 weights and a rest of 2,000, float32, on 4 ranks.
+
+BLOCKS, WEIGHTS, REST, RANKS = 8, 1000, 2000, 4
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WEIGHTS, 1, bias=False) for _ in range(BLOCKS))
+        self.rest = nn.Parameter(torch.ones(REST))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.rest.sum()
+        for block in self.blocks:
+            x = x + block(x)
+        return x.sum()
+
+
+def measure(answer, setting):
+    """Return the bytes of weights that a rank holds at rest, at most, and is sent in one step."""
+    model, sent = Wide(), []
+    sharded = answer.Sharded(model, answer.modules_of(model))
+    gather, most = answer.Unit.gather, []
+    collective = answer.all_gather_single
+
+    def counted(whole, part):
+        sent.append(whole.nbytes)
+        return collective(whole, part)
+
+    def watched(unit):
+        gather(unit)
+        most.append(sum(map(held, sharded.units)) + rest)
+
+    rest = sum(unit.shard.nbytes for unit in sharded.units)
+    answer.all_gather_single, answer.Unit.gather = counted, watched
+    model(torch.ones(1, WEIGHTS)).backward()
+    return {"rest": rest, "most": max(most), "gathered": sum(sent)}
+
+
+def question(kind, mistakes):
+    return Question("bytes", lambda answer, setting: measure(answer, setting)[kind],
+                    mistakes, RANKS)  # fmt: skip
+
+
+ALL = 4 * (BLOCKS * WEIGHTS + REST)
+QUESTIONS = {
+    "rest": question("rest", lambda right: {
+        "the whole model, as DDP holds it": ALL,
+        "weights, not bytes: a float32 has 4": right / 4,
+    }),
+    "most": question("most", lambda right: {
+        "the whole model beside the shards: one block at a time is whole": ALL + ALL / RANKS,
+        "without the shards, which stay": right - ALL / RANKS,
+        "without the rest, which is whole all the time": right - 4 * REST,
+    }),
+    "gathered": question("gathered", lambda right: {
+        "each weight once: backward gathers blocks again, the rest stays": ALL,
+        "each weight twice: the rest is gathered once": 2 * ALL,
+    }),
+}  # fmt: skip
