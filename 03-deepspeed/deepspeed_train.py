@@ -247,6 +247,8 @@ def parse_args():
     add("--activation-checkpointing", action="store_true", help="keep blocks' inputs only")
     add("--consolidate", action="store_true", help="write float32 weights to --output-dir at last")
     args = job.parse(parser, parity_steps=2)
+    if args.checkpoints:
+        parser.error("--checkpoints: DeepSpeed's engine saves to --output-dir alone: leave it out")
     if args.consolidate and not (args.output_dir and args.save_every):
         parser.error("--consolidate needs --output-dir, and the checkpoint that is saved there")
     for action in parser._actions:  # without defaults only what is on the command line is left

@@ -1,6 +1,7 @@
 """Checkpoints that are written whole or not at all, and proved whole before they are loaded.
 
-One folder each, `step-00000220/`, with a manifest of checksums: PyTorch accepts flipped bits.
+One folder each, `step-00000220/`, with a manifest of checksums: PyTorch accepts flipped bits. A
+folder that gets its name last; in an object store, which has no rename, its manifest.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import json
 import os
 import random
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -25,60 +25,67 @@ import torch.distributed as dist
 from dist_common.cli import UsageError
 from dist_common.report import Report
 from dist_common.runtime import from_rank0, gather
+from dist_common.stores import AnyPath, remove, sizes_in
 
 # What the order of the data depends on, and what counts of it.
 SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed", "document_attention")
 OLD_FORMAT = "in the format of an older version of this guide: start anew"
 NO_TEMPLATE = "of another script, or of an older version of this guide: start anew"
-# Flags that do not change the weights: a resumed run may change them without a word.
+# Flags that do not change the weights: a resumed run may change them without a word. (Of the last
+# two what they lead to is compared.)
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "logger", "log_every",
         "eval_every", "save_every", "parity_steps", "export_to", "profile", "async_save",
-        "tokens", "document_attention"}  # fmt: skip  # the last two: by what is in them
+        "checkpoints", "tokens", "document_attention"}  # fmt: skip
 
 
 @contextlib.contextmanager
 def sealed(
-    directory: Path, step: int, facts: dict[str, Any], keep: int = 2, group=None, alone=False
-) -> Iterator[Path]:
-    """Yield an empty folder to write to; then hash it, and give it its name last of all.
+    directory: AnyPath, step: int, facts: dict[str, Any], keep=2, group=None, alone=False
+) -> Iterator[AnyPath]:
+    """Yield an empty folder to write to; then hash it, and seal it last of all.
 
     A collective. All ranks share the disk and the hashing, but for `alone`: then rank 0 has both.
     The newest `keep` of this and older ones stay. Raises: UsageError when it cannot be written.
     """
     rank = dist.get_rank(group)
-    partial, final = directory / f".partial-{step:08d}", directory / f"step-{step:08d}"
+    final, local = directory / f"step-{step:08d}", isinstance(directory, Path)
+    partial = directory / f".partial-{step:08d}" if local else final  # a store renames nothing
     try:
         if rank == 0:
-            for old in directory.glob(".partial-*"):  # of saves that were killed
-                shutil.rmtree(old)
+            older = [path for path in found(directory) if path.name < final.name]
+            for old in found(directory, sealed=False):  # of saves that were killed
+                remove(old)
+            remove(partial, ignore_errors=True)  # of a store: damaged
             partial.mkdir(parents=True)
         dist.barrier(group)
         yield partial
         dist.barrier(group)
-        names = [str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()]
-        own = {name: sha256(partial / name, flushed=True) for name in _part_of(names, group, alone)}
+        names = _part_of(sizes_in(partial), group, alone)
+        own = {name: sha256(partial / name, flushed=local) for name in names}
         parts = gather(own, group)
         if rank == 0:
             listed = {name: digest for part in parts for name, digest in part.items()}
             manifest = json.dumps({"step": step, **facts, "files": listed}, indent=1)
-            (partial / "manifest.json").write_text(manifest)
-            flush(partial / "manifest.json")
-            flush(partial)
-            # Only a damaged one can stand here: a run resumes from the newest that is whole.
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            flush(directory)
-            older = [path for path in found(directory) if path.name < final.name]
+            with (partial / "manifest.json").open("w") as file:
+                file.write(manifest)
+            if local:
+                flush(partial / "manifest.json")
+                flush(partial)
+                # Only a damaged one can stand here: a run resumes from the newest that is whole.
+                remove(final, ignore_errors=True)
+                partial.rename(final)
+                flush(directory)
             for path in older[: len(older) + 1 - keep]:
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path, ignore_errors=True)
         dist.barrier(group)
     except (OSError, RuntimeError) as error:
         # torch.save covers up what the operating system said: "unexpected pos 704 vs 598".
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UsageError(f"cannot write the checkpoint {final}: {cause.strerror}") from error
+        remove(partial, ignore_errors=True)
+        what = f"cannot write the checkpoint {final}: {cause.strerror or cause}"
+        raise UsageError(what) from error
 
 
 def _part_of(names: Collection[str], group, alone: bool) -> list[str]:
@@ -90,9 +97,9 @@ def _part_of(names: Collection[str], group, alone: bool) -> list[str]:
 
 
 def newest(
-    directory: Path, report: Report, problem: Callable[[dict], str | None] = lambda facts: None,
+    directory: AnyPath, report: Report, problem: Callable[[dict], str | None] = lambda facts: None,
     group=None, alone=False,
-) -> tuple[Path, dict[str, Any]] | None:  # fmt: skip
+) -> tuple[AnyPath, dict[str, Any]] | None:  # fmt: skip
     """Return folder and manifest of the newest usable checkpoint, or None; name those passed over.
 
     A collective. `problem(manifest)` says why to refuse one, or None: the same on all ranks.
@@ -117,10 +124,11 @@ def newest(
     return None
 
 
-def _manifest_of(path: Path) -> dict[str, Any] | str:
+def _manifest_of(path: AnyPath) -> dict[str, Any] | str:
     """Read a checkpoint's manifest; or say why it cannot be used."""
     try:
-        facts = json.loads((path / "manifest.json").read_text())
+        with (path / "manifest.json").open() as file:
+            facts = json.load(file)
         if "sha256" in facts or "files" not in facts:
             return OLD_FORMAT
         return facts | {"files": dict(facts["files"])}
@@ -128,7 +136,7 @@ def _manifest_of(path: Path) -> dict[str, Any] | str:
         return f"incomplete or damaged ({type(error).__name__}: {error})"
 
 
-def _altered(path: Path, digests: dict[str, str], group, alone: bool) -> str | None:
+def _altered(path: AnyPath, digests: dict[str, str], group, alone: bool) -> str | None:
     """Say which file is not the one that was written; None if all are. A collective."""
     why = None
     for name in _part_of(digests, group, alone):
@@ -197,15 +205,15 @@ class Store:
         """Say why a checkpoint with this manifest is none for this run; None if it is one."""
         return other_model(facts, self.tensors())
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: AnyPath) -> None:
         """Write the state to an empty folder."""
         raise NotImplementedError
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: AnyPath) -> None:
         """Read the state back."""
         raise NotImplementedError
 
-    def staged(self) -> Callable[[Path], None]:
+    def staged(self) -> Callable[[AnyPath], None]:
         """Copy the state, and return what writes the copy: training may change the state then."""
         raise NotImplementedError
 
@@ -221,17 +229,14 @@ class Replicated(Store):
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.model.state_dict()
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: AnyPath) -> None:
         if dist.get_rank() == 0:
             state = {name: part.state_dict() for name, part in self.parts.items()}
-            with open(folder / "state.pt", "wb") as file:  # a path would lose a failure's reason
+            with (folder / "state.pt").open("wb") as file:  # a path would lose a failure's reason
                 torch.save(state, file)
 
-    def read(self, folder: Path) -> None:
-        state = None
-        if dist.get_rank() == 0:
-            state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
-        state = from_rank0(state)
+    def read(self, folder: AnyPath) -> None:
+        state = from_rank0(_loaded(folder / "state.pt") if dist.get_rank() == 0 else None)
         for name in self.parts.keys() & state.keys():  # another precision has no loss scaler
             self.parts[name].load_state_dict(state[name])
 
@@ -263,18 +268,18 @@ class Sharded(Store):
         weights = {name: weights[name] for name in weights if name in self.whole}
         return {"model": weights, "optimizer": moments}
 
-    def write(self, folder: Path, state: dict[str, Any] | None = None) -> None:
+    def write(self, folder: AnyPath, state: dict[str, Any] | None = None) -> None:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.api import CheckpointException
 
         try:
-            dcp.save(state or self.state(), checkpoint_id=folder, process_group=self.group)
+            dcp.save(state or self.state(), checkpoint_id=str(folder), process_group=self.group)
         except CheckpointException as error:  # no Exception, and over what each rank met
             causes = [cause for cause, _ in error.failures.values()]
             of_disk = [cause for cause in causes if isinstance(cause, OSError)]
             raise (of_disk or [RuntimeError(f"not saved: {causes[0]}")])[0] from error
 
-    def staged(self) -> Callable[[Path], None]:
+    def staged(self) -> Callable[[AnyPath], None]:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         if self.stager is None:
@@ -285,12 +290,12 @@ class Sharded(Store):
             )
         return functools.partial(self.write, state=self.stager.stage(self.state()))
 
-    def read(self, folder: Path) -> None:
+    def read(self, folder: AnyPath) -> None:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint import state_dict
 
         state = self.state()
-        dcp.load(state, checkpoint_id=folder, process_group=self.group)
+        dcp.load(state, checkpoint_id=str(folder), process_group=self.group)
         state_dict.set_model_state_dict(self.model, state["model"], options=self.by_name)
         state_dict.set_optimizer_state_dict(
             self.model, self.optimizer, state["optimizer"], options=self.by_name
@@ -298,7 +303,7 @@ class Sharded(Store):
 
 
 def save(
-    directory: Path, step: int, store: Store, facts: dict[str, Any], keep=2, background=False
+    directory: AnyPath, step: int, store: Store, facts: dict[str, Any], keep=2, background=False
 ) -> Future | None:
     """Write a checkpoint: a store's state, and the random state of every rank. A collective.
 
@@ -313,7 +318,8 @@ def save(
         with sealed(directory, step, facts, keep, store.group, store.alone) as folder:
             write(folder)
             if dist.get_rank() == 0:
-                torch.save(random_states, folder / "rng.pt")
+                with (folder / "rng.pt").open("wb") as file:
+                    torch.save(random_states, file)
 
     if not background:
         return write_and_seal()
@@ -325,7 +331,7 @@ def save(
     return done
 
 
-def find(directory: Path, report: Report, store: Store) -> tuple[Path, dict[str, Any]] | None:
+def find(directory: AnyPath, report: Report, store: Store) -> tuple[AnyPath, dict[str, Any]] | None:
     """Return folder and manifest of the newest checkpoint that `store` can read. A collective."""
 
     def problem(facts: dict[str, Any]) -> str | None:
@@ -336,11 +342,16 @@ def find(directory: Path, report: Report, store: Store) -> tuple[Path, dict[str,
     return newest(directory, report, problem, store.group, store.alone)
 
 
-def load(folder: Path, store: Store) -> dict[str, Any] | None:
+def load(folder: AnyPath, store: Store) -> dict[str, Any] | None:
     """Read a store's state; return this rank's random state, None on a rank that is new."""
     store.read(folder)
-    states = torch.load(folder / "rng.pt", weights_only=True) if dist.get_rank() == 0 else None
+    states = _loaded(folder / "rng.pt") if dist.get_rank() == 0 else None
     return dict(enumerate(from_rank0(states, store.group))).get(dist.get_rank())
+
+
+def _loaded(path: AnyPath) -> Any:
+    with path.open("rb") as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def rng_state() -> dict[str, Any]:
@@ -366,17 +377,22 @@ def set_rng_state(state: dict[str, Any] | None) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def found(directory: Path) -> list[Path]:
-    """List a folder's checkpoints, the oldest first, whole or not."""
-    return sorted(p for p in directory.glob("step-*") if re.fullmatch(r"step-\d{8}", p.name))
+def found(directory: AnyPath, sealed: bool = True) -> list[AnyPath]:
+    """List a folder's checkpoints, damaged ones too, the oldest first; or those not `sealed`."""
+    if isinstance(directory, Path):
+        return sorted(directory.glob(("step-" if sealed else ".partial-") + "[0-9]" * 8))
+    files = sizes_in(directory)
+    begun = {match[0] for name in files if (match := re.match(r"step-\d{8}(?=/)", name))}
+    names = sorted(name for name in begun if (f"{name}/manifest.json" in files) == sealed)
+    return [directory / name for name in names]
 
 
-def sha256(path: Path, flushed: bool = False) -> str:
+def sha256(path: AnyPath, flushed: bool = False) -> str:
     """Return the checksum of a file as hexadecimal digits; `flushed` to the disk first."""
     if flushed:
         flush(path)
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()

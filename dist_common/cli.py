@@ -47,6 +47,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, *args, **kwargs) -> argparse.Namespace:
         parsed = super().parse_args(*args, **kwargs)
+        if "://" in (parsed.output_dir or ""):
+            self.error(f"--output-dir {parsed.output_dir}: must be a local folder")
         if getattr(parsed, "resume", False) and not parsed.output_dir:
             self.error("--resume needs --output-dir, the folder of the run to continue")
         return parsed

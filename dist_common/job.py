@@ -5,6 +5,7 @@ A generator of steps, no Trainer: forward, backward, clipping and the optimizer 
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import signal
@@ -22,6 +23,7 @@ from dist_common.cli import ArgumentParser, UsageError, positive_float, positive
 from dist_common.models import TransformerConfig
 from dist_common.report import Report
 from dist_common.runtime import gather
+from dist_common.stores import AnyPath, Remote, sizes_in
 
 
 def add_flags(parser: ArgumentParser, presets: Collection[str], folders: bool = False) -> None:
@@ -74,6 +76,8 @@ def add_loop_flags(parser: ArgumentParser, sharded: bool = False) -> None:
     add("--eval-every", type=whole, default=30, help="steps, or 0 for never (30)")
     add("--save-every", type=whole, default=20,
         help="steps, with --output-dir; 0 for never (20)")  # fmt: skip
+    add("--checkpoints", type=functools.partial(Remote, flag="--checkpoints"), metavar="URL",
+        help="save to an object store, as s3://BUCKET/RUN (a folder of --output-dir)")  # fmt: skip
     if sharded:
         add("--async-save", action="store_true",
             help="train on while shards are written, from a copy in host memory")  # fmt: skip
@@ -91,7 +95,7 @@ def parse(parser: ArgumentParser, parity_steps: int = 1) -> argparse.Namespace:
     if args.parity_steps is None and "preset" in args:  # without one the script's proofs settle it
         small = args.preset == "tiny" and not getattr(args, "init_from", None)
         args.parity_steps = parity_steps if small else 0
-    for flag in ("logger", "profile"):
+    for flag in ("logger", "profile", "checkpoints"):
         if getattr(args, flag) and not args.output_dir:
             parser.error(f"--{flag} needs --output-dir, the folder to write to")
     return args
@@ -155,11 +159,16 @@ class Job:
     test_tokens: int = 0  # that it was measured on
     step_tokens: float = math.nan
     stopped: bool = False  # by a signal
-    found: tuple[Path, dict[str, Any]] | None = None  # the checkpoint to resume from
+    found: tuple[AnyPath, dict[str, Any]] | None = None  # the checkpoint to resume from
     rng: dict[str, Any] | None = None  # this rank's random state in it
 
     def __post_init__(self) -> None:
         args, ranks = self.args, dist.get_world_size()
+        url = getattr(args, "checkpoints", None)
+        if url and not args.resume and self.report.world.is_rank0 and sizes_in(url):
+            full = f"--checkpoints {url} is not empty: name another folder"
+            raise UsageError(f"{full}, or add --resume to continue the run in it")
+        self.checkpoints = url or (self.report.output or Path()) / "checkpoints"
         self.device = self.report.device
         settings = checkpoint.settings_of(args, ranks, self.checksum)
         if self.sampler:  # a mixture, which knows its sources by their checksums
@@ -207,8 +216,7 @@ class Job:
 
     def find(self) -> bool:
         """Choose the newest checkpoint and take its step; say what has changed. A collective."""
-        directory = self.report.output / "checkpoints"
-        self.found = checkpoint.find(directory, self.report, self.store)
+        self.found = checkpoint.find(self.checkpoints, self.report, self.store)
         if self.found is None:
             return False
         path, facts = self.found
@@ -240,10 +248,9 @@ class Job:
             "sampler": self.sampler.state_dict(),
             "trained_tokens": self.trained_tokens,
         }
-        directory = self.report.output / "checkpoints"
         background = getattr(self.args, "async_save", False)
         self.saving = checkpoint.save(
-            directory, self.step, self.store, facts, background=background
+            self.checkpoints, self.step, self.store, facts, background=background
         )
 
     def await_save(self) -> None:

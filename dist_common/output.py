@@ -47,6 +47,8 @@ def claim(path: Path, resume: bool | None) -> None:
 
 def claim_empty(folder: str, flag: str) -> None:
     """Make the empty folder that `flag` names, before days of training. Raises: UsageError."""
+    if "://" in folder:
+        raise cli.UsageError(f"{flag} {folder}: must be a local folder, which you may copy then")
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import bisect
 import copy
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset, Sampler
 
 from dist_common.cli import UsageError
 from dist_common.data import IGNORED
+from dist_common.stores import Ranges, Remote, sizes_in
 
 # A folder: all documents one after another, each ended by one token; the places right after these;
 # and what they are. Little-endian.
@@ -26,33 +28,44 @@ TEST_TOKENS = 2**18  # of a source, at most: an evaluation stays short
 class Folder:
     """A folder of tokens, mapped into memory: a slice reads its own pages of the files, no more.
 
-    Shapes: `tokens` (N,), `ends` (documents,). Raises: UsageError for a damaged one.
+    Of an object store it asks for the slice's bytes. Shapes: `tokens` (N,). Raises: UsageError for
+    a damaged one.
     """
 
     def __init__(self, path: str) -> None:
-        self.path = Path(path)
+        remote = "://" in str(path)
+        self.path = Remote(path, "--tokens") if remote else Path(path)
         try:
-            about = json.loads((self.path / MANIFEST).read_text())
+            sizes = sizes_in(self.path)
+            with (self.path / MANIFEST).open() as file:
+                about = json.load(file)
             self.kind = TYPES[about["dtype"]]
             self.size, self.documents = int(about["tokens"]), int(about["documents"])
             self.largest_id, self.end_id = int(about["largest_id"]), int(about["end_id"])
             self.tokenizer, self.checksum = str(about["tokenizer"]), str(about["sha256"])
-            sizes = {name: (self.path / name).stat().st_size for name in (TOKENS, ENDS)}
         except OSError as error:
-            raise UsageError(f"--tokens {path}: {error.filename}: {error.strerror}") from error
+            file = error.filename or MANIFEST
+            raise UsageError(f"--tokens {path}: {file}: {error.strerror or error}") from error
         except (KeyError, TypeError, ValueError) as error:
             what = f"{MANIFEST} is damaged ({type(error).__name__}: {error})"
             raise UsageError(f"--tokens {path}: {what}") from error
         expected = {TOKENS: self.size * self.kind.itemsize, ENDS: 8 * self.documents}
-        for name, size in sizes.items():
-            if size != expected[name] or not size:
-                what = f"{name} has {size:,} bytes, its manifest says {expected[name]:,}"
+        for name, size in expected.items():
+            if name not in sizes:
+                raise UsageError(f"--tokens {path}: {name}: No such file")
+            if sizes[name] != size or not size:
+                what = f"{name} has {sizes[name]:,} bytes, its manifest says {size:,}"
                 raise UsageError(f"--tokens {path}: {what}: write the folder again")
-        self.tokens = np.memmap(self.path / TOKENS, self.kind, "r")
-        self.ends = np.memmap(self.path / ENDS, ENDS_TYPE, "r")
+        self.array = Ranges if remote else np.memmap
+        self.tokens = self.array(self.path / TOKENS, self.kind, "r")
 
     def __reduce__(self) -> tuple:
         return Folder, (str(self.path),)  # for a process that loads data: not the files' content
+
+    @functools.cached_property
+    def ends(self) -> np.ndarray:
+        """Return the place after each document, (documents,); an object store's are read whole."""
+        return self.array(self.path / ENDS, ENDS_TYPE, "r")[0 : self.documents]
 
     def ends_before(self, places: np.ndarray) -> np.ndarray:
         """Return how many documents end before each place, the ending token included."""

@@ -1026,7 +1026,7 @@ def _save_and_die(folder, model, after):
     torch.save = counted(torch.save)
     checkpoint.flush = counted(checkpoint.flush)
     checkpoint.Path.rename = counted(checkpoint.Path.rename)
-    checkpoint.shutil.rmtree = counted(checkpoint.shutil.rmtree)
+    shutil.rmtree = counted(shutil.rmtree)
     save(folder, 2, model, step=2)
     os._exit(0)
 
