@@ -17,6 +17,7 @@ LESSON = '''"""Do what the line says.
 """
 import sys, time
 print("some words")
+assert "*" not in "".join(sys.argv), "files, as a shell would have it"
 if "--sleep" in sys.argv:
     time.sleep(60)
 if "--refuse" in sys.argv:
@@ -60,6 +61,7 @@ def smoke(tmp_path, monkeypatch):
         ("refuses", "1 --refuse", "python", 0, ("refused", "x.py: error: needs two ranks")),
         ("refuses", "2 --refuse", "python", 0, ("refused", "x.py: error: needs two ranks")),
         ("slow", "0 --sleep", "python", 1, ("too late", "some words")),
+        ("files", "0 01-x/*.py", "python", 0, ("OK", "OK: 3 checks passed")),
         ("theirs", "my_config.json", "python", 0, ("left out", "reads a file of yours")),
     ],
 )
@@ -110,6 +112,8 @@ def test_the_lines_are_the_lessons_own():
         words = shlex.split(script.commands_of(path, lines[path], "/tmp/x", 2)[-1])
         assert any(word.endswith(".py") and (REPO / word).exists() for word in words), words
         assert not {"--num_gpus=8", "DIR", "pairs.jsonl"} & set(words)
+        on_cpu = script.commands_of(path, lines[path], "/tmp/x", None)[-1]
+        assert on_cpu.count("--preset") == lines[path].count("--preset")
     assert {*script.ADDED, *script.BEFORE} <= set(started)
 
 
