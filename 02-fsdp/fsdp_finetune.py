@@ -211,11 +211,14 @@ def pack(sizes, seq_len):
     return rows
 
 
-def trim(inputs, targets, *positions):
-    """Cut off the columns that are padding in every row. Shapes: (B, T) -> (B, at most T)."""
+def trim(device, inputs, targets, *positions):
+    """Move a batch, cut off columns that are padding in every row. Shapes: (B, T) -> (B, up to T).
+
+    It moves as it is, from pinned memory without a wait: a part of its columns would be copied.
+    """
     counted = (targets != data.IGNORED).any(dim=0).nonzero()
     end = int(counted[-1]) + 1 if len(counted) else 1
-    return [part[:, :end] for part in (inputs, targets, *positions)]
+    return [part.to(device, non_blocking=True)[:, :end] for part in (inputs, targets, *positions)]
 
 
 def build(args, mesh, device):
@@ -317,7 +320,7 @@ def accumulate_gradient(model, micro_batches, device):
     dist.all_reduce(tokens)
     loss_sum = torch.zeros((), device=device)
     for batch in micro_batches:
-        loss = summed_loss(model, *(part.to(device) for part in trim(*batch)))
+        loss = summed_loss(model, *trim(device, *batch))
 
         (loss / tokens).backward()  # by the tokens of all ranks: each counts alike
 
@@ -344,8 +347,11 @@ def train(run):
 def evaluate(run):
     """Return what measures the test loss, or None where no pair is held out."""
 
+    def loss_of(*batch):
+        return summed_loss(run.model, *trim(run.job.device, *batch))
+
     def test_loss():
-        loss = run.job.evaluate(run.model, lambda *batch: summed_loss(run.model, *trim(*batch)))
+        loss = run.job.evaluate(run.model, loss_of)
         layers_and_norm(run.model)[1].reshard()  # which forward keeps: no backward comes here
         return loss
 

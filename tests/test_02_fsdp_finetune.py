@@ -641,7 +641,7 @@ def test_padding_counts_nowhere(tokenizer, tiny):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
     answers = script.Answers(pairs_of(("a?", "bc"), ("abcd?", "e")), tokenizer, seq_len=16, ranks=1)
     inputs, targets = (torch.stack(part) for part in zip(answers[0], answers[1], strict=True))
-    trimmed = script.trim(inputs, targets)
+    trimmed = script.trim("cpu", inputs, targets)
     assert trimmed[0].shape == (2, 7), "the longer pair has 5 + 1 + 1 tokens before its last"
     more = F.pad(inputs, (0, 8), value=1), F.pad(targets, (0, 8), value=data.IGNORED)
     losses = [script.summed_loss(model, *batch).item() for batch in (trimmed, more)]

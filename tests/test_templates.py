@@ -1,5 +1,6 @@
 """The five templates: each stops, saves and resumes alike, and is copied with dist_common alone."""
 
+import argparse
 import ast
 import errno
 import functools
@@ -14,6 +15,8 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from helpers_01 import ask_to_stop_in, die_in, largest_difference, steps_in, wai
 from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
 from helpers_tokens import words, write_folder
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dist_common import checkpoint, cli, data, hf, job, models, report
 from fsdp_parts import checkpoint_job
@@ -124,17 +128,50 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OnHost(torch.Tensor):
+    """A batch in the host's pinned memory: it moves as it is, without a wait, or the test fails.
+
+    Of what an operation makes of it no GPU could copy in the background: the memory is another, or
+    not in one piece. And no operation takes it together with what is on the device.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        to = [*args[1:], kwargs.get("device")]
+        if func is torch.Tensor.cuda or (
+            func is torch.Tensor.to and any(isinstance(x, torch.device | str) for x in to)
+        ):
+            assert hasattr(args[0], "pinned"), "not as the loader has pinned it"
+            assert kwargs.get("non_blocking"), "the host waits for this copy"
+            return args[0].as_subclass(torch.Tensor)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        assert all(isinstance(x, cls) for x in given), f"{func} of host and device"
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def pinned(tensor):
+    on_host = tensor.as_subclass(OnHost)
+    on_host.pinned = True
+    return on_host
+
+
 def read_no_more_than(per_micro_batch):
-    """Return what fails a run whose steps read more, the optimizer's part included."""
+    """Return what fails a run whose steps read more, the optimizer's part included.
+
+    Or that copy a batch with a wait. None: the reads are not this script's own.
+    """
 
     def watch(script):
         steps = job.Job.steps
 
         def watched(self, *args, **options):
             for step in steps(self, *args, **options):
+                step.micro_batches = [[*map(pinned, batch)] for batch in step.micro_batches]
                 with HostReads() as reads:
                     yield step
-                assert reads.count == per_micro_batch * len(step.micro_batches)
+                counted = len(step.micro_batches) * (per_micro_batch or 0)
+                assert per_micro_batch is None or reads.count == counted
 
         job.Job.steps = watched
 
@@ -147,9 +184,10 @@ def read_no_more_than(per_micro_batch):
     # On the host, before a micro-batch leaves it: its tokens are counted, and where pairs differ in
     # length it is cut to the longest. DeepSpeed's engine reads more, by itself.
     [(DDP, 1, False), (FSDP, 1, False), (HYBRID, 0, False), (FINETUNE, 4, False),
+     (DEEPSPEED, None, False),
      (FSDP, 1, True), (HYBRID, 0, True)],
 )  # fmt: skip
-def test_a_step_reads_nothing_that_the_device_computes(
+def test_a_step_waits_for_nothing_that_the_device_does(
     train, tmp_path, template, per_micro_batch, by_document
 ):  # fmt: skip
     change = read_no_more_than(per_micro_batch)
@@ -159,6 +197,17 @@ def test_a_step_reads_nothing_that_the_device_computes(
         flags += ("--tokens", folder, "--document-attention")
     ended = train(template, *flags, changes=[change])
     assert ended.codes == [0, 0], ended.stderr
+
+
+@gpu_ready
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_batches_are_pinned_where_a_gpu_fetches_them(monkeypatch, kind):
+    monkeypatch.setattr(job.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(job, "measure", mock.Mock())
+    monkeypatch.setattr(data, "job_batches", lambda *given: given[-1])
+    args = argparse.Namespace(seed=0, log_every=10, num_workers=0)
+    made = job.Job(args, SimpleNamespace(device=torch.device(kind)), range(4), None, None)
+    assert made.batches == (kind == "cuda")
 
 
 # what a GPU computes in
