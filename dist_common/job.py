@@ -222,6 +222,10 @@ class Job:
         path, facts = self.found
         if "trained_tokens" not in facts:
             raise UsageError(f"{path} was written by an older version of this guide: start anew")
+        then, now = (each.get("document_attention") for each in (facts["settings"], self.settings))
+        if then != now:
+            other = "its steps had other masks and targets, and of those is its count of tokens"
+            raise UsageError(f"--document-attention is {now} here, {then} in {path}: {other}")
         changes = checkpoint.changed_settings(facts["settings"], self.settings)
         self.step = facts["step"]
         self.sampler.load_state_dict(facts["sampler"])
@@ -291,12 +295,14 @@ class Job:
             last = self.step == args.max_steps
             save_due = report.output and self.store and due(self.step, args.save_every, last)
             eval_due = evaluate and due(self.step, args.eval_every, last)
-            look = save_due or eval_due or last or self.step == last_step
+            look = save_due or eval_due or last or self.step in (last_step, profile.last)
             if not (look or self.step % args.log_every == 0):
                 continue  # the next step is queued while the device still computes this one
 
             self.stopped = self.read(unread)
             unread.clear()
+            if self.step >= profile.last:
+                profile.stop()
             if eval_due and (last or not self.stopped):
                 self.test_loss = evaluate()
                 self.log.write(self.step, test_loss=self.test_loss)
@@ -305,7 +311,7 @@ class Job:
                 self.save()
             if self.stopped:
                 break
-            self.timer.start()  # the time of evaluating and saving belongs to no step
+            self.timer.start()  # the time of what is done between steps belongs to none
         self.await_save()
         profile.stop()
         if self.losses:

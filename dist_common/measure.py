@@ -212,12 +212,11 @@ class WandB:
         except wandb.Error as error:
             why = f"{error}; WANDB_MODE=offline needs no account"
             raise UsageError(f"--logger wandb: {why}") from error
-        # wandb's own count cannot go back to the checkpoint that a resume starts from.
-        self.run.define_metric("*", step_metric="step")
         self.close = self.run.finish
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self.run.log({"step": step, **values})
+        if step >= self.run.step:  # which cannot go back to the checkpoint that a resume starts from
+            self.run.log(values, step=step)
 
 
 LOGGERS = {"tensorboard": TensorBoard, "wandb": WandB}
@@ -242,7 +241,7 @@ class Profile:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile a step, if it is one of them."""
+        """Profile a step, if it is one of them; whoever reads the last one's results calls `stop`."""
         if not self.first <= number <= self.last:
             yield
             return
@@ -250,8 +249,6 @@ class Profile:
             self.start()
         with torch.profiler.record_function(f"step {number}"):
             yield
-        if number == self.last:
-            self.stop()
 
     def start(self) -> None:
         if self.device.type == "cuda":

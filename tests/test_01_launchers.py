@@ -295,8 +295,10 @@ def queued(tmp_path: Path, srun: str, launcher: str, *argv: str, **environ: str)
     run_file = """while [[ $1 == --* ]]; do shift; done; sed -n 's/^#SBATCH //p' "$1"; bash "$@\""""
     stand_in(tmp_path, "sbatch", run_file)
     stand_in(tmp_path, "srun", f'echo "srun $*"; {srun}')
-    stand_in(tmp_path, "scancel", 'echo "scancel $*"; kill -USR1 $(pgrep -P $PPID -f /srun)')
-    stand_in(tmp_path, "scontrol", 'echo "scontrol $*"')
+    tell = 'echo "scancel $*"; kill -${1#--signal=} $(pgrep -P $PPID -f /srun)'
+    stand_in(tmp_path, "scancel", tell)
+    show = 'if [[ $1 == show ]]; then echo "PreemptTime=${PREEMPTED:-None}"; '
+    stand_in(tmp_path, "scontrol", show + 'else echo "scontrol $*"; fi')
     slurm = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_CPUS_ON_NODE": "96"}
     line = [
         launcher,
@@ -340,6 +342,21 @@ def test_slurm_job_saves_and_queues_again_when_time_is_up(tmp_path, script):
             "scontrol requeue 7",
         ],
     )
+
+
+@pytest.mark.parametrize("told", ["tasks", "shell"])
+@pytest.mark.parametrize("when", [None, "2026-01-01T00:00:00"])
+def test_slurm_job_that_is_preempted_is_queued_again_and_a_cancelled_one_is_not(
+    tmp_path, told, when
+):  # fmt: skip
+    """Either gets SIGTERM, the tasks or this shell too; SLURM itself knows the difference."""
+    goes_on = "while true; do sleep 0.1; done"
+    whom = {"tasks": "(sleep 0.3; kill $$) &", "shell": "kill $PPID;"}[told]
+    until_signal = f'trap "echo saved; exit 0" TERM; {whom} {goes_on}'
+    environ = {"PREEMPTED": when} if when else {}
+    codes, said = queued(tmp_path, until_signal, LAUNCH, **environ)
+    expected = ["scancel --signal=TERM 7"] * (told == "shell") + ["saved"]
+    assert (codes, said[1:]) == ([0], expected + ["scontrol requeue 7"] * bool(when))
 
 
 def test_slurm_job_of_a_lesson_has_nothing_to_resume(tmp_path):

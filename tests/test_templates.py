@@ -284,6 +284,29 @@ def test_a_run_that_is_asked_to_stop_saves_and_resumes_bitwise(train, tmp_path, 
     assert set(metrics["memory_gib"]) == {"before", "weights", "gradients", "optimizer"}
 
 
+def profile_belongs_to_no_step(script):
+    """Its files are written after the last step of it is timed, however seldom results are read."""
+    read, stop, timed = job.Job.read, job.measure.Profile.stop, []
+
+    def noted(self, unread):
+        stopped = read(self, unread)
+        timed.append(self.step)
+        return stopped
+
+    def checked(self):
+        assert self.trace is None or timed[-1] == self.last, timed
+        stop(self)
+
+    job.Job.read, job.measure.Profile.stop = noted, checked
+
+
+def test_the_time_to_write_a_profile_is_no_steps(train, tmp_path):
+    argv = ("--log-every", 10, "--profile", "3-4", "--output-dir", tmp_path / "run")
+    ended = train(DDP, *argv, changes=[profile_belongs_to_no_step])
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    assert (tmp_path / "run" / "profile" / "trace-rank1.json").exists()
+
+
 def write_slowly(script):
     """In the background, what a run that ends has to wait for."""
     write = checkpoint.Sharded.write
