@@ -215,7 +215,7 @@ class WandB:
         self.close = self.run.finish
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        if step >= self.run.step:  # which cannot go back to the checkpoint that a resume starts from
+        if step >= self.run.step:  # which cannot go back to the checkpoint of a resume
             self.run.log(values, step=step)
 
 
@@ -241,7 +241,7 @@ class Profile:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile a step, if it is one of them; whoever reads the last one's results calls `stop`."""
+        """Profile a step, if it is one of them; after the last one's results call `stop`."""
         if not self.first <= number <= self.last:
             yield
             return

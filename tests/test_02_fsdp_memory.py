@@ -1,13 +1,10 @@
 """fsdp_memory.py: what it predicts is what a real run allocates, and what each saving saves."""
 
 import random
-import re
-import shlex
 
 import pytest
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 from helpers_02 import quick
-from pages import PAGES
 
 from dist_common import models
 from fsdp_parts.memory import peak_in
@@ -141,38 +138,6 @@ def test_the_log_of_a_busy_machine(released, peak):
     copies = [block(3, 2, 90), block(5, 3, 110, thread=2)]
     events = [*gathered, block(1, 1, 100), *copies, span("FSDP::all_gather_copy_out (x)", 10, 15)]
     assert peak_in([*events, block(20, 4, 40), *released]) == (peak, 110)
-
-
-def printed_lines() -> dict[str, tuple[int, list[str]]]:
-    """Return {line: (ranks, flags)} of all that start the template on GPUs with a large model."""
-    text = load_script("benchmarks/gpu_smoke.py").lines_of("GPU")["02-fsdp/fsdp_transformer.py"]
-    text = "\n".join([text, *((REPO / page).read_text() for page in PAGES)])
-    found = {}
-    start = r"(?:torchrun|sbatch) [^\n'`]*02-fsdp/fsdp_transformer\.py( [^\n'`]*--preset [^\n'`]*)"
-    for line in re.finditer(start, text):
-        nodes = re.search(r"--(?:nnodes|nodes)=(\d+)", line[0])
-        on_each = re.search(r"--(?:nproc-per-node|ntasks-per-node)=(\w+)", line[0])[1]
-        if nodes or on_each == "gpu":  # others start it on this machine's CPU
-            ranks = int(nodes[1] if nodes else 1) * int({"gpu": 8}.get(on_each, on_each))
-            flags = [flag for flag in shlex.split(line[1]) if flag != "--resume"]
-            found[line[0]] = ranks, flags
-    return found
-
-
-@full
-@pytest.mark.gpu_ready
-@pytest.mark.parametrize("line", printed_lines())
-def test_every_printed_line_fits_its_gpus(run_script, tmp_path, line):
-    """80 GB, less a tenth for what no tensor holds. `gpu` is taken for 8."""
-    ranks, flags = printed_lines()[line]
-    flags += ["--world-size", ranks, "--output-dir", tmp_path / "run"]
-    ended = run_script(MEMORY, *flags, environ={}, timeout_s=300)
-    assert ended.codes == [0], ended.stderr
-    assert 0 < results_of(tmp_path / "run")["metrics"]["Total_gib"] * 2**30 < 0.9 * 80e9
-
-
-def test_lines_for_gpus_are_found():
-    assert sorted(ranks for ranks, _ in printed_lines().values()) == [8, 16, 64, 64]
 
 
 @full
