@@ -11,7 +11,7 @@ from pathlib import Path
 import filelock
 import numpy as np
 import pytest
-from conftest import load_script, results_of
+from conftest import assert_one_line, load_script, results_of
 from helpers_01 import ask_to_stop_in, largest_difference
 from helpers_02 import quick
 from helpers_03 import SMALL_MODEL
@@ -385,3 +385,18 @@ def test_a_wrong_token_ends_the_run_in_one_line(train, tmp_path):
     ended = train(DDP, "--parity-steps", 0)
     assert 2 in ended.codes and "token 300 in tokens.bin" in ended.stderr, ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_a_resume_with_other_attention_is_refused_with_the_reason(run_script, tmp_path):
+    folder = write_folder(tmp_path / "one", words(0, 200))
+
+    def small(module):
+        models.PRESETS["tiny"] = SMALL_MODEL
+
+    argv = ("--tokens", folder, "--seq-len", 16, "--micro-batch-size", 2, "--resume",
+            "--output-dir", tmp_path / "run")  # fmt: skip
+    assert run_script(DDP, *argv, "--max-steps", 1, before=small).codes == [0]
+    ended = run_script(DDP, *argv, "--max-steps", 2, "--document-attention", before=small)
+    says = "--document-attention is True here, False in "
+    assert_one_line(ended, says, "ddp_training.py")
+    assert "its steps had other masks and targets" in ended.stderr

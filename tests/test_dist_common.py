@@ -213,6 +213,8 @@ def profiled(device, first, last, folder, steps):
     for number in steps:
         with profile.step(number):
             torch.ones(2).add(number)
+        if number >= last:
+            profile.stop()
     profile.stop()
 
 
@@ -530,6 +532,37 @@ def test_the_first_token_of_a_document_is_no_target_of_the_one_before(tmp_path):
     assert train.lengths[everything].tolist() == counted and train.lengths.sum() == sum(counted)
     back = everything.flip(0)[:3]
     assert train.lengths[back].tolist() == [counted[index] for index in back]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_share_the_look_up_of_what_was_trained_on(on_ranks, tmp_path, ranks):
+    """In the middle of the first epoch of one source, and of the second of another."""
+    folders = [write_folder(tmp_path / name, words(seed, count))
+               for seed, (name, count) in enumerate((("one", 2000), ("two", 300)))]  # fmt: skip
+    args = job_of(folders)
+    args.document_attention = True
+
+    class Counted:
+        def __init__(self, lengths):
+            self.lengths, self.sum, self.pieces = lengths, lengths.sum, []
+
+        def __getitem__(self, indices):
+            self.pieces.append(len(indices))
+            return self.lengths[indices]
+
+    def look_up(rank, world_size):
+        proofs.SharedSum.PIECE = 16
+        train, _, mixed = tokens.job_tokens(args, 0, 1)
+        small = list(mixed.taken)[1]
+        mixed.taken = dict.fromkeys(mixed.taken, mixed.sizes[small] + 5)
+        counted = Counted(train.lengths)
+        total = mixed.trained(proofs.SharedSum(counted, torch.device("cpu")))
+        looked_up = 2 * (mixed.sizes[small] + 5)  # an epoch of the small one, and 5 of its next
+        assert sum(counted.pieces) <= looked_up / ranks + 3, "three times a part of them"
+        return total, mixed.trained(train.lengths), max(counted.pieces)
+
+    for total, expected, largest in on_ranks(look_up, ranks):
+        assert total == expected > 0 and largest <= 16
 
 
 def test_no_rank_reads_more_than_its_sequences(tmp_path, monkeypatch):

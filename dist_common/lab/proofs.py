@@ -197,9 +197,31 @@ def proven_steps(
     job.report.metrics |= probe.metrics(job.timer)
 
 
+class SharedSum:
+    """Lengths of a hundred million sequences, of which each rank looks up and adds up its part.
+
+    Indexing gives their sum alone, and is a collective. Shapes: (n,) -> ().
+    """
+
+    PIECE = 2**20  # sequences looked up at a time
+
+    def __init__(self, lengths, device: torch.device) -> None:
+        self.lengths, self.device, self.sum = lengths, device, lengths.sum
+
+    def __getitem__(self, indices: torch.Tensor) -> torch.Tensor:
+        own = indices.tensor_split(dist.get_world_size())[dist.get_rank()]
+        sums = [int(self.lengths[piece].sum()) for piece in own.split(self.PIECE)]
+        total = torch.tensor(sum(sums), device=self.device)
+        dist.all_reduce(total)
+        return total
+
+
 def every_token_once(job: Job) -> None:
-    """Check that each token up to the sampler's place was trained on, and the test set tested."""
-    expected = job.sampler.trained(job.train_set.lengths)
+    """Check that each token up to the sampler's place was trained on, and the test set tested.
+
+    A collective.
+    """
+    expected = job.sampler.trained(SharedSum(job.train_set.lengths, job.device))
     job.report.check("tokens trained on, from step 1", job.trained_tokens, expected, 0, "each once")
     if job.test_loss is not None:
         tested = int(job.test_set.lengths.sum())
