@@ -37,8 +37,7 @@ GPU_GB = 80  # where the page names no other right before
 OF_TENSORS = 0.9  # of a GPU's memory: the rest is the context's, kernels' and the allocator's
 CPU = torch.device("cpu")
 full = pytest.mark.full
-# One worker imports what these take.
-pytestmark = [pytest.mark.gpu_ready, pytest.mark.xdist_group("dry-runs")]
+pytestmark = pytest.mark.gpu_ready
 
 # lines
 
@@ -78,7 +77,8 @@ def lines_of(text):
         if ranks < 8 or re.search("--preset tiny|--model runs/", found[2]):
             continue
         gpus = re.findall(r"GPUs? of (\d+) GB", text[max(0, found.start() - 600) : found.start()])
-        line = Line(found[1], ranks, shlex.split(found[2]), int(gpus[-1]) if gpus else GPU_GB)
+        flags = shlex.split(re.sub(r" --resume\b| --(?:output-dir|export) \S+", "", found[2]))
+        line = Line(found[1], ranks, flags, int(gpus[-1]) if gpus else GPU_GB)
         if line.flags[-1] == "...":
             line.shown_by = CUT.search(text)[1]
         # A lesson's batches are small; some hold two models, and one that neither is cut nor ends.
@@ -259,7 +259,7 @@ SET_UP = {DDP: set_up_ddp, FINETUNE: set_up_finetune, DEEPSPEED: set_up_deepspee
 
 def peak_of_template(script, parsed, world, memory):
     args = parsed[0] if isinstance(parsed, tuple) else parsed
-    args.output_dir = args.resume = args.export = args.export_to = args.tokens = None
+    args.output_dir = args.export = args.export_to = args.tokens = None
     if args.global_batch_size:  # of more micro-batches a step holds no more at a time
         args.global_batch_size = None
         args.grad_accum_steps = 2 * getattr(args, "pp", 1)
@@ -338,7 +338,7 @@ def test_lines_are_found():
     found = sorted((Path(line.script).stem, line.ranks) for line in LINES.values())
     assert found == [
         ("ddp_training", 8),
-        ("deepspeed_train", 8), ("deepspeed_train", 16), ("deepspeed_train", 16),
+        ("deepspeed_train", 8), ("deepspeed_train", 16),
         ("fsdp_checkpoint", 16),
         ("fsdp_finetune", 8), ("fsdp_finetune", 8),
         ("fsdp_reshard", 48), ("fsdp_to_hf", 16),
