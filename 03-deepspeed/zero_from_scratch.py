@@ -44,6 +44,7 @@ class Bucket:
 
     def reduce(self):
         """Add up all ranks' gradients, each rank its own part, and drop the whole ones."""
+        # lab: hole reduce
         weights = self.parameters  # without a gradient: in a branch that this rank did not take
         whole = flatten(torch.zeros_like(w) if w.grad is None else w.grad for w in weights)
         mean = torch.empty_like(self.part, dtype=self.reduce_dtype)
@@ -54,10 +55,13 @@ class Bucket:
         self.gradient = mean if self.gradient is None else self.gradient + mean
         for parameter in self.parameters:
             parameter.grad = None
+        # lab: end
 
     def gather(self):
         """Give every rank the parts that the others have updated."""
+        # lab: hole gather
         all_gather_single(self.flat, self.part.to(self.flat.dtype, copy=True))
+        # lab: end
 
 
 class Zero:
@@ -80,7 +84,9 @@ class Zero:
             Bucket(bucket, dtype, reduce_dtype or dtype)
             for bucket in buckets_of(trained, bucket_bytes)
         ]
+        # lab: hole optimizer
         self.optimizer = make_optimizer([bucket.part for bucket in self.buckets])
+        # lab: end
         self.queue = []  # the buckets that this backward has not yet reduced
         if stage == 2:
             for bucket in self.buckets:
@@ -103,19 +109,37 @@ class Zero:
         while self.queue:
             self.queue.pop(0).reduce()
 
-    def step(self):
+    def step(self, max_grad_norm=None):
         """Update this rank's part, then share it. Stage 1 has whole gradients until here."""
+        # lab: hole step
         for bucket in self.buckets:
             if self.stage == 1:
                 bucket.reduce()
             bucket.part.grad = bucket.gradient.to(bucket.part.dtype)
             bucket.gradient = None
+        if max_grad_norm:
+            self.clip(max_grad_norm)
 
         self.optimizer.step()
 
         self.optimizer.zero_grad()
         for bucket in self.buckets:
             bucket.gather()
+        # lab: end
+
+    def clip(self, max_grad_norm):
+        """Scale gradients to a norm of at most max_grad_norm; return the whole gradient's norm."""
+        # lab: hole clip
+        gradients = [bucket.part.grad for bucket in self.buckets]
+        square = sum(gradient.float().square().sum() for gradient in gradients)
+
+        dist.all_reduce(square)  # of a norm, squares add up: each rank has those of its part
+
+        norm = square.sqrt()
+        for gradient in gradients:
+            gradient *= (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+        # lab: end
 
 
 def whole_state(zero, model):
