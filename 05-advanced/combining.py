@@ -137,20 +137,14 @@ def describe_template(report: Report, job: Job, prediction: Prediction) -> None:
         "second all-gather of norms in backward": layout.tp > 1 and layout.recompute != "full",
         "ring of keys and values": layout.cp > 1,
         "--recompute swiglu": layout.recompute == "swiglu",
-        "gradients reduced in each micro-batch": layout.sharding == "full",
     }
     missing = [name for name, needed in lacks.items() if needed]
-    weights = memory.weights_of_stage(job.config, layout, stage)
     layers = memory.layers_of_stages(job.config.num_layers, layout.pp)[stage]
     kept = layers * prediction.in_flight * kept_by_the_template(job.config, layout)
     if layout.recompute == "full":  # and one layer whole while it is recomputed
         kept += kept_by_the_template(job.config, replace(layout, recompute="none"))
-    instead = {
-        "weights": memory.BF16 * weights,  # all of the stage, until its last backward
-        "gradients": memory.FP32 * weights,
-        "activations": kept * job.tokens(layout),
-    }
-    held = sum((prediction.memory | instead).values()) / GIB
+    held = prediction.memory | {"activations": kept * job.tokens(layout)}
+    held = sum(held.values()) / GIB
     report.metrics["template_memory_gib"] = held
     room = f"{held:.1f} of {prediction.memory_limit / GIB:.1f} GiB"
     why = f", without {', without '.join(missing)}" if missing else ""

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -199,6 +200,22 @@ class Stage(nn.Module):
         return torch.stack([local(loss)])
 
 
+class PipelineStage(pipelining.PipelineStage):
+    """PyTorch's sums gradients over ranks after the last backward; this one, while it goes on.
+
+    With --data-parallel full in each micro-batch, which leaves a rank its part of the gradient.
+    """
+
+    def backward_maybe_with_nosync(self, kind, ends, last_backward=False):
+        if kind != "full":  # of a zero-bubble schedule: FSDP's hooks see no part of a backward
+            return super().backward_maybe_with_nosync(kind, ends, last_backward)
+        leave = last_backward or self.submod.frees_weights
+        self.submod.set_requires_gradient_sync(leave)
+        self.submod.set_reshard_after_backward(leave)
+        self.submod.set_is_last_backward(last_backward)
+        return stage_backward(**ends), None
+
+
 def split_layers(run):
     """Pipeline parallelism: make this rank's stages, and the schedule that drives them."""
     args, device = run.job.args, run.job.device
@@ -217,9 +234,7 @@ def split_layers(run):
         run.stages.append(stage)
         shapes = {"input_args": between if number else tokens}
         shapes["output_args"] = between if stage.head is None else loss
-        piped.append(
-            pipelining.PipelineStage(stage, number, total, device, group=pp.get_group(), **shapes)
-        )
+        piped.append(PipelineStage(stage, number, total, device, group=pp.get_group(), **shapes))
 
     def mean_loss(loss, _):  # over the tokens of the global batch: each token counts alike
         return loss / run.tokens
@@ -240,11 +255,13 @@ def split_batch(run):
     mesh = run.data_mesh
     if args.data_parallel == "replicate":
         mesh = DeviceMesh._concatenate([mesh, run.mesh["whole"]])
-    # grad-op gathers weights once per step; full once per micro-batch, and once more.
-    full = args.data_parallel == "full"
     for stage in run.stages:
-        for unit in [*stage.blocks, stage]:
-            fully_shard(unit, mesh=mesh, reshard_after_forward=full, mp_policy=policy)
+        # grad-op gathers weights once per step; full for each forward and each backward.
+        stage.frees_weights = args.data_parallel == "full"
+        for unit in filter(None, (*stage.blocks, stage.head, stage)):
+            fully_shard(
+                unit, mesh=mesh, reshard_after_forward=stage.frees_weights, mp_policy=policy
+            )
             # Gradients are summed, as a plain sum: the loss is divided by all ranks' tokens.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)

@@ -1,5 +1,6 @@
 """Four axes at once: the gradient of one process, and the losses of module 01's template."""
 
+import gc
 import shutil
 from dataclasses import replace
 from unittest import mock
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 from helpers_01 import largest_difference, steps_in, trace_without_a_compiler
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -18,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from advanced_parts import hybrid_parallelism as part
 from advanced_parts import layout_memory
-from advanced_parts.kept_bytes import LiveBytes
+from advanced_parts.kept_bytes import LiveBytes, storages
+from advanced_parts.layout_memory import Job
 from dist_common import models
 from dist_common.job import Step
 
@@ -171,6 +174,10 @@ def forget_the_all_reduce(script):
     script.fully_shard = lambda unit, mesh, **options: shard(unit, mesh=mesh["whole"], **options)
 
 
+def sum_after_backward(script):
+    script.PipelineStage = pipelining.PipelineStage
+
+
 def recompute_nothing(script):
     script.recompute = lambda blocks, kind: None
 
@@ -288,9 +295,12 @@ FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in 
         ),
         (forget_the_all_reduce, "--dp 2", "gradient: relative error"),
         (gather_for_each_matrix_apart, "--tp 2", "bytes sent by a rank along tp"),
+        (sum_after_backward, "--dp 2", "blocks whose sums have begun"),
         (take_consecutive_tokens, "--cp 2", "gradient: relative error"),
         (step_further_on_rank_1, "--dp 2 --parity-steps 0", "copies differ"),
         *full(
+            (sum_after_backward, "--dp 2 --data-parallel full --grad-accum-steps 2",
+             "bytes sent by a rank along dp"),
             (gather_in_float32, "--dp 2 --data-parallel grad-op --precision bf16-mixed",
              "bytes sent by a rank along dp"),
             (recompute_nothing, "--tp 2 --activation-checkpointing full",
@@ -349,6 +359,59 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
 def test_bad_input_gets_one_line(train, world_size, argv, says):
     ended = train(argv, world_size=world_size, codes=(2,))
     assert_one_line(ended, says, "hybrid_parallelism.py")
+
+
+def bytes_alive():
+    """Return the bytes of all tensors; FSDP empties the memory of weights that it frees."""
+    gc.collect()
+    plain = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    return sum(storage.nbytes() for storage in storages(plain).values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("full", "bf16-mixed"),
+        *full(
+            ("full", "32-true"),
+            ("grad-op", "bf16-mixed"),
+            ("replicate", "bf16-mixed"),
+            ("replicate", "32-true"),
+        ),
+    ],
+)
+def test_gradients_are_added_up_in_the_form_that_the_planner_says(train, kind, precision):
+    """Between two micro-batches, on each of 2 ranks: `full` in parts, the others whole."""
+
+    def change(script):
+        before, sums, backward = [], [], script.stage_backward
+        accumulate = script.accumulate_gradient
+
+        def start(run, micro_batches):
+            before.append(bytes_alive())
+            sums.clear()
+            return accumulate(run, micro_batches)
+
+        def look(**ends):
+            result = backward(**ends)
+            sums.append(bytes_alive())
+            if len(before) == 2 and len(sums) == 1:  # the first step settles FSDP's buffers
+                config = models.PRESETS["tiny"]
+                layout = layout_memory.Layout(dp=2, sharding=kind.replace("replicate", "none"))
+                planned = layout_memory.memory_of_stage(Job(config, 32, 8, 2), layout, 0)
+                block = 4 * (layout_memory.layer_matrices(config) + 2 * config.dim)
+                expected, room = planned["gradients"], 0.02 * planned["gradients"]
+                if kind == "full":  # room for one block whole: here the last sum's buffer
+                    expected, room = expected - block / 2, block / 2
+                else:
+                    expected += planned["weights"] * (1 if precision == "bf16-mixed" else 2)
+                assert sums[0] - before[1] == pytest.approx(expected, abs=room)
+            return result
+
+        script.accumulate_gradient, script.stage_backward = start, look
+
+    options = f"--dp 2 --grad-accum-steps 2 --data-parallel {kind} --precision {precision}"
+    train(options, "--parity-steps", 0, world_size=2, change=change)
 
 
 class Live(LiveBytes):

@@ -1,5 +1,6 @@
 """What hybrid_parallelism.py proves: first steps of one process, bytes of each axis, layout."""
 
+import contextlib
 import copy
 import hashlib
 import math
@@ -22,6 +23,7 @@ from dist_common.models import local
 # Relative, after AdamW's first step: it turns the rounding of a gradient's smallest numbers into
 # whole steps of the learning rate. Another batch or rate changes loss or norm by percents.
 TRAINED = 1e-3
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 
 
@@ -56,7 +58,7 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     orders = list(islice(sampler.ahead(args.global_batch_size), 2))
     accumulate_gradient(run, next(batches))  # the first one settles FSDP's and the stages' buffers
     run.optimizer.zero_grad()
-    with TrafficCounter() as counter:
+    with TrafficCounter() as counter, sums_begun(run, counter) as begun:
         loss_sum = accumulate_gradient(run, next(batches))
     if args.parity_steps:
         items = [job.train_set[index] for index in orders[1]]
@@ -66,6 +68,7 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
         job.report.say("not compared with one process (--parity-steps 0)")
     run.optimizer.zero_grad()
     check_bytes(run, counter)
+    check_overlap(run, *begun)
 
 
 def one_process(run) -> tuple[models.Transformer, torch.optim.AdamW]:
@@ -169,8 +172,12 @@ def expected_bytes(run):
     again = args.activation_checkpointing != "none"  # all but the scatter after down, the last one
     gathers = (8 + 3 * again) * blocks + 2 * first + 2 * last
     reduced = gathers / 2 * activations + last * 3 * 4 * rows
-    # Norms' gradients, of T / tp tokens on each rank, all-reduced once they have been added up.
-    norms = (2 * blocks + last) * 4 * config.dim
+    # full frees weights after each forward and backward, and sums gradients in each micro-batch.
+    full = args.data_parallel == "full"
+    weight_gathers, sums = (2 * micro_batches, micro_batches) if full else (1, 1)
+    # Norms' gradients, of T / tp tokens on each rank, all-reduced before each sum: in float32 if
+    # FSDP has added up those of several micro-batches.
+    norms = sums * (2 * blocks + last) * (width if sums == micro_batches else 4) * config.dim
     # k and v of (B, kv heads / tp, T, head_dim), gathered in forward, their gradients scattered.
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads) // args.tp
     gathered = 2 * width * args.micro_batch_size * args.seq_len * kv_dim
@@ -180,11 +187,9 @@ def expected_bytes(run):
     if args.data_parallel == "replicate":
         own = sum(local(weight).numel() for weight in run.model.parameters())
         weights = 2 * ring(group) * 4 * own
-    else:  # gradients scattered once; a rank has one of `group` parts of them, and of the weights
+    else:  # a rank has one of `group` parts of gradients, and of weights
         own = sum(padded_numel(weight, group, args.tp) for weight in run.model.parameters())
-        # full frees weights after each forward: whatever comes next gathers them again.
-        gathers = micro_batches + 1 if args.data_parallel == "full" else 1
-        weights = (gathers * width + 4) * (group - 1) * own
+        weights = (weight_gathers * width + sums * 4) * (group - 1) * own
     sent = Counter({
         "tp": 2 * ring(args.tp) * (micro_batches * reduced + norms),
         "cp": (2 + again) * ring(args.cp) * micro_batches * blocks * gathered,
@@ -217,6 +222,45 @@ def check_bytes(run, counter: TrafficCounter) -> None:
         if wanted:
             name, source = f"bytes sent by a rank along {axis}", "see combining.md"
             report.check(name, measured, wanted, round(0.001 * wanted), source)
+
+
+@contextlib.contextmanager
+def sums_begun(run, counter: TrafficCounter) -> Iterator[tuple[list[int], list[int]]]:
+    """Collect how many sums over dp and cp have begun when backward reaches two blocks.
+
+    The last one of a stage, and its first. Empty for cp alone, whose keys' and values' gradients
+    have the same group, and where no hook sees backward: in a compiled block, and in the parts of a
+    zero-bubble schedule.
+    """
+    args, blocks = run.job.args, run.stages[0].blocks
+    group = run.data_mesh.get_group().group_name
+    begun, hooks = ([], []), []
+    seen = args.dp > 1 and not args.compile and args.schedule not in SPLIT_BACKWARD
+
+    def watch(seen: list[int], _, __, out: torch.Tensor) -> None:
+        def note(_) -> None:
+            calls = (call for call in counter.collectives if call.group == group)
+            seen.append(sum(call.kind in ("all_reduce", "reduce_scatter") for call in calls))
+
+        out.register_hook(note)
+
+    for block, place in zip((blocks[-1], blocks[0]) if seen else (), begun, strict=False):
+        hooks.append(block.register_forward_hook(partial(watch, place)))
+    yield begun
+    for hook in hooks:
+        hook.remove()
+
+
+def check_overlap(run, at_last: list[int], at_first: list[int]) -> None:
+    """Check that the step's last backward sums a block's gradient while it computes others.
+
+    By the order of events: the time that it saves shows on a network only.
+    """
+    below = len(run.stages[0].blocks) - 1
+    if at_first and below:
+        begun = min(runtime.gather(at_first[-1] - at_last[-1]))
+        name = "blocks whose sums have begun when the last backward reaches the first"
+        run.job.report.check(name, begun, below, 0, "FSDP: one reduction per block")
 
 
 def say_layout(run):
