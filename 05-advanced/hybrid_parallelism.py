@@ -56,7 +56,11 @@ SCHEDULES = {  # and how many stages each rank has
     "1f1b": (pipelining.Schedule1F1B, 1),
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
     "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
+    "zbv": (pipelining.ScheduleZBVZeroBubble, 2),
+    "dualpipev": (pipelining.ScheduleDualPipeV, 2),
 }
+SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # into gradients of inputs, then of weights
+V_SHAPED = ("zbv", "dualpipev")  # down the ranks and up again: the first rank has both ends
 # What selective recomputation keeps: matrix products and attention, which take the time. It
 # computes norms and activation functions again, and sends again what full does.
 KEPT = [torch.ops.aten.mm.default] + [
@@ -215,6 +219,14 @@ class PipelineStage(pipelining.PipelineStage):
         self.submod.set_is_last_backward(last_backward)
         return stage_backward(**ends), None
 
+    # Between two stages of one rank, which a V has; PyTorch's fail where `eval` has no backward.
+    def get_local_bwd_output(self, micro_batch):
+        return super().get_local_bwd_output(micro_batch) if self.has_backward else ()
+
+    def set_local_bwd_input(self, gradients, micro_batch):
+        if self.has_backward:
+            super().set_local_bwd_input(gradients, micro_batch)
+
 
 def split_layers(run):
     """Pipeline parallelism: make this rank's stages, and the schedule that drives them."""
@@ -228,8 +240,9 @@ def split_layers(run):
     kind = COMPUTED_IN[args.precision]
     between = torch.empty(hidden, dtype=kind, device="meta", requires_grad=True)
     loss = torch.empty(1, device="meta", requires_grad=True)
-    piped = []
-    for number in range(pp.get_local_rank(), total, args.pp):
+    rank, piped = pp.get_local_rank(), []
+    down_and_up = (rank, total - 1 - rank)
+    for number in down_and_up if args.schedule in V_SHAPED else range(rank, total, args.pp):
         stage = Stage(run.model, number, total, run.positions)
         run.stages.append(stage)
         shapes = {"input_args": between if number else tokens}
@@ -439,7 +452,8 @@ def resolve_axes(args, world, config):
         if whole % parts:
             raise cli.UsageError(f"{axis} does not divide the {whole} {what}")
     if not (args.grad_accum_steps or args.global_batch_size):
-        args.grad_accum_steps = args.pp  # a pipeline of fewer micro-batches has idle stages
+        # A pipeline of fewer micro-batches has idle stages.
+        args.grad_accum_steps = args.pp * (2 if args.schedule == "dualpipev" else 1)
 
 
 def refuse(args, config):
@@ -450,23 +464,24 @@ def refuse(args, config):
     if args.precision == "16-mixed":
         why = "needs a loss scaler over all stages: use bf16-mixed"
         raise cli.UsageError(f"--precision 16-mixed {why}")
-    if args.schedule == "zero-bubble" and args.data_parallel == "full":
-        raise cli.UsageError(
-            "--schedule zero-bubble with --data-parallel full: PyTorch loses gradients without an "
-            "error where FSDP frees weights between forward and a backward in two parts: use "
-            "--data-parallel grad-op or replicate, or --schedule 1f1b or interleaved"
-        )
-    if args.schedule == "zero-bubble" and args.activation_checkpointing != "none":
-        kind = f"--activation-checkpointing {args.activation_checkpointing}"
-        why = (
-            "each of the two parts of backward would compute blocks again: use none, or interleaved"
-        )
-        raise cli.UsageError(f"--schedule zero-bubble with {kind}: {why}")
     steps, schedule = f"--grad-accum-steps {args.grad_accum_steps}", f"--schedule {args.schedule}"
-    if args.schedule != "gpipe" and args.grad_accum_steps < args.pp:
-        few = f"{steps} is less than --pp {args.pp}"
-        raise cli.UsageError(f"{schedule} needs at least as many micro-batches as stages: {few}")
-    if SCHEDULES[args.schedule][1] > 1 and args.grad_accum_steps % args.pp:
+    kept = args.activation_checkpointing
+    unfit = (
+        (args.data_parallel == "full", "--data-parallel full",
+         "PyTorch loses gradients without an error where FSDP frees weights between forward and a "
+         "backward in two parts: use --data-parallel grad-op or replicate, or"),
+        (kept != "none", f"--activation-checkpointing {kept}",
+         "each of the two parts of backward would compute blocks again: use none, or"),
+        (args.compile, "--compile", "PyTorch cuts no compiled backward in two: use"),
+    )  # fmt: skip
+    for given, flag, why in unfit:
+        if given and args.schedule in SPLIT_BACKWARD:
+            raise cli.UsageError(f"{schedule} with {flag}: {why} --schedule 1f1b or interleaved")
+    needed = args.pp * {"gpipe": 0, "dualpipev": 2}.get(args.schedule, 1)
+    if args.grad_accum_steps < needed:
+        why = f"{steps} is less than {needed}"
+        raise cli.UsageError(f"{schedule} needs at least as many micro-batches as stages: {why}")
+    if args.schedule in ("interleaved", "zero-bubble") and args.grad_accum_steps % args.pp:
         groups = f"micro-batches in groups of --pp {args.pp}"
         raise cli.UsageError(f"{schedule} needs {groups}: {steps} is no multiple of it")
 

@@ -63,7 +63,14 @@ LAYOUTS = [
     (4, "--dp 2 --tp 2 --data-parallel grad-op", "tp dp"),
     (2, "--pp 2 --precision bf16-mixed", "pp"),  # half the bytes
     (2, "--tp 2 --activation-checkpointing full", "tp"),
+    (2, "--pp 2 --schedule zbv", "pp"),
     *full(
+        (2, "--pp 2 --schedule dualpipev", "pp"),
+        (1, "--schedule zbv --grad-accum-steps 3", ""),
+        (4, "--pp 2 --dp 2 --schedule zbv --data-parallel grad-op --precision bf16-mixed", "pp dp"),
+        (6, "--pp 2 --dp 3 --schedule dualpipev --grad-accum-steps 5 --seed 3", "pp dp"),
+        (4, "--pp 2 --tp 2 --schedule dualpipev", "tp pp"),
+        (4, "--pp 2 --cp 2 --schedule zbv --grad-accum-steps 5", "cp pp"),
         (4, "--tp 2 --cp 2 --activation-checkpointing selective", "tp cp"),
         (4, "--cp 2 --pp 2 --schedule interleaved --activation-checkpointing full", "cp pp"),
         (4, "--tp 2 --pp 2 --precision bf16-mixed --activation-checkpointing full", "tp pp"),
@@ -102,6 +109,16 @@ def test_every_layout_gives_the_gradient_of_one_process(train, tmp_path, world_s
     assert content["metrics"]["bytes_per_axis"]
 
 
+@FULL
+@pytest.mark.parametrize("schedule", ["zbv --grad-accum-steps 4", "dualpipev"])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_longer_v_gives_the_gradient_of_one_process(train, ranks, schedule):
+    def deepen(_):
+        models.PRESETS["tiny"] = replace(models.PRESETS["tiny"], num_layers=2 * ranks)
+
+    train(f"--pp {ranks} --schedule {schedule}", world_size=ranks, change=deepen)
+
+
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -112,6 +129,8 @@ def test_every_layout_gives_the_gradient_of_one_process(train, tmp_path, world_s
             (4, "--dp 2 --pp 2 --schedule zero-bubble --data-parallel grad-op "
                 "--micro-batch-size 2"),
             (4, "--dp 2 --pp 2 --schedule interleaved --data-parallel full --micro-batch-size 1"),
+            (4, "--dp 2 --pp 2 --schedule zbv --data-parallel grad-op --micro-batch-size 2"),
+            (2, "--pp 2 --schedule dualpipev --micro-batch-size 2"),
         ),
     ],
 )  # fmt: skip
@@ -318,8 +337,9 @@ def test_a_broken_axis_is_seen(train, sabotage, layout, failing):
     assert verdict.startswith("FAILED: ") and failing in verdict
 
 
-def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
-    layout = "--dp 2 --pp 2 --schedule zero-bubble --data-parallel full"
+@pytest.mark.parametrize("schedule", ["zero-bubble", *full(("zbv",), ("dualpipev",))])
+def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train, schedule):
+    layout = f"--dp 2 --pp 2 --schedule {schedule} --data-parallel full"
     ended = train(layout, world_size=4, codes=(2,))
     assert_one_line(ended, "PyTorch loses gradients without an error", "hybrid_parallelism.py")
 
@@ -343,6 +363,11 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
             (2, "--tp 2 --seq-len 33", "--tp 2 x --cp 1 does not divide the 33 tokens of --seq-"),
             (2, "--pp 2 --schedule zero-bubble --activation-checkpointing full",
              "each of the two parts of backward would compute blocks again"),
+            (2, "--pp 2 --schedule dualpipev --activation-checkpointing selective",
+             "--schedule dualpipev with --activation-checkpointing selective: each of the two"),
+            (2, "--pp 2 --schedule zbv --compile", "--schedule zbv with --compile"),
+            (2, "--pp 2 --schedule dualpipev --grad-accum-steps 3",
+             "at least as many micro-batches as stages: --grad-accum-steps 3 is less than 4"),
             (2, "--pp 2 --grad-accum-steps 1", "needs at least as many micro-batches as stages"),
             (2, "--pp 2 --schedule interleaved --grad-accum-steps 3", "is no multiple of it"),
             (2, "--dp 2 --global-batch-size 3", "--global-batch-size 3 must be --micro-batch-size"),

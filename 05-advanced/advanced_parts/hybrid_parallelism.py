@@ -181,8 +181,11 @@ def expected_bytes(run):
     # k and v of (B, kv heads / tp, T, head_dim), gathered in forward, their gradients scattered.
     kv_dim = config.num_kv_heads * (config.dim // config.num_heads) // args.tp
     gathered = 2 * width * args.micro_batch_size * args.seq_len * kv_dim
-    # Activations leave all stages but the last, their gradients all but the first.
-    crossings = sum((s.head is None) + (s.embedding is None) for s in run.stages)
+    # Activations leave for the next stage, their gradients for the one before: unless it is here.
+    own = {stage.number for stage in run.stages}
+    ends = [(s.number + 1, s.head) for s in run.stages]
+    ends += [(s.number - 1, s.embedding) for s in run.stages]
+    crossings = sum(end is None and number not in own for number, end in ends)
     group = args.dp * args.cp
     if args.data_parallel == "replicate":
         own = sum(local(weight).numel() for weight in run.model.parameters())
@@ -193,7 +196,7 @@ def expected_bytes(run):
     sent = Counter({
         "tp": 2 * ring(args.tp) * (micro_batches * reduced + norms),
         "cp": (2 + again) * ring(args.cp) * micro_batches * blocks * gathered,
-        "pp": crossings * micro_batches * activations / args.tp if args.pp > 1 else 0,
+        "pp": crossings * micro_batches * activations / args.tp,
     })  # fmt: skip
     sent[data_axis(args)] += weights
     return sent
