@@ -126,15 +126,15 @@ def own_tokens(rank, ranks, seq_len):
     return torch.cat((parts[rank], parts[-1 - rank]))
 
 
-def gather_sequence(part, mesh):
-    """All-gather the parts of a sequence; in backward each rank gets the sum for its own part.
+def start_gather(part, mesh):
+    """Begin to all-gather the parts of a sequence; who reads the result waits for it.
 
-    Shapes: (..., T / cp, head_dim) in the order of own_tokens -> (..., T, head_dim) in their own.
+    In backward each rank gets the sum for its own part: each rank's queries give a part of it.
+    Shapes: (T / cp, ...) -> (T, ...), in the order of own_tokens.
     """
-    cut = DTensor.from_local(part, mesh["cp"], [Shard(part.dim() - 2)])
-    # Each rank's queries give a part of the whole gradient: Partial() has them reduce-scattered.
-    parts = cut.full_tensor(grad_placements=[Partial()]).chunk(2 * mesh["cp"].size(), dim=-2)
-    return torch.cat(parts[::2] + parts[::-2], dim=-2)  # the front ones, then the others
+    cut = DTensor.from_local(part, mesh["cp"], [Shard(0)])
+    whole = cut.redistribute(placements=[Replicate()], async_op=True)
+    return whole.to_local(grad_placements=[Partial()])
 
 
 def split_sequence(model, mesh, positions):
@@ -142,8 +142,13 @@ def split_sequence(model, mesh, positions):
     # Aligned at their ends, so that a GPU's flash kernel needs no table of who sees whom.
     pasts = [causal_lower_right(len(part), int(part[-1]) + 1) for part in positions.chunk(2)]
 
-    def attend(q, k, v, mask=None):
-        k, v = gather_sequence(torch.stack((k, v)), mesh)
+    def share(k, v):
+        return start_gather(torch.stack((k, v)).movedim(-2, 0), mesh), None
+
+    def attend(q, gathered, _, mask=None):
+        parts = gathered.chunk(2 * mesh["cp"].size())
+        # In the tokens' own order: the front parts, then the others.
+        k, v = torch.cat(parts[::2] + parts[::-2]).movedim(0, -2)
         if mask is not None:  # of --document-attention
             return models.causal_attention(q, k, v, mask)
         out = []
@@ -153,7 +158,7 @@ def split_sequence(model, mesh, positions):
         return torch.cat(out, dim=2)
 
     for block in model.blocks:
-        block.attention.attend = attend
+        block.attention.share, block.attention.attend = share, attend
 
 
 def recompute(blocks, kind):

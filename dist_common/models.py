@@ -106,6 +106,10 @@ def document_mask(documents: torch.Tensor, positions: torch.Tensor) -> torch.Ten
     return (same & past)[:, None]
 
 
+def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return k, v
+
+
 class Attention(nn.Module):
     """Several query heads share one key and value head (Ainslie et al., 2023)."""
 
@@ -117,13 +121,17 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
-        self.attend = causal_attention  # context parallelism puts its own in this place
+        # Context parallelism puts its own in their places: it sends keys and values, and attends.
+        self.share, self.attend = as_they_are, causal_attention
 
     def forward(self, x, cos, sin, mask=None) -> torch.Tensor:
         B, T, _ = x.shape
-        heads = (weight(x).view(B, T, -1, self.head_dim) for weight in (self.wq, self.wk, self.wv))
-        q, k, v = (part.transpose(1, 2) for part in heads)  # (B, heads, T, head_dim)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+
+        def heads(weight):
+            return weight(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+
+        k, v = self.share(rotate(heads(self.wk), cos, sin), heads(self.wv))
+        q = rotate(heads(self.wq), cos, sin)  # (B, heads, T, head_dim), while keys are on their way
         out = self.attend(q, k, v) if mask is None else self.attend(q, k, v, mask)
         return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 

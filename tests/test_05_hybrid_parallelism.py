@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
 from helpers_01 import largest_difference, steps_in, trace_without_a_compiler
 from torch.distributed import pipelining
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from advanced_parts import hybrid_parallelism as part
 from advanced_parts import layout_memory
@@ -437,6 +439,42 @@ def test_gradients_are_added_up_in_the_form_that_the_planner_says(train, kind, p
 
     options = f"--dp 2 --grad-accum-steps 2 --data-parallel {kind} --precision {precision}"
     train(options, "--parity-steps", 0, world_size=2, change=change)
+
+
+class Order(TorchDispatchMode):
+    """List matrix products, sends and waits, in the order in which they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types or AsyncCollectiveTensor in types:  # what they are made of comes here
+            return NotImplemented
+        name = func.overloadpacket.__name__
+        self.names += [name] * (name in ("mm", "all_gather_into_tensor", "wait_tensor"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_keys_are_on_their_way_while_queries_are_computed(in_a_fork):
+    """Of context parallelism, in forward: products of keys and values, gather, of queries."""
+
+    def order():
+        dist.destroy_process_group()  # the fork's own, of one rank
+        dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
+        script = load_script(HYBRID)
+        model = models.Transformer(models.TransformerConfig(256, 32, 1, 4, 2, 96, 256))
+        positions = script.own_tokens(0, 3, 48)
+        script.split_sequence(model, mesh, positions)
+        with Order() as called:
+            tables = models.rotary_tables(positions, 8, 1e4)
+            model.blocks[0].attention(torch.randn(2, 16, 32), *tables)
+        return called.names
+
+    names = in_a_fork(order)
+    assert names[:5] == ["mm", "mm", "all_gather_into_tensor", "mm", "wait_tensor"], names
+    assert names[-1] == "mm", names
 
 
 class Live(LiveBytes):
