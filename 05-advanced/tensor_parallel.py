@@ -59,11 +59,15 @@ def conjugate(in_forward, in_backward):
     class Pair(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
+            # lab: hole conjugate
             return in_forward(x)
+            # lab: end
 
         @staticmethod
         def backward(ctx, gradient):
+            # lab: hole conjugate
             return in_backward(gradient)
+            # lab: end
 
     return Pair.apply
 
@@ -76,10 +80,12 @@ g_tokens = conjugate(scatter_tokens, gather_tokens)
 
 def keep_part(layer, dim):
     """Keep this rank's part of a weight (out, in): dim 0 cuts the layer's columns, 1 its rows."""
+    # lab: hole cut
     whole = layer.weight.detach()
     own = whole.chunk(dist.get_world_size(), dim)[dist.get_rank()]
     layer.weight = nn.Parameter(own.clone())
     return layer
+    # lab: end
 
 
 class ParallelBlock(nn.Module):
@@ -99,10 +105,12 @@ class ParallelBlock(nn.Module):
         self.down = keep_part(block.down, dim=1)
 
     def forward(self, x, cos, sin):
+        # lab: hole block
         h = self.f(self.attention_norm(x))
         x = x + self.g(self.attention(h, cos, sin))
         h = self.f(self.ffn_norm(x))
         return x + self.g(self.down(F.silu(self.gate(h)) * self.up(h)))
+        # lab: end
 
 
 class ParallelTransformer(nn.Module):
@@ -129,10 +137,12 @@ class ParallelTransformer(nn.Module):
 
     def sum_norm_gradients(self):
         """After backward: with sequence parallelism a rank's norms saw its own tokens only."""
+        # lab: hole norms
         gradients = [weight.grad for weight in self.parameters() if weight.dim() == 1]
         total = all_reduced(torch.cat(gradients))
         for gradient, own in zip(gradients, total.split(self.config.dim), strict=True):
             gradient.copy_(own)
+        # lab: end
 
 
 def rows_here(tokens, rows):
@@ -143,12 +153,14 @@ def rows_here(tokens, rows):
 
 def vocabulary_parallel_loss(logits, targets):
     """Return the mean cross-entropy. Shapes: local logits (B, T, V/tp), targets (B, T)."""
+    # lab: hole loss
     largest = all_reduced(logits.detach().amax(dim=-1), dist.ReduceOp.MAX)  # (B, T)
     logits = logits - largest[..., None]  # or exp would overflow
     total = g(logits.exp().sum(dim=-1))  # (B, T)
     here, row = rows_here(targets, logits.shape[-1])
     target = g(logits.gather(-1, row[..., None])[..., 0] * here)  # (B, T)
     return (total.log() - target).mean()
+    # lab: end
 
 
 def compute_gradient(model, batch):

@@ -1,0 +1,346 @@
+"""Lab 7, tensor parallelism: how an answer is looked at, and which mistake a wrong one shows."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from dist_common import models
+from lab_parts.judging import Question, named, numbers, same
+from lab_parts.running import Setting, Task
+
+LESSONS = {
+    "05-advanced/tensor_parallel.py": (
+        "same", "all_reduced", "gather_tokens", "scatter_tokens", "conjugate", "f", "g",
+        "f_tokens", "g_tokens", "keep_part", "ParallelBlock", "ParallelTransformer", "rows_here",
+        "vocabulary_parallel_loss",
+    ),
+}  # fmt: skip
+TITLE = "Lab 7: fill the holes until `python labs/grade.py 7` says right everywhere."
+BATCH, HEAD_DIM = 2, 4
+
+
+def conjugates(answer) -> None:
+    """Make f and g anew, of what `conjugate` is now."""
+    answer.f = answer.conjugate(answer.same, answer.all_reduced)
+    answer.g = answer.conjugate(answer.all_reduced, answer.same)
+    answer.f_tokens = answer.conjugate(answer.gather_tokens, answer.scatter_tokens)
+    answer.g_tokens = answer.conjugate(answer.scatter_tokens, answer.gather_tokens)
+
+
+def whole_model(setting: Setting) -> models.Transformer:
+    """Return a small model whose heads, columns and words the ranks divide."""
+    n, times = setting.world_size, setting.draw(3)[0]
+    config = models.TransformerConfig(
+        6 * n, HEAD_DIM * 2 * n, 2, 2 * n, n, 4 * n * times, max_seq_len=4 * n
+    )
+    torch.manual_seed(setting.seed)
+    return models.Transformer(config)
+
+
+def tokens_of(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs and targets, the same on all ranks. Shapes: (B, T)."""
+    generator, n = setting.generator(), setting.world_size
+    drawn = torch.randint(6 * n, (BATCH, 4 * n + 1), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+# cut: this rank's rows or columns, next to each other
+
+
+def see_cut(answer, setting):
+    ends = {}
+    for dim in (0, 1):
+        layer = nn.Linear(4 * setting.world_size, 6 * setting.world_size, bias=False)
+        layer.weight.data = torch.arange(float(layer.weight.numel())).view_as(layer.weight)
+        kept = answer.keep_part(layer, dim)
+        weight = layer.weight
+        ends[f"dim {dim}"] = {
+            "shape": list(weight.shape), "values": weight.flatten().tolist(),
+            "alone": weight.untyped_storage().nbytes() == weight.nbytes,
+            "layer": kept is layer, "trained": isinstance(weight, nn.Parameter),
+        }  # fmt: skip
+    return ends
+
+
+def judge_cut(seen, setting):
+    n = setting.world_size
+    whole = torch.arange(24.0 * n * n).view(6 * n, 4 * n)
+    for rank, own in enumerate(seen):
+        for dim in (0, 1):
+            got, where = own[f"dim {dim}"], f"dim {dim}, rank {rank}: "
+            right = whole.chunk(n, dim)[rank]
+            strided = whole[rank::n] if dim == 0 else whole[:, rank::n]
+            mistakes = {
+                "every n-th row or column: that splits inside heads, whose dims belong together": (
+                    strided.flatten().tolist()
+                ),
+                "the other dimension is cut": whole.chunk(n, 1 - dim)[rank].flatten().tolist(),
+            }
+            for other in range(n):
+                mistakes[f"the part of rank {other}"] = (
+                    whole.chunk(n, dim)[other].flatten().tolist()
+                )
+            if not got["layer"]:
+                return f"{where}return the layer: a block is made of what keep_part returns"
+            if got["shape"] == list(whole.shape):
+                return f"{where}the whole weight is kept: shape {got['shape']}"
+            if not same(got["values"], right.flatten().tolist()):
+                return where + named(got["values"], right.flatten().tolist(), mistakes)
+            if not got["trained"]:
+                return f"{where}the weight is no nn.Parameter: nothing would train it"
+            if not got["alone"]:
+                return f"{where}the part is a view: the whole weight stays in memory behind it"
+    return None
+
+
+# conjugate: one function forward, the other one backward
+
+
+def see_conjugate(answer, setting):
+    conjugates(answer)
+    ends = {}
+    for name in ("f", "g"):
+        x = torch.arange(3.0) + 10 * setting.rank
+        x.requires_grad_()
+        out = getattr(answer, name)(x)
+        out.backward(torch.ones(3) * (1 + setting.rank))
+        ends[name] = {"out": out.tolist(), "grad": None if x.grad is None else x.grad.tolist()}
+    return ends
+
+
+def judge_conjugate(seen, setting):
+    n = setting.world_size
+    inputs = [torch.arange(3.0) + 10 * rank for rank in range(n)]
+    total, both = sum(inputs).tolist(), float(n * (n + 1) // 2)
+    for rank, own in enumerate(seen):
+        own_x, own_gradient = inputs[rank].tolist(), [1.0 + rank] * 3
+        for name, out, gradient in (
+            ("f", own_x, [both] * 3),
+            ("g", total, own_gradient),
+        ):
+            where, got = f"rank {rank}: {name}", own[name]
+            if not same(got["out"], out):
+                swapped = {
+                    "the backward function runs in forward": own_x if name == "g" else total,
+                    "a sum of sums: it was reduced twice": [n * value for value in total],
+                }
+                return f"{where} in forward: {named(got['out'], out, swapped)}"
+            if got["grad"] is None:
+                return f"{where} passes no gradient on"
+            mistakes = {
+                "does nothing in backward: the ranks' parts of the gradient are not added up":
+                    own_gradient if name == "f" else [],
+                "reduces twice: each rank has the whole gradient already": [both] * 3,
+            }  # fmt: skip
+            if not same(got["grad"], gradient):
+                return f"{where} in backward: {named(got['grad'], gradient, mistakes)}"
+    return None
+
+
+# block: f before, g after each pair of matrices
+
+
+def see_block(answer, setting):
+    conjugates(answer)
+    whole, calls = whole_model(setting), {"f": 0, "g": 0}
+
+    def counted(name):
+        def call(x):
+            calls[name] += 1
+            return getattr(answer, name)(x)
+
+        return call
+
+    block = answer.ParallelBlock(whole.blocks[0], counted("f"), counted("g"))
+    x, tables = block_input(setting)
+    out = block(x, *tables)
+    out.square().sum().backward()
+    return {"out": out.flatten().tolist(), "grad": x.grad.flatten().tolist(), "calls": calls,
+            "norm": block.attention_norm.weight.grad.tolist()}  # fmt: skip
+
+
+def block_input(setting: Setting) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    n, generator = setting.world_size, setting.generator()
+    x = torch.randn(BATCH, 4, HEAD_DIM * 2 * n, generator=generator, requires_grad=True)
+    return x, models.rotary_tables(torch.arange(4), HEAD_DIM, 10_000.0)
+
+
+def judge_block(seen, setting):
+    block, (x, tables) = whole_model(setting).blocks[0], block_input(setting)
+    right = block(x, *tables)
+    right.square().sum().backward()
+    for rank, own in enumerate(seen):
+        where, calls = f"rank {rank}: ", own["calls"]
+        for name, does in (("g", "adds up what the second matrix's parts give"),
+                           ("f", "adds up their gradients, before the first matrix")):  # fmt: skip
+            if calls[name] != 2:
+                often = "times" if calls[name] != 1 else "time"
+                return (
+                    f"{where}{name} is called {calls[name]} {often} in a block, 2 are needed, one "
+                    f"for attention and one for the feed-forward: it {does}"
+                )
+        if not same(own["out"], right.flatten().tolist()):
+            return (
+                f"{where}the output is not the whole block's: g takes the output of a row-parallel "
+                "layer, and the residual x is added once, after it"
+            )
+        if not same(own["grad"], x.grad.flatten().tolist()):
+            return f"{where}the input's gradient is wrong: where f stands, its gradient is summed"
+        if not same(own["norm"], block.attention_norm.weight.grad.tolist()):
+            return f"{where}the norm's gradient is not whole: f takes what the norm returns"
+    return None
+
+
+# norms: with sequence parallelism each rank's norms saw other tokens
+
+
+def see_norms(answer, setting):
+    conjugates(answer)
+    model = answer.ParallelTransformer(whole_model(setting), sequence_parallel=True)
+    inputs, targets = tokens_of(setting)
+    answer.vocabulary_parallel_loss(model(inputs), targets).backward()
+    before = numbers({name: w.grad.clone() for name, w in model.named_parameters()})
+    calls, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        calls.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    model.sum_norm_gradients()
+    after = numbers({name: w.grad for name, w in model.named_parameters()})
+    return {"before": before, "after": after, "calls": len(calls)}
+
+
+def judge_norms(seen, setting):
+    n = setting.world_size
+    norms = [name for name in seen[0]["before"] if "norm" in name]
+    total = {name: torch.tensor([own["before"][name] for own in seen]).sum(0) for name in norms}
+    for rank, own in enumerate(seen):
+        where = f"rank {rank}: "
+        got = {name: own["after"][name] for name in norms}
+        mistakes = {
+            "as they were: each rank's norms saw its own tokens alone": {
+                name: own["before"][name] for name in norms
+            },
+            f"{n} times too small: the tokens' gradients are summed, not averaged": numbers(
+                {name: value / n for name, value in total.items()}
+            ),
+        }
+        right = numbers(total)
+        if not same(got, right):
+            return where + named(got, right, mistakes)
+        for name in own["before"].keys() - set(norms):
+            if not same(own["after"][name], own["before"][name]):
+                return f"{where}the gradient of {name} has changed: f and g have it right already"
+        if own["calls"] > 1:
+            return f"{where}{own['calls']} all-reduces of a few numbers: join them, and make one"
+    return None
+
+
+# loss: cross-entropy over words of which each rank has V / tp
+
+
+def logits_of(setting: Setting) -> torch.Tensor:
+    """Return logits of which exp overflows, (B, T, V)."""
+    n = setting.world_size
+    return 120 + 8 * torch.randn(BATCH, 4 * n, 6 * n, generator=setting.generator())
+
+
+def see_loss(answer, setting):
+    conjugates(answer)
+    own = logits_of(setting).chunk(setting.world_size, dim=-1)[setting.rank].clone()
+    own.requires_grad_()
+    loss = answer.vocabulary_parallel_loss(own, tokens_of(setting)[1])
+    loss.backward()
+    return {"loss": loss.item(), "grad": None if own.grad is None else own.grad.flatten().tolist()}
+
+
+def judge_loss(seen, setting):
+    logits, targets = logits_of(setting).requires_grad_(), tokens_of(setting)[1]
+    right = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    right.backward()
+    n, whole = setting.world_size, logits.detach()
+    words = whole.shape[-1] // n
+    for rank, own in enumerate(seen):
+        where, part = f"rank {rank}: ", whole.chunk(n, -1)[rank]
+        row = (targets - rank * words).clamp(0, words - 1)
+        here = (targets // words) == rank
+        picked = part.gather(-1, row[..., None])[..., 0]
+        unmasked = sum(
+            p.gather(-1, (targets - r * words).clamp(0, words - 1)[..., None])[..., 0]
+            - whole.amax(-1)
+            for r, p in enumerate(whole.chunk(n, -1))
+        )
+        log_sum, largest = whole.logsumexp(-1), whole.amax(-1)
+        mistakes = {
+            "exp of this rank's words alone is added up": (
+                part.logsumexp(-1) - whole.gather(-1, targets[..., None])[..., 0]
+            ).mean().item(),
+            "targets that another rank has count too: only those in this rank's rows": (
+                log_sum - largest - unmasked
+            ).mean().item(),
+            "a sum over tokens, not their mean": right.item() * targets.numel(),
+            "this rank's targets alone: the others' logits never came": (
+                log_sum - largest - (picked - largest) * here
+            ).mean().item(),
+        }  # fmt: skip
+        if not abs(own["loss"]) < 1e30:
+            return (
+                f"{where}the loss is {own['loss']}: exp overflows: take the largest logit off first"
+            )
+        if not same(own["loss"], right.item()):
+            return where + named(own["loss"], right.item(), mistakes)
+        gradient = logits.grad.chunk(n, -1)[rank].flatten().tolist()
+        if own["grad"] is None or not same(own["grad"], gradient):
+            return (
+                f"{where}the loss is right, its gradient is not: a plain all-reduce has no "
+                "gradient, f would sum it: take g"
+            )
+    return None
+
+
+TASKS = {
+    "cut": Task(see_cut, judge_cut),
+    "conjugate": Task(see_conjugate, judge_conjugate),
+    "block": Task(see_block, judge_block),
+    "loss": Task(see_loss, judge_loss),
+    "norms": Task(see_norms, judge_norms),
+}
+
+
+# What is to be predicted: the all-reduces of a model of 2 blocks.
+
+LAYERS, RANKS = 2, 2
+
+
+def measure(kind, answer, setting):
+    """Return the all-reduces of activations in forward, or in forward and backward."""
+    conjugates(answer)
+    model, calls = answer.ParallelTransformer(whole_model(setting), False), []
+    all_reduce = dist.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        calls.append(tensor.dim())
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    out = model(tokens_of(setting)[0])
+    if kind == "both":
+        out.sum().backward()
+    return sum(dim == 3 for dim in calls)
+
+
+QUESTIONS = {
+    "forward": Question("all-reduces", partial(measure, "forward"), lambda right: {
+        "those of the blocks: the embedding's rows are on several ranks too": 2 * LAYERS,
+        "one for each matrix: the first of a pair needs none after it": 7 * LAYERS,
+    }, RANKS),
+    "both": Question("all-reduces", partial(measure, "both"), lambda right: {
+        "those of forward: f reduces in backward": 2 * LAYERS + 1,
+        "those of the blocks": 4 * LAYERS,
+    }, RANKS),
+}  # fmt: skip
