@@ -78,13 +78,15 @@ def sealed(
             for path in older[: len(older) + 1 - keep]:
                 remove(path, ignore_errors=True)
         dist.barrier(group)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:
         # torch.save covers up what the operating system said: "unexpected pos 704 vs 598".
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
+        cause = error.__context__ if isinstance(error, RuntimeError) else error
+        # A store's driver has errors of its own; one of this package's is told as it is.
+        if isinstance(error, UsageError) or (local and not isinstance(cause, OSError)):
             raise
         remove(partial, ignore_errors=True)
-        what = f"cannot write the checkpoint {final}: {cause.strerror or cause}"
+        why = getattr(cause, "strerror", None) or cause or error
+        what = f"cannot write the checkpoint {final}: {why}"
         raise UsageError(what) from error
 
 

@@ -68,12 +68,27 @@ def remove(folder: AnyPath, ignore_errors: bool = False) -> None:
 
 
 class Ranges:
-    """The numbers in a file of an object store: a slice of them is one request for its bytes."""
+    """The numbers in a file of an object store: a slice of them is one request for its bytes.
+
+    Raises: UsageError with what the driver said, or where fewer bytes came than were asked for.
+    """
 
     def __init__(self, file: Remote, kind: np.dtype | str, mode: str = "r") -> None:
         self.file, self.kind = file, np.dtype(kind)
+        self.size = self.ask("size")
+
+    def ask(self, method: str, **kwargs):
+        files, path = url_to_fs(self.file)
+        try:
+            return getattr(files, method)(path, **kwargs)
+        except Exception as error:  # drivers have errors of their own
+            raise UsageError(f"{self.file.flag} {self.file}: {error}") from error
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        files, path = url_to_fs(self.file)
         start, end = (place * self.kind.itemsize for place in (part.start, part.stop))
-        return np.frombuffer(files.cat_file(path, start=start, end=end), self.kind)
+        end = min(end, self.size)
+        content = self.ask("cat_file", start=start, end=end)
+        if len(content) != end - start:
+            few = f"{len(content)} came of bytes {start} to {end}"
+            raise UsageError(f"{self.file.flag} {self.file}: {few}")
+        return np.frombuffer(content, self.kind)

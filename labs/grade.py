@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 
 from dist_common import cli
-from lab_parts.holes import REPO, Answer, Lesson
+from lab_parts.holes import REPO, TOGETHER, Answer, Lesson
 from lab_parts.judging import judge_number, read_predictions
-from lab_parts.running import Setting, judge, run
+from lab_parts.running import Setting, Task, judge, run
 
 LABS = Path(__file__).parent
 HINT = re.compile(r"<summary>Hint \d+ for `(\w+)`</summary>\n\n(.*?)\n*</details>", re.S)
@@ -38,6 +38,11 @@ class Lab:
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def together(self) -> Task | None:
+        """Return what the whole answer has to do, without the lesson's lines in any hole."""
+        return getattr(self.tasks, "WHOLE", None)
 
     @property
     def starter(self) -> Path:
@@ -76,7 +81,7 @@ def grade_task(lab: Lab, answer: Answer, task: str, seed: int, sizes: list[int])
     if empty := answer.missing(task):
         return Verdict(task, empty)
     for ranks in sizes:
-        setting, asked = Setting(0, ranks, seed), lab.tasks.TASKS[task]
+        setting, asked = Setting(0, ranks, seed), lab.tasks.TASKS.get(task, lab.together)
         with tempfile.TemporaryDirectory() as folder:
             seen, wrong, printed = run(asked.see, answer, task, setting, Path(folder))
             if seen is not None:
@@ -109,14 +114,21 @@ def measured(lab: Lab, name: str) -> float:
 
 def grade(lab: Lab, answer: Answer, predictions: Path | None, chosen, seed, sizes):
     """Yield the verdict on each task, then on each prediction, or on the chosen one alone."""
-    known = [*lab.tasks.TASKS, *lab.tasks.QUESTIONS]
+    known = [*lab.tasks.TASKS, *lab.tasks.QUESTIONS] + [TOGETHER] * bool(lab.together)
     if chosen and chosen not in known:
         raise cli.UsageError(f"--task {chosen}: lab {lab.name} has {', '.join(known)}")
     answer.tree  # noqa: B018  a file that is no Python is said before anything runs
     said = read_predictions(predictions, lab.tasks.QUESTIONS) if predictions else {}
+    whole = True
     for task in lab.tasks.TASKS:
         if chosen in (None, task):
-            yield grade_task(lab, answer, task, seed, sizes)
+            yield (verdict := grade_task(lab, answer, task, seed, sizes))
+            whole = whole and not verdict.wrong
+    if lab.together and chosen in (None, TOGETHER):
+        if whole:
+            yield grade_task(lab, answer, TOGETHER, seed, sizes)
+        else:
+            yield Verdict(TOGETHER, "graded once all tasks are right")
     for name in said:
         if chosen in (None, name):
             yield grade_question(lab, name, said[name])
@@ -175,6 +187,8 @@ def parse_args():
 
 def main():
     args = parse_args()
+    if args.json and not args.json.resolve().parent.is_dir():
+        raise cli.UsageError(f"--json {args.json}: there is no such folder")
     lab = load(args.lab)
     folder = args.file.resolve().parent if args.file else work_folder(lab)
     answer = Answer((args.file or folder / "mine.py").resolve(), lab.lessons)

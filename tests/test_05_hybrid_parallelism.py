@@ -1,6 +1,7 @@
 """Four axes at once: the gradient of one process, and the losses of module 01's template."""
 
 import gc
+import re
 import shutil
 from dataclasses import replace
 from unittest import mock
@@ -560,6 +561,20 @@ def test_a_block_is_compiled_whole(train, world_size, layout):
     assert set(graphs) == {"graph with 7 products"}, ended.stderr
     # The first block's input may need no gradient, or be waited for: then it has its own.
     assert len(graphs) <= 2 * world_size
+
+
+@FULL
+@pytest.mark.parametrize("change", [None, sum_after_backward])
+def test_two_stages_of_two_blocks_sum_during_backward(train, change):
+    def deepen(script):
+        models.PRESETS["tiny"] = replace(models.PRESETS["tiny"], num_layers=8)
+        if change:
+            change(script)
+
+    layout = "--pp 2 --dp 2 --schedule interleaved"
+    ended = train(layout, world_size=4, change=deepen, codes=(1,) if change else (0,))
+    row = re.search(r"blocks whose sums have begun.*", ended.stdout)[0]
+    assert row.endswith("NO" if change else "yes"), row
 
 
 @FULL

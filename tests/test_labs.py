@@ -58,6 +58,30 @@ def test_a_starter_fails_at_its_first_task_with_the_first_hint(name, tmp_path, c
 
 
 @full
+@pytest.mark.parametrize("name", [name for name in LABS if grade.load(name).together])
+def test_the_lesson_passes_alone(name):
+    lab = grade.load(name)
+    said = list(
+        grade.grade(lab, Answer(REPO / lab.lessons[0].path, lab.lessons), None, None, 2, [2, 3])
+    )
+    assert said[-1].task == "together"
+    assert not any(verdict.wrong for verdict in said)
+
+
+def test_holes_that_do_not_fit_together_are_seen(tmp_path):
+    """The hook notes a fourth thing of each bucket, which its own wait does not expect."""
+    lab = grade.load("ddp")
+    loop = "not self.missing[len(self.started)]:\n            self.start()\n"
+    assert loop in lab.lessons[0].source
+    more = f"{loop}            self.started[-1] += (index,)\n"
+    mine = tmp_path / "mine.py"
+    mine.write_text(lab.lessons[0].source.replace(loop, more))
+    verdicts = list(grade.grade(lab, Answer(mine, lab.lessons), None, None, 0, [2]))
+    assert [verdict.task for verdict in verdicts if verdict.wrong] == ["together"]
+    assert "too many values to unpack" in verdicts[-1].wrong
+
+
+@full
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LABS)
 def test_the_lesson_passes_and_is_accused_of_nothing(name, ranks):
@@ -107,6 +131,7 @@ def test_an_answer_that_does_not_come_is_named(name, tmp_path):
         (["9"], "error: there is no lab 9: choose from 1-same-model, 2-ddp"),
         (["2", "--task", "x"], "error: --task x: lab 2-ddp has start, buckets,"),
         (["2", "--file", "nowhere.py"], "nowhere.py: No such file"),
+        (["2", "--json", "nowhere/told.json"], "error: --json nowhere/told.json: there is no such"),
         (["2", "--file", "broken.py"], "broken.py, line 2: invalid syntax"),
         (["2", "--file", "ok.py"], "error: answers.toml: there is no question cals: they are"),
     ],

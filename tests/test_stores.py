@@ -24,7 +24,7 @@ from helpers_tokens import MAKE, words, write_folder
 from test_dist_common import Recorder, group_of_one
 
 from dist_common import checkpoint, cli, job, models
-from dist_common.stores import Remote, remove, sizes_in
+from dist_common.stores import Ranges, Remote, remove, sizes_in
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -442,3 +442,23 @@ def test_a_store_that_is_not_empty_is_refused_without_resume(run_script, tmp_pat
 def test_the_package_for_s3_is_named(run_script):
     ended = run_script(DDP, "--tokens", "s3://bucket/tokens")
     assert_one_line(ended, "--tokens s3://bucket/tokens: Install s3fs", name_of(DDP))
+
+
+def test_a_store_that_sends_too_little_is_told(tmp_path, monkeypatch):
+    (tmp_path / "tokens.bin").write_bytes(bytes(20))
+    numbers = Ranges(Remote(f"file://{tmp_path}/tokens.bin", "--tokens"), "<u2")
+    assert len(numbers[8:12]) == 2  # as a memory-mapped file: up to its end
+    kind = LocalFileSystem
+    monkeypatch.setattr(kind, "cat_file", lambda self, path, start, end: bytes(3))
+    with pytest.raises(cli.UsageError, match="--tokens file://.*3 came of bytes 4 to 12"):
+        numbers[2:6]
+
+
+def test_what_a_driver_raises_of_its_own_is_one_line():
+    class NoSuchBucket(Exception):  # no OSError: botocore's are none
+        pass
+
+    directory = Remote("memory://raises/checkpoints", "--checkpoints")
+    said = pytest.raises(cli.UsageError, match="cannot write the checkpoint memory://.*: not there")
+    with group_of_one(), said, checkpoint.sealed(directory, 1, {}):
+        raise NoSuchBucket("not there")

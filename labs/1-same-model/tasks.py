@@ -1,5 +1,7 @@
 """Lab 1, the same model: how an answer is looked at, and which mistake a wrong one shows."""
 
+import random
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,7 +32,7 @@ def samples(setting: Setting) -> int:
 def samplers(kind, setting, rank):
     """Yield a sampler at the start of the second epoch, and one that has been resumed there."""
     for name, position in ((DEALT, 0), (RESUMED, 2 * setting.world_size)):
-        sampler = kind(samples(setting), rank, setting.world_size, setting.seed)
+        sampler = kind(samples(setting), rank, setting.world_size, 1 + setting.seed)
         sampler.set_epoch(1)
         sampler.position = position
         yield name, sampler
@@ -41,7 +43,7 @@ def samplers(kind, setting, rank):
 
 def see_sampler(answer, setting):
     mine = samplers(answer.ShardedSampler, setting, setting.rank)
-    return {name: list(sampler) for name, sampler in mine}
+    return {name: [int(index) for index in sampler] for name, sampler in mine}
 
 
 def judge_sampler(seen, setting):
@@ -55,11 +57,15 @@ def judge_sampler(seen, setting):
             dealt = [index for own in seen for index in own[name]]
             if all(own[name] == seen[0][name] for own in seen):
                 return f"{where}all ranks take the same samples: each one takes every {ranks}th"
-            if len({len(own[name]) for own in seen}) > 1:
-                most = max(range(ranks), key=lambda one: len(seen[one][name]))
+            if sampler.position and got == order[rank::ranks][sampler.position :]:
+                return f"{where}`position` counts the samples of all ranks, not of this one"
+            lengths = [len(own[name]) for own in seen]
+            if len(set(lengths)) > 1:
+                most, least = lengths.index(max(lengths)), lengths.index(min(lengths))
                 return (
-                    f"{where}{len(got)} samples, rank {most} has {len(seen[most][name])}: it would "
-                    "take a step more, call its collective alone, and hang"
+                    f"{name}, rank {most} has {lengths[most]} samples, rank {least} has "
+                    f"{lengths[least]}: rank {most} would take a step more, call its collective "
+                    "alone, and hang"
                 )
             if twice := [index for index in dealt if dealt.count(index) > 1]:
                 return (
@@ -75,6 +81,8 @@ def judge_sampler(seen, setting):
                     f"{where}a block of the order, not every {ranks}th index: a global batch would "
                     "hold other samples on another number of ranks"
                 )
+            if got[:4] == right[:4]:
+                return f"{where}{len(got)} samples came, {len(right)} were expected"
             return f"{where}{got[:4]}, ... came, {right[:4]}, ... was expected"
     return None
 
@@ -84,14 +92,15 @@ def judge_sampler(seen, setting):
 
 def see_epoch(answer, setting):
     torch.manual_seed(100 * setting.rank)  # of the model: other on each rank, as dropout's may be
-    state, orders = torch.get_rng_state(), {}
-    for seed in (setting.seed, setting.seed + 7):
+    state, plain, orders = torch.get_rng_state(), random.getstate(), {}
+    first = 1 + setting.seed  # a product of 0 and the epoch would forget the epoch
+    for seed in (first, first + 7):
         sampler = answer.ShardedSampler(samples(setting), setting.rank, setting.world_size, seed)
         for epoch in (0, 1):
             sampler.set_epoch(epoch)
-            orders[f"{seed - setting.seed} {epoch}"] = sampler.global_order().tolist()
+            orders[f"{seed - first} {epoch}"] = sampler.global_order().tolist()
     again = sampler.global_order().tolist()
-    untouched = torch.equal(state, torch.get_rng_state())
+    untouched = torch.equal(state, torch.get_rng_state()) and plain == random.getstate()
     return {"orders": orders, "again": again, "untouched": untouched}
 
 
@@ -115,7 +124,7 @@ def judge_epoch(seen, setting):
                 "take some samples twice and others never"
             )
         if not own["untouched"]:
-            return f"{where}torch's own random numbers were drawn from: use a Generator"
+            return f"{where}torch's or Python's own random numbers were drawn from: use a Generator"
     return None
 
 
@@ -208,7 +217,7 @@ def hits(setting: Setting) -> torch.Tensor:
 
 def see_test(answer, setting):
     accuracy, once = answer.evaluate(classifier(setting), test_set(setting), torch.device("cpu"))
-    return [accuracy, once]
+    return [float(accuracy), int(once)]
 
 
 def judge_test(seen, setting):

@@ -342,6 +342,7 @@ TASKS = {
     "hook": Task(see_hook, judge_hook),
     "wait": Task(see_wait, judge_wait),
 }
+WHOLE = TASKS["wait"]
 
 
 # What is to be predicted, of the preset `tiny` in buckets of 0.25 MiB.

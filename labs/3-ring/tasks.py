@@ -72,7 +72,10 @@ def see(loop, answer, setting):
 def see_one(loop, answer, setting, length):
     ranks, move = setting.world_size, Move(length)
     x = marked(length, setting, setting.rank)
-    if loop == "reduce_scatter":
+    if loop == "all_reduce":
+        answer.ring_all_reduce(x, move)
+        move.sent = move.sent[: len(move.sent) // 2] if len(move.sent) == 2 * ranks - 2 else []
+    elif loop == "reduce_scatter":
         answer.ring_reduce_scatter(x.tensor_split(ranks), move)
     else:  # part rank + 1 is whole, the others are not
         whole = sum(marked(length, setting, rank) for rank in range(ranks))
@@ -104,9 +107,14 @@ def judge_moves(own: dict, setting: Setting, place: str) -> str | None:
         numbers, source, room = own["misfits"][0]
         arrive = f"{place}: {numbers} numbers arrive from rank {source} in a place for {room}"
         return f"{arrive}: parts differ in length: receive into one as long as the part that comes"
-    if len(own["sent"]) != ranks - 1:
+    following = (int(place.split()[1]) + 1) % ranks
+    if strays := [to for to, _ in own["sent"] if to != following]:
+        return f"{place} sends to rank {strays[0]}: in a ring it sends to the next one, {following}"
+    if len(own["sent"]) > ranks - 1:
         rounds = f"{place} sends {len(own['sent'])} times, {ranks - 1} are enough"
         return f"{rounds}: what left comes back after {ranks} rounds"
+    if len(own["sent"]) < ranks - 1:
+        return f"{place} sends {len(own['sent'])} times, {ranks - 1} are needed"
     return None
 
 
@@ -133,7 +141,7 @@ def judge_sum(counts: list[list[int]] | None, part: int, place: str) -> str | No
     if twice := [rank for rank, n in enumerate(times) if n > 1]:
         return f"{place}: rank {twice[0]}'s part {part} is in the sum {times[twice[0]]} times"
     if missing := [rank for rank, n in enumerate(times) if n == 0]:
-        return f"{place}: part {part} lacks what rank {missing[0]} has: it has not come round"
+        return f"{place}: part {part} lacks what rank {missing[0]} has"
     return None
 
 
@@ -183,6 +191,7 @@ TASKS = {
     "reduce_scatter": task("reduce_scatter", judge_reduce_scatter),
     "all_gather": task("all_gather", judge_all_gather),
 }
+WHOLE = task("all_reduce", judge_all_gather)
 
 
 # What is to be predicted: 1,200 numbers on 4 ranks.

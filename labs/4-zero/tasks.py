@@ -318,6 +318,7 @@ TASKS = {
     "clip": Task(see_clip, judge_clip),
     "step": Task(see_step, judge_step),
 }
+WHOLE = TASKS["step"]
 
 
 # What is to be predicted: 12,000 weights and Adam in float32, 4 ranks, 3 micro-batches a step.

@@ -12,6 +12,12 @@ LESSONS = {
 TITLE = "Lab 5: fill the holes until `python labs/grade.py 5` says right everywhere."
 
 
+REPLACED = (
+    "the vector was replaced by another one: autograd has saved views of the old one for backward, "
+    "which no gather fills again"
+)
+
+
 def tensors(setting: Setting, kind: int) -> list[torch.Tensor]:
     """Return tensors of odd shapes, drawn anew for each kind; ranks do not divide their numbers."""
     generator, width = setting.generator(), 2 + setting.draw(5)[0]
@@ -53,7 +59,9 @@ def see_gather(answer, setting):
 
     answer.all_gather_single = counted
     unit, parameters = unit_of(answer, setting)
+    vector = id(unit.whole)
     unit.gather()
+    stays = id(unit.whole) == vector
     got, shapes = by_number(parameters), [list(p.shape) for p in parameters]
     shares = [p.data_ptr() == v.data_ptr() for p, v in zip(parameters, unit.views, strict=True)]
     once = len(calls)
@@ -62,7 +70,7 @@ def see_gather(answer, setting):
     twice = len(calls)
     low.gather()
     return {
-        "got": got, "shapes": shapes, "shares": shares, "calls": [once, twice],
+        "got": got, "stays": stays, "shapes": shapes, "shares": shares, "calls": [once, twice],
         "low": str(calls[-1][0]) if len(calls) > twice else "none",
     }  # fmt: skip
 
@@ -95,6 +103,8 @@ def judge_gather(seen, setting):
             )
         if not same(own["got"], by_number(right)):
             return where + named(own["got"], by_number(right), mistakes)
+        if not own["stays"]:
+            return f"{where}{REPLACED}"
         if not all(own["shares"]):
             return f"{where}parameters are copies of the vector: as views they take no memory twice"
         if own["calls"][1] > own["calls"][0]:
@@ -109,6 +119,8 @@ def judge_gather(seen, setting):
 
 def see_free(answer, setting):
     unit, parameters = unit_of(answer, setting)
+    if unit.whole is None:  # it has been freed once
+        return {"none": True}
     unit.gather()
     full, vector = held(unit), id(unit.whole)
     kept = parameters[0] * parameters[0].sum()  # autograd keeps views of the vector
@@ -129,11 +141,10 @@ def judge_free(seen, setting):
     (weight * weight.sum()).sum().backward()
     for rank, own in enumerate(seen):
         where = f"rank {rank}: "
+        if "none" in own:
+            return f"{where}self.whole is None after free: its views and autograd keep the memory"
         if not own["same"]:
-            return (
-                f"{where}the vector was replaced by another one: autograd has saved views of the "
-                "old one for backward, which no gather fills again"
-            )
+            return f"{where}{REPLACED}"
         if own["freed"]:
             return (
                 f"{where}{own['freed']} of {own['full']} bytes are still there after free: a view "
@@ -303,9 +314,7 @@ def judge_backward(seen, setting):
                 f"{where}{own['left']} of {own['whole']} bytes are whole after backward: free them"
             )
         if own["most"] > own["rest"] + 2 * own["largest"]:
-            return (
-                f"{where}{own['most']} bytes are whole at once in backward: free each unit at once"
-            )
+            return f"{where}{own['most']} bytes are whole at once in backward: only the unit's own"
     return None
 
 
@@ -322,6 +331,8 @@ def judge_units(seen, setting):
         return None
     if not got or got == [""]:
         return "one unit: all weights are whole at once, on every rank: a unit for each block"
+    if inner := [name for name in got if any(name.startswith(f"{block}.") for block in right)]:
+        return f"{inner[0]} is a part of a block: small units send many small messages"
     if missing := [name for name in right if name not in got]:
         return (
             f"{missing[0]} is in no unit of its own: it is whole from the first layer to the last"
@@ -337,6 +348,7 @@ TASKS = {
     "units": Task(see_units, judge_units),
     "backward": Task(see_backward, judge_backward),
 }
+WHOLE = TASKS["backward"]
 
 
 # What is to be predicted: 8 blocks of 1,000 weights and a rest of 2,000, float32, on 4 ranks.

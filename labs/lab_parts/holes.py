@@ -21,6 +21,7 @@ from pathlib import Path
 from dist_common.cli import UsageError
 
 REPO = Path(__file__).parents[2]
+TOGETHER = "together"
 HOLE = re.compile(r"^( *)# lab: hole (\w+)\n(.*?)^ *# lab: end\n", re.M | re.S)
 
 
@@ -139,14 +140,17 @@ class Answer:
         return [name for lesson in self.lessons for name in lesson.holes.get(hole, ())]
 
     def module(self, hole: str | None) -> types.ModuleType:
-        """Run the file, with the lessons' own lines in all holes but this one (None: in none)."""
+        """Run the file, with the lessons' own lines in all holes but this one.
+
+        None: in all holes. TOGETHER: in none, the answer stands alone.
+        """
         for lesson in self.lessons:  # its parts
             sys.path.insert(0, str((REPO / lesson.path).parent))
         module = types.ModuleType("answer")
         module.__file__ = str(self.path)
         sys.modules["answer"] = module
         exec(compile(self.tree, str(self.path), "exec"), module.__dict__)
-        for lesson in self.lessons:
+        for lesson in self.lessons if hole != TOGETHER else ():
             others = {name for other, names in lesson.holes.items() if other != hole
                       for name in names}  # fmt: skip
             for name in others - set(self.parts(hole)) if hole else others:
