@@ -199,7 +199,8 @@ def judge_mean(seen, setting):
 
 def test_set(setting: Setting) -> TensorDataset:
     generator = setting.generator()
-    images = torch.randn(1000 + samples(setting), 6, generator=generator)
+    size = 1000 * setting.world_size + 1  # a thousand at a time, rank 0 has one piece more
+    images = torch.randn(size, 6, generator=generator)
     return TensorDataset(images, torch.randint(3, (len(images),), generator=generator))
 
 

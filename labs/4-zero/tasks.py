@@ -7,25 +7,12 @@ from torch import nn
 
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
+from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
 
 LESSONS = {"03-deepspeed/zero_from_scratch.py": ("MIB", "Bucket", "Zero")}
 TITLE = "Lab 4: fill the holes until `python labs/grade.py 4` says right everywhere."
 NORM = 0.05  # to clip to: less than any gradient here has
 MIB = 2**20
-
-
-def tensors(setting: Setting, kind: int) -> list[torch.Tensor]:
-    """Return tensors of odd shapes, drawn anew for each kind; ranks do not divide their numbers."""
-    width = 2 + setting.draw(5)[0]
-    generator = torch.Generator().manual_seed(setting.seed + 97 * kind)
-    return [
-        torch.randn(shape, generator=generator) for shape in ((3, width), (width,), (2, 2), (1,))
-    ]
-
-
-def padded(values: list[torch.Tensor], ranks: int) -> torch.Tensor:
-    flat = torch.cat([value.flatten() for value in values])
-    return nn.functional.pad(flat, (0, -len(flat) % ranks))
 
 
 def bucket_of(answer, setting):
@@ -36,64 +23,14 @@ def bucket_of(answer, setting):
 # reduce: this rank's part of the mean gradient
 
 
-def gradients(setting: Setting, rank: int, micro: int) -> list[torch.Tensor | None]:
-    """Return a rank's gradients of a micro-batch; of one parameter none on rank 1."""
-    drawn = tensors(setting, 10 + 10 * micro + rank)
-    return [None if rank == 1 and n == 1 else tensor for n, tensor in enumerate(drawn)]
-
-
 def see_reduce(answer, setting):
     bucket, parameters = bucket_of(answer, setting)
     ends = []
     for micro in (0, 1):
-        own = gradients(setting, setting.rank, micro)
-        for parameter, gradient in zip(parameters, own, strict=True):
-            parameter.grad = gradient
+        set_gradients(parameters, setting, micro)
         bucket.reduce()
-        kept = sum(parameter.grad is not None for parameter in parameters)
-        part = bucket.gradient
-        ends.append({"part": None if part is None else part.tolist(), "kept": kept})
+        ends.append(kept(parameters, bucket.gradient))
     return ends
-
-
-def judge_reduce(seen, setting):
-    ranks, means = setting.world_size, []
-    zero = [torch.zeros_like(tensor) for tensor in tensors(setting, 0)]
-    for micro in (0, 1):
-        of_ranks = [
-            [z if g is None else g for g, z in zip(gradients(setting, r, micro), zero, strict=True)]
-            for r in range(ranks)
-        ]
-        means.append(sum(padded(own, ranks) for own in of_ranks) / ranks)
-
-    def part(vector, rank):
-        return vector.chunk(ranks)[rank].tolist()
-
-    for rank, (first, second) in enumerate(seen):
-        where = f"rank {rank}: "
-        if first["part"] is None:
-            return f"{where}bucket.gradient is None after reduce: that is where the part belongs"
-        if len(first["part"]) == len(means[0]):
-            return f"{where}the gradient of the whole bucket is kept: 1/{ranks} of it is enough"
-        mistakes = {
-            "summed, not divided by the ranks": part(ranks * means[0], rank),
-            "divided by the ranks twice": part(means[0] / ranks, rank),
-        }
-        mistakes |= {f"the part of rank {other}": part(means[0], other) for other in range(ranks)}
-        if not same(first["part"], part(means[0], rank)):
-            return where + named(first["part"], part(means[0], rank), mistakes)
-        if first["kept"]:
-            return (
-                f"{where}{first['kept']} whole gradients are kept: stage 2 is to save their memory"
-            )
-        mistakes = {
-            "the second micro-batch's gradient alone: add it to the first": part(means[1], rank),
-            "the first micro-batch's gradient alone: the second is lost": part(means[0], rank),
-        }
-        total = part(means[0] + means[1], rank)
-        if not same(second["part"], total):
-            return where + named(second["part"], total, mistakes)
-    return None
 
 
 # gather: the parts that the ranks have updated, to all of them
@@ -193,11 +130,11 @@ def judge_optimizer(seen, setting):
     return None
 
 
-def alone(setting: Setting, clip: float | None = None, local: bool = False) -> list[dict]:
-    """Return the weights after each of two steps of one process, by name."""
+def alone(setting: Setting, *clips: float | None) -> list[dict]:
+    """Return the weights after each step of one process, by name; each clips to its norm."""
     model, ends = model_of(setting), []
     optimizer = make_adam(model.parameters())
-    for step in (0, 1):
+    for step, clip in enumerate(clips):
         optimizer.zero_grad()
         n = setting.world_size
         sum(loss_of(model, setting, rank, step) / n for rank in range(n)).backward()
@@ -272,17 +209,7 @@ def see_step(answer, setting):
 
 def judge_step(seen, setting):
     start = numbers(dict(model_of(setting).named_parameters()))
-    model = model_of(setting)
-    optimizer, right = make_adam(model.parameters()), []
-    for step, clip in ((0, None), (1, NORM)):
-        optimizer.zero_grad()
-        n = setting.world_size
-        sum(loss_of(model, setting, rank, step) / n for rank in range(n)).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        right.append(numbers(dict(model.named_parameters())))
-    unclipped = alone(setting)
+    right, unclipped = alone(setting, None, NORM), alone(setting, None, None)
     for rank, own in enumerate(seen):
         for stage in ("1", "2"):
             where = f"stage {stage}, rank {rank}: "
@@ -313,7 +240,7 @@ def judge_step(seen, setting):
 
 TASKS = {
     "optimizer": Task(see_optimizer, judge_optimizer),
-    "reduce": Task(see_reduce, judge_reduce),
+    "reduce": Task(see_reduce, partial(judge_reduce, name="bucket.gradient")),
     "gather": Task(see_gather, judge_gather),
     "clip": Task(see_clip, judge_clip),
     "step": Task(see_step, judge_step),

@@ -5,6 +5,7 @@ from torch import nn
 
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
+from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
 
 LESSONS = {
     "02-fsdp/fsdp_from_scratch.py": ("Unit", "AfterBackward", "Sharded", "modules_of"),
@@ -18,14 +19,6 @@ REPLACED = (
 )
 
 
-def tensors(setting: Setting, kind: int) -> list[torch.Tensor]:
-    """Return tensors of odd shapes, drawn anew for each kind; ranks do not divide their numbers."""
-    generator, width = setting.generator(), 2 + setting.draw(5)[0]
-    generator.manual_seed(setting.seed + 97 * kind)
-    shapes = [(3, width), (width,), (2, 2, width), (1,)]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
 def unit_of(answer, setting, dtype=None):
     """Return a unit of the same parameters on all ranks, and these."""
     parameters = [nn.Parameter(tensor) for tensor in tensors(setting, 0)]
@@ -34,11 +27,6 @@ def unit_of(answer, setting, dtype=None):
 
 def by_number(values) -> dict:
     return numbers({f"parameter {n}": value for n, value in enumerate(values)})
-
-
-def padded(values: list[torch.Tensor], ranks: int) -> torch.Tensor:
-    flat = torch.cat([value.flatten() for value in values])
-    return nn.functional.pad(flat, (0, -len(flat) % ranks))
 
 
 def held(unit) -> int:
@@ -164,12 +152,6 @@ def judge_free(seen, setting):
 # reduce: each rank its own part of the mean gradient, added up over micro-batches
 
 
-def gradients(setting: Setting, rank: int, micro: int) -> list[torch.Tensor | None]:
-    """Return a rank's gradients of a micro-batch; of one parameter none on rank 1."""
-    drawn = tensors(setting, 10 + 10 * micro + rank)
-    return [None if rank == 1 and n == 1 else tensor for n, tensor in enumerate(drawn)]
-
-
 def see_reduce(answer, setting):
     calls, collective = [], answer.reduce_scatter_single
 
@@ -179,62 +161,23 @@ def see_reduce(answer, setting):
 
     answer.reduce_scatter_single = counted
     unit, parameters = unit_of(answer, setting)
+    unit.gather()
     unit.reduce()  # of frozen parameters: none has a gradient
+    unit.free()
     unused, ends = len(calls), []
     for micro in (0, 1):
         unit.gather()
-        for parameter, gradient in zip(parameters, gradients(setting, setting.rank, micro),
-                                       strict=True):  # fmt: skip
-            parameter.grad = gradient
+        set_gradients(parameters, setting, micro)
         unit.reduce()
-        dropped = all(parameter.grad is None for parameter in parameters)
+        ends.append(kept(parameters, unit.shard.grad))
         unit.free()
-        part = unit.shard.grad
-        ends.append({"part": None if part is None else part.tolist(), "dropped": dropped})
     return {"unused": unused, "ends": ends}
 
 
-def judge_reduce(seen, setting):
-    ranks, means = setting.world_size, []
-    zero = [torch.zeros_like(tensor) for tensor in tensors(setting, 0)]
-    for micro in (0, 1):
-        of_ranks = [
-            [z if g is None else g for g, z in zip(gradients(setting, r, micro), zero, strict=True)]
-            for r in range(ranks)
-        ]
-        means.append(sum(padded(own, ranks) for own in of_ranks) / ranks)
-
-    def part(vector, rank):
-        return vector.chunk(ranks)[rank].tolist()
-
-    for rank, own in enumerate(seen):
-        where, (first, second) = f"rank {rank}: ", own["ends"]
-        if own["unused"]:
-            return f"{where}parameters without any gradient are reduced: frozen ones have none"
-        if first["part"] is None:
-            return f"{where}shard.grad is None: the optimizer steps on the shard"
-        mistakes = {
-            f"{ranks} times too large: summed, not divided by the ranks": part(
-                ranks * means[0], rank
-            ),
-            f"{ranks} times too small: divided by the ranks twice": part(means[0] / ranks, rank),
-        }
-        for other in range(ranks):
-            mistakes[f"the part of rank {other}"] = part(means[0], other)
-        if not same(first["part"], part(means[0], rank)):
-            return where + named(first["part"], part(means[0], rank), mistakes)
-        if not first["dropped"]:
-            return f"{where}whole gradients are kept after reduce: that is the memory FSDP saves"
-        mistakes = {
-            "the second micro-batch's gradient alone: it has to be added to the first": part(
-                means[1], rank
-            ),
-            "the first micro-batch's gradient alone: the second is lost": part(means[0], rank),
-        }
-        total = part(means[0] + means[1], rank)
-        if not same(second["part"], total):
-            return where + named(second["part"], total, mistakes)
-    return None
+def judge_all(seen, setting):
+    if any(own["unused"] for own in seen):
+        return "parameters without any gradient are reduced: frozen ones have none"
+    return judge_reduce([own["ends"] for own in seen], setting, "shard.grad")
 
 
 # backward and units: a model of two blocks
@@ -344,7 +287,7 @@ def judge_units(seen, setting):
 TASKS = {
     "gather": Task(see_gather, judge_gather),
     "free": Task(see_free, judge_free),
-    "reduce": Task(see_reduce, judge_reduce),
+    "reduce": Task(see_reduce, judge_all),
     "units": Task(see_units, judge_units),
     "backward": Task(see_backward, judge_backward),
 }

@@ -30,6 +30,8 @@ DEADLINE_S = 120.0  # of a task, for a hang that nothing else shows: one takes a
 CPU_S = 8.0  # of a rank: more is a loop without an end
 STUCK_S = 1.5  # a task hangs when all its ranks sleep and have used no CPU for as long
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+MISFIT = re.compile(r"op\.preamble|Received data size doesn't match")  # gloo's
+UNEQUAL = "got another number of bytes than it waits for"
 OTHER_FORM = "what came has another form than the lesson's: see the docstring"
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\w+)')
 # What a rank says whose partner is gone: the mistake is elsewhere.
@@ -115,7 +117,7 @@ def run(
         return None, hang(ended, hanging, errors, str(answer.path)), printed
     for number, rank in enumerate(ended):
         if told[number] is None:
-            return None, f"rank {number} ended before the task did: {rank.ended}", printed
+            return None, f"rank {number} {crash(rank, str(answer.path))}", printed
     number = min(errors)
     return None, f"rank {number}: {errors[number]}: which rank makes another call?", printed
 
@@ -166,13 +168,22 @@ def runs(pid: int) -> bool:
 def describe(error: BaseException, path: str) -> str:
     """Say what was raised, and at which line of the answer."""
     text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-    if "op.preamble" in text or "Received data size doesn't match" in text:
-        text = "the ranks send different numbers of bytes in the same call"
+    if MISFIT.search(text):
+        text = UNEQUAL
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
              if frame.filename == path]  # fmt: skip
     if lines or isinstance(error, SystemExit | RuntimeError):
         return f"{text} ({line_of(path, lines[-1])})" if lines else text
     return f"{OTHER_FORM} ({text})"  # raised by the grader's lines, over what the answer returned
+
+
+def crash(rank: ranks.Rank, path: str) -> str:
+    """Say where a rank ended, as faulthandler wrote it: gloo aborts where messages do not fit."""
+    lines = [int(line) for file, line, _ in FRAME.findall(rank.err) if file == path]
+    at = f" ({line_of(path, lines[0])})" if lines else ""
+    if MISFIT.search(rank.err):
+        return f"{UNEQUAL}: it is in another call than the other ranks{at}"
+    return f"ended before the task did: {rank.ended}{at}"
 
 
 def line_of(path: str, number: int) -> str:
