@@ -205,8 +205,9 @@ def test_batches_are_pinned_where_a_gpu_fetches_them(monkeypatch, kind):
     monkeypatch.setattr(job.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(job, "measure", mock.Mock())
     monkeypatch.setattr(data, "job_batches", lambda *given: given[-1])
-    args = argparse.Namespace(seed=0, log_every=10, num_workers=0)
-    made = job.Job(args, SimpleNamespace(device=torch.device(kind)), range(4), None, None)
+    args = argparse.Namespace(seed=0, log_every=10, num_workers=0, checkpoints=None, resume=False)
+    report = SimpleNamespace(device=torch.device(kind), output=None)
+    made = job.Job(args, report, range(4), None, None)
     assert made.batches == (kind == "cuda")
 
 
