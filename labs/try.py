@@ -27,9 +27,10 @@ def copy_of(script: Path) -> Path:
 
 def command_of(script: Path) -> str:
     """Return the command for the CPU from a script's docstring; a plain one, if it has none."""
+    name = str(script.relative_to(REPO))
     shown = re.search(r"^ *CPU +((?:.*\\\n)*.*)$", script.read_text(), re.M)
-    plain = f"torchrun --standalone --nproc-per-node=2 {script.parent.name}/{script.name}"
-    return re.sub(r"\s*\\\n\s*", " ", shown[1]) if shown else plain
+    plain = f"torchrun --standalone --nproc-per-node=2 {name}"
+    return re.sub(r"\s*\\\n\s*", " ", shown[1]) if shown and name in shown[1] else plain
 
 
 def parse_args():
@@ -45,7 +46,7 @@ def main():
         raise cli.UsageError(f"{args.script}: no script of this repository")
     copy = copy_of(script).relative_to(REPO)
     print(f"change {copy}, then run")
-    print(f"  {command_of(script).replace(f'{script.parent.name}/{script.name}', str(copy))}")
+    print(f"  {command_of(script).replace(str(script.relative_to(REPO)), str(copy))}")
     return 0
 
 
