@@ -18,6 +18,7 @@
 - A ```diff block follows <!-- diff: FILE FUNCTION, FILE FUNCTION --> and is the difference between
   the two functions of the page's folder, without comments; without FUNCTION, between the files.
   `python tests/test_guides.py` writes it.
+- "Change it" names the copy that its exercises are done on, and minutes for each: "(5 min)".
 - "N minutes" in a page's head, its row in the README and the hours of a module follow the rule of
   minutes.py; the same command writes them.
 """
@@ -153,6 +154,19 @@ def test_every_image_says_what_drew_it():
             assert (folder / image).resolve() in [path.resolve() for path in own], (
                 f"{page}: {image}"
             )
+
+
+EXERCISES = re.compile(r"^## Change it\n(.*?)(?=^<details>|^## |\Z)", re.M | re.S)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if EXERCISES.search(read(path).prose)])
+def test_exercises_are_done_on_a_copy_and_say_their_minutes(path):
+    asked = EXERCISES.search(read(path).prose)[1]
+    copied = re.findall(r"`python labs/try\.py (\S+)`", asked)
+    assert copied, f"{path}: say how to copy the lesson: `python labs/try.py SCRIPT`"
+    assert set(copied) <= set(TRACKED), f"{path}: {copied} are not there"
+    for exercise in re.findall(r"^\d\. .*", asked, re.M) or [asked]:
+        assert re.search(r"\(\d+ min\)", exercise), f"{path}: no minutes: {exercise}"
 
 
 @cache
