@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, assert_one_line, run_command
+from conftest import REPO, assert_one_line, load_script, run_command
 
 sys.path.insert(0, str(REPO / "labs"))
 import grade
@@ -193,6 +193,15 @@ def test_a_copy_of_a_lesson_is_tried_apart_from_it(tmp_path):
         assert run_command(words, REPO, 300).codes == [0]
     finally:
         shutil.rmtree((REPO / copy).parent)
+
+
+def test_the_command_of_a_copy_starts_the_lesson():
+    """Also of one whose docstring has no command for the CPU."""
+    pages = [path for path in REPO.glob("[0b]*/*.md") if "\n## Change it\n" in path.read_text()]
+    assert pages
+    for script in [page.with_suffix(".py") for page in pages]:
+        name = str(script.relative_to(REPO))
+        assert name in load_script("labs/try.py").command_of(script).split(), name
 
 
 def test_what_is_no_lesson_cannot_be_tried():
