@@ -20,7 +20,6 @@ Activation Recomputation (2022), section 5.
 
 import argparse
 import functools
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +31,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, hf, job, measure, models, runtime
+from dist_common import cli, data, float8, hf, job, measure, models, runtime
 from dist_common.models import Transformer
 from dist_common.report import Report
 
 KEEPING = ("sharded", "whole", "gathered")  # between micro-batches
-FLOAT8_CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later
 # What selective activation checkpointing keeps: matrix products and attention, which take the time.
 # It computes norms and activation functions again, which take memory only.
 KEPT = [torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default] + [  # the second: float8
@@ -85,9 +83,7 @@ def build(args, config, mesh, device):
     # The loss multiplies by the head's weight itself: then it may do so slice by slice.
     model.head.forward = lambda hidden: hidden
     if args.float8:  # matrix products read float8; weights stay as they are
-        from torchao.float8 import convert_to_float8_training
-
-        convert_to_float8_training(model.blocks)
+        float8.convert(model.blocks, args.float8)
     checkpoint_activations(model.blocks, args.activation_checkpointing)
     if args.compile:
         for block in model.blocks:
@@ -303,7 +299,7 @@ def add_flags(parser):
     add("--prefetch", type=cli.whole_number, default=0, help="blocks gathered ahead (0)")
     add("--cpu-offload", action="store_true", help="keep shards and optimizer in host memory")
     add("--compile", action="store_true", help="translate each block by torch.compile")
-    add("--float8", action="store_true", help="multiply in float8 by torchao, on a GPU")
+    float8.add_flag(parser)
 
 
 def parse_kind(text):
@@ -329,24 +325,11 @@ def refuse(args, config, shards, world, device):
             f"--fused-loss needs F.linear_cross_entropy, of PyTorch 2.14; this is "
             f"{torch.__version__}: use --loss-chunks N"
         )
-    if args.float8:
-        refuse_float8(device)
+    float8.refuse(args, config, device)
     where = torch.device("cpu") if args.cpu_offload else device
     # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments
     needed = 16 * config.num_parameters()
     measure.require_memory(hf.flag_of(args), needed, shards, where, world)
-
-
-def refuse_float8(device):
-    """Stop where nothing can multiply in float8. Raises: UsageError with what is missing."""
-    if device.type != "cuda":
-        raise cli.UsageError("--float8 needs an NVIDIA GPU of Ada, Hopper or later; this is a CPU")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < FLOAT8_CAPABILITY:
-        number = ".".join(map(str, capability))
-        raise cli.UsageError(f"--float8 needs a GPU of compute capability 8.9; this has {number}")
-    if importlib.util.find_spec("torchao") is None:
-        raise cli.UsageError("--float8 needs torchao: pip install torchao")
 
 
 # the run
@@ -356,7 +339,10 @@ def describe(args, config):
     """Return in one line what is trained, and how."""
     size = f"{args.init_from or args.preset}: {config.num_parameters():,} weights"
     recomputed = f"activation checkpointing {args.activation_checkpointing}"
-    return f"{size}; {args.sharding} sharding, {args.precision}, {recomputed}"
+    precision = args.precision
+    if args.float8:
+        precision += f" and float8 ({args.float8})"
+    return f"{size}; {args.sharding} sharding, {precision}, {recomputed}"
 
 
 def set_up(args, report):

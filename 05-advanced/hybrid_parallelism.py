@@ -11,7 +11,7 @@ axis sends, which say what link it needs. --init-from and --export-to are as in 
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `recompute`,
-`evaluate`), each with what uses it. A test deletes each and all, and runs the rest.
+`float8`, `evaluate`), each with what uses it. A test deletes each and all, and runs the rest.
 
 Sources: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM (SC 2021); Liang et al., TorchTitan (2024); Grattafiori et al., The Llama 3 Herd of
@@ -44,7 +44,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, hf, job, measure, models, runtime
+from dist_common import cli, data, float8, hf, job, measure, models, runtime
 from dist_common.models import local
 from dist_common.report import Report
 
@@ -63,7 +63,7 @@ SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # into gradients of inputs
 V_SHAPED = ("zbv", "dualpipev")  # down the ranks and up again: the first rank has both ends
 # What selective recomputation keeps: matrix products and attention, which take the time. It
 # computes norms and activation functions again, and sends again what full does.
-KEPT = [torch.ops.aten.mm.default] + [
+KEPT = [torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default] + [  # the second: float8
     getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
     for kind in ("flash_attention", "efficient_attention", "cudnn_attention",
                  "flash_attention_for_cpu")
@@ -380,6 +380,8 @@ def proofs():
 def build(run):
     """Cut the model along every axis, and only then give this rank memory for its part."""
     args = run.job.args
+    if args.float8:  # matrix products read float8; weights stay as they are
+        float8.convert(run.model.blocks, args.float8)
     if args.tp > 1:
         split_tensors(run.model, run.mesh)
     if args.cp > 1:
@@ -425,6 +427,7 @@ def parse_args():
     add("--activation-checkpointing", choices=("none", "full", "selective"), default="none",
         help="what backward computes again of a block (none)")  # fmt: skip
     add("--compile", action="store_true", help="translate each block by torch.compile")
+    float8.add_flag(parser)
     add("--ranks-per-node", type=positive, help="in the table of axes (as started)")
     return job.parse(parser, parity_steps=2)  # the second starts from what the first has left
 
@@ -502,9 +505,13 @@ def set_up(args, report):
     the_job, identity = job.on_text(args, report, mesh["dp"].get_local_rank(), args.dp)
     config = the_job.fitted(config)
     refuse(args, config)
+    float8.refuse(args, config, device, args.tp, args.cp)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
     size = f"{args.init_from or args.preset}: {config.num_parameters():,} weights"
-    report.start(f"{size}, {args.precision}", identity)
+    precision = args.precision
+    if args.float8:
+        precision += f" and float8 ({args.float8})"
+    report.start(f"{size}, {precision}", identity)
     with torch.device("meta"):
         model, whole = models.Transformer(config), models.Transformer(config).state_dict()
     own = own_tokens(mesh["cp"].get_local_rank(), args.cp, args.seq_len).to(device)

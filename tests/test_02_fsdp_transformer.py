@@ -70,6 +70,7 @@ WAYS = [
         2, "--cpu-offload --grad-accum-steps 2 --activation-checkpointing 2", marks=full
     ),
     pytest.param(3, "--grad-accum-steps 3 --accumulate gathered", marks=full),
+    pytest.param(2, "--float8 emulated --activation-checkpointing selective", marks=full),
     pytest.param(3, "--loss-chunks 5 --sharding grad-op", marks=full),
     pytest.param(2, "--fused-loss --loss-chunks 3 --grad-accum-steps 2", marks=[full, FUSED]),
     pytest.param(2, "--fused-loss --precision bf16-mixed --loss-chunks 4", marks=[full, FUSED]),

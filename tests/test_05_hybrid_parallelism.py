@@ -3,6 +3,7 @@
 import gc
 import re
 import shutil
+from argparse import Namespace
 from dataclasses import replace
 from unittest import mock
 
@@ -25,7 +26,7 @@ from advanced_parts import hybrid_parallelism as part
 from advanced_parts import layout_memory
 from advanced_parts.kept_bytes import LiveBytes, storages
 from advanced_parts.layout_memory import Job
-from dist_common import models
+from dist_common import cli, float8, models
 from dist_common.job import Step
 
 HYBRID = "05-advanced/hybrid_parallelism.py"
@@ -67,7 +68,11 @@ LAYOUTS = [
     (2, "--pp 2 --precision bf16-mixed", "pp"),  # half the bytes
     (2, "--tp 2 --activation-checkpointing full", "tp"),
     (2, "--pp 2 --schedule zbv", "pp"),
+    (2, "--tp 2 --float8 emulated", "tp"),
     *full(
+        (4, "--tp 2 --pp 2 --float8 emulated --activation-checkpointing selective", "tp pp"),
+        (6, "--tp 2 --dp 3 --float8 emulated --data-parallel full --precision bf16-mixed", "tp dp"),
+        (4, "--cp 2 --pp 2 --float8 emulated --schedule zbv --grad-accum-steps 3", "cp pp"),
         (2, "--pp 2 --schedule dualpipev", "pp"),
         (1, "--schedule zbv --grad-accum-steps 3", ""),
         (4, "--pp 2 --dp 2 --schedule zbv --data-parallel grad-op --precision bf16-mixed", "pp dp"),
@@ -186,6 +191,51 @@ def test_a_checkpoint_of_other_data_is_refused_and_a_damaged_one_skipped(train, 
     state.write_bytes(state.read_bytes()[:-100] + bytes(100))
     ended = train("", *arguments)
     assert "skipped" in ended.stderr and "step-00000001" in ended.stdout
+
+
+# float8
+
+
+@pytest.mark.parametrize("layout", ["--dp 2", *full(("--dp 2 --data-parallel full --seed 3",))])
+def test_float8_rounds_alike_on_all_ranks(train, tmp_path, layout):
+    """To float32's last digits, far below what float8 rounds off: the scale does not matter."""
+    folder = tmp_path / "run"
+    train(f"{layout} --float8 emulated", "--output-dir", folder, world_size=2)
+    errors = [c["measured"] for c in results_of(folder)["checks"] if "relative error" in c["name"]]
+    assert len(errors) >= 2 and max(errors) < 1e-5
+
+
+def test_all_linear_layers_of_blocks_multiply_in_float8(in_a_fork):
+    def changed():
+        model = models.Transformer(models.PRESETS["tiny"])
+        x = torch.randn(32, model.config.dim)
+        before = model.blocks[0].gate(x)
+        float8.convert(model, "emulated")
+        error = (model.blocks[0].gate(x) - before).abs().max() / before.abs().max()
+        kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+        return [name for name, kind in kinds.items() if kind == "Float8Linear"], error.item()
+
+    names, error = in_a_fork(changed)
+    layers = ("attention.wq", "attention.wk", "attention.wv", "attention.wo", "gate", "up", "down")
+    assert set(names) == {f"blocks.{n}.{layer}" for n in range(4) for layer in layers}
+    assert 1e-3 < error < 0.1  # 3 bits of a fraction
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuts", "torchao", "says"),
+    [
+        ((8, 0), {}, True, "capability 8.9; this has 8.0"),
+        ((9, 0), {"tp": 4}, True, r"tiles of 16: no multiple is \[88\], columns"),
+        ((9, 0), {"cp": 8}, True, r"tiles of 16: no multiple is \[8\], .* tokens"),
+        ((9, 0), {}, False, "pip install torchao"),
+    ],
+)
+def test_float8_is_refused_where_a_gpu_lacks_it(monkeypatch, capability, cuts, torchao, says):
+    args = Namespace(float8="gpu", micro_batch_size=1, seq_len=64)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda _: torchao or None)
+    with pytest.raises(cli.UsageError, match=says):
+        float8.refuse(args, models.PRESETS["tiny"], torch.device("cuda"), **cuts)
 
 
 # what the checks must see
@@ -551,6 +601,7 @@ def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp, cp)
         (2, "--cp 2 --activation-checkpointing selective"),
         (4, "--tp 2 --pp 2 --precision bf16-mixed"),
         (4, "--tp 2 --dp 2 --data-parallel full"),
+        (2, "--tp 2 --float8 emulated"),
     ],
 )
 def test_a_block_is_compiled_whole(train, world_size, layout):
@@ -558,7 +609,8 @@ def test_a_block_is_compiled_whole(train, world_size, layout):
     options = ("--compile", "--eval-every", 0)
     ended = train(layout, *options, world_size=world_size, change=trace_without_a_compiler)
     graphs = [line for line in ended.stderr.splitlines() if line.startswith("graph with")]
-    assert set(graphs) == {"graph with 7 products"}, ended.stderr
+    products = 0 if "float8" in layout else 7  # 0: they are inside of torchao's function
+    assert set(graphs) == {f"graph with {products} products"}, ended.stderr
     # The first block's input may need no gradient, or be waited for: then it has its own.
     assert len(graphs) <= 2 * world_size
 

@@ -102,5 +102,5 @@ def compare_with_one_process(job: Job, model, alone, items, tokens, loss: torch.
     gradient = proofs.same_as_one_process(job, model, alone, items, loss, tokens)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).full_tensor()
     expected = gradient.double().norm().item()  # in float32 it loses four digits
-    tolerance, source = proofs.TOLERANCE[job.args.precision], "one process on the same global batch"
+    tolerance, source = proofs.tolerance_of(job.args), "one process on the same global batch"
     job.report.check("gradient norm", norm.item(), expected, tolerance * expected, source)

@@ -118,7 +118,7 @@ def same_steps(run, steps: Iterable[Step]) -> Iterator[Step]:
     """
     report, args = run.job.report, run.job.args
     expected = list(steps_alone(run, args.parity_steps))
-    tolerance = proofs.TOLERANCE[args.precision]
+    tolerance = proofs.tolerance_of(args)
     for (loss, norm), step in zip(expected, steps, strict=False):
         yield step
         total = step.loss_sum.detach().clone()
@@ -172,6 +172,9 @@ def expected_bytes(run):
     again = args.activation_checkpointing != "none"  # all but the scatter after down, the last one
     gathers = (8 + 3 * again) * blocks + 2 * first + 2 * last
     reduced = gathers / 2 * activations + last * 3 * 4 * rows
+    # A scale of float8 is of a whole matrix: where ranks have parts, they all-reduce its largest
+    # number, in 8 bytes. Of three products' six matrices in each layer, 28 are cut in a block.
+    reduced += 8 * (28 + 9 * again) * blocks * bool(args.float8)
     # full frees weights after each forward and backward, and sums gradients in each micro-batch.
     full = args.data_parallel == "full"
     weight_gathers, sums = (2 * micro_batches, micro_batches) if full else (1, 1)

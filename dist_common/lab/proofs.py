@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from dist_common import hf
+from dist_common import float8, hf
 from dist_common.data import collate
 from dist_common.job import Job, Step
 from dist_common.lab.traffic import StepProbe, TrafficCounter
@@ -20,6 +20,13 @@ from dist_common.runtime import gather, seed_everything
 
 # Relative. fp32 sums in another order differ in the last bits; bfloat16 keeps 8 bits.
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}
+# What lies below float8's smallest number is lost, and where that is depends on a rank's scale.
+FLOAT8 = 0.1
+
+
+def tolerance_of(args) -> float:
+    """Return the relative tolerance of a loss and a gradient in the run's precision."""
+    return max(TOLERANCE[args.precision], FLOAT8 if getattr(args, "float8", None) else 0.0)
 
 
 def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -80,7 +87,7 @@ def same_as_one_process(
             error = torch.maximum(error, (local(weight.grad).to(device) - right).abs().max())
     dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
     error /= gradient.abs().max()
-    tolerance, source = TOLERANCE[args.precision], "one process on the same global batch"
+    tolerance, source = tolerance_of(args), "one process on the same global batch"
     name = "gradient: relative error against one process"
     report.check(name, error.item(), 0, tolerance, source)
     total = loss_sum.detach().clone()
@@ -124,10 +131,17 @@ def same_as_files(report, model: nn.Module, config, folder, group, kind="") -> N
 
 def whole_model(job: Job, config) -> nn.Module:
     """Return the whole model as a run begins: drawn, or as transformers has it of --init-from."""
+    model = first_model(job, config)
+    if how := getattr(job.args, "float8", None):
+        float8.convert(model, how)
+    return documents_alone(model, config)
+
+
+def first_model(job: Job, config) -> nn.Module:
     args = job.args
     seed_everything(args.seed)
     if not getattr(args, "init_from", None) or job.found:
-        return documents_alone(Transformer(config).to(job.device), config)
+        return Transformer(config).to(job.device)
     from transformers import LlamaForCausalLM
     from transformers.utils import logging
 
@@ -139,7 +153,7 @@ def whole_model(job: Job, config) -> nn.Module:
     if config.tied_embeddings:
         del named["head.weight"]  # as in ours, it is there once
     theirs.named_parameters = lambda **_: named.items()
-    return documents_alone(theirs, config)
+    return theirs
 
 
 def documents_alone(model: nn.Module, config) -> nn.Module:
