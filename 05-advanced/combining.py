@@ -11,7 +11,6 @@ Look for: which axis crosses which link, whether the memory fits, and which axis
 Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pipelines and order.
 """
 
-from dataclasses import replace
 from itertools import permutations
 
 from advanced_parts import combining as part
@@ -116,20 +115,6 @@ def describe_memory(report: Report, job: Job, prediction: Prediction) -> None:
     report.table([*rows, total], ("part", stage, "memory"), names=2)
 
 
-def kept_by_the_template(config, layout: Layout) -> float:
-    """Return bytes per layer and token of a rank of cp that hybrid_parallelism.py keeps.
-
-    What the plan has, but for two: its tp keeps whole what norms return, gathered for the matrices
-    that read it; its cp keeps all keys and values, and attention's output in parts and joined.
-    """
-    if layout.recompute == "full":
-        return memory.BF16 * config.dim / layout.tp
-    cut = 4 * config.dim + 4 * config.ffn_dim  # norms' inputs, queries, attention's output, SwiGLU
-    cut += 2 * layout.cp * memory.key_width(config) + config.dim * (layout.cp > 1)
-    numbers = memory.FP32 * (config.num_heads + 2)
-    return memory.BF16 * 2 * config.dim + (memory.BF16 * cut + numbers) / layout.tp
-
-
 def describe_template(report: Report, job: Job, prediction: Prediction) -> None:
     """Say in a line what hybrid_parallelism.py holds, and what it lacks of the plan."""
     layout, stage = prediction.layout, prediction.stage
@@ -139,12 +124,7 @@ def describe_template(report: Report, job: Job, prediction: Prediction) -> None:
         "--recompute swiglu": layout.recompute == "swiglu",
     }
     missing = [name for name, needed in lacks.items() if needed]
-    layers = memory.layers_of_stages(job.config.num_layers, layout.pp)[stage]
-    kept = layers * prediction.in_flight * kept_by_the_template(job.config, layout)
-    if layout.recompute == "full":  # and one layer whole while it is recomputed
-        kept += kept_by_the_template(job.config, replace(layout, recompute="none"))
-    held = prediction.memory | {"activations": kept * job.tokens(layout)}
-    held = sum(held.values()) / GIB
+    held = sum(memory.of_the_template(job, layout, stage).values()) / GIB
     report.metrics["template_memory_gib"] = held
     room = f"{held:.1f} of {prediction.memory_limit / GIB:.1f} GiB"
     why = f", without {', without '.join(missing)}" if missing else ""

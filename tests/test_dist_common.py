@@ -730,6 +730,15 @@ def test_small_presets_have_the_size_of_their_name(preset, millions):
     assert total == config.num_parameters() and abs(total / 1e6 - millions) < 0.05
 
 
+def test_a_frequent_word_gets_its_whole_gradient_in_bfloat16(in_a_fork):
+    def gradient():
+        embedding = models.Embedding(4, 2).to(torch.bfloat16)
+        embedding(torch.zeros(1, 5000, dtype=torch.long)).sum().backward()
+        return embedding.weight.grad[0].tolist()
+
+    assert in_a_fork(gradient) == pytest.approx([5000, 5000], rel=2**-8)  # PyTorch's: 256
+
+
 def test_a_transformer_from_meta_is_the_one_built_at_once():
     torch.manual_seed(1)
     at_once = models.Transformer(models.PRESETS["tiny"])

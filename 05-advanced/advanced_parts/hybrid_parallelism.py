@@ -14,7 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from dist_common import data, models, runtime
+from advanced_parts import layout_memory as memory
+from advanced_parts.layout_traffic import predict
+from dist_common import data, measure, models, runtime
 from dist_common.job import Step, lr_at
 from dist_common.lab import proofs
 from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
@@ -36,7 +38,10 @@ def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> I
         if run.job.args.init_from and not run.job.found:
             check_files(run, run.job.args.init_from)
 
-    after = partial(check_replicas, run)
+    def after() -> None:
+        check_replicas(run)
+        say_plan(run)
+
     compared = same_steps(run, steps)
     yield from proofs.proven_steps(run.job, compared, run.model, run.optimizer, before, after)
 
@@ -267,6 +272,57 @@ def check_overlap(run, at_last: list[int], at_first: list[int]) -> None:
         begun = min(runtime.gather(at_first[-1] - at_last[-1]))
         name = "blocks whose sums have begun when the last backward reaches the first"
         run.job.report.check(name, begun, below, 0, "FSDP: one reduction per block")
+
+
+def say_plan(run) -> None:
+    """Print what combining.py plans of this layout beside what the run counted. A collective.
+
+    Of bf16-mixed, and where the plan has what the run does. Seconds are planned at the rate that a
+    product of a block reaches here, on all ranks at once, with sends that take no time.
+    """
+    args, job = run.job.args, run.job
+    unplanned = args.schedule in SPLIT_BACKWARD or args.activation_checkpointing == "selective"
+    if args.precision != "bf16-mixed" or unplanned or args.float8:
+        return
+    kind = {"replicate": "none"}.get(args.data_parallel, args.data_parallel)
+    axes = args.tp, args.cp, args.dp, args.pp
+    layout = memory.Layout(*axes, kind, args.activation_checkpointing)
+    sizes = args.seq_len, args.global_batch_size, args.micro_batch_size
+    plan = memory.Job(run.model.config, *sizes, args.schedule, len(run.stages))
+    tflops, free = min(runtime.gather(product_tflops(run))), math.inf
+    planned = predict(
+        plan, memory.Cluster(args.ranks_per_node, tflops, free, free, 0, free), layout
+    )
+    sent, counted = Counter(), job.report.metrics["bytes_per_axis"]
+    for axis, each in planned.traffic.items():
+        sent[data_axis(args) if axis == "dp" else axis] += round(each.step_bytes)
+    held = memory.of_the_template(plan, planned.layout, planned.stage)
+    peak = max(runtime.gather(measure.peak_memory_gib(job.device)))
+    # On the CPU a process's memory is libraries, which hide its tensors.
+    seen = f"{peak:.3f} GiB" if job.device.type == "cuda" else "-"
+    rows = [(f"bytes sent along {axis}", sent[axis], counted[axis]) for axis in counted]
+    rows = [(name, f"{first:,}", f"{second:,}") for name, first, second in rows if first]
+    rows.append(("on the fullest rank", f"{sum(held.values()) / measure.GIB:.3f} GiB", seen))
+    name = f"compute and bubble, at {1e3 * tflops:,.0f} GFLOP/s; all"
+    times = 1e3 * planned.step_s, job.timer.median_ms()
+    rows.append((name, *(f"{time:,.1f} ms" for time in times)))
+    job.report.table(rows, ("of a step", "combining.py", "this run"), names=1)
+    job.report.metrics["planned_bytes_per_axis"] = dict(sent)
+
+
+def product_tflops(run) -> float:
+    """Return the rate of a micro-batch's product with a block's largest matrix. A collective."""
+    args, device = run.job.args, run.job.device
+    rows = args.micro_batch_size * len(run.positions)
+    config, kind = run.model.config, torch.bfloat16
+    x = torch.randn(rows, config.dim, device=device, dtype=kind)
+    matrix = torch.randn(config.dim, config.ffn_dim // args.tp, device=device, dtype=kind)
+    timer = measure.StepTimer(device, warmup=5)
+    dist.barrier()
+    for _ in range(20):
+        with timer:
+            x @ matrix
+    return 2 * x.numel() * matrix.shape[1] / timer.median_ms() / 1e9
 
 
 def say_layout(run):

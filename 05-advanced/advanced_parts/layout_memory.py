@@ -4,7 +4,7 @@ A layout is tp x cp x dp x pp GPUs. bfloat16 computes, float32 keeps master weig
 Adam's moments. Letters as in TransformerConfig: V, D, L, F; b sequences of T tokens a micro-batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -209,3 +209,26 @@ def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
         "activations": activations * tokens,
         "logits": head * tokens if stage == layout.pp - 1 else 0,
     }
+
+
+def kept_by_the_template(config: TransformerConfig, layout: Layout) -> float:
+    """Return bytes per layer and token of a rank of cp that hybrid_parallelism.py keeps.
+
+    What the plan has, but for two: its tp keeps whole what norms return, gathered for the matrices
+    that read it; its cp keeps all keys and values, and attention's output in parts and joined.
+    """
+    if layout.recompute == "full":
+        return BF16 * config.dim / layout.tp
+    cut = 4 * config.dim + 4 * config.ffn_dim  # norms' inputs, queries, attention's output, SwiGLU
+    cut += 2 * layout.cp * key_width(config) + config.dim * (layout.cp > 1)
+    numbers = FP32 * (config.num_heads + 2)
+    return BF16 * 2 * config.dim + (BF16 * cut + numbers) / layout.tp
+
+
+def of_the_template(job: Job, layout: Layout, stage: int) -> dict[str, float]:
+    """Return bytes by part as memory_of_stage does, but activations as the template keeps them."""
+    layers = layers_of_stages(job.config.num_layers, layout.pp)[stage]
+    kept = layers * in_flight(job, layout, stage) * kept_by_the_template(job.config, layout)
+    if layout.recompute == "full":  # and one layer whole while it is recomputed
+        kept += kept_by_the_template(job.config, replace(layout, recompute="none"))
+    return memory_of_stage(job, layout, stage) | {"activations": kept * job.tokens(layout)}

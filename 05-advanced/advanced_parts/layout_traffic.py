@@ -110,11 +110,14 @@ def context_traffic(job: Job, cluster: Cluster, layout: Layout, times: int) -> T
 
 
 def pipeline_traffic(job: Job, cluster: Cluster, layout: Layout, compute_s: float) -> Traffic:
-    """A slice of the activations to the next stage, of their gradient to the one before."""
+    """A slice of the activations to the next stage, of their gradient to the one before.
+
+    First and last stage have one of these neighbours: of two ranks each has one such stage.
+    """
     link, rate = link_of(job, cluster, layout, ("pp",), hops=True)
     split = layout.pp > 1
     sent = 2 * job.tokens(layout) * job.config.dim * BF16 / layout.tp * split
-    times = job.virtual_stages * job.micro_batches(layout)
+    times = job.micro_batches(layout) * (job.virtual_stages - (layout.pp == 2) / 2)
     seconds = cluster.seconds(sent, rate, 2 * split) * times
     exposed = max(0, seconds - compute_s)
     return Traffic(layout.pp, link, rate, sent, sent * times, seconds, compute_s, exposed)
