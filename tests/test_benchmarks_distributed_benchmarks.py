@@ -619,23 +619,32 @@ def test_every_strategy_trains_to_the_loss_of_one_process(tmp_path, world_size):
         assert len(record["losses"]) == 5, f"{record['id']} left no losses of its steps"
 
 
-def unsynchronised(folder):
-    """Write a copy of ddp_training.py that averages no gradients and checks none itself."""
-    text = (REPO / "01-ddp-basics/ddp_training.py").read_text()
-    nothing = "lambda: None, lambda: None"
-    for old, new in (
-        ("with contextlib.nullcontext() if last else ddp_model.no_sync():",
-         "with ddp_model.no_sync():"),
-        ("part.proven_steps(run, steps, accumulate_gradient, summed_loss)",
-         "part.proofs.proven_steps(run.job, steps, run.ddp_model, run.optimizer, " + nothing + ")"),
-        ("import contextlib\n", f"import sys\nsys.path.append('{REPO / '01-ddp-basics'}')\n"
-         "import contextlib\n"),
-    ):  # fmt: skip
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (folder / "unsynchronised.py").write_text(text)
-    row = '[unsynchronised]\ndoes = "no averaging"\nscript = "unsynchronised.py"\n'
-    (folder / "own.toml").write_text(row)
+SABOTAGES = {
+    "unsynchronised": ("with contextlib.nullcontext() if last else ddp_model.no_sync():",
+                       "with ddp_model.no_sync():"),
+    "halved": ("mean_loss = loss * dist.get_world_size() / tokens", "mean_loss = loss / tokens"),
+}  # fmt: skip
+
+
+def sabotaged(folder):
+    """Write copies of ddp_training.py that check nothing themselves; return their table."""
+    whole = (REPO / "01-ddp-basics/ddp_training.py").read_text()
+    nothing, rows = "lambda: None, lambda: None", []
+    for name, sabotage in SABOTAGES.items():
+        text = whole
+        for old, new in (
+            sabotage,
+            ("part.proven_steps(run, steps, accumulate_gradient, summed_loss)",
+             "part.proofs.proven_steps(run.job, steps, run.ddp_model, run.optimizer, "
+             + nothing + ")"),
+            ("import contextlib\n", f"import sys\nsys.path.append('{REPO / '01-ddp-basics'}')\n"
+             "import contextlib\n"),
+        ):  # fmt: skip
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (folder / f"{name}.py").write_text(text)
+        rows.append(f'[{name}]\ndoes = "a mistake"\nscript = "{name}.py"\n')
+    (folder / "own.toml").write_text("".join(rows))
     return folder / "own.toml"
 
 
@@ -649,20 +658,27 @@ def furthest(record, reference):
 @pytest.mark.parametrize(("precision", "allowed", "margin"), [
     ("32-true", FLOAT32, 5), ("bf16-mixed", IN_16_BITS, 3),
 ])  # fmt: skip
-def test_gradients_that_are_not_averaged_are_wrong_by_far(tmp_path, precision, allowed, margin):
-    """Rounding and the sabotage are far from the tolerance, on both sides of it."""
-    own = unsynchronised(tmp_path)
-    names = ("ddp", "fsdp-full", "zero-2", "tp", "pp-1f1b", "unsynchronised")
-    words = ("--strategies", *names, "--strategies-file", own, "--precisions", precision)
-    words += ("--seq-len", 64)  # of fewer tokens 16 bits round the mean loss by more
+def test_wrong_gradients_are_wrong_by_far(tmp_path, precision, allowed, margin):
+    """Rounding and the sabotages are far from the tolerance, on both sides of it."""
+    own = sabotaged(tmp_path)
+    exact = ("ddp", "fsdp-full", "zero-2", "tp", "pp-1f1b")
+    words = ("--strategies", *exact, *SABOTAGES, "--strategies-file", own)
+    # Of fewer tokens 16 bits round the mean loss by more.
+    words += ("--precisions", precision, "--seq-len", 64)
     records, ended = run_sweep(tmp_path / "out", *words)
     assert ended.codes == [1] and {record["status"] for record in records} == {"ok"}
-    single, *exact, sabotaged = records
-    assert all(furthest(record, single) < allowed.early / margin for record in exact)
-    assert furthest(sabotaged, single) > margin * allowed.early
-    for name in names[:-1]:
+    single, *right, unsynchronised, halved = records
+    assert all(furthest(record, single) < allowed.early / margin for record in right)
+    assert furthest(unsynchronised, single) > margin * allowed.early
+    norms = {record["point"]["strategy"]: record["norms"][0] for record in records}
+    apart = {name: abs(norm / norms["single"] - 1) for name, norm in norms.items()}
+    assert all(apart[name] < allowed.norm / margin for name in exact)
+    assert apart["halved"] == pytest.approx(0.5, abs=allowed.norm)
+    assert furthest(halved, single) < furthest(unsynchronised, single) / 4, "losses hide it"
+    for name in exact:
         assert re.search(rf"^{name} .* ok$", ended.stdout, re.M), ended.stdout
-    assert re.search(r"^unsynchronised .* WRONG \S+$", ended.stdout, re.M), ended.stdout
+    for name in SABOTAGES:
+        assert re.search(rf"^{name} .* WRONG \S+$", ended.stdout, re.M), ended.stdout
 
 
 # the folder of a sweep

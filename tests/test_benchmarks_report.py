@@ -21,6 +21,7 @@ from bench.store import load
 
 SCRIPT = "benchmarks/distributed_benchmarks.py"
 EARLY = [5.6, 5.0, 4.6, 4.4, 4.1]  # losses of the first steps
+NORMS = [8.0, 5.0, 4.0, 3.0, 6.0]  # of their gradients
 
 
 def record(strategy: str, ms: float, repeat: int = 1, **changes) -> dict:
@@ -54,7 +55,7 @@ def record(strategy: str, ms: float, repeat: int = 1, **changes) -> dict:
         "repeat": repeat, "status": "ok", "reason": None, "seconds": 8.1,
         "started": "2026-03-01T10:00:00+00:00",
         "launcher": "fork", "command": f"torchrun {strategy}", "results": results,
-        "losses": EARLY,
+        "losses": EARLY, "norms": NORMS,
     }  # fmt: skip
     for name, value in changes.items():
         places = [place for place in (point, metrics, results, line) if name in place]
@@ -212,6 +213,14 @@ HALF = {"precision": "bf16-mixed"}
         ({"losses": early(0.0089), **HALF}, "ok"),
         ({"losses": early(0.0091), **HALF}, "wrong"),
         ({"losses": None, "final_loss": 3.2549}, "ok"),
+        ({"norms": [8.0007, *NORMS[1:]]}, "ok"),
+        ({"norms": [8.0009, *NORMS[1:]]}, "wrong"),
+        ({"norms": [norm / 2 for norm in NORMS]}, "wrong"),
+        ({"norms": [8.07, *NORMS[1:]], **HALF}, "ok"),
+        ({"norms": [7.91, *NORMS[1:]], **HALF}, "wrong"),
+        ({"norms": [16.0, *NORMS[1:]], "exact": False}, "lossy"),
+        ({"norms": [float("inf"), *NORMS[1:]]}, "ok"),  # a step left out by 16-mixed
+        ({"norms": None}, "ok"),
         ({"final_loss": 3.2549}, "ok"),
         ({"final_loss": 3.2551}, "wrong"),
         ({"final_loss": 3.54, **HALF}, "ok"),
@@ -240,6 +249,14 @@ def test_a_wrong_loss_of_the_first_steps_says_so(tmp_path):
     said = "loss +0.03 from one process in the first 5 steps, 2e-05 allowed"
     assert verdicts_of(analysis)["ddp"] == ("wrong", said)
     assert places_of(analysis) == {"ddp": ""}
+
+
+def test_gradients_of_another_scale_say_so(tmp_path):
+    """AdamW and clipping hide it from every loss."""
+    halved = [norm / 2 for norm in NORMS]
+    analysis = analysis_of(tmp_path, *REFERENCE, *repeated("ddp", 80, 81, norms=halved))
+    said = "gradient norm 0.5 times that of one process in the first step, 0.0001 allowed"
+    assert verdicts_of(analysis)["ddp"] == ("wrong", said)
 
 
 def test_where_one_process_cannot_train_most_strategies_stand_for_it(tmp_path):

@@ -101,7 +101,7 @@ def training(
 
 
 def read(folder: Path) -> Results:
-    """Return results.json and the losses of the first steps, and what is wrong with them."""
+    """Return results.json and what first steps have logged, and what is wrong with them."""
     path = folder / "results.json"
     if not path.exists():
         return {}, "it wrote no results.json"
@@ -111,22 +111,27 @@ def read(folder: Path) -> Results:
     except (ValueError, KeyError, TypeError) as error:
         return {}, f"its results.json has no metrics.final_loss ({type(error).__name__})"
     whole = isinstance(loss, float) and math.isfinite(loss)
-    early = early_losses(folder / "metrics.jsonl")
-    left = {"results": results} | ({"losses": early} if early else {})
+    left = {"results": results} | early_steps(folder / "metrics.jsonl")
     return left, None if whole else f"its final loss is {loss}"
 
 
-def early_losses(path: Path) -> list[float]:
-    """Return the losses of the first steps, as metrics.jsonl has them; none where it lacks one."""
-    found: list[float] = []
+def early_steps(path: Path) -> dict[str, list[float]]:
+    """Return losses and gradient norms of the first steps, from metrics.jsonl; {} if it lacks one.
+
+    Norms are those before clipping, and only there if each step has one.
+    """
+    losses: list[float] = []
+    norms: list[float | None] = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
-            if "loss" in values and values["step"] == len(found) + 1 <= EARLY_STEPS:
-                found.append(values["loss"])
+            if "loss" in values and values["step"] == len(losses) + 1 <= EARLY_STEPS:
+                losses.append(values["loss"])
+                norms.append(values.get("grad_norm"))
         except (ValueError, KeyError, TypeError):
-            return []
-    return found
+            return {}
+    known = {"norms": norms} if norms and all(isinstance(norm, float) for norm in norms) else {}
+    return {"losses": losses, **known} if losses else {}
 
 
 def patience(timeout_s: float) -> str:

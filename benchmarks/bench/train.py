@@ -9,7 +9,7 @@ from tabulate import tabulate
 from bench import runner, settings, words
 from bench.analysis import analyse
 from bench.points import plan
-from bench.records import PARTS, WRONG, Run, memory_parts, tolerance_of
+from bench.records import PARTS, WRONG, Run, memory_parts, norms_apart, tolerance_of
 from bench.store import OK
 from bench.strategies import PRECISIONS
 from dist_common import cli, models
@@ -105,6 +105,9 @@ def show_loss(run: Run, reference: Run | None) -> int:
         furthest = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
         name = f"furthest of the first {len(run.losses)} steps"
         compared.insert(0, (name, *furthest, allowed.early))
+    if norms_apart(run.norm, reference.norm) is not None:
+        limit = allowed.norm * reference.norm
+        compared.insert(0, ("gradient norm of the first step", run.norm, reference.norm, limit))
     rows = []
     for name, own, one, limit in compared:
         right = "yes" if not exact or abs(own - one) <= limit else "NO"
