@@ -170,6 +170,12 @@ def test_a_wrong_loss_is_the_sweep_s_exit_code(bench, fakes, tmp_path, capsys):
     assert re.search(said, capsys.readouterr().out, re.M)
 
 
+def test_a_sweep_of_which_nothing_can_run_fails(bench, tmp_path, capsys):
+    words = "--strategies", "tp-pp-dp", "--no-reference", "--output-dir", tmp_path / "out"
+    assert bench("sweep", *words) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED: no point can run here")
+
+
 @full
 def test_finished_points_are_not_repeated_and_failed_ones_when_asked(bench, fakes, tmp_path):
     words = ("sweep", "--strategies", "train", "hang-once", "--repeats", 1, "--timeout", 4,

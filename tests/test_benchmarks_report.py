@@ -491,6 +491,17 @@ def test_a_baseline_names_other_flags_versions_bytes_and_losses(tmp_path):
     assert {name for _, name in comparison.beyond_noise} == {"sent", "loss"}
 
 
+def test_another_learning_rate_is_another_job(tmp_path):
+    old = write(tmp_path / "old", [*REFERENCE, *repeated("ddp", 80, 81)])
+    lines = [*REFERENCE, *repeated("ddp", 80, 81, final_loss=3.5)]
+    for settings in ({"lr": 1e-3}, {"warmup_steps": 9}):
+        new = write(tmp_path / "new", lines, **settings)
+        comparison = compare(*(analyse(load(folder)) for folder in (new, old)))
+        assert not comparison.pairs
+        said = bench_report.comparison_text(comparison)
+        assert "lr 0.001" in said or "9 steps of warmup" in said
+
+
 def test_without_repeats_a_baseline_flags_no_time(tmp_path):
     folders = [write(tmp_path / name, [record("ddp", ms)]) for name, ms in (("a", 10), ("b", 99))]
     comparison = compare(*(analyse(load(folder)) for folder in folders))

@@ -19,7 +19,7 @@ UNTIMED_STEPS = 3  # where a sweep's settings do not say
 PARTS = ("before", "weights", "gradients", "optimizer", "rest")  # of memory at its peak
 ONE_PROCESS = "one process"
 WITNESSES = 3  # exact strategies whose median loss can stand for one process
-SHARED = "preset precision seq_len global_batch_size max_steps seed world_size link"
+SHARED = "preset precision seq_len global_batch_size max_steps seed lr warmup_steps world_size link"
 
 
 class Group(namedtuple("Group", SHARED)):
@@ -87,7 +87,8 @@ class Run:
 
 def read_run(record: dict[str, Any], sweep: Sweep) -> Run:
     """Read a record of results.jsonl; what a script did not write stays None."""
-    run = Run(Group(*(record["point"].get(name) for name in Group._fields)), record)
+    asked = sweep.settings | record["point"]
+    run = Run(Group(*(asked.get(name) for name in Group._fields)), record)
     metrics = run.metrics
     if record["status"] != OK or not metrics:
         return run

@@ -152,7 +152,10 @@ def conclude(store: Store) -> int:
     if failed:
         again = "--retry-failed runs them once more"
         print(f"FAILED: {len(failed)} points, their logs are in {store.folder}/points; {again}")
-    return cli.FAILED if failed or report.is_wrong(analysis) else 0
+    ran = any(record["status"] != SKIPPED for record in store.sweep.records)
+    if not ran:
+        print("FAILED: no point can run here: the report says why")
+    return cli.FAILED if failed or not ran or report.is_wrong(analysis) else 0
 
 
 def say(line: str) -> None:

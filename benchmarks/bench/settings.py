@@ -10,6 +10,7 @@ from dist_common import cli, models
 from dist_common.lab import links
 
 NO_LINK = "none"
+LR, WARMUP_STEPS = 2e-3, 2  # unless asked for
 # What has no default in the flags, as what it would be.
 EXAMPLES = {"micro_batch_size": 1, "strategies_file": ""}
 
@@ -63,8 +64,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
     add("--max-steps", type=positive, default=20, help="optimizer steps of a point (20)")
     add("--untimed-steps", type=cli.whole_number, default=3, help="first steps not timed (3)")
-    add("--lr", type=cli.positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
-    add("--warmup-steps", type=cli.whole_number, default=2, help="steps of linear warmup (2)")
+    add("--lr", type=cli.positive_float, default=LR, help="peak learning rate of AdamW (0.002)")
+    add("--warmup-steps", type=cli.whole_number, default=WARMUP_STEPS,
+        help="steps of linear warmup (2)")  # fmt: skip
     add("--seed", type=cli.whole_number, default=0, help="of weights and order of samples (0)")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from bench.analysis import Analysis, Row
 from bench.baseline import Change
 from bench.records import LOSSY, UNCOMPARED, WRONG, Group
+from bench.settings import LR, WARMUP_STEPS
 from bench.store import OK, Sweep
 
 DASH = "-"
@@ -60,6 +61,10 @@ def title(group: Group) -> str:
     words = [str(group.preset), str(group.precision), ranks(group.world_size), batch]
     words.append(f"{group.max_steps} steps")
     words += [f"{name} {value}" for name in ("link", "seed") if (value := getattr(group, name))]
+    if group.lr not in (None, LR):
+        words.append(f"lr {group.lr:g}")
+    if group.warmup_steps not in (None, WARMUP_STEPS):
+        words.append(f"{group.warmup_steps} steps of warmup")
     return ", ".join(words)
 
 
