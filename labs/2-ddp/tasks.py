@@ -134,8 +134,10 @@ def judge_buckets(seen, setting):
             return f"{where}the first bucket has the first layer: backward completes the last first"
         if all(len(bucket) == 1 for bucket in got):
             return f"{where}each parameter has a bucket of its own, whatever bucket_bytes is"
-        if len(got) == 1:
+        if len(own["each"]) == 1:
             return f"{where}one bucket holds everything: it is never closed at bucket_bytes"
+        if got == buckets_by(last_first, nbytes, 4 * size):
+            return f"{where}buckets are closed at {size} numbers, not bytes: a float32 has 4 bytes"
         below = buckets_by(last_first, nbytes, size, lambda b, more, most: b + more > most)
         if got == below:
             return f"{where}buckets are closed before {size} bytes: they are of at least as many"
@@ -189,6 +191,8 @@ def of_gradients(setting: Setting, step: int = 0) -> tuple[dict, dict]:
         mistakes[f"rank {rank}'s own gradients, not averaged"] = own[rank]
         unsummed = f"rank {rank}'s own gradients, divided by {n}: no sum has come yet: wait for it"
         mistakes[unsummed] = mean_of([own[rank]], 1 / n)
+        added = f"the mean is added to rank {rank}'s own gradients: it replaces them"
+        mistakes[added] = mean_of([mean_of(own), own[rank]], 2)
     return mean_of(own), mistakes
 
 
@@ -219,7 +223,7 @@ class Noted:
     """Stand-in for an all-reduce: it notes what is handed to it, and sends nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.there, self.calls = 0, []
+        self.there, self.calls, self.waits = 0, [], 0
         for parameter in filter(lambda p: p.requires_grad, model.parameters()):
             parameter.register_post_accumulate_grad_hook(self.count)
 
@@ -228,7 +232,10 @@ class Noted:
 
     def __call__(self, flat: torch.Tensor) -> SimpleNamespace:
         self.calls.append((flat.numel(), self.there))
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=self.wait)
+
+    def wait(self) -> None:
+        self.waits += 1
 
 
 def see_hook(answer, setting):
@@ -240,7 +247,7 @@ def see_hook(answer, setting):
     buckets = [[names[id(p)] for p in bucket] for bucket in overlapped.buckets]
     # On rank 0 a middle branch is not used: the buckets after its own have to wait for it.
     model(batch(setting, setting.rank), odd=setting.rank != 0).backward()
-    return {"calls": note.calls, "sizes": sizes, "buckets": buckets}
+    return {"calls": note.calls, "waits": note.waits, "sizes": sizes, "buckets": buckets}
 
 
 def judge_hook(seen, setting):
@@ -249,6 +256,11 @@ def judge_hook(seen, setting):
     for rank, own in enumerate(seen):
         sizes, started = own["sizes"], [size for size, _ in own["calls"]]
         may = sizes[:waiting] if rank == 0 else sizes  # where the branch is not used
+        if own["waits"]:
+            return (
+                f"rank {rank}: the hook waits for a sum: backward stands still meanwhile, and "
+                "nothing overlaps: wait after backward"
+            )
         if len(started) > len(sizes):
             return f"rank {rank}: {len(started)} all-reduces of {len(sizes)} buckets: sent twice"
         if not started and may:
@@ -286,17 +298,25 @@ def complete(own, started) -> bool:
 class Lazy:
     """An all-reduce that happens when it is waited for: who does not wait, has no sum."""
 
-    def __init__(self) -> None:
-        self.numbers = 0
+    def __init__(self, all_reduce) -> None:
+        self.all_reduce, self.numbers = all_reduce, 0
 
     def __call__(self, flat: torch.Tensor) -> SimpleNamespace:
         self.numbers += flat.numel()
-        return SimpleNamespace(wait=lambda: dist.all_reduce(flat))
+        return SimpleNamespace(wait=lambda: self.all_reduce(flat))
 
 
 def see_wait(answer, setting):
+    silent = two_steps(answer, setting, lambda flat: None)
+    total = sum(p.numel() for p in net(setting).parameters() if p.requires_grad)
+    if not setting.all_agree(all(step["sent"] == total for step in silent)):
+        return silent  # the ranks' all-reduces might not fit: which are missing is seen without
+    return two_steps(answer, setting, dist.all_reduce)
+
+
+def two_steps(answer, setting, all_reduce):
     model, seen = net(setting), []
-    lazy = Lazy()
+    lazy = Lazy(all_reduce)
     overlapped = answer.wrap(model, bucket_bytes(setting), lazy)
     for step in (0, 1):
         for parameter in model.parameters():
@@ -311,11 +331,13 @@ def see_wait(answer, setting):
 
 
 def judge_wait(seen, setting):
+    total = sum(map(len, gradients_of(setting, 0).values()))
+
+    def of_step(step):
+        return [(f"step {step + 1}, rank {n}: ", own[step]) for n, own in enumerate(seen)]
+
     for step in (0, 1):
-        right, mistakes = of_gradients(setting, step)
-        total = sum(map(len, right.values()))
-        of_step = [(f"step {step + 1}, rank {n}: ", own[step]) for n, own in enumerate(seen)]
-        for where, own in of_step:
+        for where, own in of_step(step):
             if None in own["got"].values():
                 none = next(name for name, value in own["got"].items() if value is None)
                 return (
@@ -329,7 +351,9 @@ def judge_wait(seen, setting):
                 )
             if own["sent"] > total:
                 return f"{where}{own['sent']} numbers all-reduced for {total} weights: sent twice"
-        for where, own in of_step:
+    for step in (0, 1):
+        right, mistakes = of_gradients(setting, step)
+        for where, own in of_step(step):
             if not same(own["got"], right):
                 return where + named(own["got"], right, mistakes)
     return None
@@ -366,16 +390,17 @@ def measure(kind, answer, setting):
     return {"calls": len(sizes), "bytes": sum(sizes)}[kind]
 
 
-def sizes_of_tiny() -> tuple[int, int]:
-    """Return the number of parameters, and their bytes in float32."""
-    with torch.device("meta"):
-        weights = list(models.Transformer(models.preset("tiny", 32)).parameters())
-    return len(weights), sum(weight.nbytes for weight in weights)
-
-
 def mistakes_of_calls(right):
-    tensors, nbytes = sizes_of_tiny()
+    with torch.device("meta"):
+        weights = models.Transformer(models.preset("tiny", 32)).named_parameters()
+    sizes = {name: weight.nbytes for name, weight in weights}
+    tensors, nbytes, last_first = len(sizes), sum(sizes.values()), [*sizes][::-1]
+    below = buckets_by(last_first, sizes, BUCKET, lambda b, more, most: b + more > most)
     return {
+        "buckets of at most 0.25 MiB: they have at least as much": len(below),
+        "that of the page, whose buckets have 0.5 MiB": len(
+            buckets_by(last_first, sizes, 2 * BUCKET)
+        ),
         "one for each parameter: that is step 1, without buckets": tensors,
         "bytes / bucket size: a bucket is closed once it has 0.25 MiB or more": nbytes // BUCKET,
         "bytes / bucket size, rounded up: a bucket has 0.25 MiB or more": -(-nbytes // BUCKET),
