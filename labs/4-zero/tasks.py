@@ -3,8 +3,10 @@
 from functools import partial
 
 import torch
+import torch._dynamo  # an optimizer imports it: once here, not for seconds in each rank
 from torch import nn
 
+from dist_common.lab.traffic import TrafficCounter
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
 from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
@@ -26,11 +28,32 @@ def bucket_of(answer, setting):
 def see_reduce(answer, setting):
     bucket, parameters = bucket_of(answer, setting)
     ends = []
-    for micro in (0, 1):
-        set_gradients(parameters, setting, micro)
-        bucket.reduce()
-        ends.append(kept(parameters, bucket.gradient))
-    return ends
+    with TrafficCounter() as traffic:
+        for micro in (0, 1):
+            set_gradients(parameters, setting, micro)
+            bucket.reduce()
+            ends.append(kept(parameters, bucket.gradient))
+    low = answer.Bucket(
+        [nn.Parameter(t) for t in tensors(setting, 0)], torch.bfloat16, torch.float32
+    )
+    low_gradients = [tensor.bfloat16() for tensor in tensors(setting, 1)]
+    for parameter, gradient in zip(low.parameters, low_gradients, strict=True):
+        parameter.grad = gradient
+    with TrafficCounter() as low_traffic:
+        low.reduce()
+    sent = {"all-reduces": traffic.calls["all_reduce"], "low": sum(low_traffic.nbytes.values())}
+    return {"ends": ends, "numbers": len(low.flat), **sent}
+
+
+def judge_bucket(seen, setting):
+    if wrong := judge_reduce([own["ends"] for own in seen], setting, "bucket.gradient"):
+        return wrong
+    for rank, own in enumerate(seen):
+        if own["all-reduces"]:
+            return f"rank {rank}: an all-reduce sends twice as much as a reduce-scatter"
+        if own["low"] < 4 * own["numbers"]:
+            return f"rank {rank}: bfloat16 gradients are sent as such: send in self.reduce_dtype"
+    return None
 
 
 # gather: the parts that the ranks have updated, to all of them
@@ -64,9 +87,10 @@ def judge_gather(seen, setting):
     right, mistakes = cut(torch.cat(parts)), {}
     for rank in range(ranks):
         own = [p if r == rank else p - 1 - r for r, p in enumerate(parts)]
-        mistakes[f"only rank {rank}'s part is new: no gather: the others' updates never came"] = (
-            cut(torch.cat(own))
+        only = (
+            f"only rank {rank}'s part is new: no gather into bucket.flat, which the parameters view"
         )
+        mistakes[only] = cut(torch.cat(own))
         mistakes[f"rank {rank}'s part stands everywhere"] = cut(parts[rank].repeat(ranks))
     mistakes["the parts stand in another order"] = cut(torch.cat(parts[::-1]))
     mistakes["nothing is new: the parameters are as before the step"] = cut(whole)
@@ -110,8 +134,11 @@ def see_optimizer(answer, setting):
 
     _, zero = zero_of(answer, setting, 1, make)
     parts = {id(bucket.part) for bucket in zero.buckets}
-    return {"numbers": sum(t.numel() for t in given), "parts": [id(t) in parts for t in given],
-            "buckets": len(zero.buckets)}  # fmt: skip
+    optimizer = getattr(zero, "optimizer", None)
+    return {
+        "numbers": sum(t.numel() for t in given), "parts": [id(t) in parts for t in given],
+        "buckets": len(zero.buckets), "kept": isinstance(optimizer, torch.optim.Adam),
+    }  # fmt: skip
 
 
 def judge_optimizer(seen, setting):
@@ -127,6 +154,8 @@ def judge_optimizer(seen, setting):
             return f"{where}the optimizer gets copies: what it updates is not bucket.part"
         if len(own["parts"]) < own["buckets"]:
             return f"{where}{len(own['parts'])} parts of {own['buckets']} buckets: some never move"
+        if not own["kept"]:
+            return f"{where}self.optimizer is not what one call of make_optimizer returns"
     return None
 
 
@@ -177,6 +206,11 @@ def judge_clip(seen, setting):
             "the sum of the ranks' norms: squares add up, norms do not": sum(norms),
             "the square of the norm: take the root": right**2,
             "a norm divided by the ranks": right / n,
+            "squares are averaged over the ranks: they add up": right / n**0.5,
+            "the norm after clipping: return the one before": NORM,
+            "the norm of the last bucket alone: one norm for all buckets": (
+                sum(own["squares"][-1] for own in seen) ** 0.5
+            ),
         }
         if not same(own["norm"], right):
             return where + named(own["norm"], right, mistakes)
@@ -184,6 +218,8 @@ def judge_clip(seen, setting):
             return f"{where}a gradient with a smaller norm was scaled up to it: only ever down"
         if not all(abs(ratio / (NORM / right) - 1) < 1e-3 for ratio in own["ratios"]):
             got = f"gradients are scaled by {own['ratios'][0]:.3g}, expected {NORM / right:.3g}"
+            if all(ratio == 1 for ratio in own["ratios"]):
+                return f"{where}{got}: scale part.grad, which the optimizer reads"
             return f"{where}{got}: by max_grad_norm / norm, all alike"
     return None
 
@@ -240,7 +276,7 @@ def judge_step(seen, setting):
 
 TASKS = {
     "optimizer": Task(see_optimizer, judge_optimizer),
-    "reduce": Task(see_reduce, partial(judge_reduce, name="bucket.gradient")),
+    "reduce": Task(see_reduce, judge_bucket),
     "gather": Task(see_gather, judge_gather),
     "clip": Task(see_clip, judge_clip),
     "step": Task(see_step, judge_step),
@@ -248,9 +284,9 @@ TASKS = {
 WHOLE = TASKS["step"]
 
 
-# What is to be predicted: 12,000 weights and Adam in float32, 4 ranks, 3 micro-batches a step.
+# What is to be predicted: 12,000 weights and Adam in float32, 4 ranks, 5 micro-batches a step.
 
-WEIGHTS, RANKS, MICRO = 12_000, 4, 3
+WEIGHTS, RANKS, MICRO = 12_000, 4, 5
 
 
 def measure(kind, answer, setting):
@@ -286,11 +322,13 @@ QUESTIONS = {
     }, RANKS),
     "stage_1": Question("bytes", partial(measure, "stage_1"), lambda right: {
         "gradients alone: the updated weights are gathered": BYTES,
+        "what a rank sends, (N - 1)/N of it: asked are whole vectors": right * (RANKS - 1) / RANKS,
         "that is stage 2, which reduces in each micro-batch": (MICRO + 1) * BYTES,
     }, RANKS),
     "stage_2": Question("bytes", partial(measure, "stage_2"), lambda right: {
         "that is stage 1, which reduces once a step": 2 * BYTES,
         "without the all-gather after the step": MICRO * BYTES,
+        "what a rank sends, (N - 1)/N of it: asked are whole vectors": right * (RANKS - 1) / RANKS,
         "weights are gathered once a step, not in each micro-batch": 2 * MICRO * BYTES,
     }, RANKS),
 }  # fmt: skip

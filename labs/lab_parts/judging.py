@@ -39,7 +39,13 @@ def same(got: Any, right: Any) -> bool:
 def differs(got: Mapping[str, Any], right: Mapping[str, Any]) -> str:
     """Say where two differ first: name and both numbers."""
     name = next(name for name in right if not same(got.get(name), right[name]))
-    return f"{name} is {short(got.get(name))}, expected {short(right[name])}"
+    mine, expected, first = got.get(name), right[name], 0
+    if isinstance(mine, list) and len(mine) == len(expected):
+        first = next(n for n, value in enumerate(mine) if not same(value, expected[n]))
+    if first:
+        mine, expected = mine[first:], expected[first:]
+        name = f"{name}, from its number {first} on,"
+    return f"{name} is {short(mine)}, expected {short(expected)}"
 
 
 def short(values: Any) -> str:
