@@ -132,15 +132,18 @@ class Pipeline:
 
     def __init__(self, stages, mail, inputs, targets):
         self.stages = stages  # {index: Stage}
-        self.mail = mail
+        self.mail = mail  # mail.last_stage is the model's last stage, on whichever rank
         self.inputs = inputs  # a tensor (B, T) for each micro-batch
         self.targets = targets
         self.kept = {}
-        self.most_kept = 0
-        self.losses = []
+        self.most_kept = 0  # the largest length that kept has had
+        self.losses = []  # numbers, whose sum is the loss of the step
 
     def F(self, stage, k, activations):
-        """Forward of a micro-batch: keep what backward needs, return what the next stage needs."""
+        """Forward of a micro-batch: keep what backward needs, return what the next stage needs.
+
+        Of stage 0 activations is None: its input is in self.inputs.
+        """
         # lab: hole step
         first, last = stage == 0, stage == self.mail.last_stage
         x = self.inputs[k] if first else activations.requires_grad_()
@@ -154,7 +157,10 @@ class Pipeline:
         # lab: end
 
     def B(self, stage, k, gradient):
-        """Backward of a micro-batch: return the gradient that the stage before needs."""
+        """Backward of a micro-batch: return the gradient that the stage before needs.
+
+        Of the last stage gradient is None: its output is a loss.
+        """
         # lab: hole step
         x, out = self.kept.pop((stage, k))
         out.backward(gradient)

@@ -27,10 +27,10 @@ V = 2  # stages on each rank of `interleaved`
 # one_f_one_b, interleaved: what each rank does, in order
 
 
-def pipelines(setting: Setting) -> list[tuple[int, int]]:
-    """Return (ranks, micro-batches) of some pipelines; the last has fewer of these than ranks."""
+def pipelines(name: str, setting: Setting) -> list[tuple[int, int]]:
+    """Return (ranks, micro-batches) of some pipelines; interleaved stages need multiples."""
     p = 2 + setting.draw(3)[0]
-    return [(2, 2), (p, 2 * p), (p, p)]
+    return [(2, 2), (p, 2 * p), (p, p if name == "interleaved" else p - 1)]
 
 
 def see_schedule(name, answer, setting):
@@ -40,12 +40,12 @@ def see_schedule(name, answer, setting):
         more = (V,) if name == "interleaved" else ()
         return [[tuple(i) for i in make(rank, p, m, *more)] for rank in range(p)]
 
-    return [orders(p, m) for p, m in pipelines(setting)]
+    return [orders(p, m) for p, m in pipelines(name, setting)]
 
 
 def judge_schedule(name, seen, setting):
     lesson, v = import_lesson(SCHEDULES), V if name == "interleaved" else 1
-    for (p, m), orders in zip(pipelines(setting), seen[0], strict=True):
+    for (p, m), orders in zip(pipelines(name, setting), seen[0], strict=True):
         schedule = [[lesson.Instruction(*i) for i in rank] for rank in orders]
         where = f"{p} ranks, {m} micro-batches: "
         if not all(schedule):
@@ -140,12 +140,13 @@ def see_step(answer, setting):
 
 def judge_step(seen, setting):
     stages, (inputs, targets) = model_of(setting), micro_batches(setting)
-    m, each = len(inputs), []
+    m, each, losses = len(inputs), [], []
     for x, target in zip(inputs, targets, strict=True):
         for stage in stages:
             x = stage(x)
         loss = F.cross_entropy(x.flatten(0, 1), target.flatten())
         each.append(torch.autograd.grad(loss, list(stages.parameters())))
+        losses.append(loss.item())
     names = [name for name, _ in stages.named_parameters()]
     total = [sum(of_weight) for of_weight in zip(*each, strict=True)]
 
@@ -174,11 +175,17 @@ def judge_step(seen, setting):
     if own["kept"]:
         return f"{own['kept']} forwards are still kept after backward: memory grows with each step"
     if own["most"] < len(stages):
-        return "F keeps nothing for backward: `kept` is by stage and micro-batch"
+        return (
+            f"most_kept is {own['most']}, expected {len(stages)}: F notes how many forwards `kept` "
+            "holds at most, by stage and micro-batch"
+        )
     if not same(own["got"], right):
         return named(own["got"], right, mistakes)
     if len(own["losses"]) != m:
         return f"{len(own['losses'])} losses noted of {m} micro-batches"
+    if not same(sum(own["losses"]), sum(losses) / m):
+        mistakes = {f"{m} times too large: a part is the loss divided by {m}": sum(losses)}
+        return f"the sum of losses: {named(sum(own['losses']), sum(losses) / m, mistakes)}"
     return None
 
 
@@ -197,11 +204,13 @@ TASKS = {
 # What is to be predicted: 4 ranks, 8 micro-batches, a backward that takes as long as two forwards.
 
 RANKS, MICRO = 4, 8
+ROUNDED = 0.02  # relative: a percentage without decimals is right
+FRACTION = "a part of 1: in percent it is a hundred times as much"
 
 
 def measure(kind, answer, setting):
     lesson = import_lesson(SCHEDULES)
-    name, v = ("interleaved", V) if kind == "interleaved" else ("1f1b", 1)
+    name, v = ("interleaved", V) if kind == "bubble_v2" else ("1f1b", 1)
     schedule = lesson.build(name, RANKS, MICRO, v)
     if kind == "kept":
         return lesson.peak_activations(schedule[0])
@@ -215,17 +224,21 @@ QUESTIONS = {
             "idle time over busy time: a bubble is a part of the whole time": 100 * 3 / 8,
             "that of one micro-batch: 3 of 4 ranks idle": 75,
             "p ranks wait for p - 1 others": 100 * 4 / 12,
+            FRACTION: right / 100,
         },
+        tolerance=ROUNDED,
     ),
     "kept": Question(
         "micro-batches", functools.partial(measure, "kept"),
         lambda right: {"all of them: that is GPipe": MICRO, "the last rank's": 1},
     ),
-    "interleaved": Question(
-        "percent", functools.partial(measure, "interleaved"),
+    "bubble_v2": Question(
+        "percent", functools.partial(measure, "bubble_v2"),
         lambda right: {
             "that of one stage per rank: two shorten what a rank waits for": 100 * 3 / 11,
             "idle time over busy time: a bubble is a part of the whole time": 100 * 3 / 16,
+            FRACTION: right / 100,
         },
+        tolerance=ROUNDED,
     ),
 }  # fmt: skip
