@@ -1,5 +1,6 @@
 """Lab 7, tensor parallelism: how an answer is looked at, and which mistake a wrong one shows."""
 
+import itertools
 from functools import partial
 
 import torch
@@ -37,7 +38,10 @@ def whole_model(setting: Setting) -> models.Transformer:
         6 * n, HEAD_DIM * 2 * n, 2, 2 * n, n, 4 * n * times, max_seq_len=4 * n
     )
     torch.manual_seed(setting.seed)
-    return models.Transformer(config)
+    model = models.Transformer(config)
+    for weight in model.parameters():  # as it starts, norms are 1, and what a block adds is small
+        nn.init.normal_(weight, std=0.5)
+    return model
 
 
 def tokens_of(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,6 +138,7 @@ def judge_conjugate(seen, setting):
                 "does nothing in backward: the ranks' parts of the gradient are not added up":
                     own_gradient if name == "f" else [],
                 "reduces twice: each rank has the whole gradient already": [both] * 3,
+                "averaged: the ranks' parts of the gradient are summed": [both / n] * 3,
             }  # fmt: skip
             if not same(got["grad"], gradient):
                 return f"{where} in backward: {named(got['grad'], gradient, mistakes)}"
@@ -145,11 +150,11 @@ def judge_conjugate(seen, setting):
 
 def see_block(answer, setting):
     conjugates(answer)
-    whole, calls = whole_model(setting), {"f": 0, "g": 0}
+    whole, calls = whole_model(setting), []
 
     def counted(name):
         def call(x):
-            calls[name] += 1
+            calls.append(name)
             return getattr(answer, name)(x)
 
         return call
@@ -168,6 +173,18 @@ def block_input(setting: Setting) -> tuple[torch.Tensor, tuple[torch.Tensor, ...
     return x, models.rotary_tables(torch.arange(4), HEAD_DIM, 10_000.0)
 
 
+def wrong_residuals(block, x, tables, ranks: int) -> dict[str, list[float]]:
+    """Return a block's output where x is added 0 times or by each rank, to one layer or to both."""
+    mistakes = {}
+    for first, second in itertools.product((0, 1, ranks), repeat=2):
+        middle = first * x + block.attention(block.attention_norm(x), *tables)
+        h = block.ffn_norm(middle)
+        out = second * middle + block.down(F.silu(block.gate(h)) * block.up(h))
+        added = f"x is added {first}x after attention and {second}x after the feed-forward"
+        mistakes[f"{added}: once each, outside g"] = out.flatten().tolist()
+    return mistakes
+
+
 def judge_block(seen, setting):
     block, (x, tables) = whole_model(setting).blocks[0], block_input(setting)
     right = block(x, *tables)
@@ -176,17 +193,17 @@ def judge_block(seen, setting):
         where, calls = f"rank {rank}: ", own["calls"]
         for name, does in (("g", "adds up what the second matrix's parts give"),
                            ("f", "adds up their gradients, before the first matrix")):  # fmt: skip
-            if calls[name] != 2:
-                often = "times" if calls[name] != 1 else "time"
+            if (count := calls.count(name)) != 2:
                 return (
-                    f"{where}{name} is called {calls[name]} {often} in a block, 2 are needed, one "
-                    f"for attention and one for the feed-forward: it {does}"
+                    f"{where}{name} is called {count} time{'s' * (count != 1)} in a block, 2 are "
+                    f"needed, one for attention and one for the feed-forward: it {does}"
                 )
+        if calls != ["f", "g", "f", "g"]:
+            order = ", ".join(calls)
+            return f"{where}called in the order {order}: f before, g after each pair of matrices"
         if not same(own["out"], right.flatten().tolist()):
-            return (
-                f"{where}the output is not the whole block's: g takes the output of a row-parallel "
-                "layer, and the residual x is added once, after it"
-            )
+            mistakes = wrong_residuals(block, x, tables, setting.world_size)
+            return f"{where}the output: {named(own['out'], right.flatten().tolist(), mistakes)}"
         if not same(own["grad"], x.grad.flatten().tolist()):
             return f"{where}the input's gradient is wrong: where f stands, its gradient is summed"
         if not same(own["norm"], block.attention_norm.weight.grad.tolist()):
@@ -276,18 +293,34 @@ def judge_loss(seen, setting):
             for r, p in enumerate(whole.chunk(n, -1))
         )
         log_sum, largest = whole.logsumexp(-1), whole.amax(-1)
+        logs = [p.logsumexp(-1) for p in whole.chunk(n, -1)]
+        own_off = torch.cat([p - p.amax(-1, keepdim=True) for p in whole.chunk(n, -1)], -1)
+        target = whole.gather(-1, targets[..., None])[..., 0]
         mistakes = {
             "exp of this rank's words alone is added up": (
-                part.logsumexp(-1) - whole.gather(-1, targets[..., None])[..., 0]
+                part.logsumexp(-1) - target
             ).mean().item(),
             "targets that another rank has count too: only those in this rank's rows": (
                 log_sum - largest - unmasked
             ).mean().item(),
             "a sum over tokens, not their mean": right.item() * targets.numel(),
+            "each rank takes its own largest logit off: take the largest of all ranks": (
+                F.cross_entropy(own_off.flatten(0, 1), targets.flatten()).item()
+            ),
+            "the largest is taken off the sum's logits, and not off the target's": (
+                right - largest.mean()
+            ).item(),
+            "log of each rank's sum, then added: add up first, then log": (
+                sum(log - largest for log in logs) - target + largest
+            ).mean().item(),
             "this rank's targets alone: the others' logits never came": (
                 log_sum - largest - (picked - largest) * here
             ).mean().item(),
         }  # fmt: skip
+        if own["loss"] == float("-inf"):
+            return (
+                f"{where}the loss is -inf: all exp are 0: more than the largest logit is taken off"
+            )
         if not abs(own["loss"]) < 1e30:
             return (
                 f"{where}the loss is {own['loss']}: exp overflows: take the largest logit off first"
@@ -297,8 +330,8 @@ def judge_loss(seen, setting):
         gradient = logits.grad.chunk(n, -1)[rank].flatten().tolist()
         if own["grad"] is None or not same(own["grad"], gradient):
             return (
-                f"{where}the loss is right, its gradient is not: a plain all-reduce has no "
-                "gradient, f would sum it: take g"
+                f"{where}the loss is right, its gradient is not: detach() loses it, f would sum "
+                "it: take g"
             )
     return None
 
@@ -338,9 +371,11 @@ QUESTIONS = {
     "forward": Question("all-reduces", partial(measure, "forward"), lambda right: {
         "those of the blocks: the embedding's rows are on several ranks too": 2 * LAYERS,
         "one for each matrix: the first of a pair needs none after it": 7 * LAYERS,
+        "those of backward too: f does nothing in forward": 2 * right,
     }, RANKS),
     "both": Question("all-reduces", partial(measure, "both"), lambda right: {
         "those of forward: f reduces in backward": 2 * LAYERS + 1,
         "those of the blocks": 4 * LAYERS,
+        "those of the blocks and the embedding: before the head stands an f": 4 * LAYERS + 1,
     }, RANKS),
 }  # fmt: skip
