@@ -41,7 +41,7 @@ def whole_model(setting: Setting) -> models.Transformer:
     model = models.Transformer(config)
     for weight in model.parameters():  # as it starts, norms are 1, and what a block adds is small
         nn.init.normal_(weight, std=0.5)
-    return model
+    return model.double()  # or sums in another order would differ
 
 
 def tokens_of(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +169,7 @@ def see_block(answer, setting):
 
 def block_input(setting: Setting) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     n, generator = setting.world_size, setting.generator()
-    x = torch.randn(BATCH, 4, HEAD_DIM * 2 * n, generator=generator, requires_grad=True)
+    x = torch.randn(BATCH, 4, HEAD_DIM * 2 * n, generator=generator).double().requires_grad_()
     return x, models.rotary_tables(torch.arange(4), HEAD_DIM, 10_000.0)
 
 
