@@ -2,6 +2,7 @@
 
     python labs/grade.py 2                          your file in runs/labs/2-ddp
     python labs/grade.py 2 --file mine.py --task pack
+    python labs/grade.py 2 --all FOLDER --csv points.csv    a class: NAME.py or NAME/mine.py
 
 The first call puts the lab's starter there. Each task is graded by itself: in all other holes stand
 the lesson's own lines, so one mistake costs one task. Look for: the sentence beside a task. --hint
@@ -11,14 +12,17 @@ gives the next hint for the first task that is not right. Exit code 1 as long as
 import argparse
 import importlib.util
 import json
+import os
 import re
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 from dist_common import cli
+from lab_parts import submissions
 from lab_parts.holes import REPO, TOGETHER, Answer, Lesson
 from lab_parts.judging import judge_number, read_predictions
 from lab_parts.running import Setting, Task, judge, run
@@ -34,6 +38,7 @@ class Lab:
     folder: Path
     tasks: ModuleType
     lessons: list[Lesson] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -76,16 +81,22 @@ def load(name: str) -> Lab:
     raise cli.UsageError(f"there is no lab {name}: choose from {known}")
 
 
-def grade_task(lab: Lab, answer: Answer, task: str, seed: int, sizes: list[int]) -> Verdict:
-    """Grade one hole on each number of ranks, up to the first that goes wrong."""
+def grade_task(
+    lab: Lab, answer: Answer, task: str, seed: int, sizes: list[int], settle=lambda: None
+) -> Verdict:
+    """Grade one hole on each number of ranks, up to the first that goes wrong.
+
+    settle() ends what the answer has left running, before it is judged.
+    """
     if empty := answer.missing(task):
         return Verdict(task, empty)
     for ranks in sizes:
         setting, asked = Setting(0, ranks, seed), lab.tasks.TASKS.get(task, lab.together)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             seen, wrong, printed = run(asked.see, answer, task, setting, Path(folder))
-            if seen is not None:
-                wrong = judge(asked, seen, setting, Path(folder))
+            settle()
+        if seen is not None:
+            wrong = judge(asked, seen, setting)
         if wrong:
             return Verdict(task, f"on {ranks} ranks: {wrong}", printed)
     return Verdict(task, None, printed)
@@ -102,31 +113,39 @@ def grade_question(lab: Lab, name: str, said) -> Verdict:
 
 
 def measured(lab: Lab, name: str) -> float:
-    """Run the lesson, and return the number that question `name` asks for."""
+    """Run the lesson, once, and return the number that question `name` asks for."""
+    if name in lab.measured:
+        return lab.measured[name]
     question, lesson = lab.tasks.QUESTIONS[name], Answer(lab.starter, lab.lessons)
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(0, question.ranks, 0)
         seen, why, _ = run(question.measure, lesson, None, setting, Path(folder))
     if seen is None:
         raise RuntimeError(f"{name} cannot be measured: {why}")
+    lab.measured[name] = seen[0]
     return seen[0]
 
 
-def grade(lab: Lab, answer: Answer, predictions: Path | None, chosen, seed, sizes):
-    """Yield the verdict on each task, then on each prediction, or on the chosen one alone."""
+def check_chosen(lab: Lab, chosen: str | None) -> None:
+    """Raise UsageError where there is no such task."""
     known = [*lab.tasks.TASKS, *lab.tasks.QUESTIONS] + [TOGETHER] * bool(lab.together)
     if chosen and chosen not in known:
         raise cli.UsageError(f"--task {chosen}: lab {lab.name} has {', '.join(known)}")
+
+
+def grade(lab: Lab, answer: Answer, predictions: Path | None, chosen, seed, sizes, **settle):
+    """Yield the verdict on each task, then on each prediction, or on the chosen one alone."""
+    check_chosen(lab, chosen)
     answer.tree  # noqa: B018  a file that is no Python is said before anything runs
     said = read_predictions(predictions, lab.tasks.QUESTIONS) if predictions else {}
     whole = True
     for task in lab.tasks.TASKS:
         if chosen in (None, task):
-            yield (verdict := grade_task(lab, answer, task, seed, sizes))
+            yield (verdict := grade_task(lab, answer, task, seed, sizes, **settle))
             whole = whole and not verdict.wrong
     if lab.together and chosen in (None, TOGETHER):
         if whole:
-            yield grade_task(lab, answer, TOGETHER, seed, sizes)
+            yield grade_task(lab, answer, TOGETHER, seed, sizes, **settle)
         else:
             yield Verdict(TOGETHER, "graded once all tasks are right")
     for name in said:
@@ -167,6 +186,32 @@ def results(lab: Lab, file: Path, seed: int, verdicts: list[Verdict]) -> dict:
     return {"lab": lab.name, "file": file.name, "seed": seed, **total, "tests": tests}
 
 
+def grade_class(lab: Lab, args) -> int:
+    """Grade a folder of answers, each in a sandbox."""
+    check_chosen(lab, args.task)
+    found = submissions.submissions_in(args.all)
+    asked = lab.tasks.QUESTIONS if any(len(one.files) > 1 for one in found) else ()
+    names = [*lab.tasks.TASKS, *[TOGETHER] * bool(lab.together), *asked]
+    names = [args.task] if args.task else names
+    for name in set(asked) & set(names):
+        measured(lab, name)
+
+    def grade_file(file: Path, predictions: Path | None, settle):
+        answer = Answer(file, lab.lessons)
+        return grade(lab, answer, predictions, args.task, args.seed, args.ranks, settle=settle)
+
+    graded, began, width = [], time.monotonic(), max(len(one.name) for one in found)
+    for one in submissions.grade_all(args.all, names, grade_file, args.jobs, not args.no_sandbox):
+        graded.append(one)
+        print(f"{one.name:<{width}} {one.total:>2} of {len(names)}  {one.problem or ''}".rstrip(),
+              flush=True)  # fmt: skip
+        if args.csv:
+            submissions.write_csv(args.csv, names, graded)
+    whole = sum(one.total == len(names) for one in graded)
+    print(f"{len(graded)} graded in {time.monotonic() - began:.0f} s, {whole} of them all right")
+    return 0
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise cli.UsageError(message)
@@ -182,14 +227,28 @@ def parse_args():
     add("--ranks", type=cli.positive_int, nargs="+", default=[2, 3], help="numbers of ranks (2 3)")
     add("--hint", action="store_true", help="give the next hint for the first task not right")
     add("--json", type=Path, help="write the verdicts there, as Gradescope reads them")
-    return parser.parse_args()
+    add("--all", type=Path, metavar="FOLDER", help="grade a class: NAME.py or NAME/mine.py there")
+    add("--csv", type=Path, help="with --all: write a row per student there")
+    add("--jobs", type=cli.positive_int, default=max(1, (os.cpu_count() or 2) // 2),
+        help="with --all: how many at a time (half of the cores)")  # fmt: skip
+    add("--no-sandbox", action="store_true", help="with --all: answers get your account's rights")
+    args = parser.parse_args()
+    for name in ("json", "csv"):
+        path = getattr(args, name)
+        if path and not path.resolve().parent.is_dir():
+            raise cli.UsageError(f"--{name} {path}: there is no such folder")
+    if args.all and (args.file or args.json or args.hint):
+        raise cli.UsageError("--all grades a folder: without --file, --json and --hint")
+    if not args.all and (args.csv or args.no_sandbox):
+        raise cli.UsageError("--csv and --no-sandbox belong to --all FOLDER")
+    return args
 
 
 def main():
     args = parse_args()
-    if args.json and not args.json.resolve().parent.is_dir():
-        raise cli.UsageError(f"--json {args.json}: there is no such folder")
     lab = load(args.lab)
+    if args.all:
+        return grade_class(lab, args)
     folder = args.file.resolve().parent if args.file else work_folder(lab)
     answer = Answer((args.file or folder / "mine.py").resolve(), lab.lessons)
     predictions = folder / "answers.toml"

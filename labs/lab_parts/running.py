@@ -3,6 +3,7 @@
 What a rank saw comes back as JSON, and is judged in this process: an answer's code never runs here.
 """
 
+import importlib
 import json
 import linecache
 import multiprocessing
@@ -11,6 +12,7 @@ import random
 import re
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -91,7 +93,7 @@ def run(
             saw = see(module, Setting(rank, setting.world_size, setting.seed))
             json.dumps(saw)  # a tensor where a number should be: said here
             all_done.wait()  # one that left would cut the others' calls short
-            return {"saw": saw}
+            return {"saw": saw, "compiler": "torch._dynamo" in sys.modules}
         except BaseException as error:  # SystemExit too
             return {"error": describe(error, str(answer.path))}
 
@@ -107,6 +109,8 @@ def run(
     printed = "".join(f"rank {n}: {line}\n" for n, rank in enumerate(ended)
                       for line in rank.out.splitlines())  # fmt: skip
     told = [rank.value if isinstance(rank.value, dict) else None for rank in ended]
+    if any(one and one.get("compiler") for one in told):
+        importlib.import_module("torch._dynamo")  # here, once: each rank would take seconds for it
     if all(one and "saw" in one for one in told):
         return [one["saw"] for one in told], "", printed
     errors = {n: one["error"] for n, one in enumerate(told) if one and "error" in one}
@@ -122,8 +126,11 @@ def run(
     return None, f"rank {number}: {errors[number]}: which rank makes another call?", printed
 
 
-def judge(task: Task, seen: list, setting: Setting, folder: Path) -> str | None:
-    """Return what is wrong, or None. In a fork: one after a backward pass could not run another."""
+def judge(task: Task, seen: list, setting: Setting) -> str | None:
+    """Return what is wrong, or None. In a fork: one after a backward pass could not run another.
+
+    Its folder is one that no answer knows.
+    """
 
     def be(_) -> str | None:
         try:
@@ -131,7 +138,8 @@ def judge(task: Task, seen: list, setting: Setting, folder: Path) -> str | None:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return OTHER_FORM
 
-    (judged,) = ranks.fork(be, 1, folder / "judged", DEADLINE_S, values=json)
+    with tempfile.TemporaryDirectory() as folder:
+        (judged,) = ranks.fork(be, 1, Path(folder), DEADLINE_S, values=json)
     if judged.code != 0:
         raise RuntimeError(f"the grader itself ended by {judged.ended}: {judged.err[-500:]}")
     return judged.value
