@@ -108,7 +108,7 @@ def judge_epoch(seen, setting):
     for rank, own in enumerate(seen):
         where, orders = f"rank {rank}: ", own["orders"]
         first = orders["0 0"]
-        if sorted(first) != list(range(samples(setting))):
+        if any(sorted(order) != list(range(samples(setting))) for order in orders.values()):
             return f"{where}the order has not each of {samples(setting)} samples once"
         if first == sorted(first):
             return f"{where}the order is that of the file: shuffle it"

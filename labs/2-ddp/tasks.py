@@ -119,9 +119,9 @@ def judge_buckets(seen, setting):
     nbytes, last_first = {n: p.nbytes for n, p in model.named_parameters()}, [*weights][::-1]
     right = buckets_by(last_first, nbytes, size)
     for rank, own in enumerate(seen):
-        got = own["some"]
+        got, each = own["some"], [[name] for name in last_first]
         flat = list(itertools.chain(*got))
-        if got == right and all(len(b) == 1 for b in own["each"]) and len(own["everything"]) == 1:
+        if got == right and own["each"] == each and own["everything"] == [last_first]:
             continue
         where = f"rank {rank}: "
         if missing := [name for name in last_first if name not in flat]:

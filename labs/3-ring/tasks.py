@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lab_parts.judging import Question
-from lab_parts.running import Setting, Task
+from lab_parts.running import OTHER_FORM, Setting, Task
 
 LESSONS = {
     "04-nccl-operations/point_to_point.py": (
@@ -89,6 +89,8 @@ def see_one(loop, answer, setting, length):
 
 def judge_each(judge, seen, setting):
     """Return the first mistake: with parts of equal length, then with others."""
+    if any(len(own) != len(lengths(setting)) for own in seen):
+        return OTHER_FORM
     return next(filter(None, (judge(one, setting) for one in zip(*seen, strict=True))), None)
 
 
@@ -135,7 +137,7 @@ def judge_parts(own: dict, ranks: int, place: str) -> str | None:
 
 def judge_sum(counts: list[list[int]] | None, part: int, place: str) -> str | None:
     """Say what is wrong with a part that has to be the sum over all ranks."""
-    if counts is None:
+    if not counts:
         return f"{place}: part {part} was overwritten in places: a view of another length"
     times = [row[part] for row in counts]
     if twice := [rank for rank, n in enumerate(times) if n > 1]:

@@ -216,7 +216,8 @@ def judge_clip(seen, setting):
             return where + named(own["norm"], right, mistakes)
         if not own["untouched"]:
             return f"{where}a gradient with a smaller norm was scaled up to it: only ever down"
-        if not all(abs(ratio / (NORM / right) - 1) < 1e-3 for ratio in own["ratios"]):
+        factors = [ratio for ratio, _ in zip(own["ratios"], own["squares"], strict=True)]
+        if not factors or any(abs(factor / (NORM / right) - 1) >= 1e-3 for factor in factors):
             got = f"gradients are scaled by {own['ratios'][0]:.3g}, expected {NORM / right:.3g}"
             if all(ratio == 1 for ratio in own["ratios"]):
                 return f"{where}{got}: scale part.grad, which the optimizer reads"

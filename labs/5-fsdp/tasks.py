@@ -138,7 +138,7 @@ def judge_free(seen, setting):
                 f"{where}{own['freed']} of {own['full']} bytes are still there after free: a view "
                 "or a name less frees nothing, the storage has to be resized"
             )
-        if any(own["left"]):
+        if own["left"] != [0] * len(tensors(setting, 0)):
             return (
                 f"{where}parameters still point to the memory that was given back: a crash, later"
             )

@@ -93,6 +93,8 @@ def judge_cut(seen, setting):
                 return f"{where}the whole weight is kept: shape {got['shape']}"
             if not same(got["values"], right.flatten().tolist()):
                 return where + named(got["values"], right.flatten().tolist(), mistakes)
+            if got["shape"] != list(right.shape):
+                return f"{where}the part has shape {got['shape']}, expected {list(right.shape)}"
             if not got["trained"]:
                 return f"{where}the weight is no nn.Parameter: nothing would train it"
             if not got["alone"]:

@@ -35,6 +35,9 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 MISFIT = re.compile(r"op\.preamble|Received data size doesn't match")  # gloo's
 UNEQUAL = "got another number of bytes than it waits for"
 OTHER_FORM = "what came has another form than the lesson's: see the docstring"
+# What a judge raises over something of another form: torch's errors are RuntimeErrors.
+MISREAD = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError,
+           ValueError)  # fmt: skip
 FRAME = re.compile(r'File "(.+)", line (\d+) in (\w+)')
 # What a rank says whose partner is gone: the mistake is elsewhere.
 LOST = re.compile(r"closed by peer|reset by peer|[Cc]onnection (refused|closed)|timed out")
@@ -135,7 +138,7 @@ def judge(task: Task, seen: list, setting: Setting) -> str | None:
     def be(_) -> str | None:
         try:
             return task.judge(seen, setting)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        except MISREAD:
             return OTHER_FORM
 
     with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -110,10 +111,10 @@ class Box:
             return f"ended: more than {limits.processes} processes at once"
         if time.monotonic() - self.started > limits.seconds:
             return f"ended: not done after {limits.seconds:g} s"
-        shared, taken = psutil.Process().memory_info().rss, 0
+        shared, taken = memory_of(psutil.Process()), 0
         for process in processes:
-            with contextlib.suppress(psutil.Error):
-                taken += max(0, process.memory_info().rss - shared)
+            with contextlib.suppress(psutil.Error, OSError):
+                taken += max(0, memory_of(process) - shared)
         if taken > limits.memory:
             return f"ended: more than {limits.memory // MIB:,} MiB of memory"
         return None
@@ -130,6 +131,14 @@ class Box:
         if code and not self.ended:
             how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
             self.ended = f"ended: the grader itself, by {how}"
+
+
+def memory_of(process: psutil.Process) -> int:
+    """Return the bytes of memory that a process holds, without files, which processes share."""
+    if not sys.platform.startswith("linux"):
+        return process.memory_info().rss
+    text = Path(f"/proc/{process.pid}/status").read_text()
+    return 1024 * sum(map(int, re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", text, re.M)))
 
 
 def start(
