@@ -1,5 +1,7 @@
 """Labs: starters are cut from lessons, which pass; a wrong answer is named as its row says."""
 
+import contextlib
+import copy
 import json
 import re
 import shutil
@@ -12,8 +14,10 @@ from conftest import REPO, assert_one_line, load_script, run_command
 sys.path.insert(0, str(REPO / "labs"))
 import grade
 from dist_common.cli import UsageError
+from dist_common.lab import ranks
 from lab_parts.holes import Answer
 from lab_parts.judging import judge_number, tomllib
+from lab_parts.running import MISREAD, Setting, run
 from make_starters import starters
 
 LABS = [path.parent.name for path in sorted((REPO / "labs").glob("*/tasks.py"))]
@@ -207,3 +211,46 @@ def test_the_command_of_a_copy_starts_the_lesson():
 def test_what_is_no_lesson_cannot_be_tried():
     ended = run_command([sys.executable, "labs/try.py", "05-advanced/nothing.py"], REPO, 60)
     assert_one_line(ended, "05-advanced/nothing.py: no script of this repository", "try.py")
+
+
+EMPTY = ([], {}, None, 0, "")
+
+
+def containers(value, path=()):
+    """Yield the place of each list and dict in a value of JSON that is not empty."""
+    if isinstance(value, dict | list) and value:
+        yield path
+        for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from containers(inside, (*path, key))
+
+
+def emptied(value, path, empty):
+    """Return a copy with something empty at a place."""
+    if not path:
+        return empty
+    value = copy.copy(value)
+    value[path[0]] = emptied(value[path[0]], path[1:], empty)
+    return value
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_no_judge_takes_something_empty_for_right(name, tmp_path):
+    """Whatever part of what the ranks saw is missing on all of them: a judge of nothing says so."""
+    lab, setting = grade.load(name), Setting(0, 2, 0)
+    tasks = lab.tasks.TASKS | ({"together": lab.together} if lab.together else {})
+
+    def judged(task, seen) -> list:
+        taken = []
+        for path in containers(seen[0]):
+            for empty in EMPTY:
+                with contextlib.suppress(*MISREAD):  # said as another form
+                    if task.judge([emptied(own, path, empty) for own in seen], setting) is None:
+                        taken.append(f"{empty!r} at {path}")
+        return taken
+
+    for task, asked in tasks.items():
+        lesson = Answer(lab.starter, lab.lessons)
+        seen, why, _ = run(asked.see, lesson, None, setting, tmp_path / task)
+        assert seen, why
+        (ended,) = ranks.fork(lambda _: judged(asked, seen), 1, tmp_path / f"{task}-judged", 60)  # noqa: B023
+        assert ended.value == [], f"{name}, {task}: {ended.value}{ended.err}"

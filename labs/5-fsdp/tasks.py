@@ -93,7 +93,7 @@ def judge_gather(seen, setting):
             return where + named(own["got"], by_number(right), mistakes)
         if not own["stays"]:
             return f"{where}{REPLACED}"
-        if not all(own["shares"]):
+        if own["shares"] != [True] * len(right):
             return f"{where}parameters are copies of the vector: as views they take no memory twice"
         if own["calls"][1] > own["calls"][0]:
             return f"{where}gathered again while it was full: forward and backward would send twice"

@@ -236,7 +236,7 @@ def see_norms(answer, setting):
 
 def judge_norms(seen, setting):
     n = setting.world_size
-    norms = [name for name in seen[0]["before"] if "norm" in name]
+    norms = [name for name, w in whole_model(setting).named_parameters() if w.dim() == 1]
     total = {name: torch.tensor([own["before"][name] for own in seen]).sum(0) for name in norms}
     for rank, own in enumerate(seen):
         where = f"rank {rank}: "
