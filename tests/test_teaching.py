@@ -1,0 +1,47 @@
+"""TEACHING.md: what it says of labs is what they have."""
+
+import re
+import sys
+
+import pytest
+from conftest import REPO
+
+sys.path.insert(0, str(REPO / "labs"))
+import grade
+
+LABS = [path.parent.name for path in sorted((REPO / "labs").glob("*/tasks.py"))]
+TEXT = (REPO / "TEACHING.md").read_text()
+SECTIONS = {
+    name: (int(minutes), text)
+    for name, minutes, text in re.findall(
+        r"^### (\S+) \((\d+) minutes\)\n(.*?)(?=^##)", TEXT, re.M | re.S
+    )
+}
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_a_lab_has_its_section_with_its_minutes_and_tasks(name):
+    lab, (minutes, text) = grade.load(name), SECTIONS[name]
+    page = (lab.folder / "README.md").read_text()
+    assert re.search(r"^(\d+) minutes\.", page, re.M)[1] == str(minutes)
+    exposed = {*re.findall(r"^\| .+ \| `(\w+)` \|$", text, re.M)}
+    assert exposed == {*lab.tasks.TASKS, *lab.tasks.QUESTIONS}
+    assert "**Objective.**" in text
+    assert "**Demonstrate.**" in text
+
+
+def test_no_section_is_of_a_lab_that_is_not_there():
+    assert [*SECTIONS] == LABS
+
+
+@pytest.mark.parametrize("weeks", ["Ten", "Six"])
+def test_a_course_has_its_weeks_and_only_labs_that_are_there(weeks):
+    table = TEXT.split(f"## {weeks} weeks")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \|(.*)\|$", table, re.M)
+    number = {"Ten": 10, "Six": 6}[weeks]
+    assert [int(week) for week, _ in rows] == list(range(1, number + 1))
+    assert "lab 8, the debugging exam" in rows[-1][1]
+    for label, page in re.findall(r"\[(\d)\]\((labs/[^)]+)\)", table):
+        assert page.startswith(f"labs/{label}-")
+    pages = re.findall(r"\]\((?:labs/(\d)-|)([^)]+)\)", table)
+    assert all((REPO / page).exists() for lab, page in pages if not lab)
