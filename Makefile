@@ -2,6 +2,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LABS := $(VENV)/.installed-labs
 # uv installs three times as fast as pip: the machine's own, or one inside the environment.
 UV := $(shell command -v uv || echo $(BIN)/uv)
 # make TORCH_BACKEND=cpu quickstart: PyTorch's CPU build, from PyTorch's own server, without CUDA.
@@ -17,10 +18,11 @@ BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 # Some containers set it: then each process compiles PyTorch's sources anew, 2 to 5 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart bench frameworks test gpu-ready test-all lint install
+.PHONY: help quickstart labs bench frameworks test gpu-ready test-all lint install
 
 help:
 	@echo "make quickstart   install, train on real digits with 2 processes, show the result"
+	@echo "make labs         install what labs/ needs, without CUDA, and say what this machine lacks"
 	@echo "make bench        compare eight strategies on 2 processes: a minute or two on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
 	@echo "make test         install, lint, run the quick tests: about 5 minutes on 2 cores"
@@ -31,18 +33,27 @@ help:
 install: $(STAMP)
 
 # Installed once; again only when what is pinned changes.
-$(STAMP): requirements.txt pyproject.toml
+$(STAMP): requirements.txt labs/requirements.txt pyproject.toml
+	$(call install,requirements.txt)
+
+# The same environment, with less in it. A new one takes the CPU build, one with CUDA keeps it.
+$(LABS): TORCH_BACKEND := $(if $(wildcard $(VENV)/.torch_backend),$(TORCH_BACKEND),cpu)
+$(LABS): labs/requirements.txt pyproject.toml
+	$(call install,labs/requirements.txt)
+
+define install
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "Python 3.10 or later is needed; python3 is $$(python3 --version 2>&1)"; exit 1; }
 	@echo "Installing PyTorch and the rest into $(VENV): one to six minutes, once."
 	test -x $(BIN)/python || python3 -m venv $(VENV)
 	test -x $(UV) || $(BIN)/python -m pip install --quiet uv || true
 	$(UV) pip install --python $(BIN)/python $(addprefix --torch-backend=,$(TORCH_BACKEND)) \
-	  --requirement requirements.txt \
+	  --requirement $(1) \
 	  || { echo "uv failed; trying pip, which may be set up for this network"; \
-	       $(BIN)/python -m pip install --requirement requirements.txt; }
+	       $(BIN)/python -m pip install --requirement $(1); }
 	@echo "$(TORCH_BACKEND)" > $(VENV)/.torch_backend
 	@touch $@
+endef
 
 quickstart: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=2 \
@@ -54,6 +65,11 @@ quickstart: $(STAMP)
 	@echo "Run next:   torchrun --standalone --nproc-per-node=4 \\"
 	@echo "              01-ddp-basics/ddp_mnist.py --micro-batch-size 16"
 	@echo "            (the same global batch on twice the processes: compare the losses)"
+
+labs: $(LABS)
+	$(BIN)/python labs/doctor.py
+	@echo "Type first: source $(VENV)/bin/activate"
+	@echo "Read next:  labs/README.md"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/distributed_benchmarks.py sweep --config benchmarks/quick.toml \
