@@ -2,12 +2,16 @@
 
     python labs/make_starters.py
 
-A test compares: a starter cannot differ from the lesson that solves it.
+A test compares: a starter cannot differ from the lesson that solves it, nor the notebook from the
+starters in it.
 """
 
 from dist_common import cli
 from grade import LABS, load
 from lab_parts.holes import starter_of
+from lab_parts.notebook import notebook_of
+
+NOTEBOOK, IN_NOTEBOOK = LABS / "labs-1-and-2.ipynb", ("1-same-model", "2-ddp")
 
 
 def starters():
@@ -20,8 +24,19 @@ def starters():
         )
 
 
+def notebook() -> str:
+    """Return what is to stand in the notebook."""
+    labs = []
+    for lab in map(load, IN_NOTEBOOK):
+        starter = starter_of(lab.tasks.TITLE, lab.lessons, lab.tasks.LESSONS)
+        tasks = {function: hole for lesson in lab.lessons
+                 for hole, functions in lesson.holes.items() for function in functions}  # fmt: skip
+        labs.append((lab.name, starter, tasks, (lab.folder / "answers.toml").read_text()))
+    return notebook_of("Labs 1 and 2", labs)
+
+
 def main():
-    for path, text in starters():
+    for path, text in [*starters(), (NOTEBOOK, notebook())]:
         path.write_text(text)
         print(path.relative_to(LABS.parent))
     return 0
