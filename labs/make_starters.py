@@ -8,7 +8,7 @@ starters in it.
 
 from dist_common import cli
 from grade import LABS, load
-from lab_parts.holes import starter_of
+from lab_parts.holes import Lesson, starter_of
 from lab_parts.notebook import notebook_of
 
 NOTEBOOK, IN_NOTEBOOK = LABS / "labs-1-and-2.ipynb", ("1-same-model", "2-ddp")
@@ -24,11 +24,12 @@ def starters():
         )
 
 
-def notebook() -> str:
-    """Return what is to stand in the notebook."""
+def notebook(solved: bool = False) -> str:
+    """Return what is to stand in the notebook; `solved`: with the lessons' lines in its holes."""
     labs = []
     for lab in map(load, IN_NOTEBOOK):
-        starter = starter_of(lab.tasks.TITLE, lab.lessons, lab.tasks.LESSONS)
+        lessons = [Lesson(one.path, ()) for one in lab.lessons] if solved else lab.lessons
+        starter = starter_of(lab.tasks.TITLE, lessons, lab.tasks.LESSONS)
         tasks = {function: hole for lesson in lab.lessons
                  for hole, functions in lesson.holes.items() for function in functions}  # fmt: skip
         labs.append((lab.name, starter, tasks, (lab.folder / "answers.toml").read_text()))
