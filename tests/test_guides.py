@@ -195,7 +195,10 @@ def flags_for(script: str) -> set[str]:
 
 
 FLAGS_OF_OTHER_TOOLS = """
-    pip: --upgrade --index-url --extra-index-url --requirement
+    pip: --upgrade --index-url --extra-index-url --requirement --no-deps --editable
+    uv: --override
+    wsl: --install --shutdown
+    docker: --file --tag --build-arg --rm --interactive --tty --volume --shm-size
     ruff: --check --fix
     pytest: --dist --durations --numprocesses
     accelerate: --cpu --num_processes
