@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from dist_common import cli
 from lab_parts import submissions
@@ -48,6 +49,11 @@ class Lab:
     def together(self) -> Task | None:
         """Return what the whole answer has to do, without the lesson's lines in any hole."""
         return getattr(self.tasks, "WHOLE", None)
+
+    @property
+    def exam(self) -> Any:
+        """Return what draws a case and grades it, where a lab has that instead of holes."""
+        return getattr(self.tasks, "exam", None)
 
     @property
     def starter(self) -> Path:
@@ -138,6 +144,10 @@ def grade(lab: Lab, answer: Answer, predictions: Path | None, chosen, seed, size
     check_chosen(lab, chosen)
     answer.tree  # noqa: B018  a file that is no Python is said before anything runs
     said = read_predictions(predictions, lab.tasks.QUESTIONS) if predictions else {}
+    if lab.exam:
+        graded = lab.exam.grade(answer, said, chosen, seed, sizes)
+        yield from (Verdict(*told) for told in graded)
+        return
     whole = True
     for task in lab.tasks.TASKS:
         if chosen in (None, task):
@@ -153,9 +163,11 @@ def grade(lab: Lab, answer: Answer, predictions: Path | None, chosen, seed, size
             yield grade_question(lab, name, said[name])
 
 
-def work_folder(lab: Lab) -> Path:
+def work_folder(lab: Lab, seed: int) -> Path:
     """Return the folder for a student's files; the starter and the questions are put there once."""
     folder = REPO / "runs" / "labs" / lab.name
+    if lab.exam:
+        return lab.exam.hand_out(folder / f"seed-{seed}", seed)
     folder.mkdir(parents=True, exist_ok=True)
     for source, target in (("starter.py", "mine.py"), ("answers.toml", "answers.toml")):
         if not (folder / target).exists():
@@ -249,7 +261,7 @@ def main():
     lab = load(args.lab)
     if args.all:
         return grade_class(lab, args)
-    folder = args.file.resolve().parent if args.file else work_folder(lab)
+    folder = args.file.resolve().parent if args.file else work_folder(lab, args.seed)
     answer = Answer((args.file or folder / "mine.py").resolve(), lab.lessons)
     predictions = folder / "answers.toml"
     predictions = predictions if predictions.exists() else None

@@ -15,9 +15,11 @@ NOTEBOOK, IN_NOTEBOOK = LABS / "labs-1-and-2.ipynb", ("1-same-model", "2-ddp")
 
 
 def starters():
-    """Yield each starter's path, and what is to stand there."""
+    """Yield each starter's path, and what is to stand there. An exam has no holes, and none."""
     for tasks in sorted(LABS.glob("*/tasks.py")):
         lab = load(tasks.parent.name)
+        if lab.exam:
+            continue
         yield (
             tasks.with_name("starter.py"),
             starter_of(lab.tasks.TITLE, lab.lessons, lab.tasks.LESSONS),

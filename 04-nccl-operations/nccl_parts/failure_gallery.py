@@ -89,10 +89,14 @@ class Job:
     folder: Path
     deadline_s: float
 
-    def run(self, script: str, put_in=lambda rank: None, during=lambda pids: None, **environ):
-        """Run a script, in each rank `put_in` first, as the recorder is; return how they ended."""
+    def run(self, script: str | Path, put_in=lambda rank: None, during=lambda pids: None,
+        **environ) -> list[ranks.Rank]:  # fmt: skip
+        """Run a script, in each rank `put_in` first, as the recorder is; return how they ended.
+
+        A path is of another script than the failure's two, as a student's cure is: of a copy.
+        """
         broken, n = script == "broken.py", self.world_size
-        file = self.folder / script
+        file = self.folder / Path(script).name
         source = (FAILURES / self.failure.name / script).read_text()
         file.write_text(CULPRIT.sub(rf"\g<1> = {self.culprit}", source))
         if re.search("DistributedDataParallel|fully_shard", source):
@@ -110,13 +114,15 @@ class Job:
                 body = functools.partial(self._be, file, launched, put_in, network)
                 logs, started = self.logs(script, attempt), n - self.failure.missing * broken
                 grace_s = self.failure.grace_s
-                ended = ranks.fork(body, started, logs, self.deadline_s, grace_s, during)
+                ended = ranks.fork(
+                    body, started, logs, self.deadline_s, grace_s, during, values=json
+                )
                 if all(rank.code == 0 for rank in ended):
                     break
         return ended
 
-    def logs(self, script: str, attempt: int = 0) -> Path:
-        return self.folder / f"logs-{script}-{attempt}"
+    def logs(self, script: str | Path, attempt: int = 0) -> Path:
+        return self.folder / f"logs-{Path(script).name}-{attempt}"
 
     def _be(self, file: Path, launched: dict, put_in, network, rank: int) -> None:
         faulthandler.disable()  # a rank that is ended would tell of that, and not of what it did

@@ -148,7 +148,7 @@ def judge(task: Task, seen: list, setting: Setting) -> str | None:
     return judged.value
 
 
-def abort_stuck(pids: list[int]) -> list[int]:
+def abort_stuck(pids: list[int], stuck_s: float = STUCK_S) -> list[int]:
     """Wait for the ranks; abort those that hang, so that each writes where; return which."""
     last, since = None, time.monotonic()
     while alive := {rank: pid for rank, pid in enumerate(pids) if runs(pid)}:
@@ -161,7 +161,7 @@ def abort_stuck(pids: list[int]) -> list[int]:
             continue
         if used != last or not asleep:
             last, since = used, time.monotonic()
-        if time.monotonic() - since > STUCK_S or max(used) > CPU_S:
+        if time.monotonic() - since > stuck_s or max(used) > CPU_S:
             for pid in alive.values():
                 os.kill(pid, signal.SIGABRT)
             return list(alive)

@@ -1,0 +1,123 @@
+"""What a student of the exam gets: the script, and what was seen of the job that it broke.
+
+The job runs twice: as it is, while py-spy reads the stacks, and with the flight recorder in it.
+"""
+
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from dist_common.cli import UsageError
+from dist_common.lab.ranks import Rank
+from lab_parts.cases import NONE, RANKS, Case, gallery, part, recorder, verdicts
+from lab_parts.running import LOOPBACK
+
+DEADLINE_S = 6.0  # of each run: some end by themselves, after gloo's timeout of 2 s, some never
+ANSWERS = """\
+# Seed {seed}. Read case.txt, then evidence/.
+
+rank = ""   # the rank at fault in the job that evidence/ shows: a number
+cause = ""  # what is wrong: a name in the last column of 04-nccl-operations/failures/README.md
+"""
+
+
+def hand_out(folder: Path, case: Case, odd: int, seed: int) -> None:
+    """Put a case into a folder; what is there already stays."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"mine.py": case.script(), "answers.toml": ANSWERS.format(seed=seed)}
+    if not (folder / "case.txt").exists():
+        (folder / "evidence").mkdir(exist_ok=True)
+        for name, text in gather(case, odd).items():
+            (folder / "evidence" / name).write_text(text)
+        texts["case.txt"] = described(case)
+    for name, text in texts.items():
+        if not (folder / name).exists():
+            (folder / name).write_text(text)
+
+
+def described(case: Case) -> str:
+    """Say what a cure has to do, and what it has to live with."""
+    lines = ["mine.py was started on 3 ranks:  ODD_RANK=? torchrun --nproc-per-node=3 mine.py", ""]
+    lines += [
+        "ODD_RANK is the rank at fault, which you are to find. When your cure runs it is another",
+        f"one, and once {NONE}: none. Each rank has to end with exit code 0, and to print last",
+        "",
+    ]
+    for ranks in (2, 3):
+        ill, well = case.result(ranks, 0), case.result(ranks, NONE)
+        lines.append(f"  on {ranks} ranks{',  one at fault' * (ill != well):<17}  {ill}")
+        lines += [f"  on {ranks} ranks, none at fault    {well}"] * (ill != well)
+    lines += [
+        "",
+        "and to leave no work out. Where ODD_RANK stands for damaged or uneven data, or for a",
+        "part of a machine that is broken, a cure has to live with it. The timeout is long enough.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def gather(case: Case, odd: int) -> dict[str, str]:
+    """Run the broken job, and return what is seen of it, by file."""
+    with tempfile.TemporaryDirectory() as name:
+        job = gallery.Job(case.failure, RANKS, None, Path(name).resolve(), DEADLINE_S)
+        script, stacks = job.folder / "mine.py", []
+        script.write_text(case.script())
+        environ = {"ODD_RANK": odd, "GLOO_SOCKET_IFNAME": LOOPBACK}
+
+        def look(pids: list[int]) -> None:
+            time.sleep(part.STUCK_S)
+            stacks.extend(map(stack_of, pids))
+
+        ended = job.run(script, during=look, **environ)
+        notes = [job.folder / f"rank-{rank}.trace" for rank in range(RANKS)]
+        inputs = [job.folder / f"rank-{rank}.inputs" for rank in range(RANKS)]
+
+        def record(rank: int):
+            def note(call: int, tensor: Any) -> None:
+                with inputs[rank].open("a") as file:
+                    file.write(f"{call} {int((~tensor.isfinite()).sum())}\n")
+
+            recorder.around_all_reduce(before=note)
+            return recorder.record(notes[rank])
+
+        job.run(script, record, **environ)
+        logs = {f"rank-{n}.log": log_of(rank, job.folder) for n, rank in enumerate(ended)}
+        ends = [f"rank {n}: {verdicts.ending(rank)}" for n, rank in enumerate(ended)]
+        told = zip(map(recorder.notes_of, notes), inputs, strict=True)
+        calls = [calls_of(n, own, seen) for n, (own, seen) in enumerate(told)]
+    texts = {"job.txt": ends, "stacks.txt": [f"rank {n}:\n{own}" for n, own in enumerate(stacks)]}
+    return logs | {n: "\n".join(own) + "\n" for n, own in (texts | {"calls.txt": calls}).items()}
+
+
+def log_of(rank: Rank, folder: Path) -> str:
+    """Return what a rank said, without the frames of what started the script."""
+    text = f"{rank.out}{rank.err}".replace(f"{folder}/", "")
+    return re.sub(r'(?<=Traceback \(most recent call last\):\n).*?(?=  File "mine.py")', "", text,
+                  flags=re.S)  # fmt: skip
+
+
+def stack_of(pid: int) -> str:
+    """Return a rank's stack a second after the start, innermost first, down to the script."""
+    try:
+        frames = part.stack_of(pid)
+    except UsageError as error:
+        return f"  {error}"
+    rows = [f"  {name}, {Path(file).name}:{line}" for file, name, line in frames or ()]
+    last = next((n for n, row in enumerate(rows) if "<module>, mine.py" in row), len(rows))
+    return "\n".join(rows[: last + 1]) or "  has ended"
+
+
+def calls_of(rank: int, notes: Any, inputs: Path) -> str:
+    """Return what the flight recorder has of a rank, and whether what it sums up is finite."""
+    lines = [f"rank {rank}: {len(notes.calls)} calls in the group of all ranks"]
+    lines += [f"  {made}" for made in notes.groups]
+    lines += [f"  {number} {call}" for number, (call, _) in enumerate(notes.calls, 1)]
+    for group, calls in notes.within.items():
+        lines += [f"  {call}, in group {notes.members[group]}" for call in calls]
+    if inputs.exists():
+        summed = [line.split() for line in inputs.read_text().splitlines()]
+        bad = [f"  summand {call} has {bad} numbers that are not finite" for call, bad in summed
+               if bad != "0"]  # fmt: skip
+        lines += bad or ["  every summand is finite"]
+    return "\n".join(lines)

@@ -1,0 +1,237 @@
+"""An exam: a case of the failure gallery, drawn by a seed, and graded by running the cure.
+
+A cure runs with another rank at fault than the one that was handed out, and with none.
+"""
+
+import ast
+import faulthandler
+import json
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_common.cli import UsageError
+from dist_common.lab.ranks import Rank
+from lab_parts import evidence
+from lab_parts.cases import NONE, RANKS, Case, gallery, part, recorder, verdicts
+from lab_parts.holes import Answer
+from lab_parts.judging import tomllib
+from lab_parts.running import LOOPBACK, abort_stuck, hang, line_of
+
+DEADLINE_S = 40.0  # of a cure, for a hang that nothing else shows: one takes a second
+STUCK_S = 4.0  # a job hangs when all its ranks sleep for as long: gloo's timeout is 2 s there
+ROLES = {  # what the ranks that are not at fault do, by the case's group in the gallery
+    "calls": "it does what most ranks do",
+    "one": "it waits for another rank, has lost it, or has ended as it should",
+    "silent": "it does what most ranks do",
+}
+
+
+@dataclass
+class Ran:
+    """How a cure ended: its ranks, what each of them called, and in what words it hangs."""
+
+    ended: list[Rank]
+    calls: list[list[str]]
+    hangs: str
+    file: Path
+
+    @property
+    def printed(self) -> str:
+        return "".join(f"rank {n}: {line}\n" for n, rank in enumerate(self.ended)
+                       for line in rank.out.splitlines())  # fmt: skip
+
+
+class Exam:
+    """The cases that can be drawn, and how an answer to one of them is graded."""
+
+    def __init__(self, file: Path) -> None:
+        told = tomllib.loads(file.read_text())
+        self.cases = [Case(part.load(entry.pop("name")), **entry) for entry in told["case"]]
+        self.left_out: dict[str, str] = told["left_out"]
+
+    def draw(self, seed: int) -> tuple[Case, int]:
+        """Return the case of a seed and the rank at fault: seeds in a row give all cases once."""
+        return self.cases[seed % len(self.cases)], random.Random(f"exam {seed}").randrange(RANKS)
+
+    def hand_out(self, folder: Path, seed: int) -> Path:
+        """Put a seed's script, and what was seen of its job, into a folder; return that."""
+        if not (folder / "case.txt").exists():
+            print(f"the job of seed {seed} breaks twice, for {folder.name}/evidence: some seconds",
+                  flush=True)  # fmt: skip
+        evidence.hand_out(folder, *self.draw(seed), seed)
+        return folder
+
+    def grade(
+        self, answer: Answer, said: Mapping[str, Any], chosen: str | None, seed: int,
+        sizes: list[int],
+    ) -> Iterator[tuple[str, str | None, str]]:  # fmt: skip
+        """Yield each task's name, what is wrong with it, and what the ranks printed."""
+        if min(sizes) < 2:
+            raise UsageError(f"--ranks {min(sizes)}: the exam's jobs need 2 ranks or more")
+        case, odd = self.draw(seed)
+        if chosen in (None, "rank"):
+            yield "rank", judge_rank(case, odd, said.get("rank", "")), ""
+        if chosen in (None, "cause"):
+            yield "cause", judge_cause(case, said.get("cause", "")), ""
+        if chosen in (None, "cure"):
+            yield "cure", *self.judge_cure(answer, seed, sizes)
+
+    def judge_cure(self, answer: Answer, seed: int, sizes: list[int]) -> tuple[str | None, str]:
+        """Run a cure with a rank at fault and with none, up to the first run that goes wrong."""
+        case, shown = self.draw(seed)
+        if wrong := self.judge_script(case, answer.tree):
+            return wrong, ""
+        printed = ""
+        for ranks in sizes:
+            others = [rank for rank in range(ranks) if rank != shown]
+            for odd in (random.Random(seed).choice(others), NONE):
+                try:
+                    ran = run_cure(answer.path, case, ranks, odd)
+                except ValueError:  # a rank's files are written by the grader's lines alone
+                    return "the cure overwrote what the grader wrote", ""
+                printed = ran.printed
+                if wrong := judge_run(case, ran, odd):
+                    which = f"with rank {odd} at fault" if odd != NONE else "with no rank at fault"
+                    excuse = self.excuse(case, answer.tree)
+                    return f"on {ranks} ranks, {which}: {wrong}{excuse}", printed
+        return None, printed
+
+    def judge_script(self, case: Case, tree: ast.Module) -> str | None:
+        """Say what can be seen before anything runs: no change, another case, a fault removed."""
+        given, code = ast.parse(case.script()), ast.unparse(tree)
+        if code == ast.unparse(given):
+            return "nothing is changed yet"
+        for other in self.cases:
+            title = ast.get_docstring(ast.parse(other.script()))
+            if other is not case and ast.get_docstring(tree) == title:
+                return f'this is the script of another seed: yours is "{ast.get_docstring(given)}"'
+        for pattern, why in case.stays.items():
+            if not re.search(pattern, code):
+                return f"the fault is removed, not cured: {why}"
+        return next((why for pattern, why in case.hides.items() if re.search(pattern, code)), None)
+
+    def excuse(self, case: Case, tree: ast.Module) -> str:
+        """Say of a cure that does not work what in it only hides the symptom."""
+        told, given = "", ast.parse(case.script())
+        if timeout_of(tree) != timeout_of(given):
+            told += ". The timeout is changed: a longer one waits longer for the same thing"
+        if catches(tree) > catches(given):
+            told += ". An except around a collective hides the error: the ranks stay out of step"
+        return told
+
+
+def run_cure(file: Path, case: Case, ranks: int, odd: int) -> Ran:
+    """Run a student's script as a job. The one place where code of theirs runs: in forks.
+
+    It needs a temporary folder, processes and loopback. Raises: ValueError for spoilt files.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        job = gallery.Job(case.failure, ranks, None, Path(name).resolve(), DEADLINE_S)
+        notes = [job.folder / f"calls-{rank}.json" for rank in range(ranks)]
+        stuck: list[int] = []
+        ended = job.run(
+            file.resolve(), lambda rank: note_calls(notes[rank]),
+            lambda pids: stuck.extend(abort_stuck(pids, STUCK_S)),
+            ODD_RANK=odd, GLOO_SOCKET_IFNAME=LOOPBACK,
+        )  # fmt: skip
+        calls = [json.loads(note.read_text()) if note.exists() else [] for note in notes]
+        copy = str(job.folder / file.name)
+        stuck += [n for n, rank in enumerate(ended) if rank.code is None and n not in stuck]
+        told = hang(ended, stuck, {}, copy) if stuck else ""
+        ran = Ran(ended, calls, told, job.folder / file.name)
+        for rank in ended:  # the copy is gone in a moment: its lines are quoted now
+            rank.value = failed_at(rank, copy)
+        return ran
+
+
+def note_calls(file: Path):
+    """Have a rank write what it called to `file` at its end, and to its log where it hangs."""
+    faulthandler.enable(sys.stderr)
+    before = recorder.noted()  # of the process that forked this one
+    start = before[-1]["record_id"] + 1 if before else 0
+
+    def write():
+        names = [entry["profiling_name"].split(":")[-1] for entry in recorder.noted()
+                 if entry["record_id"] >= start]  # fmt: skip
+        file.write_text(json.dumps(names))
+
+    return write
+
+
+def failed_at(rank: Rank, path: str) -> str:
+    """Return the line of a script at which a rank raised its error; "" where it did not."""
+    lines = re.findall(rf'File "{re.escape(path)}", line (\d+)', rank.err)
+    return f" ({line_of(path, int(lines[-1]))})" if lines else ""
+
+
+def judge_run(case: Case, ran: Ran, odd: int) -> str | None:
+    """Say what is wrong with a run of a cure; None where nothing is."""
+    if ran.hangs:
+        return ran.hangs
+    if failed := [n for n, rank in enumerate(ran.ended) if rank.code != 0]:
+        lines = [verdicts.last_line(ran.ended[n], verdicts.ROOT) for n in failed]
+        own = [n for n, line in zip(failed, lines, strict=True) if not verdicts.VICTIM.search(line)]
+        number = (own or failed)[0]
+        rank = ran.ended[number]
+        line = lines[failed.index(number)] or "no error in its log"
+        return f"rank {number}, {verdicts.ending(rank)}: {line[:120]}{rank.value}"
+    for number, called in enumerate(ran.calls):
+        needed = case.of_odd if number == odd and case.of_odd else case.calls
+        for pattern, times in needed.items():
+            made = sum(bool(re.fullmatch(pattern, name)) for name in called)
+            if made < times:
+                what = pattern.split("|")[0]
+                left_out = "the work is left out, and the fault with it"
+                return f"rank {number} calls {what} {made} times, {times} are needed: {left_out}"
+    right = case.result(len(ran.ended), odd)
+    for number, rank in enumerate(ran.ended):
+        last = (rank.out.splitlines() or ["nothing"])[-1]
+        if last != right:
+            return f"rank {number} prints {last[:80]!r} last, {right!r} is right"
+    return None
+
+
+def judge_rank(case: Case, odd: int, said: Any) -> str | None:
+    if said == "":
+        return "not answered"
+    if not isinstance(said, int) or isinstance(said, bool):
+        return f"answers.toml has {said!r}: a number is needed"
+    if not 0 <= said < RANKS:
+        return f"there is no rank {said}: the job has ranks 0 to {RANKS - 1}"
+    return None if said == odd else f"rank {said} is not at fault: {ROLES[case.failure.group]}"
+
+
+def judge_cause(case: Case, said: Any) -> str | None:
+    """Say by what a wrong cause would show, or what tells a near one from the right one."""
+    if said == "":
+        return "not answered"
+    if not isinstance(said, str):
+        return f"answers.toml has {said!r}: a name is needed"
+    if said not in part.NAMES:
+        return f"there is no cause {said}: the names are those of the gallery's failures/README.md"
+    if said == case.failure.name:
+        return None
+    symptom = part.load(said).symptom
+    return f"not {said}: {case.near.get(said, f'you would see {symptom}')}"
+
+
+def timeout_of(tree: ast.Module) -> str:
+    """Return how a script sets its timeout, wherever it does."""
+    words = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    calls = [
+        ast.unparse(node.value) for node in words if node.arg in ("seconds", "minutes", "hours")
+    ]
+    return " ".join(calls)
+
+
+def catches(tree: ast.Module) -> int:
+    """Count what catches the error of a collective, or of a backward pass that calls some."""
+    tried = ("\n".join(map(ast.unparse, node.body)) for node in ast.walk(tree)
+             if isinstance(node, ast.Try))  # fmt: skip
+    return sum(bool(re.search(r"\bdist\.|backward\(|new_group|DDP\(", body)) for body in tried)

@@ -1,0 +1,265 @@
+"""Lab 8: a case is drawn by a seed, its evidence tells, and an answer is judged by running it."""
+
+import ast
+import itertools
+import json
+import re
+import sys
+from collections import Counter
+
+import pytest
+from conftest import REPO
+
+sys.path.insert(0, str(REPO / "labs"))
+import grade
+from dist_common.cli import UsageError
+from lab_parts import cases, evidence, exam
+from lab_parts.holes import Answer
+from lab_parts.judging import tomllib
+
+lab = grade.load("exam")
+SEEDS = {case.failure.name: seed for seed, case in enumerate(lab.exam.cases)}  # one for each case
+TABLE = tomllib.loads((REPO / "tests/labs/8-exam.toml").read_text())
+full = pytest.mark.full
+# A case each: of numbers that are wrong, of an error, of a rank that hangs. Two need no timeout.
+QUICK = {"nan-on-one-rank", "exception-on-one-rank", "rank-hangs"}
+# What is judged before anything runs takes no time, the others here half a second.
+SLOW = re.compile(
+    r"longer timeout|except around|barrier|rank of the evidence|on purpose|unused|averaged"
+)
+needs_py_spy = pytest.mark.skipif(
+    cases.part.py_spy() is None, reason="needs py-spy: pip install py-spy"
+)
+
+
+def script_of(row: dict) -> str:
+    source = lab.exam.cases[SEEDS[row["case"]]].script(row.get("from", "broken.py"))
+    assert source.count(row["lines"]) == 1, "these lines are not in the script, or twice"
+    return source.replace(row["lines"], row["instead"])
+
+
+def judge_cure(tmp_path, case: str, script: str, *sizes: int, seed: int | None = None):
+    mine = tmp_path / "mine.py"
+    mine.write_text(script)
+    seed = SEEDS[case] if seed is None else seed
+    return lab.exam.judge_cure(Answer(mine, []), seed, sizes or [2, 3])[0]
+
+
+# The draw, and what is handed out.
+
+
+def test_every_case_of_the_gallery_is_drawn_or_left_out_for_a_reason():
+    drawn = Counter(case.failure.name for case in lab.exam.cases)
+    assert drawn + Counter(lab.exam.left_out) == Counter(cases.part.NAMES)
+    for case in lab.exam.cases:
+        assert case.near.keys() < {*cases.part.NAMES} - {case.failure.name}
+        assert case.failure.fixed is None and not case.failure.limits and not case.failure.lowest
+
+
+def test_seeds_draw_all_cases_and_all_ranks():
+    size = len(lab.exam.cases)
+    draws = [lab.exam.draw(seed) for seed in range(3 * size)]
+    assert {case.failure.name for case, _ in draws[7 : 7 + size]} == SEEDS.keys()
+    assert {rank for _, rank in draws} == {0, 1, 2}
+    for seed in range(size):  # a second class: some have another rank
+        assert draws[seed][0] is draws[seed + size][0]
+    assert any(draws[seed][1] != draws[seed + size][1] for seed in range(size))
+    assert draws == [lab.exam.draw(seed) for seed in range(3 * size)]
+
+
+def test_a_script_says_nothing_of_the_rank_and_has_a_title_of_its_own():
+    titles = Counter()
+    for case in lab.exam.cases:
+        text = case.script()
+        assert "#" not in text and text.count('ODD_RANK = int(os.environ["ODD_RANK"])') == 1
+        assert text.count("ODD_RANK") > 2, "nothing is at fault"
+        titles[ast.get_docstring(ast.parse(text))] += 1
+        for pattern in case.stays:  # or it would be missed in every cure
+            assert re.search(pattern, ast.unparse(ast.parse(text))), pattern
+        for pattern in case.hides:
+            assert not re.search(pattern, ast.unparse(ast.parse(text))), pattern
+    assert set(titles.values()) == {1}
+
+
+TELLS = {  # a regular expression for what of the evidence names the rank at fault, {odd}
+    "batch-skipped": ("calls.txt", r"rank {odd}: 3 calls"),
+    "different-collectives": ("calls.txt", r"rank {odd}: 1 calls.*\n  1 broadcast"),
+    "different-order": ("rank-{odd}.log", r"^reducing bias\nreducing weight"),
+    "dtypes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[4\] Double|0 calls)"),
+    "exception-on-one-rank": ("rank-{odd}.log", r"ValueError: sample 7"),
+    "gather-on-rank-0": ("stacks.txt", r"rank {odd}:\n  all_gather"),
+    "group-by-members-only": ("calls.txt", r"rank {odd}: .*\n  new_group \[0, 1, 2\]"),
+    "leaves-early": ("calls.txt", r"rank {odd}: 3 calls"),
+    "models-differ": ("rank-{odd}.log", r"^49 weights"),
+    "nan-on-one-rank": ("calls.txt", r"rank {odd}: .*\n.*\n  summand 1 has 1 numbers"),
+    "rank-hangs": ("stacks.txt", r"rank {odd}:\n  next_batch, mine.py:\d+"),
+    "shapes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[8\]|0 calls)"),
+    "stall-outside-collective": ("job.txt", r"rank {odd}: hangs"),
+    "unused-parameters": ("rank-{odd}.log", r"Expected to have finished reduction"),
+    "unused-under-fsdp": ("calls.txt", r"rank {odd}: .*\n.*\n.*\n  3 all_reduce"),
+    "validation-on-rank-0": ("stacks.txt", r"rank {odd}:\n.*_distributed_broadcast_coalesced"),
+}
+
+
+@needs_py_spy
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "exception-on-one-rank" else full) for n in SEEDS]
+)
+def test_the_evidence_tells_which_rank_is_at_fault(name, tmp_path):
+    case, odd = lab.exam.draw(SEEDS[name])
+    lab.exam.hand_out(tmp_path, SEEDS[name])
+    file, pattern = TELLS[name]
+    for rank in range(cases.RANKS):
+        text = (tmp_path / "evidence" / file.format(odd=rank)).read_text()
+        found = re.search(pattern.format(odd=rank), text, re.M)
+        assert bool(found) == (rank == odd), f"rank {rank} of {odd}: {text}"
+    assert (tmp_path / "mine.py").read_text() == case.script()
+    for text in [path.read_text() for path in tmp_path.rglob("*.*")]:
+        assert str(REPO) not in text and "failure_gallery.py" not in text
+        assert case.failure.name not in text
+
+
+def test_what_is_handed_out_is_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "gather", lambda case, odd: {"job.txt": "as it was"})
+    lab.exam.hand_out(tmp_path, 0)
+    (tmp_path / "mine.py").write_text("mine")
+    (tmp_path / "answers.toml").unlink()
+    monkeypatch.setattr(evidence, "gather", lambda case, odd: pytest.fail("gathered again"))
+    lab.exam.hand_out(tmp_path, 0)
+    assert (tmp_path / "mine.py").read_text() == "mine"
+    assert "# Seed 0." in (tmp_path / "answers.toml").read_text()
+
+
+# Right and wrong answers.
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else full) for name in SEEDS]
+)
+def test_the_cure_of_the_gallery_passes_on_2_and_3_ranks(name, tmp_path):
+    case, odd = lab.exam.draw(SEEDS[name])
+    assert judge_cure(tmp_path, name, case.script("cured.py")) is None
+    assert exam.judge_rank(case, odd, odd) is None
+    assert exam.judge_cause(case, name) is None
+
+
+@full
+@pytest.mark.parametrize("row", TABLE["right"], ids=lambda row: row["case"])
+def test_another_right_cure_passes(row, tmp_path):
+    assert judge_cure(tmp_path, row["case"], script_of(row)) is None
+
+
+def rows():
+    for row in TABLE["wrong"]:
+        marks = full if SLOW.search(row["name"]) else ()
+        yield pytest.param(row, id=row["name"], marks=marks)
+
+
+@pytest.mark.parametrize("row", list(rows()))
+def test_a_wrong_answer_is_named(row, tmp_path):
+    case, odd = lab.exam.draw(SEEDS[row["case"]])
+    if row["task"] == "rank":
+        said = exam.judge_rank(case, odd, (odd + 1) % cases.RANKS)
+    elif row["task"] == "cause":
+        said = exam.judge_cause(case, row["said"])
+    elif "cure_of" in row:
+        other = lab.exam.cases[SEEDS[row["cure_of"]]]
+        said = judge_cure(tmp_path, row["case"], other.script("cured.py"))
+    else:
+        said = judge_cure(tmp_path, row["case"], script_of(row))
+    assert said and row["says"] in said, said
+
+
+@full
+def test_no_broken_script_passes(tmp_path):
+    """With a change that changes nothing: what runs is the broken job."""
+    for name in SEEDS:
+        script = lab.exam.cases[SEEDS[name]].script() + "\nchanged = True\n"
+        said = judge_cure(tmp_path, name, script, 3)
+        assert said and re.match(r"on 3 ranks, with rank \d at fault: ", said), f"{name}: {said}"
+
+
+ABUSE = {
+    "leaves without a word": ("os._exit(0)", "calls all_reduce 0 times"),
+    "never ends": ("while True: pass", "hangs: rank 0 is at line"),
+    "waits for ever": ("import time; time.sleep(600)", "hangs: rank 0 is at line"),
+    "overwrites": (
+        "[p.write_text('{') for p in __import__('pathlib').Path().glob('logs-*/')] if 0 else "
+        "__import__('atexit'); open('calls-0.json', 'w').write('{'); os._exit(0)",
+        "the cure overwrote what the grader wrote",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=full if "ever" in n or "never" in n else ()) for n in ABUSE]
+)
+def test_a_cure_that_does_not_come_is_named(name, tmp_path):
+    line, says = ABUSE[name]
+    script = lab.exam.cases[SEEDS["different-order"]].script("cured.py")
+    said = judge_cure(
+        tmp_path, "different-order", script.replace("names = ", f"{line}\nnames = "), 2
+    )
+    assert said and says in said, said
+
+
+# The command line.
+
+
+def test_grade_draws_by_the_seed_and_writes_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evidence, "gather", lambda case, odd: {"job.txt": "as it was"})
+    monkeypatch.setattr(grade, "REPO", tmp_path)
+    seed, told = SEEDS["nan-on-one-rank"], tmp_path / "told.json"
+    words = ["grade.py", "8", "--seed", str(seed), "--ranks", "2", "--json", str(told), "--hint"]
+    monkeypatch.setattr(sys, "argv", words)
+    assert grade.main() == 1
+    first = capsys.readouterr().out
+    assert first.count("not answered") == 2 and "nothing is changed yet" in first
+    assert f"hint 1 of {len(lab.hints('rank'))} for rank" in first
+    folder = tmp_path / f"runs/labs/8-exam/seed-{seed}"
+    case, odd = lab.exam.draw(seed)
+    (folder / "mine.py").write_text(case.script("cured.py"))
+    (folder / "answers.toml").write_text(f'rank = {odd}\ncause = "nan-on-one-rank"\n')
+    assert grade.main() == 0
+    assert [test["name"] for test in json.loads(told.read_text())["tests"]] == [
+        "rank",
+        "cause",
+        "cure",
+    ]
+    assert "rank 1: loss 3.2" in told.read_text()
+    words.extend(["--task", "cause"])
+    grade.main()
+    assert [test["name"] for test in json.loads(told.read_text())["tests"]] == ["cause"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "says"),
+    [
+        ("rank", "", "not answered"),
+        ("rank", "two", "answers.toml has 'two': a number is needed"),
+        ("rank", True, "answers.toml has True: a number is needed"),
+        ("rank", 3, "there is no rank 3: the job has ranks 0 to 2"),
+        ("cause", "", "not answered"),
+        ("cause", 3, "answers.toml has 3: a name is needed"),
+        ("cause", "deadlock", "there is no cause deadlock: the names are those of"),
+    ],
+)
+def test_an_answer_of_a_wrong_form_is_said(name, said, says, tmp_path):
+    answer = Answer(tmp_path / "mine.py", [])
+    told = list(itertools.islice(lab.exam.grade(answer, {name: said}, name, 0, [2, 3]), 1))
+    assert told[0][0] == name and says in told[0][1]
+
+
+def test_one_rank_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="--ranks 1: the exam's jobs need 2 ranks or more"):
+        next(lab.exam.grade(Answer(tmp_path / "mine.py", []), {}, None, 0, [1, 2]))
+
+
+def test_the_page_has_hints_and_minutes():
+    page, front = (lab.folder / "README.md").read_text(), (REPO / "labs/README.md").read_text()
+    for task in ("rank", "cause", "cure"):
+        assert len(lab.hints(task)) >= 2, f"{task} needs two hints on its page"
+    taken = sum(map(int, re.findall(r"^\| .* \| (\d+) \|$", page, re.M)))
+    assert re.search(r"^(\d+) minutes\.", page, re.M)[1] == str(taken)
+    assert re.search(rf"\]\(8-exam/README.md\).*\| {taken} \|", front)
+    assert f"{len(lab.exam.cases)} of {len(cases.part.NAMES)} failures" in page
