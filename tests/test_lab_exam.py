@@ -25,7 +25,7 @@ full = pytest.mark.full
 QUICK = {"nan-on-one-rank", "exception-on-one-rank", "rank-hangs"}
 # What is judged before anything runs takes no time, the others here half a second.
 SLOW = re.compile(
-    r"longer timeout|except around|barrier|rank of the evidence|on purpose|unused|averaged"
+    r"longer timeout|except around|barrier|rank of the evidence|on purpose|unused|averaged|members alone"
 )
 needs_py_spy = pytest.mark.skipif(
     cases.part.py_spy() is None, reason="needs py-spy: pip install py-spy"
@@ -50,7 +50,7 @@ def judge_cure(tmp_path, case: str, script: str, *sizes: int, seed: int | None =
 
 def test_every_case_of_the_gallery_is_drawn_or_left_out_for_a_reason():
     drawn = Counter(case.failure.name for case in lab.exam.cases)
-    assert drawn + Counter(lab.exam.left_out) == Counter(cases.part.NAMES)
+    assert drawn + Counter([*lab.exam.left_out]) == Counter(cases.part.NAMES)
     for case in lab.exam.cases:
         assert case.near.keys() < {*cases.part.NAMES} - {case.failure.name}
         assert case.failure.fixed is None and not case.failure.limits and not case.failure.lowest
@@ -85,7 +85,7 @@ TELLS = {  # a regular expression for what of the evidence names the rank at fau
     "batch-skipped": ("calls.txt", r"rank {odd}: 3 calls"),
     "different-collectives": ("calls.txt", r"rank {odd}: 1 calls.*\n  1 broadcast"),
     "different-order": ("rank-{odd}.log", r"^reducing bias\nreducing weight"),
-    "dtypes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[4\] Double|0 calls)"),
+    "dtypes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[4\] Double)"),
     "exception-on-one-rank": ("rank-{odd}.log", r"ValueError: sample 7"),
     "gather-on-rank-0": ("stacks.txt", r"rank {odd}:\n  all_gather"),
     "group-by-members-only": ("calls.txt", r"rank {odd}: .*\n  new_group \[0, 1, 2\]"),
@@ -93,7 +93,7 @@ TELLS = {  # a regular expression for what of the evidence names the rank at fau
     "models-differ": ("rank-{odd}.log", r"^49 weights"),
     "nan-on-one-rank": ("calls.txt", r"rank {odd}: .*\n.*\n  summand 1 has 1 numbers"),
     "rank-hangs": ("stacks.txt", r"rank {odd}:\n  next_batch, mine.py:\d+"),
-    "shapes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[8\]|0 calls)"),
+    "shapes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[8\])"),
     "stall-outside-collective": ("job.txt", r"rank {odd}: hangs"),
     "unused-parameters": ("rank-{odd}.log", r"Expected to have finished reduction"),
     "unused-under-fsdp": ("calls.txt", r"rank {odd}: .*\n.*\n.*\n  3 all_reduce"),
@@ -184,8 +184,7 @@ ABUSE = {
     "never ends": ("while True: pass", "hangs: rank 0 is at line"),
     "waits for ever": ("import time; time.sleep(600)", "hangs: rank 0 is at line"),
     "overwrites": (
-        "[p.write_text('{') for p in __import__('pathlib').Path().glob('logs-*/')] if 0 else "
-        "__import__('atexit'); open('calls-0.json', 'w').write('{'); os._exit(0)",
+        "open('calls-0.json', 'w').write('{'); os._exit(0)",
         "the cure overwrote what the grader wrote",
     ),
 }

@@ -12,6 +12,7 @@ from typing import Any
 from dist_common.cli import UsageError
 from dist_common.lab.ranks import Rank
 from lab_parts.cases import NONE, RANKS, Case, gallery, part, recorder, verdicts
+from lab_parts.holes import REPO
 from lab_parts.running import LOOPBACK
 
 DEADLINE_S = 6.0  # of each run: some end by themselves, after gloo's timeout of 2 s, some never
@@ -92,7 +93,7 @@ def gather(case: Case, odd: int) -> dict[str, str]:
 
 def log_of(rank: Rank, folder: Path) -> str:
     """Return what a rank said, without the frames of what started the script."""
-    text = f"{rank.out}{rank.err}".replace(f"{folder}/", "")
+    text = f"{rank.out}{rank.err}".replace(f"{folder}/", "").replace(f"{REPO}/", "")
     return re.sub(r'(?<=Traceback \(most recent call last\):\n).*?(?=  File "mine.py")', "", text,
                   flags=re.S)  # fmt: skip
 

@@ -8,6 +8,7 @@ import faulthandler
 import json
 import random
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from lab_parts.holes import Answer
 from lab_parts.judging import tomllib
 from lab_parts.running import LOOPBACK, abort_stuck, hang, line_of
 
-DEADLINE_S = 40.0  # of a cure, for a hang that nothing else shows: one takes a second
+DEADLINE_S = 15.0  # of a cure, for a hang that nothing else shows: one takes a second
 STUCK_S = 4.0  # a job hangs when all its ranks sleep for as long: gloo's timeout is 2 s there
 ROLES = {  # what the ranks that are not at fault do, by the case's group in the gallery
     "calls": "it does what most ranks do",
@@ -39,7 +40,6 @@ class Ran:
     ended: list[Rank]
     calls: list[list[str]]
     hangs: str
-    file: Path
 
     @property
     def printed(self) -> str:
@@ -137,22 +137,22 @@ def run_cure(file: Path, case: Case, ranks: int, odd: int) -> Ran:
         stuck: list[int] = []
         ended = job.run(
             file.resolve(), lambda rank: note_calls(notes[rank]),
-            lambda pids: stuck.extend(abort_stuck(pids, STUCK_S)),
+            lambda pids: stuck.extend(abort_stuck(pids, STUCK_S, DEADLINE_S)),
             ODD_RANK=odd, GLOO_SOCKET_IFNAME=LOOPBACK,
         )  # fmt: skip
         calls = [json.loads(note.read_text()) if note.exists() else [] for note in notes]
         copy = str(job.folder / file.name)
         stuck += [n for n, rank in enumerate(ended) if rank.code is None and n not in stuck]
         told = hang(ended, stuck, {}, copy) if stuck else ""
-        ran = Ran(ended, calls, told, job.folder / file.name)
         for rank in ended:  # the copy is gone in a moment: its lines are quoted now
             rank.value = failed_at(rank, copy)
-        return ran
+        return Ran(ended, calls, told)
 
 
 def note_calls(file: Path):
     """Have a rank write what it called to `file` at its end, and to its log where it hangs."""
     faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGTERM, sys.stderr, chain=True)  # one that the others' end ends
     before = recorder.noted()  # of the process that forked this one
     start = before[-1]["record_id"] + 1 if before else 0
 
@@ -165,9 +165,19 @@ def note_calls(file: Path):
 
 
 def failed_at(rank: Rank, path: str) -> str:
-    """Return the line of a script at which a rank raised its error; "" where it did not."""
+    """Return the line of a script at which a rank failed; "" where its log has none."""
     lines = re.findall(rf'File "{re.escape(path)}", line (\d+)', rank.err)
-    return f" ({line_of(path, int(lines[-1]))})" if lines else ""
+    inner = 0 if (rank.code or 0) < 0 else -1  # faulthandler begins with it, a traceback ends
+    return f" ({line_of(path, int(lines[inner]))})" if lines else ""
+
+
+def error_of(rank: Rank) -> str:
+    """Return the line of a rank's log that says why it ended."""
+    lines = verdicts.lines_of(rank)[::-1]
+    for wanted in (verdicts.ROOT, verdicts.VICTIM, re.compile(r"^[\w.]*(Error|Exception|Exit)\b")):
+        if found := next(filter(wanted.search, lines), ""):
+            return found
+    return "no error in its log"
 
 
 def judge_run(case: Case, ran: Ran, odd: int) -> str | None:
@@ -175,12 +185,11 @@ def judge_run(case: Case, ran: Ran, odd: int) -> str | None:
     if ran.hangs:
         return ran.hangs
     if failed := [n for n, rank in enumerate(ran.ended) if rank.code != 0]:
-        lines = [verdicts.last_line(ran.ended[n], verdicts.ROOT) for n in failed]
-        own = [n for n, line in zip(failed, lines, strict=True) if not verdicts.VICTIM.search(line)]
+        told = {n: error_of(ran.ended[n]) for n in failed}
+        own = [n for n in failed if not verdicts.VICTIM.search(told[n])]
         number = (own or failed)[0]
         rank = ran.ended[number]
-        line = lines[failed.index(number)] or "no error in its log"
-        return f"rank {number}, {verdicts.ending(rank)}: {line[:120]}{rank.value}"
+        return f"rank {number}, {verdicts.ending(rank)}: {told[number][:120]}{rank.value}"
     for number, called in enumerate(ran.calls):
         needed = case.of_odd if number == odd and case.of_odd else case.calls
         for pattern, times in needed.items():

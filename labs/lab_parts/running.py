@@ -38,7 +38,7 @@ OTHER_FORM = "what came has another form than the lesson's: see the docstring"
 # What a judge raises over something of another form: torch's errors are RuntimeErrors.
 MISREAD = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError,
            ValueError)  # fmt: skip
-FRAME = re.compile(r'File "(.+)", line (\d+) in (\w+)')
+FRAME = re.compile(r'File "(.+)", line (\d+) in ([\w<>]+)')
 # What a rank says whose partner is gone: the mistake is elsewhere.
 LOST = re.compile(r"closed by peer|reset by peer|[Cc]onnection (refused|closed)|timed out")
 
@@ -148,9 +148,12 @@ def judge(task: Task, seen: list, setting: Setting) -> str | None:
     return judged.value
 
 
-def abort_stuck(pids: list[int], stuck_s: float = STUCK_S) -> list[int]:
+def abort_stuck(
+    pids: list[int], stuck_s: float = STUCK_S, limit_s: float = DEADLINE_S
+) -> list[int]:
     """Wait for the ranks; abort those that hang, so that each writes where; return which."""
     last, since = None, time.monotonic()
+    end = since + limit_s
     while alive := {rank: pid for rank, pid in enumerate(pids) if runs(pid)}:
         try:
             processes = list(map(psutil.Process, alive.values()))
@@ -161,7 +164,8 @@ def abort_stuck(pids: list[int], stuck_s: float = STUCK_S) -> list[int]:
             continue
         if used != last or not asleep:
             last, since = used, time.monotonic()
-        if time.monotonic() - since > stuck_s or max(used) > CPU_S:
+        now = time.monotonic()
+        if now - since > stuck_s or max(used) > CPU_S or now > end:
             for pid in alive.values():
                 os.kill(pid, signal.SIGABRT)
             return list(alive)
