@@ -145,7 +145,7 @@ def grade(lab: Lab, answer: Answer, predictions: Path | None, chosen, seed, size
     answer.tree  # noqa: B018  a file that is no Python is said before anything runs
     said = read_predictions(predictions, lab.tasks.QUESTIONS) if predictions else {}
     if lab.exam:
-        graded = lab.exam.grade(answer, said, chosen, seed, sizes)
+        graded = lab.exam.grade(answer, said, chosen, seed, sizes, **settle)
         yield from (Verdict(*told) for told in graded)
         return
     whole = True
@@ -205,12 +205,13 @@ def grade_class(lab: Lab, args) -> int:
     asked = lab.tasks.QUESTIONS if any(len(one.files) > 1 for one in found) else ()
     names = [*lab.tasks.TASKS, *[TOGETHER] * bool(lab.together), *asked]
     names = [args.task] if args.task else names
-    for name in set(asked) & set(names):
+    for name in set(asked) & set(names) if not lab.exam else ():
         measured(lab, name)
 
-    def grade_file(file: Path, predictions: Path | None, settle):
-        answer = Answer(file, lab.lessons)
-        return grade(lab, answer, predictions, args.task, args.seed, args.ranks, settle=settle)
+    def grade_file(name: str, file: Path, predictions: Path | None, settle):
+        answer, own_seed = Answer(file, lab.lessons), re.search(r"seed-(\d+)$", name)
+        seed = int(own_seed[1]) if lab.exam and own_seed else args.seed
+        return grade(lab, answer, predictions, args.task, seed, args.ranks, settle=settle)
 
     graded, began, width = [], time.monotonic(), max(len(one.name) for one in found)
     for one in submissions.grade_all(args.all, names, grade_file, args.jobs, not args.no_sandbox):

@@ -23,6 +23,7 @@ LESSON = (REPO / "04-nccl-operations/point_to_point.py").read_text()
 HOLE = "    # lab: hole reduce_scatter\n"
 VICTIM = REPO / "tests/__pycache__/sandbox-victim"  # in the repository, and ignored by git
 TASK = ["3", "--task", "reduce_scatter", "--ranks", "2"]
+full = pytest.mark.full
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -227,6 +228,25 @@ def test_where_there_are_no_namespaces_it_refuses_in_a_line(tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["grade.py", *TASK, "--all", str(tmp_path)])
     with pytest.raises(UsageError, match=f"no sandbox on this machine .{why}.; --no-sandbox"):
         grade.main()
+
+
+@full
+def test_an_exam_s_cures_run_in_the_sandbox_each_with_the_seed_of_its_name(
+    tmp_path, monkeypatch, capsys
+):
+    lab, bomb = grade.load("exam"), "import os\nwhile True: os.fork()\n"
+    for name, seed, change in (("alice", 0, ""), ("bob", 1, ""), ("carl", 1, bomb)):
+        case, odd = lab.exam.draw(seed)
+        folder = tmp_path / f"{name}-seed-{seed}"
+        folder.mkdir()
+        (folder / "mine.py").write_text(case.script("cured.py") + change)
+        (folder / "answers.toml").write_text(f'rank = {odd}\ncause = "{case.failure.name}"\n')
+    monkeypatch.setattr(sys, "argv", ["grade.py", "8", "--all", str(tmp_path)])
+    assert grade.main() == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^alice-seed-0 +3 of 3$", shown, re.M), shown
+    assert re.search(r"^bob-seed-1 +3 of 3$", shown, re.M), shown
+    assert re.search(r"^carl-seed-1 +2 of 3  ended: more than 64 processes", shown, re.M), shown
 
 
 def test_without_a_sandbox_a_class_is_graded_too(tmp_path, monkeypatch, capsys):

@@ -69,9 +69,12 @@ class Exam:
 
     def grade(
         self, answer: Answer, said: Mapping[str, Any], chosen: str | None, seed: int,
-        sizes: list[int],
+        sizes: list[int], settle=lambda: None,
     ) -> Iterator[tuple[str, str | None, str]]:  # fmt: skip
-        """Yield each task's name, what is wrong with it, and what the ranks printed."""
+        """Yield each task's name, what is wrong with it, and what the ranks printed.
+
+        settle() ends what a cure has left running, before it is judged.
+        """
         if min(sizes) < 2:
             raise UsageError(f"--ranks {min(sizes)}: the exam's jobs need 2 ranks or more")
         case, odd = self.draw(seed)
@@ -80,9 +83,11 @@ class Exam:
         if chosen in (None, "cause"):
             yield "cause", judge_cause(case, said.get("cause", "")), ""
         if chosen in (None, "cure"):
-            yield "cure", *self.judge_cure(answer, seed, sizes)
+            yield "cure", *self.judge_cure(answer, seed, sizes, settle)
 
-    def judge_cure(self, answer: Answer, seed: int, sizes: list[int]) -> tuple[str | None, str]:
+    def judge_cure(
+        self, answer: Answer, seed: int, sizes: list[int], settle=lambda: None
+    ) -> tuple[str | None, str]:
         """Run a cure with a rank at fault and with none, up to the first run that goes wrong."""
         case, shown = self.draw(seed)
         if wrong := self.judge_script(case, answer.tree):
@@ -95,6 +100,7 @@ class Exam:
                     ran = run_cure(answer.path, case, ranks, odd)
                 except ValueError:  # a rank's files are written by the grader's lines alone
                     return "the cure overwrote what the grader wrote", ""
+                settle()
                 printed = ran.printed
                 if wrong := judge_run(case, ran, odd):
                     which = f"with rank {odd} at fault" if odd != NONE else "with no rank at fault"

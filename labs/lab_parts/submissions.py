@@ -1,6 +1,7 @@
 """Grade the answers of a class: a sandbox for each, a line on the screen, a row of CSV."""
 
 import csv
+import functools
 import importlib
 import tempfile
 import time
@@ -85,7 +86,7 @@ def grade_all(
 ) -> Iterator[Submission]:  # fmt: skip
     """Yield each submission once it is graded. `names` are the tasks in their order.
 
-    grade(file, predictions, settle) yields verdicts; it runs in the sandbox.
+    grade(name, file, predictions, settle) yields verdicts; it runs in the sandbox.
     """
     importlib.import_module("torch._dynamo")  # once here: ranks that need it take seconds for it
     waiting, running = submissions_in(folder)[::-1], []
@@ -128,7 +129,8 @@ def box_body(one: Submission, grade: Callable[..., Iterator], isolated: bool):
         own = [Path(file.name).resolve() for file in one.files]
         predictions = own[1] if len(own) > 1 else None
         try:
-            for verdict in grade(own[0], predictions, lambda: sandbox.kill_others(isolated)):
+            settle = functools.partial(sandbox.kill_others, isolated)
+            for verdict in grade(one.name, own[0], predictions, settle):
                 say({"task": verdict.task, "wrong": verdict.wrong and verdict.wrong[:LONGEST]})
         except UsageError as error:
             say({"problem": str(error).removeprefix("--file ").replace(f"{own[0].parent}/", "")})
