@@ -24,6 +24,7 @@ HOLE = "    # lab: hole reduce_scatter\n"
 VICTIM = REPO / "tests/__pycache__/sandbox-victim"  # in the repository, and ignored by git
 TASK = ["3", "--task", "reduce_scatter", "--ranks", "2"]
 full = pytest.mark.full
+pytestmark = pytest.mark.xdist_group("sandbox")  # one worker grades the class of TRIED
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -128,6 +129,7 @@ def graded(tmp_path_factory):
         return {row["name"]: row for row in csv.DictReader(file)}, names
 
 
+@full
 @pytest.mark.parametrize("name", TRIED)
 def test_what_an_answer_tries_is_contained_or_named(name, graded):
     rows, names = graded
@@ -141,6 +143,7 @@ def test_what_an_answer_tries_is_contained_or_named(name, graded):
     assert re.search(says, rows[name]["note"]), rows[name]["note"]
 
 
+@full
 def test_others_are_graded_all_the_same_and_nothing_is_lost(graded):
     rows, _ = graded
     assert [rows["honest"][column] for column in ("reduce_scatter", "total", "of", "note")] == [
