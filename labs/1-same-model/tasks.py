@@ -57,7 +57,8 @@ def judge_sampler(seen, setting):
             dealt = [index for own in seen for index in own[name]]
             if all(own[name] == seen[0][name] for own in seen):
                 return f"{where}all ranks take the same samples: each one takes every {ranks}th"
-            if sampler.position and got == order[rank::ranks][sampler.position :]:
+            late = order[rank::ranks][sampler.position :]
+            if sampler.position and got and got == late[: len(got)]:
                 return f"{where}`position` counts the samples of all ranks, not of this one"
             lengths = [len(own[name]) for own in seen]
             if len(set(lengths)) > 1:
@@ -146,20 +147,34 @@ def backward(model: nn.Module, setting: Setting, rank: int) -> None:
     model["head"](h).square().mean().backward()
 
 
+class Handle:
+    """An all-reduce whose sum is in the tensor after `wait`, and never before: no race."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.total, self.waited = tensor, tensor.detach().clone(), False
+        dist.all_reduce(self.total)
+
+    def wait(self) -> None:
+        if not self.waited:
+            self.tensor.detach().copy_(self.total)
+        self.waited = True
+
+
 def see_mean(answer, setting):
     model = net(setting)
     backward(model, setting, setting.rank)
     before = numbers(model.state_dict())
-    sizes = []
+    handles = []
 
     def all_reduce(tensor):
-        sizes.append(tensor.numel())
-        return dist.all_reduce(tensor, async_op=True)
+        handles.append(Handle(tensor))
+        return handles[-1]
 
     answer.average_each(model, all_reduce)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     moved = not same(numbers(model.state_dict()), before)
-    return {"got": numbers(gradients), "calls": len(sizes), "moved": moved}
+    return {"got": numbers(gradients), "moved": moved,
+            "early": sum(not handle.waited for handle in handles)}  # fmt: skip
 
 
 def judge_mean(seen, setting):
@@ -187,6 +202,11 @@ def judge_mean(seen, setting):
     for rank, own in enumerate(seen):
         if own["moved"]:
             return f"rank {rank}: the weights have changed: it is gradients that are averaged"
+        if own["early"]:
+            return (
+                f"rank {rank}: {own['early']} all-reduces are not waited for: the sum is in the "
+                "tensor only after `.wait()` on the handle"
+            )
         if None in own["got"].values():
             return f"rank {rank}: a parameter that this rank did not use has no gradient: zeros"
         if not same(own["got"], right):
@@ -217,8 +237,10 @@ def hits(setting: Setting) -> torch.Tensor:
 
 
 def see_test(answer, setting):
-    accuracy, once = answer.evaluate(classifier(setting), test_set(setting), torch.device("cpu"))
-    return [float(accuracy), int(once)]
+    model, rows = classifier(setting), []
+    model.register_forward_hook(lambda _, images, scores: rows.append(scores[..., 0].numel()))
+    accuracy, once = answer.evaluate(model, test_set(setting), torch.device("cpu"))
+    return [float(accuracy), int(once), sum(rows)]
 
 
 def judge_test(seen, setting):
@@ -233,6 +255,7 @@ def judge_test(seen, setting):
         "repeated samples are counted, and divided by the size of the set": right[padded].sum()
         / size,
         "every rank counts all samples: each takes a part": n * accuracy,
+        "in percent: the accuracy is a part of 1": 100 * accuracy,
         "the tail that does not fill all ranks is left out": whole.sum() / size,
         "the tail is left out, and is not in the divisor either": whole.double().mean(),
     }
@@ -247,12 +270,14 @@ def judge_test(seen, setting):
         means
     )
     mistakes = {words: float(wrong) for words, wrong in mistakes.items()}
-    for rank, (got, once) in enumerate(seen):
+    for rank, (got, once, _) in enumerate(seen):
         if not abs(got - accuracy) < 1e-6:
             said = named(got, accuracy, {w: m for w, m in mistakes.items() if abs(got - m) < 1e-6})
             return f"rank {rank}: {said}"
         if once != size:
             return f"rank {rank}: {once} of {size} samples are counted just once"
+    if (images := sum(each for _, _, each in seen)) > size:
+        return f"the ranks' models saw {images} images, the set has {size}: each rank takes a part"
     return None
 
 
