@@ -171,6 +171,11 @@ def see_reduce(answer, setting):
         unit.reduce()
         ends.append(kept(parameters, unit.shard.grad))
         unit.free()
+    low, parameters = unit_of(answer, setting, torch.bfloat16)
+    low.gather()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    low.reduce()  # an error where their dtype is not the shard's
     return {"unused": unused, "ends": ends}
 
 
@@ -280,7 +285,7 @@ def judge_units(seen, setting):
         return (
             f"{missing[0]} is in no unit of its own: it is whole from the first layer to the last"
         )
-    extra = next(name for name in got if name not in right)
+    extra = next(name for name in got if name not in right) or "the model itself"
     return f"{extra} is no block: small units send many small messages, and wait for each"
 
 
@@ -346,6 +351,7 @@ QUESTIONS = {
     }),
     "most": question("most", lambda right: {
         "the whole model beside the shards: one block at a time is whole": ALL + ALL / RANKS,
+        "two blocks whole, as in fully_shard: the starter gathers none early": right + 4 * WEIGHTS,
         "without the shards, which stay": right - ALL / RANKS,
         "without the rest, which is whole all the time": right - 4 * REST,
     }),
