@@ -120,6 +120,8 @@ class Exam:
         for pattern, why in case.stays.items():
             if not re.search(pattern, code):
                 return f"the fault is removed, not cured: {why}"
+        if asks(tree) > asks(given):
+            return "the cure asks for ODD_RANK once more: in a real job nobody knows who that is"
         return next((why for pattern, why in case.hides.items() if re.search(pattern, code)), None)
 
     def excuse(self, case: Case, tree: ast.Module) -> str:
@@ -183,6 +185,8 @@ def error_of(rank: Rank) -> str:
     for wanted in (verdicts.ROOT, verdicts.VICTIM, re.compile(r"^[\w.]*(Error|Exception|Exit)\b")):
         if found := next(filter(wanted.search, lines), ""):
             return found
+    if (rank.code or 0) > 0 and rank.err.strip():  # queue.Empty, or the words of sys.exit
+        return lines[0]
     return "no error in its log"
 
 
@@ -243,6 +247,12 @@ def timeout_of(tree: ast.Module) -> str:
         ast.unparse(node.value) for node in words if node.arg in ("seconds", "minutes", "hours")
     ]
     return " ".join(calls)
+
+
+def asks(tree: ast.Module) -> int:
+    """Count how often a script asks which rank is at fault, besides where it reads that."""
+    return sum(isinstance(node, ast.Name) and node.id == "ODD_RANK" and
+               isinstance(node.ctx, ast.Load) for node in ast.walk(tree))  # fmt: skip
 
 
 def catches(tree: ast.Module) -> int:
