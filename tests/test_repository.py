@@ -278,6 +278,6 @@ def test_sizes_that_are_over_are_said(capsys):
 @pytest.mark.xdist_group("seen")
 def test_groups_of_tests_stay_on_one_worker(request):
     """Or clocks run beside clocks: pytest 9.2 takes no notice of pytest-xdist 3.8's groups."""
-    if not hasattr(request.config, "workerinput") or request.config.getvalue("dist") != "loadgroup":
+    if not getattr(request.config.option, "loadgroup", False):
         pytest.skip("not run with -n 2 --dist loadgroup, as make test does")
     assert request.node.nodeid.endswith("@seen")
