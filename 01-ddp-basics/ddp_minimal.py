@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ["RANK"])
 local_rank = int(os.environ["LOCAL_RANK"])
 world_size = int(os.environ["WORLD_SIZE"])
-gpu = torch.cuda.is_available()
+gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank here
 device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ["RANK"])
 local_rank = int(os.environ["LOCAL_RANK"])
 world_size = int(os.environ["WORLD_SIZE"])
-gpu = torch.cuda.is_available()
+gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank here
 
 os.environ["DS_ACCELERATOR"] = "cuda" if gpu else "cpu"  # else DeepSpeed guesses, and says so
 warnings.filterwarnings("ignore")  # it calls PyTorch's collectives by their old names

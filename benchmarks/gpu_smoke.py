@@ -17,6 +17,7 @@ import shlex
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def why_not(line, gpus):
     return None
 
 
-def commands_of(lesson, line, folder, gpus):
+def commands_of(lesson, line, folder, gpus, ranks=None):
     """Return what to run, one after the other, with `folder` in the place of runs/."""
     if gpus:
         line = re.sub(r"--num_gpus=\d+", lambda found: f"--num_gpus={min(gpus, 8)}", line)
@@ -96,7 +97,8 @@ def commands_of(lesson, line, folder, gpus):
         before += " --preset 124m"
     if gpus is None:
         before = before.replace("=gpu", "=2")
-    return [text.replace("runs/", f"{folder}/") for text in (before, line) if text]
+    commands = [text.replace("runs/", f"{folder}/") for text in (before, line) if text]
+    return [text.replace("node=gpu", f"node={ranks or 'gpu'}") for text in commands]
 
 
 def expanded(word):
@@ -125,11 +127,11 @@ def run(command, deadline_s, environ):
     return FAILED, code, next(iter([*words, *wrong[-1:], f"exit code {code}"]))
 
 
-def visit(lesson, line, folder, gpus, deadline_s, environ):
+def visit(lesson, line, folder, gpus, deadline_s, environ, ranks=None):
     """Run a lesson's line; return its record."""
     folder.mkdir()
     begun = time.monotonic()
-    for command in commands_of(lesson, line, folder, gpus):
+    for command in commands_of(lesson, line, folder, gpus, ranks):
         result, code, said = run(command, deadline_s, environ)
         if result != OK:
             break
@@ -149,6 +151,13 @@ def parse_args():
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu runs the CPU lines (cuda)")
     add("--only", default="", metavar="TEXT", help="lessons whose path has this text in it (all)")
+    add(
+        "--ranks",
+        type=cli.positive_int,
+        metavar="N",
+        help="how many to start for each node; more than GPUs share them, slowly (one per GPU)",
+    )
+    add("--jobs", type=cli.positive_int, default=1, help="lessons that run at once (1)")
     add("--minutes", type=cli.positive_float, default=10, help="begin no line after these (10)")
     add(
         "--deadline",
@@ -174,21 +183,30 @@ def main():
     lines = {k: line for k, line in lines_of(chosen).items() if args.only in k}
     if not lines:
         raise cli.UsageError(f"--only {args.only}: no lesson's path has that in it")
+    if args.ranks and gpus and args.ranks > gpus:
+        environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     begun = time.monotonic()
-    records = []
-    with tempfile.TemporaryDirectory(prefix="gpu-smoke-") as folder:
-        for number, (lesson, line) in enumerate(lines.items(), 1):
-            reason = why_not(line, gpus)
-            if not reason and time.monotonic() - begun > 60 * args.minutes:
-                reason = f"not begun: {args.minutes:g} minutes were over"
-            if reason:
-                record = {"lesson": lesson, "result": LEFT_OUT, "said": reason, "seconds": 0}
-            else:
-                place = Path(folder, str(number))
-                record = visit(lesson, line, place, gpus, args.deadline, environ)
-            records.append(record)
-            said = record["said"].removeprefix("OK: ")
-            print(f"[{number}/{len(lines)}] {record['result']}: {lesson}: {said}", flush=True)
+
+    def one(number, lesson, line, folder):
+        reason = why_not(line, gpus and max(gpus, args.ranks or 0))
+        if not reason and time.monotonic() - begun > 60 * args.minutes:
+            reason = f"not begun: {args.minutes:g} minutes were over"
+        if reason:
+            record = {"lesson": lesson, "result": LEFT_OUT, "said": reason, "seconds": 0}
+        else:
+            place = Path(folder, str(number))
+            record = visit(lesson, line, place, gpus, args.deadline, environ, args.ranks)
+        said = record["said"].removeprefix("OK: ")
+        print(f"[{number}/{len(lines)}] {record['result']}: {lesson}: {said}", flush=True)
+        return record
+
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-smoke-") as folder,
+        ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        waiting = [pool.submit(one, *job, folder) for job in
+                   ((number, *item) for number, item in enumerate(lines.items(), 1))]  # fmt: skip
+        records = [job.result() for job in waiting]
     return conclude(records, machine, args.output)
 
 

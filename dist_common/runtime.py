@@ -118,7 +118,8 @@ def pick_device(name: str, world: World) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # With one GPU bound to each task, srun shows every task its own GPU as number 0.
     bound = gpus == 1 and world.launcher == "srun" and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
-    needed = 1 if bound else world.local_world_size
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 and later
+    needed = 1 if bound or shared else world.local_world_size
     if name == "auto" and gpus < needed:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
         there = gpus or (any(Path("/dev").glob("nvidia[0-9]*")) and not hidden)
@@ -135,8 +136,9 @@ def pick_device(name: str, world: World) -> torch.device:
     if gpus < needed:
         least = f"start at most {gpus} here (torchrun --nproc-per-node={gpus})"
         ranks = f"{needed} ranks on this machine but {gpus} GPU(s)"
-        raise UsageError(f"--device cuda: {ranks}: {least}, or use --device cpu")
-    device = torch.device("cuda", 0 if bound else world.local_rank)
+        share = "to let ranks share a GPU, set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 or later)"
+        raise UsageError(f"--device cuda: {ranks}: {least}, or use --device cpu; {share}")
+    device = torch.device("cuda", 0 if bound else world.local_rank % gpus)
     torch.cuda.set_device(device)
     # float32 is float32. Else convolutions would round to TF32, 10 bits of 23, and matrix products
     # where an image sets TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: the answer would depend on the layout.
