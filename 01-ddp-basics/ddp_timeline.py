@@ -138,7 +138,9 @@ def check_trace(report, name, events, spans, counted, weights):
     report.check(f"{name}: numbers all-reduced", numbers, weights, 0, "one per weight")
     spans_seen = len(spans["all-reduce"])
     source = "calls counted in another step"
-    report.check(f"{name}: spans of all-reduce", spans_seen, counted, 0, source)
+    # Of one rank's tensor NCCL has nothing to add, and starts no kernel.
+    silent = report.device.type == "cuda" and report.world.world_size == 1
+    report.check(f"{name}: spans of all-reduce", spans_seen, counted * (not silent), 0, source)
     source = "all but the last bucket, DDP paper, section 3.2.3"
     claim = f"{name}: begun before the last gradient"
     report.check(claim, begun_early(events), counted - 1, 0, source)

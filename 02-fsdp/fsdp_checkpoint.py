@@ -71,6 +71,8 @@ def stager():
 
 def by_thread(state, folder, files):
     """Copy the shards in host memory and return; a thread of this process writes the copy."""
+    if torch.__version__ < checkpoint.KEEPS_STAGER:
+        stager.cache_clear()
     return dcp.async_save(state, checkpoint_id=folder, process_group=files, async_stager=stager())
 
 

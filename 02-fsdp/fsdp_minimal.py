@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -34,9 +35,10 @@ loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler, drop_
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)).to(device)
 
-fully_shard(model[0])  # put together for its own forward and backward, then freed again
-fully_shard(model[2])
-fully_shard(model)  # the closing call: takes what no inner call took, ties the units together
+mesh = init_device_mesh(device.type, (world_size,))
+fully_shard(model[0], mesh=mesh)  # put together for its own forward and backward, then freed again
+fully_shard(model[2], mesh=mesh)
+fully_shard(model, mesh=mesh)  # the closing call: takes what no inner call took, ties them together
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

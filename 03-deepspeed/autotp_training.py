@@ -121,6 +121,8 @@ def parse_args():
 def settle(args, world):
     """Return the model's name, its config and the number of replicas. Raises: UsageError."""
     what, config, _ = autotp.examine(args, world, args.tp)
+    # AutoTP cuts a tied head and leaves the embedding: two weights, each with half the gradient.
+    config.tie_word_embeddings = False
     replicas, rest = divmod(world.world_size, args.tp)
     if rest:
         raise UsageError(f"--tp {args.tp} does not divide {world.world_size} ranks")

@@ -38,7 +38,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        gradient = gradient.clone()
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # NCCL asks for that
         dist.all_reduce(gradient)  # every process's queries have looked at our keys
         return gradient[here]
 

@@ -28,6 +28,7 @@ from dist_common.runtime import from_rank0, gather
 from dist_common.stores import AnyPath, remove, sizes_in
 
 # What the order of the data depends on, and what counts of it.
+KEEPS_STAGER = "2.13"  # of torch: until then a stager can copy once
 SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed", "document_attention")
 OLD_FORMAT = "in the format of an older version of this guide: start anew"
 NO_TEMPLATE = "of another script, or of an older version of this guide: start anew"
@@ -284,7 +285,7 @@ class Sharded(Store):
     def staged(self) -> Callable[[AnyPath], None]:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        if self.stager is None:
+        if self.stager is None or torch.__version__ < KEEPS_STAGER:
             gpu = torch.cuda.is_available()  # which copies to pinned memory by itself
             options = {"use_pinned_memory": gpu, "use_non_blocking_copy": gpu}
             self.stager = DefaultStager(

@@ -115,7 +115,7 @@ def pick_device(name: str, world: World) -> torch.device:
 
     Raises: UsageError when `cuda` is asked for and there is no GPU for this rank.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = torch.cuda.device_count()
     # With one GPU bound to each task, srun shows every task its own GPU as number 0.
     bound = gpus == 1 and world.launcher == "srun" and os.environ.get("SLURM_GPUS_PER_TASK") == "1"
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # NCCL 2.30 and later
@@ -127,8 +127,10 @@ def pick_device(name: str, world: World) -> torch.device:
             found = f"PyTorch can use {gpus} GPU(s) of this machine, for {needed} ranks"
             why = f"{found}; --device cuda says what to do"
             print(f"warning: computing on the CPU: {why}", file=sys.stderr)
-        return torch.device("cpu")
+        name = "cpu"
     if name == "cpu":
+        # From libraries that would take a GPU unasked: FSDP's own mesh is one of GPUs.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")
     if gpus == 0:
         see = "see whether nvidia-smi lists one and torch.version.cuda is not None"

@@ -25,10 +25,14 @@ def imported():
 
 
 def two_heads(script):
-    """Make the preset tiny a smaller one, with a key-value head for each of two parts."""
+    """Make the preset tiny a smaller one, with a key-value head for each of two parts.
+
+    Its head is tied, as 1b's is: the script has to untie it.
+    """
     small(script)
     presets = script.PRESETS
-    presets["tiny"] = dataclasses.replace(presets["tiny"], num_kv_heads=KV_HEADS)
+    changes = {"num_kv_heads": KV_HEADS, "tied_embeddings": True}
+    presets["tiny"] = dataclasses.replace(presets["tiny"], **changes)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,11 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, rows: int) -> torch.Tensor
 
 
 def refuse_without_nf4(device: torch.device) -> None:
-    """Raise UsageError where bitsandbytes is missing or does not run on this device."""
+    """Raise UsageError where bitsandbytes is missing or does not run, or FSDP takes no bytes."""
+    if torch.__version__ < "2.12":  # the string compares as a version
+        raise cli.UsageError(
+            f"FSDP of torch {torch.__version__} shards no bytes: 4-bit weights need 2.12"
+        )
     try:
         decode(*encode(torch.ones(64, 64, device=device)), 64)
     except Exception as error:  # not there, or not for this machine: each fails in its own way

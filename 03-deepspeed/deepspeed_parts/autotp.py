@@ -118,14 +118,18 @@ CUT_BY_INPUTS = ("o_proj", "down_proj", "lm_head")
 def check_parts(report: Report, skeleton, config, prompt, engine, cache, counter) -> None:
     """Check by formula what the fullest rank holds, and what a generation sums.
 
-    Attention is cut by the heads that share keys and values, another layer by its width.
+    Attention is cut by the heads that share keys and values, another layer by its width. A head
+    tied to the embedding is cut, the embedding is not: two tensors, where several ranks share.
     Source: Megatron-LM, section 3; only that the last layer is cut by inputs here.
     """
     ranks = report.world.world_size
     size = DTYPES[report.args.precision].itemsize
     new_tokens = report.args.max_new_tokens
     weights, kv_heads = 0, config.num_key_value_heads
+    tied = config.tie_word_embeddings and ranks == 1
     for name, module in skeleton.named_modules():
+        if tied and name == "lm_head":
+            continue
         by_inputs = name.endswith(CUT_BY_INPUTS)
         for kind, weight in module.named_parameters(recurse=False):
             units = 1  # which each rank has

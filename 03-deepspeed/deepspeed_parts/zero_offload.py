@@ -26,7 +26,8 @@ DISK = ("files", "read per step", "written per step")
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}  # of weights and gradients
 FP32, K = 4, 12  # bytes per weight: a float32 gradient; a float32 copy and Adam's two moments
 SMALLEST = 2**20  # bytes: smaller tensors are never swapped to disk, and DeepSpeed does not say so
-LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-2}  # of losses near 5; bf16 keeps 8 bits
+# Of losses near 5. bf16 keeps 8 bits, and Adam on the CPU is another kernel than on a GPU.
+LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
 
 
 def settled(path: Path, args, shape: TransformerConfig, ranks: int) -> dict[str, Any]:
