@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -178,6 +179,27 @@ class Embedding(nn.Embedding):
         if (self.weight.device.type, self.weight.dtype) == ("cpu", torch.bfloat16):
             return LookUp.apply(self.weight, tokens)
         return super().forward(tokens)
+
+
+class FusedNorm(torch.autograd.Function):
+    """What a GPU's RMSNorm keeps, without content: the CPU's keeps a float32 input and more."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def norms_of_a_gpu(model: nn.Module) -> None:
+    """Have the norms of a model without content keep for backward what they would on a GPU."""
+    for norm in model.modules():
+        if isinstance(norm, nn.RMSNorm):
+            norm.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), norm)
 
 
 class Transformer(nn.Module):

@@ -7,6 +7,7 @@ Whatever starts a process here also ends it: by its own pid, at a deadline.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -32,6 +33,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torchvision.datasets  # noqa: F401
 from matplotlib import pyplot  # noqa: F401
+from torch.utils._pytree import tree_leaves
 
 from dist_common import cli
 from dist_common.lab import ranks
@@ -71,6 +73,27 @@ def run_backward_in_forks(*args: Any, **kwargs: Any) -> Any:
 
 
 torch.autograd._engine_run_backward = run_backward_in_forks
+
+
+def take_contiguous_tensors_only(name: str) -> None:
+    """Have a call of torch.distributed refuse what NCCL refuses, and gloo takes."""
+    call = getattr(dist, name)
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not all(tensor.is_contiguous() for tensor in tensors):
+            raise ValueError(f"{name}: on NCCL tensors must be contiguous")
+        return call(*args, **kwargs)
+
+    setattr(dist, name, checked)
+    setattr(dist.distributed_c10d, name, checked)  # where P2POp looks
+
+
+for call in ("all_reduce", "broadcast", "reduce", "send", "recv", "isend", "irecv", "all_gather",
+             "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "all_to_all",
+             "gather", "scatter", "reduce_scatter"):  # fmt: skip
+    take_contiguous_tensors_only(call)
 
 
 @dataclass

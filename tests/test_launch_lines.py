@@ -160,6 +160,8 @@ def without_content_from(holder, name, memory):
         setattr(holder, name, function)
         FakeTensorMode(allow_non_fake_inputs=True).__enter__()
         memory.__enter__()
+        norm = models.FusedNorm.apply
+        torch.nn.RMSNorm.forward = lambda self, x: norm(x, self.weight)
         return function(*given, **options)
 
     setattr(holder, name, entered)

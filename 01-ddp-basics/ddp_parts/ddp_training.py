@@ -46,6 +46,9 @@ def check_gradient(run, accumulate_gradient: Callable, summed_loss: Callable) ->
         run.optimizer.zero_grad()
         with traffic.TrafficCounter() as counter:
             accumulate_gradient(run.ddp_model, micro_batches, args.precision)
+        if args.compile:  # which the counter does not see: this one is to be compared
+            run.optimizer.zero_grad()
+            accumulate_gradient(run.ddp_model, micro_batches, args.precision)
         if args.parity_steps:
             tokens = int(job.train_set.lengths[indices].sum())
             alone = proofs.gradient_of_one_process(model, losses_alone(indices, tokens))

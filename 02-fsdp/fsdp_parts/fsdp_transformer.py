@@ -69,6 +69,9 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
         tokens = tokens.to(run.device)
         with traffic.TrafficCounter() as counter:
             loss = accumulate_gradient(run, micro_batches_of(run.job, items), tokens)
+        if args.compile:  # which the counter does not see: this one is to be compared
+            run.optimizer.zero_grad()
+            loss = accumulate_gradient(run, micro_batches_of(run.job, items), tokens)
         if parity:
             alone = proofs.whole_model(run.job, run.config)
             compare_with_one_process(run.job, run.model, alone, items, tokens, loss)

@@ -58,7 +58,8 @@ def times_s(device: torch.device, *runs: Callable[[], None]) -> list[list[float]
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - started)
-    slowest = torch.tensor(own, dtype=torch.float64, device=device)[:, WARM_UP:]
+    counted = [times[WARM_UP:] for times in own]
+    slowest = torch.tensor(counted, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.tolist()
 

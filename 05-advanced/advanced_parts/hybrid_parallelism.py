@@ -63,8 +63,12 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     orders = list(islice(sampler.ahead(args.global_batch_size), 2))
     accumulate_gradient(run, next(batches))  # the first one settles FSDP's and the stages' buffers
     run.optimizer.zero_grad()
+    batch = next(batches)
     with TrafficCounter() as counter, sums_begun(run, counter) as begun:
-        loss_sum = accumulate_gradient(run, next(batches))
+        loss_sum = accumulate_gradient(run, batch)
+    if args.compile:  # which the counter does not see: this one is to be compared
+        run.optimizer.zero_grad()
+        loss_sum = accumulate_gradient(run, batch)
     if args.parity_steps:
         items = [job.train_set[index] for index in orders[1]]
         alone, _ = one_process(run)

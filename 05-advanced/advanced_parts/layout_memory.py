@@ -5,12 +5,11 @@ Adam's moments. Letters as in TransformerConfig: V, D, L, F; b sequences of T to
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from advanced_parts.pipeline_schedules import peak_formula
-from dist_common.models import PRESETS, Block, TransformerConfig
+from dist_common.models import PRESETS, Block, TransformerConfig, norms_of_a_gpu
 
 # Grattafiori et al., The Llama 3 Herd of Models (2024), table 3.
 LLAMA3_405B = TransformerConfig(128_256, 16_384, 126, 128, 8, 53_248, 131_072, rope_theta=5e5)
@@ -120,27 +119,12 @@ def activation_bytes(config: TransformerConfig, recompute: str = "none", number:
     return number * kept + FP32 * (config.num_heads + 2)
 
 
-class FusedNorm(torch.autograd.Function):
-    """What the fused RMSNorm of a GPU keeps; `meta` has only the unfused one, which keeps more."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight, torch.empty_like(x[..., :1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
-
-
 def as_on_a_gpu(block: Block) -> None:
     """Have a block on `meta` call a GPU's attention, and keep of its norms what a GPU would."""
     # By its name: on `meta` a GPU's kernel has shapes, `scaled_dot_product_attention` no choice.
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     block.attention.attend = lambda q, k, v: kernel(q, k, v, 0.0, True)[0]
-    for norm in (block.attention_norm, block.ffn_norm):
-        norm.forward = partial(lambda norm, x: FusedNorm.apply(x, norm.weight), norm)
+    norms_of_a_gpu(block)
 
 
 def layers_of_stages(num_layers: int, stages: int) -> list[int]:

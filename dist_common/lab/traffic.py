@@ -42,11 +42,28 @@ class Collective(NamedTuple):
 
 
 class TrafficCounter(TorchDispatchMode):
-    """List the `collectives` that this rank starts, DTensor's and DDP's too."""
+    """List the `collectives` that this rank starts, DTensor's and DDP's too.
+
+    What is compiled runs uncompiled meanwhile: torch 2.11 never translates again what it met under
+    a dispatch mode.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[Collective] = []
+        self.stance = None
+
+    def __enter__(self) -> "TrafficCounter":
+        if "torch._dynamo" in sys.modules:  # to import it takes seconds
+            self.stance = torch.compiler.set_stance("force_eager")
+            self.stance.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self.stance:
+            self.stance.__exit__(*error)
+            self.stance = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(kind.__name__ == "DTensor" for kind in types):  # its import takes seconds
