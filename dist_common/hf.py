@@ -129,7 +129,8 @@ def settle_shape(args) -> TransformerConfig:
         return models.preset(args.preset, args.seq_len)
     config = config_of(args.init_from)
     args.preset, args.shape = None, dict(vars(config))
-    del args.shape["document_end"]  # of the data
+    for name in ("document_end", "num_experts", "top_k"):  # of the data, and of no folder
+        del args.shape[name]
     return models.able_to_read(config, args.seq_len)
 
 

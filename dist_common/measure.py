@@ -124,7 +124,8 @@ def require_memory(what: str, needed: int, shards: int, device: torch.device, wo
 def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
     """Return the operations of forward and backward for one token (PaLM, 2022, appendix B)."""
     looked_up = 0 if config.tied_embeddings else config.vocab_size * config.dim
-    weights = config.num_parameters() - looked_up  # those that multiply it: 6 operations each
+    weights = config.num_parameters() - looked_up - config.idle_parameters()
+    # Those that multiply it: 6 operations each.
     return 6 * weights + 12 * config.num_layers * config.dim * seq_len
 
 

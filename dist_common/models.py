@@ -30,14 +30,22 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     tied_embeddings: bool = False  # the output layer is the embedding, transposed
     document_end: int | None = None  # the token at which attention ends; None: it sees them all
+    num_experts: int = 0  # E: feed-forwards of a block, each F wide; 0: one, for all tokens
+    top_k: int = 1  # experts that compute a token
 
     def num_parameters(self) -> int:
         """Return the number of parameters by formula, without building the model."""
         head_dim = self.dim // self.num_heads
         attention = 2 * self.dim * head_dim * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim  # SwiGLU, two norms
+        if E := self.num_experts:  # E - 1 more, and the router
+            layer += (E - 1) * 3 * self.dim * self.ffn_dim + E * self.dim
         embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
         return embeddings + self.num_layers * layer + self.dim
+
+    def idle_parameters(self) -> int:
+        """Return how many of them compute nothing for a token: those of experts not chosen."""
+        return max(0, self.num_experts - self.top_k) * 3 * self.dim * self.ffn_dim * self.num_layers
 
 
 # Sources: Touvron et al., Llama 2 (2023); Grattafiori et al., The Llama 3 Herd of Models (2024),
@@ -50,11 +58,19 @@ PRESETS = {
     "llama3-8b": TransformerConfig(128_256, 4096, 32, 32, 8, 14_336, 8192, rope_theta=5e5),
     "llama3-70b": TransformerConfig(128_256, 8192, 80, 64, 8, 28_672, 8192, rope_theta=5e5),
 }
+# Mixtures of experts, apart: most scripts and formulas know one feed-forward alone. Source of the
+# second: Jiang et al., Mixtral of Experts (2024), table 1; its config.json.
+MIXTURES = {
+    "tiny-moe": TransformerConfig(256, 128, 4, 4, 2, 176, 256, num_experts=8, top_k=2),
+    "mixtral-8x7b": TransformerConfig(
+        32_000, 4096, 32, 32, 8, 14_336, 32_768, rope_theta=1e6, num_experts=8, top_k=2
+    ),
+}
 
 
 def preset(name: str, seq_len: int) -> TransformerConfig:
     """Return a preset that can read --seq-len tokens. Raises: UsageError when it cannot."""
-    return able_to_read(PRESETS[name], seq_len)
+    return able_to_read({**PRESETS, **MIXTURES}[name], seq_len)
 
 
 def able_to_read(config: TransformerConfig, seq_len: int) -> TransformerConfig:
@@ -137,14 +153,71 @@ class Attention(nn.Module):
         return self.wo(out.transpose(1, 2).reshape(B, T, -1))  # (B, T, D)
 
 
+class Experts(nn.Module):
+    """SwiGLU feed-forwards, stacked: matrix i of each is expert i's."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        E, D, hidden = config.num_experts, config.dim, config.ffn_dim
+        self.gate = nn.Parameter(torch.empty(E, hidden, D))
+        self.up = nn.Parameter(torch.empty(E, hidden, D))
+        self.down = nn.Parameter(torch.empty(E, D, hidden))
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Compute rows (R, D), sorted by expert; counts (E,) has how many each gets, maybe none."""
+        parts, weights = rows.split(counts.tolist()), (self.gate, self.up, self.down)
+        own = zip(parts, *map(local, weights), strict=True)  # a rank may have some of the experts
+        return torch.cat(
+            [
+                F.linear(F.silu(F.linear(part, gate)) * F.linear(part, up), down)
+                for part, gate, up, down in own
+            ]
+        )
+
+
+def compute_here(rows: torch.Tensor, counts: torch.Tensor, experts: Experts) -> torch.Tensor:
+    return experts(rows, counts)
+
+
+class MoE(nn.Module):
+    """A router has top_k of the experts compute each token (Shazeer et al., 2017)."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = nn.Linear(config.dim, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        # Expert parallelism puts its own in its place: it sends rows to the ranks of their experts.
+        self.exchange = compute_here
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens, E = x.flatten(0, 1), self.router.out_features
+        with torch.autocast(x.device.type, enabled=False):  # close scores need float32's digits
+            scores = F.linear(tokens.float(), self.router.weight.float())  # (tokens, E)
+        best, chosen = scores.topk(self.top_k)
+        by_expert = chosen.flatten().argsort(stable=True)  # of all choices, token by token
+        counts = (chosen.flatten() == torch.arange(E, device=x.device)[:, None]).sum(1)
+
+        computed = self.exchange(tokens[by_expert // self.top_k], counts, self.experts)
+
+        of_token = computed[by_expert.argsort()].unflatten(0, chosen.shape)  # (tokens, k, D)
+        return (of_token * best.softmax(-1)[..., None]).sum(1).type_as(x).view_as(x)
+
+
 class Block(nn.Module):
-    """Attention, then a SwiGLU feed-forward (Shazeer, 2020), each on an RMSNorm of its input."""
+    """Attention, then a SwiGLU feed-forward (Shazeer, 2020), each on an RMSNorm of its input.
+
+    Or a mixture of these feed-forwards, where the config has experts.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.moe = MoE(config) if config.num_experts else None
+        if self.moe:
+            return
         self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
         self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
@@ -152,6 +225,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), *tables)  # cosines, sines, a mask if any
         h = self.ffn_norm(x)
+        if self.moe:
+            return x + self.moe(h)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))  # (B, T, D)
 
 
@@ -230,7 +305,7 @@ class Transformer(nn.Module):
         if weight.dim() == 1:
             nn.init.ones_(weight)
         else:
-            into_residual = name.endswith(("wo.weight", "down.weight"))
+            into_residual = name.endswith(("wo.weight", "down.weight", "experts.down"))
             scale = 1 / math.sqrt(2 * self.config.num_layers) if into_residual else 1.0
             nn.init.normal_(weight, std=0.02 * scale)
 

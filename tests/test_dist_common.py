@@ -711,10 +711,11 @@ def test_document_attention_is_each_document_alone():
         ("llama2-7b", 6_738_415_616),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
+        ("mixtral-8x7b", 46_702_792_704),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset, total):
-    config = models.PRESETS[preset]
+    config = models.preset(preset, 1)
     assert config.num_parameters() == total
     with torch.device("meta"):
         model = models.Transformer(config)
@@ -728,6 +729,33 @@ def test_small_presets_have_the_size_of_their_name(preset, millions):
     with torch.device("meta"):
         total = sum(p.numel() for p in models.Transformer(config).parameters())
     assert total == config.num_parameters() and abs(total / 1e6 - millions) < 0.05
+
+
+def test_experts_compute_the_tokens_whose_router_chose_them(in_a_fork):
+    """As a loop in which every expert computes every token, and all but the k best count 0."""
+    config = models.MIXTURES["tiny-moe"]
+    routers = config.num_layers * config.num_experts * config.dim
+    busy = config.num_parameters() - config.idle_parameters()
+    assert busy == models.PRESETS["tiny"].num_parameters() + routers  # two experts, half as wide
+
+    def outputs():
+        torch.manual_seed(0)
+        moe, x = models.MoE(config), torch.randn(2, 16, config.dim)
+        for weight in moe.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+        scores = (x @ moe.router.weight.T).exp()
+        least = scores.sort(dim=-1).values[..., -config.top_k, None]
+        shares = torch.where(scores < least, 0.0, scores)
+        shares = shares / shares.sum(-1, keepdim=True)
+        expected = torch.zeros_like(x)
+        weights = zip(moe.experts.gate, moe.experts.up, moe.experts.down, strict=True)
+        for share, (gate, up, down) in zip(shares.unbind(-1), weights, strict=True):
+            gated = x @ gate.T
+            expected += share[..., None] * ((gated * gated.sigmoid() * (x @ up.T)) @ down.T)
+        return (moe(x) - expected).abs().max().item(), expected.abs().max().item()
+
+    error, largest = in_a_fork(outputs)
+    assert error < 1e-5 * largest
 
 
 def test_a_frequent_word_gets_its_whole_gradient_in_bfloat16(in_a_fork):
@@ -1111,8 +1139,9 @@ def test_collectives_that_ddp_starts_are_counted(on_ranks):
     assert on_ranks(body, 2) == [(1, 110 * 4, 0)] * 2
 
 
-def test_flops_are_those_that_pytorch_counts(monkeypatch, in_a_fork):
-    config = models.PRESETS["tiny"]
+@pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
+def test_flops_are_those_that_pytorch_counts(monkeypatch, in_a_fork, preset):
+    config = models.preset(preset, 64)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
 
     def counted():
