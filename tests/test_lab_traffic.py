@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers_03 import SMALL_MODEL
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -71,6 +72,22 @@ def test_bytes_sent_are_those_of_a_ring(on_ranks, ranks):
             "alone": {},
             "barrier": {},
         }
+
+
+@pytest.mark.parametrize("autograd", [False, True])
+def test_an_uneven_all_to_all_sends_what_leaves_the_rank(on_ranks, autograd):
+    """Rank r has 2 + r rows of 4 bytes for rank 0 and 5 for rank 1."""
+
+    def exchange(rank, ranks):
+        sends, receives = [2 + rank, 5], [2, 3] if rank == 0 else [5, 5]
+        rows, arrived = torch.ones(sum(sends), 1), torch.empty(sum(receives), 1)
+        if autograd:
+            send = functional.all_to_all_single_autograd
+            return traffic_of(lambda: send(rows, receives, sends, dist.group.WORLD))
+        return traffic_of(lambda: dist.all_to_all_single(arrived, rows, receives, sends))
+
+    first, second = on_ranks(exchange, 2)
+    assert first == {"all_to_all": (1, 4 * 5)} and second == {"all_to_all": (1, 4 * 3)}
 
 
 def steps_of_ddp(rank, ranks, steps):

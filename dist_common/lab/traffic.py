@@ -34,10 +34,14 @@ class Collective(NamedTuple):
     nbytes: int  # of the whole tensor, all ranks' parts of it together
     ranks: int  # of its group
     group: str  # the group's name
+    parts: tuple[int, ...] = ()  # bytes that this rank has for each, where they differ
+    place: int = 0  # this rank's among them
 
     @property
     def sent(self) -> float:
         """Return the bytes that a rank sends for it in a ring."""
+        if self.parts:
+            return sum(self.parts) - self.parts[self.place]
         return RING_FACTOR[self.kind](self.ranks) * self.nbytes
 
 
@@ -82,7 +86,9 @@ class TrafficCounter(TorchDispatchMode):
         sizes = [bytes_of(value) for value in args]  # a collective has the whole, and a part of it
         if kind == "all_gather" and func.namespace == "_c10d_functional":  # the part alone
             sizes.append(group.size() * max(sizes))
-        self.collectives.append(Collective(kind, max(sizes), group.size(), group.group_name))
+        self.collectives.append(
+            Collective(kind, max(sizes), group.size(), group.group_name, *parts_of(args, group))
+        )
 
     @property
     def calls(self) -> Counter[str]:
@@ -110,6 +116,16 @@ def bytes_of(value: object) -> int:
     """Return the bytes of the tensors in a value, nested or not."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def parts_of(args: tuple, group: dist.ProcessGroup) -> tuple:
+    """Return a rank's bytes for each rank, and its place, of an all-to-all that says how many."""
+    *_, rows = [value for value in args if isinstance(value, list)] or [None]
+    if not rows or not all(isinstance(number, int) for number in rows):
+        return ()
+    *_, tensor = [value for value in args if isinstance(value, torch.Tensor)]  # output, input
+    row_bytes = tensor.nbytes // max(1, len(tensor))
+    return tuple(number * row_bytes for number in rows), group.rank()
 
 
 def group_of(args: tuple) -> dist.ProcessGroup:
