@@ -8,10 +8,11 @@
 It does the same job as ddp_training.py of module 01, and stops, saves and resumes as that does.
 Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and the bytes that each
 axis sends, which say what link it needs. --init-from and --export-to are as in fsdp_transformer.py.
+--preset tiny-moe has experts, of which --ep N has each of N ranks of dp hold its own.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
-proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `recompute`,
-`float8`, `evaluate`), each with what uses it. A test deletes each and all, and runs the rest.
+proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `split_experts`,
+`recompute`, `float8`, `evaluate`), each with what uses it. A test deletes them, and runs the rest.
 
 Sources: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM (SC 2021); Liang et al., TorchTitan (2024); Grattafiori et al., The Llama 3 Herd of
@@ -27,11 +28,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleOutput,
@@ -81,6 +83,7 @@ class Run:
     model: nn.Module  # on meta, until `build` has cut it
     positions: torch.Tensor  # (T / cp,): this rank's tokens of each sequence
     stages: list[nn.Module] = field(default_factory=list)  # this rank's
+    expert_meshes: tuple = ()  # ep, and the ranks that have the same experts
     schedule: object = None
     optimizer: torch.optim.Optimizer | None = None
     tokens: torch.Tensor | None = None  # of the step's global batch
@@ -159,6 +162,45 @@ def split_sequence(model, mesh, positions):
 
     for block in model.blocks:
         block.attention.share, block.attention.attend = share, attend
+
+
+def split_experts(run):
+    """Expert parallelism: each rank of `ep` has E / ep experts, to which all ranks' tokens travel.
+
+    What dp has besides (and cp) shares these experts, in FSDP's units of their own.
+    """
+    args = run.job.args
+    halves = run.mesh["dp"]._unflatten(0, (args.dp // args.ep, args.ep), ("rest", "ep"))
+    rest = DeviceMesh._concatenate([halves["rest"], run.mesh["cp"]])._flatten("rest_cp")
+    run.expert_meshes = halves["ep"], rest
+    exchange = functools.partial(send_to_experts, group=halves["ep"].get_group())
+    for moe in [block.moe for stage in run.stages for block in stage.blocks]:
+        if args.ep > 1:
+            moe.exchange = exchange
+        for name, weight in list(moe.experts.named_parameters()):
+            own = distribute_tensor(weight, halves["ep"], [Shard(0)], src_data_rank=None)
+            setattr(moe.experts, name, nn.Parameter(own))
+        # By rows of each matrix: a rank may have fewer experts than there are ranks to share them.
+        shard(moe.experts, rest, run, shard_placement_fn=lambda _: Shard(1))
+
+
+def send_to_experts(rows, counts, experts, group):
+    """Have the ranks of a group compute each other's rows; return what they computed of own ones.
+
+    Shapes: rows (R, D), sorted by expert, of which counts (E,) says the number; (R, D) out.
+    """
+    ranks = dist.get_world_size(group)
+    arriving = torch.empty_like(counts)  # from each rank, for each expert of this one
+    dist.all_to_all_single(arriving, counts, group=group)
+    arriving = arriving.view(ranks, -1)
+    # The host waits for the device: it has to know how much memory arrives.
+    sends, receives = torch.stack((counts.view(ranks, -1).sum(1), arriving.sum(1))).tolist()
+
+    arrived = functional.all_to_all_single_autograd(rows, receives, sends, group)
+    experts_of = torch.arange(arriving.numel(), device=rows.device) % arriving.shape[1]
+    by_expert = experts_of.repeat_interleave(arriving.flatten()).argsort(stable=True)
+    computed = experts(arrived[by_expert], arriving.sum(0))[by_expert.argsort()]
+    return functional.all_to_all_single_autograd(computed, sends, receives, group)
 
 
 def recompute(blocks, kind):
@@ -262,7 +304,16 @@ def split_layers(run):
 
 
 def split_batch(run):
-    """Data parallelism over the ranks that differ in samples or in tokens, in FSDP's units.
+    """Data parallelism over the ranks that differ in samples or in tokens, in FSDP's units."""
+    for stage in run.stages:
+        # grad-op gathers weights once per step; full for each forward and each backward.
+        stage.frees_weights = run.job.args.data_parallel == "full"
+        for unit in filter(None, (*stage.blocks, stage.head, stage)):
+            shard(unit, run.data_mesh, run)
+
+
+def shard(unit, mesh, run, **options):
+    """Make a module an FSDP unit, whose gradients are summed over a mesh.
 
     `replicate` leaves weights whole, and all-reduces gradients; the others shard.
     """
@@ -270,19 +321,14 @@ def split_batch(run):
     # Gathered and computed with in `compute`, added up over ranks in float32. The rotary tables
     # stay float32: inputs are not cast.
     policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
-    mesh = run.data_mesh
     if args.data_parallel == "replicate":
         mesh = DeviceMesh._concatenate([mesh, run.mesh["whole"]])
-    for stage in run.stages:
-        # grad-op gathers weights once per step; full for each forward and each backward.
-        stage.frees_weights = args.data_parallel == "full"
-        for unit in filter(None, (*stage.blocks, stage.head, stage)):
-            fully_shard(
-                unit, mesh=mesh, reshard_after_forward=stage.frees_weights, mp_policy=policy
-            )
-            # Gradients are summed, as a plain sum: the loss is divided by all ranks' tokens.
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+    frees = args.data_parallel == "full"
+    fully_shard(unit, mesh=mesh, reshard_after_forward=frees, mp_policy=policy, **options)
+    # Gradients are summed, as a plain sum: the loss is divided by all ranks' tokens. Those of an
+    # expert are of all ep ranks' tokens already, which came to it.
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
 
 
 def summed_loss(run, drive, inputs, targets):
@@ -391,6 +437,8 @@ def build(run):
         for block in run.model.blocks:
             block.compile()  # one block is translated, and serves for all
     split_layers(run)
+    if run.model.config.num_experts:
+        split_experts(run)
     split_batch(run)
     drop_other_stages(run.model, run.stages)
     run.model.to_empty(device=run.job.device)
@@ -414,6 +462,7 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__, resumes=True)
     # The others tie the embedding to the output layer, which stand on different stages.
     untied = [name for name, config in models.PRESETS.items() if not config.tied_embeddings]
+    untied += models.MIXTURES
     # --init-from, --export-to, --preset, --micro-batch-size, --lr, --save-every, ...
     job.add_flags(parser, untied, folders=True)
     add, positive = parser.add_argument, cli.positive_int
@@ -421,6 +470,7 @@ def parse_args():
     add("--tp", type=positive, default=1, help="ranks of tensor parallelism (1)")
     add("--pp", type=positive, default=1, help="ranks of pipeline parallelism (1)")
     add("--cp", type=positive, default=1, help="ranks of context parallelism (1)")
+    add("--ep", type=positive, default=1, help="of --dp, ranks with different experts (1)")
     add("--data-parallel", choices=("replicate", "grad-op", "full"), default="replicate",
         help="all-reduce gradients, or FSDP over dp and cp (replicate)")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (1f1b)")
@@ -455,6 +505,8 @@ def resolve_axes(args, world, config):
         (f"--tp {args.tp}", args.tp, config.vocab_size, f"words of the vocabulary {of_model}"),
         (f"--pp {args.pp}{several}", args.pp * per_rank, config.num_layers, f"layers {of_model}"),
         (tokens, parts * args.cp * args.tp, args.seq_len, "tokens of --seq-len"),
+        (f"--ep {args.ep}", args.ep, args.dp, "ranks of --dp"),
+        (f"--ep {args.ep}", args.ep, config.num_experts, f"experts {of_model}"),
     ]
     for axis, parts, whole, what in cuts:
         if whole % parts:
@@ -466,6 +518,7 @@ def resolve_axes(args, world, config):
 
 def refuse(args, config):
     """Refuse what PyTorch gets wrong without an error, and what has no stages to fill."""
+    refuse_experts(args, config)
     if config.tied_embeddings:
         why = "its embedding is the output layer too, and these stand on different stages"
         raise cli.UsageError(f"{hf.flag_of(args)}: {why}")
@@ -492,6 +545,27 @@ def refuse(args, config):
     if args.schedule in ("interleaved", "zero-bubble") and args.grad_accum_steps % args.pp:
         groups = f"micro-batches in groups of --pp {args.pp}"
         raise cli.UsageError(f"{schedule} needs {groups}: {steps} is no multiple of it")
+
+
+def refuse_experts(args, config):
+    """Refuse what this template's experts do not do, and --ep without experts."""
+    if args.ep > 1 and not config.num_experts:
+        raise cli.UsageError(f"--ep {args.ep} needs --preset {' or '.join(models.MIXTURES)}")
+    sharing = 1 if args.data_parallel == "replicate" else args.dp // args.ep * args.cp
+    unfit = (
+        (math.gcd(config.dim, config.ffn_dim) % sharing, f"--data-parallel {args.data_parallel}",
+         f"cannot cut their {config.dim} and {config.ffn_dim} rows over {sharing} ranks"),
+        (args.tp > 1, f"--tp {args.tp}", "cuts no expert: use --ep"),
+        (args.activation_checkpointing == "selective", "--activation-checkpointing selective",
+         "fails in PyTorch where a block has an FSDP unit inside: use full"),
+        (args.schedule in SPLIT_BACKWARD, f"--schedule {args.schedule}", "was not tried with them"),
+        (args.float8, f"--float8 {args.float8}", "changes no expert"),
+        (args.compile, "--compile", "has to know how many tokens come"),
+        (args.export_to, f"--export-to {args.export_to}", "writes a Llama, which has none"),
+    )  # fmt: skip
+    for given, flag, why in unfit:
+        if given and config.num_experts:
+            raise cli.UsageError(f"--preset {args.preset} has experts: {flag} {why}")
 
 
 def set_up(args, report):

@@ -93,7 +93,7 @@ def parse(parser: ArgumentParser, parity_steps: int = 1) -> argparse.Namespace:
     """Parse, and set what depends on other flags. Raises: UsageError for a contradiction."""
     args = parser.parse_args()
     if args.parity_steps is None and "preset" in args:  # without one the script's proofs settle it
-        small = args.preset == "tiny" and not getattr(args, "init_from", None)
+        small = args.preset in ("tiny", "tiny-moe") and not getattr(args, "init_from", None)
         args.parity_steps = parity_steps if small else 0
     for flag in ("logger", "profile", "checkpoints"):
         if getattr(args, flag) and not args.output_dir:

@@ -50,6 +50,9 @@ def train(run_script, tmp_path):
     def run(layout, *argv, world_size=1, change=None, script=HYBRID, codes=(0,)):
         def before(module):
             models.PRESETS["tiny"] = models.TransformerConfig(256, 32, 4, 4, 2, 96, 256)
+            models.MIXTURES["tiny-moe"] = models.TransformerConfig(
+                256, 32, 4, 4, 2, 48, 256, num_experts=12, top_k=2
+            )
             if change:
                 change(module)
 
@@ -61,6 +64,7 @@ def train(run_script, tmp_path):
     return run
 
 
+MOE = "--preset tiny-moe"
 LAYOUTS = [
     (2, "--cp 2", "cp"),
     (2, "--pp 2 --schedule interleaved", "pp"),
@@ -69,7 +73,18 @@ LAYOUTS = [
     (2, "--tp 2 --activation-checkpointing full", "tp"),
     (2, "--pp 2 --schedule zbv", "pp"),
     (2, "--tp 2 --float8 emulated", "tp"),
+    (2, f"{MOE} --ep 2", "dp ep"),
+    (4, f"{MOE} --ep 2 --data-parallel full --activation-checkpointing full", "dp ep dp/ep"),
     *full(
+        (3, f"{MOE} --ep 3 --data-parallel grad-op --grad-accum-steps 2", "dp ep"),
+        (4, f"{MOE} --ep 4 --activation-checkpointing full", "dp ep"),
+        (4, f"{MOE} --ep 2 --seed 3", "dp ep dp/ep"),
+        (4, f"{MOE} --ep 2 --pp 2 --schedule interleaved", "pp dp ep"),
+        (4, f"{MOE} --ep 2 --cp 2 --data-parallel grad-op", "cp dp ep dp/ep"),
+        (4, f"{MOE} --ep 2 --data-parallel grad-op --precision bf16-mixed", "dp ep dp/ep"),
+        (8, f"{MOE} --ep 2 --pp 2 --data-parallel full --lr 1e-2", "pp dp ep dp/ep"),
+        (2, f"{MOE}", "dp"),
+        (1, f"{MOE} --grad-accum-steps 2", ""),
         (4, "--tp 2 --pp 2 --float8 emulated --activation-checkpointing selective", "tp pp"),
         (6, "--tp 2 --dp 3 --float8 emulated --data-parallel full --precision bf16-mixed", "tp dp"),
         (4, "--cp 2 --pp 2 --float8 emulated --schedule zbv --grad-accum-steps 3", "cp pp"),
@@ -110,16 +125,34 @@ def test_every_layout_gives_the_gradient_of_one_process(train, tmp_path, world_s
     train(layout, "--output-dir", folder, world_size=world_size)
     content = results_of(folder)
     assert all(check["ok"] for check in content["checks"])
-    names = " ".join(check["name"] for check in content["checks"])
+    names = " , ".join(check["name"] for check in content["checks"])
     assert "gradient: relative error" in names and "copies differ" in names
-    compared = {axis for axis in ("tp", "cp", "pp", "dp") if f"along {axis}" in names}
+    axes = ("tp", "cp", "pp", "dp", "ep", "dp/ep")
+    compared = {axis for axis in axes if f"along {axis} " in names}
     assert compared == set(sends.split())
     counted, planned = (content["metrics"].get(f"{x}bytes_per_axis") for x in ("", "planned_"))
     assert counted
-    unplanned = "bf16" not in layout or "zbv" in layout or "float8" in layout
+    unplanned = "bf16" not in layout or any(word in layout for word in ("zbv", "float8", "moe"))
     assert unplanned == (planned is None)
     for axis in {"pp", "dp"} & compared if planned else ():  # of tp and cp the plan has other ways
         assert planned[axis] == pytest.approx(counted[axis], rel=0.03), axis  # padding
+
+
+def choose_the_first_experts(_):
+    torch.Tensor.topk = lambda scores, k: (
+        scores[:, :k],
+        torch.arange(k, device=scores.device).expand(len(scores), k),
+    )
+
+
+@pytest.mark.parametrize("kind", ["full", *full(("replicate",))])
+def test_a_rank_to_which_no_token_comes_takes_part(train, kind):
+    """All tokens choose two experts of the first rank; gradients are those of one process."""
+    ended = train(
+        f"{MOE} --ep 2 --data-parallel {kind} --grad-accum-steps 2", world_size=2,
+        change=choose_the_first_experts,
+    )  # fmt: skip
+    assert ended.stdout.splitlines()[-1].startswith("OK: ")
 
 
 @FULL
@@ -166,6 +199,8 @@ def test_the_job_has_the_losses_of_ddp_training(train, tmp_path, world_size, lay
         ((4, "--tp 2 --dp 2 --data-parallel full"), (2, "--pp 2")),
         ((2, "--pp 2"), (4, "--tp 2 --cp 2")),
         ((2, "--dp 2"), (1, "")),
+        ((2, f"{MOE} --ep 2"), (4, f"{MOE} --ep 4 --micro-batch-size 1")),
+        ((4, f"{MOE} --ep 2 --data-parallel full --micro-batch-size 1"), (2, f"{MOE} --pp 2")),
     ),
 )
 def test_another_layout_loads_the_checkpoint(train, tmp_path, first, second):
@@ -290,6 +325,61 @@ def take_consecutive_tokens(script):
     script.own_tokens = lambda rank, ranks, seq_len: torch.arange(seq_len).chunk(ranks)[rank]
 
 
+def divide_once_more_by_the_ranks_of_ep(script):
+    """As is right for a mean over ranks, and wrong for a sum over all ranks' tokens."""
+    split = script.split_experts
+
+    def split_and_divide(run):
+        split(run)
+        for stage in run.stages:
+            for block in stage.blocks:
+                block.moe.experts.set_gradient_divide_factor(float(run.job.args.ep))
+
+    script.split_experts = split_and_divide
+
+
+def keep_results_where_they_were_computed(script):
+    send, ways = script.functional.all_to_all_single_autograd, []
+
+    def one_way(rows, receives, sends, group):
+        ways.append(sends)
+        if len(ways) % 2:
+            return send(rows, receives, sends, group)
+        return F.pad(rows, (0, 0, 0, max(0, sum(receives) - len(rows))))[: sum(receives)]
+
+    script.functional = Namespace(all_to_all_single_autograd=one_way)
+
+
+def forget_that_gradients_travel_back(script):
+    send = script.functional.all_to_all_single_autograd
+    script.functional = Namespace(
+        all_to_all_single_autograd=lambda rows, *rest: send(rows.detach(), *rest) + 0 * rows.sum()
+    )
+
+
+def exchange_twice(script):
+    send = script.send_to_experts
+
+    def twice(*args, **options):
+        send(*args, **options)
+        return send(*args, **options)
+
+    script.send_to_experts = twice
+
+
+def train_copies_of_experts_apart(script):
+    shard = script.shard
+
+    def apart(unit, mesh, run, **options):
+        shard(unit, run.mesh["pp"] if options else mesh, run, **options)
+
+    script.shard = apart
+
+
+def count_experts_as_copies(script):
+    script.copies_of = lambda weight, args: args.dp
+
+
 def step_further_on_rank_1(script):
     rate = script.job.lr_at
     script.job.lr_at = lambda step, args: rate(step, args) * (1 + dist.get_rank())
@@ -375,6 +465,9 @@ FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in 
         (sum_after_backward, "--dp 2", "blocks whose sums have begun"),
         (take_consecutive_tokens, "--cp 2", "gradient: relative error"),
         (step_further_on_rank_1, "--dp 2 --parity-steps 0", "copies differ"),
+        (divide_once_more_by_the_ranks_of_ep, f"{MOE} --ep 2", "gradient: relative error"),
+        (keep_results_where_they_were_computed, f"{MOE} --ep 2", "gradient: relative error"),
+        (train_copies_of_experts_apart, MOE, "gradient: relative error"),
         *full(
             (sum_after_backward, "--dp 2 --data-parallel full --grad-accum-steps 2",
              "bytes sent by a rank along dp"),
@@ -384,6 +477,9 @@ FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in 
              "bytes sent by a rank along tp"),
             (keep_own_part_of_the_gradient, "--cp 2", "gradient: relative error"),
             (forget_the_norms_gradients, "--tp 2", "gradient: relative error"),
+            (forget_that_gradients_travel_back, f"{MOE} --ep 2", "gradient: relative error"),
+            (exchange_twice, f"{MOE} --ep 2", "bytes sent by a rank along ep"),
+            (count_experts_as_copies, f"{MOE} --ep 2", FIRST),
             (drop_a_micro_batch, "--pp 2", "loss"),
             (count_no_token, "--pp 2 --parity-steps 0", "tokens trained on"),
         ),
@@ -436,6 +532,17 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train, schedule):
             (4, "--tp 4", "--tp 4 does not divide the 2 key and value heads of --preset tiny"),
             (3, "--pp 3", "--pp 3 does not divide the 4 layers of --preset tiny"),
             (4, "--pp 4 --schedule interleaved", "--pp 4 (2 stages per rank) does not divide the"),
+            (2, "--ep 2", "--ep 2 needs --preset tiny-moe or mixtral-8x7b"),
+            (2, f"{MOE} --ep 2 --pp 2", "--ep 2 does not divide the 1 ranks of --dp"),
+            (5, f"{MOE} --ep 5", "--ep 5 does not divide the 12 experts of --preset tiny-moe"),
+            (3, f"{MOE} --data-parallel full",
+             "--data-parallel full cannot cut their 32 and 48 rows over 3 ranks"),
+            (2, f"{MOE} --tp 2", "--preset tiny-moe has experts: --tp 2 cuts no expert"),
+            (2, f"{MOE} --pp 2 --schedule zbv", "has experts: --schedule zbv was not tried"),
+            (2, f"{MOE} --float8 emulated", "has experts: --float8 emulated changes no expert"),
+            (2, f"{MOE} --compile", "has experts: --compile has to know how many tokens come"),
+            (2, f"{MOE} --export-to x", "has experts: --export-to x writes a Llama"),
+            (2, f"{MOE} --activation-checkpointing selective", "fails in PyTorch where a block"),
         ),
     ],
 )  # fmt: skip

@@ -64,7 +64,7 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     accumulate_gradient(run, next(batches))  # the first one settles FSDP's and the stages' buffers
     run.optimizer.zero_grad()
     batch = next(batches)
-    with TrafficCounter() as counter, sums_begun(run, counter) as begun:
+    with TrafficCounter() as counter, sums_begun(run, counter) as begun, choices(run) as chosen:
         loss_sum = accumulate_gradient(run, batch)
     if args.compile:  # which the counter does not see: this one is to be compared
         run.optimizer.zero_grad()
@@ -76,7 +76,7 @@ def check_gradient(run, accumulate_gradient: Callable) -> None:
     else:
         job.report.say("not compared with one process (--parity-steps 0)")
     run.optimizer.zero_grad()
-    check_bytes(run, counter)
+    check_bytes(run, counter, chosen)
     check_overlap(run, *begun)
 
 
@@ -164,8 +164,11 @@ def data_axis(args) -> str:
     return "dp and cp" if args.dp > 1 and args.cp > 1 else "dp" if args.dp > 1 else "cp"
 
 
-def expected_bytes(run):
-    """Return what this rank sends along each axis in one step, by formula: {axis: bytes}."""
+def expected_bytes(run, chosen: list[torch.Tensor]):
+    """Return what this rank sends along each axis in one step, by formula: {axis: bytes}.
+
+    But for tokens on their way to experts, whose number is the router's: by what it has `chosen`.
+    """
     args, config = run.job.args, run.model.config
     micro_batches = args.grad_accum_steps
     blocks = sum(len(stage.blocks) for stage in run.stages)
@@ -198,37 +201,84 @@ def expected_bytes(run):
     ends = [(s.number + 1, s.head) for s in run.stages]
     ends += [(s.number - 1, s.embedding) for s in run.stages]
     crossings = sum(end is None and number not in own for number, end in ends)
-    group = args.dp * args.cp
-    if args.data_parallel == "replicate":
-        own = sum(local(weight).numel() for weight in run.model.parameters())
-        weights = 2 * ring(group) * 4 * own
-    else:  # a rank has one of `group` parts of gradients, and of weights
-        own = sum(padded_numel(weight, group, args.tp) for weight in run.model.parameters())
-        weights = (weight_gathers * width + sums * 4) * (group - 1) * own
     sent = Counter({
         "tp": 2 * ring(args.tp) * (micro_batches * reduced + norms),
         "cp": (2 + again) * ring(args.cp) * micro_batches * blocks * gathered,
         "pp": crossings * micro_batches * activations / args.tp,
     })  # fmt: skip
-    sent[data_axis(args)] += weights
+    for weight in run.model.parameters():
+        axis, group = data_axis(args), args.dp * args.cp
+        if run.expert_meshes and weight.device_mesh.mesh_dim_names[-1] == "ep":
+            axis, group = experts_axis(args), group // args.ep
+        if args.data_parallel == "replicate":
+            sent[axis] += 2 * ring(group) * 4 * local(weight).numel()
+        else:  # a rank has one of `group` parts of gradients, and of weights
+            own = padded_numel(weight, group, args.tp)
+            sent[axis] += (weight_gathers * width + sums * 4) * (group - 1) * own
+    if chosen:
+        # Rows go there and back, their gradients too: as often as forward's, but for what is
+        # computed again. And before each exchange E counts.
+        rows = rows_moved(run, chosen)
+        sent["ep"] = (1 + 1 / (1 + again)) * rows * width * config.dim
+        sent["ep"] += len(chosen) * RING_FACTOR["all_to_all"](args.ep) * 8 * config.num_experts
     return sent
+
+
+def experts_axis(args) -> str:
+    """Name the axis along which gradients of experts are summed."""
+    return data_axis(args) if args.ep == 1 else "dp/ep"
+
+
+@contextlib.contextmanager
+def choices(run) -> Iterator[list[torch.Tensor]]:
+    """Collect how many tokens of this rank the router has each expert compute, call by call: (E,).
+
+    Empty where no expert is on another rank.
+    """
+    chosen, layers = [], [block.moe for stage in run.stages for block in stage.blocks]
+    layers = layers if run.job.args.ep > 1 else []
+    exchanges = [moe.exchange for moe in layers]
+
+    def note(exchange: Callable, rows, counts: torch.Tensor, experts) -> torch.Tensor:
+        chosen.append(counts)
+        return exchange(rows, counts, experts)
+
+    for moe, exchange in zip(layers, exchanges, strict=True):
+        moe.exchange = partial(note, exchange)
+    yield chosen
+    for moe, exchange in zip(layers, exchanges, strict=True):
+        moe.exchange = exchange
+
+
+def rows_moved(run, chosen: list[torch.Tensor]) -> int:
+    """Return how many rows go from this rank to other ones, or come from there. A collective."""
+    ep = run.expert_meshes[0]
+    to_each = sum(chosen).view(ep.size(), -1).sum(1).tolist()
+    every_rank, own = runtime.gather(to_each), ep.get_local_rank()
+    table = [every_rank[rank] for rank in ep.mesh.tolist()]
+    return sum(table[own]) + sum(row[own] for row in table) - 2 * table[own][own]
 
 
 def padded_numel(weight: DTensor, group: int, tp: int) -> int:
     """Return the numbers of a rank's part as FSDP sends it: all parts have as many rows."""
-    cuts_rows = any(placement.is_shard(0) for placement in weight.placements[1:])  # FSDP's is first
+    if weight.placements[0].dim > 0:  # FSDP's is first; what it cuts otherwise, it cuts evenly
+        return local(weight).numel()
+    cuts_rows = any(placement.is_shard(0) for placement in weight.placements[1:])
     rows = len(weight) // (tp if cuts_rows else 1)
     return math.ceil(rows / group) * local(weight).shape[1:].numel()
 
 
-def check_bytes(run, counter: TrafficCounter) -> None:
+def check_bytes(run, counter: TrafficCounter, chosen: list[torch.Tensor]) -> None:
     """Compare what each axis sent in one step with the formula, on the rank that differs most."""
-    report, expected = run.job.report, expected_bytes(run)
+    report, expected = run.job.report, expected_bytes(run, chosen)
     axes = {run.mesh[axis].get_group().group_name: axis for axis in SHOWN_AXES}
+    for mesh in run.expert_meshes[1:]:
+        axes[mesh.get_group().group_name] = experts_axis(run.job.args)
     axes[run.data_mesh.get_group().group_name] = data_axis(run.job.args)
     sent = Counter()  # bytes of this rank, in rings
     for call in counter.collectives:
-        sent[axes.get(call.group)] += call.sent
+        # Ranks of ep that are all of dp have one group with it.
+        sent["ep" if call.kind == "all_to_all" else axes.get(call.group)] += call.sent
     every_rank = runtime.gather([(round(sent[axis]), round(expected[axis])) for axis in expected])
     report.metrics["bytes_per_axis"] = {}
     for axis, pairs in zip(expected, zip(*every_rank, strict=True), strict=True):
@@ -272,8 +322,10 @@ def check_overlap(run, at_last: list[int], at_first: list[int]) -> None:
     By the order of events: the time that it saves shows on a network only.
     """
     below = len(run.stages[0].blocks) - 1
+    groups = [mesh.get_group().group_name for mesh in (run.data_mesh, *run.expert_meshes[1:])]
     if at_first and below:
-        begun = min(runtime.gather(at_first[-1] - at_last[-1]))
+        # Where experts have the same group, a block has two sums.
+        begun = min(runtime.gather(at_first[-1] - at_last[-1])) / groups.count(groups[0])
         name = "blocks whose sums have begun when the last backward reaches the first"
         run.job.report.check(name, begun, below, 0, "FSDP: one reduction per block")
 
@@ -285,6 +337,9 @@ def say_plan(run) -> None:
     product of a block reaches here, on all ranks at once, with sends that take no time.
     """
     args, job = run.job.args, run.job
+    if args.precision == "bf16-mixed" and run.expert_meshes:
+        job.report.say("no plan beside this run: combining.py plans no experts")
+        return
     unplanned = args.schedule in SPLIT_BACKWARD or args.activation_checkpointing == "selective"
     if args.precision != "bf16-mixed" or unplanned or args.float8:
         return
@@ -331,9 +386,11 @@ def product_tflops(run) -> float:
 
 def say_layout(run):
     """Print for each axis its size, the group of rank 0, and whether that group leaves a node."""
-    rows = []
-    for axis in SHOWN_AXES:
-        group = run.mesh[axis].mesh.tolist()
+    rows, shown = [], {axis: run.mesh[axis] for axis in SHOWN_AXES}
+    if run.expert_meshes:
+        shown["ep, of dp"] = run.expert_meshes[0]
+    for axis, mesh in shown.items():
+        group = mesh.mesh.tolist()
         nodes = {rank // run.job.args.ranks_per_node for rank in group}
         link = "-" if len(group) == 1 else "within a node" if len(nodes) == 1 else "between nodes"
         shown = " ".join(map(str, group[:8])) + " ..." * (len(group) > 8)
