@@ -62,7 +62,7 @@ def test_the_losses_are_those_of_ddp_minimal_on_one_process(run_script, tmp_path
     ("path", "change"),
     [
         (DDP, ("model = DDP(model)", "model.__dict__['module'] = model")),
-        (FSDP, ("fully_shard(model[0])", EARLY + "fully_shard(model[0])")),
+        (FSDP, ("fully_shard(model[0],", EARLY + "fully_shard(model[0],")),
         (TENSOR, ("dataset, num_replicas=1, rank=0,", "dataset,")),
         (PIPELINE, ("    sampler.set_epoch", "    if rank == 1:\n        sampler.set_epoch")),
         pytest.param(DEEPSPEED, ('    "gradient_clipping": 0.0,', ""), marks=full),
