@@ -229,15 +229,16 @@ def check(args, template):
         refuse(args, config, shards, world, device)
         report.start(describe(args, config), identity)
 
+        on_gpu = device.type == "cuda"
+        if on_gpu and args.precision == "32-true":
+            why = "the prediction knows flash attention, which takes no float32"
+            raise cli.UsageError(f"--check on a GPU with --precision 32-true: {why}")
+
         with TrafficCounter() as counter:
             real, copy = measure_peak(template, args, config, mesh_of(shards, device), device)
 
-        on_gpu = device.type == "cuda"
         peak = predict(template, args, config, mesh_of(shards, torch.device("cpu")), on_gpu)
         show_peak(report, peak)
-        if on_gpu:
-            kept = torch.cuda.memory_allocated(device) / 1e6
-            report.say(f"and {kept:.1f} MB that the library of matrix products keeps for itself")
         if device.type == "cpu":  # gloo copies a unit's weights or gradient; NCCL copies nothing
             copied = ("all_gather", "reduce_scatter")  # an all-reduce is done in place
             sent = max((c.nbytes for c in counter.collectives if c.kind in copied), default=0)
