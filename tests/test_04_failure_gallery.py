@@ -5,6 +5,7 @@
 
 import argparse
 import ast
+import json
 import os
 import pickle
 import re
@@ -555,6 +556,29 @@ def test_dumps_of_pytorch_are_read_where_one_is_missing(run_script, tmp_path, lo
         f"no file of rank {lost}, which died or wrote it elsewhere; "
         f"of the others rank {5 - lost} made the fewest calls"
     )
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        (
+            "different-collectives",
+            "call 1 differs: rank 0: all_reduce [1] Float; rank 1: broadcast",
+        ),
+        (
+            "gather-on-rank-0",
+            "call 1 differs: rank 0: all_gather [1] Float; rank 1: all_reduce_barrier",
+        ),
+        ("leaves-early", "no file of rank 1, which died or wrote it elsewhere"),
+    ],
+)
+def test_dumps_that_two_ranks_wrote_on_nccl(run_script, tmp_path, failure, says):
+    """NCCL 2.30.7, torch 2.11.0: what the watchdog had each rank write, without its stacks."""
+    dumps = json.loads((REPO / "tests/nccl_dumps.json").read_text())[failure]
+    for rank, told in dumps.items():
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(told))
+    judged = run_script(GALLERY, "--record", tmp_path, environ={})
+    assert judged.stdout.splitlines()[-1].startswith(says), judged.stdout + judged.stderr
 
 
 @pytest.mark.parametrize(
