@@ -76,6 +76,7 @@ def test_one_failure_among_others_is_not_lost(smoke):
         smoke.lesson(name, flags)
     code, found = smoke.tour()
     assert code == 1 and [found[name][0] for name in "abc"] == ["OK", "FAILED", "OK"]
+    assert smoke.tour("--jobs", 3) == (code, found)
     assert smoke.tour("--only", "01-x/a")[0] == 0
 
 
@@ -100,6 +101,15 @@ def test_nothing_is_begun_after_the_minutes(smoke):
 )
 def test_what_is_left_out_says_why(line, gpus, reason):
     assert load_script(SMOKE).why_not(line, gpus) == reason
+
+
+def test_ranks_stand_in_the_place_of_gpus():
+    script = load_script(SMOKE)
+    line = "torchrun --standalone --nproc-per-node=gpu x.py"
+    lesson = "02-fsdp/fsdp_reshard.py"  # which another one saves for
+    assert [command.count("--nproc-per-node=2") for command in
+            script.commands_of(lesson, line, "/tmp/x", 1, 2)] == [1, 1]  # fmt: skip
+    assert "=gpu " in script.commands_of(lesson, line, "/tmp/x", 1)[1]
 
 
 def test_the_lines_are_the_lessons_own():

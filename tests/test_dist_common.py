@@ -148,6 +148,13 @@ def test_devices(environ, monkeypatch, capsys):
     assert "on the CPU: PyTorch can use 1 GPU(s) of this machine, for 4 ranks" in line
     with pytest.raises(cli.UsageError, match=r"4 ranks.*1 GPU.*--nproc-per-node=1"):
         runtime.pick_device("cuda", world)
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""  # so that no library takes one unasked
+    environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    gpus(2)
+    assert [runtime.pick_device("auto", runtime.World(rank, rank, 4, 4, "torchrun")).index
+            for rank in range(4)] == [0, 1, 0, 1]  # fmt: skip
+    gpus(1)
+    del environ["NCCL_MULTI_RANK_GPU_ENABLE"]
     environ["SLURM_GPUS_PER_TASK"] = "1"
     bound = runtime.World(3, 3, 4, 4, "srun")
     assert runtime.pick_device("auto", bound) == torch.device("cuda", 0)

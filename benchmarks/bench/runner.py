@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import ctypes
 import os
 import re
 import shlex
@@ -124,13 +125,23 @@ def gpus(listed: str) -> dict[str, str]:
     if not rows or any(len(row) != 2 for row in rows):
         return {}
     names = Counter(name for name, _ in rows)
-    nccl = torch.cuda.nccl.version() if torch.version.cuda else ()
+    nccl = nccl_version() if torch.version.cuda else ()
     return {
         "GPUs": " and ".join(f"{count} x {name}" for name, count in names.items()),
         "driver": " and ".join(dict.fromkeys(driver for _, driver in rows)),
         "CUDA": torch.version.cuda or "",
         "NCCL": ".".join(map(str, nccl)),
     }
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of the library that is loaded: PyTorch's is that which it was built with."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):  # linked into PyTorch
+        return torch.cuda.nccl.version()
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def output_of(*words: str) -> str:
