@@ -101,8 +101,8 @@ def test_whatever_saves_memory_gives_the_gradient_of_one_process(
 def test_a_block_is_compiled_whole_and_once(run_script, kind, graphs):
     """Under FSDP, whatever is recomputed; with the gradient of one process."""
     ended = run_script(
-        FSDP, *SMALL, "--compile", "--activation-checkpointing", kind, world_size=2,
-        before=small(trace_without_a_compiler),
+        FSDP, *SMALL, "--compile", "--activation-checkpointing", kind, "--eval-every", 0,
+        world_size=2, before=small(trace_without_a_compiler),
     )  # fmt: skip
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
     assert ended.stderr.count("graph with 7 products") == 2 * graphs, ended.stderr
@@ -433,4 +433,4 @@ def test_the_same_on_a_gpu(way):
     command = ["python", FSDP, *flags(way), "--device", "cuda"]
     ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
     assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout
+    assert " cuda with " in ended.stdout and "nccl," in ended.stdout

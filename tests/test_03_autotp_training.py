@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, free_port, results_of, run_command
 from helpers_03 import deepspeed_in_the_parent, first_is_quick, small
 
 pytestmark = pytest.mark.xdist_group("transformers")  # which takes seconds to import
@@ -169,6 +169,15 @@ def test_without_transformers_it_says_what_to_install(run_script):
 
 @pytest.mark.skipif(not GPUS, reason="no GPU on this machine")
 def test_autotp_training_on_a_gpu(tmp_path):
-    command = ["deepspeed", "--num_gpus=1", str(REPO / SCRIPT), "--tp", "1", "--output-dir", "run"]
+    command = [
+        "deepspeed",
+        "--num_gpus=1",
+        f"--master_port={free_port()}",
+        str(REPO / SCRIPT),
+        "--tp",
+        "1",
+        "--output-dir",
+        "run",
+    ]
     ended = run_command(command, tmp_path, 300, CUDA_VISIBLE_DEVICES=GPUS.split(",")[0])
     assert ended.codes == [0], ended.stdout + ended.stderr

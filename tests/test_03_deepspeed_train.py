@@ -14,6 +14,7 @@ from conftest import (
     REPO,
     assert_one_line,
     compiled,
+    free_port,
     load_script,
     results_of,
     run_command,
@@ -836,7 +837,8 @@ def test_the_launcher_refuses_bad_input(argv, says):
 def test_train_on_a_gpu(tmp_path):
     """One rank and NCCL: nothing to shard, and the same losses as one process."""
     ended = run_command(
-        ["deepspeed", "--num_gpus=1", str(REPO / TRAIN), "--consolidate", "--output-dir", "run"],
+        ["deepspeed", "--num_gpus=1", f"--master_port={free_port()}",
+         str(REPO / TRAIN), "--consolidate", "--output-dir", "run"],
         tmp_path, 300, CUDA_VISIBLE_DEVICES=GPUS.split(",")[0],
     )  # fmt: skip
     assert ended.codes == [0], ended.stdout + ended.stderr

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, free_port, results_of, run_command
 from helpers_03 import SMALL, deepspeed_in_the_parent, first_is_quick, on_small, small
 
 STAGES = "03-deepspeed/zero_stages.py"
@@ -217,7 +217,8 @@ def test_bad_input_is_one_line(run_script, argv, says):
 def test_zero_stages_on_a_gpu(tmp_path):
     """One rank and NCCL: nothing to shard, and the same losses as one process."""
     ended = run_command(
-        ["deepspeed", "--num_gpus=1", str(REPO / STAGES), "--output-dir", "run"],
+        ["deepspeed", "--num_gpus=1", f"--master_port={free_port()}",
+         str(REPO / STAGES), "--output-dir", "run"],
         tmp_path, 300, CUDA_VISIBLE_DEVICES=GPUS.split(",")[0],
     )  # fmt: skip
     assert ended.codes == [0], ended.stdout + ended.stderr

@@ -135,7 +135,7 @@ def gpus(listed: str) -> dict[str, str]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Return the version of the library that is loaded: PyTorch's is that which it was built with."""
+    """Return the version of the library that is there; PyTorch tells that it was built with."""
     number = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
