@@ -241,7 +241,10 @@ class Stage(nn.Module):
         tables = models.rotary_tables(self.positions, head_dim, config.rope_theta)
         if documents is not None:
             tables += (models.document_mask(documents, self.positions),)
-        x = self.embedding(x) if self.embedding else x
+        if self.embedding:
+            # Under tp its sum is still on its way, and a compiled block sends no gradient into
+            # such a tensor, without a word (torch 2.14): a copy waits for it.
+            x = self.embedding(x).clone()
         for block in self.blocks:
             x = block(x, *tables)
         if self.head is None:
