@@ -984,7 +984,8 @@ def test_a_save_in_the_background_copies_to_pinned_memory_where_a_gpu_does(
         return made, written, in_thread
 
     ((made, written, chosen),) = on_ranks(save_twice, 1)
-    (options,) = made
+    options, *more = made
+    assert len(more) == (torch.__version__ < checkpoint.KEEPS_STAGER)
     assert options.use_pinned_memory == options.use_non_blocking_copy == gpu
     assert not (options.use_async_staging or options.use_shared_memory)
     assert written == ["copy of shards"] * 2
