@@ -1,6 +1,7 @@
 """fsdp_memory.py: what it predicts is what a real run allocates, and what each saving saves."""
 
 import random
+from functools import partial
 
 import pytest
 from conftest import GPUS, REPO, assert_one_line, results_of, run_command
@@ -32,13 +33,18 @@ def small(*changes):
     return before
 
 
+def with_norms_of_a_cpu(script):
+    script.predict = partial(script.predict, on_gpu=False)
+
+
 @pytest.fixture
 def predict(run_script, tmp_path):
     """Predict for a small model; return the metrics of results.json."""
 
-    def run(name, *argv):
+    def run(name, *argv, change=lambda script: None):
         folder = tmp_path / name
-        ended = run_script(MEMORY, *argv, "--output-dir", folder, environ={}, before=small())
+        options = {"environ": {}, "before": small(change)}
+        ended = run_script(MEMORY, *argv, "--output-dir", folder, **options)
         assert ended.codes == [0] and not ended.stderr, ended.stdout + ended.stderr
         return results_of(folder)["metrics"]
 
@@ -71,7 +77,7 @@ SMALL = ("--seq-len", 40, "--micro-batch-size", 1)  # weights outweigh activatio
     ],
 )  # fmt: skip
 def test_the_peak_of_a_real_run_is_the_predicted_one(
-    run_script, tmp_path, world_size, options, full_size
+    run_script, predict, tmp_path, world_size, options, full_size
 ):
     """On every rank; and the prediction of one process is that of the ranks."""
     ended = run_script(
@@ -85,13 +91,20 @@ def test_the_peak_of_a_real_run_is_the_predicted_one(
     if options != LARGE:
         return
     real = results_of(tmp_path / "run")["metrics"]["peak_mb"] * 1e6
-    alone = run_script(
-        MEMORY, *LARGE, "--world-size", world_size, "--output-dir", tmp_path / "alone",
-        "--precision", "32-true", environ={}, before=small(),
-    )  # fmt: skip
-    assert alone.codes == [0], alone.stderr
-    predicted = results_of(tmp_path / "alone")["metrics"]["Total_gib"] * 2**30
+    flags = (*LARGE, "--world-size", world_size, "--precision", "32-true")
+    predicted = predict("alone", *flags, change=with_norms_of_a_cpu)["Total_gib"] * 2**30
     assert abs(predicted / real - 1) < 0.01
+
+
+def test_a_gpus_norms_keep_their_input_and_no_copies(predict):
+    """The CPU keeps two copies too, in float32 and in bfloat16: 6 bytes per number."""
+    on_gpu, on_cpu = (
+        predict(name, *LARGE, change=change)["Activation_gib"] * 2**30
+        for name, change in (("gpu", lambda script: None), ("cpu", with_norms_of_a_cpu))
+    )
+    tokens = 8 * 128
+    of_block, of_final = 6 * 2 * NARROW.dim, 6 * NARROW.dim  # per token; a block has two norms
+    assert on_cpu - on_gpu == pytest.approx(tokens * (NARROW.num_layers * of_block + of_final))
 
 
 def drawn(number):
