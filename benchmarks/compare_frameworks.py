@@ -5,7 +5,7 @@
 
 It starts each port of frameworks/ in the environment that `make frameworks` makes; they take
 turns, --repeats times. Look for: equal losses and the world size that was asked for, then CPU time
-per step as a ratio to bare PyTorch's, and how wide the noise is.
+per step as a ratio to bare PyTorch's, and whether the rounds can tell it from 1.
 
     --frameworks fabric_ddp my_port.py   some of them, and a file of your own
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from bench.analysis import CONFIDENCE, ratio_of
 from bench.ports import ENVIRONMENT, PORTS, REPO, Port, Run, count_code_lines, run_port, versions_in
 from dist_common import cli, models, runtime
 from dist_common.report import Report
@@ -48,14 +49,13 @@ class Row:
     outside_s: float | None = None
     fault: str | None = None
 
-    def cost(self, noise: float) -> str:
+    @property
+    def cost(self) -> str:
         """Say whether CPU time differs from the bare loop's by more than noise does."""
         if len(self.ratios) < 2:
             return "?"
-        beyond = abs(statistics.median(self.ratios) - 1) > noise
-        if beyond and min(self.ratios) > 1:
-            return "more"
-        return "less" if beyond and max(self.ratios) < 1 else "same"
+        found = ratio_of(self.ratios)
+        return ("more" if found.log > 0 else "less") if found.differs else "same"
 
 
 def compare(ports: list[Port], runs: dict[str, list[Run]], versions: dict, args) -> list[Row]:
@@ -114,16 +114,9 @@ def fault_of(row: Row, failure: str | None, args) -> str | None:
     return None if alike else "WRONG: other losses"
 
 
-def noise_of(runs: list[Run]) -> float | None:
-    """Return by how much the CPU time of equal runs differs: largest / smallest - 1."""
-    times = [run.cpu_ms for run in runs if run.losses]
-    return max(times) / min(times) - 1 if len(times) > 1 else None
-
-
-def show(report: Report, rows: list[Row], noise: float | None) -> None:
+def show(report: Report, rows: list[Row]) -> None:
     """Print the table, add a check for each thing that must be so in each port that ran."""
     table = []
-    width = 0.0 if noise is None else noise
     for row in rows:
         ran = row.world_size > 0
         ratios = [f"{ratio:.2f}x" for ratio in sorted(row.ratios)]
@@ -135,16 +128,19 @@ def show(report: Report, rows: list[Row], noise: float | None) -> None:
             f"{row.loss_difference:.1e}" if ran else "-",
             middle,
             *((ratios[0], ratios[-1]) if len(ratios) > 1 else ("-", "-")),
-            row.cost(width) if ratios else "-",
+            row.cost if ratios else "-",
             f"{row.outside_s:.1f} s" if ran else "-",
             str(row.code_lines),
             row.fault or "right",
         ))  # fmt: skip
     report.table(table, HEADERS)
-    if noise is None:
+    if all(len(row.ratios) < 2 for row in rows):
         report.say("one run of each: how wide the noise is cannot be known, so no cost is compared")
     else:
-        report.say(f"noise: equal runs of a bare loop differ by {noise:.0%}; less says nothing")
+        interval = f"the {CONFIDENCE:.0%} interval of its rounds' ratios"
+        report.say(
+            f"noise: a cost is more or less if {interval} leaves 1 out; more rounds narrow it"
+        )
     for row in rows:
         if row.fault == "not installed":
             continue
@@ -233,14 +229,16 @@ def main():
     able = [port for port in ports if versions.get(port.package)]
     runs = {port.name: [] for port in able}
     with tempfile.TemporaryDirectory(prefix="frameworks-") as scratch:
-        for repeat, port in report.progress(turns_of(able, args.repeats), "training"):
-            folder = Path(scratch, f"{port.name}-{repeat}")
-            runs[port.name].append(run_port(port, args, folder))
+        turns = turns_of(able, args.repeats)
+        for number, (repeat, port) in enumerate(report.progress(turns, "training"), 1):
+            run = run_port(port, args, Path(scratch, f"{port.name}-{repeat}"))
+            runs[port.name].append(run)
+            if not sys.stderr.isatty():  # so there is no bar
+                said = run.failure or f"{len(run.losses)} steps"
+                report.say(f"[{number}/{len(turns)}] {port.name}: {said}")
     rows = compare(ports, runs, versions, args)
-    noises = [noise_of(runs[port.name]) for port in able if port.base == port.name]
-    noise = max((noise for noise in noises if noise is not None), default=None)
-    show(report, rows, noise)
-    report.metrics |= {"rows": [asdict(row) for row in rows], "noise": noise, "versions": versions}
+    show(report, rows)
+    report.metrics |= {"rows": [asdict(row) for row in rows], "versions": versions}
     return report.finish("every framework that ran trained the same job")
 
 

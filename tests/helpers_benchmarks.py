@@ -23,6 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--do", default="train")
 parser.add_argument("--loss", type=float, default=3.0)
 parser.add_argument("--first", type=float, default=5.0)
+parser.add_argument("--ms", type=float, default=2.0)
 parser.add_argument("--output-dir")
 args, _ = parser.parse_known_args()
 rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
@@ -44,7 +45,7 @@ if args.do == "one dies":
 if args.do == "check":
     print("FAILED: equal weights on all ranks")
     sys.exit(1)
-metrics = {"final_loss": args.loss, "step_times_ms": [2.0] * 20, "step_time_ms": 2.0}
+metrics = {"final_loss": args.loss, "step_times_ms": [args.ms] * 20, "step_time_ms": args.ms}
 metrics |= {"tokens_per_step": 64, "peak_memory_gib": 0.1}
 text = json.dumps({"metrics": metrics, "world_size": int(os.environ.get("WORLD_SIZE", 1))})
 if args.do == "half":
@@ -63,7 +64,13 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "fakes"
     folder.mkdir()
     (folder / "fake.py").write_text(FAKE)
-    what = {"single": "", "wrong": "--loss 3.5", "lossy": "--loss 3.1", "early": "--first 5.01"}
+    what = {
+        "single": "",
+        "wrong": "--loss 3.5",
+        "lossy": "--loss 3.1",
+        "early": "--first 5.01",
+        "slow": "--ms 4",
+    }
     for name in (
         "train",
         "hang",

@@ -170,6 +170,21 @@ def test_a_wrong_loss_is_the_sweep_s_exit_code(bench, fakes, tmp_path, capsys):
     assert re.search(said, capsys.readouterr().out, re.M)
 
 
+@pytest.mark.parametrize(("names", "rounds"), [(("train", "slow"), 3), (("train", "early"), 5)])
+def test_a_sweep_ends_when_its_order_is_decided(bench, fakes, tmp_path, capsys, names, rounds):
+    """`early` is wrong, so `train` alone is left, and one strategy has no order."""
+    folder = tmp_path / "out"
+    words = ("sweep", "--strategies", *names, "--repeats", 5, "--output-dir", folder)
+    (tmp_path / "sweep.toml").write_text("until_decided = true\n")
+    bench(*words, "--config", tmp_path / "sweep.toml")
+    assert {record["repeat"] for record in load(folder).records} == set(range(1, rounds + 1))
+    said = "no order is open after 3 rounds: the other 6 points are left out"
+    printed = capsys.readouterr().out
+    assert (said in printed) == (rounds == 3) and "is the 99% interval of a ratio" in printed
+    bench(*words, "--until-decided")
+    assert {record["repeat"] for record in load(folder).records} == set(range(1, rounds + 1))
+
+
 def test_a_sweep_of_which_nothing_can_run_fails(bench, tmp_path, capsys):
     words = "--strategies", "tp-pp-dp", "--no-reference", "--output-dir", tmp_path / "out"
     assert bench("sweep", *words) == 1

@@ -1,14 +1,17 @@
-"""What the records of a sweep say: noise, places, scaling. Nothing is printed.
+"""What the records of a sweep say: ratios, places, scaling. Nothing is printed.
 
 The order of records in a file never matters: everything is sorted by what was measured.
 """
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from bench import records
 from bench.records import LOSSY, UNCOMPARED, Group, Run, Verdict, median
@@ -17,6 +20,37 @@ from bench.strategies import REFERENCE
 
 COMMON = "ddp"  # what other strategies are set beside
 MAY_VARY = ("backend",)  # within a sweep: offload adds one for the CPU
+CONFIDENCE = 0.95  # of an interval
+# Whoever looks after each round is wrong more often: eight looks at 99% are wrong in 5% of cases.
+CONFIDENCE_OF_LOOKS = 0.99
+
+
+class Ratio(NamedTuple):
+    """A ratio and its interval, as logarithms: the interval is `log` - `half` to `log` + `half`."""
+
+    log: float
+    half: float  # infinite with one round
+
+    @property
+    def differs(self) -> bool:
+        """Say whether the interval leaves 1 out."""
+        return abs(self.log) > self.half
+
+
+def ratio_of(ratios: Iterable[float], confidence: float = CONFIDENCE) -> Ratio | None:
+    """Return the mean ratio of rounds with Student's interval, of logarithms.
+
+    From eight rounds on it is the trimmed mean, without the smallest and the largest of eight, so
+    that one odd round undoes nothing. Source: Tukey and McLaughlin, Sankhya A 25 (1963).
+    """
+    logs = np.sort(np.log(list(ratios)))
+    count, cut = len(logs), len(logs) // 8
+    kept = logs[cut : count - cut]
+    if count < 2:
+        return Ratio(float(kept[0]), math.inf) if count else None
+    error = np.clip(logs, kept[0], kept[-1]).std(ddof=1) * math.sqrt(count) / len(kept)
+    quantile = stdtrit(len(kept) - 1, (1 + confidence) / 2)
+    return Ratio(float(kept.mean()), float(quantile * error))
 
 
 @dataclass
@@ -28,7 +62,8 @@ class Row:
     runs: list[Run]
     verdict: Verdict
     place: str = ""  # by step time: "1", or "2-4" where the noise leaves it open
-    against_ddp: float | None = None  # tokens/s over those of COMMON
+    against_ddp: Ratio | None = None  # tokens/s over those of COMMON
+    behind: Ratio | None = None  # step time over that of the place before
 
     def median(self, name: str) -> float | None:
         """Return the median over repeats of a number of Run."""
@@ -52,18 +87,15 @@ class Row:
         found = [median(run.memory_gib.get(part) for run in self.runs) for part in parts]
         return None if None in found else sum(found)
 
-    def spread(self, name: str) -> float | None:
-        """Return max/min - 1 over repeats of a number of Run; None with fewer than two."""
-        values = [value for run in self.runs if (value := getattr(run, name)) is not None]
-        return max(values) / min(values) - 1 if len(values) > 1 and min(values) > 0 else None
+    def by_round(self, name: str) -> dict[int, float]:
+        """Return a number of Run by repeat, where it is known."""
+        found = {run.record.get("repeat", 0): getattr(run, name) for run in self.runs}
+        return {repeat: value for repeat, value in found.items() if value}
 
-
-@dataclass
-class Noise:
-    """The largest spread between repeats of one strategy; None where nothing was repeated."""
-
-    width: float | None
-    row: Row | None
+    def over(self, other: "Row", name: str, confidence: float) -> Ratio | None:
+        """Return the ratio of a number of Run to another row's in the same round."""
+        own, others = self.by_round(name), other.by_round(name)
+        return ratio_of([own[n] / others[n] for n in own if n in others], confidence)
 
 
 @dataclass
@@ -79,9 +111,7 @@ class Scaling:
 class Analysis:
     sweep: Sweep
     groups: list[list[Row]]  # the rows of a group in the order of the tables
-    noise: Noise  # the widest
-    noises: dict[tuple, Noise]  # by what noisy_by returns
-    memory_noise: float | None
+    confidence: float  # of the intervals of ratios
     scaling: list[list[Scaling]]  # by job and link
     conditions: dict[str, str]  # machine, versions, device
     warnings: list[str]  # damaged lines; points of several machines or versions
@@ -103,10 +133,10 @@ def analyse(sweep: Sweep) -> Analysis:
     runs.sort(key=lambda run: (run.group.sort_key(), run.strategy,
                                run.record.get("repeat", 0), run.record["id"]))  # fmt: skip
     records.judge(runs)
-    groups = [rows_of(list(own)) for _, own in itertools.groupby(runs, lambda run: run.group)]
+    confidence = CONFIDENCE_OF_LOOKS if sweep.settings.get("until_decided") else CONFIDENCE
+    groups = [rows_of(list(own), confidence)
+              for _, own in itertools.groupby(runs, lambda run: run.group)]  # fmt: skip
     every = [row for rows in groups for row in rows]
-    noises = {key: noise_of([row for row in every if noisy_by(row.group) == key])
-              for key in dict.fromkeys(noisy_by(row.group) for row in every)}  # fmt: skip
     mixed = [f"{name} {' and '.join(values)}" for name, values in found.items()
              if len(values) > 1 and name not in MAY_VARY]  # fmt: skip
     warnings = list(sweep.warnings)
@@ -114,29 +144,21 @@ def analyse(sweep: Sweep) -> Analysis:
         said = "holds points of several machines or versions, so nothing has a place"
         warnings.append(f"{sweep.folder} {said}: {'; '.join(mixed)}")
     for rows in groups:
-        give_places(rows, None if mixed else noises[noisy_by(rows[0].group)].width)
-    spreads = (row.spread("peak_memory_gib") for row in every)
-    memory_noise = max((spread for spread in spreads if spread is not None), default=None)
+        give_places(rows, confidence, not mixed)
     scaling = scaling_of(every, sweep.settings.get("scaling") == "weak")
     known = {name: ", ".join(values) for name, values in found.items()}
-    return Analysis(sweep, groups, noise_of(every), noises, memory_noise, scaling, known, warnings)
+    return Analysis(sweep, groups, confidence, scaling, known, warnings)
 
 
-def noisy_by(group: Group) -> tuple:
-    """Return what points have in common whose noise is alike: a small model's is no large one's."""
-    return group.preset, group.precision, group.link
-
-
-def rows_of(runs: Sequence[Run]) -> list[Row]:
+def rows_of(runs: Sequence[Run], confidence: float) -> list[Row]:
     """Gather the runs of a group, sorted by strategy, in a row for each."""
     rows = []
     for strategy, repeats in itertools.groupby(runs, lambda run: run.strategy):
         own = list(repeats)
         rows.append(Row(strategy, own[0].group, own, worst(own)))
-    speeds = {row.label: row.median("tokens_per_second") for row in rows}
-    for row in rows:
-        if speeds[row.label] and speeds.get(COMMON):
-            row.against_ddp = speeds[row.label] / speeds[COMMON]
+    common = next((row for row in rows if row.label == COMMON), None)
+    for row in rows if common else ():
+        row.against_ddp = row.over(common, "tokens_per_second", confidence)
     return rows
 
 
@@ -149,33 +171,30 @@ def worst(runs: Sequence[Run]) -> Verdict:
     return Verdict(found.kind, f"{found.words} ({alike} of {len(runs)} repeats)", found.difference)
 
 
-def noise_of(rows: Sequence[Row]) -> Noise:
-    """Return the width of the noise, from all strategies whose points ran more than once."""
-    known = [(spread, row) for row in rows if (spread := row.spread("step_time_ms")) is not None]
-    return Noise(*max(known, key=lambda found: found[0], default=(None, None)))
-
-
-def give_places(rows: list[Row], width: float | None) -> None:
+def give_places(rows: list[Row], confidence: float, comparable: bool) -> None:
     """Give exact strategies that ran more than once a place by step time; sort the rows.
 
-    A place is open as far as the noise leaves it: "2-4" if one strategy is faster beyond the noise,
+    A place is open as far as the rounds leave it: "2-4" if one strategy is faster beyond the noise,
     and all but four are slower beyond it. Places that share no number differ beyond the noise.
     """
-    timed = []
-    if width is not None:
-        timed = [row for row in rows if row.verdict.ranked and row.timed_repeats > 1]
-        timed.sort(key=lambda row: row.step_time_ms)
+    timed = [row for row in rows if comparable and row.verdict.ranked and row.timed_repeats > 1]
+    timed.sort(key=lambda row: row.step_time_ms)
     for row in timed if len(timed) > 1 else ():
-        first = 1 + sum(beyond(other, row, width) for other in timed)
-        last = len(timed) - sum(beyond(row, other, width) for other in timed)
+        ratios = [row.over(other, "step_time_ms", confidence) for other in timed]
+        apart = [ratio.log for ratio in ratios if ratio and ratio.differs]
+        first = 1 + sum(log > 0 for log in apart)
+        last = len(timed) - sum(log < 0 for log in apart)
         row.place = str(first) if first == last else f"{first}-{last}"
+    for before, row in itertools.pairwise(timed):
+        row.behind = row.over(before, "step_time_ms", confidence)
     order = {id(row): number for number, row in enumerate(timed)}
     rows.sort(key=lambda row: (order.get(id(row), len(order)), row.verdict.severity, row.label))
 
 
-def beyond(fast: Row, slow: Row, width: float) -> bool:
-    """Say whether `fast` takes less time than `slow`, by more than the noise."""
-    return fast.step_time_ms * (1 + width) < slow.step_time_ms
+def decided(analysis: Analysis) -> bool:
+    """Say whether every strategy that can have a place has one of its own."""
+    places = [row.place for row in analysis.rows if row.place]
+    return bool(places) and not any("-" in place for place in places)
 
 
 def scaling_of(rows: Sequence[Row], weak: bool) -> list[list[Scaling]]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bench.analysis import Analysis, Row, noisy_by
+from bench.analysis import Analysis, Row, ratio_of
 from bench.records import Group, finite, median, number, tolerance_of
 
 # The numbers of Run that are compared.
@@ -40,11 +40,7 @@ class Comparison:
 def compare(new: Analysis, old: Analysis) -> Comparison:
     """Set each strategy beside itself in an older sweep: same job, ranks and link."""
     after, before = ({(row.group, row.label): row for row in found.rows} for found in (new, old))
-    pairs = []
-    for row in (after[key] for key in after if key in before):
-        time = wider(*(found.noises[noisy_by(row.group)].width for found in (new, old)))
-        widths = time, wider(new.memory_noise, old.memory_noise), 0.0  # bytes are counted
-        pairs.append(pair_of(row, before[row.group, row.label], widths))
+    pairs = [pair_of(after[key], before[key]) for key in after if key in before]
     only = [(kind, rows[0].group, labels)
             for kind, found, other in (("new", new, before), ("old", old, after))
             for rows in found.groups
@@ -55,23 +51,26 @@ def compare(new: Analysis, old: Analysis) -> Comparison:
     return Comparison(str(old.sweep.folder), pairs, only, differ)
 
 
-def wider(*widths: float | None) -> float | None:
-    """Return the larger width; None where one of them is not known."""
-    return None if None in widths else max(widths)
-
-
-def pair_of(new: Row, old: Row, widths: tuple[float | None, ...]) -> Pair:
-    """Compare two rows, with the noise of each of COMPARED."""
+def pair_of(new: Row, old: Row) -> Pair:
+    """Compare two rows in each of COMPARED."""
     changes: list[Change | None] = []
-    for (name, words), width in zip(COMPARED.items(), widths, strict=True):
+    for name, words in COMPARED.items():
         was, now = old.median(name), new.median(name)
-        known = None not in (was, now)
-        beyond = known and width is not None and max(was, now) > min(was, now) * (1 + width)
-        changes.append(Change(words, ratio(now, was), beyond) if known else None)
+        if None in (was, now):
+            changes.append(None)
+        else:  # bytes are counted: whatever differs has changed
+            beyond = was != now if words == "sent" else apart(new, old, name)
+            changes.append(Change(words, ratio(now, was), beyond))
     changes.append(change_of_loss(new, old))
     both = {"flags": (flags_of(old), flags_of(new)),
             "verdict": (old.verdict.kind, new.verdict.kind)}  # fmt: skip
     return new, changes, {name: said for name, said in both.items() if len(set(said)) > 1}
+
+
+def apart(new: Row, old: Row, name: str) -> bool:
+    """Say whether the intervals of two sweeps' repeats, which no round pairs, have a gap."""
+    now, was = (ratio_of(row.by_round(name).values()) for row in (new, old))
+    return bool(now and was) and abs(now.log - was.log) > now.half + was.half
 
 
 def change_of_loss(new: Row, old: Row) -> Change | None:

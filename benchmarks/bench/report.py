@@ -124,7 +124,7 @@ def cells(row: Row) -> dict[str, str]:
         "p90": words.ms(row.percentile_ms(90)),
         "CPU": words.ms(row.median("cpu_time_per_step_ms")),
         "tokens/s": words.speed(row.median("tokens_per_second")),
-        "ddp": words.times(row.against_ddp),
+        "ddp": words.ratio(row.against_ddp),
         "mfu": words.percent(row.median("mfu")),
         "memory": words.gib(row.median("peak_memory_gib")),
         "state": words.size(None if state is None else state * GIB),

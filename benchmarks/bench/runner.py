@@ -20,12 +20,13 @@ import torch
 from tqdm import tqdm
 
 from bench import launch, report
-from bench.analysis import analyse
+from bench.analysis import analyse, decided
 from bench.points import Point
 from bench.store import FAILED, OK, SKIPPED, TIMEOUT, Store, now
 from bench.strategies import REPOSITORY
 from dist_common import cli
 
+LEAST_ROUNDS = 3  # before --until-decided ends a sweep
 LAUNCH = ".launch"  # beside a point's folder, which the script wants to make itself
 # Of what faulthandler writes when a rank is ended: where it was, not why.
 STACK = re.compile(r"(Current thread|Thread) 0x|File \"|Extension modules: ")
@@ -75,8 +76,14 @@ def run_points(points: Sequence[Point], args: argparse.Namespace, store: Store) 
         say(f"{len(points) - len(remaining)} points have a record already, {len(remaining)} to go")
     launch.prepare(args.launcher)
     started = time.monotonic()
-    hidden = not sys.stderr.isatty()
+    hidden, looked_at = not sys.stderr.isatty(), LEAST_ROUNDS
     for number, point in enumerate(tqdm(remaining, "points", disable=hidden, leave=False), 1):
+        if vars(args).get("until_decided") and point.repeat > looked_at:
+            looked_at = point.repeat
+            if decided(analyse(store.sweep)):
+                said = f"no order is open after {point.repeat - 1} rounds"
+                say(f"{said}: the other {len(remaining) - number + 1} points are left out")
+                break
         record = launched(point, args, store)
         store.append(record)
         if record["status"] == OK:

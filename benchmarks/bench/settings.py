@@ -80,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scaling", choices=("strong", "weak"), default="strong",
         help="same global batch on all world sizes, or weak: times ranks (strong)")  # fmt: skip
     add_point_arguments(parser)
+    add("--until-decided", action="store_true",
+        help="end after a round, from the third on, that leaves no order open")  # fmt: skip
     add_job_arguments(parser)
     add_launch_arguments(parser, "runs/sweep")
 
@@ -95,6 +97,8 @@ def read_file(path: str) -> dict[str, Any]:
         strategies.check_kind(path, key, value, known)
         if key == "reference":
             words += ["--no-reference"] * (not value)
+        elif isinstance(value, bool):
+            words += [f"--{key.replace('_', '-')}"] * value
         else:
             values = value if isinstance(value, list) else [value]
             words += [f"--{key.replace('_', '-')}", *map(str, values)]

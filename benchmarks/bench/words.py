@@ -1,12 +1,13 @@
 """A report in words: numbers with their units, and what may be said about them."""
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from bench.analysis import Analysis, Row
+from bench.analysis import Analysis, Ratio, Row
 from bench.baseline import Change
-from bench.records import LOSSY, UNCOMPARED, WRONG, Group
+from bench.records import LOSSY, UNCOMPARED, WRONG, Group, median
 from bench.settings import LR, WARMUP_STEPS
 from bench.store import OK, Sweep
 
@@ -29,6 +30,13 @@ us = functools.partial(shown, "{:,.1f} us")
 def ms(value: float | None) -> str:
     digits = 0 if value is None or value >= 100 else 1 if value >= 10 else 2
     return shown(f"{{:,.{digits}f}} ms", value)
+
+
+def ratio(found: Ratio | None) -> str:
+    """Return a ratio and by how much it may be off: not known of one round, nothing to itself."""
+    if found is None or found.half in (0, math.inf):
+        return times(found and math.exp(found.log))
+    return f"{math.exp(found.log):.2f}x ±{math.expm1(found.half):.0%}"
 
 
 def size(value: float | None) -> str:
@@ -97,22 +105,11 @@ def environment(analysis: Analysis) -> str:
 
 
 def noise(analysis: Analysis) -> str:
-    """Say how wide the noise is, of which strategy, and what follows for places."""
-    if analysis.noise.width is None:
+    """Say what the intervals are; or that there are none, and what follows for places."""
+    if all(row.timed_repeats < 2 for row in analysis.rows):
         return "noise: unknown, since nothing ran twice; no places without it: use --repeats 3"
-    lines = []
-    presets, precisions, _ = map(set, zip(*analysis.noises, strict=True))
-    for (preset, precision, link), found in analysis.noises.items():
-        names = [str(preset)] * (len(presets) > 1) + [str(precision)] * (len(precisions) > 1)
-        head = f"noise of {', '.join(names)}" if names else "noise"
-        head += f" over {link}" if link else ""
-        said = "unknown, since nothing ran twice there"
-        if found.row:
-            repeats = f"{found.row.timed_repeats} repeats of {found.row.label}"
-            where = f" on {ranks(found.row.group.world_size)}" * (found.row.group.world_size != 1)
-            said = f"{percent(found.width)}, the spread of {repeats}{where}"
-        lines.append(f"{head}: {said}")
-    return "\n".join(lines) + "; a smaller difference decides nothing"
+    what = f"noise: ± is the {analysis.confidence:.0%} interval of a ratio, taken round by round"
+    return f"{what}; more rounds narrow it"
 
 
 def outcome(rows: Sequence[Row]) -> list[str]:
@@ -126,6 +123,11 @@ def outcome(rows: Sequence[Row]) -> list[str]:
         one = "fastest beyond the noise" if len(first) == 1 else "fastest, and not told apart"
         how = "no difference beyond the noise" if first == placed else one
         said.append(f"{how}: {listed(first)}")
+        halves = median(row.behind and row.behind.half for row in rows)
+        rounds = max(row.timed_repeats for row in rows if row.place)
+        if halves is not None:
+            tell = f"{rounds} rounds tell neighbours apart from {math.expm1(halves):.0%} on"
+            said.append(f"{tell} (median)")
     found = {row.verdict.words for row in rows if row.verdict.ranked} - {""}
     if found:
         said.append(f"losses compared with {listed(sorted(found))}: no single process")
