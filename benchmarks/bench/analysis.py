@@ -14,6 +14,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from bench import records
+from bench.points import CHECK
 from bench.records import LOSSY, UNCOMPARED, Group, Run, Verdict, median
 from bench.store import OK, Sweep
 from bench.strategies import REFERENCE
@@ -129,10 +130,11 @@ def analyse(sweep: Sweep) -> Analysis:
     """Compute all that a report shows of the training points of a sweep."""
     found = records.conditions(sweep)
     runs = [records.read_run(record, sweep) for record in sweep.records
-            if record["point"].get("kind", "train") == "train"]  # fmt: skip
+            if record["point"].get("kind", "train") in ("train", CHECK)]  # fmt: skip
     runs.sort(key=lambda run: (run.group.sort_key(), run.strategy,
                                run.record.get("repeat", 0), run.record["id"]))  # fmt: skip
     records.judge(runs)
+    runs = [run for run in runs if run.record["point"].get("kind") != CHECK]
     confidence = CONFIDENCE_OF_LOOKS if sweep.settings.get("until_decided") else CONFIDENCE
     groups = [rows_of(list(own), confidence)
               for _, own in itertools.groupby(runs, lambda run: run.group)]  # fmt: skip

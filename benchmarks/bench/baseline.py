@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from bench.analysis import Analysis, Row, ratio_of
-from bench.records import Group, finite, median, number, tolerance_of
+from bench.records import Group, finite, median, number
 
 # The numbers of Run that are compared.
 COMPARED = {"step_time_ms": "step time", "peak_memory_gib": "memory", "bytes_sent_per_step": "sent"}
@@ -78,7 +78,7 @@ def change_of_loss(new: Row, old: Row) -> Change | None:
     was, now = (median(number(run.final_loss) for run in row.runs) for row in (old, new))
     if None in (was, now):
         return None
-    allowed = tolerance_of(new.group)
+    allowed = new.runs[0].allowed
     apart = [abs(a - b) for a, b in zip(new.runs[0].losses, old.runs[0].losses, strict=False)]
     early = max(filter(finite, apart), default=0.0)
     return Change("loss", ratio(now, was), abs(now - was) > allowed.final or early > allowed.early)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import launch
-from bench.settings import NO_LINK
-from bench.strategies import REFERENCE, Strategy
+from bench.settings import LR, NO_LINK
+from bench.strategies import FLOAT, REFERENCE, Strategy
 
 EARLY_STEPS = 5  # whose losses are compared, each with that of the same step
+CHECK = "check"  # a kind of point: the first steps, for their losses alone
 PATIENCE = 0.8  # of a point's seconds, for a collective: its script can say which one hangs
 # Templates check against one process themselves, save and evaluate: a sweep does none of it.
 ALWAYS = ("--parity-steps", "0", "--log-every", "1", "--save-every", "0", "--eval-every", "0")
@@ -36,6 +37,10 @@ class Point:
     repeat: int = 0  # from 1
 
     @property
+    def repeats(self) -> bool:
+        return self.reason is None and self.described["kind"] != CHECK
+
+    @property
     def identity(self) -> str:
         return f"{self.name}#{self.repeat}"
 
@@ -48,13 +53,17 @@ def in_turns(once: Sequence[Point], repeats: int) -> list[Point]:
     """
     points = []
     for repeat in range(1, repeats + 1):
-        again = [replace(point, repeat=repeat) for point in once if repeat == 1 or not point.reason]
+        again = [replace(point, repeat=repeat) for point in once if repeat == 1 or point.repeats]
         points += again if repeat % 2 else again[::-1]
     return points
 
 
 def plan(args: argparse.Namespace, strategies: list[Strategy]) -> list[Point]:
-    """Return all points in order; where they run here, what needs more GPUs has a reason."""
+    """Return all points in order; where they run here, what needs more GPUs has a reason.
+
+    Before what trains in 16 bits come its first steps in float32, where rounding hides nothing; and
+    those of the reference in 16 bits too, which say how much rounding there is.
+    """
     once: list[Point] = []
     jobs = args.presets, args.precisions, args.links, args.world_sizes
     for preset, precision, link, ranks, strategy in itertools.product(*jobs, strategies):
@@ -65,13 +74,19 @@ def plan(args: argparse.Namespace, strategies: list[Strategy]) -> list[Point]:
         for batch in batches:
             own = 1 if alone else ranks
             point = training(args, strategy, own, preset, precision, speed, batch)
-            once += [point] if point not in once else []  # `single`, for all ranks and links
+            wanted = [FLOAT, precision] if alone or not args.reference else [FLOAT]
+            if precision == FLOAT or point.reason or not strategy.exact:
+                wanted = []
+            checks = [training(args, strategy, own, preset, each, None, batch, CHECK)
+                      for each in wanted]  # fmt: skip
+            once += [each for each in [*checks, point] if each not in once]  # as of `single`
     return in_turns(once, args.repeats)
 
 
 def training(
-    args, strategy: Strategy, ranks: int, preset: str, precision: str, link: str | None, batch: int
-) -> Point:
+    args, strategy: Strategy, ranks: int, preset: str, precision: str, link: str | None, batch: int,
+    kind: str = "train",
+) -> Point:  # fmt: skip
     """Return a strategy's point with its batch sizes, or with the reason why it cannot run."""
     reason, sizes = strategy.why_not(ranks, preset, precision), (0, 0)
     if reason is None and not args.dry_run:
@@ -84,17 +99,19 @@ def training(
     job = {
         "world_size": ranks, "preset": preset, "precision": precision, "link": link,
         "global_batch_size": batch, "micro_batch_size": sizes[0], "grad_accum_steps": sizes[1],
-        "seq_len": args.seq_len, "max_steps": args.max_steps, "seed": args.seed,
+        "seq_len": args.seq_len, "seed": args.seed, "lr": args.lr or LR[preset],
+        "max_steps": EARLY_STEPS if kind == CHECK else args.max_steps,
     }  # fmt: skip
     own = strategy.script_flags(ranks)
     values = vars(args) | job | {"timeout": patience(args.timeout)}
     words = itertools.chain.from_iterable((f"--{n.replace('_', '-')}", values[n]) for n in JOB)
-    which = {"kind": "train", "strategy": strategy.name, "exact": strategy.exact}
+    which = {"kind": kind, "strategy": strategy.name, "exact": strategy.exact}
     described = which | {"script": strategy.script} | job | {"flags": own}
     # Strategy and ranks, and whatever else differs.
     parts = [strategy.name, f"w{ranks}"]
     parts += [preset] if len(args.presets) > 1 else []
-    parts += [precision] if len(args.precisions) > 1 else []
+    parts += [precision] if len(args.precisions) > 1 or kind == CHECK else []
+    parts += [kind] if kind == CHECK else []
     parts += [f"b{batch}"] if args.scaling == "weak" else []
     name = ".".join(parts + ([link] if link else []))
     return Point(name, strategy.path, [*own, *words, *ALWAYS], described, reason, read)

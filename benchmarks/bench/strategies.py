@@ -21,7 +21,7 @@ except ModuleNotFoundError:  # Python 3.10
 REPOSITORY = Path(__file__).resolve().parents[2]
 TABLE = REPOSITORY / "benchmarks" / "strategies.toml"
 REFERENCE = "single"  # the strategy whose loss the exact ones must have
-PRECISIONS = ["32-true", "bf16-mixed", "16-mixed"]
+PRECISIONS = [FLOAT := "32-true", "bf16-mixed", "16-mixed"]
 ALL = "all"
 MOST_RANKS = 1_000_000
 KINDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}

@@ -8,8 +8,8 @@ from tabulate import tabulate
 
 from bench import runner, settings, words
 from bench.analysis import analyse
-from bench.points import plan
-from bench.records import PARTS, WRONG, Run, memory_parts, norms_apart, tolerance_of
+from bench.points import CHECK, plan
+from bench.records import PARTS, WRONG, Run, memory_parts, norms_apart
 from bench.store import OK
 from bench.strategies import PRECISIONS
 from dist_common import cli, models
@@ -46,7 +46,8 @@ def train(args: argparse.Namespace) -> int:
     """Do what `run` says, in --output-dir."""
     *_, strategy = chosen = settings.settle(args)
     points = plan(args, chosen)
-    first, last = points[0], points[-1]
+    first = next(point for point in points if point.described["kind"] != CHECK)
+    last = points[-1]
     # `single` is planned on one rank, whatever was asked for.
     reason = strategy.why_not(args.world_size, args.preset, args.precision) or last.reason
     if reason:
@@ -99,7 +100,7 @@ def show_loss(run: Run, reference: Run | None) -> int:
     if reference.final_loss is None:
         print(f"FAILED: {after}, but one process failed: {reference.record['reason']}")
         return cli.FAILED
-    exact, allowed = run.record["point"]["exact"], tolerance_of(run.group)
+    exact, allowed = run.record["point"]["exact"], run.allowed
     compared = [("loss after the last step", run.final_loss, reference.final_loss, allowed.final)]
     if pairs := list(zip(run.losses, reference.losses, strict=False)):
         furthest = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))

@@ -10,6 +10,7 @@ from bench.baseline import Change
 from bench.records import LOSSY, UNCOMPARED, WRONG, Group, median
 from bench.settings import LR, WARMUP_STEPS
 from bench.store import OK, Sweep
+from bench.strategies import FLOAT
 
 DASH = "-"
 
@@ -69,7 +70,7 @@ def title(group: Group) -> str:
     words = [str(group.preset), str(group.precision), ranks(group.world_size), batch]
     words.append(f"{group.max_steps} steps")
     words += [f"{name} {value}" for name in ("link", "seed") if (value := getattr(group, name))]
-    if group.lr not in (None, LR):
+    if group.lr not in (None, LR.get(group.preset)):
         words.append(f"lr {group.lr:g}")
     if group.warmup_steps not in (None, WARMUP_STEPS):
         words.append(f"{group.warmup_steps} steps of warmup")
@@ -128,6 +129,11 @@ def outcome(rows: Sequence[Row]) -> list[str]:
         if halves is not None:
             tell = f"{rounds} rounds tell neighbours apart from {math.expm1(halves):.0%} on"
             said.append(f"{tell} (median)")
+    if rows[0].group.precision != FLOAT:
+        allowed = f"{rows[0].runs[0].allowed.early:.2g}"
+        said.append(
+            f"losses of the first steps may be {allowed} apart in {rows[0].group.precision}"
+        )
     found = {row.verdict.words for row in rows if row.verdict.ranked} - {""}
     if found:
         said.append(f"losses compared with {listed(sorted(found))}: no single process")
