@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make quickstart   install, train on real digits with 2 processes, show the result"
 	@echo "make labs         install what labs/ needs, without CUDA, and say what this machine lacks"
-	@echo "make bench        compare eight strategies on 2 processes: a minute or two on 2 cores"
+	@echo "make bench        compare eight strategies on 2 processes: 2 or 3 minutes on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
 	@echo "make test         install, lint, run the quick tests: about 5 minutes on 2 cores"
 	@echo "make gpu-ready    of these tests those that hold what a GPU would do, on a machine without one"
