@@ -182,8 +182,7 @@ def check_step(
 ) -> list[float]:  # fmt: skip
     """Check what is held after a step and what the step sent; return the measured numbers."""
     expected = expected_of(plan, units, all_reduces)
-    calls = [counter.by_kind().get(kind, (0, 0))[0]
-             for kind in ("all_gather", "reduce_scatter", "all_reduce")]  # fmt: skip
+    calls = [counter.calls[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce")]
     sent = round(sum(call.sent for call in counter.collectives))
     measured = [*held_bytes(weights, optimizer), *calls, sent]
     for (what, right), value in zip(expected.items(), measured, strict=True):
