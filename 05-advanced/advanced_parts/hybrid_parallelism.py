@@ -235,7 +235,10 @@ def choices(run) -> Iterator[list[torch.Tensor]]:
 
     Empty where no expert is on another rank.
     """
-    chosen, layers = [], [block.moe for stage in run.stages for block in stage.blocks]
+    chosen, layers = (
+        [],
+        [getattr(block, "moe", None) for stage in run.stages for block in stage.blocks],
+    )
     layers = layers if run.job.args.ep > 1 else []
     exchanges = [moe.exchange for moe in layers]
 
