@@ -235,11 +235,9 @@ def choices(run) -> Iterator[list[torch.Tensor]]:
 
     Empty where no expert is on another rank.
     """
-    chosen, layers = (
-        [],
-        [getattr(block, "moe", None) for stage in run.stages for block in stage.blocks],
-    )
-    layers = layers if run.job.args.ep > 1 else []
+    chosen, layers = [], []
+    if run.job.args.ep > 1:  # blocks of another model have no experts
+        layers = [block.moe for stage in run.stages for block in stage.blocks]
     exchanges = [moe.exchange for moe in layers]
 
     def note(exchange: Callable, rows, counts: torch.Tensor, experts) -> torch.Tensor:
