@@ -331,6 +331,9 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
         return (yield)
     finally:
         signal.alarm(0)
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # every fork after it would have it
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            pytest.fail("it leaves pytest's own process a handler of SIGTERM")
 
 
 def run_command(
