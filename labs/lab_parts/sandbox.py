@@ -15,6 +15,7 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import struct
@@ -243,15 +244,21 @@ def _enter(hidden: list[Path], top: Path, limits: Limits) -> None:
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ours, theirs = os.pipe()  # whose other end closes with the process that holds it
     first = os.fork()
     if first:
+        os.close(ours)
         os.close(OUT)
         _, status = os.waitpid(first, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
             os.kill(os.getpid(), -code)
         os._exit(code)
+    os.close(theirs)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([ours], [], [], 0)[0]:  # it was killed before this one asked to be told
+        os._exit(1)
+    os.close(ours)
     with socket.socket() as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
     _build_root(hidden, top, limits)
