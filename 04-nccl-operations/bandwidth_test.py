@@ -257,8 +257,8 @@ def parse_args():
 
     parser = cli.ArgumentParser(__doc__)
     add, count, size = parser.add_argument, cli.positive_int, cli.byte_size
-    add("--collective", choices=[*COLLECTIVES, "all"], default="all_reduce", metavar="NAME",
-        help=f"{', '.join(COLLECTIVES)} or all (all_reduce)")  # fmt: skip
+    add("--collective", nargs="+", choices=[*COLLECTIVES, "all"], default=["all_reduce"],
+        metavar="NAME", help=f"{', '.join(COLLECTIVES)} or all (all_reduce)")  # fmt: skip
     add("-b", "--minbytes", type=size, default="8", metavar="SIZE", help="first size (8)")
     add("-e", "--maxbytes", type=size, default="16M", metavar="SIZE", help="last size (16M)")
     add("-f", "--stepfactor", type=lambda text: cli.whole_number(text, 2), default=2,
@@ -289,7 +289,10 @@ def parse_args():
         parser.error(f"-b {args.minbytes} is above -e {args.maxbytes}, the last size")
     if args.minbytes < smallest:
         parser.error(f"-b {args.minbytes} is less than a number of -d {args.datatype}: {smallest}")
-    reduces = args.collective == "all" or COLLECTIVES[args.collective].reduces
+    if "all" in args.collective:
+        args.collective = [*COLLECTIVES]
+    args.collective = list(dict.fromkeys(args.collective))  # named twice, timed once
+    reduces = any(COLLECTIVES[name].reduces for name in args.collective)
     divides = reduces and args.op in ("avg", "mulsum")
     if divides and not data.TYPES[args.datatype].is_floating_point:
         parser.error(f"-o {args.op} needs a floating-point -d, not {args.datatype}")
@@ -304,7 +307,7 @@ def main():
         report = Report("04-nccl-operations/bandwidth_test.py", args, world, device)
         if world.world_size == 1:
             raise cli.UsageError("one rank has nobody to talk to: start 2 or more (torchrun)")
-        names = [*COLLECTIVES] if args.collective == "all" else [args.collective]
+        names = args.collective
         data.refuse(any(COLLECTIVES[name].reduces for name in names), args, world, device)
         report.start()
 
@@ -322,6 +325,8 @@ def main():
             for sweep in sweeps:
                 if not stop.stopped:
                     run_sweep(report, sweep, args, stop)
+                    report.metrics["sweeps"] = part.rows_of(sweeps)
+                    report.save()  # the next collective may hang
         return end(interrupted=stop.stopped)
 
 

@@ -104,8 +104,7 @@ class Report:
 
     def finish(self, summary: str) -> int:
         """Write results.json, print all checks and a verdict; return the script's exit code."""
-        if self.output and self.world.is_rank0:
-            self._write(self.output / "results.json")
+        self.save()
         rows = []
         for name, check in folded(self.checks):
             values = (check.measured, check.expected, check.tolerance)
@@ -119,6 +118,11 @@ class Report:
         passed = f"{len(self.checks)} check{'s' * (len(self.checks) != 1)} passed, " * bool(rows)
         self.say(f"OK: {passed}{summary}")
         return 0
+
+    def save(self) -> None:
+        """Write results.json as it stands: what is known survives a crash or a hang."""
+        if self.output and self.world.is_rank0:
+            self._write(self.output / "results.json")
 
     def _write(self, path: Path) -> None:
         now = datetime.now(timezone.utc)

@@ -38,8 +38,8 @@ def record(name="all_reduce", ranks=2, repeat=1, sizes=((8, 10.0), (8192, 20.0))
         "best_busbw_gb_s": 20.0,
     }
     metrics = {f"{name} {key}": value for key, value in fitted.items()} | {"sweeps": {name: sweep}}
-    point = {"kind": "comm", "collective": name, "world_size": ranks, "link": None}
-    found = {"id": f"comm.{name}.w{ranks}#{repeat}", "point": point, "repeat": repeat}
+    point = {"kind": "comm", "collectives": [name], "world_size": ranks, "link": None}
+    found = {"id": f"comm.w{ranks}#{repeat}", "point": point, "repeat": repeat}
     return found | {"status": "ok", "reason": None, "results": {"metrics": metrics}} | more
 
 
@@ -71,7 +71,7 @@ def test_repeats_are_one_row_with_their_median_in_any_order():
 
 
 def test_rows_are_sorted_by_collective_ranks_link_and_size():
-    behind = {"kind": "comm", "collective": "all_reduce", "world_size": 2, "link": "1gbit"}
+    behind = {"kind": "comm", "collectives": ["all_reduce"], "world_size": 2, "link": "1gbit"}
     runs = [record("all_gather"), record(ranks=10), record(point=behind), record()]
     names = [row[:3] for row in rows_of(comm_table(runs))][::2]
     assert names == [("all_reduce", "2", "-"), ("all_reduce", "2", "1gbit"),
@@ -102,6 +102,16 @@ def test_a_run_without_results_has_a_row_with_its_reason(results):
     assert len(rows_of(fit_table([record("broadcast", **ended)]))) == 0
 
 
+def test_what_a_run_did_not_come_to_has_its_reason_beside_what_it_measured():
+    """The second collective hung: the figures of the first are kept."""
+    hung = record(status="timeout", reason="timeout after 600 s")
+    hung["point"]["collectives"] = ["all_reduce", "broadcast"]
+    assert [row[:1] + row[3:5] for row in rows_of(comm_table([hung]))] == [
+        ("all_reduce", "8", "10.0 us"), ("all_reduce", "8,192", "20.0 us"),
+        ("broadcast", "timeout: timeout after 600 s", ""),
+    ]  # fmt: skip
+
+
 def test_trainings_in_the_same_report_are_left_out():
     training = {"id": "ddp.w2#1", "point": {"kind": "train"}, "status": "ok", "results": {}}
     assert comm_table([training, record()]) == comm_table([record()])
@@ -128,21 +138,21 @@ def comm(*words):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Stand in for the launcher: `ends(name)` says a script's exit code and what it wrote."""
+    """Stand in for the launcher: `ends(ranks)` says a script's exit code and what it wrote."""
 
     def install(ends):
         started = []
 
         def start(launcher, script, arguments, world_size, folder, timeout_s, link):
-            name = arguments[arguments.index("--collective") + 1]
+            names = arguments[arguments.index("--collective") + 1 : arguments.index("-b")]
             output = REPO / arguments[arguments.index("--output-dir") + 1]
-            started.append(f"{name}.{world_size}")
+            started.append(f"{' '.join(names)}.{world_size}")
             folder.mkdir(parents=True)
-            code, results = ends(name)
+            code, results = ends(world_size)
             if results is not None:
                 output.mkdir()
                 (output / "results.json").write_text(json.dumps(results))
-            verdict = f"FAILED: {name}: wrong elements\n" if code == 1 else ""
+            verdict = f"FAILED: {names[-1]}: wrong elements\n" if code == 1 else ""
             return bench_launch.Outcome(code, 0.1, verdict, "")
 
         monkeypatch.setattr(bench_launch, "start", start)
@@ -152,19 +162,21 @@ def fake(monkeypatch):
 
 
 def test_repeats_alternate_and_a_second_call_runs_what_is_missing(fake, tmp_path, capsys):
-    started = fake(lambda name: (0, record(name)["results"]))
+    both = record()["results"]
+    both["metrics"]["sweeps"] |= record("broadcast")["results"]["metrics"]["sweeps"]
+    started = fake(lambda ranks: (0, both))
     words = ("--collectives", "all_reduce", "broadcast", "--world-sizes", 2, 3, "--repeats", 2)
     words += ("--output-dir", tmp_path / "out")
     assert comm(*words) == 0
-    once = ["all_reduce.2", "broadcast.2", "all_reduce.3", "broadcast.3"]
+    once = ["all_reduce broadcast.2", "all_reduce broadcast.3"]
     assert started == once + once[::-1]
     lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "out" / "results.jsonl").write_text("".join(lines[:6]) + lines[6][:40])
+    (tmp_path / "out" / "results.jsonl").write_text("".join(lines[:3]) + lines[3][:40])
     assert comm(*words) == 0
-    assert started[8:] == once[::-1][2:]
+    assert started[4:] == once[:1]
     printed = capsys.readouterr().out
-    assert "6 points have a record already, 2 to go" in printed and "left" in printed
-    assert re.search(r"warning: .*results.jsonl line 7 was truncated: cut", printed)
+    assert "3 points have a record already, 1 to go" in printed and "left" in printed
+    assert re.search(r"warning: .*results.jsonl line 4 was truncated: cut", printed)
     assert "bytes, calls and losses" not in printed, "there are no losses"
     with (tmp_path / "out/collectives.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -177,7 +189,7 @@ def test_repeats_alternate_and_a_second_call_runs_what_is_missing(fake, tmp_path
 
 
 def test_wrong_data_fails_and_keeps_what_was_measured(fake, tmp_path, capsys):
-    fake(lambda name: (1, record(name, wrong=7)["results"]))
+    fake(lambda ranks: (1, record("reduce", wrong=7)["results"]))
     assert comm("--collectives", "reduce", "--repeats", 1, "--output-dir", tmp_path / "out") == 1
     kept = load(tmp_path / "out").records[0]
     assert kept["status"] == "failed" and kept["reason"].endswith("reduce: wrong elements")
@@ -196,9 +208,9 @@ def test_wrong_data_fails_and_keeps_what_was_measured(fake, tmp_path, capsys):
 def test_a_run_that_fails_is_recorded_and_the_others_run(
     fake, tmp_path, capsys, code, results, says
 ):
-    good = record("broadcast")["results"]
-    started = fake(lambda name: (code, results) if name == "reduce" else (0, good))
-    words = ("--collectives", "reduce", "broadcast", "--repeats", 1)
+    good = record("reduce")["results"]
+    started = fake(lambda ranks: (code, results) if ranks == 2 else (0, good))
+    words = ("--collectives", "reduce", "--world-sizes", 2, 3, "--repeats", 1)
     assert comm(*words, "--output-dir", tmp_path / "out") == 1
     assert len(started) == 2 and says in capsys.readouterr().out
     assert comm(*words, "--output-dir", tmp_path / "out") == 1
@@ -237,12 +249,12 @@ def test_a_link_that_this_machine_cannot_have_says_why(monkeypatch):
 
 
 def test_a_dry_run_prints_commands_and_starts_nothing(fake, tmp_path, capsys):
-    started = fake(lambda name: (0, None))
+    started = fake(lambda ranks: (0, None))
     assert comm(*QUICK, "--repeats", 1, "--output-dir", tmp_path / "out", "--dry-run") == 0
     line = capsys.readouterr().out
     typed = "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2"
     words = f"{typed} {bench_comm.SCRIPT} --collective all_reduce -b 8 "
-    assert line.startswith(f"comm.all_reduce.w2#1: {words}") and line.count("\n") == 2
+    assert line.startswith(f"comm.w2#1: {words}") and line.count("\n") == 2
     assert not started and not (tmp_path / "out").exists()
 
 
@@ -278,6 +290,8 @@ def test_a_script_that_is_broken_is_told(monkeypatch, tmp_path, capsys, broken, 
     script = tmp_path / "bandwidth_test.py"
     script.write_text(text.replace(correct, broken))
     monkeypatch.setattr(bench_comm, "SCRIPT", str(script))
-    words = (*QUICK, "--repeats", 1, "--timeout", timeout_s)
+    words = ("--collectives", "broadcast", *QUICK[1:], "--repeats", 1, "--timeout", timeout_s)
     assert comm(*words, "--output-dir", tmp_path / "out") == 1
-    assert says in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert re.search(r"broadcast +2 +- +8 .* 0$", printed, re.M), "what came before it is kept"

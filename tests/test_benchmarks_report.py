@@ -402,7 +402,7 @@ def test_collectives_have_tables_of_their_own(run_script, tmp_path):
             "busbw_gb_s": 0.1, "wrong": 0}  # fmt: skip
     metrics = {"sweeps": {"all_reduce": [{"out_of_place": side, "in_place": side}]}}
     line = record("comm", 1, results={"metrics": metrics, "device": "cpu"})
-    line["point"] = {"kind": "comm", "collective": "all_reduce", "world_size": 2, "link": None}
+    line["point"] = {"kind": "comm", "collectives": ["all_reduce"], "world_size": 2, "link": None}
     folder = write(tmp_path / "sweep", [line])
     ended = report(run_script, folder)
     assert ended.codes == [0], ended.stderr

@@ -145,11 +145,16 @@ def conclude(
         summarise(report, sweeps, copied_gb_s, fit)
         if report.output and report.world.is_rank0:
             plot(report.output / "bandwidth.png", sweeps, copied_gb_s, ranks)
-    report.metrics["sweeps"] = {sweep.label: sweep.rows for sweep in sweeps}
+    report.metrics["sweeps"] = rows_of(sweeps)
     report.metrics["interrupted"] = interrupted
     ended = ", interrupted by Ctrl-C" * interrupted
     code = report.finish(f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)} on {ranks}{ended}")
     return cli.INTERRUPTED if interrupted else code
+
+
+def rows_of(sweeps: list[Sweep]) -> dict[str, list]:
+    """Return what results.json holds of those that have measured something."""
+    return {sweep.label: sweep.rows for sweep in sweeps if sweep.rows}
 
 
 def summarise(report: Report, sweeps: list[Sweep], copied: float, fit: Callable) -> None:

@@ -50,15 +50,16 @@ def run(args: argparse.Namespace) -> int:
     settings.settle_launch(args)
     args.kind = "comm"
     once = []
-    for link, ranks, name in itertools.product(args.links, args.world_sizes, args.collectives):
+    for link, ranks in itertools.product(args.links, args.world_sizes):
         reason = None if args.dry_run else launch.why_not(args.launcher, args.device, ranks)
         speed = None if link == NO_LINK else link
-        flags = ["--collective", name, "-b", args.minbytes, "-e", args.maxbytes]
+        flags = ["--collective", *args.collectives, "-b", args.minbytes, "-e", args.maxbytes]
         flags += ["-f", args.stepfactor, "-n", args.iters, "--device", args.device]
         flags += ["--timeout", points.patience(args.timeout)]
         flags += ["--link", speed] if speed else []  # the script compares with it
-        described = {"kind": "comm", "script": SCRIPT, "collective": name, "world_size": ranks}
-        described |= {"link": speed} | {size: getattr(args, size) for size in SIZES}
-        identity = ".".join(filter(None, ("comm", name, f"w{ranks}", speed)))
+        described = {"kind": "comm", "script": SCRIPT, "collectives": args.collectives}
+        described |= {"world_size": ranks, "link": speed}
+        described |= {size: getattr(args, size) for size in SIZES}
+        identity = ".".join(filter(None, ("comm", f"w{ranks}", speed)))
         once.append(points.Point(identity, Path(SCRIPT), flags, described, reason, read))
     return runner.run(points.in_turns(once, args.repeats), args)

@@ -43,16 +43,19 @@ def comm_table(records: Iterable[Record]) -> Table:
 
     time, algbw and busbw are means over iterations and ranks, as nccl-tests prints them; p50 and
     p95 are of all iterations, `spread` is the slowest repeat over the fastest, less 1. #wrong is a
-    sum. A point without results has one row: its reason.
+    sum. A collective that a point did not come to has one row: the point's reason.
     """
     headers = ("collective", "ranks", "link", "bytes", "time", "spread", "p50", "p95", "algbw",
                "busbw", "#wrong")  # fmt: skip
     rows = {}
     for record in records:
-        if record["point"].get("kind") == "comm" and not list(_runs([record])):
-            names = _names(record, record["point"]["collective"])
-            said = f"{record['status']}: {record.get('reason') or 'no reason recorded'}"
-            rows[(*names, 0)] = (*names, said, *[""] * 7)
+        if record["point"].get("kind") == "comm":
+            done = {label.split()[0] for (label, *_), _ in _runs([record])}
+            for label in record["point"]["collectives"]:
+                names = _names(record, label)
+                said = f"{record['status']}: {record.get('reason') or 'no reason recorded'}"
+                if label not in done:
+                    rows[(*names, 0)] = (*names, said, *[""] * 7)
     for line in lines_of(records):
         names = line["collective"], line["ranks"], line["link"]
         time, p50, p95, *rates = (line[name] for name in MEASURED)
