@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from conftest import REPO
-from pages import PAGES, TRACKED, commands, read, runnable, steps
+from page_reader import PAGES, TRACKED, commands, read
+from pages import runnable, steps
 
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 10
 COMMAND, SLOW_COMMAND = 0.25, 1.0  # minutes: most take some seconds, those marked slow a minute

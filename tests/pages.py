@@ -1,4 +1,4 @@
-"""Read the Markdown pages and run the commands that they show.
+"""Run the commands that the Markdown pages show; page_reader.py reads them.
 
 test_guides.py says what a page must look like.
 """
@@ -11,63 +11,19 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from conftest import REPO, Ended, compiled, run_command
 from matplotlib import image as png
 from outputs import difference
+from page_reader import FRAMEWORKS, PAGES, TRACKED, Block, Page, commands, read
 
-FRAMEWORKS = ".venv-frameworks"  # what `make frameworks` installs
 DEADLINE_S = 300  # of one command, for a hang: ten times what the slowest takes on a quiet machine
-
-
-def files_of_the_repository() -> list[str]:
-    asked = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPO, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if asked.returncode == 0:
-        return [path for path in asked.stdout.splitlines() if (REPO / path).exists()]
-    made = {
-        ".venv",
-        FRAMEWORKS,
-        "runs",
-        "data",
-        "__pycache__",
-    }  # a copy without git, from an archive
-    files = (path.relative_to(REPO) for path in REPO.rglob("*") if path.is_file())
-    return [str(path) for path in files if not made & set(path.parts)]
-
-
-TRACKED = files_of_the_repository()
-PAGES = [path for path in TRACKED if path.endswith(".md")]
-
-# reading
-
-
-@dataclass
-class Block:
-    """A fenced block: its language, its lines, the line it starts at, the prose leading to it."""
-
-    language: str
-    text: str
-    line: int
-    lead: str = ""
-
-
-@dataclass
-class Page:
-    path: str
-    prose: str = ""
-    blocks: list[Block] = field(default_factory=list)
-    rest: str = ""  # the prose after the last block
 
 
 @dataclass
@@ -106,28 +62,6 @@ class Step:
 RECORDED = re.compile(r"<!-- recorded: (\S+) -->")
 
 
-@cache
-def read(path: str | Path) -> Page:
-    """Read a page, by its path in the repository."""
-    page, block, between = Page(str(path)), None, []
-    for number, line in enumerate((REPO / path).read_text().splitlines(), 1):
-        fence = re.match(r"```(\w*)$", line)
-        if block is None and fence:
-            block = Block(fence[1], "", number, "\n".join(between).strip())
-        elif block is not None and line == "```":
-            page.blocks.append(block)
-            block, between = None, []
-        elif block is not None:
-            block.text += line + "\n"
-        else:
-            between.append(line)
-            page.prose += line + "\n"
-    if block is not None:
-        page.blocks.append(Block("never closed", block.text, block.line))
-    page.rest = "\n".join(between)
-    return page
-
-
 def steps(page: Page) -> list[Step]:
     found = []
     for position, block in enumerate(page.blocks):
@@ -137,21 +71,6 @@ def steps(page: Page) -> list[Step]:
         output = after[0] if after[0].language == "text" and not after[0].lead else None
         recorded = after[0].language == "text" and RECORDED.fullmatch(after[0].lead)
         found.append(Step(block, output, after[1 if output else 0].lead, bool(recorded)))
-    return found
-
-
-def commands(block: Block) -> list[tuple[int, str]]:
-    """Return the commands of a block, each with the line of the page where it begins."""
-    found, pieces, start = [], [], 0
-    for number, line in enumerate(block.text.splitlines(), block.line + 1):
-        if not pieces:
-            start = number
-            if not line.strip() or line.startswith("#"):
-                continue
-        pieces.append(line.removesuffix("\\").strip())
-        if not line.endswith("\\"):
-            found.append((start, " ".join(pieces)))
-            pieces = []
     return found
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 from outputs import difference, shown_like
-from pages import FIGURE, PAGES, Printed, Step, commands, copy_repository, launch, read, runnable
+from page_reader import PAGES, commands, read
+from pages import FIGURE, Printed, Step, copy_repository, launch, runnable
 from pages import steps as steps_of
 
 

@@ -37,7 +37,8 @@ import minutes
 import pages
 import pytest
 from conftest import REPO, run_command
-from pages import PAGES, TRACKED, all_of, commands, read, steps
+from page_reader import PAGES, TRACKED, commands, read, slug, sources_of, unindented
+from pages import all_of, steps
 from recording import DIFF, diff_of, record, write_diffs
 
 # commands and what they print
@@ -116,15 +117,10 @@ def test_blocks_have_a_language_that_is_checked():
 @pytest.mark.parametrize(("path", "block"), all_of("python") + all_of("json"))
 def test_code_on_a_page_is_the_code_that_runs(path, block):
     ending = ".json" if block.language == "json" else ".py"
-    near = [(REPO / path).parent, REPO / "dist_common"]
-    sources = [REPO / file for file in TRACKED if file.endswith(ending)]
-    texts = [
-        re.sub(r"^ *# lab: .*\n|^[ \t]+", "", file.read_text(), flags=re.M)
-        for file in sources if any(file.is_relative_to(folder) for folder in near)
-    ]  # fmt: skip
-    wanted = re.sub(r"^[ \t]+", "", block.text, flags=re.M)
-    where = f"{path}:{block.line}: no file of {near[0].name}/ or dist_common/ has these lines"
-    assert any(wanted in text for text in texts), where
+    texts = [unindented((REPO / file).read_text()) for file in sources_of(path, ending)]
+    folder = (REPO / path).parent.name
+    where = f"{path}:{block.line}: no file of {folder}/ or dist_common/ has these lines"
+    assert any(unindented(block.text) in text for text in texts), where
 
 
 @pytest.mark.parametrize(("path", "block"), all_of("diff"))
@@ -233,11 +229,6 @@ def test_every_flag_exists(path):
             if script in TRACKED:
                 own = set(re.findall(flag, text.split(script, 1)[1]))
                 assert own <= flags_for(script), f"{path}: {text}: {own - flags_for(script)}"
-
-
-def slug(heading: str) -> str:
-    """Return the anchor that GitHub gives a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import REPO, load_script, results_of, run_command
-from pages import PAGES, read
+from page_reader import PAGES, read
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore

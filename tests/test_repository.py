@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO
-from pages import TRACKED
+from page_reader import TRACKED, lessons_in_order
 
 PARTS = {
     "01-ddp-basics": "ddp_parts", "02-fsdp": "fsdp_parts", "03-deepspeed": "deepspeed_parts",
@@ -38,16 +38,6 @@ def scripts(folder: str) -> list[str]:
 def parts(folder: str) -> list[str]:
     found = (re.fullmatch(rf"{folder}/{PARTS[folder]}/(\w+)\.py", path) for path in TRACKED)
     return [match[1] for match in found if match and match[1] != "__init__"]
-
-
-def lessons_in_order(folder: str) -> list[str]:
-    """Return the pages that a module's README lists in its table of lessons, in their order.
-
-    Rows of that table end in minutes; scripts without minutes follow, from the other tables.
-    """
-    rows = re.findall(r"^\|.*", (REPO / folder / "README.md").read_text(), re.M)
-    rows.sort(key=lambda row: not re.search(r"\| \d+ \|$", row))
-    return list(dict.fromkeys(re.findall(r"\]\((\w+)\.(?:md|py)\)", "\n".join(rows))))
 
 
 @cache

@@ -1,0 +1,115 @@
+"""Read the Markdown pages: blocks, commands, order; and find a snippet in the code.
+
+Plain Python: site/ reads the pages by it too, in an environment without PyTorch.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+FRAMEWORKS = ".venv-frameworks"  # what `make frameworks` installs
+SITE = ".venv-site"  # and `make site`
+
+
+def files_of_the_repository() -> list[str]:
+    asked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPO, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if asked.returncode == 0:
+        return [path for path in asked.stdout.splitlines() if (REPO / path).exists()]
+    # a copy without git, from an archive
+    made = {".venv", FRAMEWORKS, SITE, "node_modules", "runs", "data", "__pycache__"}
+    files = (path.relative_to(REPO) for path in REPO.rglob("*") if path.is_file())
+    return [str(path) for path in files if not made & set(path.parts)]
+
+
+TRACKED = files_of_the_repository()
+PAGES = [path for path in TRACKED if path.endswith(".md")]
+
+
+@dataclass
+class Block:
+    """A fenced block: its language, its lines, the line it starts at, the prose leading to it."""
+
+    language: str
+    text: str
+    line: int
+    lead: str = ""
+
+
+@dataclass
+class Page:
+    path: str
+    prose: str = ""
+    blocks: list[Block] = field(default_factory=list)
+    rest: str = ""  # the prose after the last block
+
+
+@cache
+def read(path: str | Path) -> Page:
+    """Read a page, by its path in the repository."""
+    page, block, between = Page(str(path)), None, []
+    for number, line in enumerate((REPO / path).read_text().splitlines(), 1):
+        fence = re.match(r"```(\w*)$", line)
+        if block is None and fence:
+            block = Block(fence[1], "", number, "\n".join(between).strip())
+        elif block is not None and line == "```":
+            page.blocks.append(block)
+            block, between = None, []
+        elif block is not None:
+            block.text += line + "\n"
+        else:
+            between.append(line)
+            page.prose += line + "\n"
+    if block is not None:
+        page.blocks.append(Block("never closed", block.text, block.line))
+    page.rest = "\n".join(between)
+    return page
+
+
+def commands(block: Block) -> list[tuple[int, str]]:
+    """Return the commands of a block, each with the line of the page where it begins."""
+    found, pieces, start = [], [], 0
+    for number, line in enumerate(block.text.splitlines(), block.line + 1):
+        if not pieces:
+            start = number
+            if not line.strip() or line.startswith("#"):
+                continue
+        pieces.append(line.removesuffix("\\").strip())
+        if not line.endswith("\\"):
+            found.append((start, " ".join(pieces)))
+            pieces = []
+    return found
+
+
+def unindented(text: str) -> str:
+    """Return code without indentation and the comments of labs: a page may show a part of it."""
+    return re.sub(r"^ *# lab: .*\n|^[ \t]+", "", text, flags=re.M)
+
+
+def sources_of(page: str, ending: str) -> list[str]:
+    """Return the files that a page's code can be from: those of its folder, and dist_common."""
+    near = Path(page).parent, Path("dist_common")
+    return [path for path in TRACKED if path.endswith(ending)
+            and any(Path(path).is_relative_to(folder) for folder in near)]  # fmt: skip
+
+
+def lessons_in_order(folder: str) -> list[str]:
+    """Return the pages that a module's README lists in its table of lessons, in their order.
+
+    Rows of that table end in minutes; scripts without minutes follow, from the other tables.
+    """
+    rows = re.findall(r"^\|.*", (REPO / folder / "README.md").read_text(), re.M)
+    rows.sort(key=lambda row: not re.search(r"\| \d+ \|$", row))
+    return list(dict.fromkeys(re.findall(r"\]\((\w+)\.(?:md|py)\)", "\n".join(rows))))
+
+
+def slug(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
