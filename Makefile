@@ -10,6 +10,8 @@ UV := $(shell command -v uv || echo $(BIN)/uv)
 TORCH_BACKEND := $(shell cat $(VENV)/.torch_backend 2>/dev/null)
 # Lightning, Ray and the like, which the guide itself does not need, in an environment of their own.
 FRAMEWORKS := .venv-frameworks
+# Sphinx and what it vendors, for the guide as a site.
+SITE := .venv-site
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 # A folder of its own for each run: nothing is overwritten.
 RUN := runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
@@ -18,13 +20,14 @@ BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 # Some containers set it: then each process compiles PyTorch's sources anew, 2 to 5 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart labs bench frameworks test gpu-ready test-all lint install
+.PHONY: help quickstart labs bench frameworks site test gpu-ready test-all lint install
 
 help:
 	@echo "make quickstart   install, train on real digits with 2 processes, show the result"
 	@echo "make labs         install what labs/ needs, without CUDA, and say what this machine lacks"
 	@echo "make bench        compare eight strategies on 2 processes: 2 or 3 minutes on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
+	@echo "make site         build the guide for a browser, page beside code: runs/site/index.html"
 	@echo "make test         install, lint, run the quick tests: about 5 minutes on 2 cores"
 	@echo "make gpu-ready    of these tests those that hold what a GPU would do, on a machine without one"
 	@echo "make test-all     the same, and every command of every page: what CI runs"
@@ -86,13 +89,25 @@ $(FRAMEWORKS)/.installed: $(STAMP)
 	  || $(FRAMEWORKS)/bin/python -m pip install --editable '.[frameworks]'
 	@touch $@
 
+site: $(SITE)/.installed
+	$(SITE)/bin/python site/build.py
+
+# Node comes with it, so npm needs none on the machine; both check what they install by checksums.
+$(SITE)/.installed: $(STAMP) site/requirements.txt site/package-lock.json
+	@echo "Installing Sphinx, Mermaid and a browser for tests into $(SITE) and site/node_modules."
+	test -x $(SITE)/bin/python || $(BIN)/python -m venv $(SITE)
+	$(UV) pip install --python $(SITE)/bin/python --requirement site/requirements.txt \
+	  || $(SITE)/bin/python -m pip install --requirement site/requirements.txt
+	cd site && PATH="$(abspath $(SITE))/bin:$$PATH" npm ci --ignore-scripts --no-audit --no-fund
+	@touch $@
+
 test: lint
 	$(PYTEST) -m "not full"
 
 gpu-ready: $(STAMP)
 	$(PYTEST) -m gpu_ready
 
-test-all: lint $(FRAMEWORKS)/.installed
+test-all: lint $(FRAMEWORKS)/.installed $(SITE)/.installed
 	$(PYTEST)
 
 lint: $(STAMP)

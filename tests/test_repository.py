@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO
-from page_reader import TRACKED, lessons_in_order
+from page_reader import PARTS, TRACKED, lessons_in_order
 
-PARTS = {
-    "01-ddp-basics": "ddp_parts", "02-fsdp": "fsdp_parts", "03-deepspeed": "deepspeed_parts",
-    "04-nccl-operations": "nccl_parts", "05-advanced": "advanced_parts", "benchmarks": "bench",
-}  # fmt: skip
 DATA = {"images", "configs", "failures", "frameworks", "recorded"}  # folders beside the lessons
 # The ladder, in plain PyTorch: test_ladder.py holds it. The first two have no page of their name.
 FIRST_STEPS = {

@@ -1,0 +1,229 @@
+"""The guide as a site, in a real browser: no fault on any page, the code beside it is the code.
+
+`make site` installs what this needs; the browser is a package too. One worker builds it once.
+"""
+
+import html
+import json
+import re
+import site
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import page_reader
+import pytest
+from conftest import MARK, REPO
+
+pytestmark = [pytest.mark.full, pytest.mark.xdist_group("site")]
+INSTALLED = REPO / page_reader.SITE
+DIGITS = "0123456789"
+TEXTS = "all => all.map(each => each.textContent)"
+WIDE, PHONE = (1280, 800), (390, 800)
+LESSONS = [
+    path for path in page_reader.PAGES if path.removesuffix("md") + "py" in page_reader.TRACKED
+]
+
+
+@pytest.fixture(scope="session")
+def built() -> Path:
+    """Build the site; return its folder."""
+    if not (INSTALLED / ".installed").exists():
+        pytest.skip(f"{page_reader.SITE} is not there: make site")
+    out = REPO / "runs" / "site"
+    words = [INSTALLED / "bin" / "python", REPO / "site" / "build.py", out]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return out
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """Start a headless Chromium, unpacked from its package."""
+    if not (INSTALLED / ".installed").exists():
+        pytest.skip(f"{page_reader.SITE} is not there: make site")
+    # Of the same Python; the guide's own environment needs no browser.
+    site.addsitedir(INSTALLED / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+                    / "site-packages")  # fmt: skip
+    from playwright.sync_api import sync_playwright
+
+    asked = 'import("@sparticuz/chromium").then(c => c.default.executablePath()).then(console.log)'
+    node, temporary = INSTALLED / "bin" / "node", tmp_path_factory.mktemp("browser")
+    path = subprocess.check_output(
+        [node, "--input-type=module", "-e", asked], cwd=REPO / "site", text=True, timeout=120,
+        env={"TMPDIR": str(temporary)},
+    ).strip()  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(MARK)  # or the first test's end would end it
+        driver = sync_playwright().start()
+        flags = ["--no-sandbox", "--disable-gpu"]  # as root in a container; nothing from elsewhere
+        running = driver.chromium.launch(executable_path=path, args=flags)
+    yield running
+    running.close()
+    driver.stop()
+
+
+@pytest.fixture(scope="session")
+def tab(browser):
+    """One tab that notes what goes wrong: errors, and requests that leave the folder."""
+    page = browser.new_page(viewport=dict(zip(("width", "height"), WIDE, strict=True)))
+    page.faults = []
+    page.on("console", lambda m: m.type == "error" and page.faults.append(m.text))
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+    page.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:"))
+            or page.faults.append(f"asks for {r.url}"))  # fmt: skip
+    return page
+
+
+@pytest.fixture
+def at(built, tab):
+    """Open a page of the site, by its path without .html, with nothing kept from another one."""
+
+    def opened(path: str, size: tuple[int, int] = WIDE, theme: str = "light"):
+        tab.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
+        tab.emulate_media(color_scheme=theme)
+        tab.faults.clear()
+        tab.goto((built / f"{path}.html").as_uri())
+        return tab
+
+    return opened
+
+
+def name_of(page: str) -> str:
+    return page.removesuffix(".md")
+
+
+def test_every_link_leads_somewhere(built):
+    texts = {path: path.read_text() for path in built.rglob("*.html")}
+    assert len(texts) > len(page_reader.PAGES)
+    anchor_of = re.compile(r'<[a-z][^<>]*\bid="([^"<>]+)"')
+    link_of = re.compile(r'<[a-z][^<>]*\b(?:href|src)="([^"<>]+)"')
+    ids = {path: set(anchor_of.findall(text)) for path, text in texts.items()}
+    faults = []
+    for path, text in texts.items():
+        for link in set(map(html.unescape, link_of.findall(text))):
+            if re.match(r"(https?|mailto|data):", link):
+                continue
+            file, _, anchor = unquote(link.partition("?")[0]).partition("#")
+            target = (path.parent / file).resolve() if file else path
+            if not target.is_file():
+                faults.append(f"{path.relative_to(built)}: {link} is not there")
+            elif anchor and target.suffix == ".html" and anchor not in ids[target]:
+                faults.append(f"{path.relative_to(built)}: no anchor {link}")
+    assert not faults, "\n".join(faults[:20])
+
+
+def test_every_page_loads_whole_and_draws_its_diagrams(built, at):
+    """No error, no request that leaves the folder, no page wider than its window, on both sizes."""
+    diagrams = 0
+    for page in page_reader.PAGES:
+        opened = at(name_of(page))
+        opened.wait_for_function("!document.querySelector('pre.mermaid:not(:has(svg))')")
+        texts = opened.eval_on_selector_all("pre.mermaid svg", TEXTS)
+        blocks = [b for b in page_reader.read(page).blocks if b.language == "mermaid"]
+        assert len(texts) == len(blocks) and all(map(str.strip, texts)), page
+        diagrams += len(texts)
+        for size in (WIDE, PHONE):
+            opened.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
+            wide = opened.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, f"{page}: {wide} px wider than {size[0]}"
+        assert not opened.faults, f"{page}: {opened.faults}"
+    assert diagrams > 50
+
+
+@pytest.mark.parametrize(("words", "finds"), [
+    ("bucket", "01-ddp-basics/ddp_from_scratch.html"),
+    ("shm-full", "04-nccl-operations/failures/shm-full"),  # of the gallery
+    ("gradient_or_zeros", "01-ddp-basics/ddp_from_scratch.py.html"),  # code
+])  # fmt: skip
+def test_search_finds_prose_and_code_without_a_server(built, tab, words, finds):
+    tab.faults.clear()
+    tab.goto(f"{(built / 'search.html').as_uri()}?q={words}")
+    tab.wait_for_selector("#search-results li")
+    tab.wait_for_function(
+        "document.querySelector('.search-summary')?.textContent.includes('found')"
+    )
+    links = tab.eval_on_selector_all("#search-results li a", "all => all.map(each => each.href)")
+    assert any(finds in link for link in links), links
+    assert not tab.faults
+
+
+def test_each_name_and_snippet_of_a_lesson_lights_its_lines(at):
+    """The lines that light up are those of the file, and hold what the page names."""
+    names = snippets = 0
+    for page in LESSONS:
+        opened = at(name_of(page))
+        if not opened.query_selector(".beside"):
+            continue
+        folded = "document.querySelectorAll('details').forEach(each => { each.open = true; })"
+        opened.evaluate(folded)
+        for place in opened.query_selector_all("a.named-code"):
+            name = re.match(r"\w+", place.inner_text())[0]
+            place.click()
+            lit = opened.eval_on_selector_all(
+                ".line.lit", "all => all.map(each => each.textContent)"
+            )
+            assert lit and any(
+                re.search(rf"\b{name}\b", line.lstrip(DIGITS)) for line in lit[:4]
+            ), f"{page}: {name}"
+            names += 1
+        for place in opened.query_selector_all(".shown-code"):
+            shown = page_reader.unindented(place.query_selector("pre").inner_text()).strip()
+            place.click(position={"x": 2, "y": 2})
+            lit = opened.eval_on_selector_all(
+                ".line.lit", "all => all.map(each => each.textContent)"
+            )
+            code = page_reader.unindented("\n".join(line.lstrip(DIGITS) for line in lit))
+            assert code.strip() == shown, f"{page}: {shown[:60]}"
+            snippets += 1
+        assert not opened.faults, f"{page}: {opened.faults}"
+    assert names > 300 and snippets > 100
+
+
+def test_a_function_leads_back_to_the_page(at):
+    opened = at("01-ddp-basics/ddp_from_scratch", PHONE)
+    opened.click(".beside-switch [data-show=code]")
+    assert opened.is_visible(".beside") and not opened.is_visible("article")
+    opened.click("a.nr >> nth=0")
+    assert opened.is_visible("article") and not opened.is_visible(".beside")
+    name = opened.evaluate("document.activeElement.textContent")
+    assert name and name in opened.get_attribute("a.nr >> nth=0", "aria-label")
+
+
+def test_a_lesson_by_keyboard(at):
+    """Tab and Enter light a function, arrows change the file, each with a focus that shows."""
+    opened = at("01-ddp-basics/ddp_from_scratch")
+    for _ in range(120):
+        opened.keyboard.press("Tab")
+        if opened.evaluate("document.activeElement.matches('a.named-code')"):
+            break
+    name = opened.evaluate("document.activeElement.textContent")
+    opened.keyboard.press("Enter")
+    assert name in opened.inner_text(".line.lit >> nth=0")
+    opened = at("01-ddp-basics/ddp_minimal")
+    opened.focus("[role=tab][aria-selected=true]")
+    before = opened.get_attribute("[role=tab][aria-selected=true]", "id")
+    opened.keyboard.press("ArrowRight")
+    after = opened.get_attribute("[role=tab][aria-selected=true]", "id")
+    assert after != before == opened.evaluate("document.querySelector('[role=tab]').id")
+    assert opened.evaluate("document.activeElement.id") == after
+    outline = opened.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", [WIDE, PHONE])
+@pytest.mark.parametrize("page", [
+    "README", "01-ddp-basics/ddp_from_scratch", "02-fsdp/fsdp_memory",
+    "01-ddp-basics/ddp_minimal.py", "search",
+])  # fmt: skip
+def test_no_serious_fault_of_accessibility(at, page, size, theme):
+    opened = at(page, size, theme)
+    opened.add_script_tag(path=REPO / "site/node_modules/axe-core/axe.min.js")
+    found = opened.evaluate("axe.run().then(found => found.violations)")
+    serious = [
+        f"{each['id']}: {json.dumps(each['nodes'][0]['html'])[:160]} ({len(each['nodes'])} times)"
+        for each in found if each["impact"] in ("serious", "critical")
+    ]  # fmt: skip
+    assert not serious, "\n".join(serious)
