@@ -198,6 +198,7 @@ def list_modules(app, pagename: str, templatename: str, context: dict, doctree) 
 
 def show_code(app, pagename: str, templatename: str, context: dict, doctree) -> None:
     """Give the page's template its files, as HTML."""
+    context["guide_page"] = f"{pagename}.md" in TRACKED
     context["mermaid"] = doctree is not None and any(
         'class="mermaid"' in node.astext() for node in doctree.findall(nodes.raw)
     )
@@ -206,7 +207,8 @@ def show_code(app, pagename: str, templatename: str, context: dict, doctree) -> 
         return
     panels = []
     for path in beside.files:
-        names = {"id": file_id(path), "name": path.rpartition("/")[2], "path": path}
+        name = path.partition("/")[2]  # of a part with its package
+        names = {"id": file_id(path), "name": name, "path": path}
         panels.append(names | {"code": numbered(path, beside)})
     if beside.difference:
         code = highlight(beside.difference, DiffLexer(), FORMAT)

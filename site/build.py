@@ -7,11 +7,13 @@ lets Sphinx build OUT (runs/site), which works from a folder over file:// and wi
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -26,15 +28,26 @@ LINK = re.compile(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 
 
+SYMPTOMS = """# Symptoms
+
+**It hangs, fails, or the numbers are wrong: which page knows it?**
+
+All tables of all pages that begin with a symptom. Type a word of the message.
+
+<input type="search" id="symptom" aria-label="A word of the message">
+"""
+
+
 def stage() -> None:
     """Write what Sphinx reads: the pages, their pictures, and a page for each file of code."""
     shutil.rmtree(STAGE, ignore_errors=True)
     code = {path for path in TRACKED if path.endswith(".py") and not path.startswith("tests/")}
+    for page in (HERE / "pages").glob("*.md"):
+        write(page.name, page.read_text())
+    write("symptoms.md", with_links_to_code("symptoms.md", symptoms(), code))
     for page in PAGES:
         text = with_links_to_code(page, (REPO / page).read_text(), code)
         write(page, text + contents_of(page))
-    for page in (HERE / "pages").glob("*.md"):
-        write(page.name, page.read_text())
     for path in code:
         write(f"{path}.md", code_page(path))
     for path in TRACKED:
@@ -73,6 +86,30 @@ def with_links_to_code(page: str, text: str, code: set[str]) -> str:
     return "".join([*parts, LINK.sub(site_link, text[end:])])
 
 
+def symptoms() -> str:
+    """Return a page of everything that the pages say of what breaks, by page, in one list."""
+    lines = [SYMPTOMS]
+    for page in PAGES:
+        folder = page.rpartition("/")[0]
+        text = (REPO / page).read_text()
+        tables = re.findall(r"^\| (?:symptom|what you see) \|.*\n(?:\|.*\n)+", text, re.M)
+        if tables:
+            title = re.search(r"^# (.+)$", text, re.M)[1]
+            lines += ["", f"## [{title}]({page})", ""]
+            link = re.compile(r"\]\(([^)\s#]*)(#?[^)\s]*)\)")
+            lines += [link.sub(partial(from_the_top, folder, page), table) for table in tables]
+    return "\n".join(lines) + "\n"
+
+
+def from_the_top(folder: str, page: str, link: re.Match) -> str:
+    """Return a page's link as it is from the top of the repository."""
+    target, anchor = link.groups()
+    if "://" in target:
+        return link[0]
+    whole = os.path.normpath(os.path.join(folder, target)) if target else page
+    return f"]({whole}{anchor})"
+
+
 def folder_page(folder: str, code: set[str]) -> str:
     """Return a page that lists a folder's files, which are pages."""
     inside = [path for path in TRACKED if path.startswith(f"{folder}/")]
@@ -102,13 +139,23 @@ def contents_of(page: str) -> str:
     if not folder:
         below = [f"{module}/README.md" for module in PARTS]
         below += ["labs/README.md", "TEACHING.md", "CONTRIBUTING.md"]
-        below += sorted(page.name for page in (HERE / "pages").glob("*.md"))
+        below += ["symptoms.md", *sorted(page.name for page in (HERE / "pages").glob("*.md"))]
     else:
         inside = [p for p in PAGES if p.startswith(f"{folder}/") and p != page]
         order = [f"{folder}/{stem}.md" for stem in lessons_in_order(folder)]
         below = [p for p in order if p in inside] + [p for p in inside if p not in order]
         below = [p.removeprefix(f"{folder}/") for p in below]
-    return "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(below) + "\n```\n"
+    entries = [titled(below_it, Path(folder) / below_it) for below_it in below]
+    return "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(entries) + "\n```\n"
+
+
+def titled(name: str, page: Path) -> str:
+    """Return a page's entry in the contents: its title, and its minutes if it says them."""
+    file = REPO / page if (REPO / page).exists() else STAGE / page
+    text = file.read_text()
+    title = re.search(r"^# (.+)$", text, re.M)[1].replace("`", "")
+    minutes = re.search(r"^(\d+) minutes\b", text, re.M)
+    return f"{title} ({minutes[1]} min) <{name}>" if minutes else name
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from conftest import REPO
 from page_reader import PAGES, TRACKED, commands, read
-
 from pages import runnable, steps
 
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 10

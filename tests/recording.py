@@ -14,7 +14,6 @@ import pytest
 from conftest import REPO
 from outputs import difference, shown_like
 from page_reader import PAGES, commands, read
-
 from pages import FIGURE, Printed, Step, copy_repository, launch, runnable
 from pages import steps as steps_of
 

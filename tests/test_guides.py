@@ -34,13 +34,12 @@ from functools import cache
 from pathlib import Path
 
 import minutes
+import pages
 import pytest
 from conftest import REPO, run_command
 from page_reader import PAGES, TRACKED, commands, read, slug, sources_of, unindented
-from recording import DIFF, diff_of, record, write_diffs
-
-import pages
 from pages import all_of, steps
+from recording import DIFF, diff_of, record, write_diffs
 
 # commands and what they print
 

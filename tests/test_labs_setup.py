@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 import nbformat
+import pages
 import pytest
 from conftest import REPO, load_script, run_command
 from nbclient import NotebookClient
-
-import pages
 
 sys.path.insert(0, str(REPO / "labs"))
 import grade

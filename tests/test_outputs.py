@@ -2,12 +2,11 @@
 
 import json
 
+import pages
 import pytest
 from conftest import run_command, started_here
 from outputs import Line, difference, differing_words, shown_like
 from recording import record
-
-import pages
 
 HEADER = "check                        measured    expected    tolerance    ok"
 DASHES = "------------------------  -----------  ----------  -----------  ----"

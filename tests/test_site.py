@@ -212,11 +212,34 @@ def test_a_lesson_by_keyboard(at):
     assert outline != "none"
 
 
+def test_what_was_read_is_marked_in_the_list_of_pages(at):
+    opened = at("01-ddp-basics/ddp_minimal")
+    opened.check("#page-read")
+    marked = at("01-ddp-basics/README").query_selector(".sidebar-tree a.read")
+    assert marked and marked.text_content().startswith("From one process to many (10 min)")
+    at("01-ddp-basics/ddp_minimal").uncheck("#page-read")
+    assert not at("01-ddp-basics/README").query_selector(".sidebar-tree a.read")
+
+
+def test_symptoms_of_all_pages_are_one_list(at):
+    """Each row of each page's table is there; a word leaves those that have it."""
+    opened = at("symptoms")
+    rows = "document.querySelectorAll('article tbody tr:not([hidden])').length"
+    tables = re.compile(r"^\| (?:symptom|what you see) \|.*\n\|.*\n((?:\|.*\n)+)", re.M)
+    texts = [(REPO / page).read_text() for page in page_reader.PAGES]
+    expected = sum(table.count("\n") for text in texts for table in tables.findall(text))
+    assert opened.evaluate(rows) == expected > 200
+    opened.fill("#symptom", "shm")
+    kept = opened.eval_on_selector_all("article tbody tr:not([hidden])", TEXTS)
+    assert 0 < len(kept) < 20 and all("shm" in text.lower() for text in kept)
+    assert not opened.faults
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, PHONE])
 @pytest.mark.parametrize("page", [
     "README", "01-ddp-basics/ddp_from_scratch", "02-fsdp/fsdp_memory",
-    "01-ddp-basics/ddp_minimal.py", "search",
+    "01-ddp-basics/ddp_minimal.py", "search", "symptoms",
 ])  # fmt: skip
 def test_no_serious_fault_of_accessibility(at, page, size, theme):
     opened = at(page, size, theme)

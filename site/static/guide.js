@@ -3,6 +3,37 @@ for (const wide of document.querySelectorAll("article pre, article .table-wrappe
   if (wide.scrollWidth > wide.clientWidth) wide.tabIndex = 0;
 }
 
+// Symptoms: keep the rows that have all the words.
+const asked = document.getElementById("symptom");
+asked?.addEventListener("input", () => {
+  const words = asked.value.toLowerCase().split(/\s+/);
+  for (const table of document.querySelectorAll("article table")) {
+    const rows = [...table.tBodies[0].rows];
+    rows.forEach((row) => { row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word)); });
+    table.closest("section").hidden = rows.every((row) => row.hidden);
+  }
+});
+
+// What this browser has read to its end, marked in the list of pages.
+(() => {
+  const root = document.documentElement.dataset.content_root;
+  const home = new URL(root, location.href).href;
+  const pageOf = (link) => new URL(link, location.href).href.split("#")[0].replace(home, "");
+  const read = new Set(JSON.parse(localStorage.getItem("read") ?? "[]"));
+  const mark = () => document.querySelectorAll(".sidebar-tree a").forEach((link) =>
+    link.classList.toggle("read", read.has(pageOf(link.getAttribute("href")))));
+  const box = document.getElementById("page-read");
+  if (box) {
+    box.checked = read.has(pageOf("#"));
+    box.addEventListener("change", () => {
+      box.checked ? read.add(pageOf("#")) : read.delete(pageOf("#"));
+      localStorage.setItem("read", JSON.stringify([...read]));
+      mark();
+    });
+  }
+  mark();
+})();
+
 // The script beside its page: tabs, the lines that a paragraph or snippet is about, and back.
 (() => {
   const beside = document.querySelector(".beside");
