@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import json
+import math
 import os
 import re
 import shutil
@@ -13,12 +15,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import REPO, assert_one_line, load_script, results_of, run_command
 
 sys.path += [str(REPO / "benchmarks"), str(REPO / "benchmarks" / "frameworks")]
 
+import framework_job
 from bench import ports as bench_ports
 from bench.ports import PORTS, Port, Run
+from dist_common import job, models
 
 full = pytest.mark.full
 TOOL = "benchmarks/compare_frameworks.py"
@@ -495,3 +500,87 @@ os.write(1, f"wrapped in {wrapped}\\n".encode())  # one write: lines of two rank
     launch = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     ended = run_command([*map(str, launch), str(tmp_path / "kind.py")], REPO, 200)
     assert ended.stdout.count("wrapped in DistributedDataParallel") == 2, ended.stderr
+
+
+# Megatron-LM does not run here: its command on the page is held against a record of its arguments
+
+
+def megatron_command() -> tuple[list[str], dict[str, list[str]]]:
+    """Return what starts Megatron-LM on the page, and the words that follow each of its flags."""
+    page = (REPO / "benchmarks" / "frameworks.md").read_text()
+    block = re.search(r"```text\n(torchrun [^`]*pretrain_gpt\.py[^`]*)```", page)[1]
+    launcher, _, rest = block.replace("\\\n", " ").partition(" pretrain_gpt.py ")
+    flags = {}
+    for word in rest.split():
+        if word.startswith("--"):
+            assert word not in flags, f"{word} twice"
+            flags[word] = []
+        else:
+            flags[[*flags][-1]].append(word)
+    return launcher.split(), flags
+
+
+def test_megatron_knows_each_flag_and_takes_its_value():
+    known = json.loads((REPO / "benchmarks/recorded/megatron_arguments.json").read_text())
+    for flag, words in megatron_command()[1].items():
+        fact = known["arguments"].get(flag)
+        assert fact, f"{flag}: not among the recorded arguments of Megatron-LM"
+        assert len(words) == fact["takes"], f"{flag} takes {fact['takes']}, not {words}"
+        for word in words:
+            {"int": int, "float": float, "str": str}[fact["type"]](word)
+            assert word in fact.get("choices", [word]), f"{flag} {word}: none of its choices"
+
+
+def test_megatron_is_told_this_job():
+    launcher, flags = megatron_command()
+    told = {flag: words[0] for flag, words in flags.items() if words}
+    given = {flag: float(word) for flag, word in told.items() if re.match(r"\d", word)}
+    args = job_args()
+    shape = models.preset("tiny", args.seq_len)
+    optimizer, _ = framework_job.build_optimizer(torch.nn.Linear(1, 1), args)
+    group = optimizer.param_groups[0]
+    ranks = int(launcher[1].removeprefix("--nproc-per-node="))
+    assert given == pytest.approx({
+        "--num-layers": shape.num_layers, "--hidden-size": shape.dim,
+        "--num-attention-heads": shape.num_heads, "--num-query-groups": shape.num_kv_heads,
+        "--ffn-hidden-size": shape.ffn_dim, "--vocab-size": shape.vocab_size,
+        "--norm-epsilon": shape.norm_eps, "--rotary-base": shape.rope_theta,
+        "--max-position-embeddings": shape.max_seq_len, "--seq-length": args.seq_len,
+        "--attention-dropout": 0, "--hidden-dropout": 0,
+        "--micro-batch-size": args.micro_batch_size,
+        "--global-batch-size": ranks * args.micro_batch_size, "--train-iters": args.max_steps,
+        "--adam-beta1": group["betas"][0], "--adam-beta2": group["betas"][1],
+        "--adam-eps": group["eps"], "--weight-decay": group["weight_decay"],
+        "--clip-grad": framework_job.MAX_NORM,
+        "--lr": args.lr, "--min-lr": job.lr_at(args.max_steps, args),
+        "--lr-warmup-init": job.lr_at(1, args), "--lr-warmup-iters": args.warmup_steps - 1,
+        "--lr-decay-iters": args.max_steps - 1,
+        "--eval-interval": args.max_steps, "--eval-iters": 0,
+    })  # fmt: skip
+    assert type(optimizer) is torch.optim.AdamW and told["--optimizer"] == "adam"
+    norms = {type(module).__name__ for module in models.Transformer(shape).modules()}
+    assert told["--normalization"] in norms and told["--position-embedding-type"] == "rope"
+    tied = "--untie-embeddings-and-output-weights" not in flags
+    assert tied == shape.tied_embeddings
+    assert {"--swiglu", "--group-query-attention", "--disable-bias-linear"} <= flags.keys()
+
+
+def test_megatrons_schedule_is_this_guides():
+    """Its optimizer_param_scheduler.py, in one line each: it counts steps from 0."""
+    given = {flag: words[0] for flag, words in megatron_command()[1].items() if words}
+    first, top, last = (float(given[f"--{name}"]) for name in ("lr-warmup-init", "lr", "min-lr"))
+    warmup, end = (int(given[f"--lr-{name}-iters"]) for name in ("warmup", "decay"))
+    args = job_args()
+    for done in range(args.max_steps):
+        rate = first + (top - first) * done / warmup
+        if done > warmup:
+            turned = math.cos(math.pi * (done - warmup) / (end - warmup))
+            rate = last + (top - last) * (turned + 1) / 2
+        assert rate == pytest.approx(job.lr_at(done + 1, args)), f"step {done + 1}"
+
+
+def job_args() -> argparse.Namespace:
+    """Return the one job's flags as they are by default."""
+    parser = argparse.ArgumentParser()
+    job.add_task_flags(parser, models.PRESETS)
+    return parser.parse_args([])
