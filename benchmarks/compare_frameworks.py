@@ -197,7 +197,7 @@ def choose(args, versions: dict[str, str | None]) -> list[Port]:
         if args.frameworks and versions.get(port.package) is None:
             raise cli.UsageError(
                 f"--frameworks {name}: {port.package} is not installed for {args.python}; "
-                "`make frameworks` installs what can be installed"
+                f"{port.to_install}"
             )
         chosen.append(port)
     needed = {PORTS["bare_ddp"], *(PORTS[port.base] for port in chosen), *chosen}

@@ -30,10 +30,18 @@ class Port:
     package: str
     base: str = "bare_ddp"  # whose CPU time it is compared with
     script: Path | None = None  # where it is no file of frameworks/
+    extra: str = "frameworks"  # of pyproject.toml: what its environment has
 
     @property
     def path(self) -> Path:
         return self.script or FOLDER / f"{self.name}.py"
+
+    @property
+    def to_install(self) -> str:
+        """What makes the environment that it runs in."""
+        if self.extra == "frameworks":
+            return "`make frameworks` installs what can be installed"
+        return f"frameworks.md makes .venv-{self.extra} with it, for --python"
 
     @property
     def starts_ranks(self) -> bool:
@@ -50,6 +58,8 @@ PORTS = {port.name: port for port in (
     Port("ray_train", "ray"),
     Port("deepspeed_engine", "deepspeed"),
     Port("torchft_ddp", "torchft"),
+    Port("litgpt_fabric", "litgpt", extra="litgpt"),
+    Port("thunder_ddp", "lightning-thunder", extra="thunder"),
     Port("horovod_ddp", "horovod"),
     Port("bare_fsdp2", "torch", base="bare_fsdp2"),
     Port("fabric_fsdp2", "lightning", base="bare_fsdp2"),
