@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ sys.path += [str(REPO / "benchmarks"), str(REPO / "benchmarks" / "frameworks")]
 import framework_job
 from bench import ports as bench_ports
 from bench.ports import PORTS, Port, Run
+from bench.strategies import tomllib
 from dist_common import job, models
 
 full = pytest.mark.full
@@ -176,11 +178,87 @@ def test_what_starts_a_port_is_what_its_file_says():
     python = {name for name, port in PORTS.items() if port.starts_ranks}
     assert python == {
         "fabric_ddp", "lightning_ddp", "ray_train", "torchft_ddp", "fabric_fsdp2",
-        "lightning_fsdp2",
+        "lightning_fsdp2", "litgpt_fabric",
     }  # fmt: skip
     assert {port.path.stem for port in PORTS.values()} - {"ddp_training"} == {
         path.stem for path in FOLDER.glob("*.py") if path.stem != "framework_job"
     }
+
+
+# the ports that have environments of their own, without what is in them
+
+
+OWN = {name: port for name, port in PORTS.items() if port.extra != "frameworks"}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_how_to_make_a_ports_environment_is_said_where_it_is_needed(name):
+    port, project = OWN[name], tomllib.loads((REPO / "pyproject.toml").read_text())
+    pins = project["project"]["optional-dependencies"][port.extra]
+    assert {"torch", port.package} <= {pin.partition("==")[0] for pin in pins if "==" in pin}
+    command = f".venv-{port.extra}/bin/python -m pip install --editable '.[{port.extra}]'"
+    for path in (port.path, REPO / "benchmarks" / "frameworks.md"):
+        assert command in path.read_text(), path
+    record = json.loads((REPO / f"benchmarks/recorded/{port.extra}.json").read_text())
+    assert {f"{package}=={version}" for package, version in record["versions"].items()} >= {
+        pin for pin in pins if "==" in pin
+    }
+
+
+def load_port(monkeypatch, name: str, **packages: dict):
+    """Load a port whose packages are not here: stand-ins have the names that it imports."""
+    for package, names in packages.items():
+        module = types.ModuleType(package)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, package.replace("_of_", "."), module)
+    return load_script(f"benchmarks/frameworks/{name}.py")
+
+
+def test_thunders_port_attends_as_the_model_does(monkeypatch):
+    thunder, distributed = {"jit": None}, {"ddp": None}
+    packages = {"thunder": thunder, "thunder_of_distributed": distributed}
+    port = load_port(monkeypatch, "thunder_ddp", **packages)
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
+    expected = models.causal_attention(q, k, v)
+    torch.testing.assert_close(port.attend(q, k, v), expected)
+    other = port.attend(q, *(x.flip(1) for x in (k, v)))
+    assert not torch.allclose(other, expected), "heads are told apart"
+
+
+class Described(torch.nn.Module):
+    """Keeps what LitGPT's model would be given."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def load_state_dict(self, weights):
+        self.weights = weights
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama-like"])
+def test_litgpts_port_gives_it_the_whole_model(monkeypatch, preset):
+    """Each weight once, and the shape; whether LitGPT computes the same is compared where it is."""
+    shape = models.TransformerConfig(96, 32, 2, 4, 1, 40, 64, rope_theta=5e5, norm_eps=1e-6)
+    monkeypatch.setitem(models.PRESETS, "llama-like", shape)
+    packages = {"litgpt": {"GPT": Described, "Config": dict}, "lightning": {}}
+    packages["lightning_of_fabric"] = {"Fabric": None}
+    port = load_port(monkeypatch, "litgpt_fabric", **packages)
+    args = argparse.Namespace(preset=preset, seq_len=16, seed=0)
+    model, ours = port.build_model(args), framework_job.build_model(args)
+    given = [weight.detach().flatten() for weight in model.weights.values()]
+    expected = [weight.detach().flatten() for weight in ours.parameters()]
+    torch.testing.assert_close(*(torch.cat(each).sort().values for each in (given, expected)))
+    first = ours.blocks[0].attention
+    qkv = torch.cat([first.wq.weight, first.wk.weight, first.wv.weight])
+    assert torch.equal(model.weights["transformer.h.0.attn.qkv.weight"], qkv)
+    told, shape = model.config, ours.config
+    assert (told["n_layer"], told["n_embd"], told["n_head"], told["n_query_groups"]) == (
+        shape.num_layers, shape.dim, shape.num_heads, shape.num_kv_heads,
+    )  # fmt: skip
+    assert told["vocab_size"] == told["padded_vocab_size"] == shape.vocab_size
+    assert (told["intermediate_size"], told["block_size"]) == (shape.ffn_dim, shape.max_seq_len)
+    assert (told["rope_base"], told["norm_eps"]) == (shape.rope_theta, shape.norm_eps)
 
 
 # what is asked for
@@ -206,6 +284,7 @@ def test_the_bare_loops_are_always_there(tmp_path):
         (["--frameworks", "fabric_dp"], "no such port or file; did you mean fabric_ddp?"),
         (["--frameworks", "nowhere.py"], "no such port or file"),
         (["--frameworks", "horovod_ddp"], "horovod is not installed"),
+        (["--frameworks", "thunder_ddp"], "frameworks.md makes .venv-thunder with it"),
         (["--python", "/nowhere/python"], "does not run"),
         (["--repeats", 0], "must be a whole number of at least 1"),
     ],
@@ -371,7 +450,7 @@ def compare(folder: Path, *argv, **environ: str) -> tuple:
 def test_every_framework_trains_the_same_job(tmp_path):
     """Those that the page does not run itself."""
     before, scratch = set(Path("/tmp").glob("ray-*")), Path(tempfile.mkdtemp(dir="/tmp"))
-    names = sorted(PORTS.keys() - {"fabric_ddp", "accelerate_ddp", "horovod_ddp"})
+    names = sorted(PORTS.keys() - {"fabric_ddp", "accelerate_ddp", "horovod_ddp", *OWN})
     argv = ("--max-steps", 12, "--frameworks", *names)
     ended, rows = compare(tmp_path / "out", *argv, TMPDIR=str(scratch))
     assert ended.codes == [0], ended.stdout + ended.stderr
@@ -382,6 +461,19 @@ def test_every_framework_trains_the_same_job(tmp_path):
     assert not [line for line in running if str(scratch) in line or "raylet" in line]
     assert set(Path("/tmp").glob("ray-*")) == before, "files that Ray left"
     shutil.rmtree(scratch)
+
+
+@full
+@pytest.mark.parametrize("name", OWN)
+def test_a_port_in_an_environment_of_its_own_trains_the_same_job(tmp_path, name):
+    places = [folder / f".venv-{OWN[name].extra}" for folder in (Path(sys.prefix).parent, REPO)]
+    python = next((p / "bin" / "python" for p in places if p.exists()), None)
+    if python is None:
+        pytest.skip(f"no .venv-{OWN[name].extra}: benchmarks/frameworks.md has how to make it")
+    argv = ("--max-steps", 12, "--frameworks", name, "--python", python)
+    ended, rows = compare(tmp_path / "out", *argv)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert (rows[name]["fault"], rows[name]["world_size"]) == (None, 2)
 
 
 # traps: a port that lacks one thing trains another job, and its exit code says nothing; the page

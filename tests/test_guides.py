@@ -197,7 +197,8 @@ FLAGS_OF_OTHER_TOOLS = """
     docker: --file --tag --build-arg --rm --interactive --tty --volume --shm-size
     ruff: --check --fix
     pytest: --dist --durations --numprocesses
-    accelerate: --cpu --num_processes
+    accelerate: --cpu --num_processes --mpirun_hostfile
+    Megatron-LM: --data-path --eval-interval --mock-data --no-gradient-accumulation-fusion
     py-spy: --pid --native --locals
     torchfrtrace: --allow-incomplete-ranks
     deepspeed: --num_gpus --num_nodes --hostfile --master_addr --master_port --include --exclude
