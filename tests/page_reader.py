@@ -29,9 +29,13 @@ def files_of_the_repository() -> list[str]:
     if asked.returncode == 0:
         return [path for path in asked.stdout.splitlines() if (REPO / path).exists()]
     # a copy without git, from an archive
-    made = {".venv", FRAMEWORKS, SITE, "node_modules", "runs", "data", "__pycache__"}
+    made = {"node_modules", "runs", "data", "__pycache__"}
     files = (path.relative_to(REPO) for path in REPO.rglob("*") if path.is_file())
-    return [str(path) for path in files if not made & set(path.parts)]
+    return [
+        str(path)
+        for path in files
+        if not made & set(path.parts) and not path.parts[0].startswith(".venv")
+    ]
 
 
 TRACKED = files_of_the_repository()
