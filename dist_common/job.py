@@ -320,7 +320,9 @@ class Job:
             self.batches.close()  # ends the processes that load data
             self.log.close()
             peaks = gather(measure.peak_memory(self.device))
-            report.metrics |= {name: max(peak[name] for peak in peaks) for name in peaks[0]}
+            for name in peaks[0]:
+                by_rank = [peak[name] for peak in peaks]
+                report.metrics |= {name: max(by_rank), f"{name}_per_rank": by_rank}
 
     def read(self, unread: list[Step]) -> bool:
         """Log steps that nobody has read yet; return whether any rank was asked to stop."""

@@ -126,8 +126,10 @@ class Report:
 
     def _write(self, path: Path) -> None:
         now = datetime.now(timezone.utc)
-        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else None
-        machine = {"system": platform.system(), "processor": platform.machine()}
+        machine = {"gpu": None, "system": platform.system(), "processor": platform.machine()}
+        if self.device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(self.device)
+            machine |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / measure.GIB, 2)}
         loaded = {"dist_common": dist_common, **sys.modules}
         names = [name for name in ("torch", "dist_common", "deepspeed") if name in loaded]
         content = {
@@ -141,7 +143,7 @@ class Report:
             "launcher": self.world.launcher,
             "versions": {"python": platform.python_version()}
             | {name: loaded[name].__version__ for name in names},
-            "machine": {"cores": measure.core_count(), "gpu": gpu, **machine},
+            "machine": {"cores": measure.core_count(), **machine},
             "metrics": self.metrics,
             "checks": [{**asdict(check), "ok": check.ok} for check in self.checks],
         }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, assert_one_line
-from helpers_benchmarks import asked_for
+from helpers_benchmarks import asked_for, bench  # noqa: F401
 
 from bench import points as bench_points
 from bench import report as bench_report
@@ -19,6 +19,9 @@ from bench import words as bench_words
 from bench.analysis import CONFIDENCE, CONFIDENCE_OF_LOOKS, analyse, decided, ratio_of
 from bench.baseline import compare
 from bench.store import load
+from bench.traces import split_of
+
+# ruff: noqa: F811
 
 SCRIPT = "benchmarks/distributed_benchmarks.py"
 EARLY = [5.6, 5.0, 4.6, 4.4, 4.1]  # losses of the first steps
@@ -208,6 +211,195 @@ def test_warm_up_is_left_out(tmp_path):
     assert row.step_time_ms == 100 and row.percentile_ms(90) < 110
     whole = analysis_of(tmp_path, record("single", 100), untimed_steps=0).rows[0]
     assert whole.percentile_ms(90) > 900
+
+
+# the answer
+
+
+GPU = {"device": "cuda", "machine": {"cores": 8, "gpu": "H100", "gpu_memory_gib": 79.11}}
+
+
+def answer_in(tmp_path, *records, **settings) -> str:
+    """Return the first line of a report of these records and `single`."""
+    analysis = analysis_of(tmp_path, *REFERENCE, *records, **settings)
+    first, *_ = bench_report.text(analysis).splitlines()
+    page = Page(bench_report.render(analysis, None)).text
+    assert first[1:] in " ".join(page.split()), "the page says the same"
+    return first
+
+
+def state(gib: float) -> dict:
+    """Return the memory of a strategy whose weights, gradients and optimizer take so much."""
+    return {"memory_gib": {"before": 0.3, "weights": gib, "gradients": 0.0, "optimizer": 0.0}}
+
+
+def test_the_fastest_is_taken_where_it_is_told_apart(tmp_path):
+    lines = [*repeated("zero-2", *NOISY), *repeated("ddp", *slower(2))]
+    first = answer_in(tmp_path, *lines)
+    assert first.startswith("take zero-2 on these CPUs: the fastest beyond the noise; ")
+
+
+def test_of_the_tied_the_simplest_is_taken(tmp_path):
+    """By the order of strategies.toml, whatever their medians are; one's own come after these."""
+    times = {"mine": (80, 120, 90), "tp": (120, 80, 95), "fsdp-full": (100, 99, 101)}
+    lines = [line for name, own in times.items() for line in repeated(name, *own)]
+    lines += repeated("ddp", 900, 901, 902)
+    first = answer_in(tmp_path, *lines)
+    tied = "the simplest of fsdp-full, tp and mine, of which none is faster beyond the noise; "
+    assert first.startswith(f"take fsdp-full on these CPUs: {tied}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((4.0, 2.0, 1.0), "tp if memory is short (1.00 GiB instead of 4.00 GiB of weights, "),
+        ((4.0, 1.04, 1.0), "fsdp-full if memory is short (1.04 GiB instead of 4.00 GiB of "),
+        ((4.0, 3.9, 3.7), "none needs clearly less memory; "),
+    ],
+)
+def test_the_leanest_is_named_if_it_takes_clearly_less(tmp_path, sizes, said):
+    """Of those that take as little the simplest; what is wrong is never named."""
+    times = {"ddp": 1, "fsdp-full": 2, "tp": 3}
+    lines = [line for (name, factor), gib in zip(times.items(), sizes, strict=True)
+             for line in repeated(name, *slower(factor), **state(gib))]  # fmt: skip
+    lines += repeated("fsdp-hybrid", *NOISY, final_loss=9.0, **state(0.1))
+    first = answer_in(tmp_path, *lines)
+    assert first.startswith("take ddp ") and f"; {said}" in first
+
+
+def test_on_gpus_the_answer_says_what_is_reserved_of_how_much(tmp_path):
+    peaks = {"peak_memory_reserved_gib": 61.0, "peak_memory_reserved_gib_per_rank": [60.0, 61.0]}
+    lines = repeated("ddp", *NOISY, **GPU) + repeated("fsdp-full", *slower(2), **GPU)
+    for line in lines:
+        own = {"peak_memory_reserved_gib": 23.0} if "fsdp" in line["id"] else peaks
+        line["results"]["metrics"] |= own
+    lines += [line | {"results": line["results"] | GPU} for line in REFERENCE]
+    analysis = analysis_of(tmp_path, *lines)
+    text = bench_report.text(analysis)
+    assert text.startswith(
+        "take ddp: fits (61.0 of 79.1 GiB, rank 1), the fastest beyond the noise; fsdp-full if "
+        "memory is short (23.00 GiB instead of 61.00 GiB of reserved)"
+    )
+    assert re.search(r"^place .* memory +reserved +sent ", text, re.M)
+    assert re.search(r"^1 +ddp .* 0\.50 GiB +61\.00 GiB ", text, re.M)
+    bench_report.write(tmp_path, analysis, None)
+    with (tmp_path / "results.csv").open() as file:
+        ddp = next(row for row in csv.DictReader(file) if row["strategy"] == "ddp")
+    assert ddp["peak_memory_reserved_gib"] == "61.0" and ddp["gpu_memory_gib"] == "79.11"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "nothing ran twice, so noise is not known: use --repeats 3"),
+        ({"final_loss": 9.0}, "no exact strategy has the right loss: wrong"),
+        ({"exact": False}, "no exact strategy has the right loss: lossy"),
+        ({"status": "failed", "reason": "x"}, "no exact strategy has the right loss: failed"),
+        ({"preset": "small"}, "no loss to compare with: run single too, or three exact strategies"),
+    ],
+)
+def test_without_an_answer_the_first_line_says_what_is_missing(tmp_path, changes, said):
+    assert answer_in(tmp_path, record("ddp", 80, **changes)) == f"no answer yet: {said}"
+
+
+def test_nothing_is_compared_with_itself_nor_over_two_machines(tmp_path):
+    alone = "no answer yet: ddp is alone: name another one to compare"
+    assert answer_in(tmp_path, *repeated("ddp", 80, 81)) == alone
+    lines = repeated("ddp", 80, 81) + repeated("fsdp", 90, 91, launcher="srun")
+    assert "points of several machines or versions do not compare" in answer_in(tmp_path, *lines)
+    only = answer_in(tmp_path, *repeated("ddp", 80, 81), *repeated("tp", 9, 9, final_loss=9.0))
+    assert only.startswith("take ddp on these CPUs: the only exact one with the right loss; ")
+
+
+def test_each_group_has_an_answer(tmp_path):
+    lines = [*repeated("ddp", *NOISY), *repeated("tp", *slower(2))]
+    lines += [*repeated("ddp", *NOISY, link="1gbit"), *repeated("tp", *slower(0.5), link="1gbit")]
+    said = bench_report.text(analysis_of(tmp_path, *REFERENCE, *lines)).splitlines()
+    assert re.match("tiny, 32-true, 2 ranks, .* steps: take ddp ", said[0])
+    assert re.match("tiny, 32-true, 2 ranks, .* link 1gbit: take tp ", said[1]) and not said[2]
+
+
+# where the time goes
+
+
+def traced(strategy: str, **ms) -> dict:
+    """Return the record of a strategy's trace; it has other steps than what is timed."""
+    line = record(strategy, 500, kind="trace", max_steps=6)
+    return line | {"id": f"{line['id']}.trace", "trace": ms}
+
+
+@pytest.mark.parametrize(
+    ("compute", "exposed", "said"),
+    [
+        (70, 20, "computing (70%), communication that nothing hides (20%), neither: Python, "),
+        (30, 60, "communication that nothing hides (60%), computing (30%), neither: Python, "),
+        (20, 20, "neither: Python, launches, waiting (60%), "),
+    ],
+)
+def test_the_answer_says_where_the_time_goes(tmp_path, compute, exposed, said):
+    lines = [*repeated("ddp", *NOISY), *repeated("tp", *slower(2))]
+    lines.append(traced("ddp", step=100.0, compute=compute, exposed=exposed))
+    assert f"; time goes to {said}" in answer_in(tmp_path, *lines)
+    analysis = analysis_of(tmp_path, *REFERENCE, *lines)
+    assert len(analysis.runs) == len(lines) + 1, "a trace is no repeat"
+    assert re.search(rf"^1 +ddp .* {compute}% +{exposed}% ", bench_report.text(analysis), re.M)
+    assert re.search(r"^2 +tp .* - +- +0\.50 GiB ", bench_report.text(analysis), re.M)
+
+
+def test_without_a_trace_the_answer_says_how_to_get_one(tmp_path):
+    lines = [*repeated("ddp", *NOISY), *repeated("tp", *slower(2))]
+    assert answer_in(tmp_path, *lines).endswith("; time goes to what sweep --trace says")
+
+
+def events(*spans: tuple[str, str, int, int]) -> list[dict]:
+    """Return a trace's events: (category, name, start, end in us); steps last 100 us each."""
+    steps = [("user_annotation", f"step {n}", 100 * n, 100 * n + 70) for n in (3, 4, 5, 6)]
+    whole = [{"cat": cat, "name": name, "ts": start, "dur": end - start}
+             for cat, name, start, end in [*steps, *spans]]  # fmt: skip
+    return [*whole, {"name": "process_name", "ph": "M"}]
+
+
+@pytest.mark.parametrize(
+    ("spans", "compute", "exposed"),
+    [
+        ([("cpu_op", "aten::mm", 400, 430), ("cpu_op", "aten::mul", 410, 420)], 30, 0),
+        ([("cpu_op", "aten::mm", 380, 430)], 30, 0),  # half of it in the step before
+        (
+            [("user_annotation", "gloo:all_reduce", 420, 450), ("cpu_op", "aten::mm", 400, 430)],
+            30, 20,
+        ),
+        ([("user_annotation", "gloo:send", 480, 495)], 0, 15),  # while losses are read: counted
+        ([("cpu_op", "c10d::allreduce_", 400, 450)], 0, 0),  # a call that waits is no computing
+        ([("kernel", "ampere_gemm", 400, 430), ("cpu_op", "aten::mm", 300, 500)], 30, 0),
+        (
+            [("kernel", "gemm", 400, 430), ("kernel", "ncclDevKernel_AllReduce_Sum_f32", 420, 460),
+             ("kernel", "ncclKernel_Broadcast", 455, 470)],
+            30, 40,
+        ),
+        ([("gpu_memcpy", "Memcpy DtoH", 400, 410), ("kernel", "gemm", 405, 430)], 30, 0),
+    ],
+)  # fmt: skip
+def test_a_trace_is_split_into_computing_and_exposed_communication(
+    tmp_path, spans, compute, exposed
+):
+    """Steps 4 and 5: the first one that is traced has set-up in it, the last one no end."""
+    (tmp_path / "trace-rank0.json").write_text(json.dumps({"traceEvents": events(*spans)}))
+    (tmp_path / "trace-rank1.json").write_text(json.dumps({"traceEvents": events(*spans)}))
+    found = split_of(tmp_path)
+    both = {"step": 0.2, "compute": compute / 1e3, "exposed": exposed / 1e3}
+    assert {name: 2 * ms for name, ms in found.items()} == pytest.approx(both)
+
+
+def test_a_sweep_traces_each_strategy_once(bench, tmp_path, capsys):
+    """With the real scripts: what is exposed is there with two ranks, and not with one."""
+    words = ["--strategies", "ddp", "--seq-len", 16, "--max-steps", 4, "--repeats", 2, "--trace"]
+    folder = tmp_path / "sweep"
+    assert bench("sweep", *words, "--launcher", "fork", "--output-dir", folder) == 0
+    ids = [line["id"] for line in load(folder).records]
+    assert ids == ["single.w1.trace#1", "single.w1#1", "ddp.w2.trace#1", "ddp.w2#1", "ddp.w2#2",
+                   "single.w1#2"]  # fmt: skip
+    single, ddp = analyse(load(folder)).rows
+    assert single.share("exposed") < ddp.share("exposed") < 1 > ddp.share("compute") > 0
 
 
 # losses
@@ -504,7 +696,7 @@ def test_a_sweep_resumed_under_other_conditions_has_no_places(tmp_path):
     said = "several machines or versions, so nothing has a place: torch 2.11.0 and 2.14.1"
     assert said in bench_report.render(analysis, None)
     text = bench_report.text(analysis)
-    assert re.search(rf"^warning: .*{said}", text) and "fastest" not in text
+    assert re.search(rf"^warning: .*{said}", text, re.M) and "fastest" not in text
 
 
 def test_the_header_has_what_the_suite_found_out(tmp_path):

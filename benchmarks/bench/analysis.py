@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +65,7 @@ class Row:
     place: str = ""  # by step time: "1", or "2-4" where the noise leaves it open
     against_ddp: Ratio | None = None  # tokens/s over those of COMMON
     behind: Ratio | None = None  # step time over that of the place before
+    trace: dict[str, float] = field(default_factory=dict)  # ms of a traced step, by traces.split_of
 
     def median(self, name: str) -> float | None:
         """Return the median over repeats of a number of Run."""
@@ -82,6 +83,10 @@ class Row:
         """Return a percentile of the timed steps of all repeats."""
         times = [ms for run in self.runs for ms in run.times_ms]
         return float(np.percentile(times, percent)) if times else None
+
+    def share(self, part: str) -> float | None:
+        """Return how much of a traced step's time a part of it takes."""
+        return self.trace[part] / self.trace["step"] if self.trace else None
 
     def memory(self, *parts: str) -> float | None:
         """Return GiB of some of PARTS, each the median over repeats; None if one is not known."""
@@ -116,6 +121,7 @@ class Analysis:
     scaling: list[list[Scaling]]  # by job and link
     conditions: dict[str, str]  # machine, versions, device
     warnings: list[str]  # damaged lines; points of several machines or versions
+    comparable: bool = True  # False where there are several
 
     @property
     def rows(self) -> list[Row]:
@@ -139,6 +145,9 @@ def analyse(sweep: Sweep) -> Analysis:
     groups = [rows_of(list(own), confidence)
               for _, own in itertools.groupby(runs, lambda run: run.group)]  # fmt: skip
     every = [row for rows in groups for row in rows]
+    traced = records.traces(sweep)
+    for row in every:
+        row.trace = traced.get((row.label, row.group._replace(max_steps=None)), {})
     mixed = [f"{name} {' and '.join(values)}" for name, values in found.items()
              if len(values) > 1 and name not in MAY_VARY]  # fmt: skip
     warnings = list(sweep.warnings)
@@ -149,7 +158,7 @@ def analyse(sweep: Sweep) -> Analysis:
         give_places(rows, confidence, not mixed)
     scaling = scaling_of(every, sweep.settings.get("scaling") == "weak")
     known = {name: ", ".join(values) for name, values in found.items()}
-    return Analysis(sweep, groups, confidence, scaling, known, warnings)
+    return Analysis(sweep, groups, confidence, scaling, known, warnings, not mixed)
 
 
 def rows_of(runs: Sequence[Run], confidence: float) -> list[Row]:

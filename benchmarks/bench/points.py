@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import launch
+from bench import launch, traces
 from bench.settings import LR, NO_LINK
 from bench.strategies import FLOAT, REFERENCE, Strategy
 
 EARLY_STEPS = 5  # whose losses are compared, each with that of the same step
 CHECK = "check"  # a kind of point: the first steps, for their losses alone
+TRACE = "trace"  # another: a few steps with the profiler, for where their time goes
 PATIENCE = 0.8  # of a point's seconds, for a collective: its script can say which one hangs
 # Templates check against one process themselves, save and evaluate: a sweep does none of it.
 ALWAYS = ("--parity-steps", "0", "--log-every", "1", "--save-every", "0", "--eval-every", "0")
@@ -38,7 +39,7 @@ class Point:
 
     @property
     def repeats(self) -> bool:
-        return self.reason is None and self.described["kind"] != CHECK
+        return self.reason is None and self.described["kind"] not in (CHECK, TRACE)
 
     @property
     def identity(self) -> str:
@@ -79,6 +80,8 @@ def plan(args: argparse.Namespace, strategies: list[Strategy]) -> list[Point]:
                 wanted = []
             checks = [training(args, strategy, own, preset, each, None, batch, CHECK)
                       for each in wanted]  # fmt: skip
+            if vars(args).get("trace") and not point.reason:
+                checks.append(training(args, strategy, own, preset, precision, speed, batch, TRACE))
             once += [each for each in [*checks, point] if each not in once]  # as of `single`
     return in_turns(once, args.repeats)
 
@@ -100,7 +103,7 @@ def training(
         "world_size": ranks, "preset": preset, "precision": precision, "link": link,
         "global_batch_size": batch, "micro_batch_size": sizes[0], "grad_accum_steps": sizes[1],
         "seq_len": args.seq_len, "seed": args.seed, "lr": args.lr or LR[preset],
-        "max_steps": EARLY_STEPS if kind == CHECK else args.max_steps,
+        "max_steps": {CHECK: EARLY_STEPS, TRACE: traces.STEPS[1]}.get(kind, args.max_steps),
     }  # fmt: skip
     own = strategy.script_flags(ranks)
     values = vars(args) | job | {"timeout": patience(args.timeout)}
@@ -111,10 +114,15 @@ def training(
     parts = [strategy.name, f"w{ranks}"]
     parts += [preset] if len(args.presets) > 1 else []
     parts += [precision] if len(args.precisions) > 1 or kind == CHECK else []
-    parts += [kind] if kind == CHECK else []
+    parts += [kind] if kind in (CHECK, TRACE) else []
     parts += [f"b{batch}"] if args.scaling == "weak" else []
     name = ".".join(parts + ([link] if link else []))
-    return Point(name, strategy.path, [*own, *words, *ALWAYS], described, reason, read)
+    words = [*own, *words, *ALWAYS]
+    if kind == TRACE:
+        words += ["--profile", "-".join(map(str, traces.STEPS))]
+    return Point(
+        name, strategy.path, words, described, reason, read_trace if kind == TRACE else read
+    )
 
 
 def read(folder: Path) -> Results:
@@ -130,6 +138,15 @@ def read(folder: Path) -> Results:
     whole = isinstance(loss, float) and math.isfinite(loss)
     left = {"results": results} | early_steps(folder / "metrics.jsonl")
     return left, None if whole else f"its final loss is {loss}"
+
+
+def read_trace(folder: Path) -> Results:
+    """Return results.json and where the time of the traced steps went."""
+    left, wrong = read(folder)
+    try:
+        return left | {"trace": traces.split_of(folder / "profile")}, wrong
+    except (OSError, ValueError, KeyError) as error:
+        return left, wrong or str(error)
 
 
 def early_steps(path: Path) -> dict[str, list[float]]:

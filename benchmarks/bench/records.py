@@ -82,6 +82,9 @@ class Run:
     mfu: float | None = None
     cpu_time_per_step_ms: float | None = None
     peak_memory_gib: float | None = None
+    peak_memory_reserved_gib: float | None = None  # of a GPU
+    gpu_memory_gib: float | None = None  # that it has
+    fullest_rank: int | None = None  # the one that holds most
     memory_gib: dict[str, float] = field(default_factory=dict)  # by PARTS
     bytes_sent_per_step: float | None = None
     calls_per_step: float | None = None
@@ -102,10 +105,24 @@ class Run:
         return (self.record.get("results") or {}).get("metrics") or {}
 
 
+def group_of(record: dict[str, Any], sweep: Sweep) -> Group:
+    asked = sweep.settings | record["point"]
+    return Group(*(asked.get(name) for name in Group._fields))
+
+
+def traces(sweep: Sweep) -> dict[tuple[str, Group], dict[str, float]]:
+    """Return where the time of a step went, by strategy and group; max_steps are None there."""
+    found = {}
+    for record in sweep.records:
+        if record.get("trace"):
+            group = group_of(record, sweep)._replace(max_steps=None)
+            found[str(record["point"].get("strategy")), group] = record["trace"]
+    return found
+
+
 def read_run(record: dict[str, Any], sweep: Sweep) -> Run:
     """Read a record of results.jsonl; what a script did not write stays None."""
-    asked = sweep.settings | record["point"]
-    run = Run(Group(*(asked.get(name) for name in Group._fields)), record)
+    run = Run(group_of(record, sweep), record)
     metrics = run.metrics
     if record["status"] != OK or not metrics:
         return run
@@ -118,8 +135,13 @@ def read_run(record: dict[str, Any], sweep: Sweep) -> Run:
         run.p10_ms, run.p90_ms = map(float, np.percentile(run.times_ms, (10, 90)))
         tokens = number(metrics.get("tokens_per_step"))
         run.tokens_per_second = tokens and tokens / run.step_time_ms * 1e3
-    for name in ("mfu", "cpu_time_per_step_ms", "bytes_sent_per_step", "peak_memory_gib"):
+    for name in ("mfu", "cpu_time_per_step_ms", "bytes_sent_per_step", "peak_memory_gib",
+                 "peak_memory_reserved_gib"):  # fmt: skip
         setattr(run, name, number(metrics.get(name)))
+    run.gpu_memory_gib = number((record["results"].get("machine") or {}).get("gpu_memory_gib"))
+    peaks = (metrics.get("peak_memory_reserved_gib_per_rank")
+             or metrics.get("peak_memory_gib_per_rank") or [])  # fmt: skip
+    run.fullest_rank = peaks.index(max(peaks)) if peaks else None
     counted = metrics.get("collectives_per_step")
     if isinstance(counted, dict):
         run.calls_per_step = sum(kind.get("calls", 0) for kind in counted.values())

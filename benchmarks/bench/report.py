@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from bench import figures, words
 from bench.analysis import Analysis, Row, analyse
+from bench.answer import answers
 from bench.baseline import Comparison, compare
 from bench.comm_tables import Table, comm_table, fit_table, lines_of, wrong_elements
 from bench.records import PARTS, WRONG, Run
@@ -21,11 +22,12 @@ from dist_common.measure import GIB
 PAGE, TRAININGS, COLLECTIVES = "report.html", "results.csv", "collectives.csv"
 FILES = (PAGE, TRAININGS, COLLECTIVES, *figures.NAMES)
 TITLE = "<title>Benchmark report: "  # by which a page is known as a report's
-COLUMNS = ("place", "strategy", "step", "p10", "p90", "tokens/s", "ddp", "mfu", "memory", "sent",
-           "calls", "loss", "verdict")  # fmt: skip
+COLUMNS = ("place", "strategy", "step", "p10", "p90", "tokens/s", "ddp", "mfu", "compute",
+           "exposed", "memory", "reserved", "sent", "calls", "loss", "verdict")  # fmt: skip
 # Of the page: the verdict beside the name, since phones show a few columns.
 PAGE_COLUMNS = ("place", "strategy", "verdict", "step", "p10", "p90", "CPU", "tokens/s", "ddp",
-                "mfu", "memory", "state", "sent", "calls", "loss")  # fmt: skip
+                "mfu", "compute", "exposed", "memory", "reserved", "state", "sent", "calls",
+                "loss")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +86,8 @@ def is_wrong(analysis: Analysis) -> bool:
 def text(analysis: Analysis, comparison: Comparison | None = None) -> str:
     """Return all that a report prints: warnings, training, collectives, the baseline."""
     sweep = analysis.sweep
-    blocks = ["\n".join(f"warning: {line}" for line in analysis.warnings)]
+    blocks = ["\n".join(answered(analysis))]
+    blocks.append("\n".join(f"warning: {line}" for line in analysis.warnings))
     blocks.append(f"{words.progress(sweep)}\n{words.environment(analysis)}")
     for rows in analysis.groups:
         table = aligned(*training_table(rows, COLUMNS), "strategy", "verdict")
@@ -104,6 +107,14 @@ def text(analysis: Analysis, comparison: Comparison | None = None) -> str:
     if comparison:
         blocks.append(comparison_text(comparison))
     return "\n\n".join(filter(None, blocks))
+
+
+def answered(analysis: Analysis) -> list[str]:
+    """Return the answer of each group in words, after the group's title where there are several."""
+    found = answers(analysis)
+    titles = [f"{words.title(each.group[0].group)}: " * (len(found) > 1) for each in found]
+    return [title + words.answer(each, analysis)
+            for title, each in zip(titles, found, strict=True)]  # fmt: skip
 
 
 def training_table(rows: Sequence[Row], columns: Sequence[str]) -> Table:
@@ -126,7 +137,10 @@ def cells(row: Row) -> dict[str, str]:
         "tokens/s": words.speed(row.median("tokens_per_second")),
         "ddp": words.ratio(row.against_ddp),
         "mfu": words.percent(row.median("mfu")),
+        "compute": words.percent(row.share("compute")),
+        "exposed": words.percent(row.share("exposed")),
         "memory": words.gib(row.median("peak_memory_gib")),
+        "reserved": words.gib(row.median("peak_memory_reserved_gib")),
         "state": words.size(None if state is None else state * GIB),
         "sent": words.size(row.median("bytes_sent_per_step")),
         "calls": words.count(row.median("calls_per_step")),
@@ -193,6 +207,7 @@ def flat(row: Row, run: Run) -> dict[str, object]:
         **{name: record.get(name) for name in ("repeat", "status", "reason")},
         "verdict": run.verdict.kind, "place": row.place, **numbers,
         **{f"memory_{part}_gib": run.memory_gib.get(part) for part in PARTS},
+        **{f"traced_{part}_ms": row.trace.get(part) for part in ("step", "compute", "exposed")},
         **{name: record.get(name) for name in ("seconds", "started", "launcher", "command")},
         "device": results.get("device"), "torch": (results.get("versions") or {}).get("torch"),
     }  # fmt: skip
@@ -207,6 +222,7 @@ def render(analysis: Analysis, comparison: Comparison | None, pictures: Sequence
     return environment.get_template("report.html.j2").render(
         analysis=analysis,
         words=words,
+        answered=answered(analysis),
         groups=[(rows, *training_table(rows, PAGE_COLUMNS)) for rows in analysis.groups],
         pictures=[(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in pictures],
         collectives=collectives(analysis.sweep),

@@ -87,6 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--scaling", choices=("strong", "weak"), default="strong",
         help="same global batch on all world sizes, or weak: times ranks (strong)")  # fmt: skip
     add_point_arguments(parser)
+    add("--trace", action="store_true",
+        help="also run a few steps of each with the profiler: where does the time go?")  # fmt: skip
     add("--until-decided", action="store_true",
         help="end after a round, from the third on, that leaves no order open")  # fmt: skip
     add_job_arguments(parser)

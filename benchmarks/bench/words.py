@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from bench.analysis import Analysis, Ratio, Row
+from bench.answer import Answer, memory_of
 from bench.baseline import Change
 from bench.records import LOSSY, UNCOMPARED, WRONG, Group, median
 from bench.settings import LR, WARMUP_STEPS
 from bench.store import OK, Sweep
 from bench.strategies import FLOAT
+from dist_common.measure import GIB
 
 DASH = "-"
 
@@ -138,6 +140,51 @@ def outcome(rows: Sequence[Row]) -> list[str]:
     if found:
         said.append(f"losses compared with {listed(sorted(found))}: no single process")
     return said
+
+
+def answer(found: Answer, analysis: Analysis) -> str:
+    """Return in a line which strategy to take and why, or what is missing to say so."""
+    row, tied, lean = found.row, found.tied, found.lean
+    if row is None:
+        return f"no answer yet: {found.missing}"
+    on_gpu = "cuda" in analysis.conditions.get("device", "")
+    room = fits(row)
+    parts = [f"take {row.label}" + " on these CPUs" * (not on_gpu) + ": "]
+    if len(tied) > 1:
+        why = f"the simplest of {listed([each.label for each in tied])}, of which none is faster"
+        why += " beyond the noise"
+    elif sum(other.verdict.ranked for other in found.group) == 1:
+        why = "the only exact one with the right loss"
+    else:
+        why = "the fastest beyond the noise"
+    parts[0] += f"{room}, {why}" if room else why
+    if lean:
+        less, more = (size(memory_of(each) * GIB) for each in (lean, row))
+        of = "reserved" if on_gpu else "weights, gradients and optimizer state"
+        parts.append(f"{lean.label} if memory is short ({less} instead of {more} of {of})")
+    elif memory_of(row) is not None:
+        parts.append("none needs clearly less memory")
+    return "; ".join([*parts, f"time goes to {time_of(row)}"])
+
+
+def time_of(row: Row) -> str:
+    """Say where the time of a traced step goes, the largest part first."""
+    if not row.trace:
+        return "what sweep --trace says"
+    compute, exposed = row.share("compute"), row.share("exposed")
+    parts = [(compute, "computing"), (exposed, "communication that nothing hides"),
+             (1 - compute - exposed, "neither: Python, launches, waiting")]  # fmt: skip
+    return ", ".join(f"{what} ({part:.0%})" for part, what in sorted(parts, reverse=True))
+
+
+def fits(row: Row) -> str:
+    """Say how much of the GPU's memory PyTorch reserved on the rank with most, if it is known."""
+    known = [run for run in row.runs if run.peak_memory_reserved_gib and run.gpu_memory_gib]
+    if not known:
+        return ""
+    most = max(known, key=lambda run: run.peak_memory_reserved_gib)
+    where = "" if most.fullest_rank is None else f", rank {most.fullest_rank}"
+    return f"fits ({most.peak_memory_reserved_gib:.1f} of {most.gpu_memory_gib:.1f} GiB{where})"
 
 
 def unfit(rows: Iterable[Row]) -> list[Row]:
