@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 from tabulate import tabulate
 
-from bench import figures, words
+from bench import figures, predict, words
 from bench.analysis import Analysis, Row, analyse
 from bench.answer import answers
 from bench.baseline import Comparison, compare
@@ -17,7 +17,6 @@ from bench.comm_tables import Table, comm_table, fit_table, lines_of, wrong_elem
 from bench.records import PARTS, WRONG, Run
 from bench.store import SETTINGS, Sweep, load
 from dist_common import cli
-from dist_common.measure import GIB
 
 PAGE, TRAININGS, COLLECTIVES = "report.html", "results.csv", "collectives.csv"
 FILES = (PAGE, TRAININGS, COLLECTIVES, *figures.NAMES)
@@ -35,12 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", metavar="DIR", help="of a sweep, finished or not")
     add("--baseline", metavar="OLD", help="the folder of a sweep to compare with")
+    add("--predict", action="store_true",
+        help="ask the memory tool and the planner first: once, 10 s a strategy")  # fmt: skip
     add("--output-dir", metavar="OUT", help="folder of report.html, results.csv, *.png (DIR)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report and write its files; return 1 if a loss or a collective's data is wrong."""
     analysis = analyse(read(args.folder))
+    if args.predict:
+        predict.fill(analysis)
     comparison = compare(analysis, analyse(read(args.baseline))) if args.baseline else None
     folder = Path(args.output_dir or args.folder)
     try:
@@ -89,11 +92,15 @@ def text(analysis: Analysis, comparison: Comparison | None = None) -> str:
     blocks = ["\n".join(answered(analysis))]
     blocks.append("\n".join(f"warning: {line}" for line in analysis.warnings))
     blocks.append(f"{words.progress(sweep)}\n{words.environment(analysis)}")
+    kept = predict.read(sweep.folder)
     for rows in analysis.groups:
         table = aligned(*training_table(rows, COLUMNS), "strategy", "verdict")
         said = [words.title(rows[0].group), table, *words.outcome(rows)]
         said += map(words.trouble, words.unfit(rows))
         blocks.append("\n".join(said))
+        if found := predict.compared(rows, kept):
+            predicted = aligned(*words.predictions(found), "what")
+            blocks.append("\n".join([predicted, *words.remarks(found, rows)]))
     for lines in analysis.scaling:
         sizes = sorted({ranks for line in lines for ranks in line.times_ms})
         link = lines[0].row.group.link
@@ -141,7 +148,7 @@ def cells(row: Row) -> dict[str, str]:
         "exposed": words.percent(row.share("exposed")),
         "memory": words.gib(row.median("peak_memory_gib")),
         "reserved": words.gib(row.median("peak_memory_reserved_gib")),
-        "state": words.size(None if state is None else state * GIB),
+        "state": words.tensors(state),
         "sent": words.size(row.median("bytes_sent_per_step")),
         "calls": words.count(row.median("calls_per_step")),
         "loss": words.loss(row.median("final_loss")),
@@ -224,6 +231,9 @@ def render(analysis: Analysis, comparison: Comparison | None, pictures: Sequence
         words=words,
         answered=answered(analysis),
         groups=[(rows, *training_table(rows, PAGE_COLUMNS)) for rows in analysis.groups],
+        predicted=[
+            predict.compared(rows, predict.read(analysis.sweep.folder)) for rows in analysis.groups
+        ],
         pictures=[(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in pictures],
         collectives=collectives(analysis.sweep),
         comparison=comparison,

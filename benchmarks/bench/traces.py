@@ -44,7 +44,7 @@ def splits_of(events: Iterable[dict[str, Any]]) -> list[dict[str, float]]:
         if event.get("cat") == "user_annotation" and STEP.match(event["name"]):
             starts.append(event["ts"])
         elif GPU_WORKS.match(name):
-            kinds["gpu"][bool(GPU_SENDS.match(name.lower().replace("devkernel", "")))].append(span)
+            kinds["gpu"][bool(GPU_SENDS.match(name))].append(span)
         elif CPU_COMPUTES.match(name) or CPU_SENDS.match(name):
             kinds["cpu"][bool(CPU_SENDS.match(name))].append(span)
     computes, sends = kinds["gpu"] if any(kinds["gpu"]) else kinds["cpu"]

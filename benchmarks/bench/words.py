@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from bench.analysis import Analysis, Ratio, Row
 from bench.answer import Answer, memory_of
 from bench.baseline import Change
+from bench.predict import FAR, Prediction
 from bench.records import LOSSY, UNCOMPARED, WRONG, Group, median
 from bench.settings import LR, WARMUP_STEPS
 from bench.store import OK, Sweep
@@ -15,6 +16,11 @@ from bench.strategies import FLOAT
 from dist_common.measure import GIB
 
 DASH = "-"
+# Of what there are predictions.
+WHAT = {
+    "state": "weights, gradients, optimizer", "peak": "peak of tensors", "sent": "sent",
+    "step": "step",
+}  # fmt: skip
 
 
 def shown(form: str, value: float | None) -> str:
@@ -159,7 +165,7 @@ def answer(found: Answer, analysis: Analysis) -> str:
         why = "the fastest beyond the noise"
     parts[0] += f"{room}, {why}" if room else why
     if lean:
-        less, more = (size(memory_of(each) * GIB) for each in (lean, row))
+        less, more = (tensors(memory_of(each)) for each in (lean, row))
         of = "reserved" if on_gpu else "weights, gradients and optimizer state"
         parts.append(f"{lean.label} if memory is short ({less} instead of {more} of {of})")
     elif memory_of(row) is not None:
@@ -185,6 +191,33 @@ def fits(row: Row) -> str:
     most = max(known, key=lambda run: run.peak_memory_reserved_gib)
     where = "" if most.fullest_rank is None else f", rank {most.fullest_rank}"
     return f"fits ({most.peak_memory_reserved_gib:.1f} of {most.gpu_memory_gib:.1f} GiB{where})"
+
+
+def predictions(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of what was measured beside what was predicted."""
+    shown = {"state": tensors, "peak": gib, "sent": size, "step": ms}
+    body = [[each.row.label, WHAT[each.name], shown[each.name](each.measured),
+             shown[each.name](each.predicted), times(each.ratio) + " !" * each.far]
+            for each in found]  # fmt: skip
+    return ["strategy", "what", "measured", "predicted", "ratio"], body
+
+
+def remarks(found: Sequence[Prediction], rows: Sequence[Row]) -> list[str]:
+    """Say which measurements are far from their predictions, and what has none."""
+    said = []
+    for each in found:
+        if each.far:
+            usual = f"where {FAR[each.name]:.0%} more or less is usual"
+            what = f"{each.row.label}: {WHAT[each.name]}"
+            said.append(f"{what} is {times(each.ratio)} of the prediction, {usual}")
+    known = {each.row.label for each in found}
+    others = [row.label for row in rows if row.verdict.kind == OK and row.label not in known]
+    return said + [f"not predicted: {listed(others)}"] * bool(others)
+
+
+def tensors(value: float | None) -> str:
+    """Return GiB of tensors, which are counted to the byte."""
+    return size(None if value is None else value * GIB)
 
 
 def unfit(rows: Iterable[Row]) -> list[Row]:
