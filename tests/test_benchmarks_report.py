@@ -13,6 +13,7 @@ from conftest import REPO, assert_one_line
 from helpers_benchmarks import asked_for, bench  # noqa: F401
 
 from bench import points as bench_points
+from bench import predict
 from bench import report as bench_report
 from bench import strategies as bench_strategies
 from bench import words as bench_words
@@ -331,9 +332,9 @@ def traced(strategy: str, **ms) -> dict:
 @pytest.mark.parametrize(
     ("compute", "exposed", "said"),
     [
-        (70, 20, "computing (70%), communication that nothing hides (20%), neither: Python, "),
-        (30, 60, "communication that nothing hides (60%), computing (30%), neither: Python, "),
-        (20, 20, "neither: Python, launches, waiting (60%), "),
+        (70, 20, "computing (70%), communication that nothing hides (20%), the rest: Python, "),
+        (30, 60, "communication that nothing hides (60%), computing (30%), the rest: Python, "),
+        (20, 20, "the rest: Python, launches, waiting (60%), "),
     ],
 )
 def test_the_answer_says_where_the_time_goes(tmp_path, compute, exposed, said):
@@ -400,6 +401,117 @@ def test_a_sweep_traces_each_strategy_once(bench, tmp_path, capsys):
                    "single.w1#2"]  # fmt: skip
     single, ddp = analyse(load(folder)).rows
     assert single.share("exposed") < ddp.share("exposed") < 1 > ddp.share("compute") > 0
+
+
+# predictions
+
+
+JOB = {
+    "strategy": "x", "script": "02-fsdp/fsdp_transformer.py", "flags": ["--sharding", "full"],
+    "preset": "tiny", "precision": "bf16-mixed", "seq_len": 64, "global_batch_size": 16,
+    "micro_batch_size": 8, "world_size": 2,
+}  # fmt: skip
+DDP_SCRIPT, HYBRID_SCRIPT = "01-ddp-basics/ddp_training.py", "05-advanced/hybrid_parallelism.py"
+
+
+def asked_tools(monkeypatch, gpu: str = "", **changes) -> tuple[dict, dict[str, str]]:
+    """Return what is predicted of a point, and the words with which each tool was started."""
+    asked = {}
+
+    def run(script, words):
+        asked[script] = " ".join(map(str, words))
+        return {
+            "Sharded Param_gib": 1.0, "OptState_gib": 2.0, "Total_gib": 9.0, "step_time_s": 0.5,
+            "bytes_per_step": {"dp": 3.0, "tp": 4.0}, "template_memory_gib": 6.0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(predict, "run", run)
+    return predict.predict(JOB | changes, gpu), asked
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "found"),
+    [
+        ({}, "", {"state": 4, "sent": 7}),
+        ({}, "NVIDIA H100 80GB HBM3", {"state": 4, "peak": 9, "sent": 7, "step": 500}),
+        ({}, "NVIDIA A100-SXM4-80GB", {"state": 4, "peak": 9, "sent": 7}),
+        ({"precision": "32-true"}, "NVIDIA H100 80GB HBM3", {"state": 4}),
+        ({"script": DDP_SCRIPT, "flags": [], "precision": "32-true"}, "", {"state": 4, "sent": 7}),
+        ({"script": DDP_SCRIPT, "flags": []}, "H200", {"state": 4, "sent": 7, "step": 500}),
+        ({"script": HYBRID_SCRIPT, "flags": ["--tp", "2"]}, "", {"sent": 7}),
+        (
+            {"script": HYBRID_SCRIPT, "flags": ["--tp", 2]}, "H200",
+            {"peak": 6, "sent": 7, "step": 500},
+        ),
+        ({"script": HYBRID_SCRIPT, "flags": ["--pp", "2", "--schedule", "zero-bubble"]}, "", {}),
+        ({"script": DDP_SCRIPT, "flags": ["--gradient-compression", "bf16"]}, "", {}),
+        ({"flags": ["--cpu-offload"]}, "", {}),
+        ({"flags": ["--sharding", "hybrid", "--shard-group-size", "2"]}, "", {"state": 4}),
+        ({"script": "03-deepspeed/deepspeed_train.py", "flags": []}, "", {}),
+    ],
+)  # fmt: skip
+def test_only_what_a_tool_knows_is_predicted(monkeypatch, changes, gpu, found):
+    assert asked_tools(monkeypatch, gpu, **changes)[0] == found
+
+
+def test_a_tool_that_refuses_predicts_nothing(monkeypatch):
+    monkeypatch.setattr(predict, "run", lambda script, words: {})
+    assert not any(predict.predict(JOB, "NVIDIA H100 80GB HBM3").values())
+
+
+def test_tools_get_the_flags_of_the_point(monkeypatch):
+    _, asked = asked_tools(monkeypatch, flags=["--activation-checkpointing", "full"])
+    sizes = "--seq-len 64 --global-batch-size 16 --micro-batch-size 8"
+    assert asked[predict.MEMORY] == (
+        "--activation-checkpointing full --preset tiny --precision bf16-mixed "
+        f"{sizes} --world-size 2"
+    )
+    assert asked[predict.PLANNER] == (
+        "--tp 1 --pp 1 --dp 2 --fsdp full --recompute full --schedule 1f1b --model tiny --gpus 2 "
+        + sizes
+    )
+    _, asked = asked_tools(
+        monkeypatch, script=HYBRID_SCRIPT, flags=["--tp", "2", "--pp", "2"], world_size=8
+    )
+    assert asked[predict.PLANNER].startswith("--tp 2 --pp 2 --dp 2 --fsdp none --recompute none ")
+    assert predict.MEMORY not in asked
+
+
+def test_predictions_stand_beside_measurements(tmp_path):
+    """State and bytes on the CPU, the peak beyond what was there before on a GPU."""
+    lines = [*repeated("ddp", *NOISY), *repeated("fsdp", *slower(2)), *repeated("tp", *slower(3))]
+    folder = write(tmp_path / "sweep", [*REFERENCE, *lines])
+    kept = {"ddp.w2": {"state": 0.15, "sent": 2 * 2**20},
+            "fsdp.w2": {"peak": 0.2, "step": 100.0}, "tp.w2": {}}  # fmt: skip
+    (folder / predict.KEPT).write_text(json.dumps(kept))
+    analysis = analyse(load(folder))
+    text = bench_report.text(analysis)
+    state = r"^ddp +weights, gradients, optimizer +153\.60 MiB +153\.60 MiB +1\.00x$"
+    assert re.search(state, text, re.M)
+    assert re.search(r"^ddp +sent +3\.00 MiB +2\.00 MiB +1\.50x !$", text, re.M)
+    assert re.search(r"^fsdp +peak of tensors +0\.20 GiB +0\.20 GiB +1\.00x$", text, re.M)
+    assert re.search(r"^fsdp +step +\d+ ms +100 ms +[12]\.\d+x !$", text, re.M)
+    said = "ddp: sent is 1.50x of the prediction, where 5% more or less is usual"
+    page = " ".join(Page(bench_report.render(analysis, None)).text.split())
+    for line in (said, "not predicted: tp"):
+        assert line in text.splitlines() and line in page
+    assert "153.60 MiB 153.60 MiB 1.00x" in page
+
+
+@pytest.mark.full
+def test_the_real_tools_predict_what_is_measured(bench, run_script, tmp_path):
+    """Bytes of state and of what is sent, in bfloat16; a second report asks no tool again."""
+    folder = tmp_path / "sweep"
+    words = ["--strategies", "ddp", "fsdp-full", "fsdp-grad-op", "--precisions", "bf16-mixed",
+             "--seq-len", 16, "--max-steps", 4, "--repeats", 1, "--launcher", "fork"]  # fmt: skip
+    assert bench("sweep", *words, "--output-dir", folder) == 0
+    ended = report(run_script, folder, "--predict")
+    assert ended.codes == [0], ended.stderr
+    ratios = re.findall(r"^\S+ +(?:weights, .*|sent) .* (\d\.\d\d)x$", ended.stdout, re.M)
+    assert len(ratios) == 6 and all(0.95 < float(ratio) < 1.05 for ratio in ratios), ended.stdout
+    before = (folder / predict.KEPT).stat().st_mtime_ns
+    assert report(run_script, folder, "--predict").stdout == ended.stdout
+    assert (folder / predict.KEPT).stat().st_mtime_ns == before
 
 
 # losses

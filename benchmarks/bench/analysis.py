@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-from bench import records
+from bench import records, verdicts
 from bench.points import CHECK
 from bench.records import LOSSY, UNCOMPARED, Group, Run, Verdict, median
 from bench.store import OK, Sweep
@@ -139,7 +139,7 @@ def analyse(sweep: Sweep) -> Analysis:
             if record["point"].get("kind", "train") in ("train", CHECK)]  # fmt: skip
     runs.sort(key=lambda run: (run.group.sort_key(), run.strategy,
                                run.record.get("repeat", 0), run.record["id"]))  # fmt: skip
-    records.judge(runs)
+    verdicts.judge(runs)
     runs = [run for run in runs if run.record["point"].get("kind") != CHECK]
     confidence = CONFIDENCE_OF_LOOKS if sweep.settings.get("until_decided") else CONFIDENCE
     groups = [rows_of(list(own), confidence)

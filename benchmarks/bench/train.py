@@ -9,9 +9,10 @@ from tabulate import tabulate
 from bench import runner, settings, words
 from bench.analysis import analyse
 from bench.points import CHECK, plan
-from bench.records import PARTS, WRONG, Run, memory_parts, norms_apart
+from bench.records import PARTS, WRONG, Run, memory_parts
 from bench.store import OK
 from bench.strategies import PRECISIONS
+from bench.verdicts import norms_apart
 from dist_common import cli, models
 from dist_common.measure import GIB
 

@@ -179,7 +179,7 @@ def time_of(row: Row) -> str:
         return "what sweep --trace says"
     compute, exposed = row.share("compute"), row.share("exposed")
     parts = [(compute, "computing"), (exposed, "communication that nothing hides"),
-             (1 - compute - exposed, "neither: Python, launches, waiting")]  # fmt: skip
+             (1 - compute - exposed, "the rest: Python, launches, waiting")]  # fmt: skip
     return ", ".join(f"{what} ({part:.0%})" for part, what in sorted(parts, reverse=True))
 
 
