@@ -3,6 +3,7 @@
 import argparse
 import base64
 import csv
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dist_common import cli
 
 PAGE, TRAININGS, COLLECTIVES = "report.html", "results.csv", "collectives.csv"
 FILES = (PAGE, TRAININGS, COLLECTIVES, *figures.NAMES)
+WIDTH = 118  # characters of an answer's lines
 TITLE = "<title>Benchmark report: "  # by which a page is known as a report's
 COLUMNS = ("place", "strategy", "step", "p10", "p90", "tokens/s", "ddp", "mfu", "compute",
            "exposed", "memory", "reserved", "sent", "calls", "loss", "verdict")  # fmt: skip
@@ -89,7 +91,8 @@ def is_wrong(analysis: Analysis) -> bool:
 def text(analysis: Analysis, comparison: Comparison | None = None) -> str:
     """Return all that a report prints: warnings, training, collectives, the baseline."""
     sweep = analysis.sweep
-    blocks = ["\n".join(answered(analysis))]
+    filled = (textwrap.fill(line, WIDTH, break_on_hyphens=False) for line in answered(analysis))
+    blocks = ["\n".join(filled)]
     blocks.append("\n".join(f"warning: {line}" for line in analysis.warnings))
     blocks.append(f"{words.progress(sweep)}\n{words.environment(analysis)}")
     kept = predict.read(sweep.folder)
