@@ -356,7 +356,7 @@ def test_the_answer_says_where_the_time_goes(tmp_path, compute, exposed, said):
 
 def test_without_a_trace_the_answer_says_how_to_get_one(tmp_path):
     lines = [*repeated("ddp", *NOISY), *repeated("tp", *slower(2))]
-    assert answer_in(tmp_path, *lines).endswith("; time goes to what sweep --trace says")
+    assert answer_in(tmp_path, *lines).endswith("; sweep --trace says where the time goes")
 
 
 def events(*spans: tuple[str, str, int, int]) -> list[dict]:

@@ -170,17 +170,18 @@ def answer(found: Answer, analysis: Analysis) -> str:
         parts.append(f"{lean.label} if memory is short ({less} instead of {more} of {of})")
     elif memory_of(row) is not None:
         parts.append("none needs clearly less memory")
-    return "; ".join([*parts, f"time goes to {time_of(row)}"])
+    return "; ".join([*parts, time_of(row)])
 
 
 def time_of(row: Row) -> str:
     """Say where the time of a traced step goes, the largest part first."""
     if not row.trace:
-        return "what sweep --trace says"
+        return "sweep --trace says where the time goes"
     compute, exposed = row.share("compute"), row.share("exposed")
     parts = [(compute, "computing"), (exposed, "communication that nothing hides"),
              (1 - compute - exposed, "the rest: Python, launches, waiting")]  # fmt: skip
-    return ", ".join(f"{what} ({part:.0%})" for part, what in sorted(parts, reverse=True))
+    said = ", ".join(f"{what} ({part:.0%})" for part, what in sorted(parts, reverse=True))
+    return f"time goes to {said}"
 
 
 def fits(row: Row) -> str:
