@@ -399,14 +399,16 @@ def test_a_trace_is_split_into_computing_and_exposed_communication(
 
 
 def test_a_sweep_traces_each_strategy_once(bench, tmp_path, capsys):
-    """With the real scripts: what is exposed is there with two ranks, and not with one."""
-    words = ["--strategies", "ddp", "--seq-len", 16, "--max-steps", 4, "--repeats", 2, "--trace"]
-    folder = tmp_path / "sweep"
-    assert bench("sweep", *words, "--launcher", "fork", "--output-dir", folder) == 0
-    ids = [line["id"] for line in load(folder).records]
-    assert ids == ["single.w1.trace#1", "single.w1#1", "ddp.w2.trace#1", "ddp.w2#1", "ddp.w2#2",
-                   "single.w1#2"]  # fmt: skip
-    single, ddp = analyse(load(folder)).rows
+    """With the real scripts, later too: what is exposed is there on two ranks, hardly on one."""
+    words = ["--strategies", "ddp", "--seq-len", 16, "--max-steps", 4, "--repeats", 2]
+    words += ["--launcher", "fork", "--output-dir", tmp_path / "sweep"]
+    assert bench("sweep", *words) == 0
+    assert bench("sweep", *words, "--trace") == 0
+    ids = [line["id"] for line in load(tmp_path / "sweep").records]
+    assert ids == ["single.w1#1", "ddp.w2#1", "ddp.w2#2", "single.w1#2", "single.w1.trace#1",
+                   "ddp.w2.trace#1"]  # fmt: skip
+    assert "6 of 6 points" in capsys.readouterr().out
+    single, ddp = analyse(load(tmp_path / "sweep")).rows
     assert single.share("exposed") < ddp.share("exposed") < 1 > ddp.share("compute") > 0
 
 

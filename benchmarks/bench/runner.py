@@ -32,7 +32,7 @@ LAUNCH = ".launch"  # beside a point's folder, which the script wants to make it
 STACK = re.compile(r"(Current thread|Thread) 0x|File \"|Extension modules: ")
 # Whether these differ or not, a point has the same results: a sweep may be continued with others.
 NOT_COMPARED = ("timeout", "output_dir", "strategies_file", "config", "retry_failed", "dry_run",
-                "command", "run")  # fmt: skip
+                "trace", "command", "run")  # fmt: skip
 Record = dict[str, Any]
 
 

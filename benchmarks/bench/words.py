@@ -88,7 +88,8 @@ def title(group: Group) -> str:
 def progress(sweep: Sweep) -> str:
     """Say how many of a sweep's points are there, and how they ended."""
     planned = sweep.settings.get("points")
-    of = f" of {len(planned)}" if isinstance(planned, list) else ""
+    most = max(len(planned or ()), len(sweep.records))  # with --trace later there are more
+    of = f" of {most}" if isinstance(planned, list) else ""
     ended = Counter(record["status"] for record in sweep.records)
     others = [f"{ended[status]} {status}" for status in sorted(set(ended) - {OK})]
     said = ", ".join([f"{sweep.folder}: {len(sweep.records)}{of} points", *others])
