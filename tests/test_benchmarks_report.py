@@ -281,12 +281,13 @@ def test_on_gpus_the_answer_says_what_is_reserved_of_how_much(tmp_path):
     for line in lines:
         own = {"peak_memory_reserved_gib": 23.0} if "fsdp" in line["id"] else peaks
         line["results"]["metrics"] |= own
+    lines += repeated("tp", *slower(3), **GPU, **state(0.1))  # which does not say what it reserves
     lines += [line | {"results": line["results"] | GPU} for line in REFERENCE]
     analysis = analysis_of(tmp_path, *lines)
     text = bench_report.text(analysis)
     assert first_of(text).startswith(
         "take ddp: fits (61.0 of 79.1 GiB, rank 1), the fastest beyond the noise; fsdp-full if "
-        "memory is short (23.00 GiB instead of 61.00 GiB of reserved)"
+        "memory is short (23.00 GiB reserved instead of 61.00 GiB)"
     )
     assert re.search(r"^place .* memory +reserved +sent ", text, re.M)
     assert re.search(r"^1 +ddp .* 0\.50 GiB +61\.00 GiB ", text, re.M)

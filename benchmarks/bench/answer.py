@@ -1,6 +1,6 @@
 """Which strategy to take, as far as what a sweep measured tells. Nothing is printed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bench import strategies
@@ -67,20 +67,27 @@ def missing_of(rows, right, timed, comparable: bool) -> str:
 
 def leaner(row: Row, simplest_first: Sequence[Row]) -> Row | None:
     """Return the simplest of those that take the least memory, if that is clearly less."""
-    known = {id(other): size for other in simplest_first if (size := memory_of(other)) is not None}
-    if id(row) not in known:
+    memory = memory_of(row)
+    known = [(other, size) for other in simplest_first if (size := memory(other)) is not None]
+    if memory(row) is None:
         return None
-    least = min(known.values())
-    if least >= CLEARLY_LESS * known[id(row)]:
+    least = min(size for _, size in known)
+    if least >= CLEARLY_LESS * memory(row):
         return None
-    return next(r for r in simplest_first if known.get(id(r), least * 2) <= AS_LITTLE * least)
+    return next(other for other, size in known if size <= AS_LITTLE * least)
 
 
-def memory_of(row: Row) -> float | None:
-    """Return GiB by which strategies' memory is compared, of the rank with most.
+def is_reserved(row: Row) -> bool:
+    """Say whether a GPU's reserved memory is known of a row."""
+    return row.median("peak_memory_reserved_gib") is not None
 
-    On a GPU what PyTorch reserved; on the CPU weights, gradients and optimizer state, since what a
-    process holds there is mostly its libraries.
+
+def memory_of(row: Row) -> Callable[[Row], float | None]:
+    """Return how memory is compared with a row's, in GiB on the rank with most.
+
+    On a GPU by what PyTorch reserved; on the CPU by weights, gradients and optimizer state, since
+    what a process holds there is mostly its libraries.
     """
-    reserved = row.median("peak_memory_reserved_gib")
-    return row.memory(*STATE) if reserved is None else reserved
+    if is_reserved(row):
+        return lambda other: other.median("peak_memory_reserved_gib")
+    return lambda other: other.memory(*STATE)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from bench.analysis import Analysis, Ratio, Row
-from bench.answer import Answer, memory_of
+from bench.answer import Answer, is_reserved, memory_of
 from bench.baseline import Change
 from bench.predict import FAR, Prediction
 from bench.records import LOSSY, UNCOMPARED, WRONG, Group, median
@@ -165,11 +165,13 @@ def answer(found: Answer, analysis: Analysis) -> str:
     else:
         why = "the fastest beyond the noise"
     parts[0] += f"{room}, {why}" if room else why
+    memory = memory_of(row)
     if lean:
-        less, more = (tensors(memory_of(each)) for each in (lean, row))
-        of = "reserved" if on_gpu else "weights, gradients and optimizer state"
-        parts.append(f"{lean.label} if memory is short ({less} instead of {more} of {of})")
-    elif memory_of(row) is not None:
+        less, more = tensors(memory(lean)), tensors(memory(row))
+        state = f"{less} instead of {more} of weights, gradients and optimizer state"
+        by = f"{less} reserved instead of {more}" if is_reserved(row) else state
+        parts.append(f"{lean.label} if memory is short ({by})")
+    elif memory(row) is not None:
         parts.append("none needs clearly less memory")
     return "; ".join([*parts, time_of(row)])
 
