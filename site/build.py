@@ -18,6 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
+import glossary  # noqa: E402
 from page_reader import PAGES, PARTS, REPO, TRACKED, lessons_in_order  # noqa: E402
 
 STAGE, OUT = REPO / "runs" / "site-source", REPO / "runs" / "site"
@@ -44,6 +45,7 @@ def stage() -> None:
     code = {path for path in TRACKED if path.endswith(".py") and not path.startswith("tests/")}
     for page in (HERE / "pages").glob("*.md"):
         write(page.name, page.read_text())
+    write("glossary.md", glossary.page())
     write("symptoms.md", with_links_to_code("symptoms.md", symptoms(), code))
     for page in PAGES:
         text = with_links_to_code(page, (REPO / page).read_text(), code)
@@ -139,7 +141,11 @@ def contents_of(page: str) -> str:
     if not folder:
         below = [f"{module}/README.md" for module in PARTS]
         below += ["labs/README.md", "TEACHING.md", "CONTRIBUTING.md"]
-        below += ["symptoms.md", *sorted(page.name for page in (HERE / "pages").glob("*.md"))]
+        below += [
+            "symptoms.md",
+            "glossary.md",
+            *sorted(page.name for page in (HERE / "pages").glob("*.md")),
+        ]
     else:
         inside = [p for p in PAGES if p.startswith(f"{folder}/") and p != page]
         order = [f"{folder}/{stem}.md" for stem in lessons_in_order(folder)]

@@ -7,7 +7,8 @@ HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent / "tests")]
 
 project = "Distributed Training Guide"
-extensions = ["myst_parser", "sphinx_copybutton", "beside"]
+extensions = ["myst_parser", "sphinx_copybutton", "beside", "glossary"]
+myst_enable_extensions = ["deflist"]
 root_doc = "README"
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4  # as GitHub numbers them

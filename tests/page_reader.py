@@ -122,3 +122,22 @@ def lessons_in_order(folder: str) -> list[str]:
 def slug(heading: str) -> str:
     """Return the anchor that GitHub gives a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+DEFINES = re.compile(
+    r"(?:^|(?<=[.:)] ))(?:(?:An?|The|Each) )?(\*\*?)((?!The )[A-Za-z][\w/ -]+?)\1(?: \([^)]*\))? "
+    r"(?:is|are|means|has|have|keeps?|gives|adds|holds|sends|says|counts) .*?(?:\.(?=\s|$)|$)"
+)
+
+
+def definitions() -> list[tuple[str, str, str]]:
+    """Return (term, page, sentence) for each sentence of prose that begins with a term in italics
+    or bold and says what it is."""
+    found = []
+    for page in PAGES:
+        prose = re.sub(r"<!--.*?-->", "", read(page).prose, flags=re.S)
+        for paragraph in re.split(r"\n\s*\n", prose):
+            if not re.match(r"\s*([-|#>]|\d+\. )", paragraph):
+                text = " ".join(paragraph.split())
+                found += [(match[2].lower(), page, match[0]) for match in DEFINES.finditer(text)]
+    return found

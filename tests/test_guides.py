@@ -34,6 +34,7 @@ from functools import cache
 from pathlib import Path
 
 import minutes
+import page_reader
 import pages
 import pytest
 from conftest import REPO, run_command
@@ -244,6 +245,16 @@ def test_every_link_resolves(path):
         if anchor:
             headings = re.findall(r"^#+ (.+)$", read(str(whole.relative_to(REPO))).prose, re.M)
             assert anchor in map(slug, headings), f"{path}: no heading for {target}"
+
+
+def test_a_term_is_defined_on_one_page():
+    """The site's glossary is made of these sentences; a later page may remind, without italics."""
+    found = {}
+    for term, page, sentence in page_reader.definitions():
+        assert found.setdefault(term, (page, sentence)) == (page, sentence), (
+            f"{page} defines {term} again, after {found[term][0]}"
+        )
+    assert len(found) > 40
 
 
 def test_every_entry_of_a_file_tree_exists():

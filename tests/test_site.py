@@ -221,6 +221,15 @@ def test_what_was_read_is_marked_in_the_list_of_pages(at):
     assert not at("01-ddp-basics/README").query_selector(".sidebar-tree a.read")
 
 
+def test_a_term_leads_to_its_definition(at):
+    opened = at("02-fsdp/fsdp_basics")
+    link = opened.query_selector("a.term")
+    told = link.get_attribute("title")
+    link.click()
+    shown = opened.text_content(":target dd")
+    assert re.findall(r"\w+", told) == re.findall(r"\w+", shown)[: len(re.findall(r"\w+", told))]
+
+
 def test_symptoms_of_all_pages_are_one_list(at):
     """Each row of each page's table is there; a word leaves those that have it."""
     opened = at("symptoms")
