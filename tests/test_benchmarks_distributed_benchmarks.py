@@ -14,8 +14,8 @@ from conftest import REPO, compiled, load_script, run_command
 from helpers_benchmarks import TOOL, asked_for, bench, fakes, runs_of  # noqa: F401
 
 from bench import launch as bench_launch
+from bench import machine as bench_machine
 from bench import points as bench_points
-from bench import runner as bench_runner
 from bench import settings as bench_settings
 from bench import store as bench_store
 from bench import strategies as bench_strategies
@@ -112,6 +112,48 @@ def test_each_model_has_a_learning_rate_of_its_own():
     assert all(point.flags[point.flags.index("--lr") + 1] == point.described["lr"]
                for point in points)  # fmt: skip
     assert {point.described["lr"] for point in plan_of(("ddp",), lr=1e-3)} == {1e-3}
+
+
+MINE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 88, "vocab_size": 256}  # fmt: skip
+
+
+def test_a_model_of_a_file_is_another_sweep_when_its_shape_changes(
+    bench, fakes, tmp_path, capsys, monkeypatch
+):
+    """It has the learning rate of the preset nearest in size; where the file is does not matter."""
+    out = ("--strategies", "train", "--repeats", 1, "--output-dir", tmp_path / "out")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.json").write_text(json.dumps(MINE))
+    (tmp_path / "config" / "sweep.toml").write_text('presets = ["tiny", "mine.json"]')
+    assert bench("sweep", *out, "--config", tmp_path / "config" / "sweep.toml") == 0
+    printed = capsys.readouterr().out
+    assert "mine: --lr 0.002, that of tiny, the preset nearest in size" in printed
+    assert "\nmine, 32-true, 2 ranks, global batch 16 x 128 tokens" in printed
+    record = records_of(tmp_path / "out")["train.w2.mine#1"]
+    assert f"--preset {tmp_path}/config/mine.json " in record["command"]
+    (tmp_path / "mine.json").write_text(json.dumps(MINE))
+    monkeypatch.chdir(tmp_path)
+    assert bench("sweep", *out, "--presets", "tiny", "mine.json") == 0
+    assert "0 to go" in capsys.readouterr().out
+    (tmp_path / "mine.json").write_text(json.dumps(MINE | {"num_hidden_layers": 3}))
+    refused = bench("sweep", *out, "--presets", "tiny", "mine.json")
+    assert "holds another sweep's results: mine.num_layers (2 there, 3 here): name" in refused
+    both = bench("sweep", *out, "--presets", "mine.json", "config/mine.json")
+    assert "config/mine.json: another model is called mine: rename the file" in both
+
+
+def test_models_of_files_are_named_and_rated(tmp_path):
+    folder = tmp_path / "Llama-0"
+    folder.mkdir()
+    path = folder / "config.json"
+    large = {"hidden_size": 4096, "num_hidden_layers": 30, "intermediate_size": 11008}
+    path.write_text(json.dumps(MINE | large | {"vocab_size": 32000}))
+    assert bench_settings.rate_of(str(path)) == (3e-4, "llama2-7b")
+    assert bench_strategies.model_name(str(path)) == "Llama-0"
+    assert bench_strategies.model_name(str(folder / "small.json")) == "small"
+    says = "cannot cut the 30 layers of Llama-0 into 4 parts"
+    assert says in STRATEGIES["pp-1f1b"].why_not(4, str(path), "32-true")
 
 
 def test_weak_scaling_has_a_reference_for_each_global_batch():
@@ -361,10 +403,10 @@ def test_gpus_that_are_hidden_do_not_count(monkeypatch, tmp_path):
 
 def test_what_runs_here_is_described(tmp_path):
     listed = "NVIDIA H100, 580.1\nNVIDIA H100, 580.1\nNVIDIA A100, 580.1"
-    found = bench_runner.gpus(listed)
+    found = bench_machine.gpus(listed)
     assert (found["GPUs"], found["driver"]) == ("2 x NVIDIA H100 and 1 x NVIDIA A100", "580.1")
-    assert bench_runner.gpus("No devices were found") == bench_runner.gpus("") == {}
-    assert not bench_runner.commit(tmp_path), "no repository"
+    assert bench_machine.gpus("No devices were found") == bench_machine.gpus("") == {}
+    assert not bench_machine.commit(tmp_path), "no repository"
 
     def git(*words):
         names = ("-c", "user.name=x", "-c", "user.email=x@y.z")
@@ -374,10 +416,10 @@ def test_what_runs_here_is_described(tmp_path):
     (tmp_path / "file").write_text("one")
     git("add", "file")
     git("commit", "-m", "one")
-    commit = bench_runner.commit(tmp_path)
+    commit = bench_machine.commit(tmp_path)
     assert re.fullmatch("[0-9a-f]{10}", commit)
     (tmp_path / "file").write_text("two")
-    assert bench_runner.commit(tmp_path) == f"{commit} with changes"
+    assert bench_machine.commit(tmp_path) == f"{commit} with changes"
 
 
 @pytest.fixture
@@ -460,8 +502,9 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
         (["train", "single"], "single cannot use 2 ranks, it needs 1: it is one process"),
         (["train", "tp", "--world-size", 4], "tp cannot cut the 2 key and value heads of tiny"),
         (["train", "ddp", "--world-size", 3], "16 sequences cannot be dealt to 3 data-parallel"),
-        (["train", "ddp", "--preset", "tinny"], "--preset: invalid choice: 'tinny' (choose from"),
-        (["sweep", "--presets", "tiny", "13b"], "--presets: invalid choice: '13b' (choose from"),
+        (["train", "ddp", "--preset", "tinny"], "--preset: must be tiny, 124m, 1b, "),
+        (["sweep", "--presets", "tiny", "13b"], "a config.json of a Llama, not '13b'"),
+        (["sweep", "--presets", "gone.json"], "gone.json: No such file or directory"),
         (["sweep", "--precisions", "fp8"], "--precisions: invalid choice: 'fp8' (choose from"),
         (["sweep", "--strategies", "fsdp-grad"], "did you mean fsdp-grad-op?"),
         (["sweep", "--world-sizes", 0], "must be a whole number of at least 1, not '0'"),

@@ -2,28 +2,24 @@
 
 import argparse
 import contextlib
-import ctypes
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from bench import launch, report
 from bench.analysis import analyse, decided
+from bench.machine import describe_machine
 from bench.points import Point
 from bench.store import FAILED, OK, SKIPPED, TIMEOUT, Store, now
-from bench.strategies import REPOSITORY
+from bench.strategies import REPOSITORY, from_repository, model_name
 from dist_common import cli
 
 LEAST_ROUNDS = 3  # before --until-decided ends a sweep
@@ -31,8 +27,8 @@ LAUNCH = ".launch"  # beside a point's folder, which the script wants to make it
 # Of what faulthandler writes when a rank is ended: where it was, not why.
 STACK = re.compile(r"(Current thread|Thread) 0x|File \"|Extension modules: ")
 # Whether these differ or not, a point has the same results: a sweep may be continued with others.
-NOT_COMPARED = ("timeout", "output_dir", "strategies_file", "config", "retry_failed", "dry_run",
-                "command", "run")  # fmt: skip
+NOT_COMPARED = ("timeout", "preset", "output_dir", "strategies_file", "config", "retry_failed",
+                "dry_run", "command", "run")  # fmt: skip
 Record = dict[str, Any]
 
 
@@ -61,6 +57,8 @@ def run(points: Sequence[Point], args: argparse.Namespace) -> int:
 def open_store(points: Sequence[Point], args: argparse.Namespace) -> Store:
     """Make or continue the sweep's folder; keep in it what was asked for, but what is no matter."""
     asked = {name: value for name, value in vars(args).items() if name not in NOT_COMPARED}
+    if "presets" in asked:  # of a file its shape is compared, not where it is
+        asked["presets"] = list(map(model_name, args.presets))
     planned = [point.identity for point in points]
     return Store(args.output_dir, asked | {"points": planned}, describe_machine(args.launcher))
 
@@ -106,60 +104,6 @@ def summary(record: Record) -> str:
     return f"loss {metrics['final_loss']:.4f}{step}"
 
 
-def describe_machine(launcher: str) -> dict[str, str]:
-    """Return what scripts do not write of code and machine, by name; CUDA is not started for it."""
-    info = Path("/proc/cpuinfo")  # where Linux says the processor's name
-    model = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M)
-    found = {
-        "commit": commit(REPOSITORY),
-        "CPU": model and model[1],
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") if launcher != launch.FORK else None,
-        "nodes": os.environ.get("SLURM_JOB_NUM_NODES"),
-        **gpus(output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")),
-    }
-    return {name: value for name, value in found.items() if value}
-
-
-def commit(repository: Path) -> str:
-    """Return the commit of the code that runs, and whether files differ from it."""
-    words = ("describe", "--always", "--exclude=*", "--abbrev=10", "--dirty= with changes")
-    return output_of("git", "-C", str(repository), *words)
-
-
-def gpus(listed: str) -> dict[str, str]:
-    """Return names and number of the GPUs, driver, CUDA, NCCL; `listed` is "name, driver" lines."""
-    rows = [line.split(", ") for line in listed.splitlines()]
-    if not rows or any(len(row) != 2 for row in rows):
-        return {}
-    names = Counter(name for name, _ in rows)
-    nccl = nccl_version() if torch.version.cuda else ()
-    return {
-        "GPUs": " and ".join(f"{count} x {name}" for name, count in names.items()),
-        "driver": " and ".join(dict.fromkeys(driver for _, driver in rows)),
-        "CUDA": torch.version.cuda or "",
-        "NCCL": ".".join(map(str, nccl)),
-    }
-
-
-def nccl_version() -> tuple[int, ...]:
-    """Return the version of the library that is there; PyTorch tells that it was built with."""
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # linked into PyTorch
-        return torch.cuda.nccl.version()
-    return number.value // 10000, number.value // 100 % 100, number.value % 100
-
-
-def output_of(*words: str) -> str:
-    """Return what a program printed; nothing where there is no such program, or it failed."""
-    try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return ended.stdout.strip()
-
-
 def conclude(store: Store) -> int:
     """Print and write the report; return 1 if a point failed, or what it did is wrong."""
     analysis = analyse(store.sweep)
@@ -187,12 +131,6 @@ def words_of(point: Point, args: argparse.Namespace) -> tuple[str, list[str]]:
     output = from_repository(Path(args.output_dir, "points", point.identity))
     words = [*point.flags, "--output-dir", output]
     return from_repository(Path(REPOSITORY, point.script)), list(map(str, words))
-
-
-def from_repository(path: Path) -> str:
-    """Return a path relative to the repository if it is inside, as whole otherwise."""
-    path = path.resolve()
-    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
 
 
 def command_of(point: Point, args: argparse.Namespace) -> str:
