@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -456,6 +457,51 @@ def test_inside_a_slurm_job_srun_starts_the_ranks(bench, fakes, slurm, tmp_path)
     assert {rank for name, rank, _ in runs_of(fakes) if name == "train.w4#1"} == set("0123")
 
 
+# A launcher of one's own, of which one word is a line for another shell.
+LINE = (f"sh -c 'echo {{nodes}} nodes of {{ranks_per_node}} >> LOG; exec {sys.executable} -m "
+        "torch.distributed.run --standalone --nproc-per-node={ranks} {command}'")  # fmt: skip
+
+
+@full
+def test_a_line_of_one_s_own_starts_the_ranks_and_is_ended_with_them(bench, fakes, tmp_path):
+    line = LINE.replace("LOG", str(tmp_path / "log"))
+    words = ("sweep", "--strategies", "train", "hang", "--repeats", 1, "--timeout", 15,
+             "--world-sizes", 2, 4, "--launcher", line, "--ranks-per-node", 2,
+             "--output-dir", tmp_path / "with space")  # fmt: skip
+    assert bench(*words) == 1
+    records = records_of(tmp_path / "with space")
+    ended = {name: record["status"] for name, record in records.items()}
+    assert ended == {"single.w1#1": "ok", "train.w2#1": "ok", "train.w4#1": "ok",
+                     "hang.w2#1": "timeout", "hang.w4#1": "timeout"}  # fmt: skip
+    assert {rank for name, rank, _ in runs_of(fakes) if name == "train.w4#1"} == set("0123")
+    assert gone([pid for _, _, pid in runs_of(fakes)])
+    said = (tmp_path / "log").read_text().splitlines()
+    assert sorted(set(said)) == ["1 nodes of 1", "1 nodes of 2", "2 nodes of 2"]
+    assert records["train.w4#1"]["launcher"] == line
+
+
+def test_what_a_line_starts_is_quoted_where_a_shell_reads_it(bench, fakes, tmp_path, capsys):
+    words = ("sweep", "--strategies", "train", "--world-sizes", 4, "--repeats", 1, "--dry-run",
+             "--ranks-per-node", 2, "--output-dir", tmp_path / "a b", "--launcher")  # fmt: skip
+    assert bench(*words, "mpirun -np {ranks} -N {ranks_per_node} {python} {command}") == 0
+    point = f"OMP_NUM_THREADS=1 mpirun -np 4 -N 2 python {fakes}/fake.py "
+    output = f"--output-dir '{tmp_path}/a b/points/train.w4#1'"
+    line = next(line for line in capsys.readouterr().out.splitlines() if "train.w4" in line)
+    assert line.startswith(f"train.w4#1: {point}") and line.endswith(output)
+    assert bench(*words, "ssh node1 'cd ${{HOME}}/guide && {command}'") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "train.w4" in line)
+    *ssh, remote = shlex.split(line)[2:]
+    assert ssh == ["ssh", "node1"] and remote.startswith("cd ${HOME}/guide && ")
+    assert shlex.split(remote)[-1] == f"{tmp_path}/a b/points/train.w4#1"
+
+
+def test_a_line_that_starts_another_number_of_ranks_is_wrong(bench, fakes, tmp_path, capsys):
+    line = f"env WORLD_SIZE=1 RANK=0 {sys.executable} {{command}}"
+    words = ("--launcher", line, "--repeats", 1, "--output-dir", tmp_path / "out")
+    assert bench("sweep", "--strategies", "train", *words) == 1
+    assert "WRONG: its world size was 1 instead of 2" in capsys.readouterr().out
+
+
 def test_auto_takes_srun_then_torchrun_then_forks(monkeypatch):
     monkeypatch.setattr(bench_launch, "visible_gpus", lambda: 8)
     assert bench_launch.resolve("auto", "auto") == ("torchrun", "cuda")
@@ -516,6 +562,11 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
         (["sweep", "--launcher", "srun"], "--launcher srun works inside a SLURM job"),
         (["sweep", "--device", "cuda"], "nvidia-smi lists no GPU here: use --device cpu"),
         (["sweep", "--launcher", "fork", "--device", "cuda"], "--launcher fork is for the CPU"),
+        (["sweep", "--launcher", "mpi"], "must be auto, fork, torchrun, srun, or a line with {"),
+        (["sweep", "--launcher", "mpirun -n {n} {command}"], "unknown {n}: there are {ranks}, {no"),
+        (["sweep", "--launcher", "sh -c '{command}"], "No closing quotation in \"sh -c '{command}"),
+        (["sweep", "--launcher", "gone.sh {command}"], "there is no gone.sh here"),
+        (["sweep", "--ranks-per-node", 2], "--ranks-per-node needs a line as the --launcher"),
         (["swep"], "invalid choice: 'swep'"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from bench import launch, strategies
 from bench.strategies import PRECISIONS, REFERENCE, Strategy
+from bench.template import Template
 from dist_common import cli, models
 from dist_common.lab import links
 
@@ -21,7 +22,7 @@ LR = {
 }  # fmt: skip
 MODELS = f"{', '.join(models.PRESETS)}, or a config.json of a Llama (tiny)"
 # What has no default in the flags, as what it would be.
-EXAMPLES = {"micro_batch_size": 1, "strategies_file": "", "lr": 1.0}
+EXAMPLES = {"micro_batch_size": 1, "strategies_file": "", "lr": 1.0, "ranks_per_node": 1}
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,8 +56,11 @@ def add_launch_arguments(parser: argparse.ArgumentParser, output_dir: str | None
     add = parser.add_argument
     add("--timeout", type=cli.positive_float, default=600.0, metavar="SECONDS",
         help="of each point (600)")  # fmt: skip
-    add("--launcher", choices=launch.LAUNCHERS, default=launch.AUTO,
-        help="auto: srun in a SLURM job, torchrun with GPUs, else fork (auto)")  # fmt: skip
+    add("--launcher", type=launch.parse, default=launch.AUTO, metavar="NAME|LINE",
+        help="fork, torchrun, srun, or a line such as 'mpirun -np {ranks} {python} {command}' "
+        "(auto: srun in a SLURM job, torchrun with GPUs, else fork)")  # fmt: skip
+    add("--ranks-per-node", type=cli.positive_int, metavar="N",
+        help="with a line: for {nodes} and {ranks_per_node} (all ranks on one)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
     add("--output-dir", default=output_dir, metavar="DIR",
         help=f"folder of results; what it has does not run again ({output_dir})")  # fmt: skip
@@ -175,6 +179,10 @@ def settle_launch(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if isinstance(value, list):  # what is named twice counts once
             setattr(args, name, list(dict.fromkeys(value)))
+    if isinstance(args.launcher, Template):
+        args.launcher.ranks_per_node = args.ranks_per_node
+    elif args.ranks_per_node:
+        raise cli.UsageError("--ranks-per-node needs a line as the --launcher")
     args.launcher, args.device = launch.resolve(args.launcher, args.device)
     slow = set(args.links) - {NO_LINK}
     if slow and args.launcher != launch.FORK:
