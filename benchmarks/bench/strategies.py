@@ -60,7 +60,7 @@ class Strategy:
         """Say in a few words which world sizes it can use."""
         if self._multiple() == 1 and self.most_ranks == MOST_RANKS:
             return f"{self.least_ranks} or more"
-        sizes = filter(self._takes, range(1, self.most_ranks + 1))
+        sizes = filter(self.takes, range(1, self.most_ranks + 1))
         shown = list(map(str, itertools.islice(sizes, 4)))
         return ", ".join(shown[:3] + ["..."] * (len(shown) > 3))
 
@@ -80,7 +80,7 @@ class Strategy:
 
     def why_not(self, world_size: int, preset: str, precision: str) -> str | None:
         """Say in one line why it cannot train this model on so many ranks; None if it can."""
-        if not self._takes(world_size):
+        if not self.takes(world_size):
             ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             can = f"{self.name} cannot use {ranks}, it needs {self.world_sizes}"
             return f"{can}: {self.why}" if self.why else can
@@ -91,7 +91,8 @@ class Strategy:
             return f"{self.name} needs a C++ compiler, and there is no {compiler} here"
         return self._why_not_this_model(world_size, preset)
 
-    def _takes(self, world_size: int) -> bool:
+    def takes(self, world_size: int) -> bool:
+        """Say whether it can use a world size."""
         within = self.least_ranks <= world_size <= self.most_ranks
         return within and world_size % self._multiple() == 0
 
