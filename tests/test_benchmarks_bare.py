@@ -82,7 +82,7 @@ def test_a_run_is_named_by_its_script_and_flags(cluster):
     add("e", FSDP, argv=("--activation-checkpointing", "full"), activation_checkpointing="full")
     add("f", DEEPSPEED, argv=("--deepspeed_config", zero2), deepspeed_config=zero2)
     add("eight-11", FSDP, argv=("--sharding", "hybrid"), sharding="hybrid", shard_group_size=8)
-    names = ("single", "ddp", "ddp-bf16", "fsdp-grad-op --compile", "fsdp-checkpointing", "zero-2")
+    names = ("single", "ddp", "ddp-bf16", "fsdp-grad-op compile", "fsdp-checkpointing", "zero-2")
     assert named(folder) == dict(zip("abcdef", names, strict=True)) | {"eight-11": "eight"}
     exact = {record["point"]["strategy"]: record["point"]["exact"]
              for record in bare.gather(folder).records}  # fmt: skip

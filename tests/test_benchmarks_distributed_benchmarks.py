@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ from helpers_benchmarks import TOOL, asked_for, bench, fakes, runs_of  # noqa: F
 from bench import launch as bench_launch
 from bench import machine as bench_machine
 from bench import points as bench_points
+from bench import search as bench_search
 from bench import settings as bench_settings
 from bench import store as bench_store
 from bench import strategies as bench_strategies
@@ -254,6 +257,63 @@ def test_a_sweep_ends_when_its_order_is_decided(bench, fakes, tmp_path, capsys, 
     assert (said in printed) == (rounds == 3) and "is the 99% interval of a ratio" in printed
     bench(*words, "--until-decided")
     assert {record["repeat"] for record in load(folder).records} == set(range(1, rounds + 1))
+
+
+def test_a_search_ends_where_memory_does_and_says_so(bench, fakes, tmp_path, capsys):
+    """An answer, no error: what is larger is left out, recomputation has its own limit."""
+    words = ("sweep", "--strategies", "large", "train", "--micro-batch-sizes", 8, 1, 2, 4,
+             "--recompute", "none", "full", "--repeats", 2,
+             "--output-dir", tmp_path / "out")  # fmt: skip
+    assert bench(*words) == 0
+    ends = {name: (record["status"], record["reason"])
+            for name, record in records_of(tmp_path / "out").items()}  # fmt: skip
+    said = "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    for repeat in (1, 2):
+        found = {name.partition(".")[0]: end for name, end in ends.items()
+                 if name.startswith("large") and name.endswith(f"#{repeat}")}  # fmt: skip
+        assert found == {
+            "large-mb1": ("ok", None), "large-mb1-full": ("ok", None),
+            "large-mb2": ("ok", None), "large-mb2-full": ("ok", None),
+            "large-mb4": ("out of memory", said), "large-mb4-full": ("ok", None),
+            "large-mb8": ("skipped", "a micro-batch of 4 ran out of memory"),
+            "large-mb8-full": ("out of memory", said),
+        }  # fmt: skip
+    started = [name for name, rank, _ in runs_of(fakes) if name.startswith("large")]
+    assert started.count("large-mb4.w2#1") == 2 and "large-mb4.w2#2" not in started
+    printed = capsys.readouterr().out
+    assert "train: no --recompute full, run without" in printed
+    assert f"large mb8 full: out of memory: {said}" in printed and "FAILED" not in printed
+    assert "large mb8: skipped: a micro-batch of 4 ran out of memory" in printed
+    single = records_of(tmp_path / "out")["single.w1#1"]["point"]
+    assert (single["micro_batch_size"], single["grad_accum_steps"]) == (1, 16)
+
+
+def test_a_search_tries_what_each_script_supports():
+    names = ("ddp", "fsdp-full", "zero-2", "pp-zero-bubble", "pp-1f1b")
+    asked = asked_for(micro_batch_sizes=[4, 1], recompute=["none", "selective", "full"],
+                      compile=["off", "on"], micro_batch_size=None)  # fmt: skip
+    rows = bench_search.variants([STRATEGIES[name] for name in ("single", *names)], asked)
+    count = Counter(row.name.partition(" ")[0] for row in rows)
+    assert count == dict(zip(("single", *names), (1, 4, 12, 4, 2, 12), strict=True))
+    table = {row.name: row for row in rows}
+    most = table["fsdp-full mb4 selective compile"]
+    assert most.flags == "--sharding full --activation-checkpointing selective --compile"
+    assert bench_points.batch_sizes(most, 2, 16, 1) == (4, 2)
+    uneven = "micro-batches of 3 do not make up a rank's 8"
+    with pytest.raises(ValueError, match=f"{uneven}$"):
+        bench_points.batch_sizes(replace(most, micro_batch_size=3), 2, 16, None)
+    with pytest.raises(ValueError, match="make up a rank's 16, in multiples of 4"):
+        bench_points.batch_sizes(replace(table["pp-1f1b mb4"], micro_batch_size=8), 2, 16, None)
+
+
+@full
+def test_what_a_search_tries_trains_to_the_loss_of_one_process(bench, tmp_path):
+    words = ("sweep", "--strategies", "fsdp-full", "pp-1f1b", "zero-2", "--seq-len", 32,
+             "--max-steps", 6, "--repeats", 1, "--micro-batch-sizes", 2,
+             "--recompute", "none", "full", "--output-dir", tmp_path / "out")  # fmt: skip
+    assert bench(*words) == 0
+    assert {record["status"] for record in records_of(tmp_path / "out").values()} == {"ok"}
+    assert len(records_of(tmp_path / "out")) == 7
 
 
 def test_a_sweep_of_which_nothing_can_run_fails(bench, tmp_path, capsys):
@@ -567,6 +627,11 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
         (["sweep", "--launcher", "sh -c '{command}"], "No closing quotation in \"sh -c '{command}"),
         (["sweep", "--launcher", "gone.sh {command}"], "there is no gone.sh here"),
         (["sweep", "--ranks-per-node", 2], "--ranks-per-node needs a line as the --launcher"),
+        (
+            ["sweep", "--micro-batch-sizes", 2, "--micro-batch-size", 2],
+            "is not allowed with --micro",
+        ),
+        (["sweep", "--recompute", "all"], "--recompute: invalid choice: 'all'"),
         (["swep"], "invalid choice: 'swep'"),
     ],
 )

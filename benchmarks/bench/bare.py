@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from bench import strategies
 from bench.points import early_steps
+from bench.search import options
 from bench.store import FAILED, OK, Sweep
 from bench.strategies import Strategy, model_name
 from dist_common import cli
@@ -130,9 +132,15 @@ def named_by(
     if not fitting:
         return None
     _, strategy, own = max(fitting, key=lambda row: row[0])  # the first of equals
+    words = [strategy.name]
+    for word, flags in options(strategy).items():  # as a search names them
+        added = flags_given(shlex.split(flags))
+        if all(name in given and fit(args[name], values) for name, values in added.items()):
+            words.append(word)
+            own |= added
     more = [said(flag, args) for flag in given
             if flag in args and flag not in (*own, *JOB, *BATCH, *DATA, *LOOP)]  # fmt: skip
-    return " ".join([strategy.name, *more]), strategy.exact
+    return " ".join([*words, *more]), strategy.exact
 
 
 def fit(value: Any, words: list[str]) -> bool:
@@ -151,7 +159,9 @@ def name_micro_batches(records: list[dict[str, Any]]) -> None:
     several = {key for key, found in sizes.items() if len(found) > 1}
     for record in records:
         if same(record) in several:
-            record["point"]["strategy"] += f" mb{record['point']['micro_batch_size']}"
+            point = record["point"]
+            first, *rest = point["strategy"].split()
+            point["strategy"] = " ".join([first, f"mb{point['micro_batch_size']}", *rest])
 
 
 def number_repeats(records: list[dict[str, Any]]) -> None:

@@ -110,7 +110,7 @@ def training(
     which = {"kind": kind, "strategy": strategy.name, "exact": strategy.exact}
     described = which | {"script": strategy.script} | job | {"flags": own}
     # Strategy and ranks, and whatever else differs.
-    parts = [strategy.name, f"w{ranks}"]
+    parts = [strategy.name.replace(" ", "-"), f"w{ranks}"]
     parts += [job["preset"]] if len(args.presets) > 1 else []
     parts += [precision] if len(args.precisions) > 1 or kind == CHECK else []
     parts += [kind] if kind == CHECK else []
@@ -163,7 +163,8 @@ def batch_sizes(
 ) -> tuple[int, int]:
     """Return micro-batch size and accumulation steps: global = micro x steps x data ranks.
 
-    A micro-batch is as large as the strategy's micro-batches and `largest` allow.
+    A micro-batch is as large as the strategy's micro-batches and `largest` allow, unless the
+    strategy has its size.
     Raises: ValueError saying what the global batch cannot be divided by.
     """
     ranks = strategy.data_parallel_ranks(world_size)
@@ -172,6 +173,11 @@ def batch_sizes(
     if rest or own % least:
         parts = f"{ranks} data-parallel ranks x {least} micro-batches"
         raise ValueError(f"a global batch of {global_batch} sequences cannot be dealt to {parts}")
+    if exact := strategy.micro_batch_size:
+        if own % exact or own // exact % least:
+            multiple = f", in multiples of {least}" * (least > 1)
+            raise ValueError(f"micro-batches of {exact} do not make up a rank's {own}{multiple}")
+        return exact, own // exact
     fitting = (steps for steps in range(least, own + 1, least)
                if own % steps == 0 and own // steps <= (largest or own))  # fmt: skip
     steps = next(fitting)  # a micro-batch of one sequence is always small enough

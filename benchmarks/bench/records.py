@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.points import CHECK, EARLY_STEPS
-from bench.store import FAILED, OK, SKIPPED, TIMEOUT, Sweep
+from bench.store import FAILED, OK, OUT_OF_MEMORY, SKIPPED, TIMEOUT, Sweep
 from bench.strategies import FLOAT, REFERENCE
 
 WRONG, LOSSY, UNCOMPARED = "wrong", "lossy", "no reference"  # beside store's
-SEVERITY = (OK, LOSSY, UNCOMPARED, SKIPPED, TIMEOUT, FAILED, WRONG)
+SEVERITY = (OK, LOSSY, UNCOMPARED, SKIPPED, OUT_OF_MEMORY, TIMEOUT, FAILED, WRONG)
 UNTIMED_STEPS = 3  # where a sweep's settings do not say
 PARTS = ("before", "weights", "gradients", "optimizer", "rest")  # of memory at its peak
 ONE_PROCESS = "one process"

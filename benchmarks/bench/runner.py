@@ -18,7 +18,8 @@ from bench import launch, report
 from bench.analysis import analyse, decided
 from bench.machine import describe_machine
 from bench.points import Point
-from bench.store import FAILED, OK, SKIPPED, TIMEOUT, Store, now
+from bench.search import NO_MEMORY, known_end
+from bench.store import FAILED, OK, OUT_OF_MEMORY, SKIPPED, TIMEOUT, Store, now
 from bench.strategies import REPOSITORY, from_repository, model_name
 from dist_common import cli
 
@@ -82,12 +83,12 @@ def run_points(points: Sequence[Point], args: argparse.Namespace, store: Store) 
                 said = f"no order is open after {point.repeat - 1} rounds"
                 say(f"{said}: the other {len(remaining) - number + 1} points are left out")
                 break
-        record = launched(point, args, store)
+        record = launched(point, args, store, known_end(point.described, store.sweep.records))
         store.append(record)
         if record["status"] == OK:
             said = f"{summary(record)}, {record['seconds']:.1f} s in all"
         else:
-            log = f" (points/{point.identity}/log.txt)" * (record["status"] != SKIPPED)
+            log = f" (points/{point.identity}/log.txt)" * bool(record["command"])
             said = f"{record['status']}: {record['reason']}{log}"
         left_s = round((time.monotonic() - started) / number * (len(remaining) - number))
         left = f"; {str(timedelta(seconds=left_s)).zfill(8)} left" * (number < len(remaining))
@@ -140,13 +141,19 @@ def command_of(point: Point, args: argparse.Namespace) -> str:
     return f"OMP_NUM_THREADS={launch.threads(args.launcher, ranks)} {shlex.join(words)}"
 
 
-def launched(point: Point, args: argparse.Namespace, store: Store) -> Record:
-    """Start a point's script, if it can run, and return the record: how it ended, what it wrote."""
+def launched(
+    point: Point, args: argparse.Namespace, store: Store, ended: Record | None = None
+) -> Record:
+    """Start a point's script, and return the record: how it ended, what it wrote.
+
+    Unless it cannot run, or it is known how it would have `ended`.
+    """
     which = {"id": point.identity, "point": point.described, "repeat": point.repeat}
     record = which | {"started": now(), "launcher": args.launcher, "results": None}
     if point.reason:
-        ended = {"status": SKIPPED, "reason": point.reason, "seconds": 0.0}
-        return record | ended | {"command": None}
+        ended = {"status": SKIPPED, "reason": point.reason}
+    if ended:
+        return record | ended | {"seconds": 0.0, "command": None}
     folder = store.folder / "points" / point.identity
     here = folder.with_name(folder.name + LAUNCH)
     for path in (folder, here):  # left by a sweep that was killed, or by a run that failed
@@ -166,6 +173,9 @@ def judge(
     outcome: launch.Outcome, damage: str | None, script: str, timeout_s: float
 ) -> tuple[str, str | None]:
     """Return a point's status, and the reason in one line where it is not OK."""
+    lines = [line for line in outcome.err.splitlines() if NO_MEMORY.search(line)]
+    if outcome.code != 0 and lines:  # other ranks may have hung for it
+        return OUT_OF_MEMORY, shortened(lines[-1], script)
     if outcome.code is None:
         return TIMEOUT, f"timeout after {timeout_s:g} s"
     if outcome.code:
@@ -184,5 +194,9 @@ def said_by(script: str, outcome: launch.Outcome) -> str:
     if checks and not own:
         return f"its own check failed: {checks[-1].removeprefix('FAILED: ')}"
     line = (hung[:1] or own[-1:] or errors[-1:] or [""])[0]
-    said = line.removeprefix(f"{script}: ").removeprefix("error: ")
-    return said[:300] or f"exit code {outcome.code}, without a word"
+    return shortened(line, script) or f"exit code {outcome.code}, without a word"
+
+
+def shortened(line: str, script: str) -> str:
+    """Return a script's line without the words before its error."""
+    return line.strip().removeprefix(f"{script}: ").removeprefix("error: ")[:300]

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import launch, strategies
+from bench import launch, search, strategies
 from bench.strategies import PRECISIONS, REFERENCE, Strategy
 from bench.template import Template
 from dist_common import cli, models
@@ -22,7 +22,8 @@ LR = {
 }  # fmt: skip
 MODELS = f"{', '.join(models.PRESETS)}, or a config.json of a Llama (tiny)"
 # What has no default in the flags, as what it would be.
-EXAMPLES = {"micro_batch_size": 1, "strategies_file": "", "lr": 1.0, "ranks_per_node": 1}
+EXAMPLES = {"micro_batch_size": 1, "strategies_file": "", "lr": 1.0, "ranks_per_node": 1,
+            "micro_batch_sizes": [1], "recompute": [""], "compile": [""]}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -109,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--until-decided", action="store_true",
         help="end after a round, from the third on, that leaves no order open")  # fmt: skip
     add_job_arguments(parser)
+    search.add_arguments(parser)
     add_launch_arguments(parser, "runs/sweep")
 
 
@@ -150,6 +152,7 @@ def settle(args: argparse.Namespace) -> list[Strategy]:
     settle_models(args)
     names = [*[REFERENCE] * args.reference, *args.strategies]
     chosen = strategies.choose(names, strategies.load(args.strategies_file))
+    chosen = search.variants(chosen, args)
     args.strategies = [strategy.name for strategy in chosen]
     args.commands = {row.name: f"{row.script} {row.flags}".strip() for row in chosen}
     settle_launch(args)

@@ -48,6 +48,9 @@ class Strategy:
     untied: bool = False
     precisions: list[str] = field(default_factory=PRECISIONS.copy)
     compiles: bool = False
+    recompute_flags: str = ""
+    compile_flags: str = ""
+    micro_batch_size: int = 0
 
     @property
     def path(self) -> Path:
