@@ -131,7 +131,8 @@ def test_what_is_damaged_or_no_training_is_named_and_left_out(cluster, bench, ca
         "report", folder
     )
     add("whole", DDP)
-    for name, text in (("half", '{"script"'), ("other", '{"args": {}, "world_size": 2}')):
+    for name, text in (("half", '{"script"'), ("other", '{"args": {}, "world_size": 2}'),
+                       ("list", '{"args": [], "world_size": 2, "metrics": {"final_loss": 1}}')):  # fmt: skip
         (folder / name).mkdir()
         (folder / name / "results.json").write_text(text)
     failed = results_of(DDP) | {"checks": [{"name": "equal weights", "ok": False}]}
@@ -144,7 +145,7 @@ def test_what_is_damaged_or_no_training_is_named_and_left_out(cluster, bench, ca
     assert "its own check failed: equal weights (1 of 2 repeats)" in printed
     (folder / "whole" / "results.json").unlink()
     (folder / "failed" / "results.json").unlink()
-    assert "none of its 2 results.json is of a training" in bench("report", folder)
+    assert "none of its 3 results.json is of a training" in bench("report", folder)
 
 
 def test_what_was_given_is_in_results_json(run_script, tmp_path):

@@ -24,7 +24,7 @@ DATA = ("text_file", "tokens", "document_attention", "max_grad_norm", "whole_lin
 # Neither a strategy nor a job: how a run is logged, saved, checked, started.
 LOOP = ("preset", "init_from", "parity_steps", "log_every", "save_every", "eval_every", "timeout",
         "device", "output_dir", "resume", "checkpoints", "async_save", "num_workers", "logger",
-        "profile", "export_to", "consolidate", "local_rank", "local-rank")  # fmt: skip
+        "profile", "export_to", "consolidate", "local_rank")  # fmt: skip
 Given = dict[str, list[str]]  # by flag the words after it
 
 
@@ -42,7 +42,7 @@ def gather(folder: str | Path) -> Sweep:
         try:
             results = json.loads(path.read_text())
             record = record_of(path, results, table, shapes)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             missing = f" ({error})" * isinstance(error, KeyError)
             said = f"{path} is damaged, or of no training{missing}: left out"
             sweep.warnings.append(said)
