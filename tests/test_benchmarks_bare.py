@@ -131,8 +131,10 @@ def test_what_is_damaged_or_no_training_is_named_and_left_out(cluster, bench, ca
         "report", folder
     )
     add("whole", DDP)
-    for name, text in (("half", '{"script"'), ("other", '{"args": {}, "world_size": 2}'),
-                       ("list", '{"args": [], "world_size": 2, "metrics": {"final_loss": 1}}')):  # fmt: skip
+    of_a_list = {"args": [], "world_size": 2, "metrics": {"final_loss": 1}}
+    other = {"args": {}, "world_size": 2}
+    damaged = {"half": '{"script"', "other": json.dumps(other), "list": json.dumps(of_a_list)}
+    for name, text in damaged.items():
         (folder / name).mkdir()
         (folder / name / "results.json").write_text(text)
     failed = results_of(DDP) | {"checks": [{"name": "equal weights", "ok": False}]}
