@@ -11,13 +11,14 @@ Look for: which axis crosses which link, whether the memory fits, and which axis
 Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pipelines and order.
 """
 
+import functools
 from itertools import permutations
 
 from advanced_parts import combining as part
 from advanced_parts import layout_memory as memory
 from advanced_parts.layout_memory import MODELS, RECOMPUTE, SHARDINGS, Cluster, Job, Layout
 from advanced_parts.layout_traffic import RESERVE, Prediction, predict
-from dist_common import cli, runtime
+from dist_common import cli, models, runtime
 from dist_common.lab.figure import figure
 from dist_common.measure import GIB
 from dist_common.report import Report
@@ -219,7 +220,9 @@ def parse_args():
     add, count, rate = parser.add_argument, cli.positive_int, cli.positive_float
     add("--published", action="store_true", help="compare predictions with published runs")
     add("--cheaper", action="store_true", help="show what the module's cheaper steps would change")
-    add("--model", choices=MODELS, default="llama2-7b", help="shape of the model (llama2-7b)")
+    add("--model", type=functools.partial(models.preset_or_file, MODELS), default="llama2-7b",
+        metavar="NAME",
+        help=f"{', '.join(MODELS)}, or a config.json of a Llama (llama2-7b)")  # fmt: skip
     add("--gpus", type=count, default=8, help="GPUs of the job (8)")
     add("--gpus-per-node", type=count, default=8, help="that NVLink connects (8)")
     one = "ranks (1 where another axis is given; without any: all layouts)"
@@ -251,7 +254,8 @@ def parse_args():
 
 def read_job(args) -> tuple[Job, Cluster]:
     """Return what is trained and on what. Raises: UsageError when flags contradict each other."""
-    config, nodes = MODELS[args.model], args.gpus_per_node
+    config = MODELS.get(args.model) or models.shape_of(args.model)
+    nodes = args.gpus_per_node
     if args.seq_len > config.max_seq_len:
         raise cli.UsageError(f"--seq-len must be at most {config.max_seq_len} for {args.model}")
     if args.gpus > nodes and args.gpus % nodes:

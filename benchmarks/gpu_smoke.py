@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from bench import guard, launch, runner, settings
+from bench import guard, launch, settings
+from bench.machine import describe_machine
 from dist_common import cli
 
 REPO = Path(__file__).resolve().parents[1]
@@ -174,7 +175,7 @@ def main():
     args = parse_args()
     launch.require(launch.TORCHRUN, args.device)
     gpus = launch.visible_gpus() if args.device == "cuda" else None
-    machine = runner.describe_machine(launch.TORCHRUN)
+    machine = describe_machine(launch.TORCHRUN)
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     environ = launch.clean_environ(launch.TORCHRUN, gpus or 2)
     # torchrun, deepspeed and python of the environment that runs this.

@@ -180,10 +180,11 @@ def changed_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
                 f"--{name.replace('_', '-')} is {new[name]} here and {old[name]} in the "
                 "checkpoint: its place in the data would mean nothing"
             )
-    if old.get("shape") != new.get("shape"):  # of --init-from's folder; of a preset it is None
+    if old.get("shape") != new.get("shape"):  # of a folder or a file; of a preset it is None
+        here, there = (each.get("init_from") or each.get("preset") for each in (new, old))
         raise UsageError(
-            f"--init-from is {new.get('init_from')} here and {old.get('init_from')} in the "
-            "checkpoint, and their shapes differ"
+            f"--{'init-from' if new.get('init_from') else 'preset'} is {here} here and {there} in "
+            "the checkpoint, and their shapes differ"
         )
     changed = [name for name in new if old.get(name) != new[name]]
     changes = [f"{name} {old.get(name)} -> {new[name]}" for name in changed]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_common import models, output
+from dist_common import models, output, shapes
 from dist_common.cli import UsageError
 from dist_common.job import Job
 from dist_common.models import TransformerConfig
@@ -28,15 +28,6 @@ HF_NAMES = {
     "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
     "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
 }  # fmt: skip
-HF_SHAPE = {
-    "vocab_size": "vocab_size", "hidden_size": "dim", "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads", "max_position_embeddings": "max_seq_len",
-    "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied_embeddings",
-}  # fmt: skip
-# What our model has no field for: only what a Llama of version 1 to 3 has can be read.
-VARIANTS = ("model_type", "hidden_act", "rope_parameters", "attention_bias", "mlp_bias",
-            "attention_dropout", "quantization_config")  # fmt: skip
 OTHER_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a folder: the tokenizer's
 INDEX = "model.safetensors.index.json"
 MARK = {"exported_by": "dist_common"}  # in the index: of whom the folder is
@@ -74,7 +65,7 @@ def from_hf(named: Mapping[str, torch.Tensor], config: TransformerConfig) -> dic
 def hf_config(config: TransformerConfig) -> Any:
     """Return transformers' LlamaConfig of our config. Raises: UsageError without transformers."""
     return llama_config()(
-        **{theirs: getattr(config, ours) for theirs, ours in HF_SHAPE.items()},
+        **{theirs: getattr(config, ours) for theirs, ours in shapes.HF_SHAPE.items()},
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         architectures=["LlamaForCausalLM"],
         dtype="float32",
@@ -96,22 +87,11 @@ def config_of(folder: Path, expected: TransformerConfig | None = None) -> Transf
     Raises: UsageError, naming one field, for what is not so or what our model does not have.
     """
     path = Path(folder) / "config.json"
-    kind = llama_config()
-    try:
-        theirs = kind(**json.loads(path.read_text()))
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-    except Exception as error:  # of transformers' own kinds too
-        raise UsageError(f"{path} describes no Llama: {error}") from error
-    fields = {ours: getattr(theirs, name) for name, ours in HF_SHAPE.items()}
-    theta = (theirs.rope_parameters or {}).get("rope_theta", 1e4)
-    config = expected or TransformerConfig(**fields, rope_theta=theta)
-    ours = hf_config(config)
-    for name in (*VARIANTS, *HF_SHAPE, "head_dim"):
-        here, there = getattr(ours, name, None), getattr(theirs, name, None)
+    config = TransformerConfig(**shapes.read(path, ("llama",)))  # which an export writes too
+    for theirs, ours in shapes.HF_SHAPE.items() if expected else ():
+        here, there = getattr(expected, ours), getattr(config, ours)
         if here != there:
-            whose = "--preset" if expected else "our model"
-            raise UsageError(f"{path}: {name} is {there}, not {here} as {whose} has it")
+            raise UsageError(f"{path}: {theirs} is {there}, not {here} as --preset has it")
     return config
 
 
@@ -128,9 +108,7 @@ def settle_shape(args) -> TransformerConfig:
     if not args.init_from:
         return models.preset(args.preset, args.seq_len)
     config = config_of(args.init_from)
-    args.preset, args.shape = None, dict(vars(config))
-    for name in ("document_end", "num_experts", "top_k"):  # of the data, and of no folder
-        del args.shape[name]
+    args.preset, args.shape = None, models.facts_of(config)
     return models.able_to_read(config, args.seq_len)
 
 

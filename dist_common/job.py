@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_common import checkpoint, data, measure, tokens
+from dist_common import checkpoint, data, measure, models, tokens
 from dist_common.cli import ArgumentParser, UsageError, positive_float, positive_int, whole_number
 from dist_common.models import TransformerConfig
 from dist_common.report import Report
@@ -49,7 +49,9 @@ def add_task_flags(
     if init_from:
         model.add_argument("--init-from", metavar="FOLDER",
             help="take shape and weights of a Hugging Face folder")  # fmt: skip
-    model.add_argument("--preset", choices=presets, default="tiny", help="size of the model (tiny)")
+    model.add_argument("--preset", type=functools.partial(models.preset_or_file, presets),
+        action=Shape, default="tiny", metavar="NAME",
+        help=f"{', '.join(presets)}, or a config.json of a Llama (tiny)")  # fmt: skip
     add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
     add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
     add("--micro-batch-size", type=positive, default=8, help="sequences per rank at a time (8)")
@@ -59,6 +61,16 @@ def add_task_flags(
     add("--lr", type=positive_float, default=2e-3, help="peak learning rate of AdamW (0.002)")
     add("--warmup-steps", type=whole_number, default=10, help="steps of linear warmup (10)")
     add_precision(parser, ("32-true", "bf16-mixed", "16-mixed"))
+
+
+class Shape(argparse.Action):
+    """Keep --preset, and in `args.shape` what a file says: a file that changes is another job."""
+
+    def __call__(self, parser, args, value, option_string=None):
+        args.preset = value
+        vars(args).pop("shape", None)
+        if Path(value).suffix == ".json":
+            args.shape = models.facts_of(models.shape_of(value))
 
 
 def add_precision(parser: ArgumentParser, choices: Collection[str]) -> None:

@@ -1,14 +1,18 @@
 """The model that most scripts train: one Llama-style decoder, with presets from 1M to 70B."""
 
 import math
-from collections.abc import Iterator
+from argparse import ArgumentTypeError
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dist_common import shapes
 from dist_common.cli import UsageError
 
 # Drawing as one process does is a job of the CPU: beyond this, of more than ten minutes.
@@ -69,8 +73,30 @@ MIXTURES = {
 
 
 def preset(name: str, seq_len: int) -> TransformerConfig:
-    """Return a preset that can read --seq-len tokens. Raises: UsageError when it cannot."""
-    return able_to_read({**PRESETS, **MIXTURES}[name], seq_len)
+    """Return a shape that can read --seq-len tokens. Raises: UsageError when it cannot."""
+    return able_to_read(shape_of(name), seq_len)
+
+
+def shape_of(name: str) -> TransformerConfig:
+    """Return the shape of a preset, or of a JSON file (`shapes`). Raises: UsageError."""
+    known = {**PRESETS, **MIXTURES}
+    return known[name] if name in known else TransformerConfig(**shapes.read(name))
+
+
+def facts_of(config: TransformerConfig) -> dict[str, Any]:
+    """Return what results.json and checkpoints say of a shape that is no preset."""
+    of_data = ("document_end", "num_experts", "top_k")  # and of no file
+    return {name: value for name, value in vars(config).items() if name not in of_data}
+
+
+def preset_or_file(presets: Collection[str], text: str) -> str:
+    """Parse --preset: one of the `presets`, or the path of a JSON file that can be read."""
+    if text not in presets:
+        if Path(text).suffix != ".json":
+            known = ", ".join(presets)
+            raise ArgumentTypeError(f"must be {known}, or a config.json of a Llama, not {text!r}")
+        shape_of(text)
+    return text
 
 
 def able_to_read(config: TransformerConfig, seq_len: int) -> TransformerConfig:

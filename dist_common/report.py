@@ -135,6 +135,7 @@ class Report:
         content = {
             "script": self.script,
             "args": vars(self.args),
+            "argv": sys.argv[1:],  # what was given, where args have the defaults too
             "started": self.started.isoformat(timespec="seconds"),
             "seconds": round((now - self.started).total_seconds(), 2),
             "world_size": self.world.world_size,

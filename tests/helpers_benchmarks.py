@@ -24,6 +24,9 @@ parser.add_argument("--do", default="train")
 parser.add_argument("--loss", type=float, default=3.0)
 parser.add_argument("--first", type=float, default=5.0)
 parser.add_argument("--ms", type=float, default=2.0)
+parser.add_argument("--most", type=int, default=999)
+parser.add_argument("--micro-batch-size", type=int)
+parser.add_argument("--recompute", action="store_true")
 parser.add_argument("--output-dir")
 args, _ = parser.parse_known_args()
 rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
@@ -31,6 +34,9 @@ with open(Path(__file__).with_name("runs"), "a") as file:
     file.write(json.dumps([args.output_dir, rank, os.getpid()]) + "\\n")
 if args.do == "hang" or (args.do == "hang once" and not Path(__file__).with_name("go").exists()):
     time.sleep(1000)
+if (args.micro_batch_size or 0) > args.most * (1 + args.recompute):
+    time.sleep(1000 * (rank != "0"))  # in a collective
+    sys.exit("fake.py: rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
 if args.do == "fail":
     print("noise of a library", file=sys.stderr)
     sys.exit("fake.py: error: no such luck")
@@ -70,6 +76,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "lossy": "--loss 3.1",
         "early": "--first 5.01",
         "slow": "--ms 4",
+        "large": "--most 2",
     }
     for name in (
         "train",
@@ -87,6 +94,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = [f'[{name}]\ndoes = "{name}"\nscript = "fake.py"\nflags = "{flags}"\n'
             for name, flags in what.items()]  # fmt: skip
     table = "".join(rows).replace('"lossy"\n', '"lossy"\nexact = false\n')
+    table = table.replace('"large"\n', '"large"\nrecompute_flags = "--recompute"\n')
     (folder / "strategies.toml").write_text(table)
     monkeypatch.setattr(bench_strategies, "TABLE", folder / "strategies.toml")
     return folder

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import load_script, results_of
+from conftest import REPO, load_script, results_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from advanced_parts import combining as part
@@ -90,6 +90,15 @@ def test_predictions_lie_around_published_runs(run_script, tmp_path):
     assert len(checks) == 59 and all(check["ok"] for check in checks)
 
 
+def test_a_file_is_a_model_too(run_script, tmp_path):
+    path = REPO / "benchmarks/configs/my_model.json"
+    flags = ("--model", path, "--seq-len", 2048, "--output-dir", tmp_path / "run")
+    ended = run_script(COMBINING, *flags)
+    assert ended.codes == [0], ended.stderr
+    weights = 24 * (4 * 2048**2 + 3 * 2048 * 5632 + 2 * 2048) + 2 * 32_000 * 2048 + 2048
+    assert f"{path}: {weights:,} weights" in ended.stdout
+
+
 BAD_INPUT = [
     (("--tp", 2, "--dp", 2), "tp 2 x cp 1 x dp 2 x pp 1 is 4 GPUs, but --gpus is 8"),
     (("--gpus", 24, "--tp", 3, "--dp", 8), "--tp 3 must divide the model's 32 heads"),
@@ -105,6 +114,11 @@ BAD_INPUT = [
     (("--order", "tp-dp"), "--order must name tp, cp, dp and pp once each"),
     (("--gpus", 48, "--global-batch-size", 1, "--seq-len", 7), "no layout of 48 GPUs divides"),
     (("--fsdp", "zero3"), "--fsdp: invalid choice"),
+    (
+        ("--model", "llama4"),
+        "--model: must be tiny, 124m, 1b, llama2-7b, llama3-8b, llama3-70b, ll",
+    ),
+    (("--model", "gone.json"), "gone.json: No such file or directory"),
 ]
 
 

@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -14,8 +17,9 @@ from conftest import REPO, compiled, load_script, run_command
 from helpers_benchmarks import TOOL, asked_for, bench, fakes, runs_of  # noqa: F401
 
 from bench import launch as bench_launch
+from bench import machine as bench_machine
 from bench import points as bench_points
-from bench import runner as bench_runner
+from bench import search as bench_search
 from bench import settings as bench_settings
 from bench import store as bench_store
 from bench import strategies as bench_strategies
@@ -112,6 +116,48 @@ def test_each_model_has_a_learning_rate_of_its_own():
     assert all(point.flags[point.flags.index("--lr") + 1] == point.described["lr"]
                for point in points)  # fmt: skip
     assert {point.described["lr"] for point in plan_of(("ddp",), lr=1e-3)} == {1e-3}
+
+
+MINE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 88, "vocab_size": 256}  # fmt: skip
+
+
+def test_a_model_of_a_file_is_another_sweep_when_its_shape_changes(
+    bench, fakes, tmp_path, capsys, monkeypatch
+):
+    """It has the learning rate of the preset nearest in size; where the file is does not matter."""
+    out = ("--strategies", "train", "--repeats", 1, "--output-dir", tmp_path / "out")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.json").write_text(json.dumps(MINE))
+    (tmp_path / "config" / "sweep.toml").write_text('presets = ["tiny", "mine.json"]')
+    assert bench("sweep", *out, "--config", tmp_path / "config" / "sweep.toml") == 0
+    printed = capsys.readouterr().out
+    assert "mine: --lr 0.002, that of tiny, the preset nearest in size" in printed
+    assert "\nmine, 32-true, 2 ranks, global batch 16 x 128 tokens" in printed
+    record = records_of(tmp_path / "out")["train.w2.mine#1"]
+    assert f"--preset {tmp_path}/config/mine.json " in record["command"]
+    (tmp_path / "mine.json").write_text(json.dumps(MINE))
+    monkeypatch.chdir(tmp_path)
+    assert bench("sweep", *out, "--presets", "tiny", "mine.json") == 0
+    assert "0 to go" in capsys.readouterr().out
+    (tmp_path / "mine.json").write_text(json.dumps(MINE | {"num_hidden_layers": 3}))
+    refused = bench("sweep", *out, "--presets", "tiny", "mine.json")
+    assert "holds another sweep's results: mine.num_layers (2 there, 3 here): name" in refused
+    both = bench("sweep", *out, "--presets", "mine.json", "config/mine.json")
+    assert "config/mine.json: another model is called mine: rename the file" in both
+
+
+def test_models_of_files_are_named_and_rated(tmp_path):
+    folder = tmp_path / "Llama-0"
+    folder.mkdir()
+    path = folder / "config.json"
+    large = {"hidden_size": 4096, "num_hidden_layers": 30, "intermediate_size": 11008}
+    path.write_text(json.dumps(MINE | large | {"vocab_size": 32000}))
+    assert bench_settings.rate_of(str(path)) == (3e-4, "llama2-7b")
+    assert bench_strategies.model_name(str(path)) == "Llama-0"
+    assert bench_strategies.model_name(str(folder / "small.json")) == "small"
+    says = "cannot cut the 30 layers of Llama-0 into 4 parts"
+    assert says in STRATEGIES["pp-1f1b"].why_not(4, str(path), "32-true")
 
 
 def test_weak_scaling_has_a_reference_for_each_global_batch():
@@ -211,6 +257,63 @@ def test_a_sweep_ends_when_its_order_is_decided(bench, fakes, tmp_path, capsys, 
     assert (said in printed) == (rounds == 3) and "is the 99% interval of a ratio" in printed
     bench(*words, "--until-decided")
     assert {record["repeat"] for record in load(folder).records} == set(range(1, rounds + 1))
+
+
+def test_a_search_ends_where_memory_does_and_says_so(bench, fakes, tmp_path, capsys):
+    """An answer, no error: what is larger is left out, recomputation has its own limit."""
+    words = ("sweep", "--strategies", "large", "train", "--micro-batch-sizes", 8, 1, 2, 4,
+             "--recompute", "none", "full", "--repeats", 2,
+             "--output-dir", tmp_path / "out")  # fmt: skip
+    assert bench(*words) == 0
+    ends = {name: (record["status"], record["reason"])
+            for name, record in records_of(tmp_path / "out").items()}  # fmt: skip
+    said = "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
+    for repeat in (1, 2):
+        found = {name.partition(".")[0]: end for name, end in ends.items()
+                 if name.startswith("large") and name.endswith(f"#{repeat}")}  # fmt: skip
+        assert found == {
+            "large-mb1": ("ok", None), "large-mb1-full": ("ok", None),
+            "large-mb2": ("ok", None), "large-mb2-full": ("ok", None),
+            "large-mb4": ("out of memory", said), "large-mb4-full": ("ok", None),
+            "large-mb8": ("skipped", "a micro-batch of 4 ran out of memory"),
+            "large-mb8-full": ("out of memory", said),
+        }  # fmt: skip
+    started = [name for name, rank, _ in runs_of(fakes) if name.startswith("large")]
+    assert started.count("large-mb4.w2#1") == 2 and "large-mb4.w2#2" not in started
+    printed = capsys.readouterr().out
+    assert "train: no --recompute full, run without" in printed
+    assert f"large mb8 full: out of memory: {said}" in printed and "FAILED" not in printed
+    assert "large mb8: skipped: a micro-batch of 4 ran out of memory" in printed
+    single = records_of(tmp_path / "out")["single.w1#1"]["point"]
+    assert (single["micro_batch_size"], single["grad_accum_steps"]) == (1, 16)
+
+
+def test_a_search_tries_what_each_script_supports():
+    names = ("ddp", "fsdp-full", "zero-2", "pp-zero-bubble", "pp-1f1b")
+    asked = asked_for(micro_batch_sizes=[4, 1], recompute=["none", "selective", "full"],
+                      compile=["off", "on"], micro_batch_size=None)  # fmt: skip
+    rows = bench_search.variants([STRATEGIES[name] for name in ("single", *names)], asked)
+    count = Counter(row.name.partition(" ")[0] for row in rows)
+    assert count == dict(zip(("single", *names), (1, 4, 12, 4, 2, 12), strict=True))
+    table = {row.name: row for row in rows}
+    most = table["fsdp-full mb4 selective compile"]
+    assert most.flags == "--sharding full --activation-checkpointing selective --compile"
+    assert bench_points.batch_sizes(most, 2, 16, 1) == (4, 2)
+    uneven = "micro-batches of 3 do not make up a rank's 8"
+    with pytest.raises(ValueError, match=f"{uneven}$"):
+        bench_points.batch_sizes(replace(most, micro_batch_size=3), 2, 16, None)
+    with pytest.raises(ValueError, match="make up a rank's 16, in multiples of 4"):
+        bench_points.batch_sizes(replace(table["pp-1f1b mb4"], micro_batch_size=8), 2, 16, None)
+
+
+@full
+def test_what_a_search_tries_trains_to_the_loss_of_one_process(bench, tmp_path):
+    words = ("sweep", "--strategies", "fsdp-full", "pp-1f1b", "zero-2", "--seq-len", 32,
+             "--max-steps", 6, "--repeats", 1, "--micro-batch-sizes", 2,
+             "--recompute", "none", "full", "--output-dir", tmp_path / "out")  # fmt: skip
+    assert bench(*words) == 0
+    assert {record["status"] for record in records_of(tmp_path / "out").values()} == {"ok"}
+    assert len(records_of(tmp_path / "out")) == 7
 
 
 def test_a_sweep_of_which_nothing_can_run_fails(bench, tmp_path, capsys):
@@ -361,10 +464,10 @@ def test_gpus_that_are_hidden_do_not_count(monkeypatch, tmp_path):
 
 def test_what_runs_here_is_described(tmp_path):
     listed = "NVIDIA H100, 580.1\nNVIDIA H100, 580.1\nNVIDIA A100, 580.1"
-    found = bench_runner.gpus(listed)
+    found = bench_machine.gpus(listed)
     assert (found["GPUs"], found["driver"]) == ("2 x NVIDIA H100 and 1 x NVIDIA A100", "580.1")
-    assert bench_runner.gpus("No devices were found") == bench_runner.gpus("") == {}
-    assert not bench_runner.commit(tmp_path), "no repository"
+    assert bench_machine.gpus("No devices were found") == bench_machine.gpus("") == {}
+    assert not bench_machine.commit(tmp_path), "no repository"
 
     def git(*words):
         names = ("-c", "user.name=x", "-c", "user.email=x@y.z")
@@ -374,10 +477,10 @@ def test_what_runs_here_is_described(tmp_path):
     (tmp_path / "file").write_text("one")
     git("add", "file")
     git("commit", "-m", "one")
-    commit = bench_runner.commit(tmp_path)
+    commit = bench_machine.commit(tmp_path)
     assert re.fullmatch("[0-9a-f]{10}", commit)
     (tmp_path / "file").write_text("two")
-    assert bench_runner.commit(tmp_path) == f"{commit} with changes"
+    assert bench_machine.commit(tmp_path) == f"{commit} with changes"
 
 
 @pytest.fixture
@@ -412,6 +515,51 @@ def test_inside_a_slurm_job_srun_starts_the_ranks(bench, fakes, slurm, tmp_path)
     assert records["train.w4#1"]["command"].startswith(f"{threads} srun {flags} python ")
     assert load(tmp_path / "out").machines[0]["CPU"]
     assert {rank for name, rank, _ in runs_of(fakes) if name == "train.w4#1"} == set("0123")
+
+
+# A launcher of one's own, of which one word is a line for another shell.
+LINE = (f"sh -c 'echo {{nodes}} nodes of {{ranks_per_node}} >> LOG; exec {sys.executable} -m "
+        "torch.distributed.run --standalone --nproc-per-node={ranks} {command}'")  # fmt: skip
+
+
+@full
+def test_a_line_of_one_s_own_starts_the_ranks_and_is_ended_with_them(bench, fakes, tmp_path):
+    line = LINE.replace("LOG", str(tmp_path / "log"))
+    words = ("sweep", "--strategies", "train", "hang", "--repeats", 1, "--timeout", 15,
+             "--world-sizes", 2, 4, "--launcher", line, "--ranks-per-node", 2,
+             "--output-dir", tmp_path / "with space")  # fmt: skip
+    assert bench(*words) == 1
+    records = records_of(tmp_path / "with space")
+    ended = {name: record["status"] for name, record in records.items()}
+    assert ended == {"single.w1#1": "ok", "train.w2#1": "ok", "train.w4#1": "ok",
+                     "hang.w2#1": "timeout", "hang.w4#1": "timeout"}  # fmt: skip
+    assert {rank for name, rank, _ in runs_of(fakes) if name == "train.w4#1"} == set("0123")
+    assert gone([pid for _, _, pid in runs_of(fakes)])
+    said = (tmp_path / "log").read_text().splitlines()
+    assert sorted(set(said)) == ["1 nodes of 1", "1 nodes of 2", "2 nodes of 2"]
+    assert records["train.w4#1"]["launcher"] == line
+
+
+def test_what_a_line_starts_is_quoted_where_a_shell_reads_it(bench, fakes, tmp_path, capsys):
+    words = ("sweep", "--strategies", "train", "--world-sizes", 4, "--repeats", 1, "--dry-run",
+             "--ranks-per-node", 2, "--output-dir", tmp_path / "a b", "--launcher")  # fmt: skip
+    assert bench(*words, "mpirun -np {ranks} -N {ranks_per_node} {python} {command}") == 0
+    point = f"OMP_NUM_THREADS=1 mpirun -np 4 -N 2 python {fakes}/fake.py "
+    output = f"--output-dir '{tmp_path}/a b/points/train.w4#1'"
+    line = next(line for line in capsys.readouterr().out.splitlines() if "train.w4" in line)
+    assert line.startswith(f"train.w4#1: {point}") and line.endswith(output)
+    assert bench(*words, "ssh node1 'cd ${{HOME}}/guide && {command}'") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "train.w4" in line)
+    *ssh, remote = shlex.split(line)[2:]
+    assert ssh == ["ssh", "node1"] and remote.startswith("cd ${HOME}/guide && ")
+    assert shlex.split(remote)[-1] == f"{tmp_path}/a b/points/train.w4#1"
+
+
+def test_a_line_that_starts_another_number_of_ranks_is_wrong(bench, fakes, tmp_path, capsys):
+    line = f"env WORLD_SIZE=1 RANK=0 {sys.executable} {{command}}"
+    words = ("--launcher", line, "--repeats", 1, "--output-dir", tmp_path / "out")
+    assert bench("sweep", "--strategies", "train", *words) == 1
+    assert "WRONG: its world size was 1 instead of 2" in capsys.readouterr().out
 
 
 def test_auto_takes_srun_then_torchrun_then_forks(monkeypatch):
@@ -460,8 +608,9 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
         (["train", "single"], "single cannot use 2 ranks, it needs 1: it is one process"),
         (["train", "tp", "--world-size", 4], "tp cannot cut the 2 key and value heads of tiny"),
         (["train", "ddp", "--world-size", 3], "16 sequences cannot be dealt to 3 data-parallel"),
-        (["train", "ddp", "--preset", "tinny"], "--preset: invalid choice: 'tinny' (choose from"),
-        (["sweep", "--presets", "tiny", "13b"], "--presets: invalid choice: '13b' (choose from"),
+        (["train", "ddp", "--preset", "tinny"], "--preset: must be tiny, 124m, 1b, "),
+        (["sweep", "--presets", "tiny", "13b"], "a config.json of a Llama, not '13b'"),
+        (["sweep", "--presets", "gone.json"], "gone.json: No such file or directory"),
         (["sweep", "--precisions", "fp8"], "--precisions: invalid choice: 'fp8' (choose from"),
         (["sweep", "--strategies", "fsdp-grad"], "did you mean fsdp-grad-op?"),
         (["sweep", "--world-sizes", 0], "must be a whole number of at least 1, not '0'"),
@@ -473,6 +622,16 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
         (["sweep", "--launcher", "srun"], "--launcher srun works inside a SLURM job"),
         (["sweep", "--device", "cuda"], "nvidia-smi lists no GPU here: use --device cpu"),
         (["sweep", "--launcher", "fork", "--device", "cuda"], "--launcher fork is for the CPU"),
+        (["sweep", "--launcher", "mpi"], "must be auto, fork, torchrun, srun, or a line with {"),
+        (["sweep", "--launcher", "mpirun -n {n} {command}"], "unknown {n}: there are {ranks}, {no"),
+        (["sweep", "--launcher", "sh -c '{command}"], "No closing quotation in \"sh -c '{command}"),
+        (["sweep", "--launcher", "gone.sh {command}"], "there is no gone.sh here"),
+        (["sweep", "--ranks-per-node", 2], "--ranks-per-node needs a line as the --launcher"),
+        (
+            ["sweep", "--micro-batch-sizes", 2, "--micro-batch-size", 2],
+            "is not allowed with --micro",
+        ),
+        (["sweep", "--recompute", "all"], "--recompute: invalid choice: 'all'"),
         (["swep"], "invalid choice: 'swep'"),
     ],
 )

@@ -1,5 +1,6 @@
 """The shared module: what it promises, and what it does when things go wrong."""
 
+import argparse
 import atexit
 import contextlib
 import itertools
@@ -730,6 +731,80 @@ def test_presets_have_the_published_number_of_parameters(preset, total):
     assert not list(model.buffers())
 
 
+FIVE_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+         "intermediate_size": 96, "vocab_size": 300}  # fmt: skip
+
+
+def described(folder, **fields):
+    path = folder / "mine.json"
+    path.write_text(json.dumps(FIVE_SIZES | fields))
+    return str(path)
+
+
+def test_a_file_describes_a_shape_by_five_sizes_or_as_a_config_json(tmp_path):
+    five = models.TransformerConfig(300, 64, 2, 8, 8, 96, 2048, norm_eps=1e-6)
+    assert models.preset(described(tmp_path), 2048) == five
+    of_llama = {"model_type": "llama", "num_key_value_heads": 2, "max_position_embeddings": 512,
+                "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+                "head_dim": 8, "attention_bias": False, "architectures": ["LlamaForCausalLM"],
+                "torch_dtype": "bfloat16", "pretraining_tp": 1}  # fmt: skip
+    before_5 = {"rope_scaling": None, "rope_theta": 5e5}
+    since_5 = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for rope in (before_5, since_5):
+        shape = models.preset(described(tmp_path, **of_llama, **rope), 512)
+        assert shape == models.TransformerConfig(300, 64, 2, 8, 2, 96, 512, 5e5, 1e-5, True)
+    mistral = {"model_type": "mistral", "sliding_window": None}
+    assert models.shape_of(described(tmp_path, **mistral)) == five
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number of at least 1, not '64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, not 0"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
+        ({"hidden_size": 60}, "hidden_size is 60, no multiple of num_attention_heads, 8"),
+        ({"num_key_value_heads": 3}, "is 8, no multiple of num_key_value_heads, 3"),
+        ({"hidden_size": 40}, "heads are 5 wide: rotary embeddings need an even number"),
+        ({"head_dim": 16}, "head_dim is 16, not 8 as our model has it"),
+        ({"model_type": "qwen2"}, "model_type is qwen2, not llama or mistral as our model has it"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu, not silu"),
+        ({"attention_bias": True}, "attention_bias is True, not False"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096, not None"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is {'type': 'linear'"),
+        ({"rope_scaling": "linear"}, "rope_scaling is linear, not {'rope_type': 'default'}"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters is {'rope_type': 'llama3'"),
+        ({"num_key_value_head": 2}, "num_key_value_head: did you mean num_key_value_heads?"),
+    ],
+)
+def test_a_file_that_our_model_cannot_be_is_refused(tmp_path, fields, says):
+    path = described(tmp_path, **fields)
+    with pytest.raises(cli.UsageError, match=f"^{re.escape(path)}: .*{re.escape(says)}"):
+        models.shape_of(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "mine.json: No such file or directory"),
+        ("{", "mine.json is no JSON: "),
+        ("[]", "mine.json describes no Llama: it has to be an object, {...}"),
+    ],
+)
+def test_a_file_that_is_no_shape_is_bad_input(tmp_path, content, says):
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(cli.UsageError, match=re.escape(says)):
+        models.preset_or_file(models.PRESETS, str(path))
+    with pytest.raises(cli.UsageError, match="--seq-len must be at most 2048"):
+        models.preset(described(tmp_path), 2049)
+    with pytest.raises(argparse.ArgumentTypeError, match="must be tiny, .*, not 'tinny'"):
+        models.preset_or_file(models.PRESETS, "tinny")
+
+
 @pytest.mark.parametrize(("preset", "millions"), [("tiny", 0.8), ("124m", 123.6)])
 def test_small_presets_have_the_size_of_their_name(preset, millions):
     config = models.PRESETS[preset]
@@ -1182,8 +1257,8 @@ def test_results_have_the_documented_shape(tmp_path, capsys):
     assert report.finish("fine") == 0
     content = json.loads((tmp_path / "run" / "results.json").read_text())
     assert list(content) == [
-        "script", "args", "started", "seconds", "world_size", "device", "backend", "launcher",
-        "versions", "machine", "metrics", "checks",
+        "script", "args", "argv", "started", "seconds", "world_size", "device", "backend",
+        "launcher", "versions", "machine", "metrics", "checks",
     ]  # fmt: skip
     assert content["checks"][0] == {
         "name": "loss equals single process", "measured": 2.3021, "expected": 2.3021,

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import assert_one_line
 from helpers_03 import SMALL_MODEL, deepspeed_in_the_parent
 from helpers_tokens import words, write_folder
 
@@ -66,6 +67,31 @@ def test_every_template_trains_the_one_job(losses, script, argv, ranks, micro_ba
     measured = losses(script, ranks, "--micro-batch-size", micro_batch, *argv, **model)
     assert measured == pytest.approx(expected, abs=TOLERANCE)
     assert abs(expected[-1] - expected[0]) > 0.5  # it learns: equal losses say something
+
+
+FIVE_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "intermediate_size": 88, "vocab_size": 256}  # fmt: skip
+
+
+def test_every_template_trains_the_shape_of_a_file(losses, run_script, tmp_path):
+    """The same losses in each, which are no preset's; and who resumes looks at the file again."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(FIVE_SIZES))
+    model = ("--preset", path, "--micro-batch-size", 12)
+    expected = losses(REFERENCE, 1, *model)
+    assert abs(expected[0] - losses(REFERENCE, 1, "--micro-batch-size", 12)[0]) > 1e-3
+    for script in ("02-fsdp/fsdp_transformer.py", "05-advanced/hybrid_parallelism.py", DEEPSPEED):
+        assert losses(script, 1, *model) == pytest.approx(expected, abs=TOLERANCE)
+    runs = [folder for folder in tmp_path.glob("run-*") if (folder / "results.json").exists()]
+    first = min(runs, key=lambda folder: folder.stat().st_mtime)
+    args = json.loads((first / "results.json").read_text())["args"]
+    shape = vars(models.shape_of(str(path)))
+    assert args["preset"] == str(path) and args["shape"].items() <= shape.items()
+    path.write_text(json.dumps(FIVE_SIZES | {"rope_theta": 5e5}))
+    says = f"--preset is {path} here and {path} in the checkpoint, and their shapes differ"
+    ended = run_script(REFERENCE, *JOB, *model, "--text-file", tmp_path / "text", "--resume",
+                       "--output-dir", first, world_size=1)  # fmt: skip
+    assert_one_line(ended, says, "ddp_training.py")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def examined(run) -> dict[str, Any]:
     """
     args, report = run.args, run.report
     setup.prepare(report.device)
-    config = checked_config(args, run.given, models.PRESETS[args.preset], report.world.world_size)
+    config = checked_config(args, run.given, models.shape_of(args.preset), report.world.world_size)
     if args.output_dir and "async_io" in setup.ops_needed(config):
         resumed = "a run that DeepSpeed resumes with an optimizer on nvme takes other losses than "
         resumed += "one that never stopped, so none is saved here"

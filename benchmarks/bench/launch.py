@@ -1,4 +1,4 @@
-"""Start a script on N ranks, and end them: as forks of this process, with torchrun, with srun."""
+"""Start a script on N ranks, and end them: as forks, with torchrun, srun, or by a template."""
 
 import atexit
 import contextlib
@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import socket
@@ -18,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import guard
+from bench import guard, template
 from bench.strategies import REPOSITORY
+from bench.template import Template
 from dist_common import cli, measure
 from dist_common.lab import links, ranks
 
@@ -30,6 +32,11 @@ PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipel
              "torch.distributed.tensor.parallel", "torch.utils.data")  # fmt: skip
 # What a launcher sets, and what ranks must not have from this process.
 LAUNCHED = re.compile(r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_\w+|TORCHELASTIC_\w+)$")
+
+
+def parse(text: str) -> str:
+    """Parse --launcher: a name, or a line with placeholders."""
+    return text if text in LAUNCHERS else template.checked(text, LAUNCHERS)
 
 
 @dataclass
@@ -50,9 +57,14 @@ def resolve(launcher: str, device: str) -> tuple[str, str]:
         launcher = SRUN if "SLURM_JOB_ID" in os.environ else launcher
     if launcher == FORK and device == "cuda":
         raise cli.UsageError("--launcher fork is for the CPU: use torchrun for --device cuda")
-    if device == "auto" and launcher != SRUN:  # other machines than this one may have GPUs
+    if device == "auto" and not elsewhere(launcher):  # other machines than this one may have GPUs
         device = "cuda" if gpus and launcher == TORCHRUN else "cpu"
     return launcher, device
+
+
+def elsewhere(launcher: str) -> bool:
+    """Say whether ranks may run on other machines than this one."""
+    return launcher == SRUN or isinstance(launcher, Template)
 
 
 def require(launcher: str, device: str) -> None:
@@ -60,6 +72,9 @@ def require(launcher: str, device: str) -> None:
     if launcher == SRUN:
         if "SLURM_JOB_ID" not in os.environ or not shutil.which("srun"):
             raise cli.UsageError("--launcher srun works inside a SLURM job: see salloc and sbatch")
+    elif isinstance(launcher, Template):
+        if not shutil.which(program := shlex.split(launcher)[0]):
+            raise cli.UsageError(f"--launcher {launcher}: there is no {program} here")
     elif device == "cuda" and not visible_gpus():
         raise cli.UsageError("--device cuda: nvidia-smi lists no GPU here: use --device cpu")
 
@@ -85,6 +100,8 @@ def why_not(launcher: str, device: str, world_size: int) -> str | None:
             return f"{world_size} ranks need as many tasks, and this SLURM job has {tasks}"
         if world_size % nodes:
             return f"{world_size} ranks cannot be dealt to {nodes} nodes alike"
+    if isinstance(launcher, Template) and world_size % (nodes := launcher.nodes(world_size)):
+        return f"{world_size} ranks cannot be dealt to {nodes} nodes alike"
     return None
 
 
@@ -92,6 +109,8 @@ def command(
     launcher: str, script: str, arguments: Sequence[str], world_size: int, python: str = "python"
 ) -> list[str]:
     """Return the words that start a script; for forks those that a reader would type instead."""
+    if isinstance(launcher, Template):
+        return launcher.words([script, *arguments], world_size, python)
     if launcher == SRUN:
         nodes = _nodes(world_size)
         words = [f"--nodes={nodes}", f"--ntasks={world_size}"]
@@ -112,7 +131,8 @@ def threads(launcher: str, world_size: int) -> str:
     per_task = os.environ.get("SLURM_CPUS_PER_TASK") if launcher == SRUN else None
     if asked := os.environ.get("OMP_NUM_THREADS") or per_task:
         return asked
-    per_node = math.ceil(world_size / (_nodes(world_size) if launcher == SRUN else 1))
+    nodes = launcher.nodes(world_size) if isinstance(launcher, Template) else 1
+    per_node = math.ceil(world_size / (_nodes(world_size) if launcher == SRUN else nodes))
     return str(max(1, (measure.core_count() or 1) // per_node))
 
 
@@ -140,7 +160,7 @@ def start(
         environ = clean_environ(launcher, world_size)
         with (folder / "job.out").open("w") as out, (folder / "job.err").open("w") as err:
             how = {"cwd": REPOSITORY, "env": environ, "stdout": out, "stderr": err}
-            code = guard.run(words, timeout_s, gently=launcher == SRUN, **how)
+            code = guard.run(words, timeout_s, gently=elsewhere(launcher), **how)
     seconds = time.monotonic() - started
     out, err = ("".join(path.read_text(errors="replace") for path in sorted(folder.glob(kind)))
                 for kind in ("*.out", "*.err"))  # fmt: skip

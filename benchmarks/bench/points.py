@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import launch, traces
-from bench.settings import LR, NO_LINK
-from bench.strategies import FLOAT, REFERENCE, Strategy
+from bench.settings import NO_LINK, rate_of
+from bench.strategies import FLOAT, REFERENCE, Strategy, from_repository, model_name
 
 EARLY_STEPS = 5  # whose losses are compared, each with that of the same step
 CHECK = "check"  # a kind of point: the first steps, for their losses alone
@@ -100,19 +100,22 @@ def training(
     except ValueError as error:
         reason = str(error)
     job = {
-        "world_size": ranks, "preset": preset, "precision": precision, "link": link,
+        "world_size": ranks, "preset": model_name(preset), "precision": precision, "link": link,
         "global_batch_size": batch, "micro_batch_size": sizes[0], "grad_accum_steps": sizes[1],
-        "seq_len": args.seq_len, "seed": args.seed, "lr": args.lr or LR[preset],
+        "seq_len": args.seq_len, "seed": args.seed, "lr": args.lr or rate_of(preset)[0],
         "max_steps": {CHECK: EARLY_STEPS, TRACE: traces.STEPS[1]}.get(kind, args.max_steps),
     }  # fmt: skip
     own = strategy.script_flags(ranks)
     values = vars(args) | job | {"timeout": patience(args.timeout)}
+    if preset != job["preset"]:
+        values["preset"] = from_repository(preset)
     words = itertools.chain.from_iterable((f"--{n.replace('_', '-')}", values[n]) for n in JOB)
     which = {"kind": kind, "strategy": strategy.name, "exact": strategy.exact}
     described = which | {"script": strategy.script} | job | {"flags": own}
+    described |= {"model": str(values["preset"])}  # with its path, where it is a file
     # Strategy and ranks, and whatever else differs.
-    parts = [strategy.name, f"w{ranks}"]
-    parts += [preset] if len(args.presets) > 1 else []
+    parts = [strategy.name.replace(" ", "-"), f"w{ranks}"]
+    parts += [job["preset"]] if len(args.presets) > 1 else []
     parts += [precision] if len(args.precisions) > 1 or kind == CHECK else []
     parts += [kind] if kind in (CHECK, TRACE) else []
     parts += [f"b{batch}"] if args.scaling == "weak" else []
@@ -178,7 +181,8 @@ def batch_sizes(
 ) -> tuple[int, int]:
     """Return micro-batch size and accumulation steps: global = micro x steps x data ranks.
 
-    A micro-batch is as large as the strategy's micro-batches and `largest` allow.
+    A micro-batch is as large as the strategy's micro-batches and `largest` allow, unless the
+    strategy has its size.
     Raises: ValueError saying what the global batch cannot be divided by.
     """
     ranks = strategy.data_parallel_ranks(world_size)
@@ -187,6 +191,11 @@ def batch_sizes(
     if rest or own % least:
         parts = f"{ranks} data-parallel ranks x {least} micro-batches"
         raise ValueError(f"a global batch of {global_batch} sequences cannot be dealt to {parts}")
+    if exact := strategy.micro_batch_size:
+        if own % exact or own // exact % least:
+            multiple = f", in multiples of {least}" * (least > 1)
+            raise ValueError(f"micro-batches of {exact} do not make up a rank's {own}{multiple}")
+        return exact, own // exact
     fitting = (steps for steps in range(least, own + 1, least)
                if own % steps == 0 and own // steps <= (largest or own))  # fmt: skip
     steps = next(fitting)  # a micro-batch of one sequence is always small enough

@@ -130,8 +130,9 @@ def of_memory_tool(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
     own = {FSDP: point.get("flags"), DDP: ["--sharding", "hybrid", "--shard-group-size", "1"]}
     if point["script"] not in own or point["precision"] == "16-mixed":
         return {}
-    job = ("preset", "precision", "seq_len", "global_batch_size", "micro_batch_size", "world_size")
-    words = [word for name in job for word in (f"--{name.replace('_', '-')}", point[name])]
+    job = ("precision", "seq_len", "global_batch_size", "micro_batch_size", "world_size")
+    words = ["--preset", model_of(point)]
+    words += [word for name in job for word in (f"--{name.replace('_', '-')}", point[name])]
     metrics = run(MEMORY, [*own[point["script"]], *words])
     if "Total_gib" not in metrics:
         return {}
@@ -140,6 +141,11 @@ def of_memory_tool(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
     # DDP gathers nothing, and has buckets. In float32 a GPU has no flash attention.
     whole = gpu and point["script"] == FSDP and point["precision"] != FLOAT
     return found | ({"peak": metrics["Total_gib"]} if whole else {})
+
+
+def model_of(point: dict[str, Any]) -> str:
+    """Return a preset or the path of a model's file; older sweeps have presets alone."""
+    return point.get("model") or point["preset"]
 
 
 def of_planner(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
@@ -154,7 +160,7 @@ def of_planner(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
         return {}
     words = ["--tp", flags.tp, "--pp", flags.pp, "--dp", ranks // (flags.tp * flags.pp)]
     words += ["--fsdp", fsdp, "--recompute", flags.activation_checkpointing]
-    words += ["--schedule", flags.schedule, "--model", point["preset"], "--gpus", ranks]
+    words += ["--schedule", flags.schedule, "--model", model_of(point), "--gpus", ranks]
     job = ("seq_len", "global_batch_size", "micro_batch_size")
     words += [word for name in job for word in (f"--{name.replace('_', '-')}", point[name])]
     metrics = run(PLANNER, words)

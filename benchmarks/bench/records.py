@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.points import EARLY_STEPS
-from bench.store import FAILED, OK, SKIPPED, TIMEOUT, Sweep
+from bench.store import FAILED, OK, OUT_OF_MEMORY, SKIPPED, TIMEOUT, Sweep
 
 WRONG, LOSSY, UNCOMPARED = "wrong", "lossy", "no reference"  # beside store's
-SEVERITY = (OK, LOSSY, UNCOMPARED, SKIPPED, TIMEOUT, FAILED, WRONG)
+SEVERITY = (OK, LOSSY, UNCOMPARED, SKIPPED, OUT_OF_MEMORY, TIMEOUT, FAILED, WRONG)
 UNTIMED_STEPS = 3  # where a sweep's settings do not say
 PARTS = ("before", "weights", "gradients", "optimizer", "rest")  # of memory at its peak
 SHARED = "preset precision seq_len global_batch_size max_steps seed lr warmup_steps world_size link"

@@ -10,7 +10,7 @@ from pathlib import Path
 import jinja2
 from tabulate import tabulate
 
-from bench import figures, predict, words
+from bench import bare, figures, predict, words
 from bench.analysis import Analysis, Row, analyse
 from bench.answer import answers
 from bench.baseline import Comparison, compare
@@ -34,7 +34,8 @@ PAGE_COLUMNS = ("place", "strategy", "verdict", "step", "p10", "p90", "CPU", "to
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `report`."""
     add = parser.add_argument
-    add("folder", metavar="DIR", help="of a sweep, finished or not")
+    add("folder", metavar="DIR",
+        help="of a sweep, finished or not; or with folders in it that templates wrote")  # fmt: skip
     add("--baseline", metavar="OLD", help="the folder of a sweep to compare with")
     add("--predict", action="store_true",
         help="ask the memory tool and the planner first: once, 10 s a strategy")  # fmt: skip
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read(folder: str) -> Sweep:
     """Load a sweep's folder. Raises: UsageError where it has no results."""
-    sweep = load(folder)
+    sweep = load(folder) if Path(folder, SETTINGS).exists() else bare.gather(folder)
     if not sweep.records:
         damage = f" ({sweep.warnings[0]})" if sweep.warnings else ""
         raise cli.UsageError(f"{folder} has no results yet: no point has ended{damage}")

@@ -2,28 +2,25 @@
 
 import argparse
 import contextlib
-import ctypes
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from bench import launch, report
 from bench.analysis import analyse, decided
+from bench.machine import describe_machine
 from bench.points import Point
-from bench.store import FAILED, OK, SKIPPED, TIMEOUT, Store, now
-from bench.strategies import REPOSITORY
+from bench.search import NO_MEMORY, known_end
+from bench.store import FAILED, OK, OUT_OF_MEMORY, SKIPPED, TIMEOUT, Store, now
+from bench.strategies import REPOSITORY, from_repository, model_name
 from dist_common import cli
 
 LEAST_ROUNDS = 3  # before --until-decided ends a sweep
@@ -31,8 +28,8 @@ LAUNCH = ".launch"  # beside a point's folder, which the script wants to make it
 # Of what faulthandler writes when a rank is ended: where it was, not why.
 STACK = re.compile(r"(Current thread|Thread) 0x|File \"|Extension modules: ")
 # Whether these differ or not, a point has the same results: a sweep may be continued with others.
-NOT_COMPARED = ("timeout", "output_dir", "strategies_file", "config", "retry_failed", "dry_run",
-                "trace", "command", "run")  # fmt: skip
+NOT_COMPARED = ("timeout", "preset", "output_dir", "strategies_file", "config", "retry_failed",
+                "dry_run", "trace", "command", "run")  # fmt: skip
 Record = dict[str, Any]
 
 
@@ -61,6 +58,8 @@ def run(points: Sequence[Point], args: argparse.Namespace) -> int:
 def open_store(points: Sequence[Point], args: argparse.Namespace) -> Store:
     """Make or continue the sweep's folder; keep in it what was asked for, but what is no matter."""
     asked = {name: value for name, value in vars(args).items() if name not in NOT_COMPARED}
+    if "presets" in asked:  # of a file its shape is compared, not where it is
+        asked["presets"] = list(map(model_name, args.presets))
     planned = [point.identity for point in points]
     return Store(args.output_dir, asked | {"points": planned}, describe_machine(args.launcher))
 
@@ -84,12 +83,12 @@ def run_points(points: Sequence[Point], args: argparse.Namespace, store: Store) 
                 said = f"no order is open after {point.repeat - 1} rounds"
                 say(f"{said}: the other {len(remaining) - number + 1} points are left out")
                 break
-        record = launched(point, args, store)
+        record = launched(point, args, store, known_end(point.described, store.sweep.records))
         store.append(record)
         if record["status"] == OK:
             said = f"{summary(record)}, {record['seconds']:.1f} s in all"
         else:
-            log = f" (points/{point.identity}/log.txt)" * (record["status"] != SKIPPED)
+            log = f" (points/{point.identity}/log.txt)" * bool(record["command"])
             said = f"{record['status']}: {record['reason']}{log}"
         left_s = round((time.monotonic() - started) / number * (len(remaining) - number))
         left = f"; {str(timedelta(seconds=left_s)).zfill(8)} left" * (number < len(remaining))
@@ -104,60 +103,6 @@ def summary(record: Record) -> str:
     ms = metrics.get("step_time_ms")
     step = f", step {ms:,.1f} ms" if isinstance(ms, (int, float)) else ""
     return f"loss {metrics['final_loss']:.4f}{step}"
-
-
-def describe_machine(launcher: str) -> dict[str, str]:
-    """Return what scripts do not write of code and machine, by name; CUDA is not started for it."""
-    info = Path("/proc/cpuinfo")  # where Linux says the processor's name
-    model = re.search(r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M)
-    found = {
-        "commit": commit(REPOSITORY),
-        "CPU": model and model[1],
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") if launcher != launch.FORK else None,
-        "nodes": os.environ.get("SLURM_JOB_NUM_NODES"),
-        **gpus(output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")),
-    }
-    return {name: value for name, value in found.items() if value}
-
-
-def commit(repository: Path) -> str:
-    """Return the commit of the code that runs, and whether files differ from it."""
-    words = ("describe", "--always", "--exclude=*", "--abbrev=10", "--dirty= with changes")
-    return output_of("git", "-C", str(repository), *words)
-
-
-def gpus(listed: str) -> dict[str, str]:
-    """Return names and number of the GPUs, driver, CUDA, NCCL; `listed` is "name, driver" lines."""
-    rows = [line.split(", ") for line in listed.splitlines()]
-    if not rows or any(len(row) != 2 for row in rows):
-        return {}
-    names = Counter(name for name, _ in rows)
-    nccl = nccl_version() if torch.version.cuda else ()
-    return {
-        "GPUs": " and ".join(f"{count} x {name}" for name, count in names.items()),
-        "driver": " and ".join(dict.fromkeys(driver for _, driver in rows)),
-        "CUDA": torch.version.cuda or "",
-        "NCCL": ".".join(map(str, nccl)),
-    }
-
-
-def nccl_version() -> tuple[int, ...]:
-    """Return the version of the library that is there; PyTorch tells that it was built with."""
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):  # linked into PyTorch
-        return torch.cuda.nccl.version()
-    return number.value // 10000, number.value // 100 % 100, number.value % 100
-
-
-def output_of(*words: str) -> str:
-    """Return what a program printed; nothing where there is no such program, or it failed."""
-    try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return ended.stdout.strip()
 
 
 def conclude(store: Store) -> int:
@@ -189,12 +134,6 @@ def words_of(point: Point, args: argparse.Namespace) -> tuple[str, list[str]]:
     return from_repository(Path(REPOSITORY, point.script)), list(map(str, words))
 
 
-def from_repository(path: Path) -> str:
-    """Return a path relative to the repository if it is inside, as whole otherwise."""
-    path = path.resolve()
-    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
-
-
 def command_of(point: Point, args: argparse.Namespace) -> str:
     """Return the line that a reader would type at the top of the repository."""
     ranks = point.described["world_size"]
@@ -202,13 +141,19 @@ def command_of(point: Point, args: argparse.Namespace) -> str:
     return f"OMP_NUM_THREADS={launch.threads(args.launcher, ranks)} {shlex.join(words)}"
 
 
-def launched(point: Point, args: argparse.Namespace, store: Store) -> Record:
-    """Start a point's script, if it can run, and return the record: how it ended, what it wrote."""
+def launched(
+    point: Point, args: argparse.Namespace, store: Store, ended: Record | None = None
+) -> Record:
+    """Start a point's script, and return the record: how it ended, what it wrote.
+
+    Unless it cannot run, or it is known how it would have `ended`.
+    """
     which = {"id": point.identity, "point": point.described, "repeat": point.repeat}
     record = which | {"started": now(), "launcher": args.launcher, "results": None}
     if point.reason:
-        ended = {"status": SKIPPED, "reason": point.reason, "seconds": 0.0}
-        return record | ended | {"command": None}
+        ended = {"status": SKIPPED, "reason": point.reason}
+    if ended:
+        return record | ended | {"seconds": 0.0, "command": None}
     folder = store.folder / "points" / point.identity
     here = folder.with_name(folder.name + LAUNCH)
     for path in (folder, here):  # left by a sweep that was killed, or by a run that failed
@@ -228,6 +173,9 @@ def judge(
     outcome: launch.Outcome, damage: str | None, script: str, timeout_s: float
 ) -> tuple[str, str | None]:
     """Return a point's status, and the reason in one line where it is not OK."""
+    lines = [line for line in outcome.err.splitlines() if NO_MEMORY.search(line)]
+    if outcome.code != 0 and lines:  # other ranks may have hung for it
+        return OUT_OF_MEMORY, shortened(lines[-1], script)
     if outcome.code is None:
         return TIMEOUT, f"timeout after {timeout_s:g} s"
     if outcome.code:
@@ -246,5 +194,9 @@ def said_by(script: str, outcome: launch.Outcome) -> str:
     if checks and not own:
         return f"its own check failed: {checks[-1].removeprefix('FAILED: ')}"
     line = (hung[:1] or own[-1:] or errors[-1:] or [""])[0]
-    said = line.removeprefix(f"{script}: ").removeprefix("error: ")
-    return said[:300] or f"exit code {outcome.code}, without a word"
+    return shortened(line, script) or f"exit code {outcome.code}, without a word"
+
+
+def shortened(line: str, script: str) -> str:
+    """Return a script's line without the words before its error."""
+    return line.strip().removeprefix(f"{script}: ").removeprefix("error: ")[:300]

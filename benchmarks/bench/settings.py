@@ -1,11 +1,14 @@
 """What a sweep is asked for: flags over a TOML file over defaults, checked before it starts."""
 
 import argparse
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import launch, strategies
+from bench import launch, search, strategies
 from bench.strategies import PRECISIONS, REFERENCE, Strategy
+from bench.template import Template
 from dist_common import cli, models
 from dist_common.lab import links
 
@@ -17,8 +20,10 @@ LR = {
     "tiny": 2e-3, "124m": 6e-4, "1b": 2e-4, "llama2-7b": 3e-4, "llama3-8b": 3e-4,
     "llama3-70b": 1.5e-4,
 }  # fmt: skip
+MODELS = f"{', '.join(models.PRESETS)}, or a config.json of a Llama (tiny)"
 # What has no default in the flags, as what it would be.
-EXAMPLES = {"micro_batch_size": 1, "strategies_file": "", "lr": 1.0}
+EXAMPLES = {"micro_batch_size": 1, "strategies_file": "", "lr": 1.0, "ranks_per_node": 1,
+            "micro_batch_sizes": [1], "recompute": [""], "compile": [""]}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,6 +33,9 @@ class Parser(argparse.ArgumentParser):
         raise cli.UsageError(message)
 
 
+model = partial(models.preset_or_file, models.PRESETS)  # parses --preset
+
+
 def link(text: str) -> str:
     """Check the speed of a link, such as 100mbit."""
     if text != NO_LINK:
@@ -35,13 +43,25 @@ def link(text: str) -> str:
     return text
 
 
+def rate_of(preset: str) -> tuple[float, str]:
+    """Return a model's peak learning rate, and the preset whose it is: the nearest in size."""
+    if preset in LR:
+        return LR[preset], preset
+    size = math.log(models.shape_of(preset).num_parameters())
+    nearest = min(LR, key=lambda name: abs(math.log(models.PRESETS[name].num_parameters()) - size))
+    return LR[nearest], nearest
+
+
 def add_launch_arguments(parser: argparse.ArgumentParser, output_dir: str | None) -> None:
     """Add the flags that say how points are started."""
     add = parser.add_argument
     add("--timeout", type=cli.positive_float, default=600.0, metavar="SECONDS",
         help="of each point (600)")  # fmt: skip
-    add("--launcher", choices=launch.LAUNCHERS, default=launch.AUTO,
-        help="auto: srun in a SLURM job, torchrun with GPUs, else fork (auto)")  # fmt: skip
+    add("--launcher", type=launch.parse, default=launch.AUTO, metavar="NAME|LINE",
+        help="fork, torchrun, srun, or a line such as 'mpirun -np {ranks} {python} {command}' "
+        "(auto: srun in a SLURM job, torchrun with GPUs, else fork)")  # fmt: skip
+    add("--ranks-per-node", type=cli.positive_int, metavar="N",
+        help="with a line: for {nodes} and {ranks_per_node} (all ranks on one)")  # fmt: skip
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
     add("--output-dir", default=output_dir, metavar="DIR",
         help=f"folder of results; what it has does not run again ({output_dir})")  # fmt: skip
@@ -82,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--strategies", nargs="+", default=["ddp", "fsdp-full"], metavar="NAME",
         help="see `list` (ddp fsdp-full)")  # fmt: skip
-    add("--presets", nargs="+", choices=models.PRESETS, default=["tiny"], help="models (tiny)")
+    add("--presets", nargs="+", type=model, default=["tiny"], metavar="NAME", help=MODELS)
     add("--precisions", nargs="+", choices=PRECISIONS, default=["32-true"], help="(32-true)")
     add("--scaling", choices=("strong", "weak"), default="strong",
         help="same global batch on all world sizes, or weak: times ranks (strong)")  # fmt: skip
@@ -92,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--until-decided", action="store_true",
         help="end after a round, from the third on, that leaves no order open")  # fmt: skip
     add_job_arguments(parser)
+    search.add_arguments(parser)
     add_launch_arguments(parser, "runs/sweep")
 
 
@@ -101,6 +122,10 @@ def read_file(path: str) -> dict[str, Any]:
     add_arguments(parser)
     known = vars(parser.parse_args([])) | EXAMPLES
     table = strategies.load_toml(path)
+    if isinstance(table.get("presets"), list):  # files are relative to this one
+        beside = Path(path).parent
+        table["presets"] = [str(beside / name) if str(name).endswith(".json") else name
+                            for name in table["presets"]]  # fmt: skip
     words = []
     for key, value in table.items():
         strategies.check_kind(path, key, value, known)
@@ -126,14 +151,32 @@ def settle(args: argparse.Namespace) -> list[Strategy]:
     if args.untimed_steps >= args.max_steps:
         steps = f"--untimed-steps {args.untimed_steps} of --max-steps {args.max_steps}"
         raise cli.UsageError(f"{steps} leave none to time")
-    for preset in args.presets:
-        models.preset(preset, args.seq_len)  # refuses a sequence that is too long for it
+    settle_models(args)
     names = [*[REFERENCE] * args.reference, *args.strategies]
     chosen = strategies.choose(names, strategies.load(args.strategies_file))
+    chosen = search.variants(chosen, args)
     args.strategies = [strategy.name for strategy in chosen]
     args.commands = {row.name: f"{row.script} {row.flags}".strip() for row in chosen}
     settle_launch(args)
     return chosen
+
+
+def settle_models(args: argparse.Namespace) -> None:
+    """Check the models; keep what files describe, as NAME.FIELD. Raises: UsageError."""
+    args.presets = list(dict.fromkeys(args.presets))
+    taken = set(models.PRESETS)
+    for given in args.presets:
+        name, config = strategies.model_name(given), models.preset(given, args.seq_len)
+        if name == given:
+            continue
+        if name in taken:
+            raise cli.UsageError(f"{given}: another model is called {name}: rename the file")
+        taken.add(name)
+        facts = models.facts_of(config).items()
+        vars(args).update({f"{name}.{field}": value for field, value in facts})
+        rate, whose = rate_of(given)
+        if not args.lr:
+            print(f"{name}: --lr {rate:g}, that of {whose}, the preset nearest in size")
 
 
 def settle_launch(args: argparse.Namespace) -> None:
@@ -141,6 +184,10 @@ def settle_launch(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if isinstance(value, list):  # what is named twice counts once
             setattr(args, name, list(dict.fromkeys(value)))
+    if isinstance(args.launcher, Template):
+        args.launcher.ranks_per_node = args.ranks_per_node
+    elif args.ranks_per_node:
+        raise cli.UsageError("--ranks-per-node needs a line as the --launcher")
     args.launcher, args.device = launch.resolve(args.launcher, args.device)
     slow = set(args.links) - {NO_LINK}
     if slow and args.launcher != launch.FORK:

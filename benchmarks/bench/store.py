@@ -16,7 +16,10 @@ from filelock import FileLock, Timeout
 
 from dist_common import cli
 
-OK, FAILED, TIMEOUT, SKIPPED = STATUSES = ("ok", "failed", "timeout", "skipped")  # of a point
+# Of a point.
+OK, FAILED, TIMEOUT, SKIPPED, OUT_OF_MEMORY = STATUSES = (
+    "ok", "failed", "timeout", "skipped", "out of memory",
+)  # fmt: skip
 SETTINGS, RESULTS = "sweep.json", "results.jsonl"
 LOCK, PARTIAL = ".lock", ".partial"
 LOCK_PATIENCE_S = 3.0  # the ranks of a killed sweep may hold its lock for a moment longer

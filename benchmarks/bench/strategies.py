@@ -48,6 +48,9 @@ class Strategy:
     untied: bool = False
     precisions: list[str] = field(default_factory=PRECISIONS.copy)
     compiles: bool = False
+    recompute_flags: str = ""
+    compile_flags: str = ""
+    micro_batch_size: int = 0
 
     @property
     def path(self) -> Path:
@@ -60,7 +63,7 @@ class Strategy:
         """Say in a few words which world sizes it can use."""
         if self._multiple() == 1 and self.most_ranks == MOST_RANKS:
             return f"{self.least_ranks} or more"
-        sizes = filter(self._takes, range(1, self.most_ranks + 1))
+        sizes = filter(self.takes, range(1, self.most_ranks + 1))
         shown = list(map(str, itertools.islice(sizes, 4)))
         return ", ".join(shown[:3] + ["..."] * (len(shown) > 3))
 
@@ -80,7 +83,7 @@ class Strategy:
 
     def why_not(self, world_size: int, preset: str, precision: str) -> str | None:
         """Say in one line why it cannot train this model on so many ranks; None if it can."""
-        if not self._takes(world_size):
+        if not self.takes(world_size):
             ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
             can = f"{self.name} cannot use {ranks}, it needs {self.world_sizes}"
             return f"{can}: {self.why}" if self.why else can
@@ -91,7 +94,8 @@ class Strategy:
             return f"{self.name} needs a C++ compiler, and there is no {compiler} here"
         return self._why_not_this_model(world_size, preset)
 
-    def _takes(self, world_size: int) -> bool:
+    def takes(self, world_size: int) -> bool:
+        """Say whether it can use a world size."""
         within = self.least_ranks <= world_size <= self.most_ranks
         return within and world_size % self._multiple() == 0
 
@@ -100,7 +104,8 @@ class Strategy:
         return math.lcm(self.multiple_of, math.prod(fixed))
 
     def _why_not_this_model(self, world_size: int, preset: str) -> str | None:
-        config = models.PRESETS[preset]
+        config = models.shape_of(preset)
+        preset = model_name(preset)
         if self.untied and config.tied_embeddings:
             return f"{self.name} cannot split {preset}: its embedding is the output layer too"
         tp, stages = self.ranks_of("tp", world_size), self.ranks_of("pp", world_size) * self.stages
@@ -114,6 +119,20 @@ class Strategy:
         uneven = (f"{self.name} cannot cut the {whole} {what} of {preset} into {parts} parts"
                   for parts, whole, what in cuts if whole % parts)  # fmt: skip
         return next(uneven, None)
+
+
+def model_name(preset: str) -> str:
+    """Return a model's name in reports: a preset's; a file's stem; of X/config.json it is X."""
+    path = Path(preset)
+    if path.suffix != ".json":
+        return preset
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
+def from_repository(path: str | Path) -> str:
+    """Return a path relative to the repository if it is inside, as whole otherwise."""
+    path = Path(path).resolve()
+    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
 
 
 def load(own: str | Path | None = None) -> dict[str, Strategy]:

@@ -1,0 +1,159 @@
+"""report of folders that templates wrote by themselves, on a cluster where no sweep ran."""
+
+import json
+
+import pytest
+from helpers_benchmarks import bench  # noqa: F401
+
+from bench import bare, strategies
+from bench.analysis import analyse
+
+# pytest passes fixtures by name.
+# ruff: noqa: F811
+DDP, FSDP = "01-ddp-basics/ddp_training.py", "02-fsdp/fsdp_transformer.py"
+DEEPSPEED = "03-deepspeed/deepspeed_train.py"
+ARGS = {
+    "preset": "tiny", "precision": "32-true", "seq_len": 32, "global_batch_size": 16,
+    "max_steps": 8, "seed": 0, "lr": 2e-3, "warmup_steps": 2, "micro_batch_size": 8,
+    "grad_accum_steps": 1, "text_file": None, "output_dir": "x", "log_every": 1,
+}  # fmt: skip
+OF_SCRIPT = {
+    DDP: {"gradient_compression": "none", "compile": False},
+    FSDP: {"sharding": "full", "shard_group_size": None, "activation_checkpointing": "none",
+           "cpu_offload": False, "compile": False, "loss_chunks": 1},
+    DEEPSPEED: {"deepspeed_config": "03-deepspeed/configs/zero1_config.json"},
+}  # fmt: skip
+
+
+def results_of(script, ranks=2, argv=(), loss=3.0, ms=2.0, **args):
+    """Return what a template would have written, which was given `argv`."""
+    metrics = {"final_loss": loss, "step_time_ms": ms, "step_times_ms": [ms] * 8}
+    metrics |= {"tokens_per_step": 512, "peak_memory_gib": 0.1}
+    return {
+        "script": script, "args": ARGS | OF_SCRIPT[script] | args, "argv": list(argv),
+        "started": "2026-11-26T10:00:00+00:00", "seconds": 3.0, "world_size": ranks,
+        "device": "cpu", "backend": "gloo", "launcher": "torchrun", "versions": {"torch": "2.14"},
+        "machine": {"cores": 2}, "metrics": metrics, "checks": [],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Return what adds a folder to those copied together, and the folder of all."""
+
+    def add(name, *words, **options):
+        path = tmp_path / name
+        path.mkdir(parents=True)
+        (path / "results.json").write_text(json.dumps(results_of(*words, **options)))
+        steps = [{"step": step, "loss": 5.0, "grad_norm": 7.0} for step in range(1, 6)]
+        (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+
+    return add, tmp_path
+
+
+def named(folder):
+    return {record["id"][len(str(folder)) + 1 :]: record["point"]["strategy"]
+            for record in bare.gather(folder).records}  # fmt: skip
+
+
+def test_runs_of_templates_are_compared_as_a_sweep_s_points_are(cluster, bench, capsys):
+    add, folder = cluster
+    for number, ms in ((1, 2.0), (2, 2.1), (3, 1.9)):
+        add(f"node1/one-{number}", DDP, ranks=1, ms=2 * ms)
+        add(f"ddp-{number}", DDP, ms=ms)
+        add(f"sharded-{number}", FSDP, ms=1.5 * ms)
+    add("slices-1", FSDP, argv=("--loss-chunks", "4"), loss_chunks=4, loss=3.1)
+    assert bench("report", folder) == 1
+    printed = capsys.readouterr().out
+    assert "10 points; started 2026-11-26 10:00" in printed
+    assert "tiny, 32-true, 2 ranks, global batch 16 x 32 tokens, 8 steps" in printed
+    assert "fastest beyond the noise: ddp" in printed and "±0%" in printed, "paired by number"
+    assert "fsdp-full --loss-chunks 4: WRONG: loss +0.1 from one process, 0.005 all" in printed
+    assert (folder / "report.html").exists() and bench("report", folder) == 1
+
+
+def test_a_run_is_named_by_its_script_and_flags(cluster):
+    add, folder = cluster
+    zero2 = "/other/03-deepspeed/configs/zero2_config.json"
+    add("a", DDP, ranks=1)
+    add("b", DDP, argv=("--lr", "2e-3", "--seq-len=32"))
+    add("c", DDP, argv=("--gradient-compression", "bf16"), gradient_compression="bf16")
+    add("d", FSDP, argv=("--sharding", "grad-op", "--compile"), sharding="grad-op", compile=True)
+    add("e", FSDP, argv=("--activation-checkpointing", "full"), activation_checkpointing="full")
+    add("f", DEEPSPEED, argv=("--deepspeed_config", zero2), deepspeed_config=zero2)
+    add("eight-11", FSDP, argv=("--sharding", "hybrid"), sharding="hybrid", shard_group_size=8)
+    names = ("single", "ddp", "ddp-bf16", "fsdp-grad-op compile", "fsdp-checkpointing", "zero-2")
+    assert named(folder) == dict(zip("abcdef", names, strict=True)) | {"eight-11": "eight"}
+    exact = {record["point"]["strategy"]: record["point"]["exact"]
+             for record in bare.gather(folder).records}  # fmt: skip
+    assert not exact["ddp-bf16"] and exact["ddp"]
+
+
+def test_what_the_sweep_starts_is_named_as_it_calls_it(cluster):
+    """Each row of strategies.toml but `ddp-accumulate`, which is `ddp` with a smaller batch."""
+    table = strategies.load()
+    for name, row in table.items():
+        ranks = next(ranks for ranks in (2, 4, 8, 1) if row.takes(ranks))
+        words = row.script_flags(ranks)
+        given = {key: (value or [True])[-1] for key, value in bare.flags_given(words).items()}
+        results = {"script": row.script, "argv": words, "world_size": ranks,
+                   "args": OF_SCRIPT.get(row.script, {}) | given}  # fmt: skip
+        found = bare.named_by(table, results, bare.flags_given(words))
+        same = {"ddp-accumulate": "ddp"}
+        assert found == (same.get(name, name), row.exact)
+
+
+def test_jobs_that_differ_are_not_compared(cluster):
+    add, folder = cluster
+    shape = {"dim": 32, "num_layers": 2}
+    add("a", FSDP)
+    add("b", FSDP, lr=1e-3)
+    add("c", FSDP, preset="x/mine.json", shape=shape)
+    add("d", FSDP, preset="y/mine.json", shape=shape | {"num_layers": 3})
+    add("e", FSDP, argv=("--text-file", "corpus"), text_file="corpus")
+    models = [group[0].group.preset for group in analyse(bare.gather(folder)).groups]
+    assert sorted(models) == ["mine", "mine (2)", "tiny", "tiny", "tiny, --text-file corpus"]
+
+
+def test_runs_of_one_thing_are_repeats_and_other_micro_batches_are_not(cluster):
+    add, folder = cluster
+    for name, micro in (("x-2", 8), ("x-7", 8), ("y", 4), ("z", 4)):
+        add(name, FSDP, micro_batch_size=micro, grad_accum_steps=8 // micro)
+    found = {(record["point"]["strategy"], record["repeat"])
+             for record in bare.gather(folder).records}  # fmt: skip
+    full = "fsdp-full mb"
+    assert found == {(f"{full}8", 2), (f"{full}8", 7), (f"{full}4", 1), (f"{full}4", 2)}
+
+
+def test_what_is_damaged_or_no_training_is_named_and_left_out(cluster, bench, capsys):
+    add, folder = cluster
+    assert f"holds no sweep: there is no {folder}/sweep.json, and no results" in bench(
+        "report", folder
+    )
+    add("whole", DDP)
+    of_a_list = {"args": [], "world_size": 2, "metrics": {"final_loss": 1}}
+    other = {"args": {}, "world_size": 2}
+    damaged = {"half": '{"script"', "other": json.dumps(other), "list": json.dumps(of_a_list)}
+    for name, text in damaged.items():
+        (folder / name).mkdir()
+        (folder / name / "results.json").write_text(text)
+    failed = results_of(DDP) | {"checks": [{"name": "equal weights", "ok": False}]}
+    (folder / "failed").mkdir()
+    (folder / "failed" / "results.json").write_text(json.dumps(failed))
+    assert bench("report", folder) == 0
+    printed = capsys.readouterr().out
+    assert f"warning: {folder}/half/results.json is damaged, or of no training: left" in printed
+    assert f"{folder}/other/results.json is damaged, or of no training ('metrics'): l" in printed
+    assert "its own check failed: equal weights (1 of 2 repeats)" in printed
+    (folder / "whole" / "results.json").unlink()
+    (folder / "failed" / "results.json").unlink()
+    assert "none of its 3 results.json is of a training" in bench("report", folder)
+
+
+def test_what_was_given_is_in_results_json(run_script, tmp_path):
+    flags = ("--max-steps", 2, "--seq-len", 16, "--save-every", 0, "--output-dir", tmp_path / "out")
+    ended = run_script(DDP, *flags, "--parity-steps", 0, world_size=1)
+    assert ended.codes == [0], ended.stderr
+    (record,) = bare.gather(tmp_path).records
+    assert record["point"]["strategy"] == "single" and record["losses"]
+    assert record["results"]["argv"][:2] == ["--max-steps", "2"]
