@@ -487,6 +487,12 @@ def test_tools_get_the_flags_of_the_point(monkeypatch):
     assert predict.MEMORY not in asked
 
 
+def test_a_model_of_ones_own_is_named_by_its_file(monkeypatch):
+    _, asked = asked_tools(monkeypatch, model="configs/mine.json", preset="mine")
+    assert "--preset configs/mine.json " in asked[predict.MEMORY]
+    assert " --model configs/mine.json " in asked[predict.PLANNER]
+
+
 def test_predictions_stand_beside_measurements(tmp_path):
     """State and bytes on the CPU, the peak beyond what was there before on a GPU."""
     lines = [*repeated("ddp", *NOISY), *repeated("fsdp", *slower(2)), *repeated("tp", *slower(3))]
