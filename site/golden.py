@@ -1,0 +1,466 @@
+"""Write what the calculators are built and held by: presets.js and golden.json.
+
+    python site/golden.py runs/calc
+
+The JavaScript in site/static/calc is a port of the guide's Python. presets.js has what the page
+offers: models, clusters, defaults and words, read from the scripts, so that no number is typed
+twice. golden.json has random cases with Python's results: tests/test_site_calculators.py demands
+the same from the JavaScript, and from the page in a browser.
+"""
+
+import argparse
+import functools
+import json
+import queue
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+# A script finds the helper files of its folder there.
+for module in ("02-fsdp", "03-deepspeed", "04-nccl-operations", "05-advanced"):
+    if str(REPOSITORY / module) not in sys.path:
+        sys.path.append(str(REPOSITORY / module))
+
+import bandwidth_test  # noqa: E402
+import combining  # noqa: E402
+import pipeline_schedules  # noqa: E402
+import point_to_point  # noqa: E402
+from advanced_parts import combining as layouts  # noqa: E402
+from advanced_parts import layout_memory as memory  # noqa: E402
+from advanced_parts import pipeline_schedules as papers  # noqa: E402
+from deepspeed_parts import zero_stages  # noqa: E402
+from dist_common import cli, hf, models  # noqa: E402
+from dist_common.measure import GIB  # noqa: E402
+from fsdp_parts import fsdp_basics, strategies  # noqa: E402
+from nccl_parts import measurement  # noqa: E402
+from nccl_parts import point_to_point as costs  # noqa: E402
+
+SEED = 28
+LAYOUTS, RANKED, CHANGED = 2000, 40, 60  # cases
+SCHEDULES, RINGS, STRATEGIES = 400, 400, 300
+LARGEST_RING = 16  # ranks whose messages are noted
+
+# combining.py's flags that the page asks for, by argparse's names.
+FLAGS = ("model", "gpus", "gpus_per_node", *combining.AXES, "fsdp", "recompute", "order", "seq_len",
+         "global_batch_size", "micro_batch_size", "schedule", "virtual_stages", "gpu_tflops",
+         "nvlink_gb_s", "network_gb_s", "latency_us", "gpu_memory_gib")  # fmt: skip
+
+
+# Of the 70B model's 80 layers once, not for each case that asks for its shapes.
+model_of = functools.lru_cache(models.Transformer)
+
+
+def flags_of(script, *flags: str) -> dict:
+    """Return what a script's parse_args makes of these flags."""
+    with mock.patch.object(sys, "argv", ["script", *flags]):
+        return vars(script.parse_args())
+
+
+DEFAULTS = flags_of(combining)
+
+
+# layouts
+
+
+def random_flags(draw: random.Random) -> dict:
+    """Return flags of combining.py that often, not always, make a layout."""
+    pick = draw.choice
+    sizes = {axis: pick((1, 1, 1, 1, 2, 2, 4, 8, 16, 3)) for axis in combining.AXES}
+    product = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
+    schedule = pick(("1f1b", "gpipe", "interleaved"))
+    micro = pick((1, 1, 2, 3, 4))
+    interleaved = schedule == "interleaved"
+    uneven = draw.random() < 0.05
+    model = pick(list(memory.MODELS))
+    able = [n for n in (256, 1024, 2048, 4096, 8192) if n <= memory.MODELS[model].max_seq_len]
+    return DEFAULTS | sizes | {
+        "model": model,
+        "gpus": product if draw.random() < 0.97 else 2 * product,
+        "gpus_per_node": pick((4, 8, 16) if product % 3 else (3, 6, 12)),
+        "fsdp": pick((None, *memory.SHARDINGS)),
+        "recompute": pick((None, *memory.RECOMPUTE)),
+        "order": "-".join(draw.sample(combining.AXES, 4)),
+        "seq_len": pick(able * 6 + [1000, 16_384]),
+        "global_batch_size": sizes["dp"] * micro * pick((1, 2, 3, 8, 16, 32, 64)) + uneven,
+        "micro_batch_size": micro,
+        "schedule": schedule,
+        "virtual_stages": pick((None, 2, 2, 3, 4)) if interleaved else pick([None, 1] * 9 + [2]),
+        "gpu_tflops": draw.uniform(50, 1500),
+        "nvlink_gb_s": draw.uniform(20, 900),
+        "network_gb_s": draw.uniform(0.1, 100),
+        "latency_us": draw.uniform(1, 100),
+        "gpu_memory_gib": pick((16, 24, 40, 80, 141, 192)),
+        "reduce_bytes": pick((memory.FP32, memory.FP32, memory.BF16)),
+    }  # fmt: skip
+
+
+def read_job(flags: dict) -> tuple[memory.Job, memory.Cluster]:
+    """Return combining.py's job and cluster of these flags, and reduce_bytes, which has no flag."""
+    job, cluster = combining.read_job(argparse.Namespace(**flags))
+    return replace(job, reduce_bytes=flags.get("reduce_bytes", memory.FP32)), cluster
+
+
+def told(prediction) -> dict:
+    """Return a prediction as the JavaScript has it."""
+    named = {name: getattr(prediction, name) for name in ("step_s", "memory_gib", "fits", "tflops")}
+    return asdict(prediction) | named
+
+
+def outcome(work: Callable) -> dict:
+    """Return a result, or the refusal in its place."""
+    try:
+        return {"result": work()}
+    except cli.UsageError as error:
+        return {"refused": str(error)}
+
+
+def layout_of(flags: dict) -> dict:
+    job, cluster = read_job(flags)
+    (one,) = combining.predict_all(None, argparse.Namespace(**flags), job, cluster)
+    template = memory.of_the_template(job, one.layout, one.stage)
+    return told(one) | {"template": template, "weights": job.config.num_parameters()}
+
+
+def layout_cases(draw: random.Random, count: int) -> Iterator[dict]:
+    for _ in range(count):
+        flags = random_flags(draw)
+        yield {"flags": flags, **outcome(lambda flags=flags: layout_of(flags))}
+
+
+def list_of(flags: dict) -> list[dict]:
+    """Return the best five layouts, and how many there are, as combining.py lists them."""
+    job, cluster = read_job(flags)
+    shardings = (flags["fsdp"],) if flags["fsdp"] else memory.SHARDINGS
+    recompute = (flags["recompute"],) if flags["recompute"] else memory.RECOMPUTE
+    found = combining.ranked(job, cluster, flags["gpus"], shardings, recompute)
+    shown = [(str(p.layout), p.layout.sharding, p.layout.recompute, p.fits, p.step_s, p.memory_gib)
+             for p in found[:20]]  # fmt: skip
+    return {"count": len(found), "fit": sum(p.fits for p in found), "shown": shown}
+
+
+def ranked_cases(draw: random.Random, count: int) -> Iterator[dict]:
+    for _ in range(count):
+        flags = random_flags(draw) | dict.fromkeys(combining.AXES)
+        flags["gpus"] = draw.choice((1, 2, 6, 8, 8, 16, 32, 64))
+        flags["gpus_per_node"] = draw.choice((4, 8))
+        yield {"flags": flags, **outcome(lambda flags=flags: list_of(flags))}
+
+
+def changes_of(flags: dict) -> list:
+    job, cluster = read_job(flags)
+    one = layouts_of_flags(flags)
+    with mock.patch.object(layouts, "Transformer", model_of):
+        rows = layouts.changes(job, cluster, one)
+    return [(name, told(changed), price) for name, changed, price in rows]
+
+
+def layouts_of_flags(flags: dict) -> memory.Layout:
+    sizes = {axis: flags[axis] for axis in combining.AXES}
+    sharding, recompute = flags["fsdp"] or "full", flags["recompute"] or "none"
+    return memory.Layout(**sizes, sharding=sharding, recompute=recompute)
+
+
+def changes_cases(draw: random.Random, cases: list[dict], count: int) -> Iterator[dict]:
+    """Yield changes of layouts that work; half of them of replicas, which allow the most."""
+    works = [case["flags"] for case in cases if "result" in case]
+    for flags in draw.sample(works, min(count, len(works))):
+        if draw.random() < 0.5:
+            dp = flags["dp"] * flags["cp"] * flags["tp"] * flags["pp"]
+            alone = {"tp": 1, "cp": 1, "pp": 1, "dp": dp, "fsdp": "none", "schedule": "1f1b"}
+            batch = dp * flags["micro_batch_size"] * draw.choice((1, 2, 8))
+            flags = flags | alone | {"virtual_stages": None, "global_batch_size": batch}
+        yield {"flags": flags, **outcome(lambda flags=flags: changes_of(flags))}
+
+
+# schedules
+
+
+def schedule_of(name: str, p: int, m: int, v: int, backward: float) -> dict:
+    schedule = pipeline_schedules.build(name, p, m, v)
+    spans = pipeline_schedules.simulate(schedule, pipeline_schedules.durations(name, v, backward))
+    return {
+        "orders": [" ".join(pipeline_schedules.name_of(i, p) for i in rank) for rank in schedule],
+        "spans": [[(*span.instruction, span.start, span.end) for span in rank] for rank in spans],
+        "duration": papers.span_of(spans)[1],
+        "bubble": pipeline_schedules.bubble(spans),
+        "held": [pipeline_schedules.peak_activations(rank, v) for rank in schedule],
+        "bubble_formula": papers.bubble_formula(name, p, m, v, backward),
+        "peak_formula": [papers.peak_formula(name, rank, p, m, v) for rank in range(p)],
+    }
+
+
+def schedule_cases(draw: random.Random, count: int) -> Iterator[dict]:
+    for _ in range(count):
+        name = draw.choice(list(pipeline_schedules.SCHEDULES))
+        p, m = draw.randint(1, 8), draw.randint(1, 24)
+        m = p * max(1, m // p) if draw.random() < 0.8 else m
+        v = draw.choice((1, 2, 3, 4)) if name == "interleaved" else 1
+        case = name, p, m, v, draw.choice((1.0, 1.5, 2.0))
+        yield {"case": case, **outcome(lambda case=case: schedule_of(*case))}
+
+
+# rings
+
+
+class Message(NamedTuple):
+    """In place of dist.P2POp, which wants a process group."""
+
+    operation: Callable
+    tensor: torch.Tensor
+    peer: int
+
+
+class Done:
+    def wait(self) -> None:
+        pass
+
+
+class Camera(costs.Watcher):
+    """A Watcher that also notes what its rank holds, and when."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        super().__init__(torch.device("cpu"))
+        self.held = held
+        self.seen: list[tuple[int, list[int]]] = []
+
+    def note(self) -> None:
+        self.seen.append((int(self.clock), self.held.tolist()))
+
+    def __call__(self, *args, **kwargs) -> None:
+        self.note()
+        super().__call__(*args, **kwargs)
+
+
+def film(algorithm: Callable, begun: list[torch.Tensor]) -> dict:
+    """Run the lesson's own function on threads as ranks; return messages, and what ranks held."""
+    ranks = len(begun)
+    own = threading.local()
+    wires = {(a, b): queue.Queue() for a in range(ranks) for b in range(ranks)}
+    cameras = [Camera(x) for x in begun]
+
+    def exchange(messages: list[Message]) -> list[Done]:
+        for operation, tensor, peer in messages:
+            if operation is dist.isend:
+                wires[own.rank, peer].put(tensor.clone())
+        for operation, tensor, peer in messages:
+            if operation is dist.irecv:
+                tensor.copy_(wires[peer, own.rank].get(timeout=60))
+        return [Done()]
+
+    def be(rank: int) -> None:
+        own.rank = rank
+        algorithm(begun[rank], cameras[rank])
+        cameras[rank].note()
+
+    patches = {
+        "get_rank": lambda: own.rank,
+        "get_world_size": lambda: ranks,
+        "P2POp": Message,
+        "batch_isend_irecv": exchange,
+    }
+    with mock.patch.multiple(dist, **patches):
+        threads = [threading.Thread(target=be, args=(rank,)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    size = begun[0].nbytes
+    messages = sorted((at, source, to, sent / size) for camera in cameras
+                      for at, source, to, sent in camera.messages)  # fmt: skip
+    return {"messages": messages, "seen": [camera.seen for camera in cameras]}
+
+
+def in_parts(of_parts: Callable) -> Callable:
+    return lambda x, move: of_parts(x.tensor_split(len(x)), move)
+
+
+def ring_of(collective: str, name: str, ranks: int) -> dict:
+    """Film one collective; a number has the bit r where rank r is in the sum."""
+    halves = {"reduce_scatter": point_to_point.ring_reduce_scatter,
+              "all_gather": point_to_point.ring_all_gather}  # fmt: skip
+    algorithm = point_to_point.ALGORITHMS[name]
+    if collective in halves:
+        algorithm = in_parts(halves[collective])
+    begun = []
+    for rank in range(ranks):
+        x = torch.full((ranks if name == "ring" else 1,), 2**rank)
+        if collective == "all_gather":  # the part that this rank has
+            x *= torch.arange(len(x)) == (rank + 1) % ranks
+        begun.append(x)
+    return film(algorithm, begun)
+
+
+def kinds() -> list[tuple[str, str]]:
+    """Return the collectives that the lesson builds, and by what."""
+    every = [("all_reduce", name) for name in point_to_point.ALGORITHMS]
+    return [*every, ("reduce_scatter", "ring"), ("all_gather", "ring")]
+
+
+def time_of(collective: str, name: str, ranks: int, size: int, alpha: float, rate: float) -> dict:
+    """Return a collective's steps and time by the lesson's table; half of the ring's for a half."""
+    steps, sent, in_a_step = costs.theory(name, ranks)
+    if collective != "all_reduce":
+        steps, sent = steps / 2, sent / 2
+    seconds = costs.Cost(alpha, rate).predict(steps, in_a_step * size)
+    factor = bandwidth_test.COLLECTIVES[collective].bus_factor(ranks)
+    busbw = factor * measurement.gb_per_s(size, seconds)
+    return {"steps": steps, "sent": sent, "in_a_step": in_a_step, "seconds": seconds,
+            "busbw_gb_s": busbw}  # fmt: skip
+
+
+def ring_cases(largest: int) -> Iterator[dict]:
+    for collective, name in kinds():
+        for ranks in range(2, largest + 1):
+            case = collective, name, ranks
+            yield {"case": case, "result": ring_of(*case)}
+
+
+def time_cases(draw: random.Random, count: int) -> Iterator[dict]:
+    for _ in range(count):
+        ranks = draw.choice((draw.randint(2, 64), 2 ** draw.randint(1, 12)))
+        size = draw.choice((256, 2**20, draw.randint(1, 2**33)))
+        link = draw.uniform(1e-6, 1e-2), draw.uniform(1e7, 1e12)
+        case = *draw.choice(kinds()), ranks, size, *link
+        yield {"case": case, "result": time_of(*case)}
+
+
+# strategies
+
+
+def strategy_cases(draw: random.Random, count: int) -> Iterator[dict]:
+    """Yield what a strategy of a preset holds, gathers and sends."""
+    units = {}
+    for name in models.PRESETS:
+        with torch.device("meta"):
+            model = model_of(models.PRESETS[name])
+        units[name] = {shards: strategies.unit_weights([*model.blocks, model], shards)
+                       for shards in (1, 3, 8, 64)}  # fmt: skip
+    for _ in range(count):
+        preset, ranks = draw.choice(list(units)), draw.choice((2, 4, 6, 8, 64, 512))
+        group = draw.choice([size for size in (2, 3, 4, 8) if ranks % size == 0])
+        sharding = draw.choice(list(strategies.NAMES))
+        precision = draw.choice(list(zero_stages.WIDTHS))
+        own = units[preset][draw.choice((1, 3, 8, 64))]
+        weights, m = sum(own), draw.randint(1, 16)
+        plan = strategies.Plan(sharding, weights, precision, m, ranks, group)
+        stage = f"stage {draw.randint(0, 3)}"
+        zero = stage, zero_stages.WIDTHS[precision], m, ranks, draw.random() < 0.5
+        way = draw.choice(("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP full", "FSDP grad-op"))
+        yield {
+            "preset": preset, "plan": asdict(plan), "zero": zero,
+            "own": own, "way": way,
+            "result": {
+                "units": units[preset],
+                "sent": strategies.sent_per_weight(plan, own[-1] / weights),
+                "held": strategies.held_per_weight(way, precision, ranks),
+                "whole": strategies.whole_at_once(plan, own),
+                "zero": zero_stages.sent_per_weight(*zero),
+            },
+        }  # fmt: skip
+
+
+def weigh_cases() -> Iterator[dict]:
+    """Yield the numbers of `fsdp_basics.py --weigh`: the script's own, not yet rounded."""
+    for preset in models.PRESETS:
+        for ranks in (2, 8, 64):
+            with (
+                mock.patch.object(fsdp_basics, "Report") as report,
+                mock.patch.object(models, "Transformer", model_of),
+            ):
+                fsdp_basics.weigh("", argparse.Namespace(weigh=ranks, preset=preset))
+            stored = report.return_value.metrics.__setitem__.call_args_list
+            yield {"preset": preset, "ranks": ranks, "result": dict(call.args for call in stored)}
+
+
+# a pasted config.json
+
+
+def config_cases() -> Iterator[dict]:
+    """Yield each model's shape under Hugging Face's names, and what it is under ours."""
+    for config in memory.MODELS.values():
+        theirs = {name: getattr(config, ours) for name, ours in hf.HF_SHAPE.items()}
+        result = {ours: getattr(config, ours) for ours in hf.HF_SHAPE.values()}
+        yield {"text": json.dumps(theirs), "result": result}
+
+
+# files
+
+
+def golden(layouts: int = LAYOUTS, others: float = 1.0, only: str | None = None) -> dict:
+    """Return the cases of all kinds, or of one; `others`: the share of what are no layouts."""
+
+    def drawn(cases: Callable, count: int, *arguments) -> list[dict]:
+        return list(cases(random.Random(SEED), *arguments, max(1, round(others * count))))
+
+    every = {
+        "layouts": lambda: list(layout_cases(random.Random(SEED), layouts)),
+        "ranked": lambda: drawn(ranked_cases, RANKED),
+        "changes": lambda: drawn(changes_cases, CHANGED, every["layouts"]()),
+        "schedules": lambda: drawn(schedule_cases, SCHEDULES),
+        "rings": lambda: list(ring_cases(round(2 + others * (LARGEST_RING - 2)))),
+        "times": lambda: drawn(time_cases, RINGS),
+        "strategies": lambda: drawn(strategy_cases, STRATEGIES),
+        "weigh": lambda: list(weigh_cases()),
+        "configs": lambda: list(config_cases()),
+    }
+    return {kind: cases() for kind, cases in every.items() if only in (None, kind)}
+
+
+def presets() -> dict:
+    """Return what the page offers and says: from the scripts that it is of."""
+    planned, piped = flags_of(combining), flags_of(pipeline_schedules)
+    clusters = {"H100": layouts.H100, "A100": layouts.A100}
+    return {
+        "models": {name: asdict(config) for name, config in memory.MODELS.items()},
+        "clusters": {name: asdict(cluster) for name, cluster in clusters.items()},
+        "flags": {name: planned[name] for name in FLAGS},
+        "splits": combining.SPLITS,
+        "sends": combining.SENDS,
+        "holds": combining.HOLDS,
+        "shown": combining.SHOWN,
+        "part_colors": combining.COLORS,
+        "hf_shape": hf.HF_SHAPE,
+        "precisions": list(zero_stages.WIDTHS),
+        "reduce_bytes": {"float32": memory.FP32, "bfloat16": memory.BF16},
+        "weighed": flags_of(fsdp_script(), "--weigh", "8")["preset"],
+        "pipeline": {name: piped[name] for name in ("stages", "micro_batches", "virtual_stages",
+                                                    "backward")},
+        "schedule_colors": papers.COLOURS,
+        "schedule_legend": papers.LEGEND,
+        "ring": {"mib": flags_of(point_to_point)["mib"], "largest": LARGEST_RING},
+        "kinds": kinds(),
+        "gib": GIB,
+    }  # fmt: skip
+
+
+def fsdp_script():
+    import fsdp_basics as script
+
+    return script
+
+
+def write(folder: Path, **sizes) -> None:
+    """Write both files into a folder; `sizes` as golden has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "golden.json").write_text(json.dumps(golden(**sizes)))
+    lines = (
+        "// Written by site/golden.py.",
+        f"const presets = {json.dumps(presets(), indent=1)};",
+        'if (typeof module !== "undefined") module.exports = presets;',
+    )
+    (folder / "presets.js").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="where to write golden.json and presets.js")
+    write(parser.parse_args().folder)
