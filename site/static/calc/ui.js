@@ -23,7 +23,7 @@ function fill(element, attributes, children) {
       element.setAttribute(name, value === true ? "" : value);
     }
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return element;
 }
 const h = (name, attributes = {}, ...children) =>
@@ -46,14 +46,14 @@ function duration(seconds) {
 const number = (text, value) => h("td", { class: "number", "data-value": value }, text);
 const exact = (text, value, key) => h("span", { "data-value": value, "data-key": key }, text);
 
-function table(caption, headers, rows, right = 1) {
-  const heads = headers.map((head, i) =>
-    h("th", { scope: "col", class: i >= right ? "number" : null }, head));
+function table(caption, headers, rows) {
+  const kind = (i) => rows[0].cells[i - 1]?.getAttribute("class"); // a column is what its cells are
+  const heads = headers.map((head, i) => h("th", { scope: "col", class: kind(i) }, head));
   const body = rows.map(({ name, cells, kind = null }) =>
     h("tr", { class: kind }, h("th", { scope: "row" }, name), cells));
   const inner = h("table", {}, h("caption", {}, caption), h("thead", {}, h("tr", {}, heads)),
     h("tbody", {}, body));
-  const label = typeof caption === "string" ? caption : caption.textContent;
+  const label = [caption].flat().map((part) => part.textContent ?? part).join("");
   return h("div", { class: "calc-scroll", tabindex: "0", role: "region", "aria-label": label }, inner);
 }
 const words = (text) => h("td", {}, text);
@@ -84,7 +84,7 @@ function bar(parts, marks, label) {
       s("text", { x: place(mark.at), y, "text-anchor": anchor }, mark.name),
     ];
   });
-  return s("svg", { role: "img", "aria-label": label, height: 70 }, boxes, lines);
+  return s("svg", { role: "img", "aria-label": label, height: marks.length ? 70 : 54 }, boxes, lines);
 }
 
 // forms: one entry of the address for each input that is not at its default
@@ -136,13 +136,12 @@ function refuse_numbers(id) {
   for (const name of Object.keys(defaults)) {
     const input = form.elements[name];
     if (input.type !== "number") continue;
-    const label = input.closest("label").firstChild.textContent.trim();
     const whole = input.step === "1";
     const range = `a ${whole ? "whole " : ""}number ${whole ? `from ${input.min}` : "above 0"}`;
     const limits = range + (input.max ? ` to ${input.max}` : "");
     const missing = input.value === "" && defaults[name] !== null;
     if (missing || !input.validity.valid || (!whole && Number(input.value) <= 0)) {
-      throw new layout.UsageError(`${label}: must be ${limits}`);
+      throw new layout.UsageError(`${label_of(input)}: must be ${limits}`);
     }
   }
 }
@@ -264,7 +263,7 @@ function describe_memory(job, prediction, cluster) {
   const total = number(`${fixed(prediction.memory_gib, 1)} GiB`, prediction.memory_gib);
   rows.push({ name: "sum", cells: [words(""), total], kind: "total" });
   const caption = `Held by a GPU of stage ${prediction.stage}`;
-  return [bar(parts, marks, label), table(caption, ["part", "", "memory"], rows, 2)];
+  return [bar(parts, marks, label), table(caption, ["part", "what", "memory"], rows)];
 }
 
 function describe_step(prediction) {
@@ -273,14 +272,13 @@ function describe_step(prediction) {
     name, size, text: `${fixed(size, 3)} s`, color: STEP[name],
   }));
   const label = `A step: ${parts.map((part) => `${part.name} ${part.text}`).join(", ")}`;
-  const marks = [{ at: prediction.step_s, name: `a step: ${fixed(prediction.step_s, 3)} s` }];
   const rows = parts.map(({ name, size, text, color }) => ({
     name: [swatch(color), source(name === "bubble" ? "schedules" : "layouts", name)],
     cells: [number(text, size), number(share(size / prediction.step_s), size / prediction.step_s)],
   }));
   const total = [number(`${fixed(prediction.step_s, 3)} s`, prediction.step_s), number("100%", 1)];
   rows.push({ name: "step", cells: total, kind: "total" });
-  return [bar(parts, marks, label),
+  return [bar(parts, [], label),
     table("A step's parts: an axis counts while nothing computes", ["part", "seconds", "share"], rows)];
 }
 
@@ -302,7 +300,7 @@ function describe_traffic(job, prediction) {
   }));
   const says = rows.map(([axis]) => h("li", {}, `${axis}: ${template(presets.sends[axis], named)}`));
   const headers = ["axis", "splits", "link", "per layer", "per step", "takes", "beside", "exposed"];
-  return [table("Sent by a GPU, by axis", headers, cells, 3), h("ul", {}, says)];
+  return [table("Sent by a GPU, by axis", headers, cells), h("ul", {}, says)];
 }
 
 function describe_template(job, prediction) {
@@ -376,7 +374,8 @@ function list_best(args) {
   }
   const fit = found.filter((one) => one.fits).length;
   const rows = [...best.values()].slice(0, presets.shown).map((one) => ({
-    name: source("the rule", layout.text_of(one.layout)),
+    name: h("button", { type: "button", onclick: () => use(one.layout),
+      title: "Show this layout under What fits" }, layout.text_of(one.layout)),
     kind: one.fits ? null : "unfit",
     cells: [
       words(one.layout.sharding), words(one.layout.recompute),
@@ -384,31 +383,28 @@ function list_best(args) {
       number(`${fixed(one.step_s, 2)} s`, one.step_s), number(fixed(one.tflops, 0), one.tflops),
       ...[...layout.AXES, "bubble"].map((part) =>
         number(share(one.seconds[part] / one.step_s), one.seconds[part] / one.step_s)),
-      h("td", {}, h("button", { type: "button", onclick: () => use(one.layout),
-        "aria-label": `Show ${layout.text_of(one.layout)}` }, "Show")),
     ],
   }));
   const kinds = `${fixed(best.size, 0)} ways to cut the axes, ${fixed(found.length, 0)} with sharding`;
-  const caption = `${kinds} and recomputation: ${fixed(fit, 0)} fit` + (fit ? "" : " (the smallest:)");
+  const fitting = ` and recomputation: ${fixed(fit, 0)} fit` + (fit ? "" : " (the smallest:)");
+  const caption = [kinds, fitting, "; how to choose: ", source("the rule", "the rule")];
   const headers = ["layout", "sharding", "recompute", "memory", "step", "TFLOP/s", ...layout.AXES,
-    "bubble", "show"];
-  return table(caption, headers, rows, 3);
+    "bubble"];
+  return table(caption, headers, rows);
 }
 
 // One input at a time, halved and doubled.
-const VARIED = {
-  gpus: "GPUs", network_gb_s: "network", nvlink_gb_s: "NVLink", gpu_memory_gib: "memory of a GPU",
-  seq_len: "tokens per sequence", global_batch_size: "sequences per step",
-  micro_batch_size: "sequences per micro-batch",
-};
+const VARIED = ["gpus", "network_gb_s", "nvlink_gb_s", "gpu_memory_gib", "seq_len",
+  "global_batch_size", "micro_batch_size"];
+const label_of = (input) => input.closest("label").firstChild.textContent.trim();
 
 function list_turns(args) {
   const choice = (one) => `${layout.text_of(one.layout)} ${one.layout.sharding} ${one.layout.recompute}`;
   const first = choice(ranked_of(args)[0]);
-  const rows = Object.entries(VARIED).flatMap(([name, text]) => [0.5, 2].map((factor) => {
-    const value = args[name] * factor;
-    const label = `${text}: ${general(value)}`;
-    const whole = form_of("plan").elements[name].step === "1";
+  const rows = VARIED.flatMap((name) => [0.5, 2].map((factor) => {
+    const value = args[name] * factor, input = form_of("plan").elements[name];
+    const label = `${label_of(input)}: ${general(value)}`;
+    const whole = input.step === "1";
     if (whole && value % 1) return null;
     try {
       const one = ranked_of({ ...args, [name]: value })[0];
@@ -424,7 +420,7 @@ function list_turns(args) {
     }
   })).filter(Boolean);
   const headers = ["if it were", "the best layout", "sharding", "recompute", "memory", "step"];
-  return table("What would change the choice", headers, rows, 4);
+  return table("What would change the choice", headers, rows);
 }
 
 function list_changes(args) {
@@ -484,25 +480,24 @@ function show_choice() {
 // (c) pipeline
 
 function draw_schedule(spans, title) {
-  const p = spans.length, row = 26, left = 52;
-  const [zero, end] = schedules.span_of(spans), width = end - zero;
-  const boxes = spans.flatMap((rank, y) => rank.flatMap(({ instruction, start, end }) => {
-    const { kind, stage, micro_batch } = instruction;
-    const x = `${(100 * (start - zero)) / width}%`, wide = (100 * (end - start)) / width;
-    const box = s("rect", { x, y: y * row + 1, width: `${wide}%`, height: row - 3,
+  const p = spans.length, row = 26, left = 52; // pixels
+  const [zero, end] = schedules.span_of(spans);
+  const least = Math.max(...spans.map((rank) => rank.length)) * 13;
+  const width = Math.max($("pipeline-result").clientWidth, left + least);
+  const place = (time) => left + ((width - left) * (time - zero)) / (end - zero);
+  const boxes = spans.flatMap((rank, y) => rank.map(({ instruction, start, end }) => {
+    const { kind, stage, micro_batch } = instruction, x = place(start), wide = place(end) - x;
+    const box = s("rect", { x, y: y * row + 1, width: wide, height: row - 3,
       fill: presets.schedule_colors[kind], "fill-opacity": stage < p ? 0.9 : 0.5,
       stroke: "var(--color-background-primary)" }, s("title", {}, schedules.name_of(instruction, p)));
-    const middle = `${(100 * ((start + end) / 2 - zero)) / width}%`;
-    const name = s("text", { x: middle, y: y * row + 17, "text-anchor": "middle", class: "on-color" }, micro_batch);
-    return wide > 1.6 ? [box, name] : [box];
+    const name = s("text", { x: x + wide / 2, y: y * row + 17, "text-anchor": "middle",
+      class: stage < p ? "on-color" : "on-pale" }, micro_batch);
+    return wide > 11 ? [box, name] : [box];
   }));
   const names = spans.map((_, rank) => s("text", { x: 0, y: rank * row + 17 }, `rank ${rank}`));
-  const inner = s("svg", { x: left, y: 0, height: p * row, class: "calc-inner" }, boxes);
-  inner.style.width = `calc(100% - ${left}px)`;
-  const all = s("svg", { role: "img", "aria-label": title, height: p * row + 4 }, names, inner);
-  const least = Math.max(...spans.map((rank) => rank.length)) * 13;
-  return h("div", { class: "calc-scroll", tabindex: "0", role: "region", "aria-label": title },
-    h("div", { style: `min-width:${least}px` }, all));
+  const drawn = s("svg", { role: "img", "aria-label": title, height: p * row + 4,
+    style: `width:${width}px` }, names, boxes);
+  return h("div", { class: "calc-scroll", tabindex: "0", role: "region", "aria-label": title }, drawn);
 }
 
 function show_pipeline() {
@@ -562,6 +557,8 @@ function show_pipeline() {
 
 // (d) ring
 
+const part_of = (buffer) => (buffer === 1 ? "the whole buffer" : `1/${Math.round(1 / buffer)} of the buffer`);
+
 const KINDS = Object.fromEntries(presets.kinds.map(([collective, name]) =>
   [`${collective} by ${name}`, [collective, name]]));
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
@@ -603,7 +600,7 @@ function show_ring() {
     const by_ranks = powers.map((n) => {
       const times = reduces.map(([, pair]) => cost_of(pair, n, size, cost).seconds);
       const least = Math.min(...times);
-      return { name: `${fixed(n, 0)} ranks`, cells: times.map((time) => {
+      return { name: fixed(n, 0), cells: times.map((time) => {
         const cell = number(duration(time), time);
         if (times.length > 1 && time === least) cell.style.fontWeight = "bold";
         return cell;
@@ -613,10 +610,11 @@ function show_ring() {
     return [
       h("p", { class: "calc-verdict" }, exact(duration(one.seconds), one.seconds, "seconds"), " for ",
         exact(general(one.steps), one.steps, "steps"), " steps, each of ",
-        exact(general(one.in_a_step), one.in_a_step, "in_a_step"), " of the buffer"),
+        exact(part_of(one.in_a_step), one.in_a_step, "in_a_step")),
       table(`${fixed(size, 0)} bytes on ${fixed(ranks, 0)} ranks`,
         ["collective", "steps", "sends x size", "time", "busbw"], rows),
-      table(`${fixed(size, 0)} bytes, by ranks${bold}`, ["", ...reduces.map(([name]) => name)], by_ranks),
+      table(`${fixed(size, 0)} bytes, ${KINDS[kind][0]} by ranks${bold}`,
+        ["ranks", ...reduces.map(([, [, name]]) => name)], by_ranks),
     ];
   });
   show_steps();
@@ -667,7 +665,8 @@ function go(step, playing = false) {
   if (!playing) stop();
   film.step = Math.min(film.last, Math.max(0, step));
   const now = film.messages.filter(([at]) => at === film.step - 1);
-  const sent = now.length ? `: ${now.length} messages of ${general(now[0][3])} of the buffer` : "";
+  const count = now.length === 1 ? "1 message" : `${now.length} messages`;
+  const sent = now.length ? `: ${count} of ${part_of(now[0][3])}` : "";
   $("ring-at").textContent = film.step ? `step ${film.step} of ${film.last}${sent}` : `before step 1 of ${film.last}`;
   $("ring-back").disabled = film.step === 0;
   $("ring-step").disabled = film.step === film.last;
@@ -717,7 +716,7 @@ function held_now() {
     if (!from.length) return "-";
     return from.length > 4 ? `${from.length} of ${film.ranks}` : from.join("+");
   };
-  const rows = held.map((of_rank, rank) => ({ name: `rank ${rank}`, cells: of_rank.map((bits) => {
+  const rows = held.map((of_rank, rank) => ({ name: String(rank), cells: of_rank.map((bits) => {
     const count = [...Array(film.ranks).keys()].filter((r) => Math.floor(bits / 2 ** r) % 2).length;
     const full = gathers ? count : count / film.ranks;
     const shade = `background:color-mix(in srgb, var(--color-brand-primary) ${Math.round(30 * full)}%, transparent)`;
@@ -725,7 +724,7 @@ function held_now() {
   }) }));
   const columns = parts > 1 ? [...Array(parts).keys()].map((part) => `part ${part}`) : ["the buffer"];
   const what = gathers ? "whose part it is" : "whose numbers are in the sum";
-  return table(`What each rank holds: ${what}`, ["", ...columns], rows, 99);
+  return table(`What each rank holds: ${what}`, ["", ...columns], rows);
 }
 
 // start
@@ -760,6 +759,10 @@ define("pipeline", { schedule: "1f1b", ...presets.pipeline }, show_pipeline);
 define("ring", { kind: Object.keys(KINDS)[0], ranks: presets.flags.gpus, size: `${presets.ring.mib}M`,
   ...Object.values(LINKS)[0] }, show_ring);
 
+addEventListener("resize", () => {
+  clearTimeout(show_pipeline.later);
+  show_pipeline.later = setTimeout(show_pipeline, 200);
+});
 const first = from_address();
 if (first) form_of(first).scrollIntoView();
 addEventListener("hashchange", () => {
