@@ -47,6 +47,7 @@ from nccl_parts import point_to_point as costs  # noqa: E402
 SEED = 28
 LAYOUTS, RANKED, CHANGED = 2000, 40, 60  # cases
 SCHEDULES, RINGS, STRATEGIES = 400, 400, 300
+SCHEDULES_OF_A_LAYOUT = ("1f1b", "interleaved", "gpipe")  # what combining.py's --schedule takes
 LARGEST_RING = 16  # ranks whose messages are noted
 
 # combining.py's flags that the page asks for, by argparse's names.
@@ -76,7 +77,7 @@ def random_flags(draw: random.Random) -> dict:
     pick = draw.choice
     sizes = {axis: pick((1, 1, 1, 1, 2, 2, 4, 8, 16, 3)) for axis in combining.AXES}
     product = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
-    schedule = pick(("1f1b", "gpipe", "interleaved"))
+    schedule = pick(SCHEDULES_OF_A_LAYOUT)
     micro = pick((1, 1, 2, 3, 4))
     interleaved = schedule == "interleaved"
     uneven = draw.random() < 0.05
@@ -423,6 +424,7 @@ def presets() -> dict:
         "models": {name: asdict(config) for name, config in memory.MODELS.items()},
         "clusters": {name: asdict(cluster) for name, cluster in clusters.items()},
         "flags": {name: planned[name] for name in FLAGS},
+        "schedules": SCHEDULES_OF_A_LAYOUT,
         "splits": combining.SPLITS,
         "sends": combining.SENDS,
         "holds": combining.HOLDS,

@@ -192,3 +192,212 @@ def test_bus_factors_are_those_of_the_counter(golden):
     for name in {collective for collective, _ in golden.kinds()}:
         factor = golden.bandwidth_test.COLLECTIVES[name].bus_factor
         assert factor(6) == pytest.approx(traffic.RING_FACTOR[name](6))
+
+
+# The page in a browser: `at` of test_site.py opens a page of the site that it has built.
+
+in_browser = pytest.mark.xdist_group("site")  # one worker builds the site once
+# The numbers of a result, row by row, not rounded: {first cell: numbers of its row}.
+ROWS = """node => Object.fromEntries([...node.querySelectorAll("tbody tr")].map(row => [
+    row.cells[0].textContent, [...row.querySelectorAll("[data-value]")].map(
+        cell => Number(cell.dataset.value))]))"""
+KEYED = """node => Object.fromEntries([...node.querySelectorAll("[data-key]")].map(
+    each => [each.dataset.key, Number(each.dataset.value)]))"""
+
+
+@pytest.fixture
+def calculators(at):
+    """Open the page at a state of its inputs: {"plan.gpus": 8}; its faults fail the test."""
+    page = at("calculators")
+
+    def opened(state: dict):
+        entries = {name: str(value) for name, value in state.items() if value is not None}
+        page.evaluate("""entries => { location.hash = ""; location.hash =
+            new URLSearchParams(entries).toString() }""", entries)  # fmt: skip
+        page.wait_for_function("""entries => Object.entries(entries).every(([name, value]) => {
+            const [form, input] = name.split(".");
+            return document.getElementById(form + "-form").elements[input].value === value })
+            """, arg=entries)  # fmt: skip
+        return page
+
+    yield opened
+    assert not page.faults, page.faults
+
+
+def shown(page, result: str, script: str = ROWS):
+    return page.eval_on_selector(f"#{result}-result", script)
+
+
+def state_of(golden, flags: dict) -> dict:
+    """Return the inputs of the page for flags of combining.py."""
+    names = {size: name for name, size in golden.presets()["reduce_bytes"].items()}
+    own = {f"plan.{name}": flags[name] for name in golden.FLAGS}
+    return own | {"plan.reduce_bytes": names[flags["reduce_bytes"]]}
+
+
+@pytest.mark.full
+@in_browser
+def test_the_page_shows_the_golden_layouts(golden, calculators):
+    compared = refused = 0
+    for case in golden.layout_cases(golden.random.Random(golden.SEED), 60):
+        page = calculators(state_of(golden, case["flags"]))
+        if "refused" in case:
+            assert page.text_content("#plan-result .calc-error") == case["refused"]
+            refused += 1
+            continue
+        one, rows, named = case["result"], shown(page, "plan"), shown(page, "plan", KEYED)
+        expected = {part: [size] for part, size in one["memory"].items() if size}
+        expected |= {part: [s, s / one["step_s"]] for part, s in one["seconds"].items() if s}
+        for axis, sent in one["traffic"].items():
+            if sent["size"] > 1:
+                names = ("layer_bytes", "step_bytes", "seconds", "behind_s", "exposed_s")
+                expected[f"{axis} {sent['size']}"] = [sent[name] for name in names]
+        expected["sum"] = [one["memory_gib"]]
+        assert list(differences(expected, {row: rows[row] for row in expected})) == []
+        assert named["weights"] == one["weights"] and named["step_s"] == one["step_s"]
+        assert named["template_gib"] == sum(one["template"].values()) / golden.GIB
+        verdict = page.text_content("#plan-result .calc-verdict")
+        assert verdict.startswith("fits: " if one["fits"] else "DOES NOT FIT: ")
+        limit = one["memory_limit"] / golden.GIB
+        assert f": {one['memory_gib']:,.1f} of {limit:,.1f} GiB (" in verdict
+        assert f"; {one['step_s']:,.2f} s a step, {one['tflops']:,.0f} TFLOP/s" in verdict
+        compared += 1
+    assert compared > 20 and refused > 10
+
+
+@pytest.mark.full
+@in_browser
+def test_the_page_orders_layouts_and_strategies_as_the_scripts_do(golden, calculators):
+    flags = {"model": "llama3-70b", "gpus": 64, "seq_len": 8192, "global_batch_size": 512}
+    job, cluster = golden.read_job(golden.DEFAULTS | flags)
+    best = {}
+    for one in golden.combining.ranked(job, cluster, 64):
+        best.setdefault(str(one.layout), [one.memory_gib, one.step_s])
+    page = calculators({f"plan.{name}": value for name, value in flags.items()})
+    page.wait_for_selector("#layouts-result button:has-text('cp 4 x dp 16')")
+    listed = page.eval_on_selector("#layouts-result .calc-scroll", ROWS)
+    assert [(name, row[:2]) for name, row in listed.items()] == list(best.items())[:5]
+
+    page.click("#layouts-result button >> nth=2")
+    assert list(best)[2] in page.text_content("#plan-result strong")
+    assert shown(page, "plan", KEYED)["step_s"] == list(best.values())[2][1]
+
+    flags = {"plan.model": "llama3-8b", "plan.gpus": 8, "strategy.precision": "32-true"}
+    page = calculators(flags)
+    page.wait_for_selector("#strategy-result :text('32-true on 8 GPUs, 16 micro-batches')")
+    weighed = next(case["result"] for case in golden.weigh_cases()
+                   if (case["preset"], case["ranks"]) == ("llama3-8b", 8))  # fmt: skip
+    sums = {way: row[4] for way, row in shown(page, "strategy").items()}
+    assert {f"{way}_32-true_gib": value for way, value in sums.items()} == {
+        name: value for name, value in weighed.items() if "32-true" in name
+    }
+
+
+@pytest.mark.full
+@in_browser
+def test_the_page_draws_the_golden_schedules(golden, calculators):
+    drawn = 0
+    for case in golden.schedule_cases(golden.random.Random(golden.SEED), 40):
+        name, p, m, v, backward = case["case"]
+        sizes = {"stages": p, "micro_batches": m, "virtual_stages": v, "backward": f"{backward:g}"}
+        page = calculators(
+            {"pipeline.schedule": name} | {f"pipeline.{k}": x for k, x in sizes.items()}
+        )
+        if "refused" in case:
+            assert page.text_content("#pipeline-result .calc-error") == case["refused"]
+            continue
+        one, row = case["result"], shown(page, "pipeline")[name]
+        assert row == [one["duration"], one["bubble"], one["held"][0], one["held"][-1]]
+        boxes = page.locator("#pipeline-result svg rect")
+        assert boxes.count() == sum(map(len, one["spans"]))
+        orders = page.locator("#pipeline-result details li").all_text_contents()
+        assert [order.partition(": ")[2] for order in orders] == one["orders"]
+        drawn += 1
+    assert drawn > 20
+
+
+@pytest.mark.full
+@in_browser
+def test_the_page_steps_through_the_golden_rings(golden, calculators):
+    for (collective, name), ranks in zip(golden.kinds(), (4, 6, 8, 5, 3), strict=True):
+        kind, alpha_us, rate = f"{collective} by {name}", 10, 50
+        link = {"ring.alpha_us": alpha_us, "ring.rate_gb_s": rate, "ring.size": "1M"}
+        page = calculators({"ring.kind": kind, "ring.ranks": ranks} | link)
+        time = golden.time_of(collective, name, ranks, 2**20, alpha_us / 1e6, rate * 1e9)
+        expected = [time["steps"], time["sent"], time["seconds"], time["busbw_gb_s"]]
+        assert shown(page, "ring")[kind] == expected
+
+        film = golden.ring_of(collective, name, ranks)
+        for step in range(max(leaves + 1 for leaves, *_ in film["messages"]) + 1):
+            now = [[held for at, held in of_rank if at <= step][-1] for of_rank in film["seen"]]
+            rows = page.eval_on_selector("#ring-held", ROWS)
+            assert [rows[str(rank)] for rank in range(ranks)] == now, f"{kind}, step {step}"
+            sent = [message for message in film["messages"] if message[0] == step - 1]
+            assert page.locator("#ring-picture path[marker-end]").count() == len(sent)
+            if page.is_enabled("#ring-step"):
+                page.click("#ring-step")
+        assert page.is_disabled("#ring-step")
+
+
+@pytest.mark.full
+@in_browser
+def test_inputs_are_in_the_address_and_a_config_can_be_pasted(golden, calculators):
+    page = calculators({})
+    first = shown(page, "plan", KEYED)
+    page.focus("#plan-form [name=gpus]")
+    page.keyboard.press("ArrowUp")  # by keyboard alone
+    assert "plan.gpus=9" in page.url and page.is_visible("#plan-result .calc-error")
+    page.fill("#plan-form [name=gpus]", "16")
+    assert page.url.endswith("#plan.gpus=16")
+    wider = shown(page, "plan", KEYED)
+    assert wider["step_s"] < first["step_s"]
+
+    assert page.is_hidden("#plan-form [name=config]")
+    page.select_option("#plan-form [name=model]", "config.json")
+    text = next(
+        case["text"] for case in golden.config_cases() if '"hidden_size": 4096' in case["text"]
+    )
+    page.fill("#plan-form [name=config]", text)
+    assert shown(page, "plan", KEYED) == wider  # the preset's own shape
+    address = page.url
+    page.reload()
+    assert page.url == address and shown(page, "plan", KEYED) == wider
+    page.click("#plan-form button[type=reset]")
+    assert shown(page, "plan", KEYED) == first and "#" not in page.url
+
+    page.fill("#plan-form [name=latency_us]", "-1")
+    assert "above 0" in page.text_content("#plan-result .calc-error")
+
+
+@pytest.mark.full
+@in_browser
+def test_each_number_of_the_page_links_to_where_it_is_derived(calculators):
+    page = calculators({"plan.model": "1b", "plan.gpus": 16, "plan.dp": 16, "plan.fsdp": "none"})
+    page.wait_for_selector("#layouts-result :text('PowerSGD, rank 4')")
+    links = page.eval_on_selector_all(
+        ".calc-result a", "all => [...new Set(all.map(a => a.getAttribute('href')))]"
+    )
+    assert len(links) >= 9 and None not in links
+    listed = page.eval_on_selector_all(
+        "#where-the-numbers-come-from a.reference", "all => all.map(a => a.getAttribute('href'))"
+    )
+    assert set(links) <= set(listed)  # and those are links of a page, which test_site.py follows
+    numbers = "tr:has([data-value]):not(.total)"
+    bare = page.eval_on_selector_all(
+        f".calc-result {numbers}",
+        "rows => rows.filter(row => !row.closest('table').querySelector('a')).length",
+    )
+    assert bare == 0
+
+
+@pytest.mark.full
+@in_browser
+def test_nothing_moves_for_whom_asks_for_less_motion(calculators):
+    page = calculators({"ring.ranks": 4})
+    assert page.is_visible("#ring-play")
+    page.emulate_media(reduced_motion="reduce")
+    try:
+        page.reload()
+        assert page.is_visible("#ring-step") and not page.is_visible("#ring-play")
+    finally:
+        page.emulate_media(reduced_motion="no-preference")
