@@ -22,6 +22,7 @@ import glossary  # noqa: E402
 from page_reader import PAGES, PARTS, REPO, TRACKED, lessons_in_order  # noqa: E402
 
 STAGE, OUT = REPO / "runs" / "site-source", REPO / "runs" / "site"
+GUIDE = REPO / ".venv" / "bin" / "python"  # has PyTorch, for the numbers of the calculators
 MERMAID = HERE / "node_modules" / "mermaid" / "dist" / "mermaid.min.js"
 LANGUAGES = {"py": "python", "sh": "bash", "sbatch": "bash", "toml": "toml", "json": "json"}
 IMAGES = (".png", ".svg")
@@ -171,15 +172,22 @@ def main() -> int:
     if not MERMAID.exists():
         print(f"site/build.py: {MERMAID} is not there: make site", file=sys.stderr)
         return 2
+    if not GUIDE.exists():
+        print(f"site/build.py: {GUIDE} is not there: make install", file=sys.stderr)
+        return 2
     started = time.monotonic()
+    golden = STAGE.with_name("site-golden")
+    calculating = subprocess.Popen([GUIDE, HERE / "golden.py", golden])
     stage()
     shutil.rmtree(args.out, ignore_errors=True)
     words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE)]
     words += ["-d", str(STAGE.with_name("site-doctrees")), str(STAGE), str(args.out)]
     ended = subprocess.run([sys.executable, *words], check=False).returncode
+    ended = calculating.wait() or ended
     if ended:
         return ended
     shutil.copy2(MERMAID, args.out / "_static")
+    shutil.copy2(golden / "presets.js", args.out / "_static" / "calc")
     front = '<!doctype html><meta http-equiv="refresh" content="0; url=README.html">\n'
     (args.out / "index.html").write_text(front)
     pages = len(list(args.out.rglob("*.html")))

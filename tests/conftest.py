@@ -33,6 +33,7 @@ import torch._dynamo
 import torch.distributed as dist
 import torchvision.datasets  # noqa: F401
 from matplotlib import pyplot  # noqa: F401
+from site_browser import at, browser, built, tab  # noqa: F401  for the tests of the site
 from torch.utils._pytree import tree_leaves
 
 from dist_common import cli

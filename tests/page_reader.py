@@ -39,7 +39,8 @@ def files_of_the_repository() -> list[str]:
 
 
 TRACKED = files_of_the_repository()
-PAGES = [path for path in TRACKED if path.endswith(".md")]
+# Without those of the site alone, whose links hold there.
+PAGES = [path for path in TRACKED if path.endswith(".md") and not path.startswith("site/pages/")]
 
 
 @dataclass

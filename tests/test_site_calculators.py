@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO
+from site_browser import PHONE, WIDE
 
 from advanced_parts import layout_memory
 from advanced_parts import pipeline_schedules as papers
@@ -401,3 +402,17 @@ def test_nothing_moves_for_whom_asks_for_less_motion(calculators):
         assert page.is_visible("#ring-step") and not page.is_visible("#ring-play")
     finally:
         page.emulate_media(reduced_motion="no-preference")
+
+
+@pytest.mark.full
+@in_browser
+@pytest.mark.parametrize(("size", "theme"), [(WIDE, "dark"), (PHONE, "light")])
+def test_the_page_fits_its_window_and_has_no_serious_fault(at, size, theme):
+    page = at("calculators", size, theme)
+    page.wait_for_selector("#strategy-result table")
+    page.click("#ring-step")
+    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    page.add_script_tag(path=REPO / "site/node_modules/axe-core/axe.min.js")
+    found = page.evaluate("axe.run(document.querySelector('article'))")["violations"]
+    assert [fault["id"] for fault in found if fault["impact"] in ("serious", "critical")] == []
+    assert not page.faults
