@@ -411,8 +411,13 @@ def test_the_page_fits_its_window_and_has_no_serious_fault(at, size, theme):
     page = at("calculators", size, theme)
     page.wait_for_selector("#strategy-result table")
     page.click("#ring-step")
-    assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+    # Tables scroll by themselves; Furo would clip what is wider than its column.
+    wide = page.eval_on_selector_all(
+        ".calc, .calc-result",
+        "all => all.filter(n => n.scrollWidth > n.clientWidth).map(n => n.id)",
+    )
+    assert not wide
+    assert not page.faults  # before axe reads the style sheets, which file:// does not allow
     page.add_script_tag(path=REPO / "site/node_modules/axe-core/axe.min.js")
     found = page.evaluate("axe.run(document.querySelector('article'))")["violations"]
     assert [fault["id"] for fault in found if fault["impact"] in ("serious", "critical")] == []
-    assert not page.faults
