@@ -20,7 +20,7 @@ function draw_schedule(spans, title) {
       stroke: "var(--color-background-primary)" }, s("title", {}, schedules.name_of(instruction, p)));
     const name = s("text", { x: x + wide / 2, y: y * row + 17, "text-anchor": "middle",
       class: stage < p ? "on-color" : "on-pale" }, micro_batch);
-    return wide > 11 ? [box, name] : [box];
+    return wide > 4 + 6 * String(micro_batch).length ? [box, name] : [box];
   }));
   const names = spans.map((_, rank) => s("text", { x: 0, y: rank * row + 17 }, `rank ${rank}`));
   const drawn = s("svg", { role: "img", "aria-label": title, height: p * row + 4,
