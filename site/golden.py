@@ -38,7 +38,7 @@ from advanced_parts import combining as layouts  # noqa: E402
 from advanced_parts import layout_memory as memory  # noqa: E402
 from advanced_parts import pipeline_schedules as papers  # noqa: E402
 from deepspeed_parts import zero_stages  # noqa: E402
-from dist_common import cli, hf, models  # noqa: E402
+from dist_common import cli, models, shapes  # noqa: E402
 from dist_common.measure import GIB  # noqa: E402
 from fsdp_parts import fsdp_basics, strategies  # noqa: E402
 from nccl_parts import measurement  # noqa: E402
@@ -388,8 +388,8 @@ def weigh_cases() -> Iterator[dict]:
 def config_cases() -> Iterator[dict]:
     """Yield each model's shape under Hugging Face's names, and what it is under ours."""
     for config in memory.MODELS.values():
-        theirs = {name: getattr(config, ours) for name, ours in hf.HF_SHAPE.items()}
-        result = {ours: getattr(config, ours) for ours in hf.HF_SHAPE.values()}
+        theirs = {name: getattr(config, ours) for name, ours in shapes.HF_SHAPE.items()}
+        result = {ours: getattr(config, ours) for ours in shapes.HF_SHAPE.values()}
         yield {"text": json.dumps(theirs), "result": result}
 
 
@@ -430,7 +430,8 @@ def presets() -> dict:
         "holds": combining.HOLDS,
         "shown": combining.SHOWN,
         "part_colors": combining.COLORS,
-        "hf_shape": hf.HF_SHAPE,
+        "hf_shape": shapes.HF_SHAPE,
+        "hf_defaults": shapes.DEFAULTS,
         "precisions": list(zero_stages.WIDTHS),
         "reduce_bytes": {"float32": memory.FP32, "bfloat16": memory.BF16},
         "weighed": flags_of(fsdp_script(), "--weigh", "8")["preset"],

@@ -83,7 +83,7 @@ function weigh_of({ preset, ranks }) {
 }
 
 function hf_of({ text }) {
-  return layout.config_of(text, presets.hf_shape);
+  return layout.config_of(text, presets.hf_shape, presets.hf_defaults);
 }
 
 const WORK = {

@@ -42,10 +42,11 @@ pytestmark = pytest.mark.gpu_ready
 # lines
 
 START = re.compile(
-    r"\b(?:torchrun|sbatch|deepspeed) [^\n`'|]*?(\d\d-[\w-]+/\w+\.py)"
+    r"\b(?:torchrun|sbatch|deepspeed|mpirun) [^\n`'|]*?(\d\d-[\w-]+/\w+\.py)"
     r"([^\n`'|]* --(?:preset|model) [^\n`'|]*)"
 )
-CUT = re.compile(r"^(python \S+ sweep [^|\n]*--dry-run) \|", re.M)  # of which a page shows a part
+# A dry run of which a page shows a part.
+CUT = re.compile(r"^(python \S+ sweep [^|\n]*--dry-run[^|\n]*?) *\|", re.M)
 
 
 @dataclass
@@ -69,7 +70,9 @@ def lines_of(text):
     text = text.replace("\\\n", " ")
     for found in START.finditer(text):
         nodes = re.search(r"--(?:nnodes|nodes)=(?:\d+:)?(\d+)", found[0])
-        on_each = re.search(r"--(?:nproc-per-node|ntasks-per-node|num_gpus)=(\w+)", found[0])
+        on_each = re.search(
+            r"(?:--(?:nproc-per-node|ntasks-per-node|num_gpus)=|mpirun -np )(\w+)", found[0]
+        )
         if on_each:
             ranks = int({"gpu": 8}.get(on_each[1], on_each[1])) * int(nodes[1] if nodes else 1)
         else:  # of --hostfile
@@ -79,8 +82,8 @@ def lines_of(text):
         gpus = re.findall(r"GPUs? of (\d+) GB", text[max(0, found.start() - 600) : found.start()])
         flags = shlex.split(re.sub(r" --resume\b| --(?:output-dir|export) \S+", "", found[2]))
         line = Line(found[1], ranks, flags, int(gpus[-1]) if gpus else GPU_GB)
-        if line.flags[-1] == "...":
-            line.shown_by = CUT.search(text)[1]
+        if line.flags[-1] == "..." or found[0].startswith("mpirun"):
+            line.shown_by = [cut[1] for cut in CUT.finditer(text, 0, found.start())][-1]
         # A lesson's batches are small; some hold two models, and one that neither is cut nor ends.
         if line.script in TEMPLATES or 3 * 16 * line.weights > OF_TENSORS * line.gpu_gb * 1e9:
             yield line
@@ -346,8 +349,7 @@ def test_lines_are_found():
         ("fsdp_reshard", 48), ("fsdp_to_hf", 16),
         ("fsdp_transformer", 8), ("fsdp_transformer", 16),
         ("fsdp_transformer", 64), ("fsdp_transformer", 64),
-        ("hybrid_parallelism", 8), ("hybrid_parallelism", 16), ("hybrid_parallelism", 16),
-        ("hybrid_parallelism", 64),
+        ("hybrid_parallelism", 8), ("hybrid_parallelism", 16), ("hybrid_parallelism", 64),
     ]  # fmt: skip
     text = (
         "On 16 GPUs of 24 GB:\n\n    torchrun --nnodes=2 \\\n --nproc-per-node=8 {} --preset 124m"

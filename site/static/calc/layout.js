@@ -484,9 +484,9 @@ function predict_all(args, job, cluster) {
   return ranked(job, cluster, args.gpus, shardings, recompute);
 }
 
-// A model's config.json, by the names in dist_common/hf.py's HF_SHAPE. The formulas know Llama's
-// shape: what has another one is refused, and a bias or a norm of the queries is not counted.
-function config_of(text, HF_SHAPE) {
+// A model's config.json, by the names and defaults of dist_common/shapes.py. The formulas know
+// Llama's shape: what has another one is refused; a bias or a norm of the queries is not counted.
+function config_of(text, HF_SHAPE, DEFAULTS) {
   let theirs;
   try {
     theirs = JSON.parse(text);
@@ -498,16 +498,13 @@ function config_of(text, HF_SHAPE) {
   if (experts > 1) {
     throw new UsageError(`config.json: ${experts} experts: these formulas know dense models only`);
   }
-  // What transformers' LlamaConfig fills in.
-  const filled = {
-    num_key_value_heads: theirs.num_attention_heads, tie_word_embeddings: false,
-    rms_norm_eps: 1e-6, ...theirs,
-  };
+  const filled = { ...DEFAULTS, num_key_value_heads: theirs.num_attention_heads, ...theirs };
   const config = {};
   for (const [name, ours] of Object.entries(HF_SHAPE)) {
     const value = filled[name];
     const right = ours === "tied_embeddings" ? typeof value === "boolean" : value > 0;
-    if (!right || (typeof value === "number" && ours !== "norm_eps" && value % 1)) {
+    const whole = !["norm_eps", "rope_theta"].includes(ours);
+    if (!right || (typeof value === "number" && whole && value % 1)) {
       throw new UsageError(`config.json: ${name} is ${JSON.stringify(value) ?? "missing"}`);
     }
     config[ours] = value;

@@ -51,7 +51,7 @@ function plan_of() {
   const args = read("plan");
   args.reduce_bytes = presets.reduce_bytes[args.reduce_bytes];
   args.config = args.model === CONFIG
-    ? layout.config_of(args.config || "{}", presets.hf_shape) : presets.models[args.model];
+    ? layout.config_of(args.config || "{}", presets.hf_shape, presets.hf_defaults) : presets.models[args.model];
   return args;
 }
 
