@@ -132,6 +132,7 @@ def test_a_diff_on_a_page_is_the_difference(path, block):
     assert block.text == fresh, f"{path}:{block.line}: run python tests/test_guides.py"
 
 
+BY_TEST = re.compile(r"!\[[^\]]+\]\([^)]+\)\n<!-- drawn by (tests/\w+\.py): (\S+) -->")
 ELSEWHERE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)\n<!-- drawn on (\S+\.md) -->")
 
 
@@ -141,10 +142,11 @@ def test_every_image_says_what_drew_it():
         comment = (
             "each ![picture] needs, on the next line, <!-- drawn by the command above: FILE -->"
         )
-        borrowed = ELSEWHERE.findall(prose)
-        assert prose.count("![") == len(pages.FIGURE.findall(prose)) + len(borrowed), (
-            f"{page}: {comment}"
-        )
+        borrowed, tested = ELSEWHERE.findall(prose), BY_TEST.findall(prose)
+        known = len(pages.FIGURE.findall(prose)) + len(borrowed) + len(tested)
+        assert prose.count("![") == known, f"{page}: {comment}"
+        for test, drawn in tested:
+            assert Path(drawn).name in (REPO / test).read_text(), f"{page}: {test} draws no {drawn}"
         for image, other in borrowed:
             drawn = [figure for figure, *_ in pages.FIGURE.findall((folder / other).read_text())]
             own = [(folder / other).parent / figure for figure in drawn]

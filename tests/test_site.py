@@ -4,17 +4,20 @@
 """
 
 import html
+import importlib.util
 import json
 import re
 from urllib.parse import unquote
 
 import page_reader
+import pages
 import pytest
 from conftest import REPO
 from site_browser import PHONE, WIDE
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("site")]
 DIGITS = "0123456789"
+DRAWN = "!document.querySelector('pre.mermaid:not(:has(svg))')"  # all diagrams
 TEXTS = "all => all.map(each => each.textContent)"
 LESSONS = [
     path for path in page_reader.PAGES if path.removesuffix("md") + "py" in page_reader.TRACKED
@@ -50,7 +53,7 @@ def test_every_page_loads_whole_and_draws_its_diagrams(built, at):
     diagrams = 0
     for page in page_reader.PAGES:
         opened = at(name_of(page))
-        opened.wait_for_function("!document.querySelector('pre.mermaid:not(:has(svg))')")
+        opened.wait_for_function(DRAWN)
         texts = opened.eval_on_selector_all("pre.mermaid svg", TEXTS)
         blocks = [b for b in page_reader.read(page).blocks if b.language == "mermaid"]
         assert len(texts) == len(blocks) and all(map(str.strip, texts)), page
@@ -141,6 +144,35 @@ def test_a_lesson_by_keyboard(at):
     assert opened.evaluate("document.activeElement.id") == after
     outline = opened.evaluate("getComputedStyle(document.activeElement).outlineStyle")
     assert outline != "none"
+
+
+def test_the_front_pages_picture_is_a_lesson_as_it_opens(at):
+    """Fonts are the machine's. To draw it again, copy runs/lesson.png over the picture."""
+    opened = at("01-ddp-basics/ddp_from_scratch")
+    opened.wait_for_function(DRAWN)
+    link = opened.query_selector("a.named-code:has-text('buckets_of')")
+    link.evaluate("e => scrollTo(0, e.getBoundingClientRect().top + scrollY - 345)")
+    opened.wait_for_function("link => link.matches('.current')", arg=link)
+    opened.wait_for_timeout(700)  # the script glides to its place
+    drawn = REPO / "runs" / "lesson.png"
+    opened.screenshot(path=drawn)
+    fault = pages.fault_of_figure(REPO / "site/images/lesson.png", drawn, times_differ=True)
+    assert not fault, fault
+
+
+def test_a_handout_has_all_pages_and_the_answers_only_if_asked(built, tab):
+    spec = importlib.util.spec_from_file_location("handouts", REPO / "site" / "handouts.py")
+    handouts = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(REPO / "site")
+        spec.loader.exec_module(handouts)
+    sizes = []
+    for answers in (False, True):
+        content = handouts.print_module(tab, built, "03-deepspeed", answers).read_bytes()
+        sheets = content.count(b"/Type /Page\n")
+        assert sheets > len(handouts.pages_of("03-deepspeed")) > 8
+        sizes.append(sheets)
+    assert sizes[0] < sizes[1]
 
 
 def test_what_was_read_is_marked_in_the_list_of_pages(at):
