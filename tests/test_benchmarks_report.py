@@ -257,6 +257,12 @@ def test_of_the_tied_the_simplest_is_taken(tmp_path):
     assert first.startswith(f"take fsdp-full on these CPUs: {tied}")
 
 
+def test_of_a_search_the_fewest_choices_of_the_simplest_strategy_are_taken(tmp_path):
+    names = ("tp mb4", "fsdp-full mb4 full", "fsdp-full mb4", "fsdp-full mb4 full compile")
+    lines = [line for name in names for line in repeated(name, *(80, 120, 90))]
+    assert answer_in(tmp_path, *lines).startswith("take fsdp-full mb4 on these CPUs: the simplest")
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [

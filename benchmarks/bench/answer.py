@@ -38,9 +38,10 @@ def answer_of(rows: list[Row], comparable: bool, order: Sequence[str]) -> Answer
     `order` is that of strategies.toml, from simple to complicated; others come after it.
     """
 
-    def simplicity(row: Row) -> tuple[int, float]:
-        known = row.label in order
-        return order.index(row.label) if known else len(order), row.step_time_ms or 0.0
+    def simplicity(row: Row) -> tuple[int, int, float]:
+        name = row.label.partition(" ")[0]  # a search adds its choices
+        place = order.index(name) if name in order else len(order)
+        return place, len(row.label.split()), row.step_time_ms or 0.0
 
     right = [row for row in rows if row.verdict.ranked]
     timed = [row for row in right if row.timed_repeats > 1]
