@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -50,7 +51,7 @@ def stage() -> None:
     write("symptoms.md", with_links_to_code("symptoms.md", symptoms(), code))
     for page in PAGES:
         text = with_links_to_code(page, (REPO / page).read_text(), code)
-        write(page, text + contents_of(page))
+        write(page, with_figures_to_move(page, text) + contents_of(page))
     for path in code:
         write(f"{path}.md", code_page(path))
     for path in TRACKED:
@@ -120,6 +121,28 @@ def folder_page(folder: str, code: set[str]) -> str:
     lines = [f"- [{path.removeprefix(f'{folder}/')}]({path.removeprefix(f'{folder}/')}.md)"
              for path in inside]  # fmt: skip
     return f"---\norphan: true\n---\n# {folder}\n\n" + "\n".join(lines) + "\n"
+
+
+# Pictures that the calculators draw too, to be moved: the calculator, and what the picture shows.
+MOVABLE = {
+    "images/pipeline_schedules.png": "pipeline.stages=4&pipeline.micro_batches=8",
+    "images/collectives.png": "collectives.ranks=3",
+    "images/messages.png": "ring.ranks=4",
+    "images/combining.png": (
+        "plan.model=llama3-405b&plan.gpus=16384&plan.seq_len=8192&plan.global_batch_size=2048"
+        "&plan.schedule=interleaved&plan.virtual_stages=8"
+    ),
+}
+
+
+def with_figures_to_move(page: str, text: str) -> str:
+    """Add under such a picture a link to where a slider moves it."""
+    up = "../" * page.count("/")
+    for image, state in MOVABLE.items():
+        address = f"{up}calculators.html#{escape(state)}"
+        link = rf'\1\n\n<p><a href="{address}">Move this picture</a></p>\n'
+        text = re.sub(rf"(!\[[^\]]*\]\([^)]*{image}\)(?:\n<!--.*?-->)?)", link, text)
+    return text
 
 
 def code_page(path: str) -> str:

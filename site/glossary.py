@@ -5,6 +5,7 @@ the definition.
 """
 
 import re
+from itertools import pairwise
 
 from docutils import nodes
 from page_reader import PAGES, definitions
@@ -19,7 +20,11 @@ SKIPPED = (nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nod
 def page() -> str:
     """Return the glossary as a page: each term, its sentence, where it stands."""
     lines = ["# Glossary", "", "Each sentence stands on the page behind it.", ""]
-    for term, path, sentence in sorted(definitions()):
+    found = sorted(definitions())
+    for (term, path, _), (other, again, _) in pairwise(found):
+        if term == other:
+            raise SystemExit(f"{path} and {again} both define {term}")
+    for term, path, sentence in found:
         text = re.sub(r"\]\([^)]*\)", "]", sentence).replace("[", "").replace("]", "")
         lines += [f"({label(term)})=", f"**{term}**", f": {text} [{path}]({path})", ""]
     return "\n".join(lines)

@@ -23,6 +23,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # A script finds the helper files of its folder there.
@@ -31,6 +33,7 @@ for module in ("02-fsdp", "03-deepspeed", "04-nccl-operations", "05-advanced"):
         sys.path.append(str(REPOSITORY / module))
 
 import bandwidth_test  # noqa: E402
+import collective_ops  # noqa: E402
 import combining  # noqa: E402
 import pipeline_schedules  # noqa: E402
 import point_to_point  # noqa: E402
@@ -41,6 +44,7 @@ from deepspeed_parts import zero_stages  # noqa: E402
 from dist_common import cli, models, shapes  # noqa: E402
 from dist_common.measure import GIB  # noqa: E402
 from fsdp_parts import fsdp_basics, strategies  # noqa: E402
+from nccl_parts import collective_ops as drawn_by  # noqa: E402
 from nccl_parts import measurement  # noqa: E402
 from nccl_parts import point_to_point as costs  # noqa: E402
 
@@ -306,6 +310,19 @@ def kinds() -> list[tuple[str, str]]:
     return [*every, ("reduce_scatter", "ring"), ("all_gather", "ring")]
 
 
+def buffers_of(name: str) -> dict:
+    """Return what a collective is for, and by ranks the buffers of all before and after it."""
+    purpose, rule = drawn_by.DEFINITIONS[name]
+    by_ranks = {}
+    for ranks in range(2, drawn_by.LARGEST_DRAWN + 1):
+        before = [
+            collective_ops.buffer_of(rank, ranks, torch.int64, "cpu") for rank in range(ranks)
+        ]
+        after = [None if own is None else own.tolist() for own in rule(before)]
+        by_ranks[ranks] = [[own.tolist() for own in before], after]
+    return {"for": purpose, "buffers": by_ranks}
+
+
 def time_of(collective: str, name: str, ranks: int, size: int, alpha: float, rate: float) -> dict:
     """Return a collective's steps and time by the lesson's table; half of the ring's for a half."""
     steps, sent, in_a_step = costs.theory(name, ranks)
@@ -441,6 +458,8 @@ def presets() -> dict:
         "schedule_legend": papers.LEGEND,
         "ring": {"mib": flags_of(point_to_point)["mib"], "largest": LARGEST_RING},
         "kinds": kinds(),
+        "collectives": {name: buffers_of(name) for name in drawn_by.DRAWN},
+        "owner_colors": [to_hex(colormaps["Set3"](rank)) for rank in range(drawn_by.LARGEST_DRAWN)],
         "gib": GIB,
     }  # fmt: skip
 

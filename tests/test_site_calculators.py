@@ -12,12 +12,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import REPO
 from site_browser import PHONE, WIDE
 
 from advanced_parts import layout_memory
 from advanced_parts import pipeline_schedules as papers
 from dist_common.lab import traffic
+from nccl_parts import collective_ops
 from nccl_parts import point_to_point as costs
 
 CALC = REPO / "site/static/calc"
@@ -402,6 +404,38 @@ def test_nothing_moves_for_whom_asks_for_less_motion(calculators):
         assert page.is_visible("#ring-step") and not page.is_visible("#ring-play")
     finally:
         page.emulate_media(reduced_motion="no-preference")
+
+
+@pytest.mark.full
+@in_browser
+def test_collectives_are_drawn_as_the_lesson_defines_them(calculators):
+    """Each number of each buffer, for a number of ranks that no picture of the pages has."""
+    page = calculators({"collectives.ranks": 5})
+    for name in collective_ops.DRAWN:
+        before = [torch.arange(1, 6) + 10 * rank for rank in range(5)]
+        after = collective_ops.DEFINITIONS[name][1](before)
+        expected = [own.tolist() for own in (*before, *after) if own is not None]
+        drawn = page.eval_on_selector(
+            f"#collectives-result [aria-label='{name}'] svg",
+            "svg => [...svg.querySelectorAll('text[class]')].map(each => Number(each.textContent))",
+        )
+        assert drawn == sum(expected, []), name
+
+
+@pytest.mark.full
+@in_browser
+def test_a_picture_leads_to_where_it_moves(at):
+    page = at("05-advanced/pipeline_schedules")
+    page.click("text=Move this picture")
+    rows = "document.querySelectorAll('#pipeline-result svg text:not([class])').length"
+    assert page.input_value("#pipeline-form [name=stages]") == "4" and page.evaluate(rows) == 4
+    page.wait_for_selector("#layouts-result table")  # above it, and filled in later
+    page.wait_for_function(
+        "document.getElementById('pipeline-form').getBoundingClientRect().top ** 2 < 9"
+    )
+    page.fill("#pipeline-form [data-for=stages]", "7")
+    assert page.evaluate(rows) == 7 and "pipeline.stages=7" in page.url
+    assert not page.faults
 
 
 @pytest.mark.full

@@ -195,7 +195,13 @@ function filler(form, kind, choices) {
 
 addEventListener("DOMContentLoaded", () => {
   const first = from_address();
-  if (first) form_of(first).scrollIntoView();
+  if (!first) return;
+  // What stands above it fills in later: stay there until the reader does something.
+  const settle = new ResizeObserver(() => form_of(first).scrollIntoView({ behavior: "instant" }));
+  settle.observe(document.querySelector("article"));
+  for (const name of ["wheel", "touchmove", "pointerdown", "keydown"]) {
+    addEventListener(name, () => settle.disconnect(), { once: true });
+  }
 });
 addEventListener("hashchange", () => {
   if (location.hash.includes("=")) from_address(); // else a heading was gone to
