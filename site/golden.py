@@ -393,6 +393,7 @@ def weigh_cases() -> Iterator[dict]:
             with (
                 mock.patch.object(fsdp_basics, "Report") as report,
                 mock.patch.object(models, "Transformer", model_of),
+                mock.patch.dict("os.environ"),  # which it tells that it is one rank
             ):
                 fsdp_basics.weigh("", argparse.Namespace(weigh=ranks, preset=preset))
             stored = report.return_value.metrics.__setitem__.call_args_list

@@ -317,6 +317,10 @@ def end_what_was_started() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     end_what_was_started()
+    left = [name for name in os.environ if LAUNCHER_VARIABLES.match(name)]
+    for name in left:
+        del os.environ[name]
+    assert not left, f"it leaves {left}, which ranks of later tests would take for a launcher's"
 
 
 @pytest.hookimpl(wrapper=True)
