@@ -18,6 +18,7 @@ from page_reader import PARTS, REPO, TRACKED, sources_of, unindented
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import DiffLexer, PythonLexer
+from sphinx.addnodes import pending_xref
 
 MOST = 4  # scripts beside a page
 FORMAT = HtmlFormatter(nowrap=True)
@@ -142,7 +143,7 @@ def file_id(path: str) -> str:
 def link_name(text: nodes.literal, beside: Beside) -> None:
     """Make a link of a word in code that names a function of a file beside the page."""
     match = NAME.fullmatch(text.astext())
-    if not match or isinstance(text.parent, nodes.reference):
+    if not match or isinstance(text.parent, (nodes.reference, pending_xref)):
         return
     for path in beside.files:
         for function in functions_of(path):

@@ -21,6 +21,7 @@ html_js_files = [("guide.js", {"defer": "defer"})]
 html_copy_source = False
 html_show_search_summary = False  # fetched, which file:// does not allow
 html_show_sphinx = False
+html_show_copyright = False
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 from docutils import nodes
 from page_reader import PAGES, definitions
+from sphinx.addnodes import pending_xref
 
 # Words of every day too: in the list, but not marked where they stand.
 COMMON = {"link", "pair", "plan", "point", "round", "signal", "storage", "way", "worker", "hop",
           "schedule", "interface", "capacity", "checkpoint", "efficiency", "alpha"}  # fmt: skip
-SKIPPED = (nodes.reference, nodes.literal, nodes.literal_block, nodes.title, nodes.emphasis,
-           nodes.strong, nodes.raw, nodes.table)  # fmt: skip
+SKIPPED = (nodes.reference, pending_xref, nodes.literal, nodes.literal_block, nodes.title,
+           nodes.emphasis, nodes.strong, nodes.raw, nodes.table)  # fmt: skip
 
 
 def page() -> str:

@@ -48,6 +48,17 @@ def test_every_link_leads_somewhere(built):
     assert not faults, "\n".join(faults[:20])
 
 
+def test_every_link_of_a_page_is_a_link_on_the_site(built):
+    """Terms and names that become links may not undo those that a page has."""
+    for page in page_reader.PAGES:
+        text = (built / f"{name_of(page)}.html").read_text()
+        prose = re.sub(r"<!--.*?-->|`[^`]*`", "", page_reader.read(page).prose, flags=re.S)
+        for target in set(re.findall(r"\]\(([\w./-]+\.md)[)#]", prose)):
+            assert re.search(rf'href="{re.escape(target[:-3])}\.html[#"]', text), (
+                f"{page}: {target}"
+            )
+
+
 def test_every_page_loads_whole_and_draws_its_diagrams(built, at):
     """No error, no request that leaves the folder, no page wider than its window, on both sizes."""
     diagrams = 0

@@ -83,7 +83,7 @@ asked?.addEventListener("input", () => {
     held = null;
     const line = innerHeight * 0.45;
     const above = places.filter((each) => !folded(each) && each.getBoundingClientRect().top < line);
-    const place = above.at(-1) ?? places.find((each) => !folded(each));
+    const place = above.at(-1); // none at the page's top: the script is at its own
     if (place && place !== last) show((last = place));
   }
 
