@@ -74,6 +74,8 @@ def with_links_to_code(page: str, text: str, code: set[str]) -> str:
         if "://" in target or not whole.exists():
             return match[0]
         path = whole.resolve().relative_to(REPO)
+        if path.is_relative_to("site/pages"):  # which stand at the site's top
+            return f"]({'../' * page.count('/')}{path.name}{anchor})"
         if path.suffix == ".md" or path.suffix in IMAGES:
             return match[0]
         if whole.is_dir():
@@ -184,7 +186,7 @@ def titled(name: str, page: Path) -> str:
     file = REPO / page if (REPO / page).exists() else STAGE / page
     text = file.read_text()
     title = re.search(r"^# (.+)$", text, re.M)[1].replace("`", "")
-    minutes = re.search(r"^(\d+) minutes\b", text, re.M)
+    minutes = re.search(r"^(\d+) minutes[.;,]", text, re.M)
     return f"{title} ({minutes[1]} min) <{name}>" if minutes else name
 
 
