@@ -749,7 +749,7 @@ def test_a_resumed_run_keeps_its_shape(train, tmp_path, llama):
     argv = (FSDP, "--max-steps", 1, "--output-dir", tmp_path / "run")
     assert train(*argv, "--init-from", llama, ranks=1).codes == [0]
     ended = train(*argv, "--resume", ranks=1)
-    says = f"--init-from is None here and {llama} in the checkpoint, and their shapes differ"
+    says = f"--preset is tiny here and {llama} in the checkpoint, and their shapes differ"
     assert_one_line(ended, says, "fsdp_transformer.py")
 
 
