@@ -428,8 +428,8 @@ def test_a_picture_leads_to_where_it_moves(at):
     page = at("05-advanced/pipeline_schedules")
     page.click("text=Move this picture")
     rows = "document.querySelectorAll('#pipeline-result svg text:not([class])').length"
-    assert page.input_value("#pipeline-form [name=stages]") == "4" and page.evaluate(rows) == 4
     page.wait_for_selector("#layouts-result table")  # above it, and filled in later
+    assert page.input_value("#pipeline-form [name=stages]") == "4" and page.evaluate(rows) == 4
     page.wait_for_function(
         "document.getElementById('pipeline-form').getBoundingClientRect().top ** 2 < 9"
     )
