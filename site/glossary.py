@@ -5,6 +5,7 @@ the definition.
 """
 
 import re
+from functools import cache
 from itertools import pairwise
 
 from docutils import nodes
@@ -65,13 +66,9 @@ def mark_terms(app, doctree: nodes.document) -> None:
         text.parent.replace(text, [nodes.Text(before), link, nodes.Text(after)])
 
 
-_once: list = []
-
-
-def definitions_once() -> list:
-    if not _once:
-        _once.extend(definitions())
-    return _once
+@cache
+def definitions_once() -> list[tuple[str, str, str]]:
+    return definitions()
 
 
 def setup(app):
