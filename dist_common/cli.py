@@ -12,12 +12,15 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 # A launcher ends the job when its first process exits: a rank that leaves the error message to
 # another rank waits this long, so as not to cut the message short.
 GRACE_S = 3.0
+
+
+def imported():
+    """Return torch.distributed if the script uses it: a tool that does not starts at once."""
+    return sys.modules.get("torch.distributed")
 
 
 class UsageError(Exception):
@@ -118,7 +121,8 @@ def tell(error: BaseException) -> None:
     error.told = True
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
     rank = next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdecimal()), 0)
-    if dist.is_initialized():
+    dist = imported()
+    if dist and dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # the store died with its rank: this rank prints
             if dist.group.WORLD.get_group_store().add("dist_common/told", 1) > 1:
                 time.sleep(GRACE_S)
@@ -142,7 +146,8 @@ def tell(error: BaseException) -> None:
 
 def tear_down() -> None:
     """Leave the group after an error, without waiting for collectives that never complete."""
-    if not dist.is_initialized():
+    dist = imported()
+    if not dist or not dist.is_initialized():
         return
     store = dist.group.WORLD.get_group_store()  # noqa: F841  lives until this function returns
     dist.group.WORLD.abort() if "nccl" in dist.get_backend() else dist.destroy_process_group()
@@ -156,6 +161,9 @@ def explain(error: BaseException) -> BaseException:
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         port = f"MASTER_PORT={env('MASTER_PORT')} is already taken on this machine: choose another"
         return UsageError(f"{port}, or let torchrun --standalone pick a free one")
+    dist = imported()
+    if not dist:
+        return error
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out|[Tt]imeout", text)
     ours = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
     if not (ours and lost):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dist_common import cli, runtime
-from dist_common.lab import links
+from dist_common.lab import links, namespaces
 
 full = pytest.mark.full
 why_not = links.why_not()
@@ -353,11 +353,12 @@ def refuse(name, *arguments):
     ("name", "value", "says"),
     [
         ((sys, "platform"), "darwin", "needs network namespaces, which Linux has"),
-        ((links, "_call"), refuse, "a slow link: unshare: Operation not permitted"),
-        pytest.param((links.shutil, "which"), lambda *_, **__: None, "no program ip",
+        ((namespaces, "call"), refuse, "a slow link: unshare: Operation not permitted"),
+        pytest.param((namespaces.shutil, "which"), lambda *_, **__: None, "no program ip",
                      marks=needs_hosts),
-        pytest.param((links, "CARD"), "a name that is too long", "link: ip: ", marks=needs_hosts),
-        pytest.param((links, "_build"), lambda *_: os.kill(os.getpid(), 9), "was killed",
+        pytest.param((namespaces, "CARD"), "a name that is too long", "link: ip: ",
+                     marks=needs_hosts),
+        pytest.param((namespaces, "_build"), lambda *_: os.kill(os.getpid(), 9), "was killed",
                      marks=needs_hosts),
     ],
 )  # fmt: skip
