@@ -56,8 +56,10 @@ class Cluster:
         self.folder = folder
         self.nodes = [Node(number) for number in range(args.nodes)]
         self.cards = range(args.cards)
-        run("ip", "link set lo up")
-        for card in self.cards:
+        # The kernel's netem would delay and lose packets; many kernels come without it. So a link
+        # with a delay gets a switch of our own, which is slower than a bridge.
+        self.late = part.LateSwitch(args.link.delay) if args.link.delay else None
+        for card in self.cards if not self.late else ():
             run("ip", f"link add bridge{card} type bridge", f"link set bridge{card} up")
         names = [f"{address(node.number, card)} {node.name}" + (f"-link{card}" if card else "")
                  for card in self.cards for node in self.nodes]  # fmt: skip
@@ -74,8 +76,11 @@ class Cluster:
         for card in self.cards:
             port = node.port(card)
             mac = f"02:00:00:00:{card:02x}:{node.number + 1:02x}"
+            to_bridge = "" if self.late else f"master bridge{card}"
             run("ip", f"link add {port} type veth peer name link{card} address {mac} "
-                      f"netns {node.pid}", f"link set {port} master bridge{card} up")  # fmt: skip
+                      f"netns {node.pid}", f"link set {port} {to_bridge} up")  # fmt: skip
+            if self.late:
+                self.late.connect(port, card)
             self.inside(node, "ip", f"address add {address(node.number, card)}/24 dev link{card}",
                         f"link set link{card} up", "link set lo up")  # fmt: skip
             self.shape(node, card, self.args.link.rate)
@@ -116,6 +121,7 @@ class Cluster:
 
     def restore(self, node):
         """Undo cut, slow and lose."""
+        self.lose(node, 0)
         for card in self.cards:
             run("ip", f"link set {node.port(card)} up")
             self.shape(node, card, self.args.link.rate)
@@ -128,6 +134,20 @@ class Cluster:
             self.shape(node, one, rate)
             node.rates[one] = rate
         return f"{node.name}: {part.mbit(rate)}"
+
+    def lose(self, node, share):
+        """Lose a share of the packets that a node sends, and of those sent to it."""
+        if share:  # otherwise what is lost is up to 64 KiB, cut into packets only later
+            for other in filter(lambda other: other.pid, self.nodes):
+                cards = (f"link set link{card} gso_max_segs 1" for card in self.cards)
+                self.inside(other, "ip", *cards)
+        for port in map(node.port, self.cards):
+            if self.late:
+                self.late.lose(port, share)
+            else:
+                part.lose_by_filter(port, share)
+        node.loss = share
+        return f"{node.name}: {100 * share:g}% of its packets are lost"
 
     def kill(self, node):
         """Cut the power: the kernel ends all processes of a PID namespace with its first one."""
@@ -148,7 +168,13 @@ class Cluster:
 
     def says(self):
         """Describe the cluster in one line."""
-        return f"{len(self.nodes)} nodes, {len(self.cards)} cards each"
+        link = self.args.link
+        how = [f"{len(self.nodes)} nodes with {len(self.cards)} cards each"]
+        how += [f"{part.mbit(link.rate)} by token buckets"] if link.rate else []
+        how += [f"{1e3 * link.delay:g} ms by a switch in user space"] if link.delay else []
+        how += [f"clock of {name} {offset:+g} s, for Python's time()"
+                for name, offset in self.args.clock]  # fmt: skip
+        return "; ".join(how)
 
 
 def parse_args(argv):
@@ -172,6 +198,8 @@ def parse_args(argv):
     up("--cards", type=cli.positive_int, default=1, help="network cards of a node (1)")
     up("--link", type=part.link, default=part.Link(), metavar="RATE[,DELAY]",
        help="such as 1gbit or 100mbit,1ms (as fast as this machine)")  # fmt: skip
+    up("--clock", type=part.clock, action="append", default=[], metavar="NODE=OFFSET",
+       help="a node's clock is wrong, such as node1=+1h; may be repeated")  # fmt: skip
     up("--shm", type=cli.byte_size, default="64M", metavar="SIZE", help="of /dev/shm (64M)")
     up("--disk", type=cli.byte_size, default="64M", metavar="SIZE", help="of its disk (64M)")
     add = verb("run", "run a command on each node: run -- COMMAND").add_argument
@@ -182,6 +210,8 @@ def parse_args(argv):
     slow = verb("slow", "slow a node's cards", "node").add_argument
     slow("--card", type=cli.whole_number, help="this one only (all)")
     slow("--rate", type=cli.link_rate, required=True, help="such as 50mbit")
+    lose = verb("lose", "lose a share of a node's packets", "node").add_argument
+    lose("share", type=part.share, metavar="SHARE", help="such as 2%%")
     verb("kill", "end a node at once, as by a power cut", "node")
     verb("start", "boot a node that was killed", "node")
     send = verb("signal", "send a signal to agent, worker or worker:LOCAL_RANK", "node", "target")
@@ -200,6 +230,9 @@ def main():
         case "up":
             if args.nodes > MOST_NODES or args.cards > MOST_CARDS:
                 raise cli.UsageError(f"at most {MOST_NODES} nodes with {MOST_CARDS} cards each")
+            known = {f"node{number}" for number in range(args.nodes)}
+            if unknown := {name for name, _ in args.clock} - known:
+                raise cli.UsageError(f"--clock: there is no {min(unknown)} of {args.nodes} nodes")
             print(part.up(args.at, lambda: Cluster(args, args.at)))
         case "run":
             return part.run_on_nodes(args.at, args.on, command)

@@ -8,10 +8,15 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import heapq
+import itertools
 import json
 import os
+import random
 import re
+import select
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -22,7 +27,7 @@ from pathlib import Path
 import psutil
 
 from dist_common import cli
-from dist_common.lab.namespaces import CARD, CLONE_NEWNET, address, become_root, call
+from dist_common.lab.namespaces import CARD, CLONE_NEWNET, address, become_root, call, run
 
 CLONE_NEWNS, CLONE_NEWPID, ANY = 0x20000, 0x20000000, 0
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000  # mount(2)
@@ -57,6 +62,22 @@ def link(text: str) -> Link:
         raise argparse.ArgumentTypeError(f"must be like 1gbit or 100mbit,1ms, not {text!r}")
     scale = {"us": 1e-6, "ms": 1e-3}
     return Link(cli.link_rate(rate), float(match[1]) * scale[match[2]] if match else 0.0)
+
+
+def share(text: str) -> float:
+    """Parse 2%."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text)
+    if not match or float(match[1]) > 100:
+        raise argparse.ArgumentTypeError(f"must be from 0% to 100%, not {text!r}")
+    return float(match[1]) / 100
+
+
+def clock(text: str) -> tuple[str, float]:
+    """Parse node1=+1h; return the node and seconds."""
+    match = re.fullmatch(r"(?:node)?(\d+)=([+-]?\d+(?:\.\d+)?)(s|m|h|d)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"must be like node1=+1h or node0=-20s, not {text!r}")
+    return f"node{match[1]}", float(match[2]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[3]]
 
 
 def signal_of(text: str) -> int:
@@ -126,6 +147,123 @@ def fork_init(furnish) -> tuple[int, int]:
     if not said.isdecimal():
         raise OSError(0, said or "a node's first process was killed")
     return pid, int(said)
+
+
+# packets that are late or lost
+
+
+def lose_by_filter(port: str, share: float) -> None:
+    """Lose a share of a port's packets, in each direction, by a filter in the kernel."""
+    with contextlib.suppress(OSError):  # there was none
+        run("tc", f"qdisc delete dev {port} clsact")
+    if not share:
+        return
+    # Classic BPF: load a random number (SKF_AD_OFF + SKF_AD_RANDOM); below the limit it returns 2,
+    # TC_ACT_SHOT, otherwise -1, "go on".
+    limit = min(2**32 - 1, round(share * 2**32))
+    program = f"4,32 0 0 {0xFFFFF000 + 56},53 0 1 {limit},6 0 0 {2**32 - 1},6 0 0 2"
+    both = ("ingress", "egress")
+    try:
+        run("tc", f"qdisc add dev {port} clsact")
+        run("tc", *(f'filter add dev {port} {way} bpf da bytecode "{program}"' for way in both))
+    except OSError as error:
+        raise cli.UsageError(
+            f"this kernel cannot lose packets ({error.strerror or error}); with a delay, as in "
+            "`up --link 1gbit,1ms`, our own switch does"
+        ) from None
+
+
+class LateSwitch:
+    """A switch in user space: a process that hands on what ports receive, late.
+
+    It sees packets as the kernel has them, up to 64 KiB long, with a header that says how they are
+    to be cut and what sums are still to be made (packet(7), PACKET_VNET_HDR).
+    """
+
+    SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
+    ALL = 0x0003  # protocols
+    BUFFER_BYTES = 1 << 24
+
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+        self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.dup2(theirs.fileno(), 3)
+                os.closerange(4, 4096)  # `up` reads until nobody writes any more
+                self.carry(socket.socket(fileno=3))
+            finally:
+                os._exit(1)
+        theirs.close()
+
+    def connect(self, port: str, card: int) -> None:
+        """Take over a port of the switch's namespace."""
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as raw:
+            raw.setsockopt(self.SOL_PACKET, self.PACKET_VNET_HDR, 1)
+            raw.setsockopt(self.SOL_PACKET, self.PACKET_IGNORE_OUTGOING, 1)
+            for plain, forced in ((socket.SO_RCVBUF, 33), (socket.SO_SNDBUF, 32)):
+                try:
+                    raw.setsockopt(socket.SOL_SOCKET, forced, self.BUFFER_BYTES)
+                except PermissionError:
+                    raw.setsockopt(socket.SOL_SOCKET, plain, self.BUFFER_BYTES)
+            raw.bind((port, self.ALL))
+            told = json.dumps({"port": port, "card": card}).encode()
+            socket.send_fds(self.ours, [told], [raw.fileno()])
+
+    def lose(self, port: str, share: float) -> None:
+        self.ours.send(json.dumps({"port": port, "loss": share}).encode())
+
+    def carry(self, orders: socket.socket) -> None:
+        self.ports: dict[str, socket.socket] = {}
+        self.cards: dict[str, int] = {}  # by port
+        self.loss: dict[str, float] = {}
+        self.known: dict[bytes, str] = {}  # port by MAC address
+        self.waiting: list = []  # a heap of (due, number, ports, packet)
+        self.numbers = itertools.count()
+        while True:
+            wait = max(0.0, self.waiting[0][0] - time.monotonic()) if self.waiting else None
+            ready, _, _ = select.select([orders, *self.ports.values()], [], [], wait)
+            self.send_due()
+            if orders in ready:
+                self.obey(orders)
+            for port, raw in self.ports.items():
+                if raw in ready:
+                    self.receive(port, raw)
+
+    def obey(self, orders: socket.socket) -> None:
+        message, descriptors, *_ = socket.recv_fds(orders, MESSAGE, 1)
+        order = json.loads(message)
+        port = order["port"]
+        self.loss[port] = order.get("loss", 0.0)
+        if descriptors:
+            self.ports[port] = socket.socket(fileno=descriptors[0])
+            self.ports[port].setblocking(False)
+            self.cards[port] = order["card"]
+
+    def receive(self, port: str, raw: socket.socket) -> None:
+        for _ in range(64):  # then the others
+            try:
+                packet = raw.recv(70_000)
+            except OSError:  # no more, or unplugged
+                return
+            target, source = packet[10:16], packet[16:22]  # behind the header of 10 bytes
+            self.known[source] = port
+            peers = [
+                one for one in self.ports if one != port and self.cards[one] == self.cards[port]
+            ]
+            targets = [self.known[target]] if target in self.known else peers
+            arrives = [one for one in targets
+                       if random.random() >= max(self.loss[port], self.loss[one])]  # fmt: skip
+            due = time.monotonic() + self.delay
+            heapq.heappush(self.waiting, (due, next(self.numbers), arrives, packet))
+
+    def send_due(self) -> None:
+        while self.waiting and self.waiting[0][0] <= time.monotonic():
+            _, _, targets, packet = heapq.heappop(self.waiting)
+            for port in targets:
+                with contextlib.suppress(OSError):  # unplugged, or its queue is full
+                    self.ports[port].send(packet)
 
 
 # the supervisor
@@ -255,7 +393,8 @@ class Supervisor:
                     path = f"/proc/{node.host_pid}/ns/{kind}"
                     descriptors.append(os.open(path, os.O_RDONLY))
                 self.note("run", node, command=asked["command"])
-            return json.dumps([node.number for node in nodes])
+            clocks = dict(self.cluster.args.clock)
+            return json.dumps([(node.number, clocks.get(node.name)) for node in nodes])
         if verb == "ended":
             self.note("ended", self.find(asked["node"]), code=asked["code"])
             return ""
@@ -416,8 +555,8 @@ def down(folder: Path) -> str:
         said = "it was killed before; removed what it had left"
     for name in ("socket", "cluster.json", "hosts", "lock"):
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        (folder / "disk").rmdir()
+    for name in ("clock", "disk"):
+        shutil.rmtree(folder / name, ignore_errors=True)
     return said
 
 
@@ -427,18 +566,19 @@ def down(folder: Path) -> str:
 def run_on_nodes(folder: Path, on: str | None, command: list[str]) -> int:
     """Run a command on nodes at once; return 0, or the code of the first that failed."""
     said, descriptors = _ask(folder, "enter", on=on, command=command)
-    numbers = json.loads(said)
+    nodes = json.loads(said)
     runs = Runs(folder)
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is somebody to hand them to
     user = descriptors[0]
     if os.fstat(user).st_ino != os.stat("/proc/self/ns/user").st_ino:
         call("setns", user, ANY)
-    for place, number in enumerate(numbers):
+    for place, (number, clock) in enumerate(nodes):
         mine = descriptors[place * len(KINDS) + 1 : (place + 1) * len(KINDS)]
-        words = {"node": place, "nodes": len(numbers), "name": f"node{number}",
-                 "master": address(numbers[0]), "disk": str(folder / "disk")}  # fmt: skip
-        runs.start(number, mine, [filled(argument, words) for argument in command])
+        words = {"node": place, "nodes": len(nodes), "name": f"node{number}",
+                 "master": address(nodes[0][0]), "disk": str(folder / "disk")}  # fmt: skip
+        environment = os.environ | environment_of(f"node{number}", folder, clock)
+        runs.start(number, mine, [filled(argument, words) for argument in command], environment)
     for descriptor in descriptors:
         os.close(descriptor)
     for number in signals:
@@ -453,6 +593,35 @@ def filled(argument: str, words: dict) -> str:
     return re.sub(pattern, lambda m: str(words[m[1]]) if m[1] else m[0][0], argument)
 
 
+CLOCK = """# This node's clock is wrong, for Python's time() and time_ns().
+import os
+import time
+
+offset = float(os.environ["VIRTUAL_CLOCK_S"])
+right, right_ns = time.time, time.time_ns
+time.time = lambda: right() + offset
+time.time_ns = lambda: right_ns() + round(offset * 1e9)
+"""
+
+
+def environment_of(name: str, folder: Path, offset: float | None) -> dict[str, str]:
+    """Return what is set for a command on a node."""
+    get = os.environ.get
+    found = {
+        "OMP_NUM_THREADS": get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": CARD,
+        "NCCL_SOCKET_IFNAME": CARD,
+        "VIRTUAL_NODE": name,
+        "PATH": f"{os.path.dirname(sys.executable)}:{get('PATH', os.defpath)}",
+    }
+    if offset is not None:  # every Python imports a sitecustomize that it finds
+        (folder / "clock").mkdir(exist_ok=True)
+        (folder / "clock" / "sitecustomize.py").write_text(CLOCK)
+        found["VIRTUAL_CLOCK_S"] = str(offset)
+        found["PYTHONPATH"] = f"{folder / 'clock'}:{get('PYTHONPATH', '')}".rstrip(":")
+    return found
+
+
 class Runs:
     """The command on each node: a shepherd there starts it, and ends all that it started."""
 
@@ -464,7 +633,7 @@ class Runs:
         self.deadline = float("inf")
         self.code = 0
 
-    def start(self, number: int, namespaces: list[int], command: list[str]) -> None:
+    def start(self, number: int, namespaces: list[int], command: list[str], environment) -> None:
         pipes = [os.pipe(), os.pipe()]
         call("setns", namespaces[0], CLONE_NEWPID)  # for the children from now on
         pid = os.fork()
@@ -473,7 +642,7 @@ class Runs:
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 for target, (_, writer) in enumerate(pipes, 1):
                     os.dup2(writer, target)
-                _shepherd(number, namespaces[1:], command)
+                _shepherd(namespaces[1:], command, environment)
             except BaseException as error:
                 os.write(2, f"{error}\n".encode())
                 os._exit(1)
@@ -524,7 +693,7 @@ class Runs:
             ask(self.folder, "ended", node=str(number), code=code)
 
 
-def _shepherd(number: int, namespaces: list[int], command: list[str]) -> None:
+def _shepherd(namespaces: list[int], command: list[str], environment: dict) -> None:
     """Run a command on a node; whatever ends it or us, end all processes that came of it."""
     place = os.getcwd()
     os.setsid()  # a terminal's ^C goes to `run`, which hands it on
@@ -538,14 +707,6 @@ def _shepherd(number: int, namespaces: list[int], command: list[str]) -> None:
         call("setns", descriptor, ANY)
     os.chdir(place)
     os.closerange(3, 4096)
-    bin_folder = os.path.dirname(sys.executable)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "GLOO_SOCKET_IFNAME": CARD,
-        "NCCL_SOCKET_IFNAME": CARD,
-        "VIRTUAL_NODE": f"node{number}",
-        "PATH": f"{bin_folder}:{os.environ.get('PATH', os.defpath)}",
-    }
     agent = os.fork()
     masked = {signal.SIGTERM, signal.SIGINT}
     if agent == 0:
