@@ -96,7 +96,9 @@ class Cluster:
         part.mount("proc", "/proc")  # its own processes
         part.mount("sysfs", "/sys")  # its own cards
         if cgroups is not None:
-            part.mount(f"/proc/self/fd/{cgroups}", "/sys/fs/cgroup", flags=part.MS_BIND)
+            part.mount(
+                f"/proc/self/fd/{cgroups}", "/sys/fs/cgroup", flags=part.MS_BIND | part.MS_REC
+            )
 
     def inside(self, node, program, *lines):
         network = os.open(f"/proc/{node.host_pid}/ns/net", os.O_RDONLY)
@@ -169,7 +171,8 @@ class Cluster:
     def says(self):
         """Describe the cluster in one line."""
         link = self.args.link
-        how = [f"{len(self.nodes)} nodes with {len(self.cards)} cards each"]
+        how = [f"{len(self.nodes)} nodes, network cards of each: {len(self.cards)}"]
+        how += ["without root, in a user namespace"] if part.in_user_namespace() else []
         how += [f"{part.mbit(link.rate)} by token buckets"] if link.rate else []
         how += [f"{1e3 * link.delay:g} ms by a switch in user space"] if link.delay else []
         how += [f"clock of {name} {offset:+g} s, for Python's time()"

@@ -23,6 +23,8 @@ from matplotlib import image as png
 from outputs import difference
 from page_reader import FRAMEWORKS, PAGES, TRACKED, Block, Page, commands, read
 
+from dist_common.lab import namespaces
+
 DEADLINE_S = 300  # of one command, for a hang: ten times what the slowest takes on a quiet machine
 
 
@@ -36,7 +38,7 @@ class Step:
     recorded: bool  # on a machine that the tests do not have
 
     def needs(self) -> str | None:
-        """Return the operation of DeepSpeed that has to be compiled for this, or `frameworks`."""
+        """Return what has to be there: an operation of DeepSpeed, `frameworks` or `nodes`."""
         named = re.search(r"<!-- needs: (\w+) -->", self.commands.lead)
         return named[1] if named else None
 
@@ -45,6 +47,8 @@ class Step:
         if self.recorded:
             return "recorded on another machine"
         needed = self.needs()
+        if needed == "nodes":
+            return namespaces.why_not()
         if needed == "frameworks":
             there = any(
                 (folder / FRAMEWORKS).exists() for folder in (Path(sys.prefix).parent, REPO)

@@ -7,7 +7,8 @@
 - `python tests/test_guides.py --record PAGE` runs the commands and writes such blocks and figures.
 - Nothing may stand on stderr but lines of a script of ours, unless the command fails.
 - A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's OP has not
-  been compiled, which takes minutes; after <!-- needs: frameworks -->, without their environment.
+  been compiled, which takes minutes; after <!-- needs: frameworks -->, without their environment;
+  after <!-- needs: nodes -->, where the machine permits no namespaces.
 - <!-- recorded: FILE --> before a ```text block: it was printed on another machine, and stands as
   "output" in that JSON file, beside machine, versions and date. Commands right before are not run.
 - An image is followed by <!-- drawn by the command above: PATH -->, the file it is a copy of; with

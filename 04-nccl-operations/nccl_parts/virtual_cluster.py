@@ -92,6 +92,11 @@ def mbit(rate: float) -> str:
     return f"{rate * 8 / 1e6:g} Mbit/s" if rate else "no limit"
 
 
+def in_user_namespace() -> bool:
+    """Say whether root here is another user outside."""
+    return Path("/proc/self/uid_map").read_text().split()[1] != "0"
+
+
 def host_id(pid: int | str) -> dict:
     """Return what tells a process from a later one with its number."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -286,15 +291,18 @@ def up(folder: Path, build) -> str:
                 theirs = 3
                 os.closerange(4, 4096)  # what a test or a terminal had open
                 _supervise(folder, build, theirs)
+        except cli.UsageError as error:
+            os.write(theirs, str(error).encode())
         except BaseException as error:
-            os.write(theirs, f"error: {getattr(error, 'strerror', None) or error}".encode())
+            problem = getattr(error, "strerror", None) or error
+            os.write(theirs, f"this machine permits no nodes: {problem}{INSTEAD}".encode())
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours) as pipe:
         said = pipe.read()
     os.wait()
     if not said.startswith("ready: "):
-        raise cli.UsageError((said or "the supervisor was killed").removeprefix("error: "))
+        raise cli.UsageError(said or "the supervisor was killed")
     return said.removeprefix("ready: ")
 
 
@@ -315,12 +323,8 @@ def _supervise(folder: Path, build, ready: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for target, source in ((0, null), (1, log), (2, log)):
         os.dup2(source, target)
-    try:
-        mount(None, "/", flags=MS_REC | MS_PRIVATE)
-        supervisor = Supervisor(folder, build())
-    except (OSError, cli.UsageError) as error:
-        text = getattr(error, "strerror", None) or str(error)
-        raise cli.UsageError(f"{text}{INSTEAD}") from None
+    mount(None, "/", flags=MS_REC | MS_PRIVATE)
+    supervisor = Supervisor(folder, build())
     os.write(ready, b"ready: " + supervisor.status().encode())
     os.close(ready)
     supervisor.serve()
@@ -547,8 +551,10 @@ def down(folder: Path) -> str:
     said = "down"
     try:
         pid = int(ask(folder, "down"))
-        with contextlib.suppress(psutil.NoSuchProcess):  # the kernel ends its nodes before it
-            psutil.Process(pid).wait(ANSWER_S)
+        with contextlib.suppress(ProcessLookupError):  # the kernel ends its nodes before it
+            ending = os.pidfd_open(pid)
+            select.select([ending], [], [], ANSWER_S)
+            os.close(ending)
     except cli.UsageError:
         if not (folder / "cluster.json").exists():
             raise
