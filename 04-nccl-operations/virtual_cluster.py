@@ -61,9 +61,14 @@ class Cluster:
         self.late = part.LateSwitch(args.link.delay) if args.link.delay else None
         for card in self.cards if not self.late else ():
             run("ip", f"link add bridge{card} type bridge", f"link set bridge{card} up")
-        names = [f"{address(node.number, card)} {node.name}" + (f"-link{card}" if card else "")
-                 for card in self.cards for node in self.nodes]  # fmt: skip
-        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+        lines = ["127.0.0.1 localhost"]
+        for card in self.cards:
+            for node in self.nodes:
+                name = f"{node.name}-link{card}" if card else node.name
+                lines.append(f"{address(node.number, card)} {name}")
+                # torch's store looks up an IPv4 peer in this form, and warns of one without a name.
+                lines.append(f"::ffff:{address(node.number, card)} {name}-peer")
+        (folder / "hosts").write_text("\n".join([*lines, ""]))
         for node in self.nodes:
             self.boot(node)
 
