@@ -279,10 +279,10 @@ def compare(report: Report, setting: Setting, rows: list[Row]) -> None:
     """Print the table, check the bytes, say which way is fastest."""
     shown = []
     for row in rows:
-        left = "" if row.left is None else f"{row.left / MIB:.2f}"
-        ratio = row.measured_ms / row.predicted_ms
-        shown.append((row.name, f"{row.measured_ms:.0f}", f"{row.predicted_ms:.0f}",
-                      f"{ratio:.2f}", left, f"{row.formula / MIB:.2f}"))  # fmt: skip
+        left = "" if row.left is None else f"{row.left / 1e3:,.0f} KB"
+        ratio = f"{row.measured_ms / row.predicted_ms:.2f}x"
+        shown.append((row.name, f"{row.measured_ms:.0f} ms", f"{row.predicted_ms:.0f} ms",
+                      ratio, left, f"{row.formula / 1e3:,.0f} KB"))  # fmt: skip
         report.metrics |= {f"measured_ms: {row.name}": row.measured_ms,
                            f"predicted_ms: {row.name}": row.predicted_ms}  # fmt: skip
         if row.left is not None:
@@ -291,9 +291,9 @@ def compare(report: Report, setting: Setting, rows: list[Row]) -> None:
             name = f"{row.name}: bytes that leave a node in a step"
             report.check(name, row.left, row.formula, within, "ring of nodes")
     report.say()
-    report.table(shown, ("way", "ms", "predicted", "ratio", "MiB out", "formula"))
+    report.table(shown, ("way", "measured", "predicted", "ratio", "leaves a node", "formula"))
     fastest = min(rows, key=lambda row: row.measured_ms).name
     expected = min(rows, key=lambda row: row.predicted_ms).name
     agrees = "as predicted" if fastest == expected else f"predicted: {expected}"
-    report.say(f"ms: per micro-batch. fastest: {fastest} ({agrees})")
+    report.say(f"times: of a micro-batch; bytes: of a step. fastest: {fastest} ({agrees})")
     report.say()
