@@ -122,7 +122,7 @@ def parse_args():
     add, positive = parser.add_argument, cli.positive_int
     add("--ranks-per-node", type=positive, metavar="N",
         help="treat N ranks as a node (those that the launcher started on one)")  # fmt: skip
-    add("--blocks", type=positive, default=8, help="matrices of the model (8)")
+    add("--blocks", type=positive, default=4, help="matrices of the model (4)")
     add("--width", type=positive, default=256, help="rows and columns of each (256)")
     add("--block-ms", type=cli.positive_float, default=4.0, metavar="MS",
         help="how long a block's forward waits; its backward takes twice that (4)")  # fmt: skip

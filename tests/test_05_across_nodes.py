@@ -93,7 +93,7 @@ def test_the_fastest_way_is_the_predicted_one(run_script, tmp_path, mbit):
             network.enter(rank // 2)
             return {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
 
-        argv = ("--blocks", 4, "--repeat", 2, "--output-dir", tmp_path / "run")
+        argv = ("--repeat", 2, "--output-dir", tmp_path / "run")
         ended = run_script(ACROSS, *argv, world_size=4, environ=on_host, before=sabotage,
                            timeout_s=180)  # fmt: skip
     red = {"hierarchical: bytes that leave a node in a step"} if sabotage else set()
