@@ -93,9 +93,9 @@ def _master_address(world: World) -> str:
     if "MASTER_ADDR" in os.environ or world.local_world_size == world.world_size:
         return "127.0.0.1"
     nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_JOB_NODELIST", ""))
-    first = re.match(r"([^\[,]+)(?:\[(\d+))?", nodes)  # gpu[03-06,09] -> gpu03
-    if world.launcher == "srun" and first:
-        return first[1] + (first[2] or "")
+    first = re.match(r"([^\[,]|\[[^\]]*\])+", nodes)
+    if world.launcher == "srun" and first:  # as scontrol show hostnames: r[1-2,4]n[07-9]i -> r1n07i
+        return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
     how = "export the name of the machine that runs rank 0 (mpirun -x MASTER_ADDR=...)"
     raise UsageError(f"MASTER_ADDR is not set: {how}, or start with torchrun")
 

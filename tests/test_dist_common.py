@@ -94,6 +94,16 @@ def test_every_launcher_is_understood(environ, launcher, variables, place):
     )
 
 
+@pytest.mark.parametrize(("nodes", "first"), [
+    ("gpu[03-06,09]", "gpu03"), ("dgx-[001-004]-ib", "dgx-001-ib"), ("a7,b[1-2]", "a7"),
+    ("r1i[0-1]n[0-8]", "r1i0n0"), ("r[2,4-5]n[07-9],s1", "r2n07"), ("login", "login")])  # fmt: skip
+def test_the_first_node_of_a_slurm_list_is_the_master(environ, nodes, first):
+    environ.update(SLURM_PROCID="3", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="8",
+                   SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_STEP_NODELIST=nodes)  # fmt: skip
+    runtime.discover()
+    assert environ["MASTER_ADDR"] == first
+
+
 def test_slurm_ranks_agree_on_a_port_of_their_own(environ):
     ports = set()
     for job_id in range(100, 110):
