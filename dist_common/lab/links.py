@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from dist_common.lab.namespaces import BURST_BYTES, CARD, hosts, why_not  # noqa: F401
+from dist_common.lab.namespaces import BURST_BYTES, CARD, Network, hosts, why_not  # noqa: F401
 from dist_common.lab.traffic import RING_FACTOR, bytes_of
 
 
