@@ -32,7 +32,6 @@ from nccl_parts.measurement import StopEarly, gb_per_s, refuse_size
 BELOW, BELOW_TOGETHER = 0.5, 0.75
 FAST = 0.9  # "fast" is as good as the best tenth
 CHANCE = 0.01  # that a healthy cluster has any finding at all
-DRAWS = 200  # healthy clusters that are drawn from the repeats: several times 1 / CHANCE
 REPEATS = 5  # of all rounds, every other time in the opposite order
 
 
@@ -144,10 +143,9 @@ def run_rounds(scan, message, iters, stop):
 def possible_causes(scan):
     """Return what could be slow, with the measured ways that it would slow: larger ones first."""
     of_nodes, of_paths, of_ranks = defaultdict(set), defaultdict(set), defaultdict(set)
-    node_of = {rank: number for number, node in enumerate(scan.nodes) for rank in node}
     several = [f"rank{'s' * (len(node) > 1)} {', '.join(map(str, node))}" for node in scan.nodes]
     for way in sorted(scan.repeats):
-        kind, nodes = scan.kind(way), [node_of[rank] for rank in way]
+        kind, nodes = scan.kind(way), [scan.node_of[rank] for rank in way]
         for rank, node, direction in zip(way, nodes, (part.SENDS, part.RECEIVES), strict=True):
             of_ranks[f"rank {rank}", direction, kind].add(way)
             if kind == part.ACROSS and len(scan.nodes) > 2:
@@ -162,14 +160,30 @@ class Noise:
     """How slow healthy ways of one kind can look by chance, as a part of the fast ones' speed."""
 
     fast_gb_s: float
-    healthy: torch.Tensor  # sorted
+    off: torch.Tensor  # sorted: repeats, each as a part of the median of its way's others
+    repeats: int
+    fast_at: float  # the chance to be no faster than the fast ones; of few, these may be lucky
     causes: int  # that are tried at once
+    below: tuple[float, float]  # no limit is above these: of one way, of several
 
     def limit(self, ways=1):
         """Return the part below which so many ways are slow together, other than by chance."""
         of_each = (CHANCE / self.causes) ** (1 / ways)  # Bonferroni: any of the causes
-        most = BELOW if ways == 1 else BELOW_TOGETHER
-        return min(most, self.healthy[int(of_each * len(self.healthy))].item())
+        return min(self.below[ways > 1], self.median_at(of_each) / self.median_at(self.fast_at))
+
+    def median_at(self, chance):
+        """Return what the median of a healthy way's repeats stays below with this chance.
+
+        It does where the lower half of them and the middle one do, each by itself.
+        """
+        half = (self.repeats - 1) // 2 + 1
+        low, high = 0.0, 1.0  # of one repeat
+        for _ in range(40):
+            one = (low + high) / 2
+            of_median = sum(math.comb(self.repeats, k) * one**k * (1 - one) ** (self.repeats - k)
+                            for k in range(half, self.repeats + 1))  # fmt: skip
+            low, high = (one, high) if of_median < chance else (low, one)
+        return self.off[min(int(low * len(self.off)), len(self.off) - 1)].item()
 
 
 def fast_of(speeds):
@@ -177,30 +191,26 @@ def fast_of(speeds):
     return speeds.kthvalue(1 + math.ceil(FAST * (len(speeds) - 1))).values
 
 
-def noise_of(scan, causes):
-    """Draw clusters without a fault: each of their repeats is off by as much as one that was seen.
-
-    A repeat is off by what it differs from the median of its way's others.
-    """
-    found, random = {}, torch.Generator().manual_seed(0)
-    for kind in (part.WITHIN, part.ACROSS):
-        rows = [gb_s for way, gb_s in scan.repeats.items() if scan.kind(way) == kind]
-        if not rows:
-            continue
-        shape, healthy = (len(rows), min(map(len, rows))), [torch.zeros(1)]  # anything is possible
-        if shape[1] > 1:
-            off = [one / statistics.median(gb_s[:place] + gb_s[place + 1 :])
-                   for gb_s in rows for place, one in enumerate(gb_s)]  # fmt: skip
-            pool, healthy = torch.tensor(off), []
-            for _ in range(DRAWS):
-                speeds = pool[torch.randint(len(pool), shape, generator=random)].median(1).values
-                healthy.append(speeds / fast_of(speeds))
+def noise_of(scan, causes, below):
+    """Return the noise of each kind of way, from how much repeats of one way differ."""
+    found, by_kind = {}, defaultdict(list)
+    for way, gb_s in scan.repeats.items():
+        by_kind[scan.kind(way)].append(gb_s)
+    for kind, rows in by_kind.items():
+        repeats = min(map(len, rows))
+        speeds = torch.tensor([gb_s[:repeats] for gb_s in rows])
+        off = torch.tensor([0.0, 1.0])  # of one repeat nothing is known: all is possible
+        if repeats > 1:
+            others = [speeds[:, torch.arange(repeats) != one].quantile(0.5, dim=1)
+                      for one in range(repeats)]  # fmt: skip
+            off = (speeds / torch.stack(others, 1)).flatten().sort().values
         fast = fast_of(torch.tensor([*map(statistics.median_low, rows)])).item()
-        found[kind] = Noise(fast, torch.cat(healthy).sort().values, causes)
+        fast_at = FAST if len(rows) >= 10 else FAST ** (1 / len(rows))
+        found[kind] = Noise(fast, off, repeats, fast_at, causes, below)
     return found
 
 
-def find_slow(scan):
+def find_slow(scan, below=(BELOW, BELOW_TOGETHER)):
     """Return the fewest causes that explain all slow ways, by the speeds alone, and the noise.
 
     A rank or node is named where every way from it, or to it, is slow, and it has two peers at
@@ -208,17 +218,27 @@ def find_slow(scan):
     counted again.
     """
     causes, speeds = possible_causes(scan), scan.speeds
-    noise = noise_of(scan, len(causes) + len(speeds))
+    noise = noise_of(scan, len(causes) + len(speeds), below)
     of_fast = {way: gb_s / noise[scan.kind(way)].fast_gb_s for way, gb_s in speeds.items()}
     explained, found = set(), []
 
+    @functools.cache
+    def limit_of(kind, ways):
+        return noise[kind].limit(ways)
+
     def is_slow(kind, ways):
-        return ways and max(map(of_fast.get, ways)) < noise[kind].limit(len(ways))
+        # Most causes are ruled out by the first of their ways: a scan of 1,000 ranks has a million.
+        limit = limit_of(kind, len(ways)) if ways else 0
+        return bool(ways) and all(of_fast[way] < limit for way in ways)
 
     while True:
-        left = {cause: ways - explained for cause, ways in causes.items()
-                if told_apart(cause, ways)}  # fmt: skip
-        left = {cause: ways for cause, ways in left.items() if is_slow(cause[2], ways)}
+        left = {}
+        for cause, ways in causes.items():
+            loosest = limit_of(cause[2], len(ways))
+            if all(of_fast[way] < loosest or way in explained for way in ways):
+                left[cause] = ways - explained
+        left = {cause: ways for cause, ways in left.items()
+                if is_slow(cause[2], ways) and told_apart(cause, causes[cause])}  # fmt: skip
         # The one that explains most; of two alike the larger: a node before its rank.
         best = max(left, key=lambda cause: (len(left[cause]), len(causes[cause])), default=None)
         if best is None or len(left[best]) < 2:
@@ -266,6 +286,9 @@ def parse_args():
         help="size of a message (4M)")  # fmt: skip
     add("-n", "--iters", type=cli.positive_int, default=5,
         help="messages in a burst; the median of five bursts counts (5)")  # fmt: skip
+    add("--below", type=part.part_of_fast, metavar="PART",
+        help="call slow what is below this part of the fast pairs' speed, and no noise "
+        f"({BELOW:g}; {BELOW_TOGETHER:g} where several pairs agree)")  # fmt: skip
     add("--nodes-only", action="store_true",
         help="only between nodes, each rank with its counterparts: fewer rounds")  # fmt: skip
     return parser.parse_args()
@@ -286,7 +309,9 @@ def main():
 
         message = torch.empty(max(1, args.bytes // 4), device=device)  # of 4 bytes each
         data.fill(message, data.noise(world.rank))
-        end = functools.partial(part.conclude, report, scan, find_slow)
+        below = (args.below,) * 2 if args.below else (BELOW, BELOW_TOGETHER)
+        find = functools.partial(find_slow, below=below)
+        end = functools.partial(part.conclude, report, scan, find)
         with StopEarly(report.say, lambda: end(interrupted=True)) as stop:
             run_rounds(scan, message, args.iters, stop)
         return end(interrupted=stop.stopped)

@@ -20,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from dist_common import cli
@@ -47,9 +48,14 @@ class Scan:
         """Return the middle repeat of each way."""
         return {way: statistics.median_low(gb_s) for way, gb_s in self.repeats.items()}
 
+    @cached_property
+    def node_of(self) -> dict[int, int]:
+        """Return each rank's node."""
+        return {rank: number for number, node in enumerate(self.nodes) for rank in node}
+
     def kind(self, way: Way) -> str:
         """Say whether a message stays within a node."""
-        return WITHIN if any(set(way) <= set(node) for node in self.nodes) else ACROSS
+        return WITHIN if self.node_of[way[0]] == self.node_of[way[1]] else ACROSS
 
     @property
     def ranks(self) -> int:
@@ -63,6 +69,14 @@ class Slow(NamedTuple):
     direction: str  # SENDS, RECEIVES or BOTH, from its side
     where: str
     of_fast: float  # the median of its ways, as a part of what the fast ones of their kind do
+
+
+def part_of_fast(text: str) -> float:
+    """Parse a part of the fast pairs' speed, above 0 and below 1."""
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be above 0 and below 1, such as 0.8, not {text!r}")
 
 
 def rounds_needed(scan: Scan) -> int:
@@ -89,7 +103,7 @@ def conclude(report: Report, scan: Scan, find_slow: Callable, interrupted: bool)
         rows = [(name, *row) for name, row in zip(names, cells, strict=True)]
         report.table(rows, ("from \\ to", *names))
     for kind, of_kind in noise.items():
-        by_chance = 1 - of_kind.healthy[len(of_kind.healthy) // 20].item()  # 19 of 20 are above
+        by_chance = 1 - of_kind.median_at(0.05) / of_kind.median_at(0.9)  # 19 of 20 are above
         told = f"a pair that is less than {1 - of_kind.limit():.0%} slower is not named"
         fast = f"{kind}, fast pairs reach {of_kind.fast_gb_s:.3g} GB/s"
         report.say(f"{fast}; noise is {by_chance:.0%}: {told}")
