@@ -109,12 +109,7 @@ def by_heartbeat(job):
 def by_detail(job):
     """Read what TORCH_DISTRIBUTED_DEBUG=DETAIL says each rank is about to call."""
     ended = job.run("broken.py")
-    said = "".join(rank.err for rank in job.run("broken.py", TORCH_DISTRIBUTED_DEBUG="DETAIL"))
-    pattern = r"Rank (\d+) is running collective: CollectiveFingerPrint\((.*?)\)(?=[.,])"
-    calls = {}
-    for rank, call in re.findall(pattern, said):
-        words = re.findall(r"OpType=(\w+)|TensorShape=(\[.*?\])|TensorDtypes=(\w+)", call)
-        calls[int(rank)] = " ".join("".join(word) for word in words)
+    calls = verdicts.calls_in_detail(job.run("broken.py", TORCH_DISTRIBUTED_DEBUG="DETAIL"))
     if calls:
         return ended, compare(calls, "the collective")
     # It compares what the members of one group call, and sees no ranks that wait in several.
@@ -189,11 +184,8 @@ def judge_recorder(notes: list[recorder.Notes], ranks: Sequence[Rank] = ()) -> V
         ahead = f"{ranks_of({*range(len(calls))} - behind)} made call {max(counts)}"
         return Verdict(f"{ahead}; {ranks_of(behind)} ended with call {min(counts)}: {advice}", odd)
     at = torch.tensor([[at for _, at in own] for own in calls], dtype=torch.float64)
-    late = (at - at.amin(0)).sum(1)  # by rank, in s
-    (most, *others), (last, *_) = map(torch.Tensor.tolist, late.sort(descending=True))
-    if most > 0.3 and most > 3 * max(others, default=0.0):
-        text = f"rank {last} comes last: {most:.1f} s behind the first"
-        return Verdict(f"{text} in {len(calls[0])} calls", frozenset([last]))
+    if late := verdicts.latest(at):
+        return late
     if not any(n.count or n.sends or n.within for n in notes):
         return Verdict("no rank called torch.distributed, or none was recorded: look at the stacks")
     text = f"{counts[0]} calls, the same on all ranks, and no rank is late"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -139,6 +140,10 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
         ((LOST, "", LOST), (1, -15, 1), {1}),
         ((LOST, "", LOST), (1, 0, 1), {1}),
         ((LOST, LOST), None, set()),
+        # Another library's connection, in the words of one that was lost to a rank.
+        ((LOST, "ConnectionResetError: [Errno 104] Connection reset by peer", LOST), None, {1}),
+        ((LOST, "botocore.exceptions.ReadTimeoutError: timed out waiting for s3", LOST), None, {1}),
+        ((LOST, "torch.distributed.DistNetworkError: Connection reset by peer"), None, set()),
         (("ValueError: bad", "ValueError: bad"), None, set()),
         (("2/4 clients joined", "RuntimeError: 2/4 clients joined"), None, {2, 3}),
     ],
@@ -166,6 +171,29 @@ def test_the_recorder_names_who_is_missing_who_differs_and_who_is_late():
     assert judge([early] * 2, [call] * 2) == set()
     assert judge([call] * 4, [call] * 3, codes=[1, -6]) == set()  # its last notes may be lost
     assert judge([], [], [], groups=[["a"], ["b"], ["a"]]) == {1}
+
+
+@pytest.mark.parametrize(("slower", "named"), [(1.66, {1}), (1.1, set())])
+def test_a_rank_that_is_slower_in_every_step_is_late(slower, named):
+    """Ten steps of 20 ms, with noise: the sum of what it is behind is below 0.3 s."""
+    random = Random(0)
+    step = [0.02 * slower if rank == 1 else 0.02 for rank in range(4)]
+    at = torch.zeros(4, 11)
+    for call in range(1, 11):
+        begun = at[:, call - 1].max()  # all leave a call when the last one has come to it
+        for rank in range(4):
+            at[rank, call] = begun + step[rank] * random.uniform(0.9, 1.0)
+    verdict = verdicts.latest(at[:, 1:])
+    assert (verdict.named if verdict else set()) == named, verdict
+
+
+def test_detail_is_told_by_ranks_of_the_job_not_of_a_group():
+    def says(own, other):
+        prints = "Rank {} is running collective: CollectiveFingerPrint(OpType={}, TensorShape=[1])"
+        return f"{prints.format(0, own)}, but {prints.format(1, other)}."
+
+    ranks = ranks_that_say("", "", says("ALLREDUCE", "BROADCAST"), says("BROADCAST", "ALLREDUCE"))
+    assert verdicts.calls_in_detail(ranks) == {2: "ALLREDUCE [1]", 3: "BROADCAST [1]"}
 
 
 def test_the_recorder_compares_what_it_still_has_of_all_ranks():

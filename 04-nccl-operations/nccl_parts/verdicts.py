@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from dist_common.lab.ranks import Rank
 
 # A rank that says one of these waited for another one, or lost it. It is seldom the cause.
@@ -16,8 +18,14 @@ VICTIM = re.compile(
     r"|failed to recv|recvValue failed",
     re.I,
 )
+# Raised by other libraries in the same words, of a connection of their own: to storage, say.
+ELSEWHERE = re.compile(
+    r"(?!(torch\.distributed\.)?(RuntimeError|Dist\w+Error|SystemExit))[\w.]*(Error|Exception|Timeout)\b"
+)
 # Said before the last error, and closer to the cause.
 ROOT = re.compile(r"network addresses of .* cannot be retrieved|Unable to find address|EADDRINUSE")
+LATE_S = 0.3  # behind the first in all calls together: more than a busy machine's noise
+ENOUGH_CALLS, LATE_PART = 10, 0.3  # of the time between two calls
 QUOTED = 110  # characters of an error in a verdict
 NETWORK = "look at the network: ss -tn shows bytes that no peer acknowledges"
 
@@ -103,7 +111,7 @@ def judge_logs(ranks: list[Rank]) -> Verdict:
         elif ending(rank) == "hangs":
             silent.add(number)
             kinds[number] = "says nothing, still runs"
-        elif VICTIM.search(error):
+        elif VICTIM.search(error) and not ELSEWHERE.match(error):
             kinds[number] = "only lost another rank"
         else:
             own.add(number)
@@ -123,6 +131,42 @@ def judge_logs(ranks: list[Rank]) -> Verdict:
             rest = {kinds[number] for number in kinds.keys() - named}
             return Verdict(f"{told}; the others: {', '.join(sorted(rest))}", frozenset(named))
     return compare(kinds, "the end of the log")
+
+
+def calls_in_detail(ranks: list[Rank]) -> dict[int, str]:
+    """Return what each rank was about to call, as TORCH_DISTRIBUTED_DEBUG=DETAIL writes it.
+
+    A rank names itself first, by its number in the group; its log has its number in the job.
+    """
+    pattern = r"Rank \d+ is running collective: CollectiveFingerPrint\((.*?)\)(?=[.,])"
+    calls = {}
+    for number, rank in enumerate(ranks):
+        if found := re.search(pattern, rank.err):
+            words = re.findall(r"OpType=(\w+)|TensorShape=(\[.*?\])|TensorDtypes=(\w+)", found[1])
+            calls[number] = " ".join("".join(word) for word in words)
+    return calls
+
+
+def latest(at: torch.Tensor) -> Verdict | None:
+    """Name the rank that comes last to the same calls. Shapes: (ranks, calls). Units: s.
+
+    By seconds in all of them; or, in ten calls and more, by what it holds up the middle one.
+    """
+    behind, calls = at - at.amin(0), at.shape[1]
+    (most, *others), (last, *_) = map(torch.Tensor.tolist, behind.sum(1).sort(descending=True))
+    if most > LATE_S and most > 3 * max(others, default=0.0):
+        text = f"rank {last} comes last: {most:.1f} s behind the first in {calls} calls"
+        return Verdict(text, frozenset([last]))
+    if calls < ENOUGH_CALLS:
+        return None
+    (most, *others), (last, *_) = map(
+        torch.Tensor.tolist, behind.median(1).values.sort(descending=True)
+    )
+    between = at.amin(0).diff().median().item()
+    if most > LATE_PART * between and most > 3 * max(others, default=0.0):
+        text = f"rank {last} comes last to every call, {most / between:.0%} of the time between two"
+        return Verdict(f"{text} after the first", frozenset([last]))
+    return None
 
 
 def waits_in(frames: list[tuple[str, str, int]]) -> str | None:
