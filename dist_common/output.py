@@ -39,7 +39,8 @@ def claim(path: Path, resume: bool | None) -> None:
         hint = ", or add --resume to continue the run in it" if resumable else ""
         raise cli.UsageError(f"--output-dir {path} is not empty: name another folder{hint}")
     now = f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    (path / HOLDER).write_text(f"pid {os.getpid()} on {socket.gethostname()} since {now}")
+    holder = f"pid {os.getpid()} on {socket.gethostname()} since {now}"
+    (path / HOLDER).write_text(f"{holder}\n{_began(os.getpid())}")
     atexit.register((path / HOLDER).unlink, missing_ok=True)
     if resume is not None:  # a run that is killed before its first checkpoint resumes too
         (path / "checkpoints").mkdir(exist_ok=True)
@@ -65,12 +66,21 @@ def _acquire(lease: SoftFileLease, path: Path) -> None:
             lease.acquire(timeout=patience)
             return
         except Timeout:
-            holder = (path / HOLDER).read_text() if (path / HOLDER).exists() else "another job"
-            here = f" on {socket.gethostname()} " in holder and psutil.pid_exists(lease.pid or 0)
+            text = (path / HOLDER).read_text() if (path / HOLDER).exists() else "another job"
+            holder, _, began = text.partition("\n")
+            here = f" on {socket.gethostname()} " in holder and began == _began(lease.pid or 0)
         if here or patience:
             held = f"--output-dir {path} is in use by {holder}"
             raise cli.UsageError(f"{held}: wait for it, end it, or name another folder")
         print(f"warning: {path}: waiting {LEASE_S:.0f} s for a sign of {holder}", file=sys.stderr)
+
+
+def _began(pid: int) -> str:
+    """Tell a process from an earlier one: a pod has the name and the pids of the one before it."""
+    try:
+        return str(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return "ended"
 
 
 def _stop(_: object) -> None:

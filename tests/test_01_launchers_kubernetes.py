@@ -383,6 +383,31 @@ def test_machines_of_skypilot_resume_from_the_bucket(tmp_path, straight):
     assert losses == {step: expected[step] for step in losses}
 
 
+POD = """
+import os, socket, sys
+from pathlib import Path
+from dist_common import output
+socket.gethostname = lambda: "ddp-0"
+output.HEARTBEAT_S, output.LEASE_S = 0.2, 1.0
+output.claim(Path(sys.argv[1]), True)
+print(f"pid {os.getpid()} has it", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@full
+def test_a_pod_that_was_killed_does_not_keep_its_successor_out(tmp_path):
+    """Both have the name ddp-0, and processes are numbered from 1 in each."""
+    namespace = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if run_command([*namespace, "true"], REPO, 60).codes != [0]:
+        pytest.skip("a user may not make PID namespaces here")
+    code = [sys.executable, "-c", POD, str(tmp_path / "run")]
+    pod = [*namespace, "sh", "-c", '"$@"; true', "sh", *code]
+    first, second = (run_command(pod, REPO, 120, PYTHONPATH=str(REPO)) for _ in range(2))
+    assert first.stdout == second.stdout == "pid 2 has it\n", first.stderr + second.stderr
+    assert "waiting 1 s for a sign of pid 2 on ddp-0" in second.stderr
+
+
 # Ray
 
 
