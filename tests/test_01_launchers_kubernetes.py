@@ -20,8 +20,12 @@ import pytest
 import yaml
 from conftest import MARK, REPO, free_port, run_command
 from helpers_01 import TRAINING, largest_difference, small_job, steps_in, wait_for
+from page_reader import TRACKED, read
+
+from bench.strategies import tomllib
 
 FILES = REPO / "01-ddp-basics" / "launch_files"
+PAGE = "01-ddp-basics/launchers_kubernetes.md"
 STEPS = 24
 full = pytest.mark.full
 
@@ -87,6 +91,9 @@ def test_the_files_fit_their_schemas_and_a_typo_does_not(tmp_path):
         faults = [line for line in lines if "FAULT" in line]
         assert lines and len(faults) == (says is not None), lines
         assert says is None or says in faults[0], faults
+    good = [line for line in ended.stdout.splitlines() if line.startswith(tuple(TYPOS))]
+    shown = [block.text.splitlines() for block in read(PAGE).blocks if block.language == "text"]
+    assert sorted(good) in [sorted(lines) for lines in shown], "the page shows other lines"
 
 
 def test_names_of_the_job_agree():
@@ -135,6 +142,29 @@ def test_the_trainjob_starts_the_job_s_pods():
         assert own[key] == container[key]
     assert trainer["resourcesPerNode"] == container["resources"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+
+
+def test_the_image_has_what_its_file_copies_and_what_the_files_start():
+    text = (FILES / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "FROM debian:12-slim" and lines[-2] == "USER $RUN_AS"
+    left_out = (REPO / ".dockerignore").read_text().split()
+    copied = sum((line.split()[1:-1] for line in lines if line.startswith("COPY ")), [])
+    for name in copied:
+        assert (REPO / name).exists() and name not in left_out, name
+    # What the environment is made of is there before it is made, and nothing that often changes.
+    target = re.search(r"make (\S+) TORCH_BACKEND=", text)[1]
+    planned = run_command(["make", "--dry-run", "--always-make", target], REPO, 60).stdout
+    before = sum((line.split()[1:-1] for line in text.split("RUN UV_")[0].splitlines()
+                  if line.startswith("COPY ")), [])  # fmt: skip
+    assert re.search(r"--requirement (\S+)", planned)[1] in before and "." not in before
+    ray = next(each for each in tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"]["frameworks"] if each.startswith("ray"))  # fmt: skip
+    for place in (text, (REPO / PAGE).read_text()):
+        assert f"RAY={ray.split('==')[1]}" in place, "the version that is tested here"
+    texts = "".join(path.read_text() for path in FILES.glob("*.yaml"))
+    started = re.findall(r"01-ddp-basics/\S+\.(?:sh|py)", re.sub("^#.*", "", texts, flags=re.M))
+    assert started and set(started) <= set(TRACKED)
 
 
 # until_trained.sh, with a stand-in for torchrun
@@ -253,15 +283,17 @@ def small_words(folder: Path) -> list[str]:
     return words[:at] + words[at + 2 :]
 
 
-def run_job(pods: list[Node], job: dict, disturb) -> list[tuple[int, int]]:
-    """Play the Job's controller; return (index, exit code) of each pod that ended.
+def run_job(pods: list[Node], job: dict, disturb) -> tuple[list[tuple[int, int]], list[int]]:
+    """Play the Job's controller; return (index, exit code) of each pod that ended, and failures.
+
+    A failure is the index of a pod that ended so that the Job counts it.
 
     `disturb(pods)` returns the pods that it took away, once there is something to disturb.
     """
     rules = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "Ignore"]
     ignored = {code for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())}
     disrupted_is_ignored = any("onPodConditions" in rule for rule in rules)
-    ended, failures, taken = [], dict.fromkeys(pods, 0), None
+    ended, failures, taken = [], [], None
     running = set(pods)
     for pod in pods:
         pod.start()
@@ -277,10 +309,10 @@ def run_job(pods: list[Node], job: dict, disturb) -> list[tuple[int, int]]:
                 running.remove(pod)
                 continue
             if not (code in ignored or (disrupted_is_ignored and pod in (taken or ()))):
-                failures[pod] += 1
-            assert failures[pod] <= job["backoffLimitPerIndex"], said(pods)
+                failures.append(pods.index(pod))
+            assert len(failures) <= job["backoffLimitPerIndex"], said(pods)
             pod.start()
-    return ended
+    return ended, failures
 
 
 def said(nodes: list[Node]) -> str:
@@ -328,7 +360,8 @@ def lose_the_last(pods):
 def test_pods_of_the_job_resume_after_an_eviction(tmp_path, straight):
     """The pod that was told, and the other one: both have saved, neither counts as done."""
     pods, job = pods_of("job.yaml", tmp_path)
-    ended = run_job(pods, job, after(tmp_path / "ddp", 7, evict_the_first))
+    ended, failures = run_job(pods, job, after(tmp_path / "ddp", 7, evict_the_first))
+    assert not failures, said(pods)
     assert sorted(ended[:2]) == [(0, 75), (1, 75)], said(pods)
     assert sorted(ended[2:]) == [(0, 0), (1, 0)], said(pods)
     text = pods[0].log.read_text()
@@ -339,7 +372,8 @@ def test_pods_of_the_job_resume_after_an_eviction(tmp_path, straight):
 @full
 def test_pods_of_the_trainjob_resume_after_a_node_is_lost(tmp_path, straight):
     pods, job = pods_of("trainjob.yaml", tmp_path)
-    ended = run_job(pods, job, after(tmp_path / "ddp", 7, lose_the_last))
+    ended, failures = run_job(pods, job, after(tmp_path / "ddp", 7, lose_the_last))
+    assert failures == [0], "of the pod that lost contact, not of the one that was lost"
     assert sorted(ended[:2]) == [(0, 1), (1, -signal.SIGKILL)], said(pods)
     assert sorted(ended[2:]) == [(0, 0), (1, 0)], said(pods)
     text = pods[0].log.read_text()

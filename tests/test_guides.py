@@ -14,7 +14,8 @@
 - An image is followed by <!-- drawn by the command above: PATH -->, the file it is a copy of; with
   ", times differ" before the colon, it may differ as much as measured times do. Or by
   <!-- drawn on PAGE -->, which has it with its command.
-- A ```python or ```json block stands, word for word, in a file of the page's folder or dist_common.
+- A ```python, ```json or ```yaml block stands, word for word, in a file of the page's folder or
+  dist_common.
 - A ```tree block lists paths that exist, first word of each line.
 - A ```diff block follows <!-- diff: FILE FUNCTION, FILE FUNCTION --> and is the difference between
   the two functions of the page's folder, without comments; without FUNCTION, between the files.
@@ -110,15 +111,18 @@ def test_recorded_outputs_are_in_their_files():
 
 
 def test_blocks_have_a_language_that_is_checked():
-    known = {"bash", "text", "python", "json", "diff", "tree", "mermaid"}
+    known = {"bash", "text", "python", "json", "yaml", "diff", "tree", "mermaid"}
     for page in PAGES:
         for block in read(page).blocks:
             assert block.language in known, f"{page}:{block.line}: {block.language}"
 
 
-@pytest.mark.parametrize(("path", "block"), all_of("python") + all_of("json"))
+ENDINGS = {"python": ".py", "json": ".json", "yaml": ".yaml"}
+
+
+@pytest.mark.parametrize(("path", "block"), sum(map(all_of, ENDINGS), []))
 def test_code_on_a_page_is_the_code_that_runs(path, block):
-    ending = ".json" if block.language == "json" else ".py"
+    ending = ENDINGS[block.language]
     texts = [unindented((REPO / file).read_text()) for file in sources_of(path, ending)]
     folder = (REPO / path).parent.name
     where = f"{path}:{block.line}: no file of {folder}/ or dist_common/ has these lines"

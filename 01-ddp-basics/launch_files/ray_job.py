@@ -1,8 +1,8 @@
 """Run a script on the workers of a Ray cluster, unchanged, and again when a worker is lost.
 
-    CPU   python 01-ddp-basics/launch_files/ray_job.py --workers 2 01-ddp-basics/ddp_training.py \
-              --resume --output-dir runs/ray
-    GPU   the same with --gpus, by `ray job submit` on a cluster
+    CPU   python 01-ddp-basics/launch_files/ray_job.py 01-ddp-basics/ddp_training.py --resume \
+              --output-dir runs/ray
+    GPU   the same with --workers 16 --gpus --storage-path FOLDER, by `ray job submit`
 
 Ray has to be installed: `make frameworks`, or the Dockerfile beside this file with its RAY.
 Source: Ray's documentation, "Get Started with Distributed Training using PyTorch".
@@ -32,11 +32,10 @@ def die_with_the_worker():
 
 
 def run_script(config):
-    """Run the script as this worker's rank.
+    """Run the script as this worker's rank; Ray has set RANK, WORLD_SIZE, MASTER_ADDR and so on.
 
-    Ray has set RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR. The script has a process of its own:
-    it handles signals, which only a main thread may, and joins a process group, where Ray has
-    joined one in this process already. That one serves to agree on a port.
+    In a process of its own: the script handles signals, which only a main thread may, and joins a
+    process group, where Ray has joined one already. That one agrees on a port for the script.
     """
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -52,28 +51,37 @@ def run_script(config):
         raise RuntimeError(f"{command[1]} ended with exit code {ended.returncode}")
 
 
+def fit(args, storage_path):
+    """Start the workers; start all of them again when one is lost or fails."""
+    trainer = TorchTrainer(
+        run_script,
+        train_loop_config={"command": args.command, "folder": str(Path.cwd())},
+        scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
+        run_config=RunConfig(
+            storage_path=storage_path,
+            failure_config=FailureConfig(max_failures=args.max_failures),
+        ),
+    )
+    trainer.fit()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=2, help="ranks (2)")
-    parser.add_argument("--gpus", action="store_true", help="a GPU for each rank")
-    parser.add_argument("--max-failures", type=int, default=3, help="starts after the first (3)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="a script and its arguments")
+    add = parser.add_argument
+    add("--workers", type=int, default=2, help="ranks (2)")
+    add("--gpus", action="store_true", help="a GPU for each rank")
+    add("--max-failures", type=int, default=3, help="how often to start again (3)")
+    add("--storage-path", metavar="FOLDER",
+        help="for Ray's own files, on a disk that all machines share (of this one)")  # fmt: skip
+    add("command", nargs=argparse.REMAINDER, help="a script and its arguments")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
-        if "RAY_ADDRESS" in os.environ:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, for sockets
+        if "RAY_ADDRESS" in os.environ:  # as `ray job submit` sets it
             ray.init()
-        else:  # a cluster of this machine alone, with a CPU for Ray's own process
+        else:  # a cluster of this machine alone, with one CPU for Ray's own process
             ray.init(num_cpus=args.workers + 1, include_dashboard=False, _temp_dir=folder)
-        trainer = TorchTrainer(
-            run_script,
-            train_loop_config={"command": args.command, "folder": str(Path.cwd())},
-            scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
-            run_config=RunConfig(
-                storage_path=folder, failure_config=FailureConfig(max_failures=args.max_failures)
-            ),
-        )
         try:
-            trainer.fit()
+            fit(args, args.storage_path or folder)
         finally:
             ray.shutdown()
 
