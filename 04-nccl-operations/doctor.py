@@ -22,6 +22,7 @@ import sys
 import time
 from collections import defaultdict
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -130,6 +131,7 @@ def exchange(world, master, port, facts, wait_s):
         store = dist.TCPStore(
             master, port, world.world_size, holds_store,
             timedelta(seconds=max(1.0, deadline - time.monotonic())), wait_for_workers=False,
+            multi_tenant=True,  # a process group that is made later may hold its own at this port
         )  # fmt: skip
         store.set_timeout(timedelta(seconds=wait_s))
     except (OSError, RuntimeError) as error:
@@ -143,17 +145,20 @@ def exchange(world, master, port, facts, wait_s):
 
     store.set(f"facts/{world.rank}", json.dumps(facts))
 
-    if not world.is_rank0:
-        return [], store
+    return collect(store, "facts", world, deadline) if world.is_rank0 else [], store
+
+
+def collect(store, name, world, deadline):
+    """Return what the ranks put under a name into the store, of those that did so in time."""
     found = []
     for rank in range(world.world_size):
-        left, key = deadline - time.monotonic(), f"facts/{rank}"
+        left, key = deadline - time.monotonic(), f"{name}/{rank}"
         if left <= 0.1 and not store.check([key]):  # no time is left to wait for it
             continue
         with contextlib.suppress(RuntimeError):  # it never came
             store.wait([key], timedelta(seconds=max(0.1, left)))
             found.append(json.loads(store.get(key)))
-    return found, store
+    return found
 
 
 def wait_until_it_answers(place, deadline):
@@ -201,7 +206,7 @@ def give_up(world, error, rank0_has_ended):
     if not world.is_rank0:  # what keeps all ranks out is told by rank 0 alone
         time.sleep(cli.GRACE_S)
     where = f"rank {world.rank} on host {socket.gethostname()}"
-    print(f"doctor.py: error: {where}: {error}", file=sys.stderr, flush=True)
+    print(f"{Path(sys.argv[0]).name}: error: {where}: {error}", file=sys.stderr, flush=True)
     if not world.is_rank0:  # a launcher ends all ranks when one fails: let rank 0 report first
         time.sleep(max(0.0, rank0_has_ended - time.monotonic()))
     return cli.BAD_INPUT
@@ -322,13 +327,23 @@ def main():
         code = judge(args, world, ranks, cannot_start(ranks, world, master, wait_s))
         if len(ranks) < world.world_size:  # time for missing ranks to say why
             time.sleep(LEAVE_S)
-        store.set("exit code", str(code))
-        left_by = time.monotonic() + LEAVE_S
-        while store.add("left", 0) < len(ranks) - 1 and time.monotonic() < left_by:
-            time.sleep(0.05)
-        return code
+        return end_together(store, code, others=len(ranks) - 1)
+    return end_with_rank0(store, 2 * (wait_s + LEAVE_S))
+
+
+def end_together(store, code, others):
+    """Tell the others rank 0's exit code, and give them time to read it; return it."""
+    store.set("exit code", str(code))
+    left_by = time.monotonic() + LEAVE_S
+    while store.add("left", 0) < others and time.monotonic() < left_by:
+        time.sleep(0.05)
+    return code
+
+
+def end_with_rank0(store, wait_s):
+    """Return rank 0's exit code. Raises: UsageError where it gives none in time."""
     try:
-        store.wait(["exit code"], timedelta(seconds=2 * (wait_s + LEAVE_S)))
+        store.wait(["exit code"], timedelta(seconds=wait_s))
     except RuntimeError as error:
         raise cli.UsageError("no word from rank 0: read what it printed last") from error
     code = int(store.get("exit code"))
