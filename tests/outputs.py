@@ -34,7 +34,7 @@ MASKS = [
         (r"(?i)\b(torch|python|deepspeed|nccl|cuda|transformers) v?\d+\.\d+\S*", r"\1 VERSION"),
         (r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?)?", "DATE"),
         (r"\b\d{8}-\d{6}\b", "DATE"),
-        (r"\b\d\d:\d\d:\d\d\b", "CLOCK"),
+        (r"\b\d\d:\d\d:\d\d(?:\.\d+)?\b", "CLOCK"),
         (r"(?i)(?<![a-z])(pid|port)(?: is|:|=)? ?\d+", r"\1 NUMBER"),
         (r"((?:127\.0\.0\.1|localhost|\[::1?\]):)\d+", r"\1PORT"),
         (r"\bon host \S+", "on host NAME"),
