@@ -297,9 +297,11 @@ def queued(tmp_path: Path, srun: str, launcher: str, *argv: str, **environ: str)
     stand_in(tmp_path, "srun", f'echo "srun $*"; {srun}')
     tell = 'echo "scancel $*"; kill -${1#--signal=} $(pgrep -P $PPID -f /srun)'
     stand_in(tmp_path, "scancel", tell)
-    show = 'if [[ $1 == show ]]; then echo "PreemptTime=${PREEMPTED:-None}"; '
+    facts = "JobState=${STATE:-RUNNING} PreemptTime=${PREEMPTED:-None}"
+    show = f'if [[ $1 == show ]]; then echo "{facts}"; date -d +2min +EndTime=%FT%T; '
     stand_in(tmp_path, "scontrol", show + 'else echo "scontrol $*"; fi')
     slurm = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "8(x2)", "SLURM_CPUS_ON_NODE": "96"}
+    slurm |= {"SLURM_NNODES": "2"}
     line = [
         launcher,
         "slurm",
@@ -339,24 +341,21 @@ def test_slurm_job_saves_and_queues_again_when_time_is_up(tmp_path, script):
             f"srun --cpus-per-task=4 --kill-on-bad-exit=1 python {script} {ARGUMENTS}",
             "scancel --signal=USR1 7",
             "saved",
+            "launch.sbatch: queued again: its time is up",
             "scontrol requeue 7",
         ],
     )
 
 
-@pytest.mark.parametrize("told", ["tasks", "shell"])
-@pytest.mark.parametrize("when", [None, "2026-01-01T00:00:00"])
-def test_slurm_job_that_is_preempted_is_queued_again_and_a_cancelled_one_is_not(
-    tmp_path, told, when
-):  # fmt: skip
-    """Either gets SIGTERM, the tasks or this shell too; SLURM itself knows the difference."""
+@pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
+def test_slurm_job_that_is_preempted_is_queued_again_and_a_cancelled_one_is_not(tmp_path, state):
+    """Either gets SIGTERM, the tasks as well as this shell; SLURM itself knows the difference."""
     goes_on = "while true; do sleep 0.1; done"
-    whom = {"tasks": "(sleep 0.3; kill $$) &", "shell": "kill $PPID;"}[told]
-    until_signal = f'trap "echo saved; exit 0" TERM; {whom} {goes_on}'
-    environ = {"PREEMPTED": when} if when else {}
-    codes, said = queued(tmp_path, until_signal, LAUNCH, **environ)
-    expected = ["scancel --signal=TERM 7"] * (told == "shell") + ["saved"]
-    assert (codes, said[1:]) == ([0], expected + ["scontrol requeue 7"] * bool(when))
+    until_signal = f'trap "echo saved; exit 0" TERM; kill $PPID; (sleep 0.3; kill $$) & {goes_on}'
+    when = "2026-01-01T00:00:00"
+    codes, said = queued(tmp_path, until_signal, LAUNCH, STATE=state, PREEMPTED=when)
+    again = ["launch.sbatch: queued again: preempted", "scontrol requeue 7"]
+    assert (codes, said[1:]) == ([0], ["saved"] + again * (state == "RUNNING"))
 
 
 def test_slurm_job_of_a_lesson_has_nothing_to_resume(tmp_path):
@@ -371,9 +370,18 @@ def test_slurm_job_of_a_lesson_has_nothing_to_resume(tmp_path):
 @pytest.mark.parametrize("code", [0, 3])
 def test_slurm_job_that_ends_by_itself_is_not_queued_again(tmp_path, code):
     """Without --cpus-per-task, each of 8 processes gets an eighth of the node's 96 cores."""
-    codes, said = queued(tmp_path, f"exit {code}", LAUNCH)
+    codes, said = queued(tmp_path, f"[[ $* == *true ]] || exit {code}", LAUNCH)
     step = f"srun --cpus-per-task=12 --kill-on-bad-exit=1 python {TRAINING} {ARGUMENTS}"
-    assert (codes, said) == ([code], [step])
+    asks_nodes = ["srun --ntasks=2 --ntasks-per-node=1 true"] * (code != 0)
+    assert (codes, said) == ([code], [step, *asks_nodes])
+
+
+@pytest.mark.parametrize("restarts, again", [(9, True), (10, False)])
+def test_slurm_job_that_a_signal_ended_is_queued_again_ten_times(tmp_path, restarts, again):
+    aborted = 'echo "srun: error: gpu7: task 3: Aborted" >&2; [[ $* == *true ]] || exit 143'
+    codes, said = queued(tmp_path, aborted, LAUNCH, SLURM_RESTART_COUNT=str(restarts))
+    line = "launch.sbatch: queued again: gpu7: task 3: Aborted"
+    assert codes == [0 if again else 143] and (line in said) == again, said
 
 
 def command_of(folder: Path, small: list[str], *options: str) -> list[str]:
