@@ -177,7 +177,6 @@ class Cluster:
         """Describe the cluster in one line."""
         link = self.args.link
         how = [f"{len(self.nodes)} nodes, network cards of each: {len(self.cards)}"]
-        how += ["without root, in a user namespace"] if part.in_user_namespace() else []
         how += [f"{part.mbit(link.rate)} by token buckets"] if link.rate else []
         how += [f"{1e3 * link.delay:g} ms by a switch in user space"] if link.delay else []
         how += [f"clock of {name} {offset:+g} s, for Python's time()"

@@ -20,6 +20,7 @@ from conftest import (
     Ended,
     assert_one_line,
     load_script,
+    results_of,
     run_command,
     started_here,
 )
@@ -391,7 +392,7 @@ def test_it_needs_no_root():
         said = verbs_as_nobody(Path(name))
     if "not permitted" in said or "No space" in said:
         pytest.skip(f"user namespaces: {said}")
-    assert "without root, in a user namespace" in said
+    assert '"event": "up", "user_namespace": true' in said
     assert "[node1] node1\n" in said and "node1: killed" in said and said.endswith("down\n"), said
     assert not started_here()
 
@@ -403,7 +404,7 @@ def verbs_as_nobody(folder: Path) -> str:
 
     def verbs():
         said = []
-        for argv in ("up --link 100mbit,1ms", "run -- hostname", "lose 1 2%", "kill 1", "status",
+        for argv in ("up --link 100mbit,1ms --nodes 2", "run -- hostname", "lose 1 2%", "kill 1", "status",
                      "down"):  # fmt: skip
             verb, *rest = argv.split()
             with open(folder / "out", "w") as out, contextlib.redirect_stdout(out):
@@ -418,6 +419,113 @@ def verbs_as_nobody(folder: Path) -> str:
                         os._exit(0)
                 os.wait()
             said.append((folder / "out").read_text())
-        return "".join(said)
+        return (folder / "events.jsonl").read_text() + "".join(said)
 
     return as_nobody(verbs)
+
+
+# jobs on it
+
+SHAPE = {
+    "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256,
+}  # fmt: skip
+JOB = ("--seq-len", "32", "--global-batch-size", "8", "--micro-batch-size", "2", "--lr", "0.002",
+       "--max-steps", "3", "--warmup-steps", "0", "--parity-steps", "0",
+       "--precision", "32-true")  # fmt: skip
+TORCHRUN = ("torchrun", "--nnodes", "{nodes}", "--node-rank", "{node}", "--master-addr", "{master}",
+            "--master-port", "29500", "--nproc-per-node")  # fmt: skip
+DDP, FSDP = "01-ddp-basics/ddp_training.py", "02-fsdp/fsdp_transformer.py"
+HYBRID = "05-advanced/hybrid_parallelism.py"
+# name: nodes, ranks on each, script, flags. Tensor parallelism stays on a node.
+JOBS = {
+    "ddp 2": (2, 1, DDP, ""),
+    "ddp 4": (4, 1, DDP, ""),
+    "full": (2, 1, FSDP, "--sharding full"),
+    "full 4": (4, 1, FSDP, "--sharding full"),
+    "hybrid, sharded on a node": (2, 2, FSDP, "--sharding hybrid --shard-group-size 2"),
+    "tp on a node, dp across": (2, 2, HYBRID, "--tp 2 --dp 2 --ranks-per-node 2"),
+    "tp on a node, pp across": (2, 2, HYBRID, "--tp 2 --pp 2 --ranks-per-node 2"),
+    "pp 2 and dp 2 across": (4, 1, HYBRID, "--pp 2 --dp 2"),
+}
+# Ranks as forks of one process on each node: it imports torch once for all jobs.
+RANKS = """
+import json, os, runpy, sys
+import torch, torch._dynamo
+node, jobs = int(sys.argv[1]), json.loads(sys.argv[2])
+for port, (nodes, per_node, script, flags) in enumerate(jobs, 29500):
+    ranks = []
+    for local_rank in range(per_node if node < nodes else 0):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.environ.update(RANK=str(node * per_node + local_rank), LOCAL_RANK=str(local_rank),
+                              WORLD_SIZE=str(nodes * per_node), LOCAL_WORLD_SIZE=str(per_node),
+                              MASTER_ADDR="node0", MASTER_PORT=str(port))
+            sys.argv = [script, *flags]
+            sys.path.insert(0, os.path.dirname(script))
+            runpy.run_path(script, run_name="__main__")
+            os._exit(0)
+    for rank in ranks:
+        if code := os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]):
+            sys.exit(f"{script} {flags}: exit code {code}")
+"""
+
+
+def losses_of(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def job(tmp_path) -> list[str]:
+    (tmp_path / "text").write_bytes(bytes(range(97, 123)) * 120)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return [*JOB, "--text-file", f"{tmp_path}/text", "--preset", f"{tmp_path}/config.json"]
+
+
+@pytest.fixture
+def one_process(tmp_path, job, run_script) -> list[float]:
+    alone = run_script(DDP, *job, "--output-dir", tmp_path / "alone", world_size=1)
+    assert alone.codes == [0], alone.stderr
+    return losses_of(tmp_path / "alone")
+
+
+@pytest.mark.full
+@needs_nodes
+def test_templates_train_on_two_and_four_nodes_to_the_losses_of_one_process(
+    cluster, tmp_path, job, one_process
+):
+    asked = [(nodes, ranks, script, [*job, *flags.split(), "--output-dir", f"{tmp_path}/{name}"])
+             for name, (nodes, ranks, script, flags) in JOBS.items()]  # fmt: skip
+    cluster("up", "--nodes", "4", "--link", "1gbit")
+    cluster("run", "--", "python", "-c", RANKS, "{node}", json.dumps(asked), timeout_s=200)
+    for name, (nodes, ranks, *_) in JOBS.items():
+        assert results_of(tmp_path / name)["world_size"] == nodes * ranks, name
+        assert losses_of(tmp_path / name) == pytest.approx(one_process, rel=1e-5), name
+
+
+@pytest.mark.full
+@needs_nodes
+def test_an_agent_on_each_node_trains_to_the_losses_of_one_process(
+    cluster, tmp_path, job, one_process
+):
+    cluster("up", "--nodes", "2")
+    cluster("run", "--", *TORCHRUN, "1", DDP, *job, "--output-dir", tmp_path / "out",
+            timeout_s=120)  # fmt: skip
+    assert results_of(tmp_path / "out")["launcher"] == "torchrun"
+    assert losses_of(tmp_path / "out") == pytest.approx(one_process, rel=1e-5)
+
+
+@pytest.mark.full
+@needs_nodes
+def test_bandwidth_of_large_messages_is_within_10_percent_of_the_link(cluster, tmp_path):
+    cluster("up", "--nodes", "2", "--link", "100mbit")
+    # One timed call of each size, in and out of place, so that the best of 20 is known.
+    cluster("run", "--", *TORCHRUN, "1", "04-nccl-operations/bandwidth_test.py", "-b", "2M",
+            "-e", "2560K", "-i", "128K", "-n", "1", "-w", "0", "-c", "0",
+            "--output-dir", tmp_path / "out", timeout_s=180)  # fmt: skip
+    sweeps = results_of(tmp_path / "out")["metrics"]["sweeps"]
+    found = [row["busbw_gb_s"] for rows in sweeps.values() for both in rows
+             for row in both.values()]  # fmt: skip
+    assert len(found) == 20
+    assert 0.9 * 0.0125 < max(found) < 0.0125

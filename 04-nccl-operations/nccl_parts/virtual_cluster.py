@@ -347,7 +347,7 @@ class Supervisor:
         self.socket.listen(64)
         os.close(inside)
         self.ended = False
-        self.note("up")
+        self.note("up", user_namespace=in_user_namespace())
         self.write_state()
 
     def serve(self) -> None:
