@@ -239,7 +239,7 @@ def jobs_of(args, world: World, store, report: Report) -> list[Job]:
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="recovery_in_memory-"))
         store.set("ranks", str(world.world_size))
-        store.set("folder", str(folder.absolute()))
+        store.set("folder", str(folder))
     folder, ranks = Path(store.get("folder").decode()), world.world_size
     rows = [
         ("nothing lost", (), True),
