@@ -61,5 +61,6 @@ step=(srun --cpus-per-task="\$SLURM_CPUS_PER_TASK" --cpu-bind=cores --kill-on-ba
   \${container[@]+"\${container[@]}"} python)
 
 "\${step[@]}" $here/doctor.py
+"\${step[@]}" $here/preflight.py # a node to drain ends the job
 "\${step[@]}" $(quoted "$here/$script" ${rest[@]+"${rest[@]}"})
 END

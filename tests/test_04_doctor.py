@@ -292,10 +292,10 @@ def test_nccls_words_on_the_pages_are_nccls():
     """Start of a message: page on which it stands."""
     words = {
         "Bootstrap : no socket interface found": "interfaces.md",
-        "Bootstrap: Using": "clusters.md", "NET/IB : Using": "clusters.md",
-        "NET/Socket : Using": "clusters.md", "Using network": "clusters.md",
-        "via NET/": "clusters.md", "via SHM/": "clusters.md", "via P2P/IPC": "clusters.md",
-        "NCCL_TOPO_FILE set by environment to": "clusters.md", "GDRDMA": "hardware.md",
+        "Bootstrap: Using": "networks.md", "NET/IB : Using": "networks.md",
+        "NET/Socket : Using": "networks.md", "Using network": "networks.md",
+        "via NET/": "networks.md", "via SHM/": "networks.md", "via P2P/IPC": "networks.md",
+        "NCCL_TOPO_FILE set by environment to": "networks.md", "GDRDMA": "hardware.md",
         "Call to ibv_reg_mr failed": "doctor.md", "failed to extend": "doctor.md",
     }  # fmt: skip
     (library,) = libraries_of("NCCL")

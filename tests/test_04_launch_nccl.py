@@ -71,9 +71,10 @@ def test_the_job_file_examines_the_nodes_and_runs_the_script(tmp_path):
     assert job.rindex("#SBATCH") < job.index(
         "set -euo pipefail"
     )  # SLURM stops at the first command
-    doctor, test = started_by(job, tmp_path)
+    doctor, preflight, test = started_by(job, tmp_path)
     binding = ["--cpus-per-task=12", "--cpu-bind=cores", "--kill-on-bad-exit=1", "python"]
     assert doctor == [*binding, "04-nccl-operations/doctor.py", "OMP=1"]
+    assert preflight == [*binding, "04-nccl-operations/preflight.py", "OMP=1"]
     assert test == [*binding, "04-nccl-operations/bandwidth_test.py", "-e", "8G", "OMP=1"]
 
 
