@@ -49,7 +49,7 @@ MASKS = [
         (rf"{NUMBER} (?:samples|sequences|steps|it|tok(?:ens)?)/s", "RATE"),
         (r"(Avg bus bandwidth +: ).*", r"\1RATE"),
         # nccl-tests' line: time and bandwidths, out of place and in place; sizes and #wrong stay
-        (rf"^((?:\[\w+\])? +\d+ +\d+ +\w+ +\w+ +-?\d+){SPEEDS} +(\d+){SPEEDS} +(\d+)$", r"\1 \2 \3"),
+        (rf"^(\S* +\d+ +\d+ +\w+ +\w+ +-?\d+){SPEEDS} +(\d+){SPEEDS} +(\d+)$", r"\1 \2 \3"),
         (r"\d[\d,]*\.\d+ GiB\b", "MEMORY"),
         (r"\b\d+\.\d+x(?=[ ,]|$)", "RATIO"),
         (r"\b\d+ cores", "CORES"),
