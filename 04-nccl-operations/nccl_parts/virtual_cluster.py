@@ -489,7 +489,7 @@ class Supervisor:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal)
-        return f"{node.name}: signal {signal} to {len(pids)} processes"
+        return f"{node.name}: signal {signal} to {len(pids)} process{'es' * (len(pids) > 1)}"
 
     def status(self) -> str:
         rows = [self.cluster.says()]
