@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_common.cli import UsageError
+from dist_common.cli import UsageError, node
 from dist_common.report import Report
 from dist_common.runtime import from_rank0, gather
 from dist_common.stores import AnyPath, remove, sizes_in
@@ -36,7 +36,7 @@ NO_TEMPLATE = "of another script, or of an older version of this guide: start an
 # two what they lead to is compared.)
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "logger", "log_every",
         "eval_every", "save_every", "parity_steps", "export_to", "profile", "async_save",
-        "checkpoints", "tokens", "document_attention"}  # fmt: skip
+        "checkpoints", "tokens", "document_attention", "check_replicas_every"}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def sealed(
             raise
         remove(partial, ignore_errors=True)
         why = getattr(cause, "strerror", None) or cause or error
-        what = f"cannot write the checkpoint {final}: {why}"
+        what = f"cannot write the checkpoint {final}{node()}: {why}"
         raise UsageError(what) from error
 
 

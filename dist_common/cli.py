@@ -6,16 +6,21 @@ import contextlib
 import functools
 import os
 import re
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 # A launcher ends the job when its first process exits: a rank that leaves the error message to
 # another rank waits this long, so as not to cut the message short.
 GRACE_S = 3.0
+SILENT_S = 1.0  # from the first rank that lost contact to the last one
 
 
 def imported():
@@ -121,27 +126,44 @@ def tell(error: BaseException) -> None:
     error.told = True
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
     rank = next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdecimal()), 0)
+    cause = explain(error)
     dist = imported()
     if dist and dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # the store died with its rank: this rank prints
-            if dist.group.WORLD.get_group_store().add("dist_common/told", 1) > 1:
+            store = dist.group.WORLD.get_group_store()
+            store.set(f"dist_common/ended/{rank}", "")
+            if store.add("dist_common/told", 1) > 1:
                 time.sleep(GRACE_S)
                 return
+            if isinstance(cause, LostRank) and node():
+                cause = LostRank(f"{_silent_ranks(store)}{cause}")
     elif rank:  # still running after this: rank 0 did not meet the error, so another rank prints
         time.sleep(GRACE_S + 0.5 * (rank % 64))
     if os.environ.get("DIST_COMMON_TRACEBACK"):
         traceback.print_exception(error)
-    cause = explain(error)
     # All ranks find a FloatingPointError together: it names its rank itself.
-    line = {UsageError: "error: ", FloatingPointError: ""}.get(type(cause), f"rank {rank}: ")
+    own = f"rank {rank}{node()}: "
+    line = {UsageError: "error: ", FloatingPointError: ""}.get(type(cause), own)
     line += str(cause)
     if not isinstance(cause, (UsageError, LostRank, FloatingPointError)):
         frames = traceback.extract_tb(error.__traceback__)
         frame = [f for f in frames if "site-packages" not in f.filename][-1]
         where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
-        line = f"rank {rank}: {type(error).__name__}: {error} ({where}; DIST_COMMON_TRACEBACK=1 "
+        line = f"{own}{type(error).__name__}: {error} ({where}; DIST_COMMON_TRACEBACK=1 "
         line += "shows the traceback)"
     print(f"{Path(sys.argv[0]).name}: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+def _silent_ranks(store: Any) -> str:
+    """Name the ranks that have met no error, and their machines: one is dead, hangs, or is cut off.
+
+    The others meet one within moments, since they wait for the same collective.
+    """
+    time.sleep(SILENT_S)
+    ranks = range(int(os.environ["WORLD_SIZE"]))
+    silent = [rank for rank in ranks if not store.check([f"dist_common/ended/{rank}"])]
+    names = [f"{rank} ({store.get(f'dist_common/node/{rank}').decode()})" for rank in silent[:8]]
+    return f"no word from rank {', '.join(names)}; " if names else ""
 
 
 def tear_down() -> None:
@@ -170,7 +192,30 @@ def explain(error: BaseException) -> BaseException:
         return error
     if not dist.is_initialized():
         met = f"not all {env('WORLD_SIZE')} ranks met at {env('MASTER_ADDR')}:{env('MASTER_PORT')}"
+        waited = re.search(r"after (\d+) ?(ms|seconds)", text)
+        if waited:
+            met += f" within {int(waited[1]) / (1000 if waited[2] == 'ms' else 1):g} s"
+        met += _tried_from(env("MASTER_ADDR", ""))
         return LostRank(f"{met}: was each of them started, and does it reach that address?")
     why = "Look for the rank that failed first: killed, out of memory, or an error of its own"
-    lost = f"lost contact with another rank ({lost[0]}): it died or stopped answering"
-    return LostRank(f"{lost}. {why}")
+    peer = re.search(r"\[((?!127\.)[\d.]+)\]:\d+", text)  # on another machine, as gloo names it
+    who = f"another rank at {peer[1]}" if peer else "another rank"
+    return LostRank(f"lost contact with {who} ({lost[0]}): it died or stopped answering. {why}")
+
+
+def node() -> str:
+    """Name this machine for a message, as " (node1)", where the job has several."""
+    one = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return "" if one else f" ({socket.gethostname()})"
+
+
+def _tried_from(address: str) -> str:
+    """Say from which address and interface another machine's address is tried."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # which sends nothing, but chooses
+        own = probe.getsockname()[0]
+        if not own.startswith("127."):
+            cards = psutil.net_if_addrs().items()
+            names = [name for name, given in cards if own in [each.address for each in given]]
+            return f", tried from {own} ({', '.join(names)})"
+    return ""

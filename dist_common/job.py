@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 from dist_common import checkpoint, data, measure, models, tokens
-from dist_common.cli import ArgumentParser, UsageError, positive_float, positive_int, whole_number
+from dist_common.cli import (
+    ArgumentParser,
+    UsageError,
+    node,
+    positive_float,
+    positive_int,
+    whole_number,
+)
 from dist_common.models import TransformerConfig
 from dist_common.report import Report
 from dist_common.runtime import gather
@@ -369,7 +376,8 @@ class Job:
         if math.isfinite(loss) and (unknown or math.isfinite(norm)):
             return
         self.await_save()  # all ranks end here, and a checkpoint of before is worth its time
-        bad = [str(r) for r, own in enumerate(gather(own_sum)) if not math.isfinite(own)]
+        sums = enumerate(gather((own_sum, node())))
+        bad = [f"{rank}{where}" for rank, (own, where) in sums if not math.isfinite(own)]
         which = f"on rank {', '.join(bad)} of {dist.get_world_size()}" if bad else "over all ranks"
         raise FloatingPointError(
             f"stopped: in step {step.number} the loss is {loss:.4g} {which}, gradient norm "

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import socket
 import sys
 import zlib
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import dist_common
 from dist_common.cli import UsageError, tear_down, tell
 
 # torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
@@ -179,6 +181,7 @@ def init(
         setattr(dist.distributed_c10d, name, timeout)
     try:
         dist.barrier()  # a rank that failed right away would cut short how gloo connects the rest
+        introduce(world)
         yield world, own
     except BaseException as error:
         tell(error)
@@ -186,6 +189,23 @@ def init(
         raise
     dist.barrier()  # a launcher that sees one rank fail ends the others: let them finish first
     dist.destroy_process_group()
+
+
+def introduce(world: World) -> None:
+    """Leave this rank's machine in the store, for messages.
+
+    Raises: UsageError on a rank whose versions are not rank 0's, naming both machines.
+    """
+    store, key = dist.group.WORLD.get_group_store(), "dist_common/versions"
+    own = socket.gethostname()
+    store.set(f"dist_common/node/{world.rank}", own)
+    versions = f"torch {torch.__version__}, dist_common {dist_common.__version__}"
+    if world.is_rank0:
+        store.set(key, f"{versions} on {own}")
+    others, _, node = store.get(key).decode().rpartition(" on ")
+    if others != versions:
+        both = f"{versions} on {own}, but {others} on {node}, rank 0's"
+        raise UsageError(f"{both}: install the same on all machines")
 
 
 def gather(value: Any, group=None) -> list[Any]:
