@@ -1387,6 +1387,24 @@ def test_on_another_machine_the_lease_decides(tmp_path, monkeypatch, alive):
         assert ended.code == 0, ended.err
 
 
+def test_a_pid_that_another_process_has_by_now_holds_nothing(tmp_path, monkeypatch):
+    """As in a container that starts again: the host's name and the pids are those of before."""
+    monkeypatch.setattr(folder, "LEASE_S", 3.0)
+    monkeypatch.setattr(folder, "HEARTBEAT_S", 0.3)
+    path = tmp_path / "run"
+    dead = hold(path, tmp_path / "release")
+    os.kill(dead, signal.SIGKILL)
+    os.waitpid(dead, 0)
+    host, younger = folder.socket.gethostname(), os.getpid()
+    lock = (path / ".lock").read_text()
+    lock = lock.replace(f"pid={dead}\n", f"pid={younger}\n").replace(host, f"{host}?pidns-1", 1)
+    (path / ".lock").write_text(lock)
+    (path / ".holder").write_text(f"pid {younger} on {host} since 2020-01-01 00:00:00 UTC")
+    took = ranks.fork(lambda _: folder.claim(path, True), 1, tmp_path / "log", 60)[0]
+    assert took.code == 0, took.err
+    assert "waiting" in took.err, "for the lease: what runs in another container cannot be seen"
+
+
 def test_figures_are_the_same_when_drawn_again(tmp_path):
     for name in ("a.png", "b.png"):
         with figure(tmp_path / name, 1, 2) as (left, right):
