@@ -123,6 +123,29 @@ def train(run):
     # end of proofs
     for step in steps:
         train_step(run, step)
+        if job.due(step.number, run.job.args.check_replicas_every, last=False):
+            compare_replicas(run.ddp_model, step.number)
+
+
+def compare_replicas(model, step):
+    """Stop, on all ranks, when a rank's weights are not bitwise those of the others; name it.
+
+    DDP gives all ranks the same gradient, so only a device that computes or keeps wrong numbers can
+    make them differ. The loss need not show it. One flipped bit always changes a sum of integers.
+    """
+    own = sum(weight.detach().view(torch.int32).sum() for weight in model.parameters())
+    found = runtime.gather((int(own), cli.node()))
+    sums = [number for number, _ in found]
+    usual = max(set(sums), key=sums.count)
+    odd = [f"{rank}{node}" for rank, (number, node) in enumerate(found) if number != usual]
+    if not odd:
+        return
+    if 2 * sums.count(usual) <= len(sums):  # as with two ranks: no majority to believe
+        odd = [f"{rank}{node}" for rank, (_, node) in enumerate(found)]
+        said = f"ranks {', '.join(odd)} hold different weights, and no majority agrees"
+    else:
+        said = f"rank {', '.join(odd)} of {len(sums)} holds other weights than the rest"
+    raise FloatingPointError(f"stopped: after step {step} {said}: take that node out, and resume")
 
 
 def evaluate(run):
@@ -160,6 +183,8 @@ def parse_args():
         help="for which --lr is meant (32)")  # fmt: skip
     add("--gradient-compression", choices=("none", "bf16"), default="none",
         help="all-reduce gradients in 2 bytes instead of 4 (none)")  # fmt: skip
+    add("--check-replicas-every", type=cli.whole_number, default=0, metavar="STEPS",
+        help="compare all ranks' weights; best a divisor of --save-every (0: never)")  # fmt: skip
     add("--compile", action="store_true", help="translate the model by torch.compile")
     return job.parse(parser)
 

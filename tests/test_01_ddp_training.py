@@ -520,6 +520,36 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_rank(train, t
     assert list(steps_in(tmp_path / "run")) == [1, 2, 3]
 
 
+def flip_a_bit_in(step):
+    """Flip the lowest bit of a weight of rank 1, after that step."""
+
+    def before(script):
+        trained = script.train_step
+
+        def flipped(run, taken):
+            trained(run, taken)
+            if taken.number == step and torch.distributed.get_rank() == 1:
+                weight = next(run.ddp_model.parameters()).data.view(-1)
+                weight.view(torch.int32)[-1] ^= 1
+
+        script.train_step = flipped
+
+    return before
+
+
+@pytest.mark.parametrize("every", [3, 0])
+def test_a_bit_flipped_in_one_replica_is_found_and_not_saved(train, tmp_path, every):
+    """In step 4: the losses do not show it."""
+    argv = ("--check-replicas-every", every, "--save-every", 3, "--output-dir", tmp_path / "run")
+    ended = train(*argv, changes=[flip_a_bit_in(4)])
+    found = "ddp_training.py: stopped: after step 6 ranks 0, 1 hold different weights, and no "
+    assert (found in ended.stderr) == bool(every), ended.stdout + ended.stderr
+    if every:
+        assert newest_state(tmp_path / "run")["step"] == 3
+    else:
+        assert "FAILED: distinct sets of weights over all ranks" in ended.stdout
+
+
 @full
 def test_a_gradient_that_is_no_number_stops_too(train):
     def explode(script):
