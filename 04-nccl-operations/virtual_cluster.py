@@ -23,7 +23,7 @@ from dist_common import cli
 from dist_common.lab.namespaces import CLONE_NEWNET, address, bucket, call, run
 from nccl_parts import virtual_cluster as part
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWPID = 0x20000, 0x4000000, 0x8000000, 0x20000000
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000  # unshare(2)
 OWN = CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC  # and processes: see part.fork_init
 MOST_NODES, MOST_CARDS = 32, 4
 
@@ -89,6 +89,8 @@ class Cluster:
             self.inside(node, "ip", f"address add {address(node.number, card)}/24 dev link{card}",
                         f"link set link{card} up", "link set lo up")  # fmt: skip
             self.shape(node, card, self.args.link.rate)
+        if any(other.loss for other in self.nodes):
+            self.send_packets(node)
 
     def furnish(self, node):
         """Make a process a node: called by its first process, which then only reaps orphans."""
@@ -142,12 +144,16 @@ class Cluster:
             node.rates[one] = rate
         return f"{node.name}: {part.mbit(rate)}"
 
+    def send_packets(self, node):
+        """Let a node's cards send single packets, not up to 64 KiB that are cut later."""
+        cards = (f"link set link{card} gso_max_segs 1" for card in self.cards)
+        self.inside(node, "ip", *cards)
+
     def lose(self, node, share):
         """Lose a share of the packets that a node sends, and of those sent to it."""
-        if share:  # otherwise what is lost is up to 64 KiB, cut into packets only later
+        if share:
             for other in filter(lambda other: other.pid, self.nodes):
-                cards = (f"link set link{card} gso_max_segs 1" for card in self.cards)
-                self.inside(other, "ip", *cards)
+                self.send_packets(other)
         for port in map(node.port, self.cards):
             if self.late:
                 self.late.lose(port, share)
@@ -232,6 +238,7 @@ def parse_args(argv):
 
 def main():
     args, command = parse_args(sys.argv[1:])
+    part.refuse_other_systems()
     args.at = args.at.absolute()
     match args.verb:
         case "up":

@@ -276,8 +276,6 @@ class LateSwitch:
 
 def up(folder: Path, build) -> str:
     """Start a supervisor that builds the cluster; return what it says once it is ready."""
-    if not sys.platform.startswith("linux"):
-        raise cli.UsageError("a virtual cluster needs namespaces, which Linux has" + INSTEAD)
     (folder / "disk").mkdir(parents=True, exist_ok=True)
     ours, theirs = os.pipe()
     if os.fork() == 0:
@@ -304,6 +302,11 @@ def up(folder: Path, build) -> str:
     if not said.startswith("ready: "):
         raise cli.UsageError(said or "the supervisor was killed")
     return said.removeprefix("ready: ")
+
+
+def refuse_other_systems() -> None:
+    if not sys.platform.startswith("linux"):
+        raise cli.UsageError("a virtual cluster needs namespaces, which Linux has" + INSTEAD)
 
 
 INSTEAD = (". What works without: two torchruns on one machine (--nnodes 2, --master-addr "
@@ -367,13 +370,11 @@ class Supervisor:
                 self.reap()
 
     def answer(self, connection: socket.socket) -> None:
-        asked = json.loads(connection.recv(MESSAGE) or "{}")
         descriptors = []
         try:
-            text = self.do(asked, descriptors)
-            reply = {"text": text}
-        except (cli.UsageError, OSError) as error:
-            reply = {"error": getattr(error, "strerror", None) or str(error)}
+            reply = {"text": self.do(json.loads(connection.recv(MESSAGE)), descriptors)}
+        except Exception as error:  # a verb that fails must not end the cluster
+            reply = {"error": getattr(error, "strerror", None) or str(error) or repr(error)}
         socket.send_fds(connection, [json.dumps(reply).encode()], descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
