@@ -131,9 +131,11 @@ def compare_replicas(model, step):
     """Stop, on all ranks, when a rank's weights are not bitwise those of the others; name it.
 
     DDP gives all ranks the same gradient, so only a device that computes or keeps wrong numbers can
-    make them differ. The loss need not show it. One flipped bit always changes a sum of integers.
+    make them differ. The loss need not show it. One flipped bit always changes a sum of integers,
+    also one that overflows.
     """
-    own = sum(weight.detach().view(torch.int32).sum() for weight in model.parameters())
+    weights = [weight.detach().view(torch.int32) for weight in model.parameters()]
+    own = sum(weight.sum(dtype=torch.int32) for weight in weights)
     found = runtime.gather((int(own), cli.node()))
     sums = [number for number, _ in found]
     usual = max(set(sums), key=sums.count)
