@@ -82,13 +82,14 @@ def count(slurm, tmp_path_factory):
 def jobs(slurm, count):
     """Submit first what waits for most of a minute, on nodes that no other test takes."""
     here, there = "--nodelist=node0,node1", "--exclude=node[0-3]"
-    short = f"{here} --time=1 --signal=B:USR1@45"  # SLURM may send it up to half a minute earlier
+    short = " --time=1 --signal=B:USR1@45"  # SLURM may send it up to half a minute earlier
+    one_node = "--nodes=1 --ntasks-per-node=2 --nodelist=node0"
     found = {
         "noticed": count("--fault", "lost", flags=there),
         "missed": count(flags=there),
-        "limit": count(flags=short),
-        "hang": count("--fault", "hang", flags=short),
-        "lesson": count(flags=short, resume=""),
+        "limit": count(flags=here + short),
+        "hang": count("--fault", "hang", flags=here + short),
+        "lesson": count(flags=one_node + short, resume=""),
         "error": count("--fault", "error", flags=here),
         "abort": count("--fault", "abort", flags=here),
     }
@@ -146,7 +147,7 @@ def test_array_sweeps_one_strategy_with_each_of_its_tasks(slurm, tmp_path):
     assert "task 2, and 2 strategies: submit with --array=0-1" in (tmp_path / "2.out").read_text()
     command = [BENCH, "report", str(tmp_path / "array"), "--output-dir", str(tmp_path / "report")]
     report = run_command([sys.executable, *command], REPO, 60)
-    assert re.search(r"^single .*^ddp .* same$", report.stdout, re.M | re.S), report.stdout
+    assert re.search(r"^single .*^ddp .* ok$", report.stdout, re.M | re.S), report.stdout
 
 
 def test_cancelled_while_it_saves_a_job_is_over(slurm, count):
@@ -161,8 +162,9 @@ def test_cancelled_while_it_saves_a_job_is_over(slurm, count):
 def test_what_ends_a_job_and_what_queues_it_again(slurm, jobs):
     for name in ("limit", "abort", "hang"):
         slurm.start_again(jobs[name])
-    ended = {name: slurm.end_of(job) for name, job in jobs.items()}
-    said = {name: slurm.output(job) for name, job in jobs.items()}
+    on_nodes_that_live = {name: jobs[name] for name in list(jobs)[2:]}
+    ended = {name: slurm.end_of(job) for name, job in on_nodes_that_live.items()}
+    said = {name: slurm.output(job) for name, job in on_nodes_that_live.items()}
     assert ended == {"limit": "COMPLETED", "hang": "COMPLETED", "lesson": "COMPLETED",
                      "error": "FAILED", "abort": "COMPLETED"}, said  # fmt: skip
     saved = re.search(r"rank 0: SIGUSR1 after step (\d+)", said["limit"])[1]
@@ -176,11 +178,13 @@ def test_what_ends_a_job_and_what_queues_it_again(slurm, jobs):
 
 
 def test_job_of_a_node_that_is_gone_goes_on_elsewhere(slurm, jobs):
-    """Another rank's error may come before SLURM misses the node, which it does within 30 s."""
+    """SLURM misses the node within 30 s; before that, another rank may end with an error."""
     for name in ("noticed", "missed"):
         slurm.start_again(jobs[name])
         assert slurm.end_of(jobs[name]) == "COMPLETED", slurm.output(jobs[name])
         assert slurm.fact(jobs[name], "NodeList") == "node[4,6]"
-        assert "rank 1: start 1" in slurm.output(jobs[name])
-    assert "queued again: a node is gone" in slurm.output(jobs["noticed"])
-    assert "DUE TO NODE FAILURE" in slurm.output(jobs["missed"])
+        said = slurm.output(jobs[name])
+        assert re.search(
+            "rank 1: start 0.*(a node is gone|NODE FAILURE).*rank 1: start 1", said, re.S
+        )
+    assert "lost another rank" in slurm.output(jobs["noticed"])
