@@ -445,15 +445,40 @@ def test_a_pod_that_was_killed_does_not_keep_its_successor_out(tmp_path):
 # Ray
 
 
-def workers_of_ray() -> list[psutil.Process]:
-    """Return the workers of this test's Ray, which say in place of their command what they are."""
-    found = []
+def processes_of_ray(named: str, **variables: str) -> list[psutil.Process]:
+    """Return what this test's Ray has started, by words of its command and by its environment."""
+    found, variables = [], variables | {MARK: os.environ[MARK]}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            own = process.environ().get(MARK) == os.environ[MARK]
-            if own and "RayTrainWorker" in " ".join(process.cmdline()):
+            environ = process.environ()
+            own = all(environ.get(name) == value for name, value in variables.items())
+            if own and named in " ".join(process.cmdline()):
                 found.append(process)
     return found
+
+
+@full
+@with_ray
+def test_a_script_does_not_outlive_its_worker():
+    """Or it would train on, and hold the folder, while its successor starts."""
+    code = f"""
+import os, subprocess, sys
+sys.path.insert(0, {str(FILES)!r})
+import ray_job
+print(subprocess.Popen(["sleep", "60"], preexec_fn=ray_job.die_with_the_worker).pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    ended = run_command([str(FRAMEWORKS), "-c", code], REPO, 120)
+    script = int(ended.stdout)
+
+    def is_gone() -> bool:
+        return not psutil.pid_exists(script) or psutil.Process(script).status() == "zombie"
+
+    wait_for(is_gone, 20)
+
+
+def is_below_ray(process: psutil.Process) -> bool:
+    return "RayTrainWorker" in " ".join(process.parent().cmdline())
 
 
 @full
@@ -465,7 +490,8 @@ def test_workers_of_ray_resume_after_one_is_killed(tmp_path, straight):
     def kill_a_worker(driver: int) -> None:
         metrics = folder / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 7, 200)
-        workers_of_ray()[-1].kill()
+        (script,) = (each for each in processes_of_ray(TRAINING, RANK="0") if is_below_ray(each))
+        script.parent().kill()
 
     command = [FRAMEWORKS, FILES / "ray_job.py", "--workers", 2, REPO / TRAINING]
     command += [*small_job(tmp_path), "--resume", "--output-dir", folder]
@@ -476,4 +502,4 @@ def test_workers_of_ray_resume_after_one_is_killed(tmp_path, straight):
     assert "resuming from" in told
     assert largest_difference(straight, folder) == 0.0
     assert set(Path("/tmp").glob("ray-*")) == before, "files that Ray left"
-    assert not workers_of_ray()
+    assert not processes_of_ray("ray::") and not processes_of_ray(TRAINING)
