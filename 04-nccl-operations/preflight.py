@@ -45,6 +45,7 @@ REPEATS, ENOUGH_S = 3, 10.0  # of the scan of the links, and after how long ther
 BURST_S = 0.03  # what a switch or a card buffers goes through at once: a burst is longer
 SEEN_S = 5.0  # network file systems may show a new file late
 GRACE_S = 15.0  # after the timeout, for what ranks say of it
+LAST_S = 5.0  # rank 0 speaks first: a launcher ends all ranks when one fails
 
 
 def clock_ahead(leaders):
@@ -295,7 +296,7 @@ def main():
         ranks, store = doctor.exchange(world, master, port, facts, args.wait)
     except cli.UsageError as error:
         after = f" (tried for {time.monotonic() - started:.0f} s from {part.way_to(master)})"
-        return doctor.give_up(world, f"{error}{after}", started + args.wait + GRACE_S)
+        return doctor.give_up(world, f"{error}{after}", started + args.wait + LAST_S)
     if world.is_rank0:
         return lead(args, world, report, store, ranks)
     try:

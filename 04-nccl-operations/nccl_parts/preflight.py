@@ -222,6 +222,10 @@ def lacking(
             yield Finding([node], f"{what}: {show(value)}, others have {show(middle)}")
 
 
+def rate(gb_s: float) -> str:
+    return f"{gb_s:.3g} GB/s" if gb_s >= 1 else f"{1e3 * gb_s:.3g} MB/s"
+
+
 def gib(nbytes: float) -> str:
     return "no limit" if nbytes == float("inf") else f"{nbytes / GIB:.2f} GiB"
 
@@ -267,7 +271,7 @@ def by_facts(nodes: dict[str, list[dict]]) -> Iterator[Finding]:
     rates = {n: sum(port["gbit_s"] or 0 for port in p) for n, p in ports.items()}
     yield from lacking("Gbit/s of all RDMA ports", rates, count, 1.0)
     yield from by_networks({n: own["cards"] for n, own in one.items()})
-    limits = {n: own["limits"] for n, own in one.items()}
+    limits, small = {n: own["limits"] for n, own in one.items()}, set()
     for name, what, show, enough in (
         ("shared memory", "/dev/shm", gib, float("inf")),
         ("shared memory left", "left in /dev/shm", gib, LITTLE_ROOM),
@@ -275,7 +279,11 @@ def by_facts(nodes: dict[str, list[dict]]) -> Iterator[Finding]:
         ("open files", "open files (ulimit -n)", count, float("inf")),
     ):
         has = {n: own[name] for n, own in limits.items() if name in own}
-        yield from lacking(what, has, show, enough=enough)
+        if name == "shared memory left":  # a small one has little left, too: said once
+            has = {n: free if n not in small else None for n, free in has.items()}
+        found = [*lacking(what, has, show, enough=enough)]
+        small |= {one.nodes[0] for one in found}
+        yield from found
     yield from lacking("processes (ulimit -u)", of("processes"), count)
     yield from lacking("free for temporary files", of("temporary"), gib, enough=LITTLE_ROOM)
 
@@ -349,14 +357,15 @@ def by_links(measured: list[dict], name_of: dict[int, str], args) -> Iterator[Fi
         told[name_of[rank]].append((rank, *found))
     if 2 * len(told) > len(nodes):
         worst = min((row for rows in told.values() for row in rows), key=lambda row: row[2])
-        is_all = f"links reach {worst[2]:.3g} of {worst[3]:.3g} GB/s"
+        is_all = f"links reach {rate(worst[2])} of {rate(worst[3])}"
         some = [*told] if len(nodes) == 2 else []
         yield Finding(some, is_all + " on most nodes" * (not some), False)
         return
     for name, rows in told.items():
         rank, does, gb_s, usual = min(rows, key=lambda row: row[2] / row[3])
         which = "" if len(rows) == len(nodes[name]) else f"rank {rank} "
-        yield Finding([name], f"{which}{does} {gb_s:.3g} GB/s over the network, others {usual:.3g}")
+        told = f"{which}{does} {rate(gb_s)} over the network, others {rate(usual)}"
+        yield Finding([name], told)
 
 
 def by_products(measured: list[dict], name_of: dict[int, str]) -> Iterator[Finding]:
@@ -513,7 +522,7 @@ def show_nodes(report: Report, nodes, measured: list[dict]) -> None:
         limits = here[0].get("limits", {})
         rows.append((gb_s, (
             name, ",".join(str(one["rank"]) for one in here),
-            "-" if ahead is None else f"{1e3 * ahead:+,.1f} (+-{1e3 * off:.1f}) ms",
+            "-" if ahead is None else f"{1e3 * ahead:,.1f} ms (+-{1e3 * off:.1f} ms)",
             f"{1e3 * gb_s:,.1f} MB/s" if gb_s else "-",
             f"{min(rates):.3g} TFLOP/s" if rates else "-",
             gib(limits["shared memory"]) if limits.get("shared memory") else "-",
