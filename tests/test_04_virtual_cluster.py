@@ -424,7 +424,7 @@ def verbs_as_nobody(folder: Path) -> str:
 
     def verbs():
         said = []
-        for argv in ("up --link 100mbit,1ms --nodes 2", "run -- hostname", "lose 1 2%", "kill 1", "status",
+        for argv in ("up --link 100mbit,1ms", "run -- hostname", "lose 1 2%", "kill 1", "status",
                      "down"):  # fmt: skip
             verb, *rest = argv.split()
             with open(folder / "out", "w") as out, contextlib.redirect_stdout(out):
