@@ -342,13 +342,18 @@ def end_together(store, code, others):
 
 def end_with_rank0(store, wait_s):
     """Return rank 0's exit code. Raises: UsageError where it gives none in time."""
-    try:
-        store.wait(["exit code"], timedelta(seconds=wait_s))
-    except RuntimeError as error:
-        raise cli.UsageError("no word from rank 0: read what it printed last") from error
-    code = int(store.get("exit code"))
+    code = int(word_of_rank0(store, "exit code", wait_s))
     store.add("left", 1)
     return code
+
+
+def word_of_rank0(store, key, wait_s):
+    """Return what rank 0 puts under a key. Raises: UsageError where it does not in time."""
+    try:
+        store.wait([key], timedelta(seconds=wait_s))
+    except RuntimeError as error:
+        raise cli.UsageError("no word from rank 0: read what it printed last") from error
+    return store.get(key).decode()
 
 
 def judge(args, world, ranks, findings):

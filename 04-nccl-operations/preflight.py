@@ -11,16 +11,18 @@ Sources: F. Cristian, Probabilistic clock synchronization, 1989 (clocks); K.-H. 
 J. Abraham, Algorithm-based fault tolerance for matrix operations, 1984 (sums of columns).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import socket
 import statistics
+import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -299,14 +301,36 @@ def main():
         return doctor.give_up(world, f"{error}{after}", started + args.wait + LAST_S)
     if world.is_rank0:
         return lead(args, world, report, store, ranks)
+    with ended_after(args.wait + GRACE_S, world, master):
+        token = doctor.word_of_rank0(store, "together", args.wait + GRACE_S)
+    found = measure_together(args, world, token) if token else None
+    with ended_after(args.timeout + 2 * GRACE_S, world, master):
+        if found:
+            store.set(f"measured/{world.rank}", json.dumps(found))
+        return doctor.end_with_rank0(store, args.timeout + 2 * GRACE_S)
+
+
+@contextlib.contextmanager
+def ended_after(seconds, world, master):
+    """End this process if what is in the `with` block takes longer.
+
+    Where the network is cut, PyTorch's store waits for ever: it tells its server that it waits no
+    longer, and waits for the answer.
+    """
+
+    def end():
+        who = f"rank {world.rank} on host {socket.gethostname()}"
+        what = f"no word from rank 0 at {master} after {seconds:g} s, from {part.way_to(master)}"
+        print(f"preflight.py: error: {who}: {what}", file=sys.stderr, flush=True)
+        os._exit(cli.BAD_INPUT)
+
+    timer = threading.Timer(seconds + 1.0, end)
+    timer.daemon = True
+    timer.start()
     try:
-        store.wait(["together"], timedelta(seconds=args.wait + GRACE_S))
-    except RuntimeError as error:
-        raise cli.UsageError("no word from rank 0: read what it printed last") from error
-    if token := store.get("together").decode():
-        found = measure_together(args, world, token)
-        store.set(f"measured/{world.rank}", json.dumps(found))
-    return doctor.end_with_rank0(store, args.timeout + 2 * GRACE_S)
+        yield
+    finally:
+        timer.cancel()
 
 
 def lead(args, world, report, store, ranks):

@@ -130,23 +130,10 @@ def dies_in_a_product(node):
         torch.mm = lambda a, b: os._exit(3)
 
 
-def fails_in_a_product(node):
-    def fail(a, b):
-        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
-
-    if node == 2:
-        torch.mm = fail
-
-
 def wrong_sum(node):
     if node == 2:
         all_reduce = dist.all_reduce
         dist.all_reduce = lambda numbers, **kwargs: all_reduce(numbers.add_(1), **kwargs)
-
-
-def garbled(node):
-    if node == 2:
-        script.data.noise = lambda rank, noise=script.data.noise: noise(rank) + (rank == 2)
 
 
 def own_folder(node):
@@ -160,7 +147,6 @@ def own_folder(node):
     first_is_quick([
         (wrong_product, 1, "DRAIN node2: the matrix product of rank 2 differs from that of most"),
         (dies_in_a_product, 1, "DRAIN node2: rank 2 stopped answering while"),
-        (fails_in_a_product, 1, "DRAIN node2: rank 2 failed while multiplying .*ECC error"),
         (wrong_sum, 2, "STOP: the all-reduce of all ranks gives a wrong sum on ranks 0, 1, 2"),
         (own_folder, 2, "STOP: --checkpoint-dir .* is not shared: no other node sees"),
     ]),
@@ -224,6 +210,59 @@ def test_a_node_that_does_not_come(run_script, tmp_path, monkeypatch, fault, arg
         tried = r"MASTER_ADDR=10.77.0.99 \(10.77.0.99\), port \d+ does not answer here"
         assert re.search(tried, ended.stderr), ended.stderr
         assert re.search(r"tried for \d s from interface link0, 10.77.0.3\)$", ended.stderr, re.M)
+
+
+def hangs_in_the_store(node):
+    if node == 2:
+        script.GRACE_S = 0.5
+        script.doctor.end_with_rank0 = lambda *_: time.sleep(60)
+
+
+@needs_hosts
+@full
+def test_a_rank_whose_store_never_answers_ends(run_script, tmp_path):
+    """As PyTorch's store on a node that the network has cut off."""
+    fault = hangs_in_the_store
+    ended = on_nodes(run_script, tmp_path / "run", 3, "--timeout", "5", fault=fault)
+    assert ended.codes == [0, 0, 2] and ended.seconds < 30, ended.stdout + ended.stderr
+    told = "preflight.py: error: rank 2 on host node2: no word from rank 0 at 10.77.0.1 after 6 s"
+    assert f"{told}, from interface link0, 10.77.0.3\n" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("nodes", "silent", "says"),
+    [
+        (4, [3], "DRAIN node3: rank 3 stopped answering"),
+        (4, [2, 3], "DRAIN node2, node3: ranks 2, 3 stopped answering"),
+        (4, [1, 2, 3], "DRAIN node0: rank 0 is cut off: ranks 1, 2, 3 stopped answering"),
+        (2, [1], "DRAIN node0 or node1: rank 1 stopped answering"),
+    ],
+)
+def test_who_is_cut_off(nodes, silent, says):
+    names = {rank: f"node{rank}" for rank in range(nodes)}
+    measured = [{"rank": rank} for rank in range(nodes) if rank not in silent]
+    found = [*part.lost(dict.fromkeys(names.values(), []), measured, names, 60)]
+    assert [finding.line for finding in found] == [says]
+
+
+@pytest.mark.parametrize(
+    ("errors", "says"),
+    [
+        ({2: "CUDA error: uncorrectable ECC error"}, "DRAIN node2: rank 2 failed while multiplying"),
+        ({0: "Connection closed by peer [10.0.0.2]:99", 2: "bad sample"}, "DRAIN node2: rank 2 failed"),
+        ({0: "Timed out waiting 9 ms for recv from [10.0.0.1]:99", 2: "Broken pipe [10.0.0.1]:7"},
+         "DRAIN node1: ranks lost each other while multiplying matrices, within 60 s"),
+    ],
+)  # fmt: skip
+def test_who_failed_and_who_lost_it(errors, says):
+    names = {rank: f"node{rank}" for rank in range(3)}
+    nodes = {name: [{"interfaces": [{"addresses": [f"10.0.0.{rank}/24"]}]}]
+             for rank, name in names.items()}  # fmt: skip
+    step = {"step": "multiplying matrices"}
+    measured = [{"rank": rank} | ({"error": errors[rank]} | step if rank in errors else {})
+                for rank in range(3)]  # fmt: skip
+    (finding,) = part.lost(nodes, measured, names, 60)
+    assert finding.line.startswith(says)
 
 
 @needs_hosts

@@ -456,7 +456,13 @@ def lost(nodes, measured: list[dict], name_of: dict[int, str], timeout_s: float)
     own = {rank: one for rank, one in failed.items() if not VICTIM.search(one["error"])}
     if silent:
         names = [*dict.fromkeys(name_of[rank] for rank in silent)]
-        yield Finding(names, f"{ranks_of(silent)} stopped answering{during}")
+        told = f"{ranks_of(silent)} stopped answering{during}"
+        if len(nodes) == 2 and len(names) == 1:
+            yield Finding([*nodes], told, False)
+        elif 2 * len(names) > len(nodes) > 2:  # rank 0, to which they report, is the odd one
+            yield Finding([name_of[0]], f"rank 0 is cut off: {told}")
+        else:
+            yield Finding(names, told)
         return
     if 0 < len(own) < len(failed) or (own and len(failed) < len(name_of)):
         for rank, one in own.items():
