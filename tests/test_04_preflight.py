@@ -248,8 +248,8 @@ def test_who_is_cut_off(nodes, silent, says):
 @pytest.mark.parametrize(
     ("errors", "says"),
     [
-        ({2: "CUDA error: uncorrectable ECC error"}, "DRAIN node2: rank 2 failed while multiplying"),
-        ({0: "Connection closed by peer [10.0.0.2]:99", 2: "bad sample"}, "DRAIN node2: rank 2 failed"),
+        ({2: "CUDA error: uncorrectable ECC error"}, "DRAIN node2: rank 2 failed while"),
+        ({0: "Connection closed by peer [10.0.0.2]:99", 2: "no"}, "DRAIN node2: rank 2 failed"),
         ({0: "Timed out waiting 9 ms for recv from [10.0.0.1]:99", 2: "Broken pipe [10.0.0.1]:7"},
          "DRAIN node1: ranks lost each other while multiplying matrices, within 60 s"),
     ],
