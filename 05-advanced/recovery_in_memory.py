@@ -169,7 +169,11 @@ def train(worker: Worker, job: Job, args, report: Report) -> None:
             worker.note_memory(copies, shard.state)
             return worker.leave()
         except RuntimeError as error:
-            worker.survive(error)  # or raise it, if nobody died
+            worker.note_loss(error)  # or raise it, if nobody died
+        # What is in flight keeps connections of the old group open, and so does an error's
+        # traceback: others would wait for this rank.
+        copies.sending = None
+        worker.leave_broken_group()
 
 
 def go_on(worker: Worker, job: Job, shard: Shard, copies: Copies, report: Report) -> int:

@@ -1,6 +1,7 @@
 """Ranks that are killed get their state back from a neighbour's memory, or from disk."""
 
 import os
+import random
 import signal
 import time
 
@@ -114,6 +115,28 @@ def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, check):
 
 
 # processes
+
+
+@FULL
+def test_a_worker_is_killed_at_any_moment(run_script, tmp_path):
+    """From outside, while copies travel: the run that should lose nothing loses a worker too."""
+
+    folder = tmp_path / "run"
+
+    def kill(pids):
+        deadline = time.monotonic() + 60
+        saved = folder / "checkpoints/nothing-lost/step-00000005"
+        while not saved.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        (worker,) = psutil.Process(pids[2]).children()
+        time.sleep(random.uniform(0, 0.5))
+        worker.kill()
+
+    flags = ("--num-layers", 1, "--max-steps", 100, "--fail-at", 99, "--timeout", 60)
+    argv = (*flags, "--output-dir", folder)
+    ended = run_script(SCRIPT, *argv, world_size=4, before=few, during=kill)
+    assert ended.codes == [0] * 4, ended.stdout + ended.stderr
+    assert not failing(results_of(folder))
 
 
 def fail_in_a_worker(script):

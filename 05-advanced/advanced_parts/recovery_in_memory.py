@@ -151,11 +151,13 @@ class Worker:
         self.note(generation=self.generation)
         self.note(**{f"joined {self.generation}": time.time()})
 
-    def survive(self, error: RuntimeError) -> None:
-        """Leave a group that has lost a rank; raise any other error."""
+    def note_loss(self, error: RuntimeError) -> None:
+        """Note when this rank knew that another one is lost; raise any other error."""
         if not isinstance(cli.explain(error), cli.LostRank):
             raise error
         self.note(**{f"noticed {self.generation}": time.time()})
+
+    def leave_broken_group(self) -> None:
         dist.group.WORLD.abort()  # closes connections: the others notice too
         dist.destroy_process_group()
         self.generation += 1
@@ -248,11 +250,14 @@ def jobs_of(args, world: World, store, report: Report) -> list[Job]:
         ("ranks 1 and 3, copies", (1, 3), True),
         ("ranks 0 and 1, copies", (0, 1), True),
     ]
-    return [
+    jobs = [
         Job(name, lost, copies, folder / name.replace(" ", "-").replace(",", ""))
         for name, lost, copies in rows
         if not lost or max(lost) < ranks
     ]
+    for job in jobs if world.is_rank0 else ():
+        store.set(f"{job.name}/generation", "-1")  # the last that all ranks have met in
+    return jobs
 
 
 def describe(args, world: World) -> str:
