@@ -232,8 +232,10 @@ def parse_args():
     if args.months < 2:
         raise cli.UsageError(f"--months {args.months}: two at least, or nothing says how they vary")
     measured = part.read_measured(args.measured) if args.measured else {}
-    args.detect_s = args.detect_s or measured.get("detect_s") or 60
-    args.restart_s = args.restart_s or measured.get("restart_s") or 240
+    if args.detect_s is None:
+        args.detect_s = measured.get("detect_s", 60)
+    if args.restart_s is None:
+        args.restart_s = measured.get("restart_s", 240)
     return args
 
 
