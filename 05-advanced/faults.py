@@ -375,7 +375,8 @@ def main():
     missing = [fault.name for name in left_out for fault in JOBS[name].faults]
     if missing:
         report.say(f"not made, for they need --nodes virtual: {', '.join(missing)}")
-    return report.finish(f"{len(rows)} faults, and nothing that was saved is lost")
+    many = "1 fault" if len(rows) == 1 else f"{len(rows)} faults"
+    return report.finish(f"{many} made, nothing that was saved is lost")
 
 
 def record(rows):
