@@ -55,7 +55,7 @@ def strays(folder: str):
     for path in TRACKED:
         name, _, rest = path.removeprefix(f"{folder}/").partition("/")
         stem, _, ending = name.rpartition(".")
-        known = name in {*DATA, PARTS[folder]} if rest else ending in {"md", "sh", "toml"}
+        known = name in {*DATA, PARTS[folder]} if rest else ending in {"md", "sh", "sbatch", "toml"}
         known |= name.endswith(".html.j2")
         lesson = ending == "py" and (stem in FIRST_STEPS or f"{folder}/{stem}.md" in TRACKED)
         if path.startswith(f"{folder}/") and not (known or lesson):

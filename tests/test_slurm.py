@@ -111,26 +111,20 @@ def straight(slurm, tmp_path_factory):
     return words, folder / "run"
 
 
-def test_one_file_starts_ranks_by_torchrun_too(slurm, straight, tmp_path):
-    """A torchrun on each of two nodes, which starts two ranks: the same losses, bit by bit."""
-    words, folder = straight
-    line = "--nodes=2 --ntasks-per-node=2 launch.sbatch --torchrun"
-    job = slurm.submit(line, *words, tmp_path / "run")
-    assert slurm.end_of(job) == "COMPLETED", slurm.output(job)
-    assert "4 ranks started by torchrun" in slurm.output(job)
-    assert largest_difference(folder, tmp_path / "run") == 0.0
-
-
-def test_preempted_job_saves_and_resumes_bitwise(slurm, straight, tmp_path):
+def test_one_file_starts_ranks_by_torchrun_too_and_a_preempted_job_resumes_bitwise(
+    slurm, straight, tmp_path
+):
+    """The losses are those of tasks that srun started, and nothing took the nodes from."""
     words, folder = straight
     there = "--nodelist=node2,node3"
-    job = slurm.submit(f"{there} --nodes=2 --ntasks-per-node=2 launch.sbatch",
+    job = slurm.submit(f"{there} --nodes=2 --ntasks-per-node=2 launch.sbatch --torchrun",
                        *words, tmp_path / "run", "--resume")  # fmt: skip
     slurm.wait_for(f"cat {slurm.folder}/job-{job}.out", "^step 2 ")
     urgent = slurm.submit(f"{there} --nodes=2 --exclusive --partition=urgent --wrap", "hostname")
     slurm.start_again(job)
     assert slurm.end_of(urgent) == slurm.end_of(job) == "COMPLETED", slurm.output(job)
     said = slurm.output(job)
+    assert said.count("4 ranks started by torchrun") == 2
     assert re.search(r"asked to stop, saved.*queued again: preempted.*resuming from", said, re.S)
     assert largest_difference(folder, tmp_path / "run") == 0.0
 
