@@ -177,7 +177,7 @@ def test_exercises_are_done_on_a_copy_and_say_their_minutes(path):
 def flags_of(path: str) -> set[str]:
     """Return the flags that a script or launcher of the repository knows, without running it."""
     source = (REPO / path).read_text()
-    if path.endswith(".sh"):
+    if path.endswith((".sh", ".sbatch")):
         return set(re.findall(r"--[a-z][a-z0-9_-]+", source))
     known = {"--help"}
     for node in ast.walk(ast.parse(source)):
