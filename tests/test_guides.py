@@ -216,7 +216,9 @@ FLAGS_OF_OTHER_TOOLS = """
 
 @cache
 def all_flags() -> set[str]:
-    ours = [p for p in TRACKED if p.endswith((".py", ".sh", ".sbatch")) and not p.startswith("tests/")]
+    ours = [
+        p for p in TRACKED if p.endswith((".py", ".sh", ".sbatch")) and not p.startswith("tests/")
+    ]
     known = set().union(*map(flags_of, [*ours, "tests/test_guides.py"]))
     from torch.distributed.run import get_args_parser
 
