@@ -235,7 +235,7 @@ def test_every_flag_exists(path):
         code += [command for _, command in commands(step.commands)]
     unknown = {name for text in code for name in re.findall(flag, text)} - all_flags()
     assert not unknown, f"{path}: {sorted(unknown)} of no script"
-    for text in (part for whole in code for part in whole.split(" -- ")):  # run by another
+    for text in code:
         for script in re.findall(r"[\w./-]+\.py\b", text):
             if script in TRACKED:
                 after = text.split(script, 1)[1].partition(" -- ")[0]  # a command has its own
