@@ -517,7 +517,7 @@ def test_templates_train_on_two_and_four_nodes_to_the_losses_of_one_process(
     asked = [(nodes, ranks, script, [*job, *flags.split(), "--output-dir", f"{tmp_path}/{name}"])
              for name, (nodes, ranks, script, flags) in JOBS.items()]  # fmt: skip
     cluster("up", "--nodes", "4", "--link", "1gbit")
-    cluster("run", "--", "python", "-c", RANKS, "{node}", json.dumps(asked), timeout_s=200)
+    cluster("run", "--", "python", "-c", RANKS, "{node}", json.dumps(asked), timeout_s=300)
     for name, (nodes, ranks, *_) in JOBS.items():
         assert results_of(tmp_path / name)["world_size"] == nodes * ranks, name
         assert losses_of(tmp_path / name) == pytest.approx(one_process, rel=1e-5), name
