@@ -172,7 +172,7 @@ def test_what_ends_a_job_and_what_queues_it_again(slurm, jobs):
 
 
 def test_job_of_a_node_that_is_gone_goes_on_elsewhere(slurm, jobs):
-    """SLURM misses the node within 30 s; before that, another rank may end with an error."""
+    """SLURM misses it within 30 s, and until then an error of another rank ends nothing."""
     for name in ("noticed", "missed"):
         slurm.start_again(jobs[name])
         assert slurm.end_of(jobs[name]) == "COMPLETED", slurm.output(jobs[name])
