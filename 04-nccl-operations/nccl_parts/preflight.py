@@ -163,9 +163,11 @@ def absent(ranks: list[dict], world, expected: int | list[str] | None, wait_s: f
 
 
 def cannot_meet(ranks: list[dict]) -> bool:
-    """Say whether a process group of these ranks would only wait for its timeout."""
-    sizes = {one["world_size"] for one in ranks if "world_size" in one}
-    return len(sizes) > 1 or bool([*problems(nodes_by_name(ranks))])
+    """Say whether a process group of these ranks is refused, or would wait for its timeout."""
+    told = [one for one in ranks if "versions" in one]
+    sizes = {one["world_size"] for one in told}
+    versions = {(one["python"], one["versions"]["torch"], one["dist_common"]) for one in told}
+    return len(sizes) > 1 or len(versions) > 1 or bool([*problems(nodes_by_name(ranks))])
 
 
 # nodes compared
