@@ -235,7 +235,7 @@ def suffer(launch, fault):
         reached = launch.last_step(until=resumed.at)
         after, loss = resumed.at, max(0, launch.newest_step_saved(resumed.at) - step)
     else:
-        step, after, loss = reached, at, 0
+        step, after, loss = launch.last_step(until=time.monotonic()), at, 0
     first = launch.wait_for_step(step + 1, PATIENCE_S, since=after)
     again = first.at - at
     if not stops:  # it may have been slow: the longest pause is what it cost

@@ -155,15 +155,18 @@ def tell(error: BaseException) -> None:
 
 
 def _silent_ranks(store: Any) -> str:
-    """Name the ranks that have met no error, and their machines: one is dead, hangs, or is cut off.
+    """Name the ranks that have met no error, and their machine, if they are all of one.
 
-    The others meet one within moments, since they wait for the same collective.
+    Who is dead, hangs, or is cut off is among them. So may be others, after a closed connection:
+    they still wait for a rank that has lost contact. A timeout comes to all of them at once.
     """
     time.sleep(SILENT_S)
-    ranks = range(int(os.environ["WORLD_SIZE"]))
+    ranks = map(str, range(int(os.environ["WORLD_SIZE"])))
     silent = [rank for rank in ranks if not store.check([f"dist_common/ended/{rank}"])]
-    names = [f"{rank} ({store.get(f'dist_common/node/{rank}').decode()})" for rank in silent[:8]]
-    return f"no word from rank {', '.join(names)}; " if names else ""
+    machines = {store.get(f"dist_common/node/{rank}").decode() for rank in silent}
+    if len(machines) != 1:
+        return ""
+    return f"no word from rank {', '.join(silent[:8])} ({machines.pop()}); "
 
 
 def tear_down() -> None:

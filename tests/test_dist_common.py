@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -335,6 +336,45 @@ def test_a_usage_error_on_one_rank_after_init_ends_all_with_one_line(tmp_path):
     ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
     assert ended.codes == [2, 1]
     assert ended.stderr.count("\n") == 1 and "--text-file nowhere.txt" in ended.stderr
+
+
+def as_node(rank):
+    """Have a rank believe that it is alone on a machine of its own."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    socket.gethostname = lambda: f"node{rank}"
+
+
+def test_whoever_waits_too_long_names_the_rank_that_says_nothing_and_its_machine(tmp_path):
+    def main():
+        as_node(os.environ["RANK"])
+        with runtime.init("cpu", timeout_s=3) as (world, _):
+            if world.rank == 2:
+                time.sleep(9)
+                os._exit(1)
+            dist.all_reduce(torch.ones(1))
+        return 0
+
+    ended = _on_ranks_with_run(main, 3, tmp_path, end_job_on_failure=False)
+    assert ended.codes == [1, 1, 1]
+    (line,) = ended.stderr.splitlines()
+    says = r"rank [01] \(node[01]\): no word from rank 2 \(node2\); lost contact .*\(Timed out\)"
+    assert re.search(says, line), line
+
+
+def test_a_rank_with_another_version_than_rank_0_is_refused_with_its_machine(tmp_path):
+    def main():
+        as_node(os.environ["RANK"])
+        if os.environ["RANK"] == "1":
+            torch.__version__ = "2.9.0"
+        with runtime.init("cpu", timeout_s=20):
+            dist.barrier()
+        return 0
+
+    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
+    assert ended.codes[1] == 2
+    (line,) = ended.stderr.splitlines()
+    assert "error: torch 2.9.0, dist_common " in line
+    assert " on node1, but torch " in line and " on node0, rank 0's: install the same" in line
 
 
 def test_a_clean_run_says_nothing_and_returns_its_code(tmp_path):
