@@ -1,7 +1,7 @@
 """Data parallelism over nodes that a thin wire joins: one gradient in seven ways, each predicted.
 
     CPU   torchrun --standalone --nproc-per-node=4 05-advanced/across_nodes.py --ranks-per-node 2
-    GPU   torchrun --nnodes=2 --nproc-per-node=gpu ... 05-advanced/across_nodes.py --output-dir DIR
+    GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/across_nodes.py
 
 Look for: the bytes that leave a node; where a step waits for the wire, and which way ends that; how
 far the prediction is off, which knows the link's two numbers and what computing takes. In place of
