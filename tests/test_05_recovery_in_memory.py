@@ -147,6 +147,7 @@ def fail_in_a_worker(script):
     script.save = save
 
 
+@pytest.mark.full
 def test_an_error_of_a_worker_ends_the_run(run_script, tmp_path):
     """Its own line stands there, and no worker takes its place."""
     argv = (*SMALL, "--timeout", 60, "--output-dir", tmp_path / "run")

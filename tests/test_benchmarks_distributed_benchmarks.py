@@ -259,6 +259,7 @@ def test_a_sweep_ends_when_its_order_is_decided(bench, fakes, tmp_path, capsys, 
     assert {record["repeat"] for record in load(folder).records} == set(range(1, rounds + 1))
 
 
+@pytest.mark.full
 def test_a_search_ends_where_memory_does_and_says_so(bench, fakes, tmp_path, capsys):
     """An answer, no error: what is larger is left out, recomputation has its own limit."""
     words = ("sweep", "--strategies", "large", "train", "--micro-batch-sizes", 8, 1, 2, 4,

@@ -344,6 +344,7 @@ def as_node(rank):
     socket.gethostname = lambda: f"node{rank}"
 
 
+@pytest.mark.full
 def test_whoever_waits_too_long_names_the_rank_that_says_nothing_and_its_machine(tmp_path):
     def main():
         as_node(os.environ["RANK"])
@@ -1427,6 +1428,7 @@ def test_on_another_machine_the_lease_decides(tmp_path, monkeypatch, alive):
         assert ended.code == 0, ended.err
 
 
+@pytest.mark.full
 def test_a_pid_that_another_process_has_by_now_holds_nothing(tmp_path, monkeypatch):
     """As in a container that starts again: the host's name and the pids are those of before."""
     monkeypatch.setattr(folder, "LEASE_S", 3.0)
