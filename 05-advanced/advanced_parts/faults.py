@@ -245,7 +245,7 @@ class Launch:
         patience = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
         by_hand = [sys.executable, str(Path(__file__).resolve())]  # it sets the clock
         command = [
-            *(by_hand if CLOCK in environ else ["torchrun"]),
+            *(by_hand if CLOCK in environ else [sys.executable, "-m", "torch.distributed.run"]),
             f"--nnodes={self.nnodes}", f"--nproc-per-node={self.workers}",
             "--max-restarts=50", "--monitor-interval=0.1", "--signals-to-handle=SIGTERM,SIGUSR1",
             "--rdzv-backend=c10d", "--rdzv-id=faults",
