@@ -55,7 +55,9 @@ def discover() -> World:
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
         os.environ.setdefault(name.upper(), str(getattr(world, name)))
     os.environ.setdefault("MASTER_ADDR", _master_address(world))
-    os.environ.setdefault("MASTER_PORT", str(_master_port(world)))
+    port = os.environ.setdefault("MASTER_PORT", str(_master_port(world)))
+    if not port.isdecimal():  # Kubernetes writes it for a Service that is called master
+        raise UsageError(f"MASTER_PORT={port!r} is not a number")
     return world
 
 

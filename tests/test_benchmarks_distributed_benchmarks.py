@@ -865,7 +865,7 @@ def furthest(record, reference):
 
 @full
 @pytest.mark.parametrize(("precision", "allowed", "margin"), [
-    ("32-true", FLOAT32, 5), ("bf16-mixed", IN_16_BITS, 3),
+    ("32-true", FLOAT32, 5), ("bf16-mixed", IN_16_BITS, 2),  # on the text of another Python
 ])  # fmt: skip
 def test_wrong_gradients_are_wrong_by_far(tmp_path, precision, allowed, margin):
     """Rounding and the sabotages are far from the tolerance, on both sides of it."""

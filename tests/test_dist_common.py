@@ -126,6 +126,10 @@ def test_slurm_ranks_agree_on_a_port_of_their_own(environ):
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
         ({"RANK": "1(x2)", "WORLD_SIZE": "2"}, r"RANK='1\(x2\)' is not a number"),
         (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "tcp://10.0.0.7:80"},
+            "MASTER_PORT='tcp://10.0.0.7:80' is not a number",
+        ),
+        (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
              "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
             "MASTER_ADDR is not set",
