@@ -32,6 +32,7 @@ MASKS = [
     (re.compile(pattern), mask)
     for pattern, mask in (
         (r"(?i)\b(torch|python|deepspeed|nccl|cuda|transformers) v?\d+\.\d+\S*", r"\1 VERSION"),
+        (r"^(python +ok: )\d\S+,", r"\1VERSION,"),
         (r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?)?", "DATE"),
         (r"\b\d{8}-\d{6}\b", "DATE"),
         (r"\b\d\d:\d\d:\d\d(?:\.\d+)?\b", "CLOCK"),

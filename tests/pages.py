@@ -97,8 +97,13 @@ PLAIN = re.compile(
 )
 # What a script of ours says on stderr: neither torchrun's report nor PyTorch's logging.
 OWN_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
-# A machine whose own name has no address: PyTorch's word on it is no script's.
-OF_THE_MACHINE = re.compile(r"\[W.*socket\.cpp.*(hostname|IPv6)|.*\d+(%\||it/s)|\s*$")
+# A machine whose own name has no address, and a launcher that leaves its last barrier when that of
+# the store's node has ended: PyTorch's word on these is no script's.
+OF_THE_MACHINE = re.compile(
+    r"(\[node\d+\] )?(\[W.*socket\.cpp.*(hostname|IPv6)|.*\d+(%\||it/s)|\s*$"
+    r"|\[W.*TCPStore\.cpp.*Connection was likely closed|Exception raised from recvBytes"
+    r"|frame #\d+: |<omitting python frames>|E\d{4} .*elastic/agent/server/api\.py)"
+)
 
 
 def runnable(command: str) -> str | None:
@@ -109,7 +114,9 @@ def runnable(command: str) -> str | None:
     command = command.replace(".venv/bin/", "").replace("-per-node=gpu", "-per-node=2")
     if NOT_RUN.match(command) or TESTS.search(command):
         return None
-    on_a_cluster = re.search(r"launch_\w+\.sh (multi-node|hostfile|slurm|elastic)", command)
+    on_a_cluster = re.match(r".*launch_\w+\.sh (multi-node|hostfile|slurm|elastic)", command)
+    if "virtual_cluster.py run" in command:  # which is there
+        on_a_cluster = None
     return f"{command} --dry-run" if on_a_cluster or command.startswith("make ") else command
 
 
