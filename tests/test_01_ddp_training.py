@@ -238,6 +238,7 @@ def refusing_wandb(script):
         ),
     ],
 )
+@pytest.mark.full
 def test_a_logger_that_cannot_start_ends_the_run(train, tmp_path, change, says):
     ended = train("--logger", "wandb", "--output-dir", tmp_path / "run", changes=[change])
     assert_one_line(ended, says, "ddp_training.py")

@@ -261,6 +261,7 @@ def train(run_script, tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_a_run_on_a_mixture_resumes_on_three_ranks(train, tmp_path):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     argv = (FSDP, "--save-every", 5000, "--resume", "--output-dir")

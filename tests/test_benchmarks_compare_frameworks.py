@@ -384,6 +384,7 @@ SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
         ),
     ],
 )
+@pytest.mark.full
 def test_a_run_leaves_no_process(start, code):
     outer = "import subprocess, sys\n" + start.format(sleeper=SLEEPER)
     ended = bench_ports.run_group([sys.executable, "-c", outer], limit_s=5 if code is None else 60)

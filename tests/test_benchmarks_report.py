@@ -405,6 +405,7 @@ def test_a_trace_is_split_into_computing_and_exposed_communication(
     assert {name: 2 * ms for name, ms in found.items()} == pytest.approx(both)
 
 
+@pytest.mark.full
 def test_a_sweep_traces_each_strategy_once(bench, tmp_path, capsys):
     """With the real scripts, later too: what is exposed is there on two ranks, hardly on one."""
     words = ["--strategies", "ddp", "--seq-len", 16, "--max-steps", 4, "--repeats", 2]

@@ -1462,6 +1462,7 @@ def test_figures_are_the_same_when_drawn_again(tmp_path):
 # ranks
 
 
+@pytest.mark.full
 def test_every_way_a_rank_can_end_is_told(tmp_path):
     def body(rank):
         print("rank", rank)

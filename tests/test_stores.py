@@ -220,6 +220,7 @@ def die_when_it_has_written(step):
         pytest.param(HYBRID, "file", ("--async-save",), marks=full),
     ],
 )
+@pytest.mark.full
 def test_a_run_killed_in_a_save_resumes_on_three_ranks(train, tmp_path, template, scheme, argv):
     straight, saved = tmp_path / "straight", tmp_path / "saved"
     ended = train(template, "--save-every", 3, "--output-dir", straight)
