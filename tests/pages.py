@@ -104,6 +104,7 @@ OF_THE_MACHINE = re.compile(
     r"|\[W.*TCPStore\.cpp.*Connection was likely closed|Exception raised from recvBytes"
     r"|frame #\d+: |<omitting python frames>|E\d{4} .*elastic/agent/server/api\.py)"
 )
+LAUNCHED_ELSEWHERE = re.compile(r"launch_\w+\.sh (multi-node|hostfile|slurm|elastic)")
 
 
 def runnable(command: str) -> str | None:
@@ -114,9 +115,8 @@ def runnable(command: str) -> str | None:
     command = command.replace(".venv/bin/", "").replace("-per-node=gpu", "-per-node=2")
     if NOT_RUN.match(command) or TESTS.search(command):
         return None
-    on_a_cluster = re.match(r".*launch_\w+\.sh (multi-node|hostfile|slurm|elastic)", command)
-    if "virtual_cluster.py run" in command:  # which is there
-        on_a_cluster = None
+    elsewhere = "virtual_cluster.py run" not in command
+    on_a_cluster = elsewhere and LAUNCHED_ELSEWHERE.search(command)
     return f"{command} --dry-run" if on_a_cluster or command.startswith("make ") else command
 
 
