@@ -210,7 +210,7 @@ class Virtual:
 
 
 STEP = re.compile(r"step (\d+) \| loss")
-GLOG = re.compile(r"^[EW]\d{4} \S+ +\d+ torch/distributed/\S+\] (?:\[\S+\] )?")
+GLOG = re.compile(r"^[EW]\d{4} \S+ +\d+ \S*torch/distributed/\S+\] (?:\[\S+\] )?")
 TELLING = re.compile(r"ddp_training\.py: |warning: |torchrun: |torch\S*Error|\(ended")
 
 

@@ -1,0 +1,115 @@
+"""What is trained, and how it is laid out over GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RECOMPUTE = ("none", "selective", "full")
+CP_KINDS = ("ring", "ulysses", "gather")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder. `ffn` is the inner width; gated: SwiGLU's three matrices, otherwise two."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    experts: int = 0  # of each layer; 0: dense
+    top_k: int = 0
+    tied_embeddings: bool = False
+    head_dim: int = 0  # 0: hidden / heads
+    learned_positions: int = 0  # rows of GPT's table of positions
+    biases: bool = False  # GPT: of each matrix, and of each norm
+    dense_layers: int = 0  # the first layers without experts
+    shared_experts: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its batch, and the numbers it computes in."""
+
+    model: Model
+    seq_len: int
+    global_batch: int  # sequences per step
+    precision: str = "bf16"  # of the products: bf16, fp16, fp8, fp32, tf32
+    gradient_bytes: int = 4  # of a gradient while it is accumulated and reduced
+    parameter_bytes: int = 2  # of a weight that computes
+    optimizer_bytes: int = 12  # per weight: float32 master copy and Adam's two moments
+    flash: bool = True  # attention that stores no scores and skips the masked half
+    compiled: bool = False
+    dropout: bool = False  # its masks are kept (Korthikanti et al., 2022)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ways each axis splits the job. GPUs: tp x cp x pp x dp; ep divides dp x cp."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    zero: int = 0  # 0: DDP; 1: optimizer; 2: and gradients; 3: and parameters (FSDP)
+    shard: int = 0  # HSDP: GPUs that shard the states; the others are copies. 0: all of dp x cp
+    micro_batch: int = 1  # sequences
+    recompute: str = "none"
+    sequence_parallel: bool = True
+    virtual_stages: int = 1  # interleaved
+    cp_kind: str = "ring"
+    offload: str = "none"  # none, optimizer, all (ZeRO-3)
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same weights: those of cp see other tokens, so they average too."""
+        return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks that the states of a replica are cut over, where zero says so."""
+        return self.shard or self.replicas
+
+    def micro_batches(self, job: Job) -> int:
+        """Return the micro-batches of a step on each replica."""
+        return max(1, job.global_batch // (self.dp * self.micro_batch))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one layout holds on the fullest GPU, and what a step takes."""
+
+    layout: Layout
+    memory: dict[str, float]  # bytes: parameters, gradients, optimizer, activations
+    step: dict[str, float]  # s: compute, tp, cp, ep, dp, pp, bubble, optimizer, other (exposed)
+    model_flops: float  # of a step on all GPUs, without recomputation
+    tokens: int  # of a step
+    memory_limit: float  # bytes that a job may fill
+
+    @property
+    def memory_total(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def step_time_s(self) -> float:
+        return sum(self.step.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_total <= self.memory_limit
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens / self.step_time_s / self.layout.gpus
+
+    @property
+    def model_tflops_per_gpu(self) -> float:
+        return self.model_flops / self.step_time_s / self.layout.gpus / 1e12
