@@ -288,12 +288,14 @@ def run_job(pods: list[Node], job: dict, disturb) -> tuple[list[tuple[int, int]]
 
     A failure is the index of a pod that ended so that the Job counts it.
 
-    `disturb(pods)` returns the pods that it took away, once there is something to disturb.
+    `disturb(pods)` returns the pods that it took away, once there is something to disturb. A node that
+    is lost is missed after 40 s: its pod comes back when the others have noticed by themselves. One
+    that came at once would meet them in the store that they are about to leave, and wait there.
     """
     rules = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "Ignore"]
     ignored = {code for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())}
     disrupted_is_ignored = any("onPodConditions" in rule for rule in rules)
-    ended, failures, taken = [], [], None
+    ended, failures, taken, lost = [], [], None, []
     running = set(pods)
     for pod in pods:
         pod.start()
@@ -302,7 +304,7 @@ def run_job(pods: list[Node], job: dict, disturb) -> tuple[list[tuple[int, int]]
         assert time.monotonic() < deadline, said(pods)
         time.sleep(0.05)
         taken = disturb(pods) if taken is None else taken
-        for pod in [pod for pod in running if pod.process.poll() is not None]:
+        for pod in [pod for pod in running if pod.process.poll() is not None and pod not in lost]:
             code = pod.process.returncode
             ended.append((pods.index(pod), code))
             if code == 0:
@@ -311,7 +313,12 @@ def run_job(pods: list[Node], job: dict, disturb) -> tuple[list[tuple[int, int]]
             if not (code in ignored or (disrupted_is_ignored and pod in (taken or ()))):
                 failures.append(pods.index(pod))
             assert len(failures) <= job["backoffLimitPerIndex"], said(pods)
-            pod.start()
+            if code == -signal.SIGKILL:
+                lost.append(pod)
+                continue
+            for each in [*lost, pod]:
+                each.start()
+            lost.clear()
     return ended, failures
 
 

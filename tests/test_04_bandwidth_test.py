@@ -235,7 +235,7 @@ def test_who_spends_least_time_in_a_collective_came_last(p50_us, named):
     assert part.arrives_last(p50_us) == named
 
 
-LATE_S = 0.03
+LATE_S = 0.3  # far above what a busy machine adds
 
 
 @full
