@@ -288,9 +288,10 @@ def run_job(pods: list[Node], job: dict, disturb) -> tuple[list[tuple[int, int]]
 
     A failure is the index of a pod that ended so that the Job counts it.
 
-    `disturb(pods)` returns the pods that it took away, once there is something to disturb. A node that
-    is lost is missed after 40 s: its pod comes back when the others have noticed by themselves. One
-    that came at once would meet them in the store that they are about to leave, and wait there.
+    `disturb(pods)` returns the pods that it took away, once there is something to disturb. A node
+    that is lost is missed after 40 s: its pod comes back when the others have noticed by
+    themselves. One that came at once would meet them in the store that they are about to leave,
+    and wait there.
     """
     rules = [rule for rule in job["podFailurePolicy"]["rules"] if rule["action"] == "Ignore"]
     ignored = {code for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())}
