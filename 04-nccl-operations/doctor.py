@@ -20,7 +20,7 @@ import random
 import socket
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,10 +30,11 @@ import torch.distributed as dist
 from dist_common import cli, runtime
 from dist_common.report import Report
 from interfaces import addresses_of, nccl_version, refuse_unknown
+from nccl_parts import compare, host
 from nccl_parts import doctor as part
-from nccl_parts import host
 
 OWN_OF_A_RANK = {"CUDA_VISIBLE_DEVICES", "NCCL_DEBUG_FILE"}
+ALONE = {"slower-ports": "port-slow"}  # is said of the host itself, with the port's name
 WAIT_S = 60.0  # for the facts of all ranks; --timeout makes it shorter
 LEAVE_S = 10.0  # rank 0 stays so long: for those who read the store, and those who cannot reach it
 HEADER = "| variable | since | default | values | what it does | set it for | source |"
@@ -43,45 +44,40 @@ def examine(hosts, ranks):
     """Return (where, finding) for all that the rules find in what the ranks read."""
     told = [one for one in ranks if "settings" in one]
     found = [("between ranks", finding) for finding in differences(told)]
-    for here in hosts:
-        one = here[0]
-        rules = (
-            part.wrong_names(one, host.names_in),
-            part.wrong_values(one),
-            part.wrong_network(one, several_hosts=len(hosts) > 1),
-            part.wrong_limits(one, world_size=len(ranks)),
-            part.wrong_machine(here),
-        )
-        found += [(f"on host {one['host']}", finding) for rule in rules for finding in rule]
+    found += [at for here in hosts for at in examine_host(here, len(hosts), len(ranks))]
+    known = {(where, finding.key) for where, finding in found}
+    for one in compare.by_hosts(compare.nodes_by_name(told)):
+        where = f"on host {one.names}"
+        if not {(where, one.key), (where, ALONE.get(one.key))} & known:
+            found.append((where, part.compared(one)))
     return found
 
 
+def examine_host(here, hosts, world_size):
+    """Return (where, finding) for what the rules find in what a host's ranks read."""
+    one = here[0]
+    rules = (
+        part.wrong_names(one, host.names_in),
+        part.wrong_values(one),
+        part.wrong_network(one, several_hosts=hosts > 1),
+        part.wrong_limits(one, world_size),
+        part.wrong_machine(here),
+    )
+    return [(f"on host {one['host']}", finding) for rule in rules for finding in rule]
+
+
 def differences(ranks):
-    """Find what differs between ranks that should be alike."""
+    """Find settings that differ between ranks."""
     seen = defaultdict(dict)
     for one in ranks:
         who = f"rank {one['rank']} on {one['host']}"
         for name in set().union(*(other["settings"] for other in ranks)) - OWN_OF_A_RANK:
             seen[name][who] = one["settings"].get(name, ["unset"])[0]
-        for library, version in one["versions"].items():
-            seen[f"version of {library}"][who] = version
-        for library, network, mtu in networks(one):
-            seen[f"network of {library}"][who] = network
-            seen[f"MTU of {library}"][who] = mtu
     for what, values in sorted(seen.items()):
         if len(set(values.values())) > 1:
             first = {value: who for who, value in reversed(values.items())}
             told = ", ".join(f"{who} has {value}" for value, who in reversed(first.items()))
             yield part.finding("differs", what=what, told=told)
-
-
-def networks(one):
-    """Yield library, network and MTU of each interface at which a library listens."""
-    for library, addresses in one["listens"].items():
-        for own in one["interfaces"]:
-            for place in map(ipaddress.ip_interface, own["addresses"]):
-                if str(place.ip) in (addresses or ()):
-                    yield library, str(place.network), own["mtu"]
 
 
 def by_host(ranks):
@@ -104,8 +100,11 @@ def look_around():
 
 def read_facts(world, device):
     """Return what this rank finds on its host, or the problem that keeps it from starting there."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         device = runtime.pick_device(device, world)
+        if visible is None:  # it hides GPUs from a rank that takes the CPU; the user did not
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         refuse_unknown(os.environ.get("GLOO_SOCKET_IFNAME"))
         # Alone: it makes gloo listen where it would in the job, and needs nobody's answer.
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -217,6 +216,8 @@ def show_host(report, here):
     one = here[0]
     report.say(f"\nhost {one['host']}: ranks {' '.join(str(rank['rank']) for rank in here)}")
     report.say(f"cores: {len(one['cores'])}; " + "; ".join(map(told_limit, one["limits"].items())))
+    if one["infiniband"]:
+        report.say(f"RDMA ports: {told_ports(one['infiniband'])}")
     rows = []
     for name, (value, where) in sorted(one["settings"].items()):
         does = part.VARIABLES[name]["does"] if name in part.VARIABLES else "not in variables.toml"
@@ -225,12 +226,33 @@ def show_host(report, here):
         report.table(rows, ("setting", "set by", "what it does"), names=3)
 
 
+def told_ports(ports):
+    """Return how many ports of a host have which rate, and which are down."""
+    rates = Counter(port["gbit_s"] for port in ports if port["state"] == "ACTIVE")
+    told = [f"{number} x {rate or 0:g} Gbit/s" for rate, number in rates.most_common()]
+    down = [port["name"] for port in ports if port["state"] != "ACTIVE"]
+    return "; ".join([*told, *[f"not active: {' '.join(down)}"] * bool(down)])
+
+
 def told_limit(limit):
     """Return a limit in words; memory is in GiB."""
     name, most = limit
     if most is None:
         return f"{name}: unlimited"
     return f"{name}: {most:,}" if name == "open files" else f"{name}: {most / host.GIB:.2f} GiB"
+
+
+def fold(findings):
+    """Return (where, finding) with the hosts that have the same one in one place."""
+    places = defaultdict(list)
+    for where, finding in findings:
+        places[finding].append(where)
+    folded = []
+    for finding, (first, *others) in places.items():
+        names = [first, *(where.removeprefix("on host ") for where in others)]
+        more = f" and {len(names) - compare.ROWS} more" * (len(names) > compare.ROWS)
+        folded.append((", ".join(names[: compare.ROWS]) + more, finding))
+    return folded
 
 
 def show_findings(report, findings):
@@ -366,16 +388,17 @@ def judge(args, world, ranks, findings):
         show_host(report, here)
     missing = world.world_size - sum(map(len, hosts))
     findings, wrong = findings + examine(hosts, ranks), wrong_rows()
-    show_findings(report, findings)
+    shown = fold(findings)
+    show_findings(report, shown)
     report.check("ranks that cannot start", missing, 0, 0, "WORLD_SIZE")
     check_table(report, wrong)
     if not missing:
         check_launcher(report, hosts)
     if args.strict:
-        report.check("findings", len(findings), 0, 0, "--strict")
+        report.check("findings", len(shown), 0, 0, "--strict")
     report.metrics["findings"] = [{"where": w, **finding._asdict()} for w, finding in findings]
     report.metrics["ranks"] = ranks
-    return report.finish(f"findings: {len(findings)}")
+    return report.finish(f"findings: {len(shown)}")
 
 
 if __name__ == "__main__":

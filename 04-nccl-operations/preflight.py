@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -32,7 +31,7 @@ import dist_common
 import doctor
 from dist_common import cli, runtime
 from dist_common.report import Report
-from nccl_parts import data
+from nccl_parts import data, host
 from nccl_parts import preflight as part
 from nccl_parts.clusters import nodes_of
 from pairwise_scan import meet, rounds_of
@@ -206,13 +205,11 @@ def write_through(path, text):
 
 
 def own_facts(world, args):
-    """Return what doctor.py does not read: who was told what, code, driver, disks, processes."""
+    """Return what doctor.py does not read: who was told what, code, the checkpoint's disk."""
     return {
         "world_size": world.world_size, "code": part.code_of(Path(dist_common.__file__).parent),
-        "python": platform.python_version(), "dist_common": dist_common.__version__,
-        "driver": part.read_driver(), "cards": part.read_cards(),
-        "processes": part.read_processes(), "temporary": part.free_in(tempfile.gettempdir()),
-        "room": part.free_in(args.checkpoint_dir) if args.checkpoint_dir else None,
+        "dist_common": dist_common.__version__,
+        "room": host.free_in(args.checkpoint_dir) if args.checkpoint_dir else None,
     }  # fmt: skip
 
 

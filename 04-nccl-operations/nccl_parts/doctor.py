@@ -3,11 +3,13 @@
 import difflib
 import ipaddress
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from interfaces import matches
+from nccl_parts import compare
 from nccl_parts.host import GIB, read_toml
 
 FOLDER = Path(__file__).parents[1]
@@ -27,11 +29,19 @@ class Finding(NamedTuple):
     what: str
     costs: str
     do: str
+    key: str = ""  # of findings.toml
 
 
 def finding(key: str, /, **values) -> Finding:
     """Return a finding in the words of findings.toml."""
-    return Finding(*(FINDINGS[key][field].format(**values) for field in Finding._fields))
+    words = (FINDINGS[key][field].format(**values) for field in Finding._fields[:4])
+    return Finding(*words, key)
+
+
+def compared(one: compare.Finding) -> Finding:
+    """Return what a comparison of nodes found, with its cost and cure from findings.toml."""
+    words = FINDINGS[one.key]
+    return Finding(words["kind"], one.what, words["costs"], words["do"], one.key)
 
 
 def wrong_names(one: dict, names_in: Callable) -> Iterator[Finding]:
@@ -90,16 +100,20 @@ def what_a_wrong_value_costs(row: dict, value: str) -> str:
 
 def wrong_network(one: dict, several_hosts: bool) -> Iterator[Finding]:
     """Find a meeting place that others cannot reach, and adapters that are left out or slow."""
-    names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA")
-    named, disabled, rule = (one["settings"].get(name, [""])[0] for name in names)
+    names = ("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME")
+    named, disabled, rule, gloo_at = (one["settings"].get(name, [""])[0] for name in names)
     if one["listens"]["nccl"] == []:
         running = ", ".join(own["name"] for own in one["interfaces"] if own["running"])
         yield finding("no-interface", named=named, running=running)
     for library, addresses in one["listens"].items():
         for address in addresses or ():
-            if several_hosts and ipaddress.ip_address(address).is_loopback:
+            if several_hosts and is_loopback(address):
                 variable = library.upper()
                 yield finding("loopback", library=library, address=address, variable=variable)
+    gloo = one["listens"]["gloo"] or ()
+    has_cards = any(own["running"] and not own["loopback"] for own in one["interfaces"])
+    if has_cards and not several_hosts and not gloo_at and any(map(is_loopback, gloo)):
+        yield finding("name-loopback", host=one["host"], address=gloo[0])
     ports = one["infiniband"]
     active = [port["name"] for port in ports if port["state"] == "ACTIVE"]
     if disabled == "1" and active:
@@ -108,12 +122,38 @@ def wrong_network(one: dict, several_hosts: bool) -> Iterator[Finding]:
     wanted = re.sub(r":[\d:]*", "", rule)  # without the numbers of ports
     if rule and ports and not any(matches(name.split(":")[0], wanted) for name in there):
         yield finding("no-adapter", rule=rule, there=", ".join(there))
-    fastest = max((port["gbit_s"] or 0 for port in ports), default=0)
+    yield from wrong_ports(ports, rule)
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def wrong_ports(ports: list[dict], rule: str) -> Iterator[Finding]:
+    """Find ports of a host that NCCL is to use and cannot, or that are slower than their like.
+
+    A host has ports for storage and management, too, some slower and some without a cable, and no
+    file says which these are. So a port that is down is judged where NCCL_IB_HCA names it, or where
+    its cable has a signal; a slow one beside those that NCCL_IB_HCA names, or beside most of the
+    same model. The rest is told by other nodes (compare.py).
+    """
+    words = [] if rule.startswith("^") else rule.lstrip("=").split(",")
+    named = [port for port in ports if {port["name"], port["name"].split(":")[0]} & {*words}]
     for port in ports:
-        if port["state"] != "ACTIVE":
+        if port["state"] != "ACTIVE" and (port in named or port["state"] in ("INIT", "ARMED")):
             yield finding("port-down", **port)
-        elif port["gbit_s"] and port["gbit_s"] < fastest:
-            yield finding("port-slow", fastest=fastest, **port)
+    groups = {"named": named} if named else defaultdict(list)
+    if not named:
+        for port in ports:
+            groups[port["board"], port["link"]].append(port)
+    for alike in groups.values():
+        rates = [port["gbit_s"] for port in alike if port["state"] == "ACTIVE" and port["gbit_s"]]
+        fastest = max(rates, default=0)
+        if not named and 2 * rates.count(fastest) <= len(rates):  # half of them: another use
+            continue
+        for port in alike:
+            if port["state"] == "ACTIVE" and port["gbit_s"] and port["gbit_s"] < fastest:
+                yield finding("port-slow", fastest=fastest, **port)
 
 
 def wrong_limits(one: dict, world_size: int) -> Iterator[Finding]:

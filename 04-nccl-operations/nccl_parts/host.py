@@ -3,12 +3,16 @@
 Sources: sysfs(5), proc(5), cgroups(7), getrlimit(2).
 """
 
+import contextlib
+import ipaddress
 import mmap
 import os
+import platform
 import re
 import resource
 import shutil
 import socket
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +27,8 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path("/")
 GIB = 2**30  # bytes
+# Cards of containers and virtual machines, which come and go on a healthy host.
+VIRTUAL = re.compile(r"(lo|docker|veth|virbr|vnet|br-|cni|flannel|cali|podman|tun|tap|vxlan)")
 LIMITS = {"locked memory": resource.RLIMIT_MEMLOCK, "open files": resource.RLIMIT_NOFILE}
 SHOWN = re.compile(r"((TORCH_)?NCCL|TORCH_(FR|GLOO|DISTRIBUTED)|GLOO|FI|OFI_NCCL|RDMAV)_")
 UNREAD = re.compile(r"NCCL_(VERSION|HOME|ROOT|(INCLUDE|LIB)_DIR|.*PACKAGE.*)$")  # images set them
@@ -75,14 +81,84 @@ def read_limits() -> dict[str, int | None]:
     return found
 
 
+def read_processes() -> int | None:
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    return None if most == resource.RLIM_INFINITY else most
+
+
+def free_in(folder: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return None
+
+
 def read_infiniband(root: Path = ROOT) -> list[dict]:
-    """Return name, state and Gbit/s of each port of an InfiniBand or RoCE adapter."""
+    """Return state, Gbit/s and adapter of each port of an InfiniBand or RoCE adapter.
+
+    Adapters are numbered in the order in which they were found, so that after a missing one the
+    names of the others shift: `place`, the PCI address and port, does not.
+    """
     found = []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        rate, state = text(port / "rate").split(), text(port / "state").split(": ")[-1]
-        name, gbit_s = f"{port.parent.parent.name}:{port.name}", float(rate[0]) if rate else None
-        found.append({"name": name, "state": state, "gbit_s": gbit_s})
+        adapter, rate = port.parent.parent, text(port / "rate").split()
+        pci = (adapter / "device").resolve().name if (adapter / "device").exists() else adapter.name
+        found.append({
+            "name": f"{adapter.name}:{port.name}", "place": f"{pci} port {port.name}",
+            "state": text(port / "state").split(": ")[-1], "link": text(port / "link_layer"),
+            "gbit_s": float(rate[0]) if rate else None, "board": text(adapter / "board_id") or None,
+            "firmware": text(adapter / "fw_ver") or None,
+        })  # fmt: skip
     return found
+
+
+def read_cards(interfaces: list[dict], root: Path = ROOT) -> list[dict]:
+    """Return the network cards that other hosts can be behind, those without an address too.
+
+    `interfaces` as read_interfaces returns them. `physical` has a device: a bond has none, its
+    parts have; `rdma` belongs to one of the adapters of read_infiniband.
+    """
+    known, folder = {own["name"]: own for own in interfaces}, root / "sys/class/net"
+    devices = {path.parent.name for path in folder.glob("*/device")}
+    found = []
+    for name in sorted(known.keys() | devices):
+        own, seen = known.get(name), folder / name
+        if VIRTUAL.match(name) or (own and own["loopback"]):
+            continue
+        addresses = map(ipaddress.ip_interface, own["addresses"] if own else ())
+        networks = [str(one.network) for one in addresses if not one.ip.is_link_local]
+        speed, mtu, state = (text(seen / file) for file in ("speed", "mtu", "operstate"))
+        found.append({
+            "name": name, "running": own["running"] if own else state == "up",
+            "network": next(iter(networks), None),
+            "mtu": own["mtu"] if own else int(mtu or 0),
+            "mbit_s": int(speed) if speed.isdecimal() else None,
+            "physical": name in devices, "rdma": (seen / "device/infiniband").exists(),
+        })  # fmt: skip
+    return found
+
+
+def read_driver(root: Path = ROOT) -> str | None:
+    """Return the version of NVIDIA's driver; None where there is none."""
+    found = re.search(r"(\d+\.\d[\d.]*)", text(root / "proc/driver/nvidia/version"))
+    return found[1] if found else None
+
+
+def read_ofed(root: Path = ROOT) -> str | None:
+    """Return the version of the adapters' driver; None without such adapters.
+
+    OFED's modules (DOCA-OFED, MLNX_OFED) say their version, recent kernels' own do not.
+    """
+    module = root / "sys/module/mlx5_core"
+    return (text(module / "version") or "the kernel's own") if module.exists() else None
+
+
+def read_hardware(interfaces: list[dict], root: Path = ROOT) -> dict:
+    """Return adapters, network cards, GPUs and their drivers."""
+    return {
+        "infiniband": read_infiniband(root), "cards": read_cards(interfaces, root),
+        "installed": len([*(root / "proc/driver/nvidia/gpus").glob("*")]),
+        "driver": read_driver(root), "ofed": read_ofed(root),
+    }  # fmt: skip
 
 
 def read_lanes(pci: str, root: Path = ROOT) -> dict:
@@ -112,14 +188,16 @@ def read_host(world, known) -> dict:
     """Return what this rank finds on its host. A collective: gloo makes a group."""
     settings = read_settings(os.environ, known)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    interfaces = [asdict(own) for own in read_interfaces()]
     return {
         "host": socket.gethostname(), "boot": text(ROOT / "proc/sys/kernel/random/boot_id"),
         "rank": world.rank, "told": world.local_world_size,
         "torchrun": os.environ.get("GROUP_RANK"),  # there may be two on one host
         "environ": sorted(os.environ), "settings": settings, "limits": read_limits(),
         "cores": sorted(cores), "cpu_limit": read_cpu_limit(), "threads": torch.get_num_threads(),
-        "gpus": read_gpus(), "installed": len([*Path("/proc/driver/nvidia/gpus").glob("*")]),
-        "infiniband": read_infiniband(), "interfaces": [asdict(own) for own in read_interfaces()],
+        "gpus": read_gpus(), "interfaces": interfaces, **read_hardware(interfaces),
+        "processes": read_processes(), "temporary": free_in(tempfile.gettempdir()),
         "listens": {"nccl": None} | ask_libraries(settings),
-        "versions": {"torch": torch.__version__, "NCCL": nccl_version()},
+        "versions": {"Python": platform.python_version(), "torch": torch.__version__,
+                     "NCCL": nccl_version()},
     }  # fmt: skip

@@ -1,9 +1,4 @@
-"""What preflight.py makes of what it measured: nodes compared with the majority, and the verdict.
-
-A number that is the worse the smaller it is (limits, disks, rates) names a node that is far below
-the middle one. Anything else names the nodes that differ from more than half of all. Where neither
-tells, as of two nodes, both are named, with "or".
-"""
+"""What preflight.py makes of what it measured: nodes compared (compare.py), and the verdict."""
 
 import argparse
 import contextlib
@@ -11,46 +6,34 @@ import hashlib
 import ipaddress
 import os
 import re
-import resource
-import shutil
 import socket
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dist_common import cli
 from dist_common.report import Report
 from interfaces import addresses_of, read_interfaces
+from nccl_parts.compare import (
+    ROWS,
+    Finding,
+    by_hosts,
+    count,
+    differing,
+    gib,
+    lacking,
+    nodes_by_name,
+    odd,
+)
 from nccl_parts.doctor import wrong_limits
-from nccl_parts.host import GIB, text
 from nccl_parts.verdicts import VICTIM, ranks_of
 
 MESSAGE = {"cpu": 256 * 2**10, "cuda": 64 * 2**20}  # bytes, between nodes
-LITTLE = 0.5  # of the middle node's: a limit or a disk so small is another configuration
 SLOW_RANK = 0.6  # one of several that share a network card, not quite fairly
 SLOW_GPU = 0.85  # GPUs of one kind differ by some percent
-LITTLE_ROOM = GIB  # bytes: more is enough, whatever the others have
 UNSEEN = "does not see what rank 0 wrote"
-# Cards of containers and virtual machines, which come and go on a healthy host.
-VIRTUAL = re.compile(r"(lo|docker|veth|virbr|vnet|br-|cni|flannel|cali|podman|tun|tap|vxlan)")
-ROWS = 8  # nodes on the screen
-
-
-class Finding(NamedTuple):
-    """What is wrong, and the nodes to drain: several with `sure` False are suspects, none a job."""
-
-    nodes: list[str]
-    what: str
-    sure: bool = True
-
-    @property
-    def line(self) -> str:
-        if not self.nodes:
-            return f"STOP: {self.what}"
-        names = (", " if self.sure else " or ").join(self.nodes)
-        return f"DRAIN {names}: {self.what}"
 
 
 # what a node says of itself
@@ -62,37 +45,6 @@ def code_of(folder: Path) -> str:
     for file in sorted(folder.rglob("*.py")):
         total.update(str(file.relative_to(folder)).encode() + file.read_bytes())
     return total.hexdigest()[:12]
-
-
-def read_driver() -> str | None:
-    """Return the version of NVIDIA's driver; None where there is none."""
-    found = re.search(r"(\d+\.\d[\d.]*)", text(Path("/proc/driver/nvidia/version")))
-    return found[1] if found else None
-
-
-def read_processes() -> int | None:
-    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    return None if most == resource.RLIM_INFINITY else most
-
-
-def free_in(folder: str) -> int | None:
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(folder).free
-    return None
-
-
-def read_cards() -> list[dict]:
-    """Return network, MTU and Mbit/s of the running cards that other hosts can be behind."""
-    found = []
-    for own in read_interfaces():
-        if own.running and not own.loopback and not VIRTUAL.match(own.name):
-            speed = text(Path(f"/sys/class/net/{own.name}/speed"))
-            networks = [str(ipaddress.ip_interface(a).network) for a in own.addresses]
-            networks = [n for n in networks if not n.startswith("fe80")]
-            mbit_s = int(speed) if speed.isdecimal() else None
-            found += [{"network": n, "name": own.name, "mtu": own.mtu, "mbit_s": mbit_s}
-                      for n in networks[:1]]  # fmt: skip
-    return found
 
 
 def way_to(master: str) -> str:
@@ -166,74 +118,13 @@ def cannot_meet(ranks: list[dict]) -> bool:
     """Say whether a process group of these ranks is refused, or would wait for its timeout."""
     told = [one for one in ranks if "versions" in one]
     sizes = {one["world_size"] for one in told}
-    versions = {(one["python"], one["versions"]["torch"], one["dist_common"]) for one in told}
+    versions = {(one["versions"]["Python"], one["versions"]["torch"], one["dist_common"])
+                for one in told}  # fmt: skip
     return len(sizes) > 1 or len(versions) > 1 or bool([*problems(nodes_by_name(ranks))])
-
-
-# nodes compared
-
-
-def nodes_by_name(ranks: Iterable[dict]) -> dict[str, list[dict]]:
-    """Return the ranks of each node by its host's name; two nodes of one name by their ranks."""
-    by_key = defaultdict(list)
-    for one in ranks:
-        by_key[one["host"], one.get("boot"), one.get("torchrun")].append(one)
-    often = Counter(host for host, *_ in by_key)
-    return {
-        host if often[host] == 1 else f"{host} ({ranks_of(o['rank'] for o in here)})": here
-        for (host, *_), here in by_key.items()
-    }
-
-
-def odd(values: dict[str, Any], same: Callable = lambda a, b: a == b) -> tuple[list[str], bool]:
-    """Return the nodes whose value is not that of more than half; all and False if there is none.
-
-    Nodes without a value (None) are left out.
-    """
-    known = {node: value for node, value in values.items() if value is not None}
-    for most in known.values():
-        alike = {node for node, value in known.items() if same(value, most)}
-        if 2 * len(alike) > len(known):
-            return [node for node in known if node not in alike], True
-    return list(known), not known
-
-
-def differing(what: str, values: dict[str, Any], show: Callable = str) -> Iterator[Finding]:
-    """Find nodes of which something differs that should be alike on all."""
-    named, sure = odd(values)
-    if not sure:
-        told = ", ".join(f"{node} has {show(values[node])}" for node in named[:ROWS])
-        yield Finding(named, f"{what} differs: {told}; most do not agree", False)
-    elif named:
-        rest = Counter(show(v) for node, v in values.items() if v is not None and node not in named)
-        for node in named:
-            yield Finding([node], f"{what} is {show(values[node])}, others have {min(rest)}")
-
-
-def lacking(
-    what: str, values: dict[str, float | None], show: Callable, below: float = LITTLE,
-    enough: float = float("inf"),
-) -> Iterator[Finding]:  # fmt: skip
-    """Find nodes that have less than a part of what the middle one of all has, and not enough."""
-    known = {node: float("inf") if v is None else v for node, v in values.items()}
-    if not known:
-        return
-    middle = statistics.median_high(known.values())
-    for node, value in known.items():
-        if value < below * middle and value < enough:
-            yield Finding([node], f"{what}: {show(value)}, others have {show(middle)}")
 
 
 def rate(gb_s: float) -> str:
     return f"{gb_s:.3g} GB/s" if gb_s >= 1 else f"{1e3 * gb_s:.3g} MB/s"
-
-
-def gib(nbytes: float) -> str:
-    return "no limit" if nbytes == float("inf") else f"{nbytes / GIB:.2f} GiB"
-
-
-def count(number: float) -> str:
-    return "no limit" if number == float("inf") else f"{number:,.0f}"
 
 
 def problems(nodes: dict[str, list[dict]]) -> Iterator[Finding]:
@@ -253,60 +144,17 @@ def problems(nodes: dict[str, list[dict]]) -> Iterator[Finding]:
 def by_facts(nodes: dict[str, list[dict]]) -> Iterator[Finding]:
     """Find what differs between nodes before anything is measured."""
     told = {name: here for name, here in nodes.items() if "versions" in here[0]}
-    one = {name: here[0] for name, here in told.items()}
 
     def of(key: str) -> dict[str, Any]:
-        return {name: own[key] for name, own in one.items()}
+        return {name: here[0][key] for name, here in told.items()}
 
-    yield from differing("Python", of("python"))
-    for library in ("torch", "NCCL"):
-        yield from differing(library, {n: own["versions"].get(library) for n, own in one.items()})
-    yield from differing("the version of dist_common", of("dist_common"))
+    yield from differing("", "the version of dist_common", of("dist_common"))
     if len({*of("dist_common").values()}) == 1:
-        yield from differing("the code of dist_common", of("code"))
-    yield from differing("NVIDIA's driver", of("driver"))
-    yield from differing("WORLD_SIZE", of("world_size"))
-    yield from lacking("ranks", {n: len(here) for n, here in told.items()}, count, 1.0)
-    yield from lacking("GPUs", of("installed"), count, 1.0)
-    ports = {n: [p for p in own["infiniband"] if p["state"] == "ACTIVE"] for n, own in one.items()}
-    yield from lacking("active RDMA ports", {n: len(p) for n, p in ports.items()}, count, 1.0)
-    rates = {n: sum(port["gbit_s"] or 0 for port in p) for n, p in ports.items()}
-    yield from lacking("Gbit/s of all RDMA ports", rates, count, 1.0)
-    yield from by_networks({n: own["cards"] for n, own in one.items()})
-    limits, small = {n: own["limits"] for n, own in one.items()}, set()
-    for name, what, show, enough in (
-        ("shared memory", "/dev/shm", gib, float("inf")),
-        ("shared memory left", "left in /dev/shm", gib, LITTLE_ROOM),
-        ("locked memory", "memory that may be locked", gib, float("inf")),
-        ("open files", "open files (ulimit -n)", count, float("inf")),
-    ):
-        has = {n: own[name] for n, own in limits.items() if name in own}
-        if name == "shared memory left":  # a small one has little left, too: said once
-            has = {n: free if n not in small else None for n, free in has.items()}
-        found = [*lacking(what, has, show, enough=enough)]
-        small |= {one.nodes[0] for one in found}
-        yield from found
-    yield from lacking("processes (ulimit -u)", of("processes"), count)
-    yield from lacking("free for temporary files", of("temporary"), gib, enough=LITTLE_ROOM)
-
-
-def by_networks(cards: dict[str, list[dict]]) -> Iterator[Finding]:
-    """Find nodes without a card in a network in which most have one, with another MTU, or slower.
-
-    Networks are compared, since the names of cards differ between healthy hosts.
-    """
-    most = Counter(network for own in cards.values() for network in {c["network"] for c in own})
-    for network, number in most.items():
-        if number < 2 or 2 * number <= len(cards):
-            continue
-        there = {n: next((c for c in own if c["network"] == network), None)
-                 for n, own in cards.items()}  # fmt: skip
-        for name in [name for name, card in there.items() if card is None]:
-            yield Finding([name], f"no running card in {network}, where {number} nodes have one")
-        known = {name: card for name, card in there.items() if card}
-        yield from differing(f"MTU in {network}", {n: c["mtu"] for n, c in known.items()})
-        speeds = {n: c["mbit_s"] for n, c in known.items() if c["mbit_s"]}
-        yield from lacking(f"Mbit/s of the card in {network}", speeds, count, 1.0)
+        yield from differing("", "the code of dist_common", of("code"))
+    yield from differing("", "WORLD_SIZE", of("world_size"))
+    counts = {name: len(here) for name, here in told.items()}
+    yield from lacking("", "ranks", counts, count, 1.0)
+    yield from by_hosts(told)
 
 
 # what was measured
@@ -408,7 +256,7 @@ def by_measurement(
     yield from by_products(measured, name_of)
     gpus = {f"{one['rank']}": one["tflop_s"] for one in measured
             if "tflop_s" in one and args.device_type == "cuda"}  # fmt: skip
-    for slow in lacking("TFLOP/s", gpus, lambda v: f"{v:.3g}", SLOW_GPU):
+    for slow in lacking("", "TFLOP/s", gpus, lambda v: f"{v:.3g}", SLOW_GPU):
         rank = int(slow.nodes[0])
         yield Finding([name_of[rank]], f"the GPU of rank {rank} is slow: {slow.what}")
     yield from by_sums(nodes, measured, name_of)
