@@ -166,7 +166,8 @@ FABRIC = {"infiniband": [port("mlx5_0:1"), port("mlx5_1:1")]}
         is_set(NCCL_FASTRAK_IFNAME="eth1", OFI_NCCL_PROTOCOL="RDMA", FI_PROVIDER="efa"),
         {"limits": LIMITS | {"locked memory": 2**20}}, GPUS | is_set(CUDA_VISIBLE_DEVICES="1,0"),
         is_set(NCCL_NET_GDR_LEVEL="PHB", NCCL_IB_TIMEOUT="22", NCCL_PROTO=""),
-        is_set(TORCH_NCCL_NAN_CHECK="true"),
+        is_set(TORCH_NCCL_NAN_CHECK="true"), is_set(NCCL_INSPECTOR_ENABLE="1"),
+        {"infiniband": [port("a:1"), port("b:1", gbit_s=200.0)]},  # two of two: which use is it?
     ],
 )  # fmt: skip
 def test_a_machine_without_mistakes(right):
@@ -503,6 +504,9 @@ def test_nccls_words_on_the_pages_are_nccls():
         "via NET/": "networks.md", "via SHM/": "networks.md", "via P2P/IPC": "networks.md",
         "NCCL_TOPO_FILE set by environment to": "networks.md", "GDRDMA": "hardware.md",
         "Call to ibv_reg_mr failed": "doctor.md", "failed to extend": "doctor.md",
+        "PEER_DEAD": "nccl_debugging.md", "collective_counts": "nccl_debugging.md",
+        "missing_ranks": "nccl_debugging.md", "considered_dead": "nccl_debugging.md",
+        "async_error": "nccl_debugging.md", "unresponsive": "nccl_debugging.md",
     }  # fmt: skip
     (library,) = libraries_of("NCCL")
     with library.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
@@ -527,7 +531,7 @@ def test_the_table_is_whole():
         assert row["source"] in part.TABLE["sources"]
         re.compile(row.get("pattern", ""))
     missing = """CUMEM_ENABLE MNNVL_ENABLE PXN_DISABLE DMABUF_ENABLE IB_SPLIT_DATA_ON_QPS
-        IB_ADAPTIVE_ROUTING IB_MERGE_NICS IB_ROCE_VERSION_NUM COLLNET_ENABLE TUNER_PLUGIN
+        IB_FIFO_TC IB_ADAPTIVE_ROUTING IB_MERGE_NICS IB_ROCE_VERSION_NUM COLLNET_ENABLE TUNER_PLUGIN
         NCHANNELS_PER_NET_PEER GRAPH_DUMP_FILE RAS_ENABLE RAS_ADDR"""
     assert {f"NCCL_{name}" for name in missing.split()} <= set(names)
     assert all(row["name"] in names + ["CUDA_LAUNCH_BLOCKING"] for row in part.TABLE["left_over"])

@@ -209,6 +209,8 @@ FLAGS_OF_OTHER_TOOLS = """
     Megatron-LM: --data-path --eval-interval --mock-data --no-gradient-accumulation-fusion
     py-spy: --pid --native --locals
     torchfrtrace: --allow-incomplete-ranks
+    srun: --no-kill
+    ibdiagnet: --get_phy_info
     deepspeed: --num_gpus --num_nodes --hostfile --master_addr --master_port --include --exclude
         --bind_cores_to_rank
 """

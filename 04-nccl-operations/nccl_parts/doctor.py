@@ -17,7 +17,7 @@ TABLE, FINDINGS = read_toml(FOLDER / "variables.toml"), read_toml(FOLDER / "find
 VARIABLES = {row["name"]: row for row in TABLE["variable"]}
 STALE = {row["name"]: row for row in TABLE["stale"]}
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK")
-PLUGIN = re.compile(r"NCCL_(FASTRAK|GPUDIRECTTCPX|TUNER_CONFIG)|(OFI_NCCL|FI)_")
+PLUGIN = re.compile(r"NCCL_(FASTRAK|GPUDIRECTTCPX|TUNER_CONFIG|INSPECTOR)|(OFI_NCCL|FI)_")
 LIBRARIES = {"NCCL_": ("libnccl",), "TORCH_NCCL_": ("libtorch_cuda", "libtorch_cpu"),
              "TORCH_FR_": ("libtorch_cpu",)}  # fmt: skip
 
