@@ -4,7 +4,7 @@
           torchrun --standalone --nproc-per-node=2 04-nccl-operations/doctor.py
     GPU   srun python 04-nccl-operations/doctor.py    (or torchrun, on each machine of the job)
 
-Start it as the job is started, on all its machines: it also compares the ranks, through the
+Start it as the job is started, on all its machines: it also compares ranks and hosts, through the
 launcher's store, so that it ends with a result where no process group could be made. `--list`
 prints variables.toml, the variables that it knows. Look for: what each finding costs, and what to
 do.
@@ -69,9 +69,10 @@ def examine_host(here, hosts, world_size):
 def differences(ranks):
     """Find settings that differ between ranks."""
     seen = defaultdict(dict)
+    names = set().union(*(one["settings"] for one in ranks)) - OWN_OF_A_RANK
     for one in ranks:
         who = f"rank {one['rank']} on {one['host']}"
-        for name in set().union(*(other["settings"] for other in ranks)) - OWN_OF_A_RANK:
+        for name in names:
             seen[name][who] = one["settings"].get(name, ["unset"])[0]
     for what, values in sorted(seen.items()):
         if len(set(values.values())) > 1:
