@@ -1,8 +1,9 @@
 """A healthy DGX H100, as its files under /proc and /sys say: a folder that tests make and break.
 
 Eight adapters for the GPUs; two cards of two ports for storage and management, of which two ports
-have no cable; three Ethernet ports of the board. PCI addresses of the eight: NVIDIA, DGX BasePOD
-deployment guide, "Validate IB/Compute interfaces". The rest is a usual use of the other ports.
+have no cable; three Ethernet ports of the board, and its controller's by USB. PCI addresses of the
+eight: NVIDIA, DGX BasePOD deployment guide, "Validate IB/Compute interfaces". The rest is a usual
+use of the other ports.
 """
 
 from nccl_parts import host
@@ -56,6 +57,10 @@ def plant_dgx(root):
     for card, (state, speed) in BOARD_CARDS.items():
         files |= {f"{net}/{card}/operstate": state, f"{net}/{card}/mtu": 1500,
                   f"{net}/{card}/speed": speed, f"{net}/{card}/device/uevent": ""}  # fmt: skip
+    files |= {f"{net}/bmc_redfish0/operstate": "up", f"{net}/bmc_redfish0/mtu": 1500}
+    (root / "sys/devices/pci0000:00/usb1/1-14").mkdir(parents=True)
+    (root / net / "bmc_redfish0").mkdir(parents=True)
+    (root / net / "bmc_redfish0/device").symlink_to(root / "sys/devices/pci0000:00/usb1/1-14")
     return plant(root, files)
 
 

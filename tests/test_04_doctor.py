@@ -297,8 +297,9 @@ def test_healthy_dgx_h100_are_quiet(fleet, number, settings):
 
 def test_healthy_racks_and_boards_that_differ_are_quiet(fleet):
     def other_place(root):
-        """Another network, with the same interface; a card of the board in another port."""
+        """A card of the board in another port, and no controller at its USB card."""
         (root / "sys/class/net/eno3").rename(root / "sys/class/net/eno4")
+        (root / "sys/class/net/bmc_redfish0/operstate").write_text("down\n")
 
         def move(one):
             one["interfaces"] = [own for own in one["interfaces"] if own["name"] != "eno3"]

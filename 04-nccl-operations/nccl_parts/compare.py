@@ -189,45 +189,47 @@ def by_cards(cards: dict[str, list[dict]]) -> Iterator[Finding]:
     of which most nodes have no part (a link of its own for each card, as with RoCE; the parts of a
     bond, which have no address) is compared by the card's name.
     """
+    if len(cards) < 2:
+        return
     running = {node: [card for card in own if card["running"]] for node, own in cards.items()}
-    up = usual({card["name"] for card in own} for own in running.values())
-    # A card of an RDMA adapter is down if its port is, and that is said already.
-    counts = {node: sum(card["physical"] and not card["rdma"] for card in own)
-              for node, own in running.items()}  # fmt: skip
-    fewer = {one.nodes[0]: one for one in lacking(
-        "no-card", "running network cards", counts, count, 1.0
-    )}  # fmt: skip
-    down = {node: [card["name"] for card in own if not card["running"] and card["name"] in up]
+    networks = usual({card["network"] for card in own} - {None} for own in running.values())
+    names = usual({card["name"] for card in own} for own in running.values())
+    down = {node: [card["name"] for card in own if not card["running"] and card["name"] in names]
             for node, own in cards.items()}  # fmt: skip
-    shared = usual({card["network"] for card in own} - {None} for own in running.values())
-    shared = sorted(shared) if len(cards) > 1 else []
-    named = set()
-    for network in shared:
-        there = {node: next((card for card in own if card["network"] == network), None)
-                 for node, own in running.items()}  # fmt: skip
-        known = {node: card for node, card in there.items() if card}
-        for node in there.keys() - known.keys():
-            named.add(node)
-            told = f"no running card in {network}, where {len(known)} nodes have one"
-            told += f": {', '.join(down[node])} is down" if down[node] else ""
-            yield Finding([node], told, key="no-card")
-    for node in fewer.keys() - named:
-        told = f": {', '.join(down[node])} is down" if down[node] else ""
-        yield fewer[node]._replace(what=fewer[node].what + told)
-    for network in shared:
+    for one in missing_cards(running, sorted(networks)):
+        gone = down[one.nodes[0]]
+        yield one._replace(what=one.what + f": {', '.join(gone)} is down" * bool(gone))
+    for network in sorted(networks):
         known = {node: card for node, own in running.items() for card in own[::-1]
                  if card["network"] == network}  # fmt: skip
         mtus = {node: card["mtu"] for node, card in known.items()}
         yield from differing("other-mtu", f"MTU in {network}", mtus)
-        speeds = {node: card["mbit_s"] for node, card in known.items()
-                  if card["mbit_s"] and node not in fewer}  # fmt: skip
+        speeds = {node: card["mbit_s"] for node, card in known.items() if card["mbit_s"]}
         what = f"Mbit/s of the card in {network}"
         yield from lacking("slower-card", what, speeds, count, 1.0)
-    for name in sorted(up) if len(cards) > 1 else []:
+    for name in sorted(names):
         mtus = {node: card["mtu"] for node, own in running.items() for card in own
-                if card["name"] == name and card["network"] not in shared}  # fmt: skip
+                if card["name"] == name and card["network"] not in networks}  # fmt: skip
         if 2 * len(mtus) > len(cards):
             yield from differing("other-mtu", f"MTU of {name}", mtus)
+
+
+def missing_cards(running: dict[str, list[dict]], networks: list[str]) -> Iterator[Finding]:
+    """Find nodes without a card in one of these networks, or else with fewer cards than most."""
+    named = set()
+    for network in networks:
+        known = [node for node, own in running.items()
+                 if any(card["network"] == network for card in own)]  # fmt: skip
+        for node in [node for node in running if node not in known]:
+            named.add(node)
+            told = f"no running card in {network}, where {len(known)} nodes have one"
+            yield Finding([node], told, key="no-card")
+    # A card of an RDMA adapter is down if its port is, and that is said already.
+    counts = {node: sum(card["physical"] and not card["rdma"] for card in own)
+              for node, own in running.items()}  # fmt: skip
+    for one in lacking("no-card", "running network cards", counts, count, 1.0):
+        if one.nodes[0] not in named:
+            yield one
 
 
 def by_listening(one: dict[str, dict]) -> Iterator[Finding]:

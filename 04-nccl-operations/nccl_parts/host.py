@@ -118,7 +118,9 @@ def read_cards(interfaces: list[dict], root: Path = ROOT) -> list[dict]:
     parts have; `rdma` belongs to one of the adapters of read_infiniband.
     """
     known, folder = {own["name"]: own for own in interfaces}, root / "sys/class/net"
-    devices = {path.parent.name for path in folder.glob("*/device")}
+    # By USB a server's controller (BMC) shows itself: it leads to no other host.
+    devices = {path.parent.name for path in folder.glob("*/device")
+               if "/usb" not in str(path.resolve())}  # fmt: skip
     found = []
     for name in sorted(known.keys() | devices):
         own, seen = known.get(name), folder / name
