@@ -336,7 +336,7 @@ FILES = {
     "state": f"{ADAPTER}5/ports/1/state", "rate": f"{ADAPTER}5/ports/1/rate",
     "all_rates": f"{ADAPTER}*/ports/1/rate", "mtu": "sys/class/net/ibp79s0/mtu",
     "board_mtu": "sys/class/net/eno3/mtu", "second": "sys/class/net/ens6f0/operstate",
-    "bond": f"{ADAPTER}2/ports/1/state",
+    "bond": f"{ADAPTER}2/ports/1/state", "first": "sys/class/net/eno3/operstate",
 }  # fmt: skip
 
 
@@ -378,6 +378,8 @@ FAULTS = [
     (writes(mtu=2044), "MTU of ibp79s0 is 2044, others have 4092", "ip link set"),
     (writes(board_mtu=9000), "MTU in 10.1.0.0/16 is 9000, others have 1500", "ip link set"),
     (writes(second="down"), "running network cards: 1, others have 2: ens6f0 is down", "cable"),
+    (writes(first="down"), "no running card in 10.1.0.0/16, where 4 nodes have one: eno3 is down",
+     "ip -br link"),
     (writes(bond="1: DOWN"), "active RDMA ports: 9, others have 10: mlx5_2:1 is DOWN", "ibstat"),
     (writes(state="1: DOWN"), "active RDMA ports: 9, others have 10: mlx5_5:1 is DOWN", "ibstat"),
     (lose_adapter, "RDMA ports: 9, others have 10: no adapter at 0000:5e:00.0 port 1", "lspci"),
