@@ -23,7 +23,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from nccl_parts import failure_gallery as part
 from nccl_parts import recorder, verdicts
 from nccl_parts.failure_gallery import NAMES, Failure, Job, load, may_enter
 from nccl_parts.verdicts import Verdict, compare, ending, odd_ones_out, ranks_of
+from nccl_parts.waits import judge_waits
 
 DEADLINE_S = 15.0  # of a job, after which its ranks are ended; --timeout makes it shorter
 CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
@@ -114,44 +114,6 @@ def by_detail(job):
         return ended, compare(calls, "the collective")
     # It compares what the members of one group call, and sees no ranks that wait in several.
     return ended, Verdict("DETAIL says nothing: ask the recorder (--tool recorder)")
-
-
-def waits_of(notes: list[recorder.Notes]) -> dict[int, dict[int, str]]:
-    """Return whom each rank waits for, and in which call: who has not come to it."""
-    found: dict[int, dict[int, str]] = defaultdict(dict)
-    for rank, own in enumerate(notes):
-        for group, number, call in own.open:
-            members = own.members.get(group, range(len(notes)))
-            for other in members:
-                if notes[other].started.get(group, 0) < number:
-                    of = f" of group {members}" if group in own.members else ""
-                    found[rank][other] = f"call {number}{of}, {call}"
-        for kind, peer, number in own.waits:
-            answer = "receive" if kind == "send" else "send"
-            if notes[peer].sends.get((answer, rank), 0) < number:
-                found[rank][peer] = f"{kind} {number} {'to' if kind == 'send' else 'from'} it"
-    return found
-
-
-def judge_waits(notes: list[recorder.Notes]) -> Verdict | None:
-    """Name a circle of ranks, or who is missing in a group or at the other end of a message."""
-    waits = waits_of(notes)
-    told = {rank: "; ".join(f"rank {rank} waits for rank {other} in {call}"
-                            for other, call in others.items()) for rank, others in waits.items()
-            }  # fmt: skip
-    for start in waits:
-        path = [start]
-        while after := [other for other in waits.get(path[-1], ()) if other in waits]:
-            path.append(after[0])
-            if after[0] in path[:-1]:
-                circle = path[path.index(after[0]) : -1]
-                text = "; ".join(told[rank] for rank in circle)
-                return Verdict(f"{ranks_of(circle)} wait in a circle: {text}", frozenset(circle))
-    missing = {other for others in waits.values() for other in others} - waits.keys()
-    if missing and any(own.sends or own.members for own in notes):
-        text = f"{'; '.join(told.values())}; {ranks_of(missing)} waits for nobody"
-        return Verdict(f"{text}: look at {ranks_of(missing)}", frozenset(missing))
-    return None
 
 
 def judge_recorder(notes: list[recorder.Notes], ranks: Sequence[Rank] = ()) -> Verdict:

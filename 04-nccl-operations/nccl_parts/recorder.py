@@ -55,6 +55,7 @@ class Notes(NamedTuple):
     sends: dict[tuple[str, int], int] = {}  # by "send" or "receive" and peer: how many
     waits: list[tuple[str, int, int]] = []  # of these which have not ended: by kind, peer, number
     world_size: int = 0
+    order: list[str] = []  # the group of each call, one after the other
 
     @property
     def count(self) -> int:
@@ -75,7 +76,7 @@ def notes_of(file: Path) -> Notes:
     first, entries, groups, everybody, sends, waits = told
     world_size = max(map(len, everybody.values()), default=0)
     members = {name: ranks for name, ranks in everybody.items() if len(ranks) < world_size}
-    calls, within, started, unfinished = [], defaultdict(list), {}, []
+    calls, within, started, unfinished, order = [], defaultdict(list), {}, [], []
     for entry in entries:
         name = entry["profiling_name"].split(":")[-1]
         shapes = " ".join(map(str, entry["input_sizes"] or entry["output_sizes"]))
@@ -86,10 +87,18 @@ def notes_of(file: Path) -> Notes:
         else:
             calls.append((call, entry["time_created_ns"] / 1e9))
         started[group] = entry["collective_seq_id"]
+        order.append(group)
         if not entry["retired"]:
             unfinished.append((group, started[group], call))
-    more = (within, started, unfinished, sends, waits, world_size)
+    more = (within, started, unfinished, sends, waits, world_size, order)
     return Notes(calls, groups, first, members, *more)
+
+
+def notes_in(folder: Path) -> dict[int, Notes]:
+    """Read the notes of all ranks: rank-N.trace, or a dump of PyTorch's, whose name ends in _N."""
+    names = [(file, re.fullmatch(r"rank-(\d+)\.trace|[^.]*_(\d+)", file.name))
+             for file in folder.glob("*")]  # fmt: skip
+    return {int(name[1] or name[2]): notes_of(file) for file, name in names if name}
 
 
 def messages_of(entries: list[dict], everybody: dict[str, list[int]]) -> tuple[Counter, list]:
@@ -233,9 +242,7 @@ def run_or_compare(words: list[str], judge: Callable[[list[Notes]], Verdict]) ->
     folder = Path(words[0])
     if len(words) > 1:
         run_recorded(folder, *words[1:])
-    names = [(file, re.fullmatch(r"rank-(\d+)\.trace|[^.]*_(\d+)", file.name))
-             for file in folder.glob("*")]  # fmt: skip
-    found = {int(name[1] or name[2]): notes_of(file) for file, name in names if name}
+    found = notes_in(folder)
     if not found:
         raise cli.UsageError(f"there is no rank-N.trace in {folder}, nor a dump of PyTorch's")
     ranks = max(max(found) + 1, *(own.world_size for own in found.values()))

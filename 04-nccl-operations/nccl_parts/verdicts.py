@@ -35,6 +35,7 @@ class Verdict(NamedTuple):
 
     text: str
     named: frozenset[int] = frozenset()
+    kind: str = "calls"  # "send", "order": who closes a circle of waiting ranks
 
 
 def ranks_of(numbers) -> str:

@@ -1,0 +1,233 @@
+"""The processes of the jobs on this machine, from outside: what each is, and what it does.
+
+Sources: proc(5); Linux, net/ipv4/tcp_ipv4.c (get_tcp4_sock); py-spy's README.
+"""
+
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from nccl_parts.failure_gallery import py_spy
+from nccl_parts.verdicts import waits_in
+
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun's ranks have the last too
+SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
+JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+LOADER = "pt_data_worker"  # as PyTorch calls the main thread of a data loader's worker
+STEPS = ("step", "global_step", "iteration")  # what a training loop calls its counter
+LIBRARY = re.compile(r"(site|dist)-packages/|/lib/python3|^<|nccl_parts/|failure_gallery\.py")
+IDLE = "no code of its own"
+ESTABLISHED = "01"  # in /proc/net/tcp
+TOOL_S = 30.0  # the longest wait for py-spy
+Frame = tuple[str, str, int, dict[str, str]]  # file, function, line, local variables
+
+
+@dataclass
+class Process:
+    """A process of a job, as it was seen twice."""
+
+    pid: int
+    parent: int
+    role: str  # "rank", "loader worker", "child" or "launcher"
+    rank: int | None  # None: a launcher
+    world_size: int | None
+    local_size: int | None  # how many ranks its launcher was to start on this node
+    node: str
+    job: list[str]
+    command: list[str]
+    state: str = ""  # psutil's word: "stopped", "disk-sleep", "zombie", "sleeping", ...
+    waits_in: str = ""  # the kernel function that it sleeps in, for root
+    cpu: float = 0.0  # share of one core between the two looks
+    addresses: list[str] = field(default_factory=list)  # of the node, where the job has sockets
+    stuck: dict[str, int] = field(default_factory=dict)  # peer: bytes without acknowledgement
+    stack: list[Frame] = field(default_factory=list)  # innermost first
+    unread: str = ""  # why there is no stack
+    on_gpu: bool = False  # whether it has opened one
+    steps: list[int] = field(default_factory=list)  # the training loop's counter, at each look
+
+    @property
+    def title(self) -> str:
+        """Return "rank 3", "loader worker of rank 3" or "launcher"."""
+        rank = "" if self.rank is None else f"rank {self.rank}"
+        return rank if self.role == "rank" else " of ".join(filter(None, (self.role, rank)))
+
+    @property
+    def place(self) -> str:
+        """Return where it is in its own code: function, file, line, and small local values."""
+        frame = next((frame for frame in self.stack if not LIBRARY.search(frame[0])), None)
+        if frame is None:
+            return IDLE if self.stack else self.state
+        file, name, line, values = frame
+        small = [f"{k}={v}" for k, v in values.items() if re.fullmatch(r"-?\d+|\"[^\"]{,20}\"", v)]
+        return f"{name}, {Path(file).name}:{line}" + (f" ({', '.join(small)})" if small else "")
+
+    @property
+    def call(self) -> str:
+        """Return the collective that it is in, and where."""
+        called = self.stack and waits_in([frame[:3] for frame in self.stack])
+        return f"{called} in {self.place}" if called else self.place
+
+
+# Which processes there are, and what each of them is.
+
+
+def find_processes() -> list[Process]:
+    """Return the ranks of all jobs on this machine, their children and their launchers."""
+    seen = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # another user's, or ended by now
+            seen[process.pid] = (process.ppid(), process.environ(), process)
+    found = []
+    for pid, (parent, environ, process) in seen.items():
+        rank, above = rank_in(environ), rank_in(seen[parent][1] if parent in seen else {})
+        if rank is None or "python" not in os.path.basename(text_of(process.exe)):
+            continue
+        role = "rank" if rank != above else "loader worker" if name_of(pid) == LOADER else "child"
+        size, local = environ.get(SIZES[place(environ)], ""), environ.get("LOCAL_WORLD_SIZE", "")
+        job, command = [environ.get(name, "") for name in JOB], text_of(process.cmdline)
+        sizes = number(size), number(local)
+        found.append(Process(pid, parent, role, rank, *sizes, node_of(pid), job, [*command]))
+    launchers = {one.parent: one for one in found if one.role == "rank" and one.parent in seen}
+    return found + [
+        Process(pid, seen[pid][0], "launcher", None, rank.world_size, rank.local_size, rank.node,
+                rank.job, [*text_of(seen[pid][2].cmdline)]) for pid, rank in launchers.items()
+        if pid != os.getpid()
+    ]  # fmt: skip
+
+
+def place(environ: dict) -> int:
+    return next((index for index, name in enumerate(RANKS) if name in environ), 0)
+
+
+def rank_in(environ: dict) -> int | None:
+    return number(environ.get(RANKS[place(environ)], ""))
+
+
+def number(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None
+
+
+def text_of(read):
+    """Return what psutil reads, or nothing of a process that has ended."""
+    with contextlib.suppress(psutil.Error):
+        return read()
+    return ""
+
+
+def file_of(pid: int, name: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_text().strip()
+    return ""
+
+
+def name_of(pid: int) -> str:
+    return file_of(pid, "comm")
+
+
+def node_of(pid: int) -> str:
+    """Return this machine's name; of a process in a network of its own, an address there."""
+    with contextlib.suppress(OSError):
+        if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
+            routes = re.findall(r"\|-- ([\d.]+)\n\s+/32 host LOCAL", file_of(pid, "net/fib_trie"))
+            return next((one for one in routes if not one.startswith("127.")), f"network of {pid}")
+    return socket.gethostname()
+
+
+# What a process does.
+
+
+def look_twice(processes: list[Process], seconds: float) -> None:
+    """Fill in state, CPU time, stack, counter and sockets: at the second look, what remains."""
+    before = {}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read_stack, processes))
+        for one in processes:
+            before[one.pid] = cpu_seconds(one.pid), sockets_of(one)
+        time.sleep(seconds)
+        list(pool.map(read_stack, processes))
+    for one in processes:
+        used, sent = before[one.pid]
+        one.cpu = round((cpu_seconds(one.pid) - used) / seconds, 2)
+        now = sockets_of(one)
+        # Neither acknowledged nor read by a slow peer, who would have taken some of it: sent again.
+        one.stuck = {peer: size for peer, (size, again) in now.items()
+                     if again and size >= sent.get(peer, (size + 1, 0))[0]}  # fmt: skip
+
+
+def cpu_seconds(pid: int) -> float:
+    with contextlib.suppress(psutil.Error):
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    return 0.0
+
+
+def read_stack(one: Process) -> None:
+    """Read state, stack with local variables, and the training loop's counter."""
+    try:
+        one.state = psutil.Process(one.pid).status()
+    except psutil.Error:
+        one.state = psutil.STATUS_ZOMBIE
+    one.waits_in, one.stack = file_of(one.pid, "wchan"), []
+    if one.state in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) or one.role == "launcher":
+        return  # py-spy would wait for the first
+    command = [py_spy() or "", "dump", "--json", "--locals", "--pid", str(one.pid)]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", "") or "").strip().splitlines()
+        one.unread = said[-1] if said else "py-spy is not installed" if not command[0] else "late"
+        return
+    main = next(t for t in json.loads(asked.stdout) if t["os_thread_id"] == one.pid)
+    one.unread = ""
+    one.stack = [(frame["filename"], frame["name"], frame["line"],
+                  {local["name"]: local["repr"] or "" for local in frame["locals"] or ()})
+                 for frame in main["frames"]]  # fmt: skip
+    forked = [at for at, frame in enumerate(one.stack) if frame[1] == "_worker_loop"]
+    if forked:  # what is below was its parent's
+        one.stack = one.stack[: forked[0] + 1]
+    counters = [number(names[name]) for *_, names in one.stack for name in STEPS if name in names]
+    one.steps += [step for step in counters[-1:] if step is not None]
+
+
+def sockets_of(one: Process) -> dict[str, tuple[int, int]]:
+    """Return bytes that a peer has not acknowledged, and how often they were sent again."""
+    found, opened = {}, " ".join(paths_of(one.pid))
+    inodes = set(re.findall(r"socket:\[(\d+)\]", opened))
+    one.on_gpu = bool(re.search(r"/dev/(nvidia\d|kfd)", opened))
+    for table in ("net/tcp", "net/tcp6"):
+        for row in map(str.split, file_of(one.pid, table).splitlines()[1:]):
+            if row[9] in inodes and row[3] == ESTABLISHED:
+                here, peer = map(address, row[1:3])
+                if not ipaddress.ip_address(here).is_loopback:
+                    one.addresses = sorted({*one.addresses, here})
+                size, again = int(row[4].split(":")[0], 16), int(row[6], 16)
+                if size:
+                    found[peer] = (size + found.get(peer, (0, 0))[0], again)
+    return found
+
+
+def paths_of(pid: int) -> list[str]:
+    """Return what a process has open, and where it works."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in [f"/proc/{pid}/cwd", *os.scandir(f"/proc/{pid}/fd")]:
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(entry))
+    return found
+
+
+def address(told: str) -> str:
+    """Return the address in a column of /proc/net/tcp: words of 32 bits, lowest byte first."""
+    digits = told.split(":")[0]
+    raw = b"".join(bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8))
+    found = ipaddress.ip_address(raw)
+    return str(getattr(found, "ipv4_mapped", None) or found)
