@@ -159,9 +159,8 @@ def look_twice(processes: list[Process], seconds: float) -> None:
         used, sent = before[one.pid]
         one.cpu = round((cpu_seconds(one.pid) - used) / seconds, 2)
         now = sockets_of(one)
-        # Neither acknowledged nor read by a slow peer, who would have taken some of it: sent again.
-        one.stuck = {peer: size for peer, (size, again) in now.items()
-                     if again and size >= sent.get(peer, (size + 1, 0))[0]}  # fmt: skip
+        # A peer that is alive acknowledges within milliseconds, and takes some of it.
+        one.stuck = {peer: size for peer, size in now.items() if 0 < sent.get(peer, 0) <= size}
 
 
 def cpu_seconds(pid: int) -> float:
@@ -198,8 +197,8 @@ def read_stack(one: Process) -> None:
     one.steps += [step for step in counters[-1:] if step is not None]
 
 
-def sockets_of(one: Process) -> dict[str, tuple[int, int]]:
-    """Return bytes that a peer has not acknowledged, and how often they were sent again."""
+def sockets_of(one: Process) -> dict[str, int]:
+    """Return how many bytes each peer has not acknowledged."""
     found, opened = {}, " ".join(paths_of(one.pid))
     inodes = set(re.findall(r"socket:\[(\d+)\]", opened))
     one.on_gpu = bool(re.search(r"/dev/(nvidia\d|kfd)", opened))
@@ -209,9 +208,8 @@ def sockets_of(one: Process) -> dict[str, tuple[int, int]]:
                 here, peer = map(address, row[1:3])
                 if not ipaddress.ip_address(here).is_loopback:
                     one.addresses = sorted({*one.addresses, here})
-                size, again = int(row[4].split(":")[0], 16), int(row[6], 16)
-                if size:
-                    found[peer] = (size + found.get(peer, (0, 0))[0], again)
+                if size := int(row[4].split(":")[0], 16):
+                    found[peer] = size + found.get(peer, 0)
     return found
 
 
