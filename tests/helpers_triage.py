@@ -8,7 +8,6 @@ Ranks die with their launcher, and launchers with this process, which ends with 
 
 import ctypes
 import os
-import re
 import runpy
 import signal
 import sys
