@@ -79,7 +79,7 @@ def judge_xids(job):
     pids = {(one.node, one.pid): one for one in job.processes}
     for node, lines in job.xids.items():
         for line in lines:
-            number, pid = re.search(r"Xid[^:]*: (\d+)", line), re.search(r"pid='?(\d+)", line)
+            number, pid = re.search(r"Xid \(.*?\): (\d+)", line), re.search(r"pid='?(\d+)", line)
             one = pids.get((node, int(pid[1]))) if pid else None
             if number and (one or int(number[1]) in FATAL_XIDS):
                 ranks = {one.rank} if one else {r for r, o in job.ranks.items() if o.node == node}

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -14,11 +15,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import MARK, REPO, load_script
+import torch
+from conftest import MARK, REPO, assert_one_line, load_script, run_command
 from helpers_01 import wait_for
 from helpers_04 import full
 from helpers_triage import BLANK
+from test_04_nccl_debugging import missing_in
 
+from dist_common import cli
 from dist_common.lab import namespaces
 from nccl_parts import failure_gallery, processes
 from nccl_parts import triage as part
@@ -107,3 +111,180 @@ def test_nothing_is_wrong_with_a_job_that_trains(starter, tmp_path):
         assert (found.kind, found.ranks) == ("training", frozenset())
         first, last = map(int, found.reason.removeprefix("step ").split(" to "))
         assert last > first, found
+
+
+def test_without_notes_it_says_what_it_cannot_tell(starter, tmp_path):
+    """Two groups in inverted order: all stacks are alike, so only the recorder tells."""
+    folder = tmp_path / "job"
+    with running(starter, folder, 1) as launcher:
+        wait_for(lambda: (folder / "fault.json").exists())
+        time.sleep(1.5)
+        found = verdict(launcher)
+        assert (found.kind, found.ranks) == ("cannot tell", frozenset()), found
+        assert "--record FOLDER" in found.reason
+
+
+# The command line.
+
+
+def test_it_finds_the_job_of_a_folder_and_saves_and_loads_what_a_node_knows(
+    starter, tmp_path, run_script
+):
+    folder, shared = tmp_path / "job", tmp_path / "shared"
+    with running(starter, folder, 3) as launcher:  # a rank stops
+        wait_for(lambda: (folder / "fault.json").exists())
+        time.sleep(1.0)
+        fault = json.loads((folder / "fault.json").read_text())
+        where = ("--job", folder, "--notes", folder / "notes", "--seconds", "0.5")
+        ended = run_script(SCRIPT, *where, environ={})
+        assert ended.codes == [1] and ended.stderr == "", ended.stdout + ended.stderr
+        assert f"verdict: stopped: rank {fault['rank']}\n" in ended.stdout
+        assert "why: rank" in ended.stdout and "kill -CONT" in ended.stdout
+        saved = run_script(SCRIPT, *where, "--save", shared, environ={})
+        assert saved.codes == [0] and saved.stdout == ""
+    loaded = run_script(SCRIPT, "--load", shared, environ={})
+    assert f"verdict: stopped: rank {fault['rank']}\n" in loaded.stdout, loaded.stdout
+    wait_for(lambda: not failure_gallery.runs(launcher.pid))
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("--pid", "1"), "no rank of such a job runs here"),
+        (("--job", "nowhere"), "no rank of such a job runs here"),
+        (("--load", "nowhere"), "no node has written to nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(run_script, argv, says):
+    assert_one_line(run_script(SCRIPT, *argv, environ={}), says, "triage.py")
+
+
+def test_of_two_jobs_one_has_to_be_named():
+    jobs = [a_process(0), a_process(0, pid=9, job=["another"])]
+    none = argparse.Namespace(pid=None, job=None)
+    with pytest.raises(cli.UsageError, match="several jobs run here: name one by --pid, of 1, 1"):
+        part.select(jobs, none)
+
+
+@full
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_rehearsal_finds_what_it_draws(tmp_path, seed):
+    ended = run_command(["python", SCRIPT, "--rehearse", str(seed)], REPO, 200)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert f"drawn was: {{'kind': '{KINDS[seed]}'" in ended.stdout
+
+
+# What no machine here has: made-up processes, a made-up RAS.
+
+
+def a_process(rank, role="rank", **other):
+    known = {"pid": 100 + rank, "parent": 1, "world_size": 4, "local_size": 2, "job": ["one"],
+             "node": f"node{rank // 2}", "command": [], "state": "sleeping"}  # fmt: skip
+    return processes.Process(role=role, rank=rank, **known | other)
+
+
+def a_job(changes=None, **other):
+    ranks = [a_process(rank, **(changes or {}).get(rank, {})) for rank in range(4)]
+    return part.Job([one for one in ranks if one.state != "gone"], **other)
+
+
+XID = "[42.1] NVRM: Xid (PCI:0000:3b:00): {}, pid={}, name=python, the rest"
+DEAD = {"rank": 3, "pid": 7, "host": "node1", "considered_dead": True}
+COUNTED = [{"rank": rank, "collective_counts": {"AllReduce": 9 - (rank == 2)}} for rank in range(4)]
+WAITS = [("x/distributed_c10d.py", "all_reduce", 9, {}), ("train.py", "train", 3, {"step": "7"})]
+READS = [("train.py", "read", 5, {"path": '"a.jpg"'}), ("train.py", "train", 3, {})]
+HOMES = {rank: {"addresses": [f"10.0.0.{rank // 2}"]} for rank in range(4)}
+FETCHES = [("train.py", "read", 5, {}), ("torch/utils/data/_utils/fetch.py", "fetch", 1, {})]
+IN_LOADER = [("torch/utils/data/dataloader.py", "_get_data", 1, {})]
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "ranks", "says"),
+    [
+        (a_job(xids={"node1": [XID.format(79, 1)]}), "gpu", {2, 3}, "Xid (PCI"),
+        (a_job(xids={"node1": [XID.format(31, 103)]}), "gpu", {3}, "pid=103"),
+        (a_job(xids={"node1": [XID.format(31, 5)]}), "cannot tell", set(), ""),  # another job's
+        (a_job({1: {"state": "disk-sleep", "waits_in": "nfs_wait"}}), "disk", {1}, "kernel's nfs_"),
+        (a_job({2: {"state": "gone"}}), "ended", {2}, "started 2 ranks, and 1 are there"),
+        (a_job(ras=[{"communicators": [{"missing_ranks": [DEAD]}]}]), "ras", {3}, "pid 7 on node1"),
+        (a_job(ras=[{"communicators": [{"ranks": COUNTED}]}]), "ras", {2}, "launched 8 AllReduce"),
+        (a_job(HOMES | {0: {"stuck": {"10.0.0.1": 9}, "addresses": ["10.0.0.0"]}}), "node",
+         {0, 1, 2, 3}, "one of them, or the link"),
+        (a_job({0: {"stuck": {"10.0.0.8": 9, "10.0.0.9": 9}}}), "node", {0, 1}, "no answer from"),
+        (a_job({0: {"stack": WAITS}, 1: {"stack": READS}}), "elsewhere", {1}, "path=\"a.jpg\""),
+        (a_job({0: {"stack": WAITS, "on_gpu": True}, 1: {"stack": READS}}), "cannot tell", set(),
+         "on NCCL a stack does not tell"),
+        (a_job({0: {"stack": WAITS, "steps": [4, 6]}}), "training", set(), "step 4 to 6"),
+        (a_job(logged=[10, 12]), "training", set(), "step 10 to 12"),
+        (a_job({0: {"unread": "py-spy is not installed"}}), "cannot tell", set(), "pip install"),
+    ],
+)  # fmt: skip
+def test_each_kind_of_evidence(job, kind, ranks, says):
+    found = triage.judge(job)
+    assert (found.kind, set(found.ranks)) == (kind, ranks), found
+    assert says in found.reason, found
+
+
+def test_a_loader_is_to_blame_only_where_its_rank_waits_for_it():
+    worker = a_process(1, "loader worker", pid=50, stack=FETCHES)
+    job = a_job({1: {"stack": IN_LOADER}})
+    job.processes.append(worker)
+    assert triage.judge(job).ranks == {1}
+    job.ranks[1].stack = WAITS  # it reads ahead, and its rank waits for the others
+    assert triage.judge(job).kind == "cannot tell"
+
+
+def test_what_is_missing_on_other_nodes_is_said():
+    job = a_job({2: {"state": "gone"}, 3: {"state": "gone"}})
+    assert "ranks 2, 3 run elsewhere or have ended: --save on each node" in triage.judge(job).reason
+
+
+@pytest.mark.parametrize(
+    ("answers", "told", "why"),
+    [
+        (("OK\n", '{"communicators": []}'), {"communicators": []}, ""),
+        (("ERROR: unknown command\n", ""), {}, "knows no JSON: ERROR: unknown command"),
+        (("OK\n", "text"), {}, "no RAS of NCCL at 127.0.0.1"),
+    ],
+)
+def test_ras_is_asked_as_nccl_wants_it(answers, told, why):
+    def serve():
+        peer, _ = server.accept()
+        with peer, peer.makefile("rw") as stream:
+            for answer in answers:
+                heard.append(stream.readline())
+                stream.write(answer)
+                stream.flush()
+
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        served = pool.submit(serve)
+        found, reason = part.ask_ras(f"127.0.0.1:{server.getsockname()[1]}")
+        served.result()
+    assert found == told and why in reason, reason
+    assert heard[0] == "set format json\n" and heard[1] in ("verbose status\n", "")
+
+
+def test_the_words_of_ras_json_are_in_nccl():
+    files = [*Path(torch.__file__).parents[1].glob("nvidia/nccl/lib/libnccl.so*")]
+    if not files or torch.cuda.nccl.version() < (2, 30):
+        pytest.skip("this PyTorch comes without NCCL, or with an older one")
+    names = ("communicators", "missing_ranks", "collective_counts", "considered_dead", "rank")
+    words = [f'"{name}":' for name in names] + ["set format ", "verbose status"]
+    assert not missing_in(files, words)
+
+
+def test_gpus_are_read_as_nvidia_smi_prints_them(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, 00000000:3B:00.0, 100, 97.31'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (gpu,), why = part.read_gpus()
+    assert gpu["utilization.gpu"] == "100" and gpu["power.draw"] == "97.31" and not why
+    tool.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
+    assert part.read_gpus() == ([], "No devices were found")
+
+
+def test_an_address_is_read_as_the_kernel_writes_it():
+    assert processes.address("0100007F:1F90") == "127.0.0.1"
+    assert processes.address("0000000000000000FFFF000002004D0A:8D18") == "10.77.0.2"

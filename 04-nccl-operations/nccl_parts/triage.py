@@ -104,7 +104,7 @@ def read_xids() -> tuple[list[str], str]:
 
 
 def ask_ras(where: str = "") -> tuple[dict, str]:
-    """Return NCCL's RAS as JSON, from 2.28 on."""
+    """Return the answer of NCCL's RAS as JSON: 2.30.7 has it, the first ones had text alone."""
     host, _, port = (where or RAS).rpartition(":")
     try:
         with socket.create_connection((host, int(port)), 1.0) as peer:
