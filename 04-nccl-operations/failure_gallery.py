@@ -19,14 +19,12 @@ import contextlib
 import functools
 import os
 import re
-import socket
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 from dist_common import cli, runtime
@@ -35,6 +33,7 @@ from dist_common.report import Report
 from nccl_parts import failure_gallery as part
 from nccl_parts import recorder, verdicts
 from nccl_parts.failure_gallery import NAMES, Failure, Job, load, may_enter
+from nccl_parts.processes import find_processes
 from nccl_parts.verdicts import Verdict, compare, ending, odd_ones_out, ranks_of
 from nccl_parts.waits import judge_waits
 
@@ -175,8 +174,12 @@ def by_all(job):
     """
     stacks = []
     files = [job.folder / f"all-{rank}.trace" for rank in range(job.world_size)]
-    ended = job.run("broken.py", lambda rank: recorder.record(files[rank]),
-                    lambda pids: part.py_spy() and look_at(pids, stacks))  # fmt: skip
+
+    def look(pids):
+        with contextlib.suppress(cli.UsageError):  # no py-spy: the others may tell
+            look_at(pids, stacks)
+
+    ended = job.run("broken.py", lambda rank: recorder.record(files[rank]), look)
     notes = [recorder.notes_of(file) for file in files[: len(ended)]]
     said = {"logs": verdicts.judge_logs(ended), "recorder": judge_recorder(notes, ended)}
     said["stacks"] = judge_what_was_seen(stacks)
@@ -226,35 +229,17 @@ def by_waits(job):
     return before, Verdict(text, frozenset(differ))
 
 
-PLACES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun's ranks have the last too
-
-
-def place_of(process):
-    """Return the variable that names a Python process's rank, and the rank; None of a launcher."""
-    with contextlib.suppress(psutil.Error):  # another user's, or ended by now
-        if process and re.search("python", os.path.basename(process.exe())):
-            environ = process.environ()
-            return next(((name, environ[name]) for name in PLACES if name in environ), None)
-    return None
-
-
 def show_stacks(script):
     """Print node, rank, role and stack of each process of a job that runs here, ranks first."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if script in " ".join(process.cmdline()) and process.pid != os.getpid():
-                place, above = place_of(process), place_of(process.parent())
-                role = "worker of its loader" if place == above else "rank"
-                found += [(role, *place, process.pid)] if place else []
-    best = next((one for one in PLACES if one in {name for _, name, *_ in found}), None)
-    found = sorted((role, int(rank), pid) for role, name, rank, pid in found if name == best)
+    found = [one for one in find_processes() if one.role != "launcher" and one.pid != os.getpid()]
+    found = [one for one in found if script in " ".join(one.command)]
     if not found:
         raise cli.UsageError(f"--stacks: no rank on this node runs {script}")
-    for role, rank, pid in found:
-        print(f"node {socket.gethostname()}, rank {rank}, {role}, pid {pid}")
+    for one in sorted(found, key=lambda one: (one.role != "rank", one.rank, one.pid)):
+        role = "rank" if one.role == "rank" else "worker of its loader"
+        print(f"node {one.node}, rank {one.rank}, {role}, pid {one.pid}")
         try:
-            frames = part.stack_of(pid)
+            frames = part.stack_of(one.pid)
         except cli.UsageError as error:  # this process's; the others may be readable
             print(f"  {error}")
             continue

@@ -34,6 +34,7 @@ from nccl_parts.verdicts import ranks_of
 
 # The GPU or the node is lost: no program of its own does that. Source: NVIDIA, "Xid Errors".
 FATAL_XIDS = {48, 64, 74, 79, 95, 119, 120, 140, 154}
+QUIET = (IDLE, psutil.STATUS_SLEEPING)  # of a loader's worker, of a launcher
 NEXT = {
     "gpu": "drain the node; hardware.md says what each Xid means",
     "stopped": "find who sent SIGSTOP (a debugger, the scheduler); kill -CONT PID lets it continue",
@@ -208,9 +209,10 @@ def calls_of(job, ranks):
 
 def show(report, job, nodes, found):
     """Print a line for each process, what was not looked at, and the verdict."""
-    processes = sorted(job.processes, key=lambda one: (one.rank is None, one.rank, one.pid))
+    shown = [one for one in job.processes if one.role == "rank" or one.call not in QUIET]
     rows = [(one.title, one.node, one.pid, one.state, f"{one.cpu:.0%}", (one.steps or [""])[-1],
-             one.call) for one in processes if one.role == "rank" or one.call != IDLE]  # fmt: skip
+             one.call) for one in sorted(shown, key=lambda one: (one.rank is None, one.rank or 0))
+            ]  # fmt: skip
     report.table(rows, ("process", "node", "pid", "state", "CPU", "step", "is in"), names=7)
     for node in nodes:
         for gpu in node["gpus"]:

@@ -27,7 +27,7 @@ from torch.distributed.flight_recorder import fr_trace
 from dist_common.lab import links
 from dist_common.lab.ranks import Rank
 from nccl_parts import failure_gallery as part
-from nccl_parts import recorder, verdicts
+from nccl_parts import recorder, verdicts, waits
 
 GALLERY = "04-nccl-operations/failure_gallery.py"
 FAILURES = REPO / "04-nccl-operations/failures"
@@ -119,6 +119,20 @@ def test_a_failure_is_found_on_another_rank_too(run_script, tmp_path, name, culp
 def test_another_tool_says_what_the_page_says(run_script, tmp_path, name, tool, says):
     ended, _ = play(run_script, tmp_path, name, "--tool", tool)
     assert says in ended.stdout, ended.stdout
+
+
+ALL = ["exception-on-one-rank", "leaves-early", "nan-on-one-rank", "read-before-wait",
+       "rank-hangs", "different-collectives"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [marked(name, quick=name == ALL[0]) for name in ALL])
+def test_a_run_that_tries_all_tools_names_the_same_rank(run_script, tmp_path, name):
+    """Without case.toml's word on which tool to use."""
+    ended, results = play(run_script, tmp_path, name, "--tool", "all")
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    named = [c for c in results["checks"] if c["name"].startswith("found: ranks named")]
+    assert len(named) == 2 and all(check["ok"] for check in named)
+    assert re.search(r"found: .*\n  logs: .*\n  recorder: .*\n  stacks: ", ended.stdout)
 
 
 # Tools are judged on outputs of their own, without a run.
@@ -645,6 +659,39 @@ def test_messages_in_dumps_of_pytorch_are_paired(run_script, tmp_path):
     judged = run_script(GALLERY, "--record", tmp_path, environ={})
     says = "rank 1 waits for rank 0 in receive 2 from it; rank 0 waits for nobody: look at rank 0"
     assert judged.stdout.splitlines()[-1] == says, judged.stdout + judged.stderr
+
+
+PAIR, ALL_OF, CALL = [0, 1], "0", "all_reduce [1] Float"
+BEFORE = ["1", "0"] * 2  # the pair's group is called "1"
+
+
+@pytest.mark.parametrize(
+    ("order", "named", "kind"),
+    [
+        ([[*BEFORE, "1"], [*BEFORE, "0"]], {1}, "order"),  # rank 1 leaves out its pair
+        ([["1"], ["0"]], {0, 1}, "calls"),  # in the first step there is no rule yet
+    ],
+)
+def test_of_two_groups_in_inverted_order_the_one_that_breaks_its_rule_is_named(order, named, kind):
+    def notes(rank):
+        groups = order[rank]
+        started, last = {group: groups.count(group) for group in groups}, groups[-1]
+        return recorder.Notes([], members={"1": PAIR}, started=started, world_size=2, order=groups,
+                              open=[(last, started[last], CALL)])  # fmt: skip
+
+    verdict = waits.judge_waits([notes(0), notes(1)])
+    assert (verdict.named, verdict.kind) == (named, kind), verdict
+
+
+def test_who_owes_a_message_and_waits_in_a_collective_is_named():
+    """Rank 0 sent 2 times and went on; ranks 1 and 2 wait for the third message, one by one."""
+    first = recorder.Notes([], started={"0": 3}, open=[("0", 3, CALL)], sends={("send", 1): 2})
+    rest = [recorder.Notes([], started={"0": 2}, waits=[("receive", rank - 1, 3)],
+                           sends={("receive", rank - 1): 3, ("send", rank + 1): 2})
+            for rank in (1, 2)]  # fmt: skip
+    verdict = waits.judge_waits([first, *rest])
+    assert (verdict.named, verdict.kind) == ({0}, "send"), verdict
+    assert verdict.text.endswith("rank 0 has no send 3 for rank 1, only 2")
 
 
 @needs_py_spy

@@ -166,6 +166,31 @@ def test_of_two_jobs_one_has_to_be_named():
         part.select(jobs, none)
 
 
+def test_torchrun_under_srun_is_a_launcher_and_a_child_with_its_rank_is_no_rank(tmp_path):
+    """srun gives torchrun itself a rank, which is that of one of its own ranks."""
+    starts = "import subprocess, sys, time; "
+    starts += "sys.argv[1:] and subprocess.Popen([sys.executable, '-c', {code!r}, *sys.argv[2:]]"
+    starts += ", env=eval(sys.argv[1])); open(str(time.time()), 'w'); time.sleep(60)"
+    code = "import os, time; os.fork(); open(f'seen-{os.getpid()}', 'w'); time.sleep(60)"
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+    rank = slurm | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", starts.format(code=code), str(rank)]
+    launcher = subprocess.Popen(command, env=os.environ | slurm, cwd=tmp_path)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("seen-*"))) == 2)
+        ours = {launcher.pid, *(p.pid for p in psutil.Process(launcher.pid).children(True))}
+        found = [one for one in processes.find_processes() if one.pid in ours]
+    finally:
+        for child in psutil.Process(launcher.pid).children(True):
+            child.kill()
+        launcher.kill()
+        launcher.wait()
+    assert sorted((one.role, one.rank) for one in found if one.role != "launcher") == [
+        ("child", 0), ("rank", 0)
+    ]  # fmt: skip
+    assert [one.pid for one in found if one.role == "launcher"] == [launcher.pid]
+
+
 @full
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_rehearsal_finds_what_it_draws(tmp_path, seed):

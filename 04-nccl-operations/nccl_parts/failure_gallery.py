@@ -186,9 +186,18 @@ def stack_of(pid: int) -> list[tuple[str, str, int]] | None:
             return []  # py-spy would wait for it
         asked = subprocess.run([command, "dump", "--json", "--pid", str(pid)], capture_output=True)
         if asked.returncode == 0:
-            main = next(t for t in json.loads(asked.stdout) if t["os_thread_id"] == pid)
-            return [(frame["filename"], frame["name"], frame["line"]) for frame in main["frames"]]
+            frames = main_thread(json.loads(asked.stdout), pid)
+            return [(frame["filename"], frame["name"], frame["line"]) for frame in frames]
+        time.sleep(0.1)
     raise cli.UsageError(f"py-spy cannot read process {pid}: {asked.stderr.decode().strip()}")
+
+
+def main_thread(threads: list[dict], pid: int) -> list[dict]:
+    """Return the frames of a process's main thread, as py-spy says; it may count as a container."""
+    status = Path(f"/proc/{pid}/status")
+    inner = re.search(r"^NSpid:.*?(\d+)$", status.read_text(), re.M) if status.exists() else None
+    pids = {pid, int(inner[1])} if inner else {pid}
+    return next((one["frames"] for one in threads if one["os_thread_id"] in pids), [])
 
 
 def runs(pid: int) -> bool:

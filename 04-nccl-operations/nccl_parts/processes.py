@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from nccl_parts.failure_gallery import py_spy
+from nccl_parts.failure_gallery import main_thread, py_spy
 from nccl_parts.verdicts import waits_in
 
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun's ranks have the last too
@@ -87,16 +87,21 @@ def find_processes() -> list[Process]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or ended by now
             seen[process.pid] = (process.ppid(), process.environ(), process)
-    found = []
+    found, best = [], {}
     for pid, (parent, environ, process) in seen.items():
-        rank, above = rank_in(environ), rank_in(seen[parent][1] if parent in seen else {})
-        if rank is None or "python" not in os.path.basename(text_of(process.exe)):
+        own, above = rank_in(environ), rank_in(seen[parent][1] if parent in seen else {})
+        if own is None or "python" not in os.path.basename(text_of(process.exe)):
             continue
-        role = "rank" if rank != above else "loader worker" if name_of(pid) == LOADER else "child"
-        size, local = environ.get(SIZES[place(environ)], ""), environ.get("LOCAL_WORLD_SIZE", "")
+        place, rank = own
+        role = "rank" if own != above else "loader worker" if name_of(pid) == LOADER else "child"
+        size, local = environ.get(SIZES[place], ""), environ.get("LOCAL_WORLD_SIZE", "")
         job, command = [environ.get(name, "") for name in JOB], text_of(process.cmdline)
         sizes = number(size), number(local)
-        found.append(Process(pid, parent, role, rank, *sizes, node_of(pid), job, [*command]))
+        one = Process(pid, parent, role, rank, *sizes, node_of(pid), job, [*command])
+        found.append((environ.get("SLURM_JOB_ID"), place, one))
+    for job, place, _ in found:  # srun names a rank, too, where it has started torchrun
+        best[job] = min(place, best.get(job, place))
+    found = [one for job, place, one in found if place == best[job]]
     launchers = {one.parent: one for one in found if one.role == "rank" and one.parent in seen}
     return found + [
         Process(pid, seen[pid][0], "launcher", None, rank.world_size, rank.local_size, rank.node,
@@ -105,12 +110,10 @@ def find_processes() -> list[Process]:
     ]  # fmt: skip
 
 
-def place(environ: dict) -> int:
-    return next((index for index, name in enumerate(RANKS) if name in environ), 0)
-
-
-def rank_in(environ: dict) -> int | None:
-    return number(environ.get(RANKS[place(environ)], ""))
+def rank_in(environ: dict) -> tuple[int, int] | None:
+    """Return which variable names a rank, of those in RANKS, and the rank."""
+    found = [(place, number(environ.get(name, ""))) for place, name in enumerate(RANKS)]
+    return next((one for one in found if one[1] is not None), None)
 
 
 def number(text: str) -> int | None:
@@ -185,11 +188,10 @@ def read_stack(one: Process) -> None:
         said = (getattr(error, "stderr", "") or "").strip().splitlines()
         one.unread = said[-1] if said else "py-spy is not installed" if not command[0] else "late"
         return
-    main = next(t for t in json.loads(asked.stdout) if t["os_thread_id"] == one.pid)
     one.unread = ""
     one.stack = [(frame["filename"], frame["name"], frame["line"],
                   {local["name"]: local["repr"] or "" for local in frame["locals"] or ()})
-                 for frame in main["frames"]]  # fmt: skip
+                 for frame in main_thread(json.loads(asked.stdout), one.pid)]  # fmt: skip
     forked = [at for at, frame in enumerate(one.stack) if frame[1] == "_worker_loop"]
     if forked:  # what is below was its parent's
         one.stack = one.stack[: forked[0] + 1]
