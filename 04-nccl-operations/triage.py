@@ -161,7 +161,7 @@ def judge_ras(job):
 def judge_calls(job):
     """What the gallery's recorder says: who closes a circle, is missing, differs or is behind."""
     verdict = judge_recorder(job.notes) if job.notes else verdicts.Verdict("")
-    if not verdict.named:
+    if not verdict.named or verdict.kind == "late":  # who is late comes in the end
         return None
     return Finding(verdict.kind, verdict.named, calls_of(job, verdict.named), verdict.text)
 
@@ -241,7 +241,6 @@ def parse_args():
 
 def main():
     args = parse_args()
-    report = Report("04-nccl-operations/triage.py", args, runtime.discover(), torch.device("cpu"))
     with contextlib.ExitStack() as stack:
         drawn = None
         if args.rehearse is not None:
@@ -255,6 +254,7 @@ def main():
             part.save(Path(args.save), nodes[0])
             return 0
         job = part.job_of(nodes)
+    report = Report("04-nccl-operations/triage.py", args, runtime.discover(), torch.device("cpu"))
     found = judge(job)
     seen = f"{len(job.processes)} processes, {len(job.ranks)} of them ranks"
     report.start(f"{seen}, looked at twice, {nodes[0]['seconds']:g} s apart")

@@ -109,6 +109,9 @@ def test_nothing_is_wrong_with_a_job_that_trains(starter, tmp_path):
         wait_for(lambda: part.calls_in(str(folder / "notes")) > 40)
         found = verdict(launcher)
         assert (found.kind, found.ranks) == ("training", frozenset())
+        rank = argparse.Namespace(pid=launcher.children()[0].pid)
+        chosen = part.select(processes.find_processes(), rank)
+        assert [one.rank for one in chosen if one.role == "rank"] == [0, 1, 2, 3]
         first, last = map(int, found.reason.removeprefix("step ").split(" to "))
         assert last > first, found
 
@@ -192,6 +195,15 @@ def test_torchrun_under_srun_is_a_launcher_and_a_child_with_its_rank_is_no_rank(
 
 
 @full
+def test_under_srun_it_is_no_rank_itself(tmp_path):
+    given = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "5", "SLURM_LOCALID": "0"}
+    # Or others' jobs, which other tests of this machine run, would be found.
+    command = ["python", SCRIPT, "--save", str(tmp_path / "shared"), "--pid", str(os.getpid())]
+    ended = run_command(command, REPO, 60, **given)
+    assert_one_line(ended, "no rank of such a job runs here", "triage.py")
+
+
+@full
 @pytest.mark.parametrize("seed", [2, 3])
 def test_a_rehearsal_finds_what_it_draws(tmp_path, seed):
     ended = run_command(["python", SCRIPT, "--rehearse", str(seed)], REPO, 200)
@@ -257,6 +269,12 @@ def test_a_loader_is_to_blame_only_where_its_rank_waits_for_it():
     assert triage.judge(job).ranks == {1}
     job.ranks[1].stack = WAITS  # it reads ahead, and its rank waits for the others
     assert triage.judge(job).kind == "cannot tell"
+
+
+def test_a_rank_that_came_late_to_a_call_is_not_why_it_hangs():
+    notes = [part.recorder.Notes([("all_reduce", at), ("all_reduce", at + 1)]) for at in (0, 0, 9)]
+    assert triage.judge_recorder(notes).named == {2}
+    assert triage.judge(a_job(notes=notes)).kind == "cannot tell"
 
 
 def test_what_is_missing_on_other_nodes_is_said():

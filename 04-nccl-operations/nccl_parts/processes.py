@@ -92,6 +92,8 @@ def find_processes() -> list[Process]:
         own, above = rank_in(environ), rank_in(seen[parent][1] if parent in seen else {})
         if own is None or "python" not in os.path.basename(text_of(process.exe)):
             continue
+        if pid == os.getpid():  # srun gives it a rank, too
+            continue
         place, rank = own
         role = "rank" if own != above else "loader worker" if name_of(pid) == LOADER else "child"
         size, local = environ.get(SIZES[place], ""), environ.get("LOCAL_WORLD_SIZE", "")

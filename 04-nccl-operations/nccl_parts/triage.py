@@ -57,9 +57,11 @@ class Job:
 def select(processes: list[Process], args) -> list[Process]:
     """Return the processes of one job. Raises: UsageError where there is none, or several."""
     if args.pid:
-        tree = {args.pid}
+        pid = next((one.parent for one in processes if one.pid == args.pid and one.role == "rank"),
+                   args.pid)  # fmt: skip
+        tree = {pid}
         with contextlib.suppress(psutil.Error):
-            tree |= {one.pid for one in psutil.Process(args.pid).children(recursive=True)}
+            tree |= {one.pid for one in psutil.Process(pid).children(recursive=True)}
         processes = [one for one in processes if one.pid in tree]
     elif args.job:
         folder = str(Path(args.job).resolve())

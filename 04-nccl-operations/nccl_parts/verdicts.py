@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
 
     text: str
     named: frozenset[int] = frozenset()
-    kind: str = "calls"  # "send", "order": who closes a circle of waiting ranks
+    kind: str = "calls"  # "send", "order": who closes a circle; "late": who is slow
 
 
 def ranks_of(numbers) -> str:
@@ -157,7 +157,7 @@ def latest(at: torch.Tensor) -> Verdict | None:
     (most, *others), (last, *_) = map(torch.Tensor.tolist, behind.sum(1).sort(descending=True))
     if most > LATE_S and most > 3 * max(others, default=0.0):
         text = f"rank {last} comes last: {most:.1f} s behind the first in {calls} calls"
-        return Verdict(text, frozenset([last]))
+        return Verdict(text, frozenset([last]), "late")
     if calls < ENOUGH_CALLS:
         return None
     (most, *others), (last, *_) = map(
@@ -166,7 +166,7 @@ def latest(at: torch.Tensor) -> Verdict | None:
     between = at.amin(0).diff().median().item()
     if most > LATE_PART * between and most > 3 * max(others, default=0.0):
         text = f"rank {last} comes last to every call, {most / between:.0%} of the time between two"
-        return Verdict(f"{text} after the first", frozenset([last]))
+        return Verdict(f"{text} after the first", frozenset([last]), "late")
     return None
 
 
