@@ -220,7 +220,7 @@ def misread_values(rank, world_size, folder):
 @pytest.mark.full
 def test_no_value_of_another_type_is_an_error_of_the_tool(on_ranks, tmp_path):
     """Nor is a finding what Python says of a type, or there twice."""
-    [said] = on_ranks(misread_values, 1, tmp_path)
+    [said] = on_ranks(misread_values, 1, tmp_path, timeout_s=300)
     assert len(said) > 400
     for place, value, texts in said:
         for text in texts:
