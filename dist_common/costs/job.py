@@ -27,6 +27,7 @@ class Model:
     biases: bool = False  # GPT: of each matrix, and of each norm
     dense_layers: int = 0  # the first layers without experts
     shared_experts: int = 0
+    dense_ffn: int = 0  # inner width of layers without experts; 0: ffn
     name: str = ""
 
 
@@ -44,6 +45,7 @@ class Job:
     flash: bool = True  # attention that stores no scores and skips the masked half
     compiled: bool = False
     dropout: bool = False  # its masks are kept (Korthikanti et al., 2022)
+    sharded_copy: bool = False  # ZeRO-3 of DeepSpeed: 16-bit shards beside the float32 ones
 
 
 @dataclass(frozen=True)

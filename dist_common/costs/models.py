@@ -1,0 +1,191 @@
+"""Shapes of published models, and the weights that a shape has."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from dist_common.costs.job import Model
+
+
+def _model(name, layers, hidden, heads, kv_heads, ffn, vocab, **more) -> Model:
+    return Model(layers, hidden, heads, kv_heads, ffn, vocab, name=name, **more)
+
+
+def _gpt(name, layers, hidden, heads, vocab=51_200, positions=2_048) -> Model:
+    """GPT: two matrices of 4 h, biases, learned positions, one table for tokens and logits."""
+    more = {"gated": False, "tied_embeddings": True, "biases": True, "learned_positions": positions}
+    return _model(name, layers, hidden, heads, heads, 4 * hidden, vocab, **more)
+
+
+_ALL = [
+    _gpt("gpt2-124m", 12, 768, 12, 50_257, 1_024),
+    _gpt("gpt2-350m", 24, 1_024, 16, 50_257, 1_024),
+    _gpt("gpt2-774m", 36, 1_280, 20, 50_257, 1_024),
+    _gpt("gpt2-1.5b", 48, 1_600, 25, 50_257, 1_024),
+    _gpt("gpt-22b", 48, 6_144, 64),
+    _gpt("gpt3-175b", 96, 12_288, 96),
+    _gpt("gpt-530b", 105, 20_480, 128),
+    _gpt("gpt-1t", 128, 25_600, 160),
+    _model("llama2-7b", 32, 4_096, 32, 32, 11_008, 32_000),
+    _model("llama2-13b", 40, 5_120, 40, 40, 13_824, 32_000),
+    _model("llama2-70b", 80, 8_192, 64, 8, 28_672, 32_000),
+    _model("llama3-8b", 32, 4_096, 32, 8, 14_336, 128_256),
+    _model("llama3-70b", 80, 8_192, 64, 8, 28_672, 128_256),
+    _model("llama3-405b", 126, 16_384, 128, 8, 53_248, 128_256),
+    _model("llama3.2-1b", 16, 2_048, 32, 8, 8_192, 128_256, tied_embeddings=True),
+    _model("tinyllama-1.1b", 22, 2_048, 32, 4, 5_632, 32_000),
+    _model("mistral-7b", 32, 4_096, 32, 8, 14_336, 32_000),
+    _model("mixtral-8x7b", 32, 4_096, 32, 8, 14_336, 32_000, experts=8, top_k=2),
+    _model("mixtral-8x22b", 56, 6_144, 48, 8, 16_384, 32_768, experts=8, top_k=2),
+]
+MODELS: dict[str, Model] = {model.name: model for model in _ALL}
+
+
+def head_width(model: Model) -> int:
+    """Return the numbers of one head."""
+    return model.head_dim or model.hidden // model.heads
+
+
+def key_width(model: Model) -> int:
+    """Return the width of keys, and of values: groups of queries share them (GQA)."""
+    return head_width(model) * model.kv_heads
+
+
+def query_width(model: Model) -> int:
+    """Return the width of queries and of attention's output."""
+    return head_width(model) * model.heads
+
+
+def attention_parameters(model: Model) -> int:
+    """Return the weights of a layer's attention matrices: queries, keys, values, output."""
+    return 2 * model.hidden * (query_width(model) + key_width(model))
+
+
+def mlp_parameters(model: Model, width: int) -> int:
+    """Return the weights of a feed-forward's matrices: three where gated (SwiGLU), else two."""
+    return (3 if model.gated else 2) * model.hidden * width
+
+
+def dense_width(model: Model) -> int:
+    """Return the inner width that every token passes in a layer without experts."""
+    return model.dense_ffn or model.ffn
+
+
+def is_dense(model: Model, layer: int) -> bool:
+    """Tell whether a layer (from 0) has no experts."""
+    return not model.experts or layer < model.dense_layers
+
+
+def whole_parameters(model: Model, layer: int) -> int:
+    """Return a layer's weights that tensor parallelism does not split: norms, some biases, router.
+
+    The biases of a matrix split by its rows (output, second of the feed-forward) stay whole.
+    """
+    norms = 2 * model.hidden * (2 if model.biases else 1)
+    biases = 2 * model.hidden if model.biases else 0
+    router = 0 if is_dense(model, layer) else model.experts * model.hidden
+    return norms + biases + router
+
+
+def split_parameters(model: Model, layer: int) -> int:
+    """Return a layer's weights that tensor parallelism splits, but for routed experts'."""
+    if is_dense(model, layer):
+        width = dense_width(model)
+    else:
+        width = model.shared_experts * model.ffn
+    biases = 0
+    if model.biases:
+        biases = query_width(model) + 2 * key_width(model) + width
+    return attention_parameters(model) + mlp_parameters(model, width) + biases
+
+
+def expert_parameters(model: Model, layer: int) -> int:
+    """Return the weights of all routed experts of a layer."""
+    if is_dense(model, layer):
+        return 0
+    return model.experts * mlp_parameters(model, model.ffn)
+
+
+def layer_parameters(model: Model, layer: int = -1) -> int:
+    """Return the weights of a layer (from 0; the last one if not said)."""
+    layer %= model.layers
+    return (
+        whole_parameters(model, layer)
+        + split_parameters(model, layer)
+        + expert_parameters(model, layer)
+    )
+
+
+def table_parameters(model: Model) -> int:
+    """Return the weights of one table: a row of `hidden` numbers for each token."""
+    return model.vocab * model.hidden
+
+
+def parameters(model: Model) -> int:
+    """Return all weights: layers, tables of tokens, positions and logits, the last norm."""
+    layers = sum(layer_parameters(model, layer) for layer in range(model.layers))
+    tables = table_parameters(model) * (1 if model.tied_embeddings else 2)
+    positions = model.learned_positions * model.hidden
+    return layers + tables + positions + model.hidden * (2 if model.biases else 1)
+
+
+def active_parameters(model: Model) -> int:
+    """Return the weights that a token passes: of the routed experts, top_k."""
+    if not model.experts:
+        return parameters(model)
+    idle = (model.experts - model.top_k) * mlp_parameters(model, model.ffn)
+    return parameters(model) - idle * (model.layers - model.dense_layers)
+
+
+_FIELDS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "vocab": ("vocab_size",),
+}
+_UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "falcon", "mpt", "bloom", "phi", "gpt_bigcode"}
+_TIED = {"gpt2", "gemma", "gemma2", "gemma3", "opt", "bloom", "gpt_bigcode", "mpt", "falcon"}
+
+
+def from_hf_config(config: str | Path | dict) -> Model:
+    """Return the shape in a Hugging Face `config.json` (a file, its folder, or its dict).
+
+    Raises ValueError naming the fields that are missing.
+    """
+    if not isinstance(config, dict):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        config = json.loads(path.read_text())
+    values = {}
+    for field, names in _FIELDS.items():
+        values[field] = next((config[n] for n in names if config.get(n) is not None), None)
+    kind = config.get("model_type", "")
+    if values["ffn"] is None and values["hidden"] and kind in _UNGATED:
+        values["ffn"] = 4 * values["hidden"]
+    missing = [names[0] for field, names in _FIELDS.items() if values[field] is None]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    experts = config.get("num_local_experts") or config.get("n_routed_experts") or 0
+    experts = experts or config.get("num_experts") or 0
+    kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else None)
+    model = Model(
+        kv_heads=kv_heads or values["heads"],
+        gated=kind not in _UNGATED,
+        experts=experts,
+        top_k=config.get("num_experts_per_tok") or (1 if experts else 0),
+        tied_embeddings=config.get("tie_word_embeddings", kind in _TIED),
+        head_dim=config.get("head_dim") or 0,
+        learned_positions=config.get("n_positions", 0) if kind == "gpt2" else 0,
+        biases=kind in ("gpt2", "gpt_neox", "opt", "bloom", "phi"),
+        dense_layers=config.get("first_k_dense_replace") or 0,
+        shared_experts=config.get("n_shared_experts") or 0,
+        name=config.get("_name_or_path") or kind,
+        **values,
+    )
+    if experts and config.get("moe_intermediate_size"):
+        wide = {"ffn": config["moe_intermediate_size"], "dense_ffn": model.ffn}
+        model = replace(model, **wide)
+    return model
