@@ -28,6 +28,9 @@ class Model:
     dense_layers: int = 0  # the first layers without experts
     shared_experts: int = 0
     dense_ffn: int = 0  # inner width of layers without experts; 0: ffn
+    q_rank: int = 0  # multi-head latent attention (DeepSeek-V2): of queries; 0: no compression
+    kv_rank: int = 0  # and of keys and values; 0: plain attention
+    rope_dim: int = 0  # of a latent head, beside head_dim: what turns with the position
     name: str = ""
 
 
@@ -45,7 +48,8 @@ class Job:
     flash: bool = True  # attention that stores no scores and skips the masked half
     compiled: bool = False
     dropout: bool = False  # its masks are kept (Korthikanti et al., 2022)
-    sharded_copy: bool = False  # ZeRO-3 of DeepSpeed: 16-bit shards beside the float32 ones
+    fused_loss: bool = False  # one kernel: the logits' gradient takes the logits' place
+    stack: str = "torch"  # whose code runs: what it keeps in memory (stacks.py)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """What one GPU of a layout holds, in bytes: states, gathered weights, activations, logits.
 
 s: tokens of a sequence, b: sequences of a micro-batch, h: hidden, t: tensor parallel ranks.
+A GPU is fullest at one of two moments: at the loss, when all layers' tensors and the logits are
+there, or in the backward of the last layer, when logits are gone and a layer's gradients are there.
 """
 
 from __future__ import annotations
@@ -8,47 +10,73 @@ from __future__ import annotations
 from dist_common.costs import models
 from dist_common.costs.hardware import Gpu
 from dist_common.costs.job import Job, Layout, Model
+from dist_common.costs.stacks import STACKS, Stack
 
 GIB = 2**30
 BF16, FP32 = 2, 4  # bytes of a number
-LOGIT_BYTES = 10  # bfloat16 logit, float32 copy, float32 probabilities whose gradient is in place
-CONTEXT = 1.5 * GIB  # CUDA's context, cuBLAS' workspace and NCCL's buffers: outside the allocator
-FRAGMENTED = 0.04  # of the memory: what the allocator reserves and cannot give
+CONTEXT = 1.5 * GIB  # CUDA's context, NCCL's buffers: outside the allocator
+RESERVED = 1.10  # reserved by the allocator over allocated: torchtitan's and SimuMax' rows
+
+
+def stack_of(job: Job) -> Stack:
+    """Return the facts of the library that runs a job."""
+    return STACKS[job.stack]
+
+
+def number_bytes(job: Job) -> int:
+    """Return the bytes of an activation."""
+    return FP32 if job.precision in ("fp32", "tf32") else BF16
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
     """Return each stage's layers; first and last have one less where that is what divides."""
-    if layers % stages == 0:
-        return [layers // stages] * stages
-    if (layers + 2) % stages == 0:
+    if (layers + 2) % stages == 0 and layers % stages:
         inner = (layers + 2) // stages
         return [inner - 1, *[inner] * (stages - 2), inner - 1]
     each, more = divmod(layers, stages)
     return [each + (stage < more) for stage in range(stages)]
 
 
-def first_layer(layers: int, stages: int, stage: int) -> int:
-    """Return the number of a stage's first layer."""
-    return sum(layers_of_stages(layers, stages)[:stage])
+def layers_of(model: Model, layout: Layout, stage: int) -> range:
+    """Return the numbers of a stage's layers."""
+    counts = layers_of_stages(model.layers, layout.pp)
+    start = sum(counts[:stage])
+    return range(start, start + counts[stage])
 
 
-def weights_of_stage(model: Model, layout: Layout, stage: int) -> tuple[float, float]:
+def cut_of_sequence(layout: Layout) -> int:
+    """Return how many ways tp cuts what it does not compute: sequence parallelism, or 1."""
+    return layout.tp if layout.sequence_parallel else 1
+
+
+# --- States: parameters, gradients, optimizer ---
+
+
+def tables_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
+    """Return the weights of the first table and of the output layer on a GPU of a stage."""
+    model = job.model
+    table = models.table_parameters(model)
+    first = table / (1 if stack_of(job).embedding_whole else layout.tp) * (stage == 0)
+    tied = model.tied_embeddings and layout.pp == 1
+    last = table / layout.tp * (stage == layout.pp - 1 and not tied)
+    return first, last
+
+
+def weights_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
     """Return the weights on a GPU of a stage before ZeRO: those of all tokens, and of experts.
 
     tp splits matrices and tables and leaves norms whole (Shoeybi et al., 2019, section 3);
-    ep splits experts.
+    ep splits experts. With one stage, tied tables are one.
     """
-    start = first_layer(model.layers, layout.pp, stage)
-    numbers = range(start, start + layers_of_stages(model.layers, layout.pp)[stage])
-    last = stage == layout.pp - 1
-    tables = (stage == 0) + (last and not (model.tied_embeddings and layout.pp == 1))
-    split = tables * models.table_parameters(model)
-    split += sum(models.split_parameters(model, layer) for layer in numbers)
+    model = job.model
+    numbers = layers_of(model, layout, stage)
     whole = sum(models.whole_parameters(model, layer) for layer in numbers)
-    whole += last * model.hidden * (2 if model.biases else 1)
+    whole += (stage == layout.pp - 1) * model.hidden * (2 if model.biases else 1)
     whole += (stage == 0) * model.learned_positions * model.hidden
+    split = sum(models.split_parameters(model, layer) for layer in numbers) / layout.tp
     experts = sum(models.expert_parameters(model, layer) for layer in numbers)
-    return split / layout.tp + whole, experts / layout.tp / layout.ep
+    tables = sum(tables_of_stage(job, layout, stage))
+    return split + whole + tables, experts / layout.tp / layout.ep
 
 
 def state_bytes_per_weight(job: Job, zero: int) -> dict[str, float]:
@@ -63,10 +91,19 @@ def state_bytes_per_weight(job: Job, zero: int) -> dict[str, float]:
         "optimizer": job.optimizer_bytes,
     }
     master = job.parameter_bytes < FP32 and job.optimizer_bytes >= 12
-    if zero == 3 and master and not job.sharded_copy:
+    if zero == 3 and master and not stack_of(job).sharded_copy:
         bytes_of["parameters"] = FP32
         bytes_of["optimizer"] -= FP32
     return bytes_of
+
+
+def gradients_stay_whole(job: Job, layout: Layout) -> bool:
+    """Tell whether micro-batches' gradients are added up whole under ZeRO 2 and 3.
+
+    A pipeline reduces them once a step: its stages' backwards are not one after the other.
+    """
+    several = layout.micro_batches(job) > 1
+    return layout.zero >= 2 and several and (layout.pp > 1 or stack_of(job).no_sync)
 
 
 def states(job: Job, layout: Layout, dense: float, experts: float = 0) -> dict[str, float]:
@@ -81,12 +118,131 @@ def states(job: Job, layout: Layout, dense: float, experts: float = 0) -> dict[s
         over = layout.shards if layout.zero >= stage else 1
         over_experts = max(1, over // layout.ep)
         held[part] = bytes_of[part] * (dense / over + experts / over_experts)
+    if gradients_stay_whole(job, layout):
+        held["gradients"] = FP32 * (dense + experts)
     if layout.offload in ("optimizer", "all"):
         held["optimizer"] = 0.0
     if layout.offload == "all":
-        held["parameters"] = 0.0
-        held["gradients"] = 0.0
+        held["parameters"] = held["gradients"] = 0.0
     return held
+
+
+# --- Activations of a layer, in bytes per token of a cp rank ---
+
+
+def norm_bytes(job: Job, layout: Layout) -> float:
+    """Return what a norm keeps: its input (float32 copies where not fused) and its output.
+
+    Its output is what tp's matrices read: Megatron keeps the rank's slice and gathers it again
+    (Korthikanti, section 4.2.2), PyTorch's tensor parallelism keeps it whole.
+    """
+    stack, h = stack_of(job), job.model.hidden
+    number = number_bytes(job)
+    kept = number if job.compiled or number == FP32 else stack.norm_bytes
+    output = 1 if job.precision == "fp8" and job.stack == "megatron" else number
+    gathered = stack.keeps_gathered and layout.tp > 1
+    return kept * h / cut_of_sequence(layout) + output * h / (
+        1 if gathered else cut_of_sequence(layout)
+    )
+
+
+def mlp_bytes(job: Job, layer: int) -> tuple[float, float]:
+    """Return a feed-forward's bytes per token: what tp splits, and what it does not (router).
+
+    GeLU: its input and output. SwiGLU: gate, up, their product, and SiLU's result if not fused.
+    Experts: the tokens they got, sorted, for each of top_k.
+    """
+    model, number = job.model, number_bytes(job)
+    fused = job.compiled or stack_of(job).swiglu == 3
+    inner = (3 if fused else 4) if model.gated else 2
+    if models.is_dense(model, layer):
+        return number * inner * models.dense_width(model), 0.0
+    width = model.ffn * (model.top_k + model.shared_experts)
+    routed = number * model.top_k * model.hidden
+    router = FP32 * 2 * model.experts
+    return number * inner * width, routed + router
+
+
+def attention_bytes(job: Job, layout: Layout) -> float:
+    """Return attention's bytes per token: queries, keys, values, output, and scores if stored.
+
+    Scores: softmax' output and, with dropout, mask and result (Korthikanti, section 4.1: 5 a s).
+    Flash attention keeps a float32 number per head instead (Dao et al., 2022).
+    """
+    model, number = job.model, number_bytes(job)
+    queries, keys = models.query_width(model), models.key_width(model)
+    if stack_of(job).repeats_keys and not job.compiled:
+        keys = queries
+    kept = number * 2 * (queries + keys)
+    if model.kv_rank:
+        kept = latent_attention_bytes(model, number)
+    if layout.cp > 1 and layout.cp_kind == "ulysses" and stack_of(job).ulysses_copy:
+        kept += number * queries
+    if layout.cp_kind == "gather":
+        kept += number * 2 * keys * (layout.cp - 1)
+    if job.flash:
+        return kept + FP32 * model.heads
+    if layout.recompute == "selective":
+        return kept
+    scores = (2 * number + 1) if job.dropout else number
+    return kept + scores * model.heads * job.seq_len
+
+
+def latent_attention_bytes(model: Model, number: int) -> float:
+    """Return bytes per token of latent attention: compressed, its norms, and per head."""
+    wide, turned = models.query_width(model), model.heads * model.rope_dim
+    compressed = 2 * (model.q_rank + model.kv_rank) + model.rope_dim
+    per_head = 2 * (wide + turned) + 2 * wide  # queries, keys; values, output
+    return number * (compressed + per_head)
+
+
+def layer_bytes(job: Job, layout: Layout, layer: int = -1) -> float:
+    """Return bytes per token of a cp rank that a layer keeps (Korthikanti, equations 1, 2 and 4).
+
+    tp splits attention and feed-forward; norms and dropout's masks (2 h) only with sequence
+    parallelism.
+    """
+    split, whole = mlp_bytes(job, layer % job.model.layers)
+    split += attention_bytes(job, layout)
+    whole += 2 * job.model.hidden if job.dropout else 0
+    kept = split / layout.tp + whole / cut_of_sequence(layout)
+    return kept + 2 * norm_bytes(job, layout)
+
+
+def input_bytes(job: Job, layout: Layout) -> float:
+    """Return bytes per token of a layer's input."""
+    return number_bytes(job) * job.model.hidden / cut_of_sequence(layout)
+
+
+def operators_bytes(job: Job, layout: Layout) -> float:
+    """Return what torchtitan's selective checkpointing keeps: every second product, attention.
+
+    Of seven products those of queries, values, gate and the last; the layer's input.
+    """
+    model, number = job.model, number_bytes(job)
+    kept = 2 * models.query_width(model) + models.key_width(model)
+    kept += models.dense_width(model) + model.hidden
+    return (number * kept + FP32 * model.heads) / layout.tp + input_bytes(job, layout)
+
+
+def kept_bytes(job: Job, layout: Layout, layer: int) -> float:
+    """Return bytes per token that a layer keeps from forward to backward."""
+    if layout.recompute == "full":
+        return input_bytes(job, layout)
+    if layout.recompute == "operators":
+        return operators_bytes(job, layout)
+    return layer_bytes(job, layout, layer)
+
+
+def layer_gradient_bytes(job: Job, layout: Layout) -> float:
+    """Return bytes per token of gradients in a layer's backward: of gate and up, and of h."""
+    model, number = job.model, number_bytes(job)
+    wide = models.dense_width(model) if not model.experts else model.ffn * model.top_k
+    inner = (2 if model.gated else 1) * wide
+    return number * inner / layout.tp + input_bytes(job, layout)
+
+
+# --- A stage ---
 
 
 def in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int = 1) -> float:
@@ -101,106 +257,130 @@ def in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int = 1) 
     return min(chunks / virtual_stages, micro_batches)
 
 
-def mlp_bytes(job: Job, layer: int) -> tuple[float, float]:
-    """Return a feed-forward's bytes per token: what tp splits, and what it does not (router).
-
-    GeLU: its input and output. SwiGLU: gate, up and product, where not compiled SiLU's output too.
-    """
-    model = job.model
-    kept = (3 if job.compiled else 4) if model.gated else 2
-    if models.is_dense(model, layer):
-        return BF16 * kept * models.dense_width(model), 0.0
-    width = model.ffn * (model.top_k + model.shared_experts)
-    copies = BF16 * 2 * model.top_k * model.hidden  # tokens as experts get them, and what they give
-    return BF16 * kept * width + copies, FP32 * 2 * model.experts
+def tokens_of(job: Job, layout: Layout) -> float:
+    """Return a micro-batch's tokens on a rank of cp: b s / cp."""
+    return layout.micro_batch * job.seq_len / layout.cp
 
 
-def attention_bytes(job: Job, layout: Layout) -> float:
-    """Return attention's bytes per token: queries, keys, values, output, and scores if stored.
-
-    Scores: softmax' output and, with dropout, mask and result (Korthikanti, section 4.1: 5 a s).
-    """
-    model = job.model
-    kept = BF16 * 2 * (models.query_width(model) + models.key_width(model))
-    if job.flash:
-        return kept + FP32 * model.heads  # log-sum-exp
-    if layout.recompute == "selective":
-        return kept
-    return kept + (5 if job.dropout else 2) * model.heads * job.seq_len
-
-
-def layer_bytes(job: Job, layout: Layout, layer: int = -1) -> float:
-    """Return bytes per token of a cp rank that a layer keeps (Korthikanti, equations 1, 2 and 4).
-
-    tp splits attention and feed-forward; norms' inputs and outputs (8 h) and dropout's masks (2 h)
-    only with sequence parallelism.
-    """
-    model = job.model
-    split, whole = mlp_bytes(job, layer % model.layers)
-    split += attention_bytes(job, layout)
-    whole += BF16 * 4 * model.hidden + 2 * FP32
-    whole += 2 * model.hidden if job.dropout else 0
-    return split / layout.tp + whole / (layout.tp if layout.sequence_parallel else 1)
-
-
-def activations(job: Job, layout: Layout, stage: int) -> float:
-    """Return bytes that a stage's layers keep at its peak.
-
-    With full recomputation: each layer's input, and one layer whole while it is recomputed.
-    """
-    model = job.model
-    tokens = layout.micro_batch * job.seq_len / layout.cp
-    start = first_layer(model.layers, layout.pp, stage)
-    count = layers_of_stages(model.layers, layout.pp)[stage]
+def kept_by_stage(job: Job, layout: Layout, stage: int) -> float:
+    """Return bytes that a stage's layers keep when it holds most micro-batches."""
     flying = in_flight(layout.pp, stage, layout.micro_batches(job), layout.virtual_stages)
-    kept = [layer_bytes(job, layout, start + index) for index in range(count)]
-    if layout.recompute == "full":
-        cut = layout.tp if layout.sequence_parallel else 1
-        return tokens * (flying * count * BF16 * model.hidden / cut + max(kept))
-    return tokens * flying * sum(kept)
+    kept = sum(kept_bytes(job, layout, layer) for layer in layers_of(job.model, layout, stage))
+    if job.dropout and stage == 0:  # the mask of the embeddings' (Korthikanti, section 4.3)
+        kept += job.model.hidden / cut_of_sequence(layout)
+    return tokens_of(job, layout) * flying * kept
+
+
+def backward_of_layer(job: Job, layout: Layout, stage: int) -> float:
+    """Return bytes of one layer's backward: its gradients, and the layer where it is computed again."""
+    numbers = layers_of(job.model, layout, stage)
+    again = 0.0
+    if layout.recompute in ("full", "operators"):
+        again = max(layer_bytes(job, layout, layer) for layer in numbers)
+        again -= kept_bytes(job, layout, numbers[-1])
+    return tokens_of(job, layout) * (again + layer_gradient_bytes(job, layout))
+
+
+def logit_bytes(job: Job) -> int:
+    """Return bytes per logit at the loss: by the library, or of a fused kernel.
+
+    A fused kernel writes the gradient over the logits; torch.compile keeps both.
+    """
+    if job.fused_loss:
+        return BF16 if job.stack == "megatron" else 2 * BF16
+    return stack_of(job).logit_bytes
 
 
 def logits(job: Job, layout: Layout, stage: int) -> float:
-    """Return bytes of logits and of the last norm's input and output, on the last stage."""
+    """Return bytes of logits and of the last norm's input and output, on the last stage.
+
+    Under tp the output layer reads all of h: gathered, and its gradient too.
+    """
     if stage < layout.pp - 1:
         return 0.0
-    tokens = layout.micro_batch * job.seq_len / layout.cp
-    return tokens * (LOGIT_BYTES * job.model.vocab + 2 * BF16 * job.model.hidden) / layout.tp
+    h, number = job.model.hidden, number_bytes(job)
+    whole = 1 if stack_of(job).loss_whole else layout.tp
+    edge = 2 * number * h / cut_of_sequence(layout) + 2 * number * h
+    return tokens_of(job, layout) * (logit_bytes(job) * job.model.vocab / whole + edge)
 
 
-def gathered(job: Job, layout: Layout, stage: int) -> float:
-    """Return bytes of the weights and gradients that FSDP holds whole (ZeRO-3).
-
-    A layer in use and the next on its way, and one table; the gradients of one layer in float32.
-    """
-    if layout.zero < 3:
-        return 0.0
+def layer_weights(job: Job, layout: Layout) -> float:
+    """Return the weights of the largest layer on a GPU before ZeRO."""
     model = job.model
-    layer = models.layer_parameters(model) / layout.tp
-    if model.experts:
-        routed = models.expert_parameters(model, model.layers - 1)
-        layer = (models.layer_parameters(model) - routed + routed / layout.ep) / layout.tp
-    edge = stage in (0, layout.pp - 1)
-    table = edge * models.table_parameters(model) / layout.tp
-    return job.parameter_bytes * (2 * layer + table) + job.gradient_bytes * max(layer, table)
+    split = models.split_parameters(model, model.layers - 1)
+    routed = models.expert_parameters(model, model.layers - 1)
+    return (split + routed / layout.ep) / layout.tp + models.whole_parameters(model, 0)
+
+
+def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
+    """Return bytes of weights and gradients that FSDP holds whole (ZeRO-3).
+
+    The tables stay from forward to backward; a layer in use and the next on its way; in backward
+    a layer's gradients as computed and in float32 as they are reduced. A pipeline's stage gathers
+    its weights once a step.
+    """
+    if layout.zero < 3 or layout.shards == 1:
+        return 0.0
+    dense, experts = weights_of_stage(job, layout, stage)
+    number = min(number_bytes(job), 4)
+    layer = layer_weights(job, layout)
+    if layout.pp > 1:
+        return number * (dense + experts)
+    tables = 0 if stack_of(job).reshards_root else sum(tables_of_stage(job, layout, stage))
+    if moment == "loss":
+        return number * (tables + layer)
+    reduced = 0 if gradients_stay_whole(job, layout) else FP32 * layer
+    return number * (tables + 3 * layer) + reduced
+
+
+def buffers(job: Job, layout: Layout, stage: int) -> float:
+    """Return bytes of copies of gradients: DDP's buckets, or Megatron's stand-ins.
+
+    Transformer Engine and Megatron's output layer add weight gradients to float32 buffers in the
+    product's kernel and hand autograd an uninitialised 16-bit tensor of each shape.
+    """
+    stack = stack_of(job)
+    dense, experts = weights_of_stage(job, layout, stage)
+    if stack.dummy_gradients and job.gradient_bytes == FP32 and layout.zero < 3:
+        model, numbers = job.model, layers_of(job.model, layout, stage)
+        shapes = max(models.split_parameters(model, layer) for layer in numbers)
+        shapes += max(models.expert_parameters(model, layer) for layer in numbers) / layout.ep
+        return BF16 * (shapes / layout.tp + tables_of_stage(job, layout, stage)[1])
+    if layout.zero == 0 and layout.replicas > 1 and stack.bucket_copy:
+        return job.gradient_bytes * (dense + experts)
+    return 0.0
 
 
 def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
-    """Return bytes by part on one GPU of a stage, at its peak."""
-    dense, experts = weights_of_stage(job.model, layout, stage)
-    return states(job, layout, dense, experts) | {
-        "activations": activations(job, layout, stage),
+    """Return bytes by part on one GPU of a stage, at the fuller of its two moments."""
+    dense, experts = weights_of_stage(job, layout, stage)
+    held = states(job, layout, dense, experts)
+    held["buffers"] = buffers(job, layout, stage)
+    kept = kept_by_stage(job, layout, stage)
+    at_loss = held | {
+        "activations": kept,
         "logits": logits(job, layout, stage),
-        "gathered": gathered(job, layout, stage),
+        "gathered": gathered(job, layout, stage, "loss"),
     }
+    in_backward = held | {
+        "activations": kept + backward_of_layer(job, layout, stage),
+        "logits": 0.0,
+        "gathered": gathered(job, layout, stage, "backward"),
+    }
+    return max(at_loss, in_backward, key=lambda parts: sum(parts.values()))
 
 
 def memory_of(job: Job, layout: Layout, gpus_per_node: int = 8) -> dict[str, float]:
     """Return bytes by part on the fullest GPU: what torch.cuda.max_memory_allocated would say."""
-    stages = range(layout.pp) if layout.pp < 4 else (0, 1, layout.pp - 1)
+    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     return max((memory_of_stage(job, layout, s) for s in stages), key=lambda m: sum(m.values()))
 
 
+def reserved(allocated: float) -> float:
+    """Return what torch.cuda.max_memory_reserved would say: streams' pools, and what fragments."""
+    return allocated * RESERVED
+
+
 def memory_limit(gpu: Gpu) -> float:
-    """Return the bytes that a job may allocate: all but context and what fragments."""
-    return gpu.memory_gib * GIB * (1 - FRAGMENTED) - CONTEXT
+    """Return the bytes that a job may allocate: less the context, and what the allocator reserves."""
+    return (gpu.memory_gib * GIB - CONTEXT) / RESERVED

@@ -19,6 +19,14 @@ def _gpt(name, layers, hidden, heads, vocab=51_200, positions=2_048) -> Model:
     return _model(name, layers, hidden, heads, heads, 4 * hidden, vocab, **more)
 
 
+def _deepseek(name, layers, hidden, dense_ffn, ffn, vocab, experts, **more) -> Model:
+    """DeepSeek-V2 and V3: latent attention of 128 heads, fine-grained and shared experts."""
+    latent = {"head_dim": 128, "q_rank": 1_536, "kv_rank": 512, "rope_dim": 64}
+    more = {"dense_ffn": dense_ffn, "experts": experts, **latent, **more}
+    more["dense_layers"] = 1 if name.endswith("v2") else 3
+    return _model(name, layers, hidden, 128, 128, ffn, vocab, **more)
+
+
 _ALL = [
     _gpt("gpt2-124m", 12, 768, 12, 50_257, 1_024),
     _gpt("gpt2-350m", 24, 1_024, 16, 50_257, 1_024),
@@ -39,6 +47,8 @@ _ALL = [
     _model("mistral-7b", 32, 4_096, 32, 8, 14_336, 32_000),
     _model("mixtral-8x7b", 32, 4_096, 32, 8, 14_336, 32_000, experts=8, top_k=2),
     _model("mixtral-8x22b", 56, 6_144, 48, 8, 16_384, 32_768, experts=8, top_k=2),
+    _deepseek("deepseek-v2", 60, 5_120, 12_288, 1_536, 102_400, 160, top_k=6, shared_experts=2),
+    _deepseek("deepseek-v3", 61, 7_168, 18_432, 2_048, 129_280, 256, top_k=8, shared_experts=1),
 ]
 MODELS: dict[str, Model] = {model.name: model for model in _ALL}
 
@@ -59,7 +69,18 @@ def query_width(model: Model) -> int:
 
 
 def attention_parameters(model: Model) -> int:
-    """Return the weights of a layer's attention matrices: queries, keys, values, output."""
+    """Return the weights of a layer's attention matrices: queries, keys, values, output.
+
+    Latent attention (DeepSeek-V2, section 2.1): down to a rank, a norm, and up for each head.
+    """
+    if model.kv_rank:
+        h, wide = model.hidden, query_width(model)
+        turned = model.heads * model.rope_dim
+        queries = h * (wide + turned)
+        if model.q_rank:
+            queries = model.q_rank * (h + wide + turned)
+        keys = h * (model.kv_rank + model.rope_dim) + model.kv_rank * 2 * wide
+        return queries + keys + wide * h
     return 2 * model.hidden * (query_width(model) + key_width(model))
 
 
@@ -86,15 +107,12 @@ def whole_parameters(model: Model, layer: int) -> int:
     norms = 2 * model.hidden * (2 if model.biases else 1)
     biases = 2 * model.hidden if model.biases else 0
     router = 0 if is_dense(model, layer) else model.experts * model.hidden
-    return norms + biases + router
+    return norms + biases + router + model.q_rank + model.kv_rank
 
 
 def split_parameters(model: Model, layer: int) -> int:
     """Return a layer's weights that tensor parallelism splits, but for routed experts'."""
-    if is_dense(model, layer):
-        width = dense_width(model)
-    else:
-        width = model.shared_experts * model.ffn
+    width = dense_width(model) if is_dense(model, layer) else model.shared_experts * model.ffn
     biases = 0
     if model.biases:
         biases = query_width(model) + 2 * key_width(model) + width
