@@ -41,15 +41,17 @@ class Job:
     model: Model
     seq_len: int
     global_batch: int  # sequences per step
-    precision: str = "bf16"  # of the products: bf16, fp16, fp8, fp32, tf32
+    precision: str = "bf16"  # of the products: bf16, fp16, fp8, fp8-rows, fp4, fp32, tf32
     gradient_bytes: int = 4  # of a gradient while it is accumulated and reduced
     parameter_bytes: int = 2  # of a weight that computes
     optimizer_bytes: int = 12  # per weight: float32 master copy and Adam's two moments
     flash: bool = True  # attention that stores no scores and skips the masked half
     compiled: bool = False
+    frozen: bool = False  # LoRA: the model's own weights get no gradients
     dropout: bool = False  # its masks are kept (Korthikanti et al., 2022)
     fused_loss: bool = False  # one kernel: the logits' gradient takes the logits' place
     stack: str = "torch"  # whose code runs: what it keeps in memory (stacks.py)
+    reduce_bytes: int = 4  # of a gradient on its way between replicas
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Layout:
     virtual_stages: int = 1  # interleaved
     cp_kind: str = "ring"
     offload: str = "none"  # none, optimizer, all (ZeRO-3)
+    overlap_tp: bool = False  # products cut so that tp's collectives run beside them (async TP)
+    overlap_dp: bool = True  # gradients are reduced while backward computes
 
     @property
     def gpus(self) -> int:

@@ -1,0 +1,97 @@
+"""What is calibrated: the one table of constants that no data sheet has.
+
+`benchmarks/bench/calibrate.py` fits `value` on half of the published rows, drawn to `prior` and
+within its range, and `benchmarks/validate.py` shows the other half. Everything else in
+`dist_common/costs` follows from shapes and data sheets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Rate(NamedTuple):
+    """A calibrated constant: its value, where the fit starts, and what it may be."""
+
+    name: str
+    value: float
+    prior: float
+    low: float
+    high: float
+    meaning: str
+
+
+TABLE = (
+    # Matrix products: share of the peak when all sides are long; what a short side loses.
+    Rate("matrix.volta", 0.75, 0.75, 0.4, 0.95, "no row: as Ampere, less"),
+    Rate("matrix.ampere", 0.939, 0.82, 0.5, 0.95, "share of the 16-bit peak: A100"),
+    Rate("matrix.hopper", 0.744, 0.70, 0.4, 0.90, "H100 of 700 W, H200: power limits it"),
+    Rate("matrix.hopper-500w", 0.592, 0.60, 0.3, 0.85, "H100 of 500 W"),
+    Rate("matrix.blackwell", 0.502, 0.65, 0.3, 0.90, "B200, GB200"),
+    Rate("matrix.blackwell-ultra", 0.626, 0.65, 0.3, 0.90, "GB300"),
+    Rate("matrix.other", 0.6, 0.60, 0.3, 0.90, "no row: MI300X, L40S, RTX 4090, TPU"),
+    Rate("matrix.fp8", 1.05, 0.85, 0.5, 1.05, "times the 16-bit share, of the 8-bit peak"),
+    Rate("matrix.fp8-rows", 0.427, 0.60, 0.3, 1.0, "the same, with a scale for each row"),
+    Rate("matrix.fp4", 0.952, 0.70, 0.3, 1.0, "times the 16-bit share, of the 4-bit peak"),
+    Rate("matrix.side", 386, 200.0, 50, 800, "a side of s gives s / (s + this) of the rate"),
+    # Attention has its own rate, of the 16-bit peak.
+    Rate("attention.ampere", 0.431, 0.50, 0.25, 0.75, "flash, forward"),
+    Rate("attention.hopper", 0.254, 0.35, 0.15, 0.75, "flash, forward"),
+    Rate("attention.hopper-500w", 0.256, 0.35, 0.15, 0.75, "flash, forward"),
+    Rate("attention.blackwell", 0.473, 0.45, 0.15, 0.75, "flash, forward"),
+    Rate("attention.blackwell-ultra", 0.75, 0.45, 0.15, 0.75, "flash, forward"),
+    Rate("attention.other", 0.4, 0.40, 0.15, 0.75, "no row"),
+    Rate("attention.backward", 0.661, 0.80, 0.6, 1.0, "times forward's rate"),
+    Rate("attention.stored", 0.673, 0.50, 0.2, 0.8, "products of attention that stores scores"),
+    # Memory-bound work: 16-bit numbers read and written, forward, for each token.
+    Rate("hbm", 0.95, 0.85, 0.7, 0.95, "share of the memory's rate"),
+    Rate("passes.hidden", 54.9, 25.0, 8, 60, "of `hidden`: norms, residuals, rotations, copies"),
+    Rate("passes.ffn", 1, 3.0, 1, 8, "of the feed-forward's width: activation"),
+    Rate("passes.scores", 8.93, 8.0, 3, 20, "of each score, where they are stored"),
+    Rate("passes.logits", 2, 6.0, 2, 20, "of each logit, forward and backward"),
+    Rate(
+        "passes.compiled", 0.223, 0.5, 0.15, 0.9, "times that: torch.compile, Megatron-LM's kernels"
+    ),
+    Rate("passes.cast", 1.25, 1.5, 0.5, 4, "of each product's input, in 8 or 4 bits"),
+    # Launches.
+    Rate("launch.eager_us", 897, 400.0, 100, 1500, "of one layer forward, at the least"),
+    Rate("launch.compiled_us", 150, 150.0, 50, 600, "the same, compiled"),
+    Rate("step.micro_ms", 3.32, 1.0, 0.1, 10, "of a micro-batch: its loop, loss, and what is not a layer"),
+    Rate("step.fixed_ms", 3.84, 5.0, 1, 20, "of a step: its loop, clipping, logging"),
+    # Overlap.
+    Rate(
+        "overlap.leak", 0.386, 0.15, 0.03, 0.5, "of hidden communication: it takes SMs and memory"
+    ),
+    Rate("overlap.tp", 0.95, 0.6, 0.2, 0.95, "hidden of tp's, where products are cut to hide it"),
+    Rate("zero3.tensors", 0.17, 0.2, 0.05, 1, "of the links, one tensor at a time (DeepSpeed)"),
+    Rate("optimizer.bytes", 46.5, 36.0, 25, 60, "read and written per weight"),
+    # Links (collectives.py).
+    Rate("link.ring", 0.753, 0.77, 0.5, 1, "of NVLink's rate"),
+    Rate("link.switch.hopper", 0.597, 0.58, 0.3, 1, "NVLS: a tensor is sent once"),
+    Rate("link.switch.blackwell", 0.49, 0.53, 0.3, 1, "the same"),
+    Rate("link.switch.other", 0.55, 0.55, 0.3, 1, "no row"),
+    Rate("link.mesh", 0.928, 0.90, 0.6, 1, "of a DGX-1's links"),
+    Rate("link.start_us", 7.16, 10.0, 2, 40, "of any collective"),
+    Rate("network.rate", 0.88, 0.90, 0.5, 1, "of the network cards' rate"),
+    Rate("network.cloud.start_us", 113, 80.0, 5, 200, "to leave the node: EFA, TCPX"),
+    Rate("network.cloud.ramp_us", 87.6, 50.0, 5, 200, "per doubling from 1 to 64 MiB: EFA, TCPX"),
+    Rate("network.rdma.start_us", 29.2, 20.0, 3, 100, "to leave the node: InfiniBand, RoCE"),
+    Rate("network.rdma.ramp_us", 4.9, 20.0, 3, 100, "per doubling from 1 to 64 MiB"),
+    Rate("network.node_us", 6.71, 5.0, 1, 20, "to each further node"),
+    Rate("link.python_us", 24.8, 20.0, 5, 60, "more where torch.distributed is timed alone"),
+    Rate("link.hop_us", 8.52, 8.0, 2, 20, "to each further GPU of a ring"),
+    Rate("link.hop_switch_us", 1.32, 2.5, 0.5, 10, "the same, where the switch adds"),
+    Rate("link.ramp_us", 7.38, 8.0, 1, 30, "per doubling of a message from 1 to 64 MiB"),
+)
+
+RATES: dict[str, float] = {rate.name: rate.value for rate in TABLE}
+PRIORS: dict[str, float] = {rate.name: rate.prior for rate in TABLE}
+FITTED = tuple(rate.name for rate in TABLE if not rate.meaning.startswith("no row"))
+RANGES: dict[str, tuple[float, float]] = {
+    rate.name: (rate.low, rate.high) for rate in TABLE if rate.name in FITTED
+}
+
+
+def rate_of(rates: dict[str, float], kind: str, family: str) -> float:
+    """Return a rate of a family of GPUs; of an unknown family, what is usual."""
+    return rates.get(f"{kind}.{family}", rates[f"{kind}.other"])
