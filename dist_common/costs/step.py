@@ -244,7 +244,7 @@ def step_parts(job: Job, layout: Layout, cluster: Cluster, rates) -> dict[str, f
     slowest = max(last, inner, key=lambda stage: stage.total)
     # 1F1B: the slowest stage is busy all the time; filling and draining takes the others once.
     whole = (layout.pp - 1) * inner.total + last.total
-    dense, experts = memory.weights_of_stage(job.model, layout, layout.pp - 1)
+    dense, experts = memory.weights_of_stage(job, layout, layout.pp - 1)
     weights = dense + experts
     gradients = gradient_seconds(job, layout, cluster, weights, slowest.backward, rates)
     return {
