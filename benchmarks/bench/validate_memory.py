@@ -123,7 +123,8 @@ def job_of(row: dict[str, str]) -> tuple[Job, Layout]:
         gradient_bytes=2 if pure else 4,
         optimizer_bytes=4 if pure else 12,
         compiled=compiled,
-        fused_loss="cross-entropy fusion" in notes or (stack == "torchtitan" and "H200" in row["gpu"]),
+        fused_loss="cross-entropy fusion" in notes
+        or (stack == "torchtitan" and "H200" in row["gpu"]),
         stack=stack,
     )
     layout = Layout(
@@ -153,3 +154,55 @@ def predicted_bytes(row: dict[str, str]) -> float:
         parts = memory.memory_of_stage(job, layout, 0)
     total = sum(parts.values())
     return memory.reserved(total) if "reserved" in row["mem_kind"] else total
+
+
+# Rows name models as their tables do; the source's line says gemma2-2b for the last two.
+FINETUNED = {
+    "llama 2 7": "llama2-7b", "llama-2-7b": "llama2-7b", "llama 2 13": "llama2-13b",
+    "llama-3.1-8b": "llama3-8b", "llama-3-8b": "llama3-8b", "llama-3.2-1b": "llama3.2-1b",
+    "llama-3.2-3b": "llama3.2-3b", "mistral-7b": "mistral-7b", "tiny": "tinyllama-1.1b",
+    "gemma-2-9b": "gemma-2-9b", "gemma-2b": "gemma-2b", "gemma-7b": "gemma-7b",
+    "phi-3": "phi-3-mini", "phi-1.5": "phi-1.5", "phi-2": "phi-2", "falcon 40": "falcon-40b",
+    "falcon-7b": "falcon-7b", "stablelm": "stablelm-alpha-3b",
+}  # fmt: skip
+RENAMED = {"F055": "gemma-2-2b", "F056": "gemma-2-2b"}
+EVERYWHERE = ("query", "key", "value", "projection", "mlp", "head")
+DEVICES = {"stablelm-alpha-3b": 2}  # of full.yaml, on a machine of four
+SAMPLE = {"stablelm": 1034}  # tokens of the longest sample where a row says nothing
+
+
+def finetune_arguments(row: dict[str, str]) -> dict:
+    """Return what a row of finetune_memory.csv trains, as arguments of memory_of_finetune.
+
+    Defaults of litgpt's files (config_hub): rank 32 on queries and values; Gemma and Phi adapt
+    every matrix (rank 16, 8). LoRA's files say `devices: 1` whatever the machine has. Samples are
+    cut at 512 tokens. Its tables of 2023: rank 8 on queries and values, the longest sample first.
+    """
+    name = row["model"].lower()
+    known = RENAMED.get(row["id"]) or next(v for k, v in FINETUNED.items() if name.startswith(k))
+    hub = row["group"].startswith("hub")
+    everywhere = hub and known.startswith(("gemma", "phi"))
+    method = "lora" if row["method"] == "qlora" else row["method"].replace(" ", "_")
+    rank = 8
+    if hub:
+        rank = (
+            (16 if known.startswith("gemma") and row["quant"] != "None" else 8)
+            if everywhere
+            else 32
+        )
+    longest = next((v for k, v in SAMPLE.items() if name.startswith(k)), 512)
+    gpus = number(row, "n_gpus", 1)
+    if hub and gpus > 1:
+        gpus = DEVICES.get(known, gpus) if method == "full" else 1
+    return {
+        "model": models.MODELS[known],
+        "method": method,
+        "seq_len": number(row, "max_seq_tokens", longest),
+        "micro_batch": number(row, "micro_batch", 1),
+        "quant": row["quant"].replace("bnb.", "").replace("None", ""),
+        "rank": rank,
+        "targets": EVERYWHERE if everywhere else ("query", "value"),
+        "gpus": gpus,
+        "mixed": "mixed" in row["precision"],
+        "alike": hub,
+    }

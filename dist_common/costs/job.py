@@ -28,6 +28,8 @@ class Model:
     dense_layers: int = 0  # the first layers without experts
     shared_experts: int = 0
     dense_ffn: int = 0  # inner width of layers without experts; 0: ffn
+    norms: int = 2  # of a layer: four where what attention and feed-forward return is normed too
+    softcap: bool = False  # scores pass a tanh (Gemma 2): no flash kernel in eager PyTorch
     q_rank: int = 0  # multi-head latent attention (DeepSeek-V2): of queries; 0: no compression
     kv_rank: int = 0  # and of keys and values; 0: plain attention
     rope_dim: int = 0  # of a latent head, beside head_dim: what turns with the position

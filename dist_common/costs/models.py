@@ -27,6 +27,7 @@ def _deepseek(name, layers, hidden, dense_ffn, ffn, vocab, experts, **more) -> M
     return _model(name, layers, hidden, 128, 128, ffn, vocab, **more)
 
 
+_GEMMA2 = {"head_dim": 256, "tied_embeddings": True, "norms": 4, "softcap": True}
 _ALL = [
     _gpt("gpt2-124m", 12, 768, 12, 50_257, 1_024),
     _gpt("gpt2-350m", 24, 1_024, 16, 50_257, 1_024),
@@ -47,6 +48,17 @@ _ALL = [
     _model("mistral-7b", 32, 4_096, 32, 8, 14_336, 32_000),
     _model("mixtral-8x7b", 32, 4_096, 32, 8, 14_336, 32_000, experts=8, top_k=2),
     _model("mixtral-8x22b", 56, 6_144, 48, 8, 16_384, 32_768, experts=8, top_k=2),
+    _model("gemma-2b", 18, 2_048, 8, 1, 16_384, 256_000, head_dim=256, tied_embeddings=True),
+    _model("gemma-7b", 28, 3_072, 16, 16, 24_576, 256_000, head_dim=256, tied_embeddings=True),
+    _model("gemma-2-2b", 26, 2_304, 8, 4, 9_216, 256_000, **_GEMMA2),
+    _model("gemma-2-9b", 42, 3_584, 16, 8, 14_336, 256_000, **_GEMMA2),
+    _model("llama3.2-3b", 28, 3_072, 24, 8, 8_192, 128_256, tied_embeddings=True),
+    _model("phi-3-mini", 32, 3_072, 32, 32, 8_192, 32_064),
+    _model("phi-1.5", 24, 2_048, 32, 32, 8_192, 51_200, gated=False, biases=True),
+    _model("phi-2", 32, 2_560, 32, 32, 10_240, 51_200, gated=False, biases=True),
+    _model("stablelm-alpha-3b", 16, 4_096, 32, 32, 16_384, 50_688, gated=False, biases=True),
+    _model("falcon-7b", 32, 4_544, 71, 1, 18_176, 65_024, gated=False, tied_embeddings=True),
+    _model("falcon-40b", 60, 8_192, 128, 8, 32_768, 65_024, gated=False, tied_embeddings=True),
     _deepseek("deepseek-v2", 60, 5_120, 12_288, 1_536, 102_400, 160, top_k=6, shared_experts=2),
     _deepseek("deepseek-v3", 61, 7_168, 18_432, 2_048, 129_280, 256, top_k=8, shared_experts=1),
 ]
@@ -104,7 +116,7 @@ def whole_parameters(model: Model, layer: int) -> int:
 
     The biases of a matrix split by its rows (output, second of the feed-forward) stay whole.
     """
-    norms = 2 * model.hidden * (2 if model.biases else 1)
+    norms = model.norms * model.hidden * (2 if model.biases else 1)
     biases = 2 * model.hidden if model.biases else 0
     router = 0 if is_dense(model, layer) else model.experts * model.hidden
     return norms + biases + router + model.q_rank + model.kv_rank
