@@ -1,208 +1,282 @@
-"""Published memory beside the model's: rows of runs.csv, formula tables, fine-tuning."""
+"""Published memory beside the model's: training runs, formula tables, fine-tuning.
+
+Two numbers are fitted, on the rows that `held_out` does not keep: RESERVED (memory.py) and LOGIT
+(finetune.py). All else are formulas of papers and facts of the libraries' code (stacks.py), which
+were read there and compared with all rows while they were written.
+"""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
+from bench import published
+from bench.published import number, read_table, whole
 from dist_common.costs import memory, models
+from dist_common.costs.finetune import memory_of_finetune
 from dist_common.costs.job import Job, Layout, Model
 
 GIB = 2**30
-ANCHORS = Path(__file__).resolve().parents[1] / "anchors"
 BYTES_OF_UNIT = {"GiB": GIB, "GB(1e9)": 1e9}
 
 
-def read_rows(path: str | Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file."""
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+def held_out(group: str) -> bool:
+    """Tell whether a family of rows is kept for judging: its SHA-256 is odd.
 
-
-def held_out(source: str) -> bool:
-    """Tell whether a source's rows are kept for judging: its SHA-256 is odd.
-
-    A source is the text before its first space: a repository or the first word of a paper.
+    A family is the first two parts of `group`: a table, or a configuration with all its rows.
     """
-    return hashlib.sha256(source.split(" ")[0].encode()).digest()[-1] % 2 == 1
+    family = "|".join(group.split("|")[:2])
+    return hashlib.sha256(family.encode()).digest()[-1] % 2 == 1
 
 
 def published_bytes(row: dict[str, str]) -> float | None:
-    """Return a row's measured bytes, or None where it has none."""
-    try:
-        return float(row["mem_value"]) * BYTES_OF_UNIT[row["mem_unit"]]
-    except (ValueError, KeyError):
+    """Return a row's measured bytes, or None where it has none (OOM, not said, not measured)."""
+    value = number(row, "mem_value")
+    if value is None or row.get("kind") != "measured":
         return None
+    return value * BYTES_OF_UNIT[row["mem_unit"]]
 
 
-def number(row: dict[str, str], field: str, default: int = 0) -> int:
-    """Return a field's whole number, or the default where the row says nothing."""
-    try:
-        return int(float(row.get(field) or default))
-    except ValueError:
-        return default
+# --- Training runs: runs.csv ---
 
 
-def model_of(row: dict[str, str]) -> Model:
-    """Return a row's shape; a DeepSeek is known by its name, other rows say all fields.
+def run_of(row: dict[str, str]) -> tuple[Job, Layout]:
+    """Return a row of runs.csv as published.py does, with what only memory depends on.
 
-    Default: keys and values of their own for each head, ffn 4 h.
+    SimuMax fuses the loss and sends sequences by all-to-all; torchtitan compiles its loss since
+    2025 (its H200 row); KempnerForge's pipelines have no sequence parallelism; of Thunder's
+    executors only torchcompile recomputes what it fused.
     """
-    name = row["model"]
-    layers = number(row, "layers")
-    for known in ("deepseek-v2", "deepseek-v3", "mixtral-8x7b", "mixtral-8x22b"):
-        if name.startswith(known.replace("deepseek-", "deepseek")):
-            model = models.MODELS[known]
-            if layers and layers < model.layers:  # cut: SimuMax' launcher leaves one dense layer
-                model = replace(model, dense_layers=min(1, model.dense_layers))
-            return replace(model, layers=layers or model.layers)
-    hidden = number(row, "hidden")
-    heads = number(row, "heads")
-    gated = row["gated_mlp"] == "1"
-    return Model(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=number(row, "kv_heads", heads),
-        ffn=number(row, "ffn", 4 * hidden),
-        vocab=number(row, "vocab", 51_200),
-        gated=gated,
-        biases=not gated,
-        learned_positions=0 if gated else number(row, "seq"),
-        tied_embeddings=not gated,
-        name=name,
-    )
-
-
-SHARDINGS = {"ddp": 0, "none": 0, "zero1": 1, "distributed_optimizer": 1, "distributed": 1,
-             "zero2": 2, "fsdp_zero2": 2, "zero3": 3, "fsdp_zero3": 3, "fsdp": 3, "hsdp": 3}  # fmt: skip
-RECOMPUTE_OF = {"none": "none", "selective_op": "operators", "full": "full"}
-
-
-def stack_of_row(row: dict[str, str]) -> str:
-    """Return whose code a row ran: by its source, and Megatron's where it says nothing."""
-    source = row["source"].lower()
-    if "thunder" in row["compile"]:
-        return "thunder"
-    for stack in ("torchtitan", "kempnerforge", "litgpt", "deepspeed"):
-        if stack in source:
-            return stack
-    if row["sharding"].startswith(("fsdp", "hsdp")):
-        return "torch"
-    return "megatron"
-
-
-def job_of(row: dict[str, str]) -> tuple[Job, Layout]:
-    """Return what a row of runs.csv trains, and its layout.
-
-    Defaults where a row says nothing: 18 bytes a weight (16 with FSDP, 8 where the row says pure
-    bf16), flash attention, no recomputation, sequence parallelism with tp, 1F1B, micro-batches of
-    one sequence; a torchtitan pipeline has as many micro-batches as stages.
-    """
-    model = model_of(row)
-    stack = stack_of_row(row)
-    notes, said = row["notes"], row["precision"].lower()
-    sharding = row["sharding"].split("_offload")[0]
-    zero = next((z for name, z in SHARDINGS.items() if sharding.startswith(name)), 0)
-    zero = SHARDINGS.get(sharding, zero)
-    pure = "pure" in said or "true" in said
-    tp, pp, dp, cp = (number(row, axis, 1) for axis in ("tp", "pp", "dp", "cp"))
-    micro = number(row, "micro_batch", 1)
-    batch = number(row, "global_batch", dp * micro * number(row, "grad_accum", 1))
-    if stack == "torchtitan" and pp > 1 and not row["micro_batch"]:
-        micro = max(1, batch // dp // pp)
-    virtual = 2 if row["vpp"] == "interleaved" else number(row, "vpp", 1)
-    compiled = row["compile"] == "1" or "torchcompile" in row["compile"]
-    job = Job(
-        model=model,
-        seq_len=number(row, "seq", 2048),
-        global_batch=batch,
-        precision="fp8" if "float8" in said or "fp8" in said else "bf16",
-        gradient_bytes=2 if pure else 4,
-        optimizer_bytes=4 if pure else 12,
-        compiled=compiled,
-        fused_loss="cross-entropy fusion" in notes
-        or (stack == "torchtitan" and "H200" in row["gpu"]),
-        stack=stack,
-    )
-    layout = Layout(
-        tp=tp,
-        cp=cp,
-        pp=pp,
-        dp=dp,
-        ep=dp if "ep=8" in notes else 1,
-        zero=zero,
-        micro_batch=micro,
-        recompute=RECOMPUTE_OF.get(row["act_ckpt"].split("(")[0].strip(), "none"),
-        sequence_parallel=row["seq_parallel"] != "0" and not (stack == "kempnerforge" and pp > 1),
-        virtual_stages=virtual,
-        cp_kind="ulysses" if stack == "megatron" else "ring",
-    )
+    found = published.read_row(row)
+    job, layout = found.job, found.layout
+    text = f"{row.get('notes')} {row.get('source')}"
+    fused = "cross-entropy fusion" in text or "torchtitan benchmarks/llama3-8b_h200" in text
+    compiled = job.compiled
+    if job.stack == "thunder":
+        compiled = "torchcompile" in row["compile"]
+    job = replace(job, fused_loss=fused, compiled=compiled)
+    if "SimuMax" in text:
+        layout = replace(layout, cp_kind="ulysses")
+    if job.stack == "kempnerforge" and layout.pp > 1:
+        layout = replace(layout, sequence_parallel=False)
     return job, layout
 
 
-def predicted_bytes(row: dict[str, str]) -> float:
-    """Return what the model predicts for a row, as its mem_kind counts.
+def memory_of_row(row: dict[str, str]) -> float:
+    """Return the bytes that the model predicts for a row of runs.csv, as its mem_kind counts.
 
     A peak that is not said to be the largest of all ranks was logged by rank 0: the first stage.
+    Raises: ValueError where a row says too little.
     """
-    job, layout = job_of(row)
+    job, layout = run_of(row)
+    kind = row.get("mem_kind") or ""
     parts = memory.memory_of(job, layout)
-    if "max_over_ranks" not in row["mem_kind"]:
+    if kind and "max_over_ranks" not in kind:
         parts = memory.memory_of_stage(job, layout, 0)
     total = sum(parts.values())
-    return memory.reserved(total) if "reserved" in row["mem_kind"] else total
+    return memory.reserved(total) if "reserved" in kind else total
 
 
-# Rows name models as their tables do; the source's line says gemma2-2b for the last two.
+# --- Formula tables: memory_components.csv ---
+
+# DeepSpeed's examples: t5-3b's largest module is its table of 32,128 x 1,024.
+LARGEST = {"t5-3b": 32_128 * 1_024}
+ZERO_STAGES = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+LAYER_TIMES = {"layer_forward_ms", "layer_backward_ms", "layer_combined_ms"}
+
+
+def gpt_of(row: dict[str, str]) -> Model:
+    """Return the GPT of a row of Korthikanti's figures."""
+    hidden, heads = whole(row, "hidden"), whole(row, "heads")
+    more = {"gated": False, "biases": True, "tied_embeddings": True}
+    vocab = whole(row, "vocab", 51_200)
+    return Model(whole(row, "layers"), hidden, heads, heads, 4 * hidden, vocab, **more)
+
+
+def korthikanti_of(row: dict[str, str], recompute: str, sequence_parallel: bool) -> float:
+    """Return figure 1's or 7's bytes of activations on the first stage, embeddings left out."""
+    model = gpt_of(row)
+    tp, pp = whole(row, "tp", 1), whole(row, "pp", 1)
+    micro = whole(row, "micro_batch", 1)
+    virtual = 3 if pp > 1 else 1  # table 3: the models with a pipeline interleave 3 stages
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        micro_batch=micro,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+        virtual_stages=virtual,
+    )
+    batch = micro * pp * virtual
+    job = Job(model, whole(row, "seq"), batch, flash=False, dropout=True, stack="megatron")
+    flying = memory.in_flight(pp, 0, batch, virtual)
+    kept = memory.kept_bytes(job, layout, 0) * model.layers / pp * flying
+    if "pct" in row["quantity"] and pp == 1:
+        kept += memory.edge_bytes(job, layout)
+    return memory.tokens_of(job, layout) * kept
+
+
+def component_of(row: dict[str, str]) -> float | None:
+    """Return what the model says for a row of memory_components.csv, in the row's unit.
+
+    None for times (Korthikanti, table 4): those are step.py's.
+    """
+    quantity = row["quantity"]
+    weights = (number(row, "params_b") or 0) * 1e9
+    unit = 1e9 if row["unit"].startswith("GB") else GIB
+    sharding = row["sharding"]
+    if row["group"].startswith("zero"):
+        job = Job(gpt_of(row), 1, 1, gradient_bytes=2, stack="deepspeed")
+        ranks = whole(row, "dp") or whole(row, "n_gpus")
+        layout = Layout(dp=ranks, zero=ZERO_STAGES[sharding])
+        return sum(memory.states(job, layout, weights).values()) / unit
+    if row["group"].startswith("ds-"):
+        largest = LARGEST.get(row["model"], 0)
+        if row["group"].startswith("ds-z3"):
+            weights = memory.T5_3B
+        gpu, host = memory.deepspeed_estimate(
+            weights,
+            largest,
+            whole(row, "n_gpus"),
+            stage=3 if "zero3" in sharding else 2,
+            parameters_on_host="param=cpu" in sharding,
+            optimizer_on_host="opt=cpu" in sharding or "offload_optimizer=cpu" in sharding,
+            sharded_at_start="zero_init=1" in sharding,
+        )
+        return (host if quantity == "host_ram" else gpu) / unit
+    if quantity.startswith("params+optimizer"):
+        model = gpt_of(row)
+        layer = models.attention_parameters(model) + models.mlp_parameters(model, model.ffn)
+        share = layer * model.layers / whole(row, "tp", 1) / whole(row, "pp", 1)
+        job = Job(model, 1, 1, stack="megatron")
+        return sum(memory.states(job, Layout(), share).values()) / unit
+    if quantity.startswith("activation"):
+        kind = {"selective_attention": "selective"}.get(row["act_ckpt"], row["act_ckpt"])
+        value = korthikanti_of(row, kind, row["seq_parallel"] == "1")
+        if "pct" in quantity:
+            return 100 * value / korthikanti_of(row, "none", False)
+        return value / unit
+    return None
+
+
+# --- Fine-tuning: finetune_memory.csv ---
+
 FINETUNED = {
     "llama 2 7": "llama2-7b", "llama-2-7b": "llama2-7b", "llama 2 13": "llama2-13b",
-    "llama-3.1-8b": "llama3-8b", "llama-3-8b": "llama3-8b", "llama-3.2-1b": "llama3.2-1b",
-    "llama-3.2-3b": "llama3.2-3b", "mistral-7b": "mistral-7b", "tiny": "tinyllama-1.1b",
-    "gemma-2-9b": "gemma-2-9b", "gemma-2b": "gemma-2b", "gemma-7b": "gemma-7b",
-    "phi-3": "phi-3-mini", "phi-1.5": "phi-1.5", "phi-2": "phi-2", "falcon 40": "falcon-40b",
-    "falcon-7b": "falcon-7b", "stablelm": "stablelm-alpha-3b",
+    "llama 2 70": "llama2-70b", "llama-3.1-8b": "llama3-8b", "llama-3-8b": "llama3-8b",
+    "llama-3.2-1b": "llama3.2-1b", "llama-3.2-3b": "llama3.2-3b", "mistral-7b": "mistral-7b",
+    "tiny": "tinyllama-1.1b", "gemma2-2b": "gemma-2-2b", "gemma-2-2b": "gemma-2-2b",
+    "gemma2-9b": "gemma-2-9b", "gemma-2-9b": "gemma-2-9b", "gemma-2b": "gemma-2b",
+    "gemma-7b": "gemma-7b", "phi-3": "phi-3-mini", "phi-1.5": "phi-1.5", "phi-2": "phi-2",
+    "falcon 40": "falcon-40b", "falcon-40b": "falcon-40b", "falcon-7b": "falcon-7b",
+    "falcon 7": "falcon-7b", "stablelm": "stablelm-alpha-3b",
 }  # fmt: skip
+# The source's lines of these rows say gemma2-2b/lora.yaml and gemma2b/qlora.yaml of Gemma 2.
 RENAMED = {"F055": "gemma-2-2b", "F056": "gemma-2-2b"}
 EVERYWHERE = ("query", "key", "value", "projection", "mlp", "head")
 DEVICES = {"stablelm-alpha-3b": 2}  # of full.yaml, on a machine of four
-SAMPLE = {"stablelm": 1034}  # tokens of the longest sample where a row says nothing
+LONGEST = {"stablelm": 1_034}  # tokens, where a row says nothing (resource-tables.md)
 
 
 def finetune_arguments(row: dict[str, str]) -> dict:
     """Return what a row of finetune_memory.csv trains, as arguments of memory_of_finetune.
 
     Defaults of litgpt's files (config_hub): rank 32 on queries and values; Gemma and Phi adapt
-    every matrix (rank 16, 8). LoRA's files say `devices: 1` whatever the machine has. Samples are
-    cut at 512 tokens. Its tables of 2023: rank 8 on queries and values, the longest sample first.
+    every matrix (rank 16 in 4 bits, else 8). LoRA's files say `devices: 1` whatever the machine
+    has. Samples are cut at 512 tokens. Its tables of 2023: rank 8 on queries and values, the
+    longest sample first.
+
+    Raises: ValueError for a model without a shape.
     """
     name = row["model"].lower()
-    known = RENAMED.get(row["id"]) or next(v for k, v in FINETUNED.items() if name.startswith(k))
+    known = RENAMED.get(row["id"])
+    known = known or next((v for k, v in FINETUNED.items() if name.startswith(k)), None)
+    known = known or (name if name in models.MODELS else None)
+    if known is None:
+        raise ValueError(f"no shape of {row['model']!r}")
+    quant = row["quant"].replace("bnb.", "").replace("None", "")
     hub = row["group"].startswith("hub")
     everywhere = hub and known.startswith(("gemma", "phi"))
     method = "lora" if row["method"] == "qlora" else row["method"].replace(" ", "_")
     rank = 8
-    if hub:
-        rank = (
-            (16 if known.startswith("gemma") and row["quant"] != "None" else 8)
-            if everywhere
-            else 32
-        )
-    longest = next((v for k, v in SAMPLE.items() if name.startswith(k)), 512)
-    gpus = number(row, "n_gpus", 1)
+    if hub and not everywhere:
+        rank = 32
+    elif everywhere and quant and known.startswith("gemma"):
+        rank = 16
+    gpus = whole(row, "n_gpus", 1)
     if hub and gpus > 1:
         gpus = DEVICES.get(known, gpus) if method == "full" else 1
+    longest = next((v for k, v in LONGEST.items() if name.startswith(k)), 512)
     return {
         "model": models.MODELS[known],
         "method": method,
-        "seq_len": number(row, "max_seq_tokens", longest),
-        "micro_batch": number(row, "micro_batch", 1),
-        "quant": row["quant"].replace("bnb.", "").replace("None", ""),
+        "seq_len": whole(row, "max_seq_tokens") or longest,
+        "micro_batch": whole(row, "micro_batch") or 1,
+        "quant": quant,
         "rank": rank,
         "targets": EVERYWHERE if everywhere else ("query", "value"),
         "gpus": gpus,
         "mixed": "mixed" in row["precision"],
         "alike": hub,
     }
+
+
+# --- Tables of results ---
+
+
+def component_rows(path: str | Path) -> list[dict]:
+    """Return id, value and error (a share of what was published) of a file of formula tables."""
+    rows = []
+    for row in read_table(Path(path)):
+        value = component_of(row)
+        told = number(row, "value")
+        error = value / told - 1 if value is not None and told else None
+        rows.append({"id": row["id"], "value": value, "error": error, "group": row["group"]})
+    return rows
+
+
+def finetune_rows(path: str | Path) -> list[dict]:
+    """Return id, memory_bytes and error of a file of fine-tuning runs.
+
+    A run that ran out of memory has a prediction and no error.
+    """
+    rows = []
+    for row in read_table(Path(path)):
+        predicted = sum(memory_of_finetune(**finetune_arguments(row)).values())
+        told = published_bytes(row)
+        error = predicted / told - 1 if told else None
+        rows.append(
+            {"id": row["id"], "memory_bytes": predicted, "error": error, "group": row["group"]}
+        )
+    return rows
+
+
+def run_rows(path: str | Path) -> list[dict]:
+    """Return id, memory_bytes and error of the runs of a file that say what they held."""
+    rows = []
+    for row in read_table(Path(path)):
+        told = published_bytes(row)
+        if told:
+            predicted = memory_of_row(row)
+            error = predicted / told - 1
+            rows.append(
+                {"id": row["id"], "memory_bytes": predicted, "error": error, "group": row["group"]}
+            )
+    return rows
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the value that `share` of them do not exceed, interpolated."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def summary(rows: list[dict]) -> dict[str, float]:
+    """Return the number of rows with an error, its median and 95th percentile (shares)."""
+    errors = [abs(row["error"]) for row in rows if row["error"] is not None]
+    return {"rows": len(errors), "median": median(errors), "p95": percentile(errors, 0.95)}

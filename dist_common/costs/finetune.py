@@ -185,7 +185,7 @@ def memory_of_finetune(
 ) -> dict[str, float]:
     """Return bytes by part on a GPU, as torch.cuda.max_memory_allocated would count.
 
-    Weights, gradients and both of Adam's moments are 16 bits ("bf16-true"), or float32 with `mixed`.
+    Weights, gradients and both of Adam's moments are 16 bits (bf16-true), float32 with `mixed`.
     Over several GPUs FSDP shards all, keeps each block's input alone, and does not free frozen
     weights in backward. `alike`: steps are of equal length, so that a 4-bit matrix still has the
     last step's input (bitsandbytes' MatMul4Bit keeps it outside autograd) at the next one's peak.

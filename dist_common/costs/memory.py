@@ -271,8 +271,17 @@ def kept_by_stage(job: Job, layout: Layout, stage: int) -> float:
     return tokens_of(job, layout) * flying * kept
 
 
+def edge_bytes(job: Job, layout: Layout) -> float:
+    """Return bytes per token beside layers', without a pipeline (Korthikanti, section 4.3).
+
+    The embeddings' dropout mask, the last norm's input and the output layer's; not the logits.
+    """
+    mask = 1 if job.dropout else 0
+    return (mask + 2 * number_bytes(job)) * job.model.hidden / layout.tp
+
+
 def backward_of_layer(job: Job, layout: Layout, stage: int) -> float:
-    """Return bytes of one layer's backward: its gradients, and the layer where it is computed again."""
+    """Return bytes of one layer's backward: its gradients; all of it where it is computed again."""
     numbers = layers_of(job.model, layout, stage)
     again = 0.0
     if layout.recompute in ("full", "operators"):
@@ -351,6 +360,17 @@ def buffers(job: Job, layout: Layout, stage: int) -> float:
     return 0.0
 
 
+def returns_gradients_together(job: Job, layout: Layout) -> bool:
+    """Tell whether one compiled graph computes all gradients, beside those added up before.
+
+    Without FSDP or DDP nothing cuts the graph of torch.compile: it returns the gradients of all
+    weights at its end, while the loss' tensors are still its inputs' (AOTAutograd).
+    """
+    alone = layout.zero == 0 and layout.replicas == 1
+    own = job.stack not in ("megatron", "thunder")
+    return alone and own and job.compiled and layout.micro_batches(job) > 1
+
+
 def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
     """Return bytes by part on one GPU of a stage, at the fuller of its two moments."""
     dense, experts = weights_of_stage(job, layout, stage)
@@ -362,6 +382,8 @@ def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
         "logits": logits(job, layout, stage),
         "gathered": gathered(job, layout, stage, "loss"),
     }
+    if returns_gradients_together(job, layout):
+        at_loss["buffers"] += job.parameter_bytes * (dense + experts)
     in_backward = held | {
         "activations": kept + backward_of_layer(job, layout, stage),
         "logits": 0.0,
@@ -376,11 +398,50 @@ def memory_of(job: Job, layout: Layout, gpus_per_node: int = 8) -> dict[str, flo
     return max((memory_of_stage(job, layout, s) for s in stages), key=lambda m: sum(m.values()))
 
 
+# --- DeepSpeed's own estimate ---
+
+T5_3B = 2_851_598_336  # weights of t5-3b, DeepSpeed's example
+
+
+def deepspeed_estimate(
+    weights: float,
+    largest_layer: float,
+    gpus_per_node: int,
+    nodes: int = 1,
+    stage: int = 3,
+    parameters_on_host: bool = False,
+    optimizer_on_host: bool = False,
+    sharded_at_start: bool = True,
+    spare: float = 1.5,
+) -> tuple[float, float]:
+    """Return bytes of model states on a GPU and in a node's RAM, as DeepSpeed documents them.
+
+    Source: DeepSpeed's documentation, "Memory Requirements": fp16 weights and gradients, 16 bytes
+    of float32 copies and moments in its count; `spare` is its additional buffer factor.
+    """
+    gpus = gpus_per_node * nodes
+    copies = 4 * gpus_per_node  # each process builds the model in float32
+    if stage == 2:
+        on_gpu = 2 * weights if optimizer_on_host else 4 * weights + 16 * weights / gpus
+        on_host = max(copies, 16) if optimizer_on_host else copies
+        return on_gpu, weights * on_host * spare
+    on_gpu = 4 * largest_layer
+    if not optimizer_on_host:
+        on_gpu += 18 * weights / gpus
+        built = largest_layer if sharded_at_start else weights
+        return on_gpu, built * copies * spare
+    shards = 18 if parameters_on_host else 16
+    if not parameters_on_host:
+        on_gpu += 2 * weights / gpus
+    on_host = shards / nodes if sharded_at_start else max(copies, shards / nodes)
+    return on_gpu, weights * on_host * spare
+
+
 def reserved(allocated: float) -> float:
     """Return what torch.cuda.max_memory_reserved would say: streams' pools, and what fragments."""
     return allocated * RESERVED
 
 
 def memory_limit(gpu: Gpu) -> float:
-    """Return the bytes that a job may allocate: less the context, and what the allocator reserves."""
+    """Return the bytes that a job may allocate: less context and what the allocator wastes."""
     return (gpu.memory_gib * GIB - CONTEXT) / RESERVED

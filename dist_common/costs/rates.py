@@ -56,7 +56,14 @@ TABLE = (
     # Launches.
     Rate("launch.eager_us", 897, 400.0, 100, 1500, "of one layer forward, at the least"),
     Rate("launch.compiled_us", 150, 150.0, 50, 600, "the same, compiled"),
-    Rate("step.micro_ms", 3.32, 1.0, 0.1, 10, "of a micro-batch: its loop, loss, and what is not a layer"),
+    Rate(
+        "step.micro_ms",
+        3.32,
+        1.0,
+        0.1,
+        10,
+        "of a micro-batch: its loop, loss, and what is not a layer",
+    ),
     Rate("step.fixed_ms", 3.84, 5.0, 1, 20, "of a step: its loop, clipping, logging"),
     # Overlap.
     Rate(
