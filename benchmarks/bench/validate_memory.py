@@ -131,7 +131,7 @@ def component_of(row: dict[str, str]) -> float | None:
         job = Job(gpt_of(row), 1, 1, gradient_bytes=2, stack="deepspeed")
         ranks = whole(row, "dp") or whole(row, "n_gpus")
         layout = Layout(dp=ranks, zero=ZERO_STAGES[sharding])
-        return sum(memory.states(job, layout, weights).values()) / unit
+        return sum(memory.states(job, layout, (weights, 0.0)).values()) / unit
     if row["group"].startswith("ds-"):
         largest = LARGEST.get(row["model"], 0)
         if row["group"].startswith("ds-z3"):
@@ -148,10 +148,14 @@ def component_of(row: dict[str, str]) -> float | None:
         return (host if quantity == "host_ram" else gpu) / unit
     if quantity.startswith("params+optimizer"):
         model = gpt_of(row)
-        layer = models.attention_parameters(model) + models.mlp_parameters(model, model.ffn)
-        share = layer * model.layers / whole(row, "tp", 1) / whole(row, "pp", 1)
+        share = (
+            models.matrix_parameters(model, 0)
+            * model.layers
+            / whole(row, "tp", 1)
+            / whole(row, "pp", 1)
+        )
         job = Job(model, 1, 1, stack="megatron")
-        return sum(memory.states(job, Layout(), share).values()) / unit
+        return sum(memory.states(job, Layout(), (share, 0.0)).values()) / unit
     if quantity.startswith("activation"):
         kind = {"selective_attention": "selective"}.get(row["act_ckpt"], row["act_ckpt"])
         value = korthikanti_of(row, kind, row["seq_parallel"] == "1")
@@ -177,6 +181,7 @@ FINETUNED = {
 RENAMED = {"F055": "gemma-2-2b", "F056": "gemma-2-2b"}
 EVERYWHERE = ("query", "key", "value", "projection", "mlp", "head")
 DEVICES = {"stablelm-alpha-3b": 2}  # of full.yaml, on a machine of four
+STATES = 8  # bytes a weight of full training in 16 bits
 LONGEST = {"stablelm": 1_034}  # tokens, where a row says nothing (resource-tables.md)
 
 
@@ -185,7 +190,8 @@ def finetune_arguments(row: dict[str, str]) -> dict:
 
     Defaults of litgpt's files (config_hub): rank 32 on queries and values; Gemma and Phi adapt
     every matrix (rank 16 in 4 bits, else 8). LoRA's files say `devices: 1` whatever the machine
-    has. Samples are cut at 512 tokens. Its tables of 2023: rank 8 on queries and values, the
+    has. Full training whose states exceed the GPU ran on the tables' other machine, of four.
+    Samples are cut at 512 tokens. Its tables of 2023: rank 8 on queries and values, the
     longest sample first.
 
     Raises: ValueError for a model without a shape.
@@ -208,6 +214,14 @@ def finetune_arguments(row: dict[str, str]) -> dict:
     gpus = whole(row, "n_gpus", 1)
     if hub and gpus > 1:
         gpus = DEVICES.get(known, gpus) if method == "full" else 1
+    room = 24e9 if "24GB" in row["gpu"] else 0
+    if (
+        gpus == 1
+        and hub
+        and method == "full"
+        and STATES * models.parameters(models.MODELS[known]) > room > 0
+    ):
+        gpus = 4
     longest = next((v for k, v in LONGEST.items() if name.startswith(k)), 512)
     return {
         "model": models.MODELS[known],

@@ -79,10 +79,7 @@ def finetuned_parameters(model: Model) -> int:
 
 def matrix_parameters(model: Model) -> int:
     """Return the weights that 4-bit quantization takes: every layer's matrices, the output's."""
-    biases = 0
-    if model.biases:
-        biases = models.query_width(model) + 2 * models.key_width(model) + model.ffn
-    layer = models.split_parameters(model, 0) + models.expert_parameters(model, 0) - biases
+    layer = models.matrix_parameters(model, 0)
     return model.layers * layer + models.table_parameters(model)
 
 

@@ -7,6 +7,9 @@ there, or in the backward of the last layer, when logits are gone and a layer's 
 
 from __future__ import annotations
 
+from functools import cache
+from math import ceil
+
 from dist_common.costs import models
 from dist_common.costs.hardware import Gpu
 from dist_common.costs.job import Job, Layout, Model
@@ -37,11 +40,15 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     return [each + (stage < more) for stage in range(stages)]
 
 
-def layers_of(model: Model, layout: Layout, stage: int) -> range:
-    """Return the numbers of a stage's layers."""
+def layers_of(model: Model, layout: Layout, stage: int) -> list[tuple[int, int]]:
+    """Return a stage's kinds of layer: the number of one such layer, and how many there are."""
     counts = layers_of_stages(model.layers, layout.pp)
     start = sum(counts[:stage])
-    return range(start, start + counts[stage])
+    end = start + counts[stage]
+    first = model.dense_layers if model.experts else model.layers  # the first with experts
+    dense = max(0, min(end, first) - start)
+    kinds = [(0, dense), (model.layers - 1, counts[stage] - dense)]
+    return [(layer, count) for layer, count in kinds if count]
 
 
 def cut_of_sequence(layout: Layout) -> int:
@@ -62,21 +69,60 @@ def tables_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]
     return first, last
 
 
-def weights_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
-    """Return the weights on a GPU of a stage before ZeRO: those of all tokens, and of experts.
+def tensors_of_stage(job: Job, layout: Layout, stage: int) -> list[tuple[float, float, str, int]]:
+    """Return the weights on a GPU of a stage before ZeRO: outputs, inputs, kind, how many.
 
-    tp splits matrices and tables and leaves norms whole (Shoeybi et al., 2019, section 3);
-    ep splits experts. With one stage, tied tables are one.
+    tp cuts matrices and tables and leaves norms whole (Shoeybi et al., 2019, section 3); ep cuts
+    experts. With one stage, tied tables are one.
     """
-    model = job.model
-    numbers = layers_of(model, layout, stage)
-    whole = sum(models.whole_parameters(model, layer) for layer in numbers)
-    whole += (stage == layout.pp - 1) * model.hidden * (2 if model.biases else 1)
-    whole += (stage == 0) * model.learned_positions * model.hidden
-    split = sum(models.split_parameters(model, layer) for layer in numbers) / layout.tp
-    experts = sum(models.expert_parameters(model, layer) for layer in numbers)
-    tables = sum(tables_of_stage(job, layout, stage))
-    return split + whole + tables, experts / layout.tp / layout.ep
+    model, t = job.model, layout.tp
+    found = []
+    for layer, count in layers_of(model, layout, stage):
+        for outputs, inputs, kind in models.shapes_of_kind(model, models.is_dense(model, layer)):
+            if kind in (models.COLUMN, models.EXPERT):
+                outputs /= t
+            elif kind == models.ROW:
+                inputs /= t
+            found.append((outputs, inputs, kind, count))
+    for table in tables_of_stage(job, layout, stage):
+        found.append((table / model.hidden, model.hidden, models.COLUMN, 1))
+    last = (stage == layout.pp - 1) * (2 if model.biases else 1)
+    found.append((model.hidden, 1, models.WHOLE, last))
+    found.append((model.learned_positions, model.hidden, models.WHOLE, int(stage == 0)))
+    return found
+
+
+@cache
+def weights_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
+    """Return the weights on a GPU of a stage before ZeRO: those of all tokens, and of experts."""
+    dense = experts = 0.0
+    for outputs, inputs, kind, count in tensors_of_stage(job, layout, stage):
+        if kind == models.EXPERT:
+            experts += outputs * inputs * count / layout.ep
+        else:
+            dense += outputs * inputs * count
+    return dense, experts
+
+
+@cache
+def shards_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
+    """Return the weights of a stage on the fullest of the ranks that ZeRO shards over.
+
+    FSDP2 cuts each tensor by its rows, and the first ranks get what does not divide (fully_shard,
+    dim 0); ZeRO of DeepSpeed and Megatron cuts one long vector.
+    """
+    dense, experts = weights_of_stage(job, layout, stage)
+    over = layout.shards
+    over_experts = max(1, over // layout.ep)
+    if layout.zero < 3 or stack_of(job).sharded_copy:
+        return dense / over, experts / over_experts
+    dense = experts = 0.0
+    for outputs, inputs, kind, count in tensors_of_stage(job, layout, stage):
+        if kind == models.EXPERT:
+            experts += ceil(outputs / over_experts) * inputs * count / layout.ep
+        else:
+            dense += ceil(outputs / over) * inputs * count
+    return dense, experts
 
 
 def state_bytes_per_weight(job: Job, zero: int) -> dict[str, float]:
@@ -106,20 +152,26 @@ def gradients_stay_whole(job: Job, layout: Layout) -> bool:
     return layout.zero >= 2 and several and (layout.pp > 1 or stack_of(job).no_sync)
 
 
-def states(job: Job, layout: Layout, dense: float, experts: float = 0) -> dict[str, float]:
+def states(
+    job: Job,
+    layout: Layout,
+    weights: tuple[float, float],
+    shards: tuple[float, float] | None = None,
+) -> dict[str, float]:
     """Return bytes of parameters, gradients and optimizer on a GPU (ZeRO, figure 1).
 
     Stage 1 shards the optimizer, 2 gradients too, 3 parameters too. Experts have fewer copies.
+    `weights`, `shards`: those of all tokens, and of experts; shards are even where not given.
     """
     bytes_of = state_bytes_per_weight(job, layout.zero)
     sharded_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
+    if shards is None:
+        shards = (weights[0] / layout.shards, weights[1] / max(1, layout.shards // layout.ep))
     held = {}
     for part, stage in sharded_from.items():
-        over = layout.shards if layout.zero >= stage else 1
-        over_experts = max(1, over // layout.ep)
-        held[part] = bytes_of[part] * (dense / over + experts / over_experts)
+        held[part] = bytes_of[part] * sum(shards if layout.zero >= stage else weights)
     if gradients_stay_whole(job, layout):
-        held["gradients"] = FP32 * (dense + experts)
+        held["gradients"] = FP32 * sum(weights)
     if layout.offload in ("optimizer", "all"):
         held["optimizer"] = 0.0
     if layout.offload == "all":
@@ -265,7 +317,8 @@ def tokens_of(job: Job, layout: Layout) -> float:
 def kept_by_stage(job: Job, layout: Layout, stage: int) -> float:
     """Return bytes that a stage's layers keep when it holds most micro-batches."""
     flying = in_flight(layout.pp, stage, layout.micro_batches(job), layout.virtual_stages)
-    kept = sum(kept_bytes(job, layout, layer) for layer in layers_of(job.model, layout, stage))
+    kinds = layers_of(job.model, layout, stage)
+    kept = sum(count * kept_bytes(job, layout, layer) for layer, count in kinds)
     if job.dropout and stage == 0:  # the mask of the embeddings' (Korthikanti, section 4.3)
         kept += job.model.hidden / cut_of_sequence(layout)
     return tokens_of(job, layout) * flying * kept
@@ -282,11 +335,11 @@ def edge_bytes(job: Job, layout: Layout) -> float:
 
 def backward_of_layer(job: Job, layout: Layout, stage: int) -> float:
     """Return bytes of one layer's backward: its gradients; all of it where it is computed again."""
-    numbers = layers_of(job.model, layout, stage)
     again = 0.0
     if layout.recompute in ("full", "operators"):
-        again = max(layer_bytes(job, layout, layer) for layer in numbers)
-        again -= kept_bytes(job, layout, numbers[-1])
+        for layer, _ in layers_of(job.model, layout, stage):
+            one = layer_bytes(job, layout, layer) - kept_bytes(job, layout, layer)
+            again = max(again, one)
     return tokens_of(job, layout) * (again + layer_gradient_bytes(job, layout))
 
 
@@ -351,9 +404,9 @@ def buffers(job: Job, layout: Layout, stage: int) -> float:
     stack = stack_of(job)
     dense, experts = weights_of_stage(job, layout, stage)
     if stack.dummy_gradients and job.gradient_bytes == FP32 and layout.zero < 3:
-        model, numbers = job.model, layers_of(job.model, layout, stage)
-        shapes = max(models.split_parameters(model, layer) for layer in numbers)
-        shapes += max(models.expert_parameters(model, layer) for layer in numbers) / layout.ep
+        model, kinds = job.model, layers_of(job.model, layout, stage)
+        shapes = max(models.split_parameters(model, layer) for layer, _ in kinds)
+        shapes += max(models.expert_parameters(model, layer) for layer, _ in kinds) / layout.ep
         return BF16 * (shapes / layout.tp + tables_of_stage(job, layout, stage)[1])
     if layout.zero == 0 and layout.replicas > 1 and stack.bucket_copy:
         return job.gradient_bytes * (dense + experts)
@@ -374,7 +427,7 @@ def returns_gradients_together(job: Job, layout: Layout) -> bool:
 def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
     """Return bytes by part on one GPU of a stage, at the fuller of its two moments."""
     dense, experts = weights_of_stage(job, layout, stage)
-    held = states(job, layout, dense, experts)
+    held = states(job, layout, (dense, experts), shards_of_stage(job, layout, stage))
     held["buffers"] = buffers(job, layout, stage)
     kept = kept_by_stage(job, layout, stage)
     at_loss = held | {

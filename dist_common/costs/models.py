@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from dist_common.costs.job import Model
@@ -80,25 +81,35 @@ def query_width(model: Model) -> int:
     return head_width(model) * model.heads
 
 
-def attention_parameters(model: Model) -> int:
-    """Return the weights of a layer's attention matrices: queries, keys, values, output.
+# How tensor parallelism cuts a matrix (Shoeybi et al., 2019, section 3), or who has it.
+COLUMN, ROW, WHOLE, EXPERT = "column", "row", "whole", "expert"
+Shape = tuple[int, int, str]  # outputs, inputs, how it is cut
+
+
+def attention_shapes(model: Model) -> list[Shape]:
+    """Return a layer's attention: queries, keys, values, output.
 
     Latent attention (DeepSeek-V2, section 2.1): down to a rank, a norm, and up for each head.
     """
-    if model.kv_rank:
-        h, wide = model.hidden, query_width(model)
-        turned = model.heads * model.rope_dim
-        queries = h * (wide + turned)
-        if model.q_rank:
-            queries = model.q_rank * (h + wide + turned)
-        keys = h * (model.kv_rank + model.rope_dim) + model.kv_rank * 2 * wide
-        return queries + keys + wide * h
-    return 2 * model.hidden * (query_width(model) + key_width(model))
+    h, queries, keys = model.hidden, query_width(model), key_width(model)
+    if not model.kv_rank:
+        return [(queries, h, COLUMN), (keys, h, COLUMN), (keys, h, COLUMN), (h, queries, ROW)]
+    turned = queries + model.heads * model.rope_dim
+    down = [(model.kv_rank + model.rope_dim, h, WHOLE), (model.kv_rank, 1, WHOLE)]
+    up = [(2 * queries, model.kv_rank, COLUMN), (h, queries, ROW)]
+    if not model.q_rank:
+        return [*down, (turned, h, COLUMN), *up]
+    queries_down = [(model.q_rank, h, WHOLE), (model.q_rank, 1, WHOLE)]
+    return [*queries_down, (turned, model.q_rank, COLUMN), *down, *up]
 
 
-def mlp_parameters(model: Model, width: int) -> int:
-    """Return the weights of a feed-forward's matrices: three where gated (SwiGLU), else two."""
-    return (3 if model.gated else 2) * model.hidden * width
+def mlp_shapes(model: Model, width: int, copies: int = 0) -> list[Shape]:
+    """Return a feed-forward: three matrices where gated (SwiGLU), else two; or `copies` of it."""
+    up = 2 if model.gated else 1
+    if copies:
+        one = [(width, model.hidden, EXPERT)] * up + [(model.hidden, width, EXPERT)]
+        return one * copies
+    return [(width, model.hidden, COLUMN)] * up + [(model.hidden, width, ROW)]
 
 
 def dense_width(model: Model) -> int:
@@ -111,41 +122,56 @@ def is_dense(model: Model, layer: int) -> bool:
     return not model.experts or layer < model.dense_layers
 
 
-def whole_parameters(model: Model, layer: int) -> int:
-    """Return a layer's weights that tensor parallelism does not split: norms, some biases, router.
+@cache
+def shapes_of_kind(model: Model, dense: bool) -> tuple[Shape, ...]:
+    """Return all weights of a layer of a kind; a vector is a column.
 
-    The biases of a matrix split by its rows (output, second of the feed-forward) stay whole.
+    Biases of a matrix cut by its inputs (output, second of the feed-forward) stay whole.
     """
-    norms = model.norms * model.hidden * (2 if model.biases else 1)
-    biases = 2 * model.hidden if model.biases else 0
-    router = 0 if is_dense(model, layer) else model.experts * model.hidden
-    return norms + biases + router + model.q_rank + model.kv_rank
+    h = model.hidden
+    width = dense_width(model) if dense else model.shared_experts * model.ffn
+    shapes = attention_shapes(model) + [(h, 1, WHOLE)] * model.norms
+    if width:
+        shapes += mlp_shapes(model, width)
+    if not dense:
+        shapes += [(model.experts, h, WHOLE), *mlp_shapes(model, model.ffn, model.experts)]
+    if model.biases:
+        cut = [query_width(model), key_width(model), key_width(model)]
+        cut += [width] * (2 if model.gated else 1)
+        shapes += [(size, 1, COLUMN) for size in cut] + [(h, 1, WHOLE)] * (2 + model.norms)
+    return tuple(shapes)
+
+
+@cache
+def _sum(model: Model, dense: bool, kinds: tuple[str, ...]) -> int:
+    shapes = shapes_of_kind(model, dense)
+    return sum(outputs * inputs for outputs, inputs, kind in shapes if kind in kinds)
+
+
+def whole_parameters(model: Model, layer: int) -> int:
+    """Return a layer's weights that tensor parallelism does not split: norms, router, ..."""
+    return _sum(model, is_dense(model, layer), (WHOLE,))
 
 
 def split_parameters(model: Model, layer: int) -> int:
     """Return a layer's weights that tensor parallelism splits, but for routed experts'."""
-    width = dense_width(model) if is_dense(model, layer) else model.shared_experts * model.ffn
-    biases = 0
-    if model.biases:
-        biases = query_width(model) + 2 * key_width(model) + width
-    return attention_parameters(model) + mlp_parameters(model, width) + biases
+    return _sum(model, is_dense(model, layer), (COLUMN, ROW))
 
 
 def expert_parameters(model: Model, layer: int) -> int:
     """Return the weights of all routed experts of a layer."""
-    if is_dense(model, layer):
-        return 0
-    return model.experts * mlp_parameters(model, model.ffn)
+    return _sum(model, is_dense(model, layer), (EXPERT,))
+
+
+def matrix_parameters(model: Model, layer: int) -> int:
+    """Return the weights of a layer's matrices: no norms and no biases."""
+    shapes = shapes_of_kind(model, is_dense(model, layer))
+    return sum(outputs * inputs for outputs, inputs, _ in shapes if inputs > 1)
 
 
 def layer_parameters(model: Model, layer: int = -1) -> int:
     """Return the weights of a layer (from 0; the last one if not said)."""
-    layer %= model.layers
-    return (
-        whole_parameters(model, layer)
-        + split_parameters(model, layer)
-        + expert_parameters(model, layer)
-    )
+    return _sum(model, is_dense(model, layer % model.layers), (COLUMN, ROW, WHOLE, EXPERT))
 
 
 def table_parameters(model: Model) -> int:
@@ -165,7 +191,8 @@ def active_parameters(model: Model) -> int:
     """Return the weights that a token passes: of the routed experts, top_k."""
     if not model.experts:
         return parameters(model)
-    idle = (model.experts - model.top_k) * mlp_parameters(model, model.ffn)
+    one = expert_parameters(model, model.layers - 1) // model.experts
+    idle = (model.experts - model.top_k) * one
     return parameters(model) - idle * (model.layers - model.dense_layers)
 
 
