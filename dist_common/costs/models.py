@@ -28,6 +28,7 @@ def _deepseek(name, layers, hidden, dense_ffn, ffn, vocab, experts, **more) -> M
     return _model(name, layers, hidden, 128, 128, ffn, vocab, **more)
 
 
+_PHI = {"gated": False, "biases": True, "norms": 1}
 _GEMMA2 = {"head_dim": 256, "tied_embeddings": True, "norms": 4, "softcap": True}
 _ALL = [
     _gpt("gpt2-124m", 12, 768, 12, 50_257, 1_024),
@@ -55,8 +56,8 @@ _ALL = [
     _model("gemma-2-9b", 42, 3_584, 16, 8, 14_336, 256_000, **_GEMMA2),
     _model("llama3.2-3b", 28, 3_072, 24, 8, 8_192, 128_256, tied_embeddings=True),
     _model("phi-3-mini", 32, 3_072, 32, 32, 8_192, 32_064),
-    _model("phi-1.5", 24, 2_048, 32, 32, 8_192, 51_200, gated=False, biases=True),
-    _model("phi-2", 32, 2_560, 32, 32, 10_240, 51_200, gated=False, biases=True),
+    _model("phi-1.5", 24, 2_048, 32, 32, 8_192, 51_200, **_PHI),
+    _model("phi-2", 32, 2_560, 32, 32, 10_240, 51_200, **_PHI),
     _model("stablelm-alpha-3b", 16, 4_096, 32, 32, 16_384, 50_688, gated=False, biases=True),
     _model("falcon-7b", 32, 4_544, 71, 1, 18_176, 65_024, gated=False, tied_embeddings=True),
     _model("falcon-40b", 60, 8_192, 128, 8, 32_768, 65_024, gated=False, tied_embeddings=True),
