@@ -20,6 +20,8 @@ from dist_common.costs.rates import RATES
 
 ANCHORS = Path(__file__).parents[1] / "anchors"
 
+SINGLE_NODE = "vTrain single"  # 860 rows of small models on up to 8 GPUs: judged apart
+
 DEFAULTS = """\
 What a row leaves out: micro-batch: 1 with a pipeline, otherwise a rank's whole batch if it fits;
 virtual stages 1, "interleaved" 2; recomputation: none, full if nothing else fits; ranks: dp = GPUs /

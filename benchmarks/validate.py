@@ -1,0 +1,325 @@
+"""Predicted beside published: step time, collectives and memory of dist_common/costs.
+
+    all figures of benchmarks/anchors    python benchmarks/validate.py
+    runs of your own                     python benchmarks/validate.py --rows FILE.csv --predictions OUT.csv
+    collectives of your own              python benchmarks/validate.py --collectives FILE.csv
+
+Constants were fitted on half of the rows (bench/calibrate.py); what is judged is the other half.
+Look for: the errors by source beside one MFU per GPU type and other models, and where they are
+largest. An error that leaves its band is a failed check.
+
+    --components, --finetune FILE.csv    cells of formula tables; memory of fine-tuning
+    --output-dir DIR                     results.json, scatter.png, predictions of every row
+"""
+
+import csv
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from bench import errors, published
+from bench.errors import Compared
+from dist_common import cli
+from dist_common.costs import collectives, memory
+from dist_common.costs.step import predict, step_seconds
+
+COLUMNS = {
+    "rows": ("id", "step_time_s", "tokens_per_s_per_gpu", "memory_bytes_total", "error"),
+    "collectives": ("id", "time_us", "busbw_gb_s", "error"),
+    "components": ("id", "value", "error"),
+    "finetune": ("id", "memory_bytes", "error"),
+}
+# Targets on the half that is shown: name, statistic, at most.
+TARGETS = (
+    ("step time, all but vTrain's single node", "median", 0.07),
+    ("step time, all but vTrain's single node", "p95", 0.25),
+    ("step time, vTrain's single node", "mean", 0.15),
+    ("collectives", "median", 0.08),
+    ("collectives", "p95", 0.25),
+)
+RANKED_RIGHT = 0.90
+# Bands of the median signed error, all rows of a source or feature: what the model has now, and
+# room for rounding. A term that is lost moves one of them.
+BANDS: dict[str, tuple[float, float]] = {}
+
+
+def predict_row(row: dict) -> dict:
+    """Return the prediction of a row of runs.csv; what could not be predicted is in `error`."""
+    out = dict.fromkeys(COLUMNS["rows"], "")
+    out["id"] = row.get("id") or ""
+    try:
+        read = published.read_row(row)
+    except ValueError as error:
+        out["error"] = str(error)
+        out["memory_bytes_total"] = memory_of_row(row, None)
+        return out
+    found = predict(read.job, read.layout, read.cluster)
+    out["step_time_s"] = f"{found.step_time_s:.6g}"
+    out["tokens_per_s_per_gpu"] = f"{found.tokens_per_s_per_gpu:.6g}"
+    out["memory_bytes_total"] = memory_of_row(row, read)
+    return out
+
+
+def memory_of_row(row: dict, read: published.Row | None) -> str:
+    """Return bytes as the row counts them (allocated or reserved, which rank); else the fullest."""
+    from bench import validate_memory
+
+    try:
+        return f"{validate_memory.predicted_bytes(row):.6g}"
+    except (ValueError, KeyError, ZeroDivisionError, TypeError):
+        if read is None:
+            return ""
+        held = memory.memory_of(read.job, read.layout, read.cluster.gpus_per_node)
+        return f"{sum(held.values()):.6g}"
+
+
+def predict_collective(row: dict) -> dict:
+    """Return the prediction of a row of collectives.csv."""
+    out = dict.fromkeys(COLUMNS["collectives"], "")
+    out["id"] = row.get("id") or ""
+    try:
+        transfer = published.read_transfer(row)
+    except ValueError as error:
+        return out | {"error": str(error)}
+    time_us = transfer.predicted_us()
+    carried = transfer.size_bytes * collectives.bus_factor(transfer.kind, transfer.ranks)
+    out["time_us"] = f"{time_us:.6g}"
+    out["busbw_gb_s"] = f"{carried / time_us / 1e3:.6g}"
+    return out
+
+
+def predictions(kind: str, path: str) -> list[dict]:
+    """Return the predictions of a file's rows.
+
+    Raises: UsageError for a file that is no such table.
+    """
+    try:
+        rows = published.read_table(Path(path))
+    except (OSError, ValueError, csv.Error) as error:
+        raise cli.UsageError(f"--{kind} {path}: {error}") from None
+    if kind == "rows":
+        return [predict_row(row) for row in rows]
+    if kind == "collectives":
+        return [predict_collective(row) for row in rows]
+    from bench import validate_memory
+
+    return getattr(validate_memory, f"predict_{kind}")(rows)
+
+
+def write(lines: list[dict], columns: tuple[str, ...], path: str | None) -> None:
+    """Write lines as CSV to a file, or to the screen."""
+    try:
+        file = Path(path).open("w", newline="", encoding="utf-8") if path else sys.stdout
+    except OSError as error:
+        raise cli.UsageError(f"--predictions {path}: {error.strerror}") from None
+    writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    if path:
+        file.close()
+        missed = sum(bool(line.get("error")) for line in lines)
+        print(f"{path}: {len(lines)} rows, {missed} not predicted")
+
+
+def compare_steps(rows=None) -> list[Compared]:
+    """Return all published runs with predicted step times, in seconds."""
+    rows = published.read_all_runs() if rows is None else rows
+    half = published.calibration_half(rows)
+    return [
+        Compared(
+            row, row.step_time_s, step_seconds(row.job, row.layout, row.cluster), row.id in half
+        )
+        for row in rows
+    ]
+
+
+def compare_collectives() -> list[Compared]:
+    """Return all published collectives with predicted times, in us."""
+    transfers = published.read_transfers(published.ANCHORS / "collectives.csv")
+    half = published.calibration_half(transfers)
+    return [
+        Compared(each, each.time_us, each.predicted_us(), each.id in half) for each in transfers
+    ]
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def source_lines(compared: list[Compared], naive: dict[str, float]) -> list[tuple[str, ...]]:
+    """Return a line for each source: the shown half, beside the fitted one, naive and peers."""
+    others = errors.peers()
+    lines = []
+    for source, own in errors.by(compared, lambda row: row.short_source).items():
+        shown = [each for each in own if not each.fitted]
+        fitted = [each.error for each in own if each.fitted]
+        found = errors.errors_of([each.error for each in shown or own])
+        line = [source, str(found.count), percent(found.median), percent(found.p95)]
+        line.append(f"{found.bias:+.1%}")
+        line.append(percent(errors.errors_of(fitted).median) if fitted else "-")
+        if naive:
+            simple = errors.errors_of(
+                [naive[each.row.id] / each.measured - 1 for each in shown or own]
+            )
+            line.append(f"{simple.median:.0%}/{simple.p95:.0%}")
+            for peer in ("calculon", "llm-analysis(fe=0.5)"):
+                theirs = [others[peer][e.row.id] for e in own if e.row.id in others[peer]]
+                spread = errors.errors_of(theirs) if theirs else None
+                line.append(f"{spread.median:.0%}/{spread.p95:.0%}" if spread else "-")
+        lines.append(tuple(line))
+    return lines
+
+
+def feature_biases(compared: list[Compared]) -> dict[str, errors.Errors]:
+    """Return errors of all rows that have a feature, fitted or not, without the single node's."""
+    found: dict[str, list[float]] = {}
+    for each in compared:
+        if not errors.is_single(each.row):
+            for feature in errors.features_of(each.row):
+                found.setdefault(feature, []).append(each.error)
+    return {feature: errors.errors_of(own) for feature, own in found.items()}
+
+
+def judged(steps: list[Compared], transfers: list[Compared]) -> dict[str, errors.Errors]:
+    """Return the errors that targets are set for: of the shown half."""
+    shown = [each for each in steps if not each.fitted]
+    return {
+        "step time, all but vTrain's single node": errors.errors_of(
+            [each.error for each in shown if not errors.is_single(each.row)]
+        ),
+        "step time, vTrain's single node": errors.errors_of(
+            [each.error for each in shown if errors.is_single(each.row)]
+        ),
+        "collectives": errors.errors_of([each.error for each in transfers if not each.fitted]),
+    }
+
+
+def verdicts(steps: list[Compared], transfers: list[Compared]) -> list[tuple[str, float, float]]:
+    """Return (what, found, at most) of every target and band; a test asks for these alone."""
+    found = judged(steps, transfers)
+    lines = [(f"{name}: {part}", getattr(found[name], part), limit) for name, part, limit in TARGETS]
+    ranked, right = errors.strategy_pairs([e for e in steps if not e.fitted], within_group=True)
+    lines.append(("pairs ranked wrongly", 1 - right / ranked, 1 - RANKED_RIGHT))
+    biases = {name: own.bias for name, own in feature_biases(steps).items()}
+    for source, own in errors.by(transfers + steps, lambda row: row.short_source).items():
+        biases[source] = errors.errors_of([each.error for each in own]).bias
+    for name, (middle, room) in BANDS.items():
+        lines.append((f"{name}: median signed error", abs(biases[name] - middle), room))
+    return lines
+
+
+def show(report, steps: list[Compared], transfers: list[Compared]) -> None:
+    """Print errors by source and feature, ranking, and add the checks."""
+    rows = [each.row for each in steps]
+    naive = errors.naive_seconds(rows, {each.row.id for each in steps if each.fitted})
+    report.say(published.DEFAULTS)
+    report.say("\nStep time: size of the error on the half that no constant was fitted on")
+    headers = ("source", "rows", "median", "p95", "bias", "fitted", "one MFU", "Calculon", "llm-analysis")
+    report.table(source_lines(steps, naive), headers)
+    report.say("\nStep time by what a run has (both halves, without vTrain's single node)")
+    report.table(
+        [
+            (name, str(own.count), percent(own.median), percent(own.p95), f"{own.bias:+.1%}")
+            for name, own in feature_biases(steps).items()
+        ],
+        ("feature", "rows", "median", "p95", "bias"),
+    )
+    report.say("\nCollectives: size to time")
+    report.table(source_lines(transfers, {}), ("group", "rows", "median", "p95", "bias", "fitted"))
+    for name, within in (("of one group", True), ("of any layouts", False)):
+        ranked, right = errors.strategy_pairs([e for e in steps if not e.fitted], within)
+        report.say(f"pairs {name} ranked right: {right} of {ranked} ({right / ranked:.1%})")
+    for name, found, limit in verdicts(steps, transfers):
+        report.check(name, found, 0, limit, "issue: targets")
+    report.metrics |= {
+        "judged": {name: asdict(own) for name, own in judged(steps, transfers).items()},
+        "features": {name: asdict(own) for name, own in feature_biases(steps).items()},
+    }
+
+
+def draw(path: Path, steps: list[Compared], transfers: list[Compared]) -> None:
+    """Draw predicted over published: steps by source, collectives by size."""
+    from dist_common.lab.figure import figure
+
+    with figure(path, 1, 2, figsize=(12, 5.5)) as (left, right):
+        for axes, compared, unit in ((left, steps, "step, s"), (right, transfers, "collective, us")):
+            groups = errors.by(compared, lambda row: row.short_source)
+            for number, (name, own) in enumerate(groups.items()):
+                shown = [each for each in own if not each.fitted] or own
+                axes.scatter(
+                    [each.measured for each in shown],
+                    [each.predicted / each.measured for each in shown],
+                    s=14,
+                    marker="osD^vPX*<>"[number % 10],
+                    color=f"C{number % 10}",
+                    alpha=0.25 if len(shown) > 200 else 0.8,
+                    linewidths=0,
+                    label=f"{name} ({len(shown)})",
+                )
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.axhspan(0.75, 1.25, color="black", alpha=0.06, linewidth=0)
+            axes.set(xscale="log", ylim=(0.4, 1.8), xlabel=f"published {unit}")
+            axes.set(ylabel="predicted over published")
+            axes.legend(fontsize=7, ncols=2, frameon=False)
+
+
+def parse_args():
+    parser = cli.ArgumentParser(__doc__)
+    add = parser.add_argument
+    for kind, what in (
+        ("rows", "training runs, columns of anchors/runs.csv"),
+        ("collectives", "collectives, columns of anchors/collectives.csv"),
+        ("components", "cells of formula tables, columns of anchors/memory_components.csv"),
+        ("finetune", "fine-tuning, columns of anchors/finetune_memory.csv"),
+    ):
+        add(f"--{kind}", metavar="FILE.csv", help=f"predict {what}")
+    add("--predictions", metavar="OUT.csv", help="where to write what is predicted (the screen)")
+    args = parser.parse_args()
+    args.kinds = [kind for kind in COLUMNS if getattr(args, kind)]
+    if len(args.kinds) > 1:
+        parser.error(f"one of --{', --'.join(args.kinds)} at a time")
+    if args.predictions and not args.kinds:
+        parser.error("--predictions needs --rows, --collectives, --components or --finetune")
+    return args
+
+
+def validate(args) -> int:
+    """Compare every published figure, print and judge."""
+    import torch
+
+    from dist_common import runtime
+    from dist_common.report import Report
+
+    world = runtime.World(0, 0, 1, 1, "python")
+    report = Report("benchmarks/validate.py", args, world, torch.device("cpu"))
+    report.start()
+    steps, transfers = compare_steps(), compare_collectives()
+    show(report, steps, transfers)
+    if report.output:
+        draw(report.output / "scatter.png", steps, transfers)
+        rows = [
+            {
+                "id": each.row.id,
+                "source": each.row.short_source,
+                "measured": each.measured,
+                "predicted": each.predicted,
+                "error": each.error,
+                "fitted": each.fitted,
+            }
+            for each in steps + transfers
+        ]
+        write(rows, tuple(rows[0]), str(report.output / "errors.csv"))
+    return report.finish("published figures are predicted within their bands")
+
+
+def main() -> int:
+    args = parse_args()
+    if args.kinds:
+        kind = args.kinds[0]
+        write(predictions(kind, getattr(args, kind)), COLUMNS[kind], args.predictions)
+        return 0
+    return validate(args)
+
+
+if __name__ == "__main__":
+    cli.run(main)
