@@ -1,8 +1,8 @@
 """Predicted beside published: step time, collectives and memory of dist_common/costs.
 
     all figures of benchmarks/anchors    python benchmarks/validate.py
-    runs of your own                     python benchmarks/validate.py --rows FILE.csv --predictions OUT.csv
-    collectives of your own              python benchmarks/validate.py --collectives FILE.csv
+    runs of your own                     add --rows FILE.csv --predictions OUT.csv
+    collectives of your own              add --collectives FILE.csv
 
 Constants were fitted on half of the rows (bench/calibrate.py); what is judged is the other half.
 Look for: the errors by source beside one MFU per GPU type and other models, and where they are
@@ -13,11 +13,12 @@ largest. An error that leaves its band is a failed check.
 """
 
 import csv
+import io
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from bench import errors, published, validate_memory
+from bench import errors, published, validate_memory, validate_show
 from bench.errors import Compared
 from dist_common import cli
 from dist_common.costs import collectives, memory
@@ -39,9 +40,28 @@ TARGETS = (
     ("collectives", "p95", 0.25),
 )
 RANKED_RIGHT = 0.90
-# Bands of the median signed error, all rows of a source or feature: what the model has now, and
-# room for rounding. A term that is lost moves one of them.
-BANDS: dict[str, tuple[float, float]] = {}
+# Bands of the median signed error of all rows that have a feature, or of a source: what the model
+# has now, and how far it may move. A term that is lost, or counted twice, moves one of them.
+BANDS: dict[str, tuple[float, float]] = {
+    "FSDP": (0.00, 0.02),
+    "FSDP across nodes": (0.00, 0.02),
+    "full recomputation": (0.00, 0.02),
+    "sequences of 16k and longer": (-0.01, 0.02),
+    "8 or 4 bits": (0.00, 0.02),
+    "large vocabulary": (-0.02, 0.02),
+    "context parallel": (-0.03, 0.02),
+    "tensor parallel": (0.00, 0.02),
+    "tensor parallel across nodes": (0.09, 0.03),
+    "pipeline": (0.00, 0.02),
+    "pipeline, interleaved": (0.01, 0.02),
+    "ZeRO-3, tensor by tensor": (-0.03, 0.03),
+    "experts": (-0.05, 0.03),
+    "KempnerForge": (0.02, 0.03),
+    "vTrain multi": (0.00, 0.02),
+    published.SINGLE_NODE: (0.01, 0.03),
+    "vtrain-a100-8": (0.02, 0.03),
+    "H200x8": (0.02, 0.03),
+}
 
 
 def predict_row(row: dict) -> dict:
@@ -127,17 +147,17 @@ def predictions(kind: str, path: str) -> list[dict]:
 
 def write(lines: list[dict], columns: tuple[str, ...], path: str | None) -> None:
     """Write lines as CSV to a file, or to the screen."""
-    try:
-        file = Path(path).open("w", newline="", encoding="utf-8") if path else sys.stdout
-    except OSError as error:
-        raise cli.UsageError(f"--predictions {path}: {error.strerror}") from None
-    writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
-    if path:
-        file.close()
-        missed = sum(bool(line.get("error")) for line in lines)
-        print(f"{path}: {len(lines)} rows, {missed} not predicted")
+    if not path:
+        sys.stdout.write(text.getvalue())
+        return
+    try:
+        Path(path).write_text(text.getvalue(), encoding="utf-8")
+    except OSError as error:
+        raise cli.UsageError(f"--predictions {path}: {error.strerror}") from None
 
 
 def compare_steps(rows=None) -> list[Compared]:
@@ -161,44 +181,6 @@ def compare_collectives() -> list[Compared]:
     ]
 
 
-def percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def source_lines(compared: list[Compared], naive: dict[str, float]) -> list[tuple[str, ...]]:
-    """Return a line for each source: the shown half, beside the fitted one, naive and peers."""
-    others = errors.peers()
-    lines = []
-    for source, own in errors.by(compared, lambda row: row.short_source).items():
-        shown = [each for each in own if not each.fitted]
-        fitted = [each.error for each in own if each.fitted]
-        found = errors.errors_of([each.error for each in shown or own])
-        line = [source, str(found.count), percent(found.median), percent(found.p95)]
-        line.append(f"{found.bias:+.1%}")
-        line.append(percent(errors.errors_of(fitted).median) if fitted else "-")
-        if naive:
-            simple = errors.errors_of(
-                [naive[each.row.id] / each.measured - 1 for each in shown or own]
-            )
-            line.append(f"{simple.median:.0%}/{simple.p95:.0%}")
-            for peer in ("calculon", "llm-analysis(fe=0.5)"):
-                theirs = [others[peer][e.row.id] for e in own if e.row.id in others[peer]]
-                spread = errors.errors_of(theirs) if theirs else None
-                line.append(f"{spread.median:.0%}/{spread.p95:.0%}" if spread else "-")
-        lines.append(tuple(line))
-    return lines
-
-
-def feature_biases(compared: list[Compared]) -> dict[str, errors.Errors]:
-    """Return errors of all rows that have a feature, fitted or not, without the single node's."""
-    found: dict[str, list[float]] = {}
-    for each in compared:
-        if not errors.is_single(each.row):
-            for feature in errors.features_of(each.row):
-                found.setdefault(feature, []).append(each.error)
-    return {feature: errors.errors_of(own) for feature, own in found.items()}
-
-
 def judged(steps: list[Compared], transfers: list[Compared]) -> dict[str, errors.Errors]:
     """Return the errors that targets are set for: of the shown half."""
     shown = [each for each in steps if not each.fitted]
@@ -216,70 +198,21 @@ def judged(steps: list[Compared], transfers: list[Compared]) -> dict[str, errors
 def verdicts(steps: list[Compared], transfers: list[Compared]) -> list[tuple[str, float, float]]:
     """Return (what, found, at most) of every target and band; a test asks for these alone."""
     found = judged(steps, transfers)
-    lines = [(f"{name}: {part}", getattr(found[name], part), limit) for name, part, limit in TARGETS]
+    lines = [
+        (f"{name}: {part}", getattr(found[name], part), limit) for name, part, limit in TARGETS
+    ]
     ranked, right = errors.strategy_pairs([e for e in steps if not e.fitted], within_group=True)
     lines.append(("pairs ranked wrongly", 1 - right / ranked, 1 - RANKED_RIGHT))
-    biases = {name: own.bias for name, own in feature_biases(steps).items()}
+    rows = validate_memory.run_rows(published.ANCHORS / "runs.csv")
+    kept = validate_memory.summary([r for r in rows if validate_memory.held_out(r["group"])])
+    lines.append(("memory of training, held out: median", kept["median"], 0.05))
+    lines.append(("memory of training, held out: p95", kept["p95"], 0.12))
+    biases = {name: own.bias for name, own in errors.feature_biases(steps).items()}
     for source, own in errors.by(transfers + steps, lambda row: row.short_source).items():
         biases[source] = errors.errors_of([each.error for each in own]).bias
     for name, (middle, room) in BANDS.items():
         lines.append((f"{name}: median signed error", abs(biases[name] - middle), room))
     return lines
-
-
-def show(report, steps: list[Compared], transfers: list[Compared]) -> None:
-    """Print errors by source and feature, ranking, and add the checks."""
-    rows = [each.row for each in steps]
-    naive = errors.naive_seconds(rows, {each.row.id for each in steps if each.fitted})
-    report.say(published.DEFAULTS)
-    report.say("\nStep time: size of the error on the half that no constant was fitted on")
-    headers = ("source", "rows", "median", "p95", "bias", "fitted", "one MFU", "Calculon", "llm-analysis")
-    report.table(source_lines(steps, naive), headers)
-    report.say("\nStep time by what a run has (both halves, without vTrain's single node)")
-    report.table(
-        [
-            (name, str(own.count), percent(own.median), percent(own.p95), f"{own.bias:+.1%}")
-            for name, own in feature_biases(steps).items()
-        ],
-        ("feature", "rows", "median", "p95", "bias"),
-    )
-    report.say("\nCollectives: size to time")
-    report.table(source_lines(transfers, {}), ("group", "rows", "median", "p95", "bias", "fitted"))
-    for name, within in (("of one group", True), ("of any layouts", False)):
-        ranked, right = errors.strategy_pairs([e for e in steps if not e.fitted], within)
-        report.say(f"pairs {name} ranked right: {right} of {ranked} ({right / ranked:.1%})")
-    for name, found, limit in verdicts(steps, transfers):
-        report.check(name, found, 0, limit, "issue: targets")
-    report.metrics |= {
-        "judged": {name: asdict(own) for name, own in judged(steps, transfers).items()},
-        "features": {name: asdict(own) for name, own in feature_biases(steps).items()},
-    }
-
-
-def draw(path: Path, steps: list[Compared], transfers: list[Compared]) -> None:
-    """Draw predicted over published: steps by source, collectives by size."""
-    from dist_common.lab.figure import figure
-
-    with figure(path, 1, 2, figsize=(12, 5.5)) as (left, right):
-        for axes, compared, unit in ((left, steps, "step, s"), (right, transfers, "collective, us")):
-            groups = errors.by(compared, lambda row: row.short_source)
-            for number, (name, own) in enumerate(groups.items()):
-                shown = [each for each in own if not each.fitted] or own
-                axes.scatter(
-                    [each.measured for each in shown],
-                    [each.predicted / each.measured for each in shown],
-                    s=14,
-                    marker="osD^vPX*<>"[number % 10],
-                    color=f"C{number % 10}",
-                    alpha=0.25 if len(shown) > 200 else 0.8,
-                    linewidths=0,
-                    label=f"{name} ({len(shown)})",
-                )
-            axes.axhline(1, color="black", linewidth=0.8)
-            axes.axhspan(0.75, 1.25, color="black", alpha=0.06, linewidth=0)
-            axes.set(xscale="log", ylim=(0.4, 1.8), xlabel=f"published {unit}")
-            axes.set(ylabel="predicted over published")
-            axes.legend(fontsize=7, ncols=2, frameon=False)
 
 
 def parse_args():
@@ -313,9 +246,13 @@ def validate(args) -> int:
     report = Report("benchmarks/validate.py", args, world, torch.device("cpu"))
     report.start()
     steps, transfers = compare_steps(), compare_collectives()
-    show(report, steps, transfers)
+    validate_show.show_steps(report, steps, transfers)
+    validate_show.show_memory(report)
+    for name, found, limit in verdicts(steps, transfers):
+        report.check(name, found, 0, limit, "targets and bands of benchmarks/validate.py")
+    report.metrics |= {name: asdict(own) for name, own in judged(steps, transfers).items()}
     if report.output:
-        draw(report.output / "scatter.png", steps, transfers)
+        validate_show.draw(report.output / "scatter.png", steps, transfers)
         rows = [
             {
                 "id": each.row.id,
@@ -335,7 +272,11 @@ def main() -> int:
     args = parse_args()
     if args.kinds:
         kind = args.kinds[0]
-        write(predictions(kind, getattr(args, kind)), COLUMNS[kind], args.predictions)
+        lines = predictions(kind, getattr(args, kind))
+        write(lines, COLUMNS[kind], args.predictions)
+        if args.predictions:
+            missed = sum(bool(line.get("error")) for line in lines)
+            print(f"{args.predictions}: {len(lines)} rows, {missed} not predicted")
         return 0
     return validate(args)
 

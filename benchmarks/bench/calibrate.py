@@ -60,7 +60,9 @@ def fit_links(rates: dict[str, float]) -> dict[str, float]:
             math.log(each.predicted_us(tried) / each.time_us) / SCALE_LINKS for each in transfers
         ]
 
-    return fit(rates, [name for name in table.RANGES if name.startswith(LINKS)], residuals, PULL_LINKS)
+    return fit(
+        rates, [name for name in table.RANGES if name.startswith(LINKS)], residuals, PULL_LINKS
+    )
 
 
 def fit_steps(rates: dict[str, float]) -> dict[str, float]:
@@ -79,7 +81,9 @@ def fit_steps(rates: dict[str, float]) -> dict[str, float]:
             for row in rows
         ]
 
-    return fit(rates, [name for name in table.RANGES if not name.startswith(LINKS)], residuals, PULL_STEPS)
+    return fit(
+        rates, [name for name in table.RANGES if not name.startswith(LINKS)], residuals, PULL_STEPS
+    )
 
 
 def calibrate() -> dict[str, float]:

@@ -58,9 +58,7 @@ def errors_of(errors: Sequence[float]) -> Errors:
     if not errors:
         raise ValueError("no errors")
     sizes = [abs(error) for error in errors]
-    return Errors(
-        len(errors), median(sizes), fmean(sizes), percentile(sizes, 0.95), median(errors)
-    )
+    return Errors(len(errors), median(sizes), fmean(sizes), percentile(sizes, 0.95), median(errors))
 
 
 def by(compared: Iterable[Compared], key: Callable) -> dict[str, list[Compared]]:
@@ -94,8 +92,24 @@ def features_of(row: Row) -> list[str]:
     return [name for name, is_so in has.items() if is_so]
 
 
+def feature_biases(compared: list[Compared]) -> dict[str, Errors]:
+    """Return errors of all rows that have a feature, fitted or not, without the single node's."""
+    found: dict[str, list[float]] = {}
+    for each in compared:
+        if not is_single(each.row):
+            for feature in features_of(each.row):
+                found.setdefault(feature, []).append(each.error)
+    return {feature: errors_of(own) for feature, own in found.items()}
+
+
 def naive_seconds(rows: Sequence[Row], half: set[str]) -> dict[str, float]:
-    """Return each row's step time if every GPU type had one MFU: its median on the fitted half."""
+    """Return each row's step time if every GPU type had one MFU: its median on the fitted half.
+
+    vTrain's single node has an MFU of its own: its small models would move all of A100's.
+    """
+
+    def kind(row: Row) -> tuple[str, bool]:
+        return row.cluster.gpu.name, is_single(row)
 
     def mfu(row: Row) -> float:
         return model_flops(row.job) / row.step_time_s / row.layout.gpus / peak(row)
@@ -103,13 +117,13 @@ def naive_seconds(rows: Sequence[Row], half: set[str]) -> dict[str, float]:
     found = defaultdict(list)
     for row in rows:
         if row.id in half:
-            found[row.cluster.gpu.name].append(mfu(row))
+            found[kind(row)].append(mfu(row))
     usual = median(value for values in found.values() for value in values)
     return {
         row.id: model_flops(row.job)
         / row.layout.gpus
         / peak(row)
-        / (median(found[row.cluster.gpu.name]) if found[row.cluster.gpu.name] else usual)
+        / (median(found[kind(row)]) if found[kind(row)] else usual)
         for row in rows
     }
 

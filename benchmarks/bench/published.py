@@ -54,7 +54,9 @@ SOURCES = (
     Source("SC21", stack="megatron", flash=False, dropout=True, overlap_dp=False, reduce_bytes=2),
     Source("Korthikanti", stack="megatron", flash=False, dropout=True),
     Source("MT-NLG", stack="megatron", flash=False, dropout=True, overlap_dp=False, reduce_bytes=2),
-    Source("vTrain", stack="megatron", flash=False, overlap_dp=False, reduce_bytes=2, network_gb_s=12.5),
+    Source(
+        "vTrain", stack="megatron", flash=False, overlap_dp=False, reduce_bytes=2, network_gb_s=12.5
+    ),
     Source("Megatron-LM README", stack="megatron", overlap_tp=True, recompute="none"),
     Source("Llama 3 Herd", stack="megatron", cp_kind="gather"),
     Source("fms-fsdp", reduce_bytes=2),
@@ -107,8 +109,8 @@ class Row:
 def short_source(source: str, gpu: str = "") -> str:
     """Return the name under which a source's errors are printed."""
     for name in (
-        "llm-foundry", "torchtitan", "SC21", "Korthikanti", "MT-NLG", "vTrain data/ground_truth_single",
-        "vTrain data/ground_truth_multi", "Megatron-LM README", "Llama 3 Herd", "fms-fsdp",
+        "llm-foundry", "torchtitan", "SC21", "Korthikanti", "MT-NLG",
+        "vTrain data/ground_truth_single", "vTrain data/ground_truth_multi", "Megatron-LM README", "Llama 3 Herd", "fms-fsdp",
         "KempnerForge", "SimuMax", "NVIDIA/NeMo", "Megatron-Bridge", "thunder",
     ):  # fmt: skip
         if name in source:
@@ -293,7 +295,7 @@ def completed(row: dict, facts: Source, job: Job, layout: Layout, cluster: Clust
             tried = replace(layout, micro_batch=size, recompute=recompute)
             if sum(memory.memory_of(job, tried, cluster.gpus_per_node).values()) <= limit:
                 return tried
-    return replace(layout, micro_batch=sizes[-1], recompute=said or "full" if not said else said)
+    return replace(layout, micro_batch=sizes[-1], recompute=said or "full")
 
 
 def cluster_of(row: dict, facts: Source) -> Cluster:

@@ -1,0 +1,133 @@
+"""What validate.py prints and draws: errors by source and feature, beside simpler models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench import errors, published, validate_memory
+from bench.errors import Compared
+
+# Sources whose error is beyond the targets, and what the model does not know of them.
+MISSED = {
+    "torchtitan": "8-bit runs: row-wise scales gain less, the 405B pipeline is a quarter slower and "
+    "405B by FSDP alone a fifth faster than what its layers give elsewhere",
+    "MT-NLG": "DeepSpeed's pipeline of 2021 gave 126 TFLOP/s where Megatron-LM gave 159 with the "
+    "same layout on the same machine (SC21): nothing in a row tells them apart",
+    "Megatron-LM README": "micro-batch, schedule and recomputation are not published; with the "
+    "defaults the pipeline's bubble is too long",
+    "thunder": "eager litgpt loses 50 to 200 ms a step that no shape explains",
+    "fms-fsdp": "its network (IBM Vela) is not published; the card usual for an A100 is faster",
+}
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def source_lines(compared: list[Compared], naive: dict[str, float]) -> list[tuple[str, ...]]:
+    """Return a line for each source: the shown half, beside the fitted one, naive and peers."""
+    others = errors.peers()
+    lines = []
+    groups = errors.by(compared, lambda row: row.short_source)
+    if naive:
+        groups["all but vTrain single"] = [e for e in compared if not errors.is_single(e.row)]
+    for source, own in groups.items():
+        shown = [each for each in own if not each.fitted]
+        fitted = [each.error for each in own if each.fitted]
+        found = errors.errors_of([each.error for each in shown or own])
+        line = [source, str(found.count), percent(found.median), percent(found.p95)]
+        line.append(f"{found.bias:+.1%}")
+        line.append(percent(errors.errors_of(fitted).median) if fitted else "-")
+        if naive:
+            simple = errors.errors_of(
+                [naive[each.row.id] / each.measured - 1 for each in shown or own]
+            )
+            line.append(f"{simple.median:.0%}/{simple.p95:.0%}")
+            for peer in ("calculon", "llm-analysis(fe=0.5)"):
+                theirs = [others[peer][e.row.id] for e in own if e.row.id in others[peer]]
+                spread = errors.errors_of(theirs) if theirs else None
+                line.append(f"{spread.median:.0%}/{spread.p95:.0%}" if spread else "-")
+        lines.append(tuple(line))
+    return lines
+
+
+def show_steps(report, steps: list[Compared], transfers: list[Compared]) -> None:
+    """Print errors by source and feature, ranking, and what the model misses."""
+    rows = [each.row for each in steps]
+    naive = errors.naive_seconds(rows, {each.row.id for each in steps if each.fitted})
+    report.say(published.DEFAULTS)
+    report.say("\nStep time: size of the error on the half that no constant was fitted on")
+    headers = (
+        "source",
+        "rows",
+        "median",
+        "p95",
+        "bias",
+        "fitted",
+        "one MFU",
+        "Calculon",
+        "llm-analysis",
+    )
+    report.table(source_lines(steps, naive), headers)
+    for name, why in MISSED.items():
+        own = [each.error for each in steps if each.row.short_source == name]
+        found = errors.errors_of(own)
+        report.say(f"{name}: {found.median:.0%} median, {found.bias:+.0%}: {why}")
+    report.say("\nStep time by what a run has (both halves, without vTrain's single node)")
+    report.table(
+        [
+            (name, str(own.count), percent(own.median), percent(own.p95), f"{own.bias:+.1%}")
+            for name, own in errors.feature_biases(steps).items()
+        ],
+        ("feature", "rows", "median", "p95", "bias"),
+    )
+    report.say("\nCollectives: size to time")
+    report.table(source_lines(transfers, {}), ("group", "rows", "median", "p95", "bias", "fitted"))
+    for name, within in (("of one group", True), ("of any layouts", False)):
+        ranked, right = errors.strategy_pairs([e for e in steps if not e.fitted], within)
+        report.say(f"pairs {name} ranked right: {right} of {ranked} ({right / ranked:.1%})")
+
+
+def show_memory(report) -> None:
+    """Print errors of memory: of runs, formula tables and fine-tuning."""
+    anchors = published.ANCHORS
+    tables = {
+        "training": validate_memory.run_rows(anchors / "runs.csv"),
+        "formula tables": validate_memory.component_rows(anchors / "memory_components.csv"),
+        "fine-tuning": validate_memory.finetune_rows(anchors / "finetune_memory.csv"),
+    }
+    report.say("\nMemory: all rows that say what was held")
+    lines = []
+    for name, rows in tables.items():
+        found = validate_memory.summary(rows)
+        lines.append((name, str(found["rows"]), percent(found["median"]), percent(found["p95"])))
+    report.table(lines, ("memory", "rows", "median", "p95"))
+
+
+def draw(path: Path, steps: list[Compared], transfers: list[Compared]) -> None:
+    """Draw predicted over published: steps by source, collectives by size."""
+    from dist_common.lab.figure import figure
+
+    with figure(path, 1, 2, figsize=(12, 5.5)) as (left, right):
+        for axes, compared, unit in (
+            (left, steps, "step, s"),
+            (right, transfers, "collective, us"),
+        ):
+            groups = errors.by(compared, lambda row: row.short_source)
+            for number, (name, own) in enumerate(groups.items()):
+                shown = [each for each in own if not each.fitted] or own
+                axes.scatter(
+                    [each.measured for each in shown],
+                    [each.predicted / each.measured for each in shown],
+                    s=14,
+                    marker="osD^vPX*<>"[number % 10],
+                    color=f"C{number % 10}",
+                    alpha=0.25 if len(shown) > 200 else 0.8,
+                    linewidths=0,
+                    label=f"{name} ({len(shown)})",
+                )
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.axhspan(0.75, 1.25, color="black", alpha=0.06, linewidth=0)
+            axes.set(xscale="log", ylim=(0.4, 1.8), xlabel=f"published {unit}")
+            axes.set(ylabel="predicted over published")
+            axes.legend(fontsize=7, ncols=2, frameon=False)
