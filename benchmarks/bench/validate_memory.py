@@ -64,7 +64,7 @@ def run_of(row: dict[str, str]) -> tuple[Job, Layout]:
     return job, layout
 
 
-def memory_of_row(row: dict[str, str]) -> float:
+def predicted_bytes(row: dict[str, str]) -> float:
     """Return the bytes that the model predicts for a row of runs.csv, as its mem_kind counts.
 
     A peak that is not said to be the largest of all ranks was logged by rank 0: the first stage.
@@ -100,7 +100,8 @@ def korthikanti_of(row: dict[str, str], recompute: str, sequence_parallel: bool)
     model = gpt_of(row)
     tp, pp = whole(row, "tp", 1), whole(row, "pp", 1)
     micro = whole(row, "micro_batch", 1)
-    virtual = 3 if pp > 1 else 1  # table 3: the models with a pipeline interleave 3 stages
+    # Section 6: 175B and 530B interleave three stages, 1T has too few layers on a stage.
+    virtual = 3 if pp > 1 and model.layers // pp % 3 == 0 else 1
     layout = Layout(
         tp=tp,
         pp=pp,
@@ -240,6 +241,31 @@ def finetune_arguments(row: dict[str, str]) -> dict:
 # --- Tables of results ---
 
 
+def predict_components(rows: list[dict]) -> list[dict]:
+    """Return id, value and error (why there is none) of rows of formula tables."""
+    found = []
+    for row in rows:
+        try:
+            value = component_of(row)
+            why = "" if value is not None else "no formula of memory"
+        except (ValueError, KeyError, ZeroDivisionError) as error:
+            value, why = None, f"not predicted: {error}"
+        found.append({"id": row.get("id"), "value": "" if value is None else value, "error": why})
+    return found
+
+
+def predict_finetune(rows: list[dict]) -> list[dict]:
+    """Return id, memory_bytes and error (why there is none) of fine-tuning runs."""
+    found = []
+    for row in rows:
+        try:
+            value, why = sum(memory_of_finetune(**finetune_arguments(row)).values()), ""
+        except (ValueError, KeyError) as error:
+            value, why = "", f"not predicted: {error}"
+        found.append({"id": row.get("id"), "memory_bytes": value, "error": why})
+    return found
+
+
 def component_rows(path: str | Path) -> list[dict]:
     """Return id, value and error (a share of what was published) of a file of formula tables."""
     rows = []
@@ -273,7 +299,7 @@ def run_rows(path: str | Path) -> list[dict]:
     for row in read_table(Path(path)):
         told = published_bytes(row)
         if told:
-            predicted = memory_of_row(row)
+            predicted = predicted_bytes(row)
             error = predicted / told - 1
             rows.append(
                 {"id": row["id"], "memory_bytes": predicted, "error": error, "group": row["group"]}
