@@ -124,14 +124,17 @@ def within_printing(value: float, told: str) -> bool:
 
 
 def test_every_cell_of_the_formula_tables():
-    """But one: figure 7's bar of 530B with full recomputation reads 9.42% for 2 / 21 = 9.52%."""
-    cells = read_table(COMPONENTS)
-    values = [(row, validate_memory.component_of(row)) for row in cells]
-    told = [(row, value) for row, value in values if value is not None]
-    wrong = [row["id"] for row, value in told if not within_printing(value, row["value"])]
-    assert len(told) == 60 and wrong == ["M078"]
-    left_out = {row["quantity"] for row, value in values if value is None}
-    assert left_out == validate_memory.LAYER_TIMES
+    """But one: figure 7's bar of 530B with full recomputation reads 9.42% for 2 / 21 = 9.52%.
+
+    Table 4's times were measured: they are the model of times', within 20%.
+    """
+    cells = [(row, validate_memory.component_of(row)) for row in read_table(COMPONENTS)]
+    times = [cell for cell in cells if cell[0]["quantity"] in validate_memory.LAYER_TIMES]
+    tables = [cell for cell in cells if cell not in times]
+    wrong = [row["id"] for row, value in tables if not within_printing(value, row["value"])]
+    assert len(tables) == 60 and wrong == ["M078"]
+    assert len(times) == 9
+    assert all(value == pytest.approx(float(row["value"]), rel=0.2) for row, value in times)
 
 
 def all_rows() -> list[dict]:

@@ -15,8 +15,12 @@ from statistics import median
 from bench import published
 from bench.published import number, read_table, whole
 from dist_common.costs import memory, models
+from dist_common.costs.compute import layer_seconds
 from dist_common.costs.finetune import memory_of_finetune
+from dist_common.costs.hardware import GPUS, Cluster
 from dist_common.costs.job import Job, Layout, Model
+from dist_common.costs.rates import RATES
+from dist_common.costs.step import tensor_seconds
 
 GIB = 2**30
 BYTES_OF_UNIT = {"GiB": GIB, "GB(1e9)": 1e9}
@@ -119,10 +123,34 @@ def korthikanti_of(row: dict[str, str], recompute: str, sequence_parallel: bool)
     return memory.tokens_of(job, layout) * kept
 
 
-def component_of(row: dict[str, str]) -> float | None:
-    """Return what the model says for a row of memory_components.csv, in the row's unit.
+def layer_ms_of(row: dict[str, str]) -> float:
+    """Return table 4's milliseconds of a layer, of the model of times: measured on A100s.
 
-    None for times (Korthikanti, table 4): those are step.py's.
+    Recomputation is part of backward: forward again, or attention's core alone.
+    """
+    tp, kind = whole(row, "tp", 1), row["act_ckpt"].split("_")[0]
+    layout = Layout(
+        tp=tp,
+        micro_batch=whole(row, "micro_batch", 1),
+        sequence_parallel=row["seq_parallel"] == "1",
+    )
+    model, seq_len = gpt_of(row), whole(row, "seq")
+    job = Job(model, seq_len, layout.micro_batch, "fp16", flash=False, dropout=True)
+    job = replace(job, stack="megatron")
+    cluster = Cluster(GPUS["a100"])
+    layer = layer_seconds(job, layout, cluster, RATES)
+    sent = tensor_seconds(job, layout, cluster, RATES) / 2
+    forward = layer.forward + sent
+    again = {"none": 0.0, "full": forward, "selective": layer.core}[kind]
+    backward = layer.backward + sent + again
+    total = {"forward": forward, "backward": backward, "combined": forward + backward}
+    return 1e3 * total[row["quantity"].split("_")[1]]
+
+
+def component_of(row: dict[str, str]) -> float | None:
+    """Return what the models say for a row of memory_components.csv, in the row's unit.
+
+    None where they say nothing of its quantity.
     """
     quantity = row["quantity"]
     weights = (number(row, "params_b") or 0) * 1e9
@@ -163,7 +191,7 @@ def component_of(row: dict[str, str]) -> float | None:
         if "pct" in quantity:
             return 100 * value / korthikanti_of(row, "none", False)
         return value / unit
-    return None
+    return layer_ms_of(row) if quantity in LAYER_TIMES else None
 
 
 # --- Fine-tuning: finetune_memory.csv ---
