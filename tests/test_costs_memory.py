@@ -18,7 +18,7 @@ from advanced_parts.pipeline_schedules import peak_formula
 from dist_common import models as torch_models
 from dist_common.costs import finetune, memory, models
 from dist_common.costs.hardware import GPUS
-from dist_common.costs.job import Job, Layout, Model
+from dist_common.costs.job import Job, Layout
 from dist_common.models import local
 from fsdp_parts import lora_checks
 
@@ -34,21 +34,6 @@ MISSED = {
     "R0228-fb6057": "405B in 1F1B: micro-batches are not said, 16% too little",
     "F066": "full training of 1B: less than weights, gradients and moments alone",
 }
-
-
-def shape_of(config: torch_models.TransformerConfig) -> Model:
-    """Return a shape of the lessons as one of the costs."""
-    return Model(
-        config.num_layers,
-        config.dim,
-        config.num_heads,
-        config.num_kv_heads,
-        config.ffn_dim,
-        config.vocab_size,
-        experts=config.num_experts,
-        top_k=config.top_k if config.num_experts else 0,
-        tied_embeddings=config.tied_embeddings,
-    )
 
 
 # shapes
@@ -254,7 +239,7 @@ TIED = replace(ODD, tied_embeddings=True)
 def test_states_are_those_of_fsdp2(in_a_fork, config, ranks, shard):
     """To the byte, where rows do not divide and with copies of shards (HSDP) too."""
     held = in_a_fork(lambda: bytes_held(config, ranks, shard))
-    job = Job(shape_of(config), 64, ranks)
+    job = Job(layout_memory.shape_of(config), 64, ranks)
     layout = Layout(dp=ranks, zero=3, shard=shard)
     predicted = memory.memory_of(job, layout)
     assert [predicted[part] for part in ("parameters", "gradients", "optimizer")] == held
@@ -263,7 +248,7 @@ def test_states_are_those_of_fsdp2(in_a_fork, config, ranks, shard):
 def test_states_of_data_parallel_are_whole(in_a_fork):
     config = replace(TINY, num_layers=1)
     held = in_a_fork(lambda: bytes_held(config, 1, 0))
-    job = Job(shape_of(config), 64, 8, parameter_bytes=4, optimizer_bytes=8)
+    job = Job(layout_memory.shape_of(config), 64, 8, parameter_bytes=4, optimizer_bytes=8)
     predicted = memory.memory_of(job, Layout(dp=8))
     assert [predicted[part] for part in ("parameters", "gradients", "optimizer")] == held
 
@@ -271,26 +256,39 @@ def test_states_of_data_parallel_are_whole(in_a_fork):
 # lessons' formulas
 
 
-@pytest.mark.parametrize("name", layout_memory.MODELS)
-def test_a_layer_keeps_what_the_lesson_says(name):
-    """05-advanced/combining.md counts it on the real size."""
-    config = layout_memory.MODELS[name]
-    job = Job(shape_of(config), 4096, 1)
-    assert memory.layer_bytes(job, Layout()) == layout_memory.activation_bytes(config)
+def test_a_layer_keeps_what_the_lesson_says():
+    """As combining.md derives it; tests/test_05_combining.py counts it on the real size."""
+    config = torch_models.PRESETS["llama3-70b"]
+    D, F, H = config.dim, config.ffn_dim, config.num_heads
+    kv = D // H * config.num_kv_heads
+    job = Job(layout_memory.shape_of(config), 4096, 1)
+    assert memory.layer_bytes(job, Layout()) == 2 * (6 * D + 2 * kv + 4 * F) + 4 * (H + 2)
+    eight = memory.layer_bytes(job, Layout(tp=8))  # what norms return is whole on each of tp
+    assert eight == 4 * D + (2 * (4 * D + 2 * kv + 4 * F) + 4 * (H + 2)) / 8
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (8, 1), (2, 2), (8, 4), (8, 16)])
-def test_a_stage_has_the_weights_that_the_lesson_says(tp, pp):
-    deep = {name: c for name, c in layout_memory.MODELS.items() if c.num_layers >= pp}
-    assert len(deep) >= 4
-    for config in deep.values():
-        job = Job(shape_of(config), 4096, 1)
-        stages = len(layout_memory.layers_of_stages(config.num_layers, pp))
-        for stage in {0, stages // 2, stages - 1}:
-            weights = memory.weights_of_stage(job, Layout(tp=tp, pp=pp), stage)
-            lesson = layout_memory.Layout(tp=tp, pp=pp)
-            expected = layout_memory.weights_of_stage(config, lesson, stage)
-            assert weights == (pytest.approx(expected), 0)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (8, 1), (1, 4), (2, 4)])
+def test_a_layer_keeps_what_the_template_keeps(tp, cp, recompute):
+    """The lesson's formula, which tests/test_05_hybrid_parallelism.py counts on the template."""
+    config = torch_models.PRESETS["llama3-70b"]
+    of_lesson = layout_memory.Layout(tp=tp, cp=cp, recompute=recompute)
+    expected = layout_memory.kept_by_the_template(config, of_lesson)
+    job = Job(layout_memory.shape_of(config), 8192, 1)
+    layout = Layout(tp=tp, cp=cp, cp_kind="gather", recompute=recompute)
+    assert memory.kept_bytes(job, layout, 0) == pytest.approx(expected)
+
+
+def test_a_stage_has_the_weights_of_its_layers():
+    """405B's 126 layers on 16 stages: 7, then 8 each, then 7; tables at both ends."""
+    model = models.MODELS["llama3-405b"]
+    h, kv, wide = 16_384, 1_024, 53_248
+    layer = (2 * h * h + 2 * h * kv + 3 * h * wide) / 8 + 2 * h
+    table = 128_256 * h / 8
+    expected = {0: 7 * layer + table, 1: 8 * layer, 15: 7 * layer + table + h}
+    for stage, weights in expected.items():
+        found = memory.weights_of_stage(Job(model, 8192, 1), Layout(tp=8, pp=16), stage)
+        assert found == (weights, 0)
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 3)])
@@ -307,7 +305,9 @@ def test_adapters_have_the_weights_that_the_lesson_says(targets):
     of_lesson = [layer for target in targets for layer in names[target]]
     args = Namespace(target_modules=of_lesson, lora_rank=16, optimizer="adamw")
     expected = lora_checks.expected_of(config, "LoRA", args, 1)["trained weights"]
-    assert finetune.trained_parameters(shape_of(config), "lora", 16, targets) == expected
+    assert (
+        finetune.trained_parameters(layout_memory.shape_of(config), "lora", 16, targets) == expected
+    )
     assert finetune.frozen_weight_bytes("nf4") == lora_checks.FROZEN_BYTES["QLoRA"]
 
 

@@ -9,6 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from advanced_parts.pipeline_schedules import peak_formula
+from dist_common.costs import job as costs
+from dist_common.costs import memory as costs_memory
+from dist_common.costs import models as costs_models
+from dist_common.costs.memory import layers_of_stages
 from dist_common.models import PRESETS, Block, TransformerConfig, norms_of_a_gpu
 
 # Grattafiori et al., The Llama 3 Herd of Models (2024), table 3.
@@ -84,15 +88,28 @@ class Cluster:
         return sent / rate_gb_s / 1e9 + calls * self.latency_us / 1e6
 
 
+def shape_of(config: TransformerConfig) -> costs.Model:
+    """Return a config as dist_common/costs has shapes: its formulas are the one model of costs."""
+    return costs.Model(
+        layers=config.num_layers,
+        hidden=config.dim,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        ffn=config.ffn_dim,
+        vocab=config.vocab_size,
+        tied_embeddings=config.tied_embeddings,
+    )
+
+
 def key_width(config: TransformerConfig) -> int:
     """Return the width of keys and of values: query heads may share them."""
-    return config.dim // config.num_heads * config.num_kv_heads
+    return costs_models.key_width(shape_of(config))
 
 
 def products(config: TransformerConfig) -> list[int]:
     """Return the weights of a layer's seven products, in the order of its forward."""
-    D, kv_dim, wide = config.dim, key_width(config), config.dim * config.ffn_dim
-    return [D * D, D * kv_dim, D * kv_dim, D * D, wide, wide, wide]
+    shapes = costs_models.shapes_of_kind(shape_of(config), dense=True)
+    return [outputs * inputs for outputs, inputs, _ in shapes if inputs > 1]
 
 
 def layer_matrices(config: TransformerConfig) -> int:
@@ -114,9 +131,9 @@ def activation_bytes(config: TransformerConfig, recompute: str = "none", number:
     `swiglu` a fused kernel keeps gate and up, and computes SiLU and product again. `number` are the
     bytes of what is bfloat16 here.
     """
-    wide = 2 if recompute == "swiglu" else 4
-    kept = 6 * config.dim + 2 * key_width(config) + wide * config.ffn_dim
-    return number * kept + FP32 * (config.num_heads + 2)
+    job = costs.Job(shape_of(config), 1, 1, precision="bf16" if number == BF16 else "fp32")
+    kept = costs_memory.layer_bytes(job, costs.Layout())
+    return round(kept) - (2 * number * config.ffn_dim if recompute == "swiglu" else 0)
 
 
 def as_on_a_gpu(block: Block) -> None:
@@ -127,21 +144,10 @@ def as_on_a_gpu(block: Block) -> None:
     norms_of_a_gpu(block)
 
 
-def layers_of_stages(num_layers: int, stages: int) -> list[int]:
-    """Return each stage's layers; first and last have one less where that is what divides."""
-    if num_layers % stages == 0:
-        return [num_layers // stages] * stages
-    inner = (num_layers + 2) // stages
-    return [inner - 1, *[inner] * (stages - 2), inner - 1]
-
-
 def weights_of_stage(config: TransformerConfig, layout: Layout, stage: int) -> float:
     """Return the weights on a GPU of a stage: norms are whole on each rank of tp."""
-    layers = layers_of_stages(config.num_layers, layout.pp)[stage]
-    last = stage == layout.pp - 1
-    tables = (stage == 0) + (last and not (config.tied_embeddings and layout.pp == 1))
-    split = layers * layer_matrices(config) + tables * config.vocab_size * config.dim
-    return split / layout.tp + (2 * layers + last) * config.dim
+    job = costs.Job(shape_of(config), 1, 1)
+    return costs_memory.weights_of_stage(job, costs.Layout(tp=layout.tp, pp=layout.pp), stage)[0]
 
 
 def forward_flops(job: Job, layout: Layout) -> dict[str, float]:

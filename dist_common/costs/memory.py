@@ -234,8 +234,10 @@ def attention_bytes(job: Job, layout: Layout) -> float:
         kept = latent_attention_bytes(model, number)
     if layout.cp > 1 and layout.cp_kind == "ulysses" and stack_of(job).ulysses_copy:
         kept += number * queries
-    if layout.cp_kind == "gather":
+    if layout.cp > 1 and layout.cp_kind == "gather":
         kept += number * 2 * keys * (layout.cp - 1)
+        if job.stack == "torch":  # of both zig-zag chunks, and joined (hybrid_parallelism.py)
+            kept += number * queries
     if job.flash:
         return kept + FP32 * model.heads
     if layout.recompute == "selective":
