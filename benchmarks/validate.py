@@ -203,10 +203,7 @@ def verdicts(steps: list[Compared], transfers: list[Compared]) -> list[tuple[str
     ]
     ranked, right = errors.strategy_pairs([e for e in steps if not e.fitted], within_group=True)
     lines.append(("pairs ranked wrongly", 1 - right / ranked, 1 - RANKED_RIGHT))
-    rows = validate_memory.run_rows(published.ANCHORS / "runs.csv")
-    kept = validate_memory.summary([r for r in rows if validate_memory.held_out(r["group"])])
-    lines.append(("memory of training, held out: median", kept["median"], 0.05))
-    lines.append(("memory of training, held out: p95", kept["p95"], 0.12))
+    lines += validate_memory.verdicts()
     biases = {name: own.bias for name, own in errors.feature_biases(steps).items()}
     for source, own in errors.by(transfers + steps, lambda row: row.short_source).items():
         biases[source] = errors.errors_of([each.error for each in own]).bias

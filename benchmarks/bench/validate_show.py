@@ -90,18 +90,7 @@ def show_steps(report, steps: list[Compared], transfers: list[Compared]) -> None
 
 def show_memory(report) -> None:
     """Print errors of memory: of runs, formula tables and fine-tuning."""
-    anchors = published.ANCHORS
-    tables = {
-        "training": validate_memory.run_rows(anchors / "runs.csv"),
-        "formula tables": validate_memory.component_rows(anchors / "memory_components.csv"),
-        "fine-tuning": validate_memory.finetune_rows(anchors / "finetune_memory.csv"),
-    }
-    report.say("\nMemory: all rows that say what was held")
-    lines = []
-    for name, rows in tables.items():
-        found = validate_memory.summary(rows)
-        lines.append((name, str(found["rows"]), percent(found["median"]), percent(found["p95"])))
-    report.table(lines, ("memory", "rows", "median", "p95"))
+    validate_memory.show(report)
 
 
 def draw(path: Path, steps: list[Compared], transfers: list[Compared]) -> None:
