@@ -24,8 +24,8 @@ SINGLE_NODE = "vTrain single"  # 860 rows of small models on up to 8 GPUs: judge
 
 DEFAULTS = """\
 What a row leaves out: micro-batch: 1 with a pipeline, otherwise a rank's whole batch if it fits;
-virtual stages 1, "interleaved" 2; recomputation: none, full if nothing else fits; ranks: dp = GPUs /
-(tp cp pp); network: the card usual for the GPU; attention: flash, causal; experts: a rank each;
+virtual stages 1, "interleaved" 2; recomputation: none, full if nothing else fits; dp: GPUs over
+tp, cp and pp; network: the card usual for the GPU; attention: flash, causal; experts: a rank each;
 ZeRO-1 and DDP: gradients reduced behind backward; Megatron-LM, NeMo: fused kernels."""
 
 
@@ -110,8 +110,9 @@ def short_source(source: str, gpu: str = "") -> str:
     """Return the name under which a source's errors are printed."""
     for name in (
         "llm-foundry", "torchtitan", "SC21", "Korthikanti", "MT-NLG",
-        "vTrain data/ground_truth_single", "vTrain data/ground_truth_multi", "Megatron-LM README", "Llama 3 Herd", "fms-fsdp",
-        "KempnerForge", "SimuMax", "NVIDIA/NeMo", "Megatron-Bridge", "thunder",
+        "vTrain data/ground_truth_single", "vTrain data/ground_truth_multi",
+        "Megatron-LM README", "Llama 3 Herd", "fms-fsdp", "KempnerForge", "SimuMax",
+        "NVIDIA/NeMo", "Megatron-Bridge", "thunder",
     ):  # fmt: skip
         if name in source:
             short = name.split("/")[-1].replace("ground_truth_", "vTrain ")
@@ -199,7 +200,7 @@ def job_of(row: dict, facts: Source, model: Model, global_batch: int) -> Job:
         stack = "deepspeed"
     elif "thunder" in (row.get("compile") or ""):
         stack = "thunder"
-    flash = facts.flash if not attention else "flash" in attention or "te" in attention
+    flash = facts.flash if not attention else "flash" in attention or "transformer" in attention
     if "unfused" in attention:
         flash = False
     reduce_bytes = 2 if "bf16/pure" in precision or precision == "bf16-true" else facts.reduce_bytes

@@ -9,8 +9,8 @@ from bench.errors import Compared
 
 # Sources whose error is beyond the targets, and what the model does not know of them.
 MISSED = {
-    "torchtitan": "8-bit runs: row-wise scales gain less, the 405B pipeline is a quarter slower and "
-    "405B by FSDP alone a fifth faster than what its layers give elsewhere",
+    "torchtitan": "8-bit runs: row-wise scales gain less, the 405B pipeline is a quarter slower "
+    "and 405B by FSDP alone a fifth faster than what its layers give elsewhere",
     "MT-NLG": "DeepSpeed's pipeline of 2021 gave 126 TFLOP/s where Megatron-LM gave 159 with the "
     "same layout on the same machine (SC21): nothing in a row tells them apart",
     "Megatron-LM README": "micro-batch, schedule and recomputation are not published; with the "

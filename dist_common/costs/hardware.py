@@ -149,8 +149,9 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu:
     Raises: ValueError with the known names.
     """
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    if name.lower() in GPUS:
-        return GPUS[name.lower()]
+    exact = GPUS.get(name.lower())
+    if exact and memory_gib in (None, exact.memory_gib):
+        return exact
     for alias, known in _ALIASES.items():
         if alias in plain:
             return GPUS[known]

@@ -139,6 +139,8 @@ def fsdp_seconds(job, layout, cluster, weights, layer: compute.Seconds, rates) -
     products of the layer before.
     """
     gather = shard_seconds(layout, cluster, weights, WIDTH, "all_gather", rates)
+    if job.frozen:
+        return exposed(gather, layer.forward, rates) + exposed(gather, layer.backward, rates)
     reduce = shard_seconds(layout, cluster, weights, job.reduce_bytes, "reduce_scatter", rates)
     reduce += copies_seconds(layout, cluster, weights, job.reduce_bytes, rates)
     if job.stack == "deepspeed":
@@ -151,7 +153,7 @@ def fsdp_seconds(job, layout, cluster, weights, layer: compute.Seconds, rates) -
 
 def gradient_seconds(job, layout, cluster, weights, backward: float, rates) -> float:
     """Return seconds per step of averaging gradients, and of gathering what ZeRO-1 updated."""
-    if layout.replicas == 1 or layout.zero == 3:
+    if layout.replicas == 1 or layout.zero == 3 or job.frozen:
         return 0.0
     n = layout.replicas
     nodes = nodes_of(n, layout.tp, cluster)
@@ -178,6 +180,8 @@ def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float
 
 def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster, weights, rates) -> float:
     """Return seconds of the update: memory-bound, or the way to the host's memory and back."""
+    if job.frozen:
+        return 0.0  # LoRA trains a percent of the weights
     mine = weights / layout.shards if layout.zero >= 1 else weights
     if layout.offload != "none":
         return 2 * 4 * mine / (cluster.gpu.host_gb_s * 1e9)

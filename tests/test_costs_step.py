@@ -1,0 +1,206 @@
+"""dist_common/costs: GPUs, collectives and steps. Formulas by hand, directions, no torch."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dist_common.costs import collectives, compute, rates, step
+from dist_common.costs.hardware import GPUS, Cluster, find_gpu
+from dist_common.costs.job import Job, Layout
+from dist_common.costs.models import MODELS
+from dist_common.costs.step import predict
+
+H100 = Cluster(GPUS["h100"])
+A100 = Cluster(GPUS["a100"], network_gb_s=25.0)
+JOB = Job(MODELS["llama3-8b"], 8192, 64)
+FSDP = Layout(dp=8, zero=3, recompute="full")
+
+
+def test_nothing_of_the_costs_imports_torch():
+    code = (
+        "import sys; import dist_common.costs.step, dist_common.costs.memory;"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("spelled", "memory_gib", "name"),
+    [
+        ("H100-SXM-80GB", None, "h100"),
+        ("H100-96GB-HBM2e-500W", None, "h100-96gb"),
+        ("NVIDIA H100 PCIe", None, "h100-pcie"),
+        ("H200-SXM-141GB", None, "h200"),
+        ("GH200", None, "gh200"),
+        ("GB300", None, "gb300"),
+        ("B200 p6-b200", None, "b200"),
+        ("A100-SXM (40/80 not stated)", None, "a100"),
+        ("A100-SXM-40GB", None, "a100-40gb"),
+        ("A100", 40, "a100-40gb"),
+        ("V100-32GB", None, "v100"),
+        ("AMD Instinct MI300X", None, "mi300x"),
+        ("NVIDIA GeForce RTX 4090", None, "rtx4090"),
+        ("RTX 4090", None, "rtx4090"),
+        ("L40S", None, "l40s"),
+        ("TPU v5p", None, "tpu-v5p"),
+    ],
+)
+def test_a_gpu_is_found_however_it_is_spelled(spelled, memory_gib, name):
+    assert find_gpu(spelled, memory_gib).name == name
+
+
+def test_an_unknown_gpu_is_an_error_that_lists_the_known_ones():
+    with pytest.raises(ValueError, match="unknown GPU 'H900'.*did you mean h[12]00.*mi300x"):
+        find_gpu("H900")
+    assert all(gpu.source and gpu.tflops["bf16"] for gpu in GPUS.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("all_reduce", 1.75), ("all_gather", 0.875), ("all_to_all", 0.875), ("broadcast", 1.0)],
+)
+def test_a_large_collective_takes_its_bytes_over_the_ring(kind, factor):
+    size = 64e9
+    wire = size * factor / (300e9 * rates.RATES["link.ring"])
+    assert collectives.seconds_of(kind, size, 8, A100) == pytest.approx(wire, rel=0.01)
+
+
+def test_a_switch_that_adds_sends_a_tensor_once():
+    size = 64e9
+    once = size / (450e9 * rates.RATES["link.switch.hopper"])
+    assert collectives.seconds_of("all_reduce", size, 8, H100) == pytest.approx(once, rel=0.01)
+
+
+def test_between_nodes_the_cards_of_a_node_carry_a_ring():
+    size = 64e9
+    cards = 8 * 25e9 * rates.RATES["network.rate"]
+    found = collectives.seconds_of("all_gather", size, 16, A100, 2)
+    assert found == pytest.approx(size * 15 / 16 / cards, rel=0.01)
+    alone = collectives.seconds_of("all_gather", size, 16, A100, 16)  # a rank on each node
+    assert alone == pytest.approx(8 * found, rel=0.01)
+
+
+def test_a_small_message_takes_its_start_and_one_rank_nothing():
+    start = rates.RATES["link.start_us"] + 7 * rates.RATES["link.hop_us"]
+    assert collectives.seconds_of("all_reduce", 8, 8, A100) * 1e6 == pytest.approx(start, rel=1e-3)
+    assert collectives.seconds_of("all_reduce", 1e9, 1, A100) == 0
+
+
+def test_a_product_is_never_faster_than_its_peak_or_its_memory():
+    r = rates.RATES
+    for m, n, k in ((8192, 14336, 4096), (64, 4096, 4096), (1, 4096, 4096)):
+        found = compute.product_seconds(m, n, k, JOB, H100, r)
+        assert found >= 2 * m * n * k / 989.4e12
+        assert found >= 2 * (m * n + n * k + m * k) / 3350e9
+    long = compute.product_seconds(8192, 8192, 8192, JOB, H100, r)
+    short = compute.product_seconds(8192, 8192, 1024, JOB, H100, r)
+    assert 1 / 8 < short / long < 1 / 4  # an eighth of the work, at a lower rate
+
+
+def test_the_flops_of_a_step_are_those_of_palm():
+    model = JOB.model
+    weights = 6.98e9 + 128_256 * 4096  # layers, and the table of logits
+    per_token = 6 * weights + 12 * model.layers * 4096 * 8192
+    assert compute.model_flops(JOB) == pytest.approx(per_token * 64 * 8192, rel=2e-3)
+
+
+def parts(layout: Layout, job: Job = JOB, cluster: Cluster = H100) -> dict[str, float]:
+    return predict(job, layout, cluster).step
+
+
+MORE = {
+    # What is changed: layout before, layout after, the part that grows.
+    "full recomputation": (replace(FSDP, recompute="none"), FSDP, "compute"),
+    "tensor parallel": (Layout(tp=2, dp=4), Layout(tp=8), "tp"),
+    "stages": (Layout(pp=2, dp=4), Layout(pp=4, dp=2), "bubble"),
+    "fewer chunks": (Layout(pp=4, dp=2, virtual_stages=4), Layout(pp=4, dp=2), "bubble"),
+    "gathers in each micro-batch": (Layout(dp=8, zero=2), Layout(dp=8, zero=3), "dp"),
+    "context parallel": (Layout(dp=8), Layout(cp=8, cp_kind="gather"), "cp"),
+    "gradients after backward": (Layout(dp=8), Layout(dp=8, overlap_dp=False), "dp"),
+    "tp without its overlap": (Layout(tp=8, overlap_tp=True), Layout(tp=8), "tp"),
+    "optimizer of all weights": (Layout(dp=8, zero=1), Layout(dp=8), "optimizer"),
+    "offload": (Layout(dp=8, zero=1), Layout(dp=8, zero=1, offload="optimizer"), "optimizer"),
+}
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_what_a_layout_adds_is_in_its_part(case):
+    before, after, part = MORE[case]
+    assert parts(after)[part] > parts(before)[part] * 1.05
+
+
+def test_one_gpu_sends_nothing():
+    found = parts(Layout(), replace(JOB, global_batch=4))
+    assert all(found[part] == 0 for part in ("tp", "cp", "ep", "dp", "pp", "bubble"))
+
+
+def test_the_bubble_is_narayanan_s():
+    """Idle over busy is (p - 1) / (v m) where stages are alike (Narayanan et al., 2021)."""
+    job = replace(JOB, model=replace(JOB.model, vocab=128), global_batch=16)
+    for virtual in (1, 2):
+        layout = Layout(pp=4, virtual_stages=virtual)
+        found = parts(layout, job)
+        busy = found["compute"] + found["other"]
+        assert found["bubble"] / busy == pytest.approx(3 / (virtual * 16), rel=0.02)
+
+
+def test_experts_send_tokens_and_compute_those_of_top_k():
+    job = replace(JOB, model=MODELS["mixtral-8x7b"])
+    apart = parts(Layout(dp=8, ep=8, zero=1), job)
+    assert apart["ep"] > 0
+    alone = parts(Layout(dp=8, ep=1, zero=1), job)
+    assert alone["ep"] == 0
+    dense = replace(job.model, experts=0, top_k=0, ffn=2 * job.model.ffn)
+    same = parts(Layout(dp=8, zero=1), replace(job, model=dense))
+    assert alone["compute"] == pytest.approx(same["compute"], rel=0.25)
+
+
+def test_frozen_weights_get_no_gradients():
+    short = replace(JOB, seq_len=2048)
+    full = parts(Layout(dp=8, zero=1, micro_batch=4), short)
+    frozen = parts(Layout(dp=8, zero=1, micro_batch=4), replace(short, frozen=True))
+    assert 0.65 < frozen["compute"] / full["compute"] < 0.8  # two of three products
+    assert frozen["dp"] == frozen["optimizer"] == 0 < full["dp"]
+
+
+def test_small_layers_wait_for_launches():
+    small = replace(JOB, model=MODELS["gpt2-124m"], seq_len=128, global_batch=8)
+    assert parts(Layout(dp=8), small)["other"] > parts(Layout(dp=8), small)["compute"]
+    assert parts(Layout(dp=8))["other"] < 0.05 * parts(Layout(dp=8))["compute"]
+
+
+def test_more_of_a_machine_is_never_slower():
+    job = replace(JOB, global_batch=64)
+    layout = Layout(tp=2, pp=2, dp=2, zero=1)
+    now = sum(parts(layout, job).values())
+    assert sum(parts(layout, job, step.slower(H100, matrix=0.8)).values()) > now
+    assert sum(parts(layout, job, step.slower(H100, network=0.8)).values()) > now
+    faster = Cluster(replace(GPUS["h100"], hbm_gb_s=6700))
+    assert sum(parts(layout, job, faster).values()) < now
+
+
+def test_a_choice_survives_or_says_what_replaces_it():
+    """A layout that sends much gives way where links are slower, not where matrices are."""
+    wide, deep = Layout(tp=8), Layout(pp=8)
+    machines = []
+
+    def choose(job, cluster):
+        machines.append(cluster)
+        return deep if cluster.network_scale < 1 else wide
+
+    found = step.survives(JOB, wide, H100, choose)
+    assert found == {"links -20%": deep, "matrix units -20%": None, "both -20%": deep}
+    assert [machine.matrix_scale for machine in machines] == [1.0, 0.8, 0.8]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_and_precision_is_predicted(name):
+    gpu = GPUS[name]
+    cluster = Cluster(gpu, gpu.gpus_per_node, gpu.network_gb_s)
+    layout = Layout(tp=2, dp=gpu.gpus_per_node, zero=1, recompute="full")
+    for precision in ("bf16", "fp16", "fp8", "fp32", "tf32"):
+        job = replace(JOB, precision=precision, global_batch=2 * gpu.gpus_per_node)
+        found = predict(job, layout, cluster)
+        assert 0 < found.model_tflops_per_gpu < max(gpu.tflops.values())
