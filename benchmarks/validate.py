@@ -57,6 +57,7 @@ BANDS: dict[str, tuple[float, float]] = {
     "ZeRO-3, tensor by tensor": (-0.03, 0.03),
     "experts": (-0.05, 0.03),
     "KempnerForge": (0.02, 0.03),
+    "Megatron-LM README": (0.08, 0.04),
     "vTrain multi": (0.00, 0.02),
     published.SINGLE_NODE: (0.01, 0.03),
     "vtrain-a100-8": (0.02, 0.03),

@@ -1,0 +1,239 @@
+"""benchmarks/validate.py: targets reached, a band for each term of the model, files in and out."""
+
+import csv
+import sys
+from dataclasses import replace
+
+import pytest
+from conftest import REPO, load_script
+
+from dist_common import cli
+from dist_common.costs import compute, step
+from dist_common.costs.rates import RANGES, RATES
+
+sys.path.append(str(REPO / "benchmarks"))
+from bench import calibrate, errors, published, validate_show
+
+validate = load_script("benchmarks/validate.py")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """All runs, and of vTrain's single node every eighth: 860 rows of one kind."""
+    every = published.read_all_runs()
+    single = [row for row in every if errors.is_single(row)]
+    return [row for row in every if not errors.is_single(row)] + single[::8]
+
+
+@pytest.fixture(scope="module")
+def transfers():
+    return validate.compare_collectives()
+
+
+def outside(rows, transfers) -> set[str]:
+    """Return the names of targets and bands that are not kept."""
+    found = validate.verdicts(validate.compare_steps(rows), transfers)
+    return {name.split(":")[0] for name, value, limit in found if not value <= limit}
+
+
+def test_the_targets_are_reached_on_the_half_that_nothing_was_fitted_on(transfers):
+    steps = validate.compare_steps()
+    found = validate.judged(steps, transfers)
+    everything, single, links = found.values()
+    assert everything.count >= 160 and everything.median <= 0.07 and everything.p95 <= 0.25
+    assert single.count == 430 and single.mean <= 0.15
+    assert links.count >= 80 and links.median <= 0.08 and links.p95 <= 0.25
+    ranked, right = errors.strategy_pairs([each for each in steps if not each.fitted], True)
+    assert ranked > 200 and right / ranked >= 0.90
+    assert not outside([each.row for each in steps], transfers)
+
+
+def test_simpler_models_and_peers_are_worse(rows):
+    steps = [each for each in validate.compare_steps(rows) if not errors.is_single(each.row)]
+    half = {each.row.id for each in steps if each.fitted}
+    naive = errors.naive_seconds([each.row for each in steps], half)
+    shown = [each for each in steps if not each.fitted]
+    own = errors.errors_of([each.error for each in shown])
+    simple = errors.errors_of([naive[each.row.id] / each.measured - 1 for each in shown])
+    assert 2 * own.median < simple.median and 2 * own.p95 < simple.p95
+    for peer in ("calculon", "llm-analysis(fe=0.5)"):
+        theirs = errors.peers()[peer]
+        both = [each for each in shown if each.row.id in theirs]
+        ours = errors.errors_of([each.error for each in both])
+        assert ours.median < errors.errors_of([theirs[each.row.id] for each in both]).median
+
+
+def halved(function):
+    return lambda *args, **kwargs: function(*args, **kwargs) / 2
+
+
+def nothing(function):
+    return lambda *args, **kwargs: 0.0
+
+
+SABOTAGE = {
+    # What is broken: where, how, and a band that must notice.
+    "links twice as fast": (step, "seconds_of", halved, "tensor parallel"),
+    "everything hidden": (step, "exposed", nothing, "KempnerForge"),
+    "nothing hidden": (step, "exposed", lambda old: lambda sent, *_: sent, "FSDP across nodes"),
+    "one gather a step too few": (step, "fsdp_seconds", halved, "ZeRO-3, tensor by tensor"),
+    "no logits": (
+        compute,
+        "head_seconds",
+        lambda old: lambda *_: compute.Seconds(0, 0, 0, 0),
+        "large vocabulary",
+    ),
+    "recomputation forgotten": (
+        step,
+        "layers_seconds",
+        lambda old: lambda job, layout, *rest: old(job, replace(layout, recompute="none"), *rest),
+        "pipeline",
+    ),
+    "no tensor parallel": (step, "tensor_seconds", nothing, "tensor parallel"),
+    "no experts' all-to-all": (step, "expert_seconds", nothing, "experts"),
+    "no gradients' reduction": (step, "gradient_seconds", nothing, "Megatron-LM README"),
+    "attention a fifth faster": (
+        compute,
+        "attention_seconds",
+        lambda old: lambda *args: tuple(0.8 * part for part in old(*args)),
+        "sequences of 16k and longer",
+    ),
+    "memory for nothing": (compute, "memory_seconds", nothing, "FSDP"),
+    "launches for nothing": (compute, "launch_seconds", nothing, "vTrain single"),
+    "one rate for all matrices": (
+        compute,
+        "product_seconds",
+        lambda old: (
+            lambda m, n, k, job, cluster, rates: old(
+                m, n, k, job, cluster, {**rates, "matrix.side": 0.0}
+            )
+        ),
+        "large vocabulary",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SABOTAGE)
+def test_a_term_that_is_lost_leaves_a_band(case, rows, transfers, monkeypatch):
+    module, name, broken, band = SABOTAGE[case]
+    monkeypatch.setattr(module, name, broken(getattr(module, name)))
+    assert band in outside(rows, transfers)
+
+
+def test_a_bubble_that_is_forgotten_leaves_a_band(rows, transfers, monkeypatch):
+    old = step.step_parts
+    monkeypatch.setattr(step, "step_parts", lambda *args: {**old(*args), "bubble": 0.0})
+    assert "pipeline" in outside(rows, transfers)
+
+
+def test_links_that_are_slower_leave_a_band_of_collectives(rows, monkeypatch):
+    monkeypatch.setitem(RATES, "link.ring", RATES["link.ring"] * 0.8)
+    assert "vtrain-a100-8" in outside(rows, validate.compare_collectives())
+
+
+def test_the_halves_are_of_each_source_and_no_row_is_in_both():
+    every = published.read_all_runs()
+    half = published.calibration_half(every)
+    for own in errors.by([errors.Compared(r, 1, 1, r.id in half) for r in every],
+                         lambda row: row.stratum).values():  # fmt: skip
+        fitted = sum(each.fitted for each in own)
+        assert abs(2 * fitted - len(own)) <= 1
+    assert half == published.calibration_half(every[::-1])
+
+
+def test_the_table_holds_what_the_fit_of_the_links_gives():
+    """The fit of steps takes half a minute: `make test-all` repeats that one."""
+    found = calibrate.fit_links(dict(calibrate.table.PRIORS))
+    for name in RANGES:
+        if name.startswith(calibrate.LINKS):
+            assert RATES[name] == pytest.approx(found[name], rel=0.01), name
+
+
+@pytest.mark.full
+def test_the_table_holds_what_the_fit_gives():
+    found = calibrate.calibrate()
+    for name in RANGES:
+        assert RATES[name] == pytest.approx(found[name], rel=0.05), name
+
+
+def predict_file(tmp_path, kind: str, text: str, monkeypatch) -> list[dict]:
+    """Return what validate.py writes for a file of rows."""
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    rows.write_text(text)
+    arguments = ["validate.py", f"--{kind}", str(rows), "--predictions", str(out)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert validate.main() == 0
+    with out.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+RUN = "R1,llama3-8b,8192,NVIDIA H100 80GB HBM3,8,8,fsdp_zero3,1,bf16,full,8"
+HEADER = (
+    "id,model,seq,gpu,n_gpus,gpus_per_node,sharding,micro_batch,precision,act_ckpt,global_batch"
+)
+
+
+def test_rows_that_are_not_in_the_repository_are_predicted(tmp_path, monkeypatch):
+    lines = [HEADER, RUN, RUN.replace("R1", "R2").replace("NVIDIA H100 80GB HBM3", "H900")]
+    lines += [RUN.replace("R1", "R3").replace("llama3-8b", "secret-7b")]
+    lines += [RUN.replace("R1", "R4").replace("llama3-8b", "mixtral-8x7b")]
+    found = predict_file(tmp_path, "rows", "\n".join(lines) + "\n", monkeypatch)
+    assert tuple(found[0]) == ("id", *validate.COLUMNS["rows"][1:])
+    good, gpu, model, mixture = found
+    assert float(good["step_time_s"]) > 1 and not good["error"]
+    tokens = 8 * 8192 / 8 / float(good["step_time_s"])
+    assert float(good["tokens_per_s_per_gpu"]) == pytest.approx(tokens, rel=1e-4)
+    assert 20e9 < float(good["memory_bytes_total"]) < 80e9
+    assert "unknown GPU" in gpu["error"] and not gpu["step_time_s"]
+    assert "no shape" in model["error"] and float(mixture["step_time_s"]) > 0
+
+
+def test_collectives_that_are_not_in_the_repository_are_predicted(tmp_path, monkeypatch):
+    text = "id,collective,gpu,n_nodes,n_gpus,link_spec_GBps_unidir,size_bytes\n"
+    text += "C1,all_gather,H100-SXM,1,8,450,1073741824\nC2,all_reduce,,1,8,,1024\n"
+    one, two = predict_file(tmp_path, "collectives", text, monkeypatch)
+    busbw = 1073741824 * 7 / 8 / float(one["time_us"]) / 1e3
+    assert float(one["busbw_gb_s"]) == pytest.approx(busbw, rel=1e-4) and 250 < busbw < 450
+    assert "unknown GPU" in two["error"]
+
+
+@pytest.mark.parametrize("kind", ["components", "finetune"])
+def test_tables_of_memory_are_predicted(kind, tmp_path, monkeypatch):
+    name = {"components": "memory_components", "finetune": "finetune_memory"}[kind]
+    text = (published.ANCHORS / f"{name}.csv").read_text()
+    found = predict_file(tmp_path, kind, text, monkeypatch)
+    column = validate.COLUMNS[kind][1]
+    told = [line for line in found if not line["error"]]
+    assert len(told) > 0.8 * len(found) and all(float(line[column]) > 0 for line in told)
+
+
+BAD = {
+    "no file": (["--rows", "nowhere.csv"], "--rows nowhere.csv: "),
+    "no rows": (["--rows", "empty.csv"], "no rows"),
+    "no id": (["--collectives", "other.csv"], "no column `id`"),
+    "two at once": (["--rows", "a.csv", "--finetune", "b.csv"], "at a time"),
+    "predictions of nothing": (["--predictions", "out.csv"], "--predictions needs --rows"),
+    "no such folder": (["--rows", "good.csv", "--predictions", "no/out.csv"], "--predictions no/"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_in_one_line(case, tmp_path, monkeypatch):
+    arguments, says = BAD[case]
+    (tmp_path / "empty.csv").write_text("id,source\n")
+    (tmp_path / "other.csv").write_text("name\nx\n")
+    (tmp_path / "good.csv").write_text(f"{HEADER}\n{RUN}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["validate.py", *arguments])
+    with pytest.raises(cli.UsageError) as raised:
+        validate.main()
+    assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_the_picture_and_the_tables_are_drawn(rows, transfers, tmp_path):
+    steps = validate.compare_steps(rows)
+    for name in ("one.png", "two.png"):
+        validate_show.draw(tmp_path / name, steps[:9], transfers[:9])
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    lines = validate_show.source_lines(steps, {})
+    assert {line[0] for line in lines} >= {"SimuMax", "Megatron-Bridge", "vTrain multi"}
