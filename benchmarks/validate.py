@@ -216,13 +216,11 @@ def verdicts(steps: list[Compared], transfers: list[Compared]) -> list[tuple[str
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
-    for kind, what in (
-        ("rows", "training runs, columns of anchors/runs.csv"),
-        ("collectives", "collectives, columns of anchors/collectives.csv"),
-        ("components", "cells of formula tables, columns of anchors/memory_components.csv"),
-        ("finetune", "fine-tuning, columns of anchors/finetune_memory.csv"),
-    ):
-        add(f"--{kind}", metavar="FILE.csv", help=f"predict {what}")
+    table = {"metavar": "FILE.csv"}
+    add("--rows", **table, help="predict training runs: columns of anchors/runs.csv")
+    add("--collectives", **table, help="predict times: columns of anchors/collectives.csv")
+    add("--components", **table, help="formula tables: columns of anchors/memory_components.csv")
+    add("--finetune", **table, help="fine-tuning: columns of anchors/finetune_memory.csv")
     add("--predictions", metavar="OUT.csv", help="where to write what is predicted (the screen)")
     args = parser.parse_args()
     args.kinds = [kind for kind in COLUMNS if getattr(args, kind)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -69,11 +70,17 @@ def by(compared: Iterable[Compared], key: Callable) -> dict[str, list[Compared]]
     return dict(groups)
 
 
+@functools.cache
+def table_share(model) -> float:
+    """Return the share of a model's active weights that one table of its vocabulary has."""
+    return models.table_parameters(model) / models.active_parameters(model)
+
+
 def features_of(row: Row) -> list[str]:
     """Return what a run has that a term of the model is for."""
     job, layout, model = row.job, row.layout, row.job.model
     nodes = layout.gpus > row.cluster.gpus_per_node
-    table = models.table_parameters(model) / models.active_parameters(model)
+    table = table_share(model)
     has = {
         "tensor parallel": layout.tp > 1,
         "tensor parallel across nodes": layout.tp > row.cluster.gpus_per_node,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from bench import errors, published, validate_memory
@@ -72,7 +73,8 @@ def show_steps(report, steps: list[Compared], transfers: list[Compared]) -> None
     for name, why in MISSED.items():
         own = [each.error for each in steps if each.row.short_source == name]
         found = errors.errors_of(own)
-        report.say(f"{name}: {found.median:.0%} median, {found.bias:+.0%}: {why}")
+        text = f"{name}: {found.median:.0%} median, {found.bias:+.0%}: {why}"
+        report.say(textwrap.fill(text, 96, subsequent_indent="    "))
     report.say("\nStep time by what a run has (both halves, without vTrain's single node)")
     report.table(
         [
