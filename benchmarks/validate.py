@@ -72,9 +72,7 @@ def predict_row(row: dict) -> dict:
     try:
         read = published.read_row(row)
     except ValueError as error:
-        out["error"] = str(error)
-        out["memory_bytes_total"] = memory_of_row(row, None)
-        return out
+        return out | {"error": str(error)}
     found = predict(read.job, read.layout, read.cluster)
     out["step_time_s"] = f"{found.step_time_s:.6g}"
     out["tokens_per_s_per_gpu"] = f"{found.tokens_per_s_per_gpu:.6g}"
@@ -82,13 +80,11 @@ def predict_row(row: dict) -> dict:
     return out
 
 
-def memory_of_row(row: dict, read: published.Row | None) -> str:
+def memory_of_row(row: dict, read: published.Row) -> str:
     """Return bytes as the row counts them (allocated or reserved, which rank); else the fullest."""
     try:
         return f"{validate_memory.memory_of_row(row):.6g}"
     except (ValueError, KeyError):
-        if read is None:
-            return ""
         held = memory.memory_of(read.job, read.layout, read.cluster.gpus_per_node)
         return f"{sum(held.values()):.6g}"
 

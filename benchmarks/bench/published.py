@@ -247,9 +247,9 @@ def zero_of(text: str) -> int:
 
 def layout_of(row: dict, facts: Source, gpus: int, model: Model) -> Layout:
     tp, pp, cp = (whole(row, key, 1) or 1 for key in ("tp", "pp", "cp"))
-    dp = whole(row, "dp") or gpus // (tp * pp * cp)
-    if tp * pp * cp * dp != gpus:
-        raise Unpredictable(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not {gpus} GPUs")
+    dp, rest = divmod(gpus, tp * pp * cp)
+    if rest or not dp:
+        raise Unpredictable(f"tp {tp} x cp {cp} x pp {pp} does not divide {gpus} GPUs")
     sharding = (row.get("sharding") or "").lower()
     notes = f"{row.get('sharding')} {row.get('notes')}".lower()
     zero = zero_of(sharding)
