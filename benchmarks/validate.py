@@ -22,7 +22,6 @@ from bench import errors, published, validate_memory, validate_show
 from bench.errors import Compared
 from dist_common import cli
 from dist_common.costs import collectives, memory
-from dist_common.costs.finetune import memory_of_finetune
 from dist_common.costs.step import predict, step_seconds
 
 COLUMNS = {
@@ -83,30 +82,10 @@ def predict_row(row: dict) -> dict:
 def memory_of_row(row: dict, read: published.Row) -> str:
     """Return bytes as the row counts them (allocated or reserved, which rank); else the fullest."""
     try:
-        return f"{validate_memory.memory_of_row(row):.6g}"
+        return f"{validate_memory.predicted_bytes(row):.6g}"
     except (ValueError, KeyError):
         held = memory.memory_of(read.job, read.layout, read.cluster.gpus_per_node)
         return f"{sum(held.values()):.6g}"
-
-
-def predict_component(row: dict) -> dict:
-    """Return the value of a cell of memory_components.csv."""
-    try:
-        value = validate_memory.component_of(row)
-    except (ValueError, KeyError) as error:
-        return {"id": row.get("id"), "error": f"{type(error).__name__}: {error}"}
-    if value is None:
-        return {"id": row.get("id"), "error": "no formula for this quantity"}
-    return {"id": row.get("id"), "value": f"{value:.6g}"}
-
-
-def predict_finetune(row: dict) -> dict:
-    """Return the memory of a row of finetune_memory.csv."""
-    try:
-        held = memory_of_finetune(**validate_memory.finetune_arguments(row))
-    except (ValueError, KeyError, StopIteration) as error:
-        return {"id": row.get("id"), "error": f"{type(error).__name__}: {error}".strip(": ")}
-    return {"id": row.get("id"), "memory_bytes": f"{sum(held.values()):.6g}"}
 
 
 def predict_collective(row: dict) -> dict:
@@ -133,12 +112,11 @@ def predictions(kind: str, path: str) -> list[dict]:
         rows = published.read_table(Path(path))
     except (OSError, ValueError, csv.Error) as error:
         raise cli.UsageError(f"--{kind} {path}: {error}") from None
-    predict_one = {
-        "rows": predict_row,
-        "collectives": predict_collective,
-        "components": predict_component,
-        "finetune": predict_finetune,
-    }[kind]
+    if kind == "components":
+        return validate_memory.predict_components(rows)
+    if kind == "finetune":
+        return validate_memory.predict_finetune(rows)
+    predict_one = predict_row if kind == "rows" else predict_collective
     return [predict_one(row) for row in rows]
 
 
