@@ -263,6 +263,7 @@ def finetune_arguments(row: dict[str, str]) -> dict:
         "gpus": gpus,
         "mixed": "mixed" in row["precision"],
         "alike": hub,
+        "frees_frozen": False,  # litgpt's FSDP is FSDP1
     }
 
 

@@ -179,14 +179,17 @@ def memory_of_finetune(
     mixed: bool = False,
     alike: bool = True,
     accumulates: bool = True,
+    recompute: bool | None = None,
+    frees_frozen: bool = True,
 ) -> dict[str, float]:
     """Return bytes by part on a GPU, as torch.cuda.max_memory_allocated would count.
 
     Weights, gradients and both of Adam's moments are 16 bits (bf16-true), float32 with `mixed`.
-    Over several GPUs FSDP shards all, keeps each block's input alone, and does not free frozen
-    weights in backward. `alike`: steps are of equal length, so that a 4-bit matrix still has the
-    last step's input (bitsandbytes' MatMul4Bit keeps it outside autograd) at the next one's peak.
-    `accumulates`: a step has several micro-batches.
+    `gpus`: FSDP shards all. `recompute`: each block keeps its input alone (None: with FSDP).
+    `alike`: steps are of equal length, so that a 4-bit matrix still has the last step's input
+    (bitsandbytes' MatMul4Bit keeps it outside autograd) at the next one's peak. `accumulates`: a
+    step has several micro-batches. `frees_frozen`: FSDP2 frees frozen weights after a block's
+    backward; FSDP1 has no gradient's hook to do so at.
 
     Raises: ValueError for an unknown method or quant.
     """
@@ -195,46 +198,44 @@ def memory_of_finetune(
     number = FP32 if mixed else BF16
     frozen = frozen_bytes(model, method, quant, mixed)
     kept = tokens * layer_bytes(model, method, seq_len, quant, targets, mixed)
-    table = number * models.table_parameters(model)
     activations = model.layers * kept
-    if quant and alike:
+    if recompute or (recompute is None and gpus > 1):
+        activations = kept + tokens * model.layers * number * model.hidden
+    elif quant and alike:
         inputs = input_bytes(model) + BF16 * models.query_width(model)
         activations += tokens * model.layers * inputs
+    head = number * model.hidden * tokens * (1 + ("head" in targets and method == "lora"))
     held = {
         "frozen": frozen / gpus,
         "parameters": number * trained / gpus,
         "gradients": number * trained / gpus,
         "optimizer": 2 * number * trained / gpus,
-        "activations": activations,
+        "activations": activations + head,
         "logits": LOGIT * tokens * model.vocab,
         "gathered": 0.0,
-        "buffers": table if quant else 0.0,
+        "buffers": number * models.table_parameters(model) if quant else 0.0,
     }
-    head = number * model.hidden * tokens * (1 + ("head" in targets and method == "lora"))
-    if gpus > 1:
-        held |= {"activations": tokens * model.layers * number * model.hidden}
-        held |= gathered_bytes(model, method, frozen, number, accumulates)
-        if held["gathered"] >= frozen > 0:  # the end of backward: of the logits their values stay
-            held["logits"] = number * tokens * model.vocab
-        held["activations"] += kept
-    held["activations"] += head
+    if gpus == 1:
+        return held
+    held["gathered"] = gathered_bytes(model, frozen, number, frees_frozen)
+    if method == "full" and accumulates:  # added up whole (no_sync)
+        held["gradients"] = number * trained
+    if frozen and not frees_frozen:  # fullest at the end of backward: logits' values are left
+        held["logits"] = number * tokens * model.vocab
     return held
 
 
-def gathered_bytes(
-    model: Model, method: str, frozen: float, number: int, accumulates: bool
-) -> dict[str, float]:
-    """Return what FSDP holds whole at its fullest: of frozen weights all, late in backward.
+def gathered_bytes(model: Model, frozen: float, number: int, frees_frozen: bool) -> float:
+    """Return what FSDP holds whole at its fullest.
 
-    A block's weights and its gradient (FSDP1 reserves one for frozen weights too) and the next
-    block's weights. Full training that accumulates adds gradients up whole (no_sync), and those of
-    both tables once more as they are computed.
+    Both tables from forward to backward; a block's weights and the next one's. What is trained
+    adds its gradients: a block's, and the tables'. FSDP1 has all frozen weights late in backward,
+    and a gradient's room for a block of them.
     """
     layer = number * models.layer_parameters(model)
-    if method != "full":
-        return {"gathered": frozen + 2 * layer}
     tables = 2 * number * models.table_parameters(model)
-    held = {"gathered": 2 * tables + 3 * layer}
-    if accumulates:
-        held["gradients"] = number * finetuned_parameters(model)
-    return held
+    if not frozen:
+        return 2 * tables + 3 * layer
+    if not frees_frozen:
+        return frozen + 2 * layer
+    return tables + 2 * max(0.0, frozen - tables) / model.layers

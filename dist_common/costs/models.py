@@ -201,7 +201,7 @@ _FIELDS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim"),
     "vocab": ("vocab_size",),
 }
 _UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "falcon", "mpt", "bloom", "phi", "gpt_bigcode"}
@@ -228,18 +228,27 @@ def from_hf_config(config: str | Path | dict) -> Model:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     experts = config.get("num_local_experts") or config.get("n_routed_experts") or 0
     experts = experts or config.get("num_experts") or 0
-    kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else None)
+    kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads")
+    kv_heads = (
+        1 if config.get("multi_query") and not config.get("new_decoder_architecture") else kv_heads
+    )
+    latent = config.get("kv_lora_rank")
     model = Model(
         kv_heads=kv_heads or values["heads"],
         gated=kind not in _UNGATED,
         experts=experts,
         top_k=config.get("num_experts_per_tok") or (1 if experts else 0),
         tied_embeddings=config.get("tie_word_embeddings", kind in _TIED),
-        head_dim=config.get("head_dim") or 0,
+        head_dim=config.get("qk_nope_head_dim" if latent else "head_dim") or 0,
         learned_positions=config.get("n_positions", 0) if kind == "gpt2" else 0,
         biases=kind in ("gpt2", "gpt_neox", "opt", "bloom", "phi"),
         dense_layers=config.get("first_k_dense_replace") or 0,
         shared_experts=config.get("n_shared_experts") or 0,
+        norms=4 if kind in ("gemma2", "gemma3") else 1 if kind in ("phi", "falcon", "gptj") else 2,
+        softcap=bool(config.get("attn_logit_softcapping")),
+        q_rank=config.get("q_lora_rank") or 0 if latent else 0,
+        kv_rank=latent or 0,
+        rope_dim=config.get("qk_rope_head_dim") or 0 if latent else 0,
         name=config.get("_name_or_path") or kind,
         **values,
     )
