@@ -152,18 +152,24 @@ def fsdp_seconds(job, layout, cluster, weights, layer: compute.Seconds, rates) -
 
 
 def gradient_seconds(job, layout, cluster, weights, backward: float, rates) -> float:
-    """Return seconds per step of averaging gradients, and of gathering what ZeRO-1 updated."""
+    """Return seconds per step of averaging gradients, and of gathering what ZeRO-1 updated.
+
+    ZeRO-2 holds a shard of the gradient alone, so each micro-batch reduces its own (section 5.2).
+    """
     if layout.replicas == 1 or layout.zero == 3 or job.frozen:
         return 0.0
-    n = layout.replicas
+    n, earlier = layout.replicas, 0.0
     nodes = nodes_of(n, layout.tp, cluster)
     if layout.zero == 0:
         time = seconds_of("all_reduce", weights * job.reduce_bytes, n, cluster, nodes, rates)
     else:
         time = shard_seconds(layout, cluster, weights, job.reduce_bytes, "reduce_scatter", rates)
         time += copies_seconds(layout, cluster, weights, job.reduce_bytes, rates)
+        if layout.zero == 2 and not memory.gradients_stay_whole(job, layout):
+            shown = exposed(time, backward, rates) if layout.overlap_dp else time
+            earlier = (layout.micro_batches(job) - 1) * shown
         time += shard_seconds(layout, cluster, weights, WIDTH, "all_gather", rates)
-    return exposed(time, backward, rates) if layout.overlap_dp else time
+    return earlier + (exposed(time, backward, rates) if layout.overlap_dp else time)
 
 
 def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float:
