@@ -2,10 +2,14 @@
 
     CPU   python 05-advanced/combining.py --model llama2-7b --gpus 8
     also  python 05-advanced/combining.py --model llama3-70b --gpus 64 --tp 8 --dp 8
+          python 05-advanced/combining.py plan --model llama3-70b --gpus 64
 
 No GPU is needed, now or later: everything is computed from formulas (layout_memory.py and
 layout_traffic.py in advanced_parts/); tests/test_05_combining.py counts on layers of the real size.
-`--published` sets predictions beside what the authors of 13 large runs measured.
+`--published` sets predictions beside what the authors of 13 large runs measured. The verbs `plan`
+and `predict` (planner.md) are the planner for real jobs, on the formulas of dist_common/costs and
+without torch: advanced_parts/planner.py, with plan_args.py, plan_rules.py, plan_search.py,
+plan_finetune.py, plan_text.py, plan_explain.py and plan_launch.py.
 
 Look for: which axis crosses which link, whether the memory fits, and which axis is exposed.
 Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pipelines and order.
@@ -14,11 +18,17 @@ Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pi
 import functools
 from itertools import permutations
 
+from advanced_parts import planner
+from dist_common import cli
+
+if __name__ == "__main__" and planner.asked():  # before torch, whose import takes seconds
+    cli.run(planner.main)
+
 from advanced_parts import combining as part
 from advanced_parts import layout_memory as memory
 from advanced_parts.layout_memory import MODELS, RECOMPUTE, SHARDINGS, Cluster, Job, Layout
 from advanced_parts.layout_traffic import RESERVE, Prediction, predict
-from dist_common import cli, models, runtime
+from dist_common import models, runtime
 from dist_common.lab.figure import figure
 from dist_common.measure import GIB
 from dist_common.report import Report
@@ -285,6 +295,8 @@ def predict_all(report: Report, args, job: Job, cluster: Cluster) -> list[Predic
 
 
 def main():
+    if planner.asked():
+        return planner.main()
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/combining.py", args, world, device)

@@ -1,0 +1,102 @@
+"""Plans for adapters (LoRA) beside frozen weights, in 16 bits or in 4 (QLoRA).
+
+Replicas only, as 02-fsdp has them: every GPU with all frozen weights (DDP), or FSDP2, which holds
+a block's weights whole while it computes. Bytes are dist_common/costs/finetune.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from advanced_parts.plan_search import MICRO_BATCHES, NEAR, Found
+from dist_common.costs import compute, finetune, memory, models
+from dist_common.costs.hardware import Cluster
+from dist_common.costs.job import Job, Layout, Prediction
+from dist_common.costs.rates import RATES as REACHED
+from dist_common.costs.step import step_parts
+
+EVERY_MATRIX = ("query", "key", "value", "projection", "mlp")
+QUANT = {"lora": "", "qlora": "nf4-dq"}
+PLAIN = {"tp", "pp", "cp", "ep"}  # axes that are 1 here
+
+
+def memory_of(job: Job, layout: Layout, method: str, rank: int) -> dict[str, float]:
+    """Return bytes by part on a GPU: frozen weights, those of adapters, activations, a block.
+
+    Adapters, their gradients and Adam's moments are float32. With recomputation a block keeps its
+    input (Chen et al., 2016).
+    """
+    model, quant = job.model, QUANT[method]
+    shards = layout.replicas if layout.zero == 3 else 1
+    trained = finetune.trained_parameters(model, "lora", rank, EVERY_MATRIX)
+    tokens = layout.micro_batch * job.seq_len
+    layer = finetune.layer_bytes(model, "lora", job.seq_len, quant, EVERY_MATRIX, False)
+    kept = model.layers * layer
+    if layout.recompute == "full":
+        kept = model.layers * memory.BF16 * model.hidden + layer
+    weights = models.layer_parameters(model)
+    block = 2 * weights * finetune.frozen_weight_bytes(quant) if shards > 1 else 0.0
+    unpacked = memory.BF16 * weights if quant else 0.0  # of a matrix at a time, at most a block
+    return {
+        "parameters": (finetune.frozen_bytes(model, "lora", quant, False) + 4 * trained) / shards,
+        "gradients": 4 * trained / shards,
+        "optimizer": 8 * trained / shards,
+        "activations": tokens * kept,
+        "logits": tokens * memory.logit_bytes(job) * model.vocab,
+        "gathered": block + unpacked,
+    }
+
+
+def retimed(job: Job, layout: Layout, cluster: Cluster, method: str, rank: int) -> Prediction:
+    """Return a plan's prediction: frozen weights get no gradients, and none is sent for them.
+
+    4-bit weights are gathered as such: links seem as much faster. Adapters' products, and
+    unpacking 4 bits, are left out: a lower bound.
+    """
+    held = memory_of(job, layout, method, rank)
+    frozen = replace(job, frozen=True, reduce_bytes=0)
+    packed = memory.BF16 / finetune.frozen_weight_bytes(QUANT[method])
+    links = replace(cluster, network_scale=cluster.network_scale * packed)
+    trained = finetune.trained_parameters(job.model, "lora", rank, EVERY_MATRIX)
+    step = step_parts(frozen, layout, links, REACHED)
+    step["optimizer"] *= trained / models.parameters(job.model)
+    tokens = job.global_batch * job.seq_len
+    limit = memory.memory_limit(cluster.gpu)
+    return Prediction(layout, held, step, model_flops(job), tokens, limit)
+
+
+def model_flops(job: Job) -> float:
+    """Return FLOPs of a step without those of frozen weights' gradients: 4 of 6 per weight."""
+    model = job.model
+    tokens = job.global_batch * job.seq_len
+    attention = 12 * model.layers * models.query_width(model) * job.seq_len * tokens
+    return (compute.model_flops(job) - attention) * 2 / 3 + attention
+
+
+def search(job: Job, cluster: Cluster, gpus: int, method: str, rank: int, only: dict) -> Found:
+    """Return all plans by time: DDP or FSDP, micro-batch, recomputation."""
+
+    def timed(job: Job, layout: Layout, cluster: Cluster) -> Prediction:
+        return retimed(job, layout, cluster, method, rank)
+
+    found = Found(timed=timed, row_of=lambda layout: (layout.zero, layout.recompute))
+    if job.global_batch % gpus or any(only.get(axis, 1) > 1 for axis in PLAIN):
+        return found
+    own = job.global_batch // gpus
+    stages = (0, 3) if gpus > 1 else (0,)
+    for zero, size, again in product(stages, MICRO_BATCHES, ("none", "full")):
+        layout = Layout(dp=gpus, zero=zero, micro_batch=size, recompute=again)
+        if own % size or any(getattr(layout, name) != value for name, value in only.items()):
+            continue
+        plan = timed(job, layout, cluster)
+        found.tried += 1
+        if not found.smallest or plan.memory_total < found.smallest.memory_total:
+            found.smallest = plan
+        if plan.fits:
+            found.fitting.append(plan)
+        elif plan.memory_total < NEAR * plan.memory_limit:
+            found.near.append(plan)
+    found.fitting.sort(key=lambda plan: (plan.step_time_s, plan.memory_total))
+    found.near.sort(key=lambda plan: plan.step_time_s)
+    return found

@@ -1,0 +1,191 @@
+"""`combining.py plan` and `predict`: which layout, what it holds and takes. Nothing imports torch.
+
+The formulas are dist_common/costs', flags plan_args.py's, the search plan_search.py's, words
+plan_text.py's and plan_explain.py's, the launch lines plan_launch.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict
+
+from advanced_parts import plan_explain, plan_finetune, plan_launch, plan_text
+from advanced_parts.plan_args import cluster_of, given_layout, job_of, one_layout, parse_args
+from advanced_parts.plan_rules import none_divides, why_not
+from advanced_parts.plan_search import Found, search
+from dist_common import cli
+from dist_common.costs import models
+from dist_common.costs.hardware import Cluster
+from dist_common.costs.job import Job, Prediction
+from dist_common.costs.step import predict
+
+GIB = 2**30
+VERBS = ("plan", "predict")
+
+
+def asked() -> bool:
+    """Say whether the command line names a verb of this file."""
+    return sys.argv[1:2] != [] and sys.argv[1] in VERBS
+
+
+# what is answered
+
+
+def mfu_of(plan: Prediction, job: Job, cluster: Cluster) -> float:
+    """Return model FLOP/s over the peak of the job's precision."""
+    return plan.model_tflops_per_gpu / cluster.gpu.tflops[job.precision]
+
+
+def as_json(plan: Prediction, job: Job, cluster: Cluster, args) -> dict:
+    """Return a prediction in bytes, seconds and rates."""
+    result = {
+        "layout": asdict(plan.layout) | {"gpus": plan.layout.gpus},
+        "fits": plan.fits,
+        "memory_bytes": {
+            **plan.memory, "total": plan.memory_total, "limit": plan.memory_limit,
+        },
+        "step_time_s": plan.step_time_s,
+        "step_s": plan.step,
+        "tokens_per_s_per_gpu": plan.tokens_per_s_per_gpu,
+        "model_tflops_per_gpu": plan.model_tflops_per_gpu,
+        "mfu": mfu_of(plan, job, cluster),
+        "micro_batches": plan.layout.micro_batches(job),
+        "global_batch": job.global_batch,
+    }  # fmt: skip
+    if args.tokens:
+        result["days"] = plan_text.days_of(plan, args.tokens)
+        if args.dollars_per_gpu_hour:
+            price = args.dollars_per_gpu_hour
+            result["dollars"] = plan_text.dollars_of(plan, args.tokens, price)
+    return result
+
+
+def predict_one(args) -> None:
+    """Print what one layout holds and takes."""
+    layout = one_layout(args)
+    cluster = cluster_of(args, layout.gpus)
+    job = job_of(args, layout.gpus)
+    reason = why_not(job, cluster, layout)
+    if reason:
+        raise cli.UsageError(reason)
+    if args.finetune in ("lora", "qlora"):
+        plan = plan_finetune.retimed(job, layout, cluster, args.finetune, args.lora_rank)
+    else:
+        plan = predict(job, layout, cluster)
+    if args.json:
+        print(json.dumps(as_json(plan, job, cluster, args), indent=1))
+        return
+    head(job, cluster, layout.gpus)
+    print_plans(job, cluster, args, [plan])
+    if not plan.fits:
+        over = (plan.memory_total - plan.memory_limit) / GIB
+        print(f"DOES NOT FIT: {over:.1f} GiB over {plan.memory_limit / GIB:.1f}")
+    if args.explain:
+        print(*explained(args, job, cluster, plan), sep="\n")
+
+
+def plan_all(args) -> None:
+    """Print the best layouts, why the first is first, and how to start it."""
+    gpus = args.gpus or 8
+    cluster, job = cluster_of(args, gpus), job_of(args, gpus)
+    found = searched(args, job, cluster, gpus)
+    if not found.tried:
+        raise cli.UsageError(none_divides(job, cluster, gpus))
+    if not found.fitting:
+        raise cli.UsageError(too_large(cluster, found))
+    best = found.best[: plan_text.SHOWN]
+    number, launch, remarks = first_to_start(args, job, cluster, best)
+    if args.json:
+        plans = [as_json(plan, job, cluster, args) for plan in best]
+        survives = plan_text.survival(job, cluster, found)
+        start = {"plan": number, **asdict(launch), "before": remarks}
+        answer = {"plans": plans, "survives": survives, "launch": start}
+        print(json.dumps(answer, indent=1))
+        return
+    head(job, cluster, gpus)
+    limit = f"{best[0].memory_limit / GIB:.1f} of {cluster.gpu.memory_gib:g} GiB"
+    print(f"{found.tried:,} layouts looked at, {len(found.fitting):,} fit in {limit}")
+    print_plans(job, cluster, args, best)
+    print(*plan_text.why_first(found), *what_changes(job, cluster, found), sep="\n")
+    lines = [f"{number} is started by"] if number else []
+    lines += [f"  {command}" for command in launch.commands]
+    lines += [f"  but: {remark}" for remark in launch.remarks]
+    for line in remarks + lines:
+        print(line)
+    if args.explain:
+        print(*explained(args, job, cluster, best[0]), sep="\n")
+
+
+def first_to_start(args, job: Job, cluster: Cluster, best: list[Prediction]):
+    """Return the first plan that a template runs, its launch, and why none before it has one."""
+    remarks = []
+    for number, plan in enumerate(best, 1):
+        launch = plan_launch.launch_of(job, plan.layout, cluster.gpus_per_node, args.finetune)
+        if launch.commands:
+            return number, launch, remarks
+        remarks.append(f"{number} has no template: {'; '.join(launch.remarks)}")
+    return 0, plan_launch.Launch([], []), remarks
+
+
+def explained(args, job: Job, cluster: Cluster, plan: Prediction) -> list[str]:
+    return plan_explain.explain(job, cluster, plan, args.finetune in ("lora", "qlora"))
+
+
+def searched(args, job: Job, cluster: Cluster, gpus: int) -> Found:
+    """Search layouts that train all weights, or those of adapters."""
+    if args.finetune in ("lora", "qlora"):
+        given, rank = given_layout(args), args.lora_rank
+        return plan_finetune.search(job, cluster, gpus, args.finetune, rank, given)
+    return search(job, cluster, gpus, given_layout(args))
+
+
+def what_changes(job: Job, cluster: Cluster, found: Found) -> list[str]:
+    """Return a line for each change of hardware or batch that was looked at."""
+    lines = plan_text.survival_lines(job, cluster, found)
+    lines += [plan_text.larger_memory(cluster, found)]
+    lines += [plan_text.batch_twice(job, cluster, found)]
+    return [line for line in lines if line]
+
+
+def too_large(cluster: Cluster, found: Found) -> str:
+    """Say which layout came closest, and what it lacks."""
+    plan = found.smallest
+    held, limit = plan.memory_total / GIB, plan.memory_limit / GIB
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.memory.items() if size)
+    return (
+        f"no layout fits: the closest, {plan_text.name_of(plan.layout)}, lacks"
+        f" {held - limit:.1f} GiB on each GPU: it holds {held:.1f} ({parts}) of {limit:.1f}"
+    )
+
+
+def head(job: Job, cluster: Cluster, gpus: int) -> None:
+    """Print what is trained on what."""
+    model = job.model
+    weights = f"{models.parameters(model) / 1e9:.2f}e9 weights"
+    if model.experts:
+        weights += f", {models.active_parameters(model) / 1e9:.2f}e9 for a token"
+    node = f"{min(gpus, cluster.gpus_per_node)} a node"
+    print(f"{model.name or 'model'}: {weights}; {gpus:,} {cluster.gpu.name}, {node}")
+    rates = f"{cluster.gpu.link_gb_s:g} GB/s in a node, {cluster.network_gb_s:g} between"
+    tokens = job.global_batch * job.seq_len
+    batch = f"{job.global_batch:,} sequences of {job.seq_len:,}: {tokens / 1e6:.2f}e6 tokens a step"
+    print(f"{batch}, {job.precision}; {rates}")
+
+
+def print_plans(job: Job, cluster: Cluster, args, plans: list[Prediction]) -> None:
+    """Print three tables: layouts, memory by part, step by part; and days."""
+    mfus = [mfu_of(plan, job, cluster) for plan in plans]
+    print(plan_text.layouts_table(job, plans, mfus), end="\n\n")
+    print(plan_text.parts_table(plans, "memory", GIB, 1), end="\n\n")
+    print(plan_text.parts_table(plans, "step", 1, 3), end="\n\n")
+    if args.tokens:
+        print(f"1: {plan_text.money(plans[0], args.tokens, args.dollars_per_gpu_hour)}")
+
+
+def main() -> int:
+    args = parse_args(sys.argv[1:])
+    with contextlib.suppress(BrokenPipeError):  # nobody reads any more, as under `| head`
+        {"plan": plan_all, "predict": predict_one}[args.verb](args)
+    return 0
