@@ -180,6 +180,8 @@ def test_what_is_explained_multiplies_to_what_is_predicted(name, layout):
     assert seconds.pop("model FLOPs") == pytest.approx(plan.model_flops)
     for part, value in seconds.items():
         assert value == pytest.approx(plan.step[part], rel=0.02), part
+    layers = [n for row in kept for n, name in row.factors if name == "layers"]
+    assert layers == [job.model.layers // layout.pp]
     for row in kept:  # the numbers that are printed are those that are multiplied
         text = str(row).partition(": ")[2]
         product, _, value = text.partition(" = ")

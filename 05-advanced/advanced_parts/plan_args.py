@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from functools import partial
 
 from dist_common import cli
 from dist_common.costs import models
-from dist_common.costs.hardware import Cluster, find_gpu
+from dist_common.costs.hardware import GPUS, Cluster, find_gpu
 from dist_common.costs.job import CP_KINDS, RECOMPUTE, Job, Layout, Model
 from dist_common.costs.stacks import STACKS
 
@@ -64,10 +65,15 @@ def add_job_flags(parser: Parser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="PRESET", help=f"one of {', '.join(models.MODELS)}")
     source.add_argument("--hf-config", metavar="FILE", help="a Hugging Face config.json")
-    for name in SIZES:
-        add(
-            f"--{name.replace('_', '-')}", type=count, help="of the model, or instead of a preset's"
-        )
+    size = partial(add, type=count, metavar="N")
+    size("--layers", help="with the next four: a model, or a preset's changed")
+    size("--hidden", help="width between blocks")
+    size("--heads", help="of queries")
+    size("--ffn", help="inner width of the feed-forward")
+    size("--vocab", help="words of the vocabulary")
+    size("--kv-heads", help="of keys and values (--heads)")
+    size("--experts", help="of each layer (0: dense)")
+    size("--top-k", help="experts that compute a token (2)")
     add("--mlp", choices=("gated", "plain"), help="SwiGLU's three matrices, or GPT's two (gated)")
     add("--seq-len", type=count, default=4096, help="tokens of a sequence (4096)")
     add("--global-batch", "--global-batch-size", type=count, metavar="N",
@@ -85,7 +91,7 @@ def add_job_flags(parser: Parser) -> None:
 
 def add_hardware_flags(parser: Parser) -> None:
     add, count, rate = parser.add_argument, cli.positive_int, cli.positive_float
-    add("--gpu", default="h100", metavar="NAME", help="(h100)")
+    add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(GPUS)} (h100)")
     add("--gpus", type=count, help="GPUs of the job (8, or those of the axes)")
     add("--gpus-per-node", type=count, help="that fast links join (the GPU's usual: 8)")
     add("--gpu-memory-gib", type=rate, metavar="GIB", help="instead of the data sheet's")
@@ -98,9 +104,12 @@ def add_hardware_flags(parser: Parser) -> None:
 def add_layout_flags(parser: Parser, verb: str) -> None:
     add, count = parser.add_argument, cli.positive_int
     rest = "searched" if verb == "plan" else "1"
-    for axis in ("tp", "pp", "dp", "cp", "ep"):
-        left = "what the others leave" if axis == "dp" and verb == "predict" else rest
-        add(f"--{axis}", type=count, help=f"ranks of this axis ({left})")
+    axis = partial(add, type=count, metavar="N")
+    axis("--tp", help=f"ranks of tensor parallelism ({rest})")
+    axis("--pp", help=f"ranks of the pipeline ({rest})")
+    axis("--cp", help=f"ranks of context parallelism ({rest})")
+    axis("--ep", help=f"of dp x cp, ranks with different experts ({rest})")
+    axis("--dp", help="ranks of data parallelism (what the others leave)")
     zero = "searched" if verb == "plan" else "0"
     add("--zero", type=int, choices=range(4), help=f"0: DDP, 3: FSDP ({zero})")
     add("--shard", type=count, metavar="GPUS", help="HSDP: GPUs that share the states (all)")
@@ -183,6 +192,7 @@ def job_of(args, gpus: int) -> Job:
         batch = max(1, round(usual / args.seq_len))
         batch = max(1, batch // gpus) * gpus if batch > gpus else 2 ** (batch.bit_length() - 1)
     more = {"flash": not args.no_flash, "compiled": args.compiled, "stack": args.stack}
+    more["reduce_bytes"] = args.gradient_bytes
     bytes_of = 4 if args.precision in ("fp32", "tf32") else 2
     if bytes_of == 4:
         more |= {"parameter_bytes": 4, "optimizer_bytes": 8}

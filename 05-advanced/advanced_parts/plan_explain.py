@@ -80,7 +80,7 @@ def activation_rows(job: Job, layout: Layout, stage: int) -> list[Row]:
     """Return rows for what layers keep, what one layer's backward adds, and logits."""
     model = job.model
     kept = memory.kept_by_stage(job, layout, stage)
-    layers = len(memory.layers_of(model, layout, stage))
+    layers = memory.layers_of_stages(model.layers, layout.pp)[stage]
     m = layout.micro_batches(job)
     flying = memory.in_flight(layout.pp, stage, m, layout.virtual_stages)
     tokens = memory.tokens_of(job, layout)

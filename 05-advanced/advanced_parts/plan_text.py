@@ -86,7 +86,7 @@ def money(plan: Prediction, tokens: float | None, dollars: float | None) -> str:
     if not tokens:
         return ""
     days = days_of(plan, tokens)
-    text = f"{tokens:.4g} tokens take {days:,.1f} days"
+    text = f"{tokens / 1e9:,.4g}e9 tokens take {days:,.1f} days"
     if dollars:
         text += f" and {dollars_of(plan, tokens, dollars):,.0f} dollars at {dollars:g} a GPU-hour"
     return text
