@@ -185,7 +185,8 @@ def survival_lines(job: Job, cluster: Cluster, found: Found) -> list[str]:
             text += "1 stays first"
         else:
             text += f"{each['first']} is then {each['behind']:.1%} faster;"
-            text += f" 1 is first down to {each['until'] - 1:+.0%}"
+            lost = each["until"] - 1
+            text += f" 1 is first down to {lost:.0%}" if lost else " 1 is first at full rate alone"
         lines.append(text)
     return lines
 
