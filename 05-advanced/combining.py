@@ -9,13 +9,15 @@ layout_traffic.py in advanced_parts/); tests/test_05_combining.py counts on laye
 `--published` sets predictions beside what the authors of 13 large runs measured. The verbs `plan`
 and `predict` (planner.md) are the planner for real jobs, on the formulas of dist_common/costs and
 without torch: advanced_parts/planner.py, with plan_args.py, plan_rules.py, plan_search.py,
-plan_finetune.py, plan_text.py, plan_explain.py and plan_launch.py.
+plan_finetune.py, plan_text.py, plan_explain.py and plan_launch.py. `simulate` (simulate.md) is
+simulate.py, with simulate_picture.py, and simulate_measured.py, which runs what is simulated.
 
 Look for: which axis crosses which link, whether the memory fits, and which axis is exposed.
 Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pipelines and order.
 """
 
 import functools
+import sys
 from itertools import permutations
 
 from advanced_parts import planner
@@ -26,6 +28,7 @@ if __name__ == "__main__" and planner.asked():  # before torch, whose import tak
 
 from advanced_parts import combining as part
 from advanced_parts import layout_memory as memory
+from advanced_parts import simulate
 from advanced_parts.layout_memory import MODELS, RECOMPUTE, SHARDINGS, Cluster, Job, Layout
 from advanced_parts.layout_traffic import RESERVE, Prediction, predict
 from dist_common import models, runtime
@@ -297,6 +300,8 @@ def predict_all(report: Report, args, job: Job, cluster: Cluster) -> list[Predic
 def main():
     if planner.asked():
         return planner.main()
+    if sys.argv[1:2] == ["simulate"]:
+        return simulate.simulate(sys.argv[2:])
     args = parse_args()
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("05-advanced/combining.py", args, world, device)
