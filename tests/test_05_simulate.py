@@ -124,8 +124,8 @@ def test_a_collective_starts_when_all_of_its_members_are_there():
     early, late = Place(0, 0), Place(1, 0)
     tasks = [
         Task("a", "a", early, "compute", 1.0, (), "a"),
-        Task("b", "b", late, "compute", 5.0, (), "b"),
         Task("sum of a", "sum", early, "dp", 2.0, ("a",), "sum"),
+        Task("b", "b", late, "compute", 5.0, (), "b"),
         Task("sum of b", "sum", late, "dp", 2.0, ("b",), "sum"),
     ]
     events = run(tasks)
@@ -234,6 +234,11 @@ def test_a_step_of_many_micro_batches_is_its_steady_state_prolonged():
     job = replace(LLAMA, global_batch=40)
     case = part.Case("", job, Layout(pp=2, tp=2), H100, "1f1b")
     assert case.step_s() == pytest.approx(makespan(case.events()), rel=1e-9)
+    tokens, mfu = case.speeds(2.0)
+    assert tokens == 40 * 4096 / 2.0 / 4, "of a GPU of four, in a second"
+    predicted = predict(job, case.layout, H100)
+    flops = predicted.model_tflops_per_gpu * predicted.step_time_s / 2.0
+    assert mfu == pytest.approx(flops / H100.gpu.tflops["bf16"])
 
 
 # the tool
