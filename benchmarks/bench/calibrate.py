@@ -103,7 +103,7 @@ def write(found: dict[str, float]) -> None:
     path.write_text(text)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write the fit into the table")
     args = parser.parse_args()
@@ -114,7 +114,8 @@ def main() -> None:
         )
     if args.write:
         write(found)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
