@@ -4,6 +4,7 @@ import argparse
 import json
 import platform
 import sys
+import threading
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -20,6 +21,9 @@ from dist_common import cli, measure, output
 from dist_common.runtime import World, default_precision
 
 ROWS = 8  # of checks on the screen; results.json has them all
+# tqdm's own lock is one semaphore for a process and all of its forks: a rank that is killed while
+# it prints leaves it taken, and whoever is forked later waits for ever with its first line.
+tqdm.set_lock(threading.RLock())
 
 
 @dataclass

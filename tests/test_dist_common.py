@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
 
 from dist_common import checkpoint, cli, data, job, measure, models, runtime, tokens
 from dist_common import output as folder
@@ -1328,6 +1329,19 @@ def test_results_have_the_documented_shape(tmp_path, capsys):
     other.start("x")
     other.finish("fine")
     assert capsys.readouterr().out == "", "only rank 0 prints"
+
+
+def test_a_rank_killed_while_it_prints_stops_no_later_rank(tmp_path):
+    def die_there(rank):
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def say(rank):
+        Report("x.py", Namespace(output_dir=None), WORLD, CPU).say("still here")
+
+    assert tqdm.get_lock(), "made before the forks, as a library that shows progress does"
+    assert fork_ranks(die_there, 1, tmp_path / "killed", 30, False).codes == [-signal.SIGKILL]
+    assert fork_ranks(say, 1, tmp_path / "later", 30, False).stdout == "still here\n"
 
 
 def test_more_than_eight_checks_are_folded_to_the_worst_of_each_kind(capsys):
