@@ -9,8 +9,9 @@ layout_traffic.py in advanced_parts/); tests/test_05_combining.py counts on laye
 `--published` sets predictions beside what the authors of 13 large runs measured. The verbs `plan`
 and `predict` (planner.md) are the planner for real jobs, on the formulas of dist_common/costs and
 without torch: advanced_parts/planner.py, with plan_args.py, plan_rules.py, plan_search.py,
-plan_finetune.py, plan_text.py, plan_explain.py and plan_launch.py. `simulate` (simulate.md) is
-simulate.py, with simulate_picture.py, and simulate_measured.py, which runs what is simulated.
+plan_finetune.py, plan_resnet.py, plan_text.py, plan_explain.py and plan_launch.py. `simulate`
+(simulate.md) is simulate.py, with simulate_picture.py, and simulate_measured.py, which runs what is
+simulated.
 
 Look for: which axis crosses which link, whether the memory fits, and which axis is exposed.
 Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pipelines and order.

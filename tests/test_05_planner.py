@@ -8,12 +8,15 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import torch
 from conftest import REPO, load_script, run_command
+from torch.utils.flop_counter import FlopCounterMode
 
 from advanced_parts import plan_explain, plan_launch, plan_rules, plan_text, planner
+from advanced_parts.kept_bytes import kept_for_backward
 from advanced_parts.plan_search import Found, search
 from dist_common import cli
-from dist_common.costs import memory, models
+from dist_common.costs import memory, models, resnet
 from dist_common.costs.hardware import GPUS, Cluster
 from dist_common.costs.job import RECOMPUTE, Job, Layout, Model, Prediction
 from dist_common.costs.step import predict
@@ -70,6 +73,16 @@ BAD_INPUT = [
     ("plan", ("--tokens", "many"), "--tokens: must be a number like 300B or 15T, not 'many'"),
     ("plan", ("--model", "llama2-7b", "--hf-config", "x"), "not allowed with argument --model"),
     ("plan", ("--zero", 4), "--zero: invalid choice"),
+    ("plan", ("--model", "resnet50", "--tp", 2), "--model resnet50 has no --tp: it is planned"),
+    ("plan", ("--model", "resnet50", "--interleave", 2), "resnet50 has no --interleave"),
+    ("plan", ("--model", "resnet50", "--recompute", "full"), "resnet50 has no --recompute"),
+    ("plan", ("--model", "resnet50", "--seq-len", 512), "resnet50 has no --seq-len"),
+    ("plan", ("--model", "resnet50", "--zero", 3), "--zero 3: --model resnet50 is planned with 0"),
+    ("plan", ("--model", "resnet50", "--precision", "fp8"), "--precision fp8: convolutions take"),
+    ("plan", ("--model", "resnet50", "--gpus", 8, "--global-batch", 12), "8 GPUs do not divide"),
+    ("plan", ("--model", "resnet50", "--gpu-memory-gib", 1.2), "no layout fits: micro-batch 1 ho"),
+    ("predict", ("--model", "resnet50", "--dp", 4, "--gpus", 8), "dp 4 must be all of --gpus 8"),
+    ("predict", ("--model", "resnet50", "--micro-batch", 7), "micro-batch 7 does not divide"),
     ("predict", ("--gpus", 8, "--tp", 2, "--dp", 2), "tp 2 x cp 1 x pp 1 x dp 2 = 4 GPUs, but"),
     ("predict", ("--tp", 3), "tp 3 does not divide the 32 heads"),
     ("predict", ("--model", "llama3-8b", "--tp", 16), "tp 16 is more than the 8 GPUs of a node"),
@@ -323,6 +336,68 @@ def test_adapters_need_no_gradients_and_no_moments_of_frozen_weights(say):
         assert sizes[1] < sizes[0] / 50
     compute = [found[kind]["step_s"]["compute"] for kind in ("full", "lora")]
     assert 0.6 < compute[1] / compute[0] < 0.8, "a third of the products are not computed"
+
+
+# ResNet-50
+
+
+def test_resnet50_has_the_weights_flops_and_kept_bytes_of_torchvision():
+    import torchvision  # two seconds that the other tests save
+
+    with torch.device("meta"):
+        model = torchvision.models.resnet50().to(torch.bfloat16)
+        batches = [torch.empty(size, 3, 224, 224, dtype=torch.bfloat16) for size in (1, 2)]
+    assert sum(weight.numel() for weight in model.parameters()) == resnet.parameters()
+    sizes = []
+    for batch in batches:  # what two images keep beyond one: statistics of channels cancel
+        with FlopCounterMode(display=False) as flops, kept_for_backward(model) as kept:
+            model(batch)
+        sizes.append(sum(kept.values()))
+    assert flops.get_total_flops() == 2 * resnet.forward_flops()
+    assert sizes[1] - sizes[0] == resnet.kept_bytes()
+
+
+def test_resnet50_is_planned_in_images_and_zero_1_cuts_momentum_alone(say):
+    flags = ("--model", "resnet50", "--gpu", "a100", "--gpus", 8, "--json")
+    plans = json.loads(say("plan", *flags))["plans"]
+    assert [plan["step_time_s"] for plan in plans] == sorted(plan["step_time_s"] for plan in plans)
+    assert plans[0]["layout"]["micro_batch"] == 256 and plans[0]["global_batch"] == 2048
+    assert plans[0]["images_per_s_per_gpu"] * plans[0]["step_time_s"] == pytest.approx(256)
+    ddp, zero = [json.loads(say("predict", *flags, "--zero", stage)) for stage in (0, 1)]
+    saved = {part: size - zero["memory_bytes"][part] for part, size in ddp["memory_bytes"].items()}
+    momentum = 4 * resnet.parameters()
+    assert saved.pop("optimizer") == saved.pop("total") == pytest.approx(momentum * 7 / 8)
+    assert not any(saved.values())
+
+
+def test_resnet50_waits_for_memory_more_than_for_matrix_units(say):
+    flags = ("predict", "--model", "resnet50", "--gpu", "a100", "--json")
+    usual = json.loads(say(*flags))
+    memory_bound = json.loads(say(*flags, "--hbm-gb-s", 2039 / 2))["step_s"]
+    assert memory_bound["norms"] == pytest.approx(2 * usual["step_s"]["norms"])
+    assert usual["step_s"]["norms"] > usual["step_s"]["convolutions"]
+    matrix = json.loads(say(*flags, "--gpu-tflops", 312 / 2))
+    assert matrix["step_time_s"] < 1.5 * usual["step_time_s"] < sum(memory_bound.values())
+    slow = json.loads(say(*flags, "--gpus", 8, "--link-gb-s", 1))["step_s"]
+    assert slow["dp"] > 0.05 > usual["step_s"]["dp"] == 0, "0.18 GB over 1 GB/s hide no longer"
+
+
+# NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, container
+# 21.03, DGX A100 80 GB and DGX-1 32 GB: images/s, and images of a GPU. Nothing was fitted on them.
+MEASURED = [("a100", "bf16", 1, 2470, 256), ("a100", "bf16", 8, 16621, 256),
+            ("a100", "tf32", 1, 938, 256), ("a100", "tf32", 8, 7248, 256),
+            ("v100", "fp16", 1, 1156, 256), ("v100", "fp16", 8, 8056, 256),
+            ("v100", "fp32", 1, 356, 112), ("v100", "fp32", 8, 2766, 112)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "precision", "gpus", "measured", "images"), MEASURED)
+def test_resnet50_is_at_most_5_percent_too_slow_and_less_than_twice_too_fast(
+    gpu, precision, gpus, measured, images, say
+):
+    flags = ("--gpu", gpu, "--precision", precision, "--gpus", gpus, "--micro-batch", images)
+    plan = json.loads(say("predict", "--model", "resnet50", *flags,
+                          "--global-batch", images * gpus, "--json"))  # fmt: skip
+    assert 0.95 < plan["images_per_s_per_gpu"] * gpus / measured < 1.9
 
 
 # launch lines

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from dist_common import cli
-from dist_common.costs import models
+from dist_common.costs import models, resnet
 from dist_common.costs.hardware import GPUS, Cluster, find_gpu
 from dist_common.costs.job import CP_KINDS, RECOMPUTE, Job, Layout, Model
 from dist_common.costs.stacks import STACKS
@@ -63,7 +63,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def add_job_flags(parser: Parser) -> None:
     add, count = parser.add_argument, cli.positive_int
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="PRESET", help=f"one of {', '.join(models.MODELS)}")
+    known = ", ".join(models.MODELS)
+    source.add_argument(
+        "--model", metavar="PRESET", help=f"one of {known}; {resnet.NAME} to plan, predict"
+    )
     source.add_argument("--hf-config", metavar="FILE", help="a Hugging Face config.json")
     size = partial(add, type=count, metavar="N")
     size("--layers", help="with the next four: a model, or a preset's changed")

@@ -11,12 +11,12 @@ import json
 import sys
 from dataclasses import asdict
 
-from advanced_parts import plan_explain, plan_finetune, plan_launch, plan_text
+from advanced_parts import plan_explain, plan_finetune, plan_launch, plan_resnet, plan_text
 from advanced_parts.plan_args import cluster_of, given_layout, job_of, one_layout, parse_args
 from advanced_parts.plan_rules import none_divides, why_not
 from advanced_parts.plan_search import Found, search
 from dist_common import cli
-from dist_common.costs import models
+from dist_common.costs import models, resnet
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Prediction
 from dist_common.costs.step import predict
@@ -187,5 +187,8 @@ def print_plans(job: Job, cluster: Cluster, args, plans: list[Prediction]) -> No
 def main() -> int:
     args = parse_args(sys.argv[1:])
     with contextlib.suppress(BrokenPipeError):  # nobody reads any more, as under `| head`
+        if args.model == resnet.NAME:
+            plan_resnet.run(args, parse_args([args.verb]), cluster_of)
+            return 0
         {"plan": plan_all, "predict": predict_one}[args.verb](args)
     return 0
