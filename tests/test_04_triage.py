@@ -116,6 +116,7 @@ def test_nothing_is_wrong_with_a_job_that_trains(starter, tmp_path):
         assert last > first, found
 
 
+@full
 def test_without_notes_it_says_what_it_cannot_tell(starter, tmp_path):
     """Two groups in inverted order: all stacks are alike, so only the recorder tells."""
     folder = tmp_path / "job"
@@ -130,6 +131,7 @@ def test_without_notes_it_says_what_it_cannot_tell(starter, tmp_path):
 # The command line.
 
 
+@full
 def test_it_finds_the_job_of_a_folder_and_saves_and_loads_what_a_node_knows(
     starter, tmp_path, run_script
 ):
@@ -153,7 +155,7 @@ def test_it_finds_the_job_of_a_folder_and_saves_and_loads_what_a_node_knows(
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("--pid", "1"), "no rank of such a job runs here"),
+        (("--pid", "4194305"), "no rank of such a job runs here"),  # above all that Linux gives
         (("--job", "nowhere"), "no rank of such a job runs here"),
         (("--load", "nowhere"), "no node has written to nowhere"),
     ],

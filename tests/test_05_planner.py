@@ -278,6 +278,7 @@ def test_nothing_but_offload_fits_where_memory_is_short():
     assert offloads[80] == {"none"} and offloads[30] and "none" not in offloads[30]
 
 
+@pytest.mark.full
 def test_a_thousand_gpus_are_searched():
     job = Job(models.MODELS["llama3-70b"], 8192, 1024)
     found = search(job, H100, 1024)
