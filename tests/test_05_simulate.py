@@ -19,7 +19,6 @@ from dist_common.costs.models import MODELS
 from dist_common.costs.stages import stages_of
 from dist_common.costs.step import predict
 from dist_common.costs.timeline import Place, Stage, Task, makespan, run, tasks_of, waits
-from dist_common.lab import links
 from pipeline_schedules import bubble, build, durations, simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
@@ -322,13 +321,3 @@ def test_the_templates_step_is_computed_from_a_link():
         assert simulate_measured.simulated_s(axis, again, link) == pytest.approx(
             simulate_measured.simulated_s(axis, 0.03, link)
         )
-
-
-@pytest.mark.full
-@pytest.mark.skipif(bool(links.why_not()), reason=str(links.why_not()))
-def test_layouts_run_beside_their_simulation(run_script, tmp_path):
-    flags = ("simulate", "--measure", "--output-dir", tmp_path / "run")
-    ended = run_script(SIMULATE, *flags, timeout_s=900)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    metrics = results_of(tmp_path / "run")["metrics"]
-    assert set(metrics) == {f"ratio: {axis}" for axis in ("dp", "tp", "cp", "pp")}

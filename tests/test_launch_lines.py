@@ -343,7 +343,7 @@ def test_lines_are_found():
     found = sorted((Path(line.script).stem, line.ranks) for line in LINES.values())
     assert found == [
         ("ddp_training", 8),
-        ("deepspeed_train", 8), ("deepspeed_train", 16),
+        ("deepspeed_train", 8), ("deepspeed_train", 8), ("deepspeed_train", 16),
         ("fsdp_checkpoint", 16),
         ("fsdp_finetune", 8), ("fsdp_finetune", 8),
         ("fsdp_reshard", 48), ("fsdp_to_hf", 16),
