@@ -422,6 +422,7 @@ LAUNCHES = [
     (LLAMA, Layout(dp=8, zero=2, offload="optimizer"), "none", "deepspeed_train"),
     (LLAMA, Layout(dp=8, zero=3, offload="all"), "none", "fsdp_transformer"),
     (LLAMA, Layout(tp=2, pp=2, cp=2, dp=2, zero=3, recompute="full"), "none", "hybrid_parallelism"),
+    (LLAMA, Layout(tp=2, dp=4, zero=3), "none", "hybrid_parallelism"),
     (LLAMA, Layout(pp=4, dp=2, zero=1, virtual_stages=2), "none", "hybrid_parallelism"),
     (models.MODELS["llama3-405b"], Layout(tp=8, pp=2, dp=2), "none", "hybrid_parallelism"),
     (models.MODELS["mixtral-8x7b"], Layout(dp=8, ep=8, zero=2), "none", "hybrid_parallelism"),
@@ -451,6 +452,8 @@ def test_a_template_takes_its_launch_line(model, layout, finetune, script, monke
     if script == "hybrid_parallelism":
         for axis in ("tp", "pp", "cp", "ep", "dp"):
             assert getattr(args, axis) == getattr(layout, axis)
+        gathers_each = layout.zero == 3 and layout.pp == 1
+        assert (args.data_parallel == "full") == gathers_each
     if script == "fsdp_finetune":
         assert bool(args.lora_rank) == (finetune == "lora")
 

@@ -221,6 +221,7 @@ def test_without_overlap_a_step_is_predicts_sum(layout):
 @pytest.mark.parametrize("layout", [
     Layout(dp=8), Layout(dp=8, zero=3), Layout(dp=64, zero=3, shard=8, recompute="full"),
     Layout(pp=4, dp=2, virtual_stages=2), Layout(pp=2, dp=8, tp=2, zero=1),
+    Layout(pp=2, dp=8, tp=2, zero=3),
 ], ids=str)  # fmt: skip
 def test_with_overlap_it_is_near_predicts_sum(layout):
     job = replace(LLAMA, global_batch=8 * layout.dp)

@@ -10,6 +10,7 @@ from dist_common.costs import collectives, compute, rates, step
 from dist_common.costs.hardware import GPUS, Cluster, find_gpu
 from dist_common.costs.job import Job, Layout
 from dist_common.costs.models import MODELS
+from dist_common.costs.stages import stages_of
 from dist_common.costs.step import predict
 
 H100 = Cluster(GPUS["h100"])
@@ -129,6 +130,16 @@ MORE = {
 def test_what_a_layout_adds_is_in_its_part(case):
     before, after, part = MORE[case]
     assert parts(after)[part] > parts(before)[part] * 1.05
+
+
+def test_fsdp_with_a_pipeline_gathers_once_a_step():
+    """As torchtitan's does; then ZeRO-2 sends the same. KempnerForge gathers each time."""
+    layout, other = Layout(pp=2, dp=4, zero=3), replace(JOB, stack="kempnerforge")
+    once = parts(layout)["dp"]
+    assert once == parts(replace(layout, zero=2))["dp"] > 0
+    assert parts(layout, other)["dp"] > 2 * once
+    each = [stages_of(job, layout, H100)[0].gathers_each for job in (JOB, other)]
+    assert each == [False, True]
 
 
 def test_one_gpu_sends_nothing():

@@ -134,9 +134,10 @@ def step_rows(job: Job, cluster: Cluster, plan: Prediction) -> list[Row]:
     sent = {"cp": step.context_seconds, "ep": step.expert_seconds, "dp": step.gradient_seconds}
     for part, function in sent.items():
         if plan.step[part]:
-            times = m if part != "dp" or layout.zero == 3 else 1
+            each = layout.zero == 3 and not memory.gathers_once(job, layout)
+            times = m if part != "dp" or each else 1
             factors = [(times, "times"), (plan.step[part] / times, "s that nothing hides")]
-            sharded = step.fsdp_seconds if part == "dp" and layout.zero == 3 else function
+            sharded = step.fsdp_seconds if part == "dp" and each else function
             rows.append(Row(part, factors, "s", sharded))
     return rows
 

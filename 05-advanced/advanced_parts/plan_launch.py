@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from dist_common.costs import memory
 from dist_common.costs.job import Job, Layout, Model
 
 # Names that dist_common/models.py has for shapes of dist_common/costs/models.py.
@@ -122,6 +123,8 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     if layout.cp > 1 and layout.cp_kind != "gather":
         remarks.append(f"its cp gathers keys and values; the plan has {layout.cp_kind}")
     kind = ("replicate", "grad-op", "grad-op", "full")[layout.zero]
+    if memory.gathers_once(job, layout):
+        kind = "grad-op"  # its full frees a stage's weights in each micro-batch
     axes = [f"--{axis} {getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp", "ep")
             if axis == "dp" or getattr(layout, axis) > 1]  # fmt: skip
     flags = [*axes, f"--data-parallel {kind}"]

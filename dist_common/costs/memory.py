@@ -148,6 +148,16 @@ def state_bytes_per_weight(job: Job, zero: int) -> dict[str, float]:
     return bytes_of
 
 
+def gathers_once(job: Job, layout: Layout) -> bool:
+    """Tell whether ZeRO-3 gathers and reduces a stage's weights once a step: with a pipeline.
+
+    PyTorch's stage frees and reduces nothing before its last backward (backward_maybe_with_nosync
+    of torch.distributed.pipelining, stage.py). After a forward torchtitan's default frees nothing
+    either (get_fsdp_reshard_after_forward_policy of distributed/fsdp.py); KempnerForge's does.
+    """
+    return layout.zero == 3 and layout.pp > 1 and not stack_of(job).reshards_stage
+
+
 def gradients_stay_whole(job: Job, layout: Layout) -> bool:
     """Tell whether micro-batches' gradients are added up whole under ZeRO 2 and 3.
 
@@ -384,8 +394,8 @@ def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
     """Return bytes of weights and gradients that FSDP holds whole (ZeRO-3).
 
     The tables stay from forward to backward; a layer in use and the next on its way; in backward
-    a layer's gradients as computed and in float32 as they are reduced. A pipeline's stage gathers
-    its weights once a step.
+    a layer's gradients as computed and in float32 as they are reduced. A pipeline's stage keeps
+    all that it gathered.
     """
     if layout.zero < 3 or layout.shards == 1:
         return 0.0

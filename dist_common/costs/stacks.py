@@ -18,6 +18,7 @@ class Stack:
     embedding_whole: bool = False  # each rank of tp has the whole first table
     no_sync: bool = False  # micro-batches' gradients are added up whole, under ZeRO too
     reshards_root: bool = False  # FSDP frees the tables between forward and backward
+    reshards_stage: bool = False  # with a pipeline FSDP frees weights after each forward too
     bucket_copy: bool = True  # DDP's buckets are copies (gradient_as_bucket_view=False)
     dummy_gradients: bool = False  # 16-bit stand-ins for gradients that a kernel accumulates
     sharded_copy: bool = False  # ZeRO-3 keeps 16-bit shards beside the float32 ones
@@ -50,7 +51,9 @@ STACKS: dict[str, Stack] = {
         embedding_whole=True,
         no_sync=True,
         reshards_root=True,
-        source="KempnerForge distributed/parallel.py, tensor_parallel.py, training/grad.py",
+        reshards_stage=True,
+        source="KempnerForge distributed/parallel.py, tensor_parallel.py, training/grad.py; "
+        "docs/distributed/pipeline-parallelism.md, FSDP2 interaction",
     ),
     "litgpt": Stack(
         norm_bytes=8,

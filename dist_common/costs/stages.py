@@ -24,8 +24,9 @@ def stages_of(
     send = step.pipeline_seconds(job, layout, cluster, rates) / (2 * v * m)
     head = compute.head_seconds(job, layout, cluster, rates)
     overlaps = layout.overlap_dp and not (layout.zero == 3 and job.stack == "deepspeed")
+    each = layout.zero == 3 and not memory.gathers_once(job, layout)
     whole = memory.gradients_stay_whole(job, layout)
-    reduces_each = layout.zero == 3 or (layout.zero == 2 and not whole)
+    reduces_each = each or (layout.zero == 2 and not whole)
     stages = []
     for number in range(p * v):
         rank = number % p
@@ -45,7 +46,7 @@ def stages_of(
                 send=send,
                 gather=gather / v,
                 reduce=reduce / v,
-                gathers_each=layout.zero == 3,
+                gathers_each=each,
                 reduces_each=reduces_each,
                 overlaps=overlaps,
                 optimizer=(update + rates["step.fixed_ms"] / 1e3) / v,

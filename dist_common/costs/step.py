@@ -155,8 +155,10 @@ def gradient_seconds(job, layout, cluster, weights, backward: float, rates) -> f
     """Return seconds per step of averaging gradients, and of gathering what ZeRO-1 updated.
 
     ZeRO-2 holds a shard of the gradient alone, so each micro-batch reduces its own (section 5.2).
+    ZeRO-3 with a pipeline gathers and reduces once too (memory.py, gathers_once).
     """
-    if layout.replicas == 1 or layout.zero == 3 or job.frozen:
+    each = layout.zero == 3 and not memory.gathers_once(job, layout)
+    if layout.replicas == 1 or each or job.frozen:
         return 0.0
     n, earlier = layout.replicas, 0.0
     nodes = nodes_of(n, layout.tp, cluster)
@@ -211,7 +213,7 @@ def layers_seconds(job, layout, cluster, layers: int, dense: bool, rates) -> Sta
         backward += layer.half
     tp = tensor_seconds(job, layout, cluster, rates)
     dp = 0.0
-    if layout.zero == 3 and layout.replicas > 1:
+    if layout.zero == 3 and layout.replicas > 1 and not memory.gathers_once(job, layout):
         number = 0 if dense else model.layers - 1
         routed = models.expert_parameters(model, number)
         weights = models.layer_parameters(model, number) - routed + routed / layout.ep
