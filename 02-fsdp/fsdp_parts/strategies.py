@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from dist_common import data, runtime
 from dist_common.cli import UsageError
+from dist_common.costs import memory
 from dist_common.lab.traffic import TrafficCounter
 from dist_common.models import local
 from dist_common.report import Report
@@ -111,14 +112,11 @@ def held_per_weight(way: str, precision: str, ranks: int) -> tuple[float, float,
     ZeRO is DeepSpeed's: weights and gradients in the precision of computing, and beside Adam's
     moments a float32 copy of the weights. Source: ZeRO paper, section 5 and figure 1.
     """
-    w = 2 if precision == "bf16-mixed" else 4
-    weight, gradient, state = (w, w, 4 + 8) if way.startswith("ZeRO") else (4, 4, 8)
-    sharded = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2}.get(way, 3)  # of the three, from the last
-    return (
-        weight / ranks if sharded == 3 else weight,
-        gradient / ranks if sharded >= 2 else gradient,
-        state / ranks if sharded >= 1 else state,
-    )
+    held = memory.adam_bytes()
+    if way.startswith("ZeRO"):
+        held = memory.adam_bytes(2 if precision == "bf16-mixed" else 4, master=True)
+    stage = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2}.get(way, 3)
+    return tuple(memory.per_weight(held, stage, ranks).values())
 
 
 def unit_weights(modules: Sequence[nn.Module], shards: int, flat: bool = False) -> list[int]:
@@ -134,20 +132,22 @@ def unit_weights(modules: Sequence[nn.Module], shards: int, flat: bool = False) 
         if flat:
             units.append(shards * -(-sum(p.numel() for p in unit) // shards))
         else:
-            units.append(shards * sum(-(-len(p) // shards) * p[0].numel() for p in unit))
+            parts = (memory.largest_part(len(p), p[0].numel(), shards) for p in unit)
+            units.append(shards * sum(parts))
     return units
 
 
 def whole_at_once(plan: Plan, units: Sequence[int]) -> int:
     """Return the bytes of gathered weights on a rank at the worst point of a step.
 
-    That is in backward: the rest, a block that computes, and the next one on its way.
+    That is in backward; grad-op keeps every block from forward on.
     """
     if plan.sharding == "none":
         return 0
     *blocks, rest = units
-    least = sorted(blocks)[-2:] if plan.sharding != "grad-op" else blocks
-    return plan.gathered_bytes * (sum(least) + rest)
+    kept = plan.sharding == "grad-op"
+    whole = sum(units) if kept else memory.whole_in_backward(blocks, rest)
+    return plan.gathered_bytes * whole
 
 
 def expected_of(

@@ -7,8 +7,8 @@ there, or in the backward of the last layer, when logits are gone and a layer's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from math import ceil
 
 from dist_common.costs import models
 from dist_common.costs.hardware import Gpu
@@ -17,6 +17,8 @@ from dist_common.costs.stacks import STACKS, Stack
 
 GIB = 2**30
 BF16, FP32 = 2, 4  # bytes of a number
+# The stage of ZeRO from which on a part is sharded (Rajbhandari et al., 2020, figure 1).
+SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
 # Fitted on the rows that benchmarks/bench/validate_memory.py does not hold out: reserved over
 # allocated, of torchtitan's rows, whose collectives' streams have pools of their own.
 RESERVED = 1.10
@@ -124,10 +126,31 @@ def shards_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]
     dense = experts = 0.0
     for outputs, inputs, kind, count in tensors_of_stage(job, layout, stage):
         if kind == models.EXPERT:
-            experts += ceil(outputs / over_experts) * inputs * count / layout.ep
+            experts += largest_part(outputs, inputs, over_experts) * count / layout.ep
         else:
-            dense += ceil(outputs / over) * inputs * count
+            dense += largest_part(outputs, inputs, over) * count
     return dense, experts
+
+
+def largest_part(rows: float, columns: float, ranks: int) -> float:
+    """Return the numbers of a tensor on the fullest of the ranks that FSDP2 cuts its rows over."""
+    return -(-rows // ranks) * columns
+
+
+def adam_bytes(width: int = FP32, master: bool = False) -> dict[str, int]:
+    """Return bytes per weight of training with Adam (ZeRO, section 3.1).
+
+    A weight and its gradient of `width`, two float32 moments, and with `master` a float32 weight.
+    """
+    return {"parameters": width, "gradients": width, "optimizer": FP32 * (3 if master else 2)}
+
+
+def per_weight(bytes_of: dict[str, float], zero: int, ranks: int) -> dict[str, float]:
+    """Return bytes per weight on each of the ranks that a stage of ZeRO shards over (figure 1)."""
+    return {
+        part: size / ranks if zero >= SHARDED_FROM[part] else size
+        for part, size in bytes_of.items()
+    }
 
 
 def state_bytes_per_weight(job: Job, zero: int) -> dict[str, float]:
@@ -175,15 +198,14 @@ def states(
 ) -> dict[str, float]:
     """Return bytes of parameters, gradients and optimizer on a GPU (ZeRO, figure 1).
 
-    Stage 1 shards the optimizer, 2 gradients too, 3 parameters too. Experts have fewer copies.
+    Experts have fewer copies.
     `weights`, `shards`: those of all tokens, and of experts; shards are even where not given.
     """
     bytes_of = state_bytes_per_weight(job, layout.zero)
-    sharded_from = {"parameters": 3, "gradients": 2, "optimizer": 1}
     if shards is None:
         shards = (weights[0] / layout.shards, weights[1] / max(1, layout.shards // layout.ep))
     held = {}
-    for part, stage in sharded_from.items():
+    for part, stage in SHARDED_FROM.items():
         held[part] = bytes_of[part] * sum(shards if layout.zero >= stage else weights)
     if gradients_stay_whole(job, layout):
         held["gradients"] = FP32 * sum(weights)
@@ -390,6 +412,11 @@ def layer_weights(job: Job, layout: Layout) -> float:
     return (split + routed / layout.ep) / layout.tp + models.whole_parameters(model, 0)
 
 
+def whole_in_backward(blocks: Sequence[float], rest: float) -> float:
+    """Return the weights that FSDP holds whole in backward: the rest, a block, and the next one."""
+    return sum(sorted(blocks)[-2:]) + rest
+
+
 def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
     """Return bytes of weights and gradients that FSDP holds whole (ZeRO-3).
 
@@ -408,7 +435,7 @@ def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
     if moment == "loss":
         return number * (tables + layer)
     reduced = 0 if gradients_stay_whole(job, layout) else FP32 * layer
-    return number * (tables + 3 * layer) + reduced
+    return number * (whole_in_backward((layer, layer), tables) + layer) + reduced
 
 
 def buffers(job: Job, layout: Layout, stage: int) -> float:
