@@ -45,13 +45,18 @@ def adapter_shapes(model: Model, targets: tuple[str, ...]) -> list[tuple[int, in
     return [shape for name, found in shapes.items() if name in targets for shape in found]
 
 
+def lora_shapes(outputs: int, inputs: int, rank: int) -> list[tuple[int, int]]:
+    """Return the shapes (rows, columns) of a matrix' A and B (Hu et al., 2021, section 4.1)."""
+    return [(rank, inputs), (outputs, rank)]
+
+
 def trained_parameters(
     model: Model, method: str, rank: int = 8, targets: tuple[str, ...] = ("query", "value")
 ) -> int:
     """Return the weights that are trained.
 
-    LoRA: A and B of each matrix (Hu et al., 2021, section 4.1). Adapter: a prefix and a gate per
-    head in all layers but the first two; v2 trains norms, a scale and a bias of each output too.
+    LoRA: A and B of each matrix. Adapter: a prefix and a gate per head in all layers but the first
+    two; v2 trains norms, a scale and a bias of each output too.
     """
     h, q, kv = model.hidden, models.query_width(model), models.key_width(model)
     if method == "full":
@@ -59,7 +64,8 @@ def trained_parameters(
     if method == "lora":
         shapes = adapter_shapes(model, targets) * model.layers
         shapes += [(h, model.vocab)] if "head" in targets else []
-        return sum(rank * (inputs + outputs) for inputs, outputs in shapes)
+        pairs = (lora_shapes(outputs, inputs, rank) for inputs, outputs in shapes)
+        return sum(rows * columns for pair in pairs for rows, columns in pair)
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, not {method!r}")
     prefixed = model.layers - 2
