@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from dist_common import data, runtime
 from dist_common.cli import UsageError
 from dist_common.costs import memory
+from dist_common.costs.collectives import bus_factor
+from dist_common.costs.sent import bytes_of_weights
 from dist_common.lab.traffic import TrafficCounter
 from dist_common.models import local
 from dist_common.report import Report
@@ -91,18 +93,16 @@ def sent_per_weight(plan: Plan, rest: float) -> float:
     `rest`, from 0 to 1, is the last unit's part of all weights: it stays whole from forward to
     backward, which begins with it, so `full` gathers it once. Source: ZeRO paper, section 7.
     """
-
-    def others(ranks: int) -> float:  # the part of a tensor that is not a rank's own
-        return (ranks - 1) / ranks
-
     m, N, G, w = plan.micro_batches, plan.ranks, plan.group, plan.gathered_bytes
     again = 1 - rest
+    in_group = w * again * bus_factor("all_gather", G)
     return {
-        "none": 2 * 4 * others(N),
-        "grad-op": m * (w + 4) * others(N),
-        "full": m * (w + w * again + 4) * others(N),
-        "hpz": m * ((w + 4) * others(N) + w * again * others(G)),
-        "hybrid": m * (w + w * again + 4) * others(G) + 2 * 4 / G * others(N // G),
+        "none": bytes_of_weights(0, N, m, w, 4),
+        "grad-op": bytes_of_weights(3, N, m, w, 4, again=0),
+        "full": bytes_of_weights(3, N, m, w, 4, again),
+        "hpz": m * (bytes_of_weights(3, N, 1, w, 4, again=0) + in_group),
+        "hybrid": bytes_of_weights(3, G, m, w, 4, again)
+        + bytes_of_weights(0, N // G, m, w, 4 / G),  # a shard's gradients, over the replicas
     }[plan.sharding]
 
 

@@ -13,6 +13,7 @@ from dist_common.costs.collectives import seconds_of
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Layout, Prediction
 from dist_common.costs.rates import RATES
+from dist_common.costs.sent import passes_of_weights
 
 WIDTH = compute.WIDTH
 
@@ -143,11 +144,12 @@ def fsdp_seconds(job, layout, cluster, weights, layer: compute.Seconds, rates) -
         return exposed(gather, layer.forward, rates) + exposed(gather, layer.backward, rates)
     reduce = shard_seconds(layout, cluster, weights, job.reduce_bytes, "reduce_scatter", rates)
     reduce += copies_seconds(layout, cluster, weights, job.reduce_bytes, rates)
+    forward, backward, reduced = passes_of_weights(3, gather, reduce)
     if job.stack == "deepspeed":
-        return (2 * gather + reduce) / rates["zero3.tensors"]
+        return (forward + backward + reduced) / rates["zero3.tensors"]
     again = layer.forward if layout.recompute == "full" else 0.0
-    return exposed(gather, layer.forward, rates) + exposed(
-        gather + reduce, layer.backward + again, rates
+    return exposed(forward, layer.forward, rates) + exposed(
+        backward + reduced, layer.backward + again, rates
     )
 
 

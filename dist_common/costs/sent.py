@@ -1,0 +1,35 @@
+"""What a rank sends along each axis: bytes that lessons count and step.py turns into time."""
+
+from __future__ import annotations
+
+from dist_common.costs.collectives import bus_factor
+
+
+def passes_of_weights(
+    zero: int, gather: float, reduce: float, again: float = 1.0
+) -> tuple[float, float, float]:
+    """Return what gathering for forward, gathering for backward, and reducing cost.
+
+    In the unit (bytes or seconds) of one gathering and one reduction of the weights. Without ZeRO
+    gradients are all-reduced: reduced and gathered. ZeRO-3 gathers `again`, from 0 to 1, of the
+    weights a second time (Rajbhandari et al., 2020, section 7).
+    """
+    if zero == 0:
+        return 0, 0, 2 * reduce
+    return gather, gather * again if zero == 3 else 0, reduce
+
+
+def bytes_of_weights(
+    zero: int, ranks: int, micro_batches: int, gather: float, reduce: float, again: float = 1.0
+) -> float:
+    """Return the bytes that a rank sends for each weight in a step, in rings.
+
+    `gather`, `reduce`: bytes of a weight and of a gradient on their way. In each micro-batch ZeRO-2
+    reduces and ZeRO-3 does all (Rajbhandari et al., 2020, section 7, which has one).
+    """
+    forward, backward, reduced = passes_of_weights(zero, gather, reduce, again)
+    if zero == 3:
+        sent = micro_batches * (forward + backward + reduced)
+    else:
+        sent = (micro_batches if zero == 2 else 1) * reduced + forward
+    return sent * bus_factor("all_gather", ranks)
