@@ -11,8 +11,10 @@ from torch import nn
 
 from deepspeed_parts.tensor_bytes import live_bytes
 from dist_common import data, runtime
+from dist_common.costs.memory import adam_bytes, per_weight
+from dist_common.costs.sent import bytes_of_weights
 from dist_common.lab.proofs import flat, same_losses
-from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
+from dist_common.lab.traffic import TrafficCounter
 from dist_common.report import Report
 from dist_common.runtime import all_gather_single
 from zero_stages import loss_of
@@ -157,12 +159,12 @@ def check(
     for kind, right in (("reduce-scatter", times * buckets), ("all-gather", buckets)):
         counts.append(run.counter.calls[kind.replace("-", "_")])
         report.check(f"{name}, {kind}s: calls per step", counts[-1], right, 0, source)
-    # Two moments, and float32 weights where the model's are not; then the gradient.
-    state = (8 + 4 * (dtype != torch.float32)) / ranks
-    held = width + (width if stage == 1 else reduced / ranks) + state
+    sizes = adam_bytes(width, master=dtype != torch.float32)
+    sizes["gradients"] = width if stage == 1 else reduced
+    held = sum(per_weight(sizes, stage, ranks).values())
     report.check(f"{name}: bytes held per weight", run.held, held, 0.01 * held, "ZeRO, section 5")
     sent = sum(call.sent for call in run.counter.collectives) / len(run.weights)
-    right = (times * reduced + width) * RING_FACTOR["all_gather"](ranks)
+    right = bytes_of_weights(stage, ranks, times, width, reduced)
     report.check(f"{name}: bytes sent per weight", sent, right, 0.001 * right, source)
     report.metrics[f"sent_{name.replace(', ', '_')}"] = sent
     same_losses(report, run.losses, alone.losses, LOSS_TOLERANCE[dtype], f"{name}: error of a loss")

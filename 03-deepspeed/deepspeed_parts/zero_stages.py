@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from dist_common.costs.memory import BF16, FP32, adam_bytes, per_weight
+from dist_common.costs.sent import bytes_of_weights
 from dist_common.lab.proofs import same_losses
-from dist_common.lab.traffic import RING_FACTOR
 from dist_common.models import Transformer, TransformerConfig
 from dist_common.report import Report
 
 KINDS = ("weights", "gradients", "optimizer state")
-BF16, FP32 = 2, 4  # bytes of a number
+STAGES = ("stage 0", "stage 1", "stage 2", "stage 3")
 WIDTHS = {"bf16-mixed": BF16, "32-true": FP32}  # of a weight and of its gradient
 TOLERANCE = 0.02  # relative: buffers, and small weights that stay whole
 LOSS_TOLERANCE = 1e-5  # float32, of losses near 5: the same sums in another order
@@ -57,15 +58,13 @@ def held_per_weight(
     a float32 copy and Adam's two moments; FSDP and stage 0 need no copy of float32 weights. With
     one micro-batch, stage 1 has reduced its gradient by then. Source: ZeRO paper, section 5.
     """
-    state = 3 * FP32
-    share = gradient_share(sizes, ranks)
-    return {
-        "stage 0": (width, width, state if width < FP32 else 2 * FP32),
-        "stage 1": (width, width * (share if accumulate == 1 else 1), state / ranks),
-        "stage 2": (width, width * share, state / ranks),
-        "stage 3": (width / ranks, width / ranks, state / ranks),
-        "FSDP": (FP32 / ranks, FP32 / ranks, 2 * FP32 / ranks),
-    }[name]
+    if name == "FSDP":
+        return tuple(per_weight(adam_bytes(), 3, ranks).values())
+    stage = STAGES.index(name)
+    held = per_weight(adam_bytes(width, master=stage > 0 or width < FP32), stage, ranks)
+    if stage == 2 or (stage == 1 and accumulate == 1):
+        held["gradients"] = width * gradient_share(sizes, ranks)
+    return tuple(held.values())
 
 
 def sent_per_weight(
@@ -79,15 +78,11 @@ def sent_per_weight(
     `all_reduces` in stages 1 and 2, where a reduction to each owner would do: twice the bytes.
     Source: ZeRO paper, section 7, which has one micro-batch.
     """
-    reduction = 2 * width if all_reduces else width
-    sizes = {
-        "stage 0": 2 * width,  # an all-reduce is a reduction and a gathering
-        "stage 1": reduction + width,
-        "stage 2": accumulate * reduction + width,
-        "stage 3": accumulate * 3 * width,
-        "FSDP": accumulate * (2 * width + FP32),
-    }
-    return sizes[name] * RING_FACTOR["all_gather"](ranks)
+    if name == "FSDP":
+        return bytes_of_weights(3, ranks, accumulate, width, FP32)
+    stage = STAGES.index(name)
+    reduction = 2 * width if all_reduces and stage in (1, 2) else width
+    return bytes_of_weights(stage, ranks, accumulate, width, reduction)
 
 
 def compare(
