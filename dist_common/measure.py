@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from dist_common.cli import UsageError
+from dist_common.costs import compute
+from dist_common.costs.models import of_config
 from dist_common.models import TransformerConfig
 from dist_common.runtime import World, gather
 
@@ -123,10 +125,7 @@ def require_memory(what: str, needed: int, shards: int, device: torch.device, wo
 
 def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
     """Return the operations of forward and backward for one token (PaLM, 2022, appendix B)."""
-    looked_up = 0 if config.tied_embeddings else config.vocab_size * config.dim
-    weights = config.num_parameters() - looked_up - config.idle_parameters()
-    # Those that multiply it: 6 operations each.
-    return 6 * weights + 12 * config.num_layers * config.dim * seq_len
+    return compute.flops_per_token(of_config(config), seq_len)
 
 
 def mfu(flops_per_second: float, device: torch.device, precision: str) -> float | None:

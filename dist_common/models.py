@@ -14,6 +14,7 @@ from torch import nn
 
 from dist_common import shapes
 from dist_common.cli import UsageError
+from dist_common.costs import models as costs
 
 # Drawing as one process does is a job of the CPU: beyond this, of more than ten minutes.
 DRAWN_AS_ONE_PROCESS = 10e9  # weights
@@ -39,17 +40,7 @@ class TransformerConfig:
 
     def num_parameters(self) -> int:
         """Return the number of parameters by formula, without building the model."""
-        head_dim = self.dim // self.num_heads
-        attention = 2 * self.dim * head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim  # SwiGLU, two norms
-        if E := self.num_experts:  # E - 1 more, and the router
-            layer += (E - 1) * 3 * self.dim * self.ffn_dim + E * self.dim
-        embeddings = self.vocab_size * self.dim * (1 if self.tied_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.dim
-
-    def idle_parameters(self) -> int:
-        """Return how many of them compute nothing for a token: those of experts not chosen."""
-        return max(0, self.num_experts - self.top_k) * 3 * self.dim * self.ffn_dim * self.num_layers
+        return costs.parameters(costs.of_config(self))
 
 
 # Sources: Touvron et al., Llama 2 (2023); Grattafiori et al., The Llama 3 Herd of Models (2024),

@@ -64,6 +64,14 @@ def memory_seconds(numbers: float, cluster: Cluster, rates) -> float:
     return WIDTH * numbers / (cluster.gpu.hbm_gb_s * 1e9 * rates["hbm"])
 
 
+def attention_flops(model: Model, pairs: float) -> float:
+    """Return forward's FLOPs of so many pairs of a query and a key, in all heads.
+
+    Scores take query and key (latent attention: with what turns), the sum takes values.
+    """
+    return 2 * pairs * (2 * models.query_width(model) + model.heads * model.rope_dim)
+
+
 def attention_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> tuple[float, float]:
     """Return seconds of softmax(QK')V forward and backward, for one micro-batch and layer.
 
@@ -75,8 +83,7 @@ def attention_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> tupl
     peak = gpu.tflops["fp16"] * 1e12 * cluster.matrix_scale
     sequences = layout.micro_batch
     pairs = sequences * job.seq_len * job.seq_len / layout.cp / layout.tp
-    # Scores take query and key (latent attention: with what turns), the sum takes values.
-    flops = 2 * pairs * (2 * models.query_width(model) + model.heads * model.rope_dim)
+    flops = attention_flops(model, pairs)
     if job.flash:
         forward = flops / 2 / (peak * rate_of(rates, "attention", gpu.family))
         return forward, 2.5 * forward / rates["attention.backward"]
@@ -189,15 +196,18 @@ def _in_bf16(job: Job) -> Job:
     return replace(job, precision="bf16")
 
 
-def model_flops(job: Job) -> float:
-    """Return the FLOPs of a step on all GPUs, without recomputation, all of attention counted.
+def flops_per_token(model: Model, seq_len: int) -> float:
+    """Return the FLOPs of forward and backward for one token, all of attention counted.
 
     Source: PaLM (Chowdhery et al., 2022), appendix B: 6 per weight and token, 12 per layer, width
     and position.
     """
-    model = job.model
     tables = models.table_parameters(model)
     weights = models.active_parameters(model) - tables * (1 if model.tied_embeddings else 2)
     weights += tables - model.learned_positions * model.hidden
-    attention = 12 * model.layers * models.query_width(model) * job.seq_len
-    return (6 * weights + attention) * job.global_batch * job.seq_len
+    return 6 * weights + 12 * model.layers * models.query_width(model) * seq_len
+
+
+def model_flops(job: Job) -> float:
+    """Return the FLOPs of a step on all GPUs, without recomputation (flops_per_token)."""
+    return flops_per_token(job.model, job.seq_len) * job.global_batch * job.seq_len
