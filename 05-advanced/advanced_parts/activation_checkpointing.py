@@ -17,6 +17,8 @@ from advanced_parts.kept_bytes import LiveBytes, kept_for_backward
 from advanced_parts.layout_memory import FP32, layer_matrices, products
 from dist_common import data, models, runtime
 from dist_common.cli import UsageError
+from dist_common.costs import memory
+from dist_common.costs.job import Job, Layout
 from dist_common.lab import proofs
 from dist_common.lab.figure import figure
 from dist_common.lab.traffic import TrafficCounter
@@ -159,14 +161,15 @@ def kept_bytes(config, name: str, number: int, block: float, segment: int) -> fl
     output (D), and for each head a float32.
     """
     D, F_, kv_dim = config.dim, config.ffn_dim, layout_memory.key_width(config)
+    job = Job(layout_memory.shape_of(config), 1, 1, precision="bf16" if number == 2 else "fp32")
     heads = FP32 * config.num_heads
     return {
         "none": block,
         "selective": number * (5 * D + 2 * kv_dim + 2 * F_) + heads,
-        "2nd product": number * (4 * D + kv_dim + F_) + heads,
+        "2nd product": round(memory.operators_bytes(job, Layout())),
         "2nd block": (block + number * D) / 2,
         "segments": number * D / segment,
-        "full": number * D,
+        "full": round(memory.input_bytes(job, Layout())),
     }[name]
 
 

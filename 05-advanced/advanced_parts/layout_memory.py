@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from advanced_parts.pipeline_schedules import peak_formula
+from dist_common.costs import compute
 from dist_common.costs import job as costs
 from dist_common.costs import memory as costs_memory
 from dist_common.costs import models as costs_models
-from dist_common.costs.memory import layers_of_stages
+from dist_common.costs.memory import BF16, FP32, layers_of_stages
+from dist_common.costs.models import of_config as shape_of
 from dist_common.models import PRESETS, Block, TransformerConfig, norms_of_a_gpu
 
 # Grattafiori et al., The Llama 3 Herd of Models (2024), table 3.
 LLAMA3_405B = TransformerConfig(128_256, 16_384, 126, 128, 8, 53_248, 131_072, rope_theta=5e5)
 MODELS = {**PRESETS, "llama3-405b": LLAMA3_405B}
 
-BF16, FP32 = 2, 4  # bytes of a number
-OPTIMIZER = 12  # bytes per weight: float32 master copy and Adam's two moments
+OPTIMIZER = costs_memory.adam_bytes(master=True)["optimizer"]  # bytes per weight: 12
 LOGITS = 10  # bytes per logit: bfloat16, float32 probabilities, float32 gradient
 SHARDINGS = ("none", "grad-op", "full")
 RECOMPUTE = ("none", "swiglu", "full")
@@ -88,19 +89,6 @@ class Cluster:
         return sent / rate_gb_s / 1e9 + calls * self.latency_us / 1e6
 
 
-def shape_of(config: TransformerConfig) -> costs.Model:
-    """Return a config as dist_common/costs has shapes: its formulas are the one model of costs."""
-    return costs.Model(
-        layers=config.num_layers,
-        hidden=config.dim,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        ffn=config.ffn_dim,
-        vocab=config.vocab_size,
-        tied_embeddings=config.tied_embeddings,
-    )
-
-
 def key_width(config: TransformerConfig) -> int:
     """Return the width of keys and of values: query heads may share them."""
     return costs_models.key_width(shape_of(config))
@@ -114,12 +102,12 @@ def products(config: TransformerConfig) -> list[int]:
 
 def layer_matrices(config: TransformerConfig) -> int:
     """Return the weights of a layer's matrices, which tp splits."""
-    return sum(products(config))
+    return costs_models.matrix_parameters(shape_of(config), 0)
 
 
 def attention_flops(config: TransformerConfig, seq_len: int) -> int:
     """Return attention's operations per token: scores with seq_len tokens, and their values."""
-    return 4 * seq_len * config.dim
+    return compute.attention_flops(shape_of(config), seq_len)
 
 
 def activation_bytes(config: TransformerConfig, recompute: str = "none", number: int = BF16) -> int:
@@ -207,12 +195,9 @@ def kept_by_the_template(config: TransformerConfig, layout: Layout) -> float:
     What the plan has, but for two: its tp keeps whole what norms return, gathered for the matrices
     that read it; its cp keeps all keys and values, and attention's output in parts and joined.
     """
-    if layout.recompute == "full":
-        return BF16 * config.dim / layout.tp
-    cut = 4 * config.dim + 4 * config.ffn_dim  # norms' inputs, queries, attention's output, SwiGLU
-    cut += 2 * layout.cp * key_width(config) + config.dim * (layout.cp > 1)
-    numbers = FP32 * (config.num_heads + 2)
-    return BF16 * 2 * config.dim + (BF16 * cut + numbers) / layout.tp
+    recompute = "full" if layout.recompute == "full" else "none"
+    same = costs.Layout(tp=layout.tp, cp=layout.cp, cp_kind="gather", recompute=recompute)
+    return costs_memory.kept_bytes(costs.Job(shape_of(config), 1, 1), same, 0)
 
 
 def of_the_template(job: Job, layout: Layout, stage: int) -> dict[str, float]:

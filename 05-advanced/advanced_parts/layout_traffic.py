@@ -7,7 +7,9 @@ from math import prod
 import torch
 
 from advanced_parts import layout_memory as memory
-from advanced_parts.layout_memory import BF16, Cluster, Job, Layout, compute_seconds, forward_flops
+from advanced_parts.layout_memory import Cluster, Job, Layout, compute_seconds, forward_flops
+from dist_common.costs.memory import BF16, FP32
+from dist_common.costs.sent import passes_of_activations, passes_of_weights, ring_of_keys
 from dist_common.measure import GIB
 
 RESERVE = 0.1  # of a GPU's memory: CUDA context, NCCL's buffers, fragmentation
@@ -88,7 +90,7 @@ def tensor_traffic(job: Job, cluster: Cluster, layout: Layout, times: int) -> Tr
     link, rate = link_of(job, cluster, layout, ("tp",))
     one = (t - 1) / t * job.tokens(layout) * job.config.dim * BF16
     one_s = cluster.seconds(one, rate, t > 1)
-    awaited = 8 + 4 * (layout.recompute == "full")
+    awaited = 4 * passes_of_activations(layout.recompute)
     behind = forward_flops(job, layout)["matrices"] / cluster.gpu_tflops / 1e12
     exposed = awaited * one_s + max(0, 2 * one_s - behind)
     sent = (awaited + 2) * one
@@ -100,9 +102,10 @@ def context_traffic(job: Job, cluster: Cluster, layout: Layout, times: int) -> T
     """A ring of keys and values in forward, of them and their float32 gradients in backward."""
     c = layout.cp
     link, rate = link_of(job, cluster, layout, ("cp",), hops=True)
-    passes = 3 + (layout.recompute == "full")
-    width = (passes - 1) * BF16 + memory.FP32  # bytes of a number of keys or values, all passes
-    sent = width * (c - 1) * job.tokens(layout) * 2 * memory.key_width(job.config) / layout.tp
+    passes = 1 + passes_of_activations(layout.recompute)
+    keys = 2 * job.tokens(layout) * memory.key_width(job.config)  # numbers of keys and values
+    forward, backward = ring_of_keys(c, BF16 * keys, FP32 * keys)
+    sent = ((passes - 2) * forward + backward) / layout.tp
     seconds = cluster.seconds(sent, rate, passes * (c - 1))
     behind = passes * forward_flops(job, layout)["attention"] / cluster.gpu_tflops / 1e12
     exposed = max(0, seconds - behind) * times
@@ -133,10 +136,9 @@ def weight_traffic(job: Job, cluster: Cluster, layout: Layout, forward_s: float)
     link, rate = link_of(job, cluster, layout, ("cp", "dp"))
     weights = max(memory.weights_of_stage(job.config, layout, s) for s in {0, p // 2, p - 1})
     layer = memory.layer_matrices(job.config) / layout.tp + 2 * job.config.dim
-    # Bytes per weight on the way: an all-reduce sends 2 (n - 1) / n of its tensor.
-    reduced = job.reduce_bytes
-    in_forward = {"none": 0, "grad-op": BF16, "full": BF16}[kind]
-    in_backward = {"none": 2 * reduced, "grad-op": reduced, "full": BF16 + reduced}[kind]
+    stage = {"none": 0, "grad-op": 1, "full": 3}[kind]
+    in_forward, again, reduced = passes_of_weights(stage, BF16, job.reduce_bytes)
+    in_backward = again + reduced  # bytes per weight
     share = (n - 1) / n
     times = job.micro_batches(layout) if kind == "full" else 1
     gather_s = cluster.seconds(share * in_forward * weights, rate, 0)

@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+from dist_common.costs.memory import in_flight, interleaved_in_flight
 from dist_common.lab.figure import figure
 from dist_common.report import Report
 
@@ -33,8 +34,8 @@ def peak_formula(name: str, rank: int, p: int, m: int, v: int = 1) -> float:
     return {
         "naive": 1,
         "gpipe": m,
-        "1f1b": min(m, p - rank),
-        "interleaved": min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) / v,
+        "1f1b": in_flight(p, rank, m),
+        "interleaved": interleaved_in_flight(p, rank, m, v),
         "zb-h1": min(m, p),  # 1F1B's p - rank, and `rank` micro-batches whose W is put off
     }[name]
 

@@ -112,7 +112,7 @@ def step_rows(job: Job, cluster: Cluster, plan: Prediction) -> list[Row]:
     share = plan.model_flops / layout.gpus / peak / plan.step["compute"]
     seconds = [(plan.model_flops, "FLOPs")]
     rows = [
-        Row("model FLOPs", [(tokens, "tokens"), (per_token, "")], "1e15", compute.model_flops),
+        Row("model FLOPs", [(tokens, "tokens"), (per_token, "")], "1e15", compute.flops_per_token),
         Row(
             f"compute, at {share:.1%} of {peak / 1e12:g} TFLOP/s",
             seconds, "s", compute.layer_seconds, layout.gpus * peak * share,

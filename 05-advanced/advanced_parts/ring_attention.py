@@ -14,6 +14,7 @@ from advanced_parts.context_job import batch_of, build, set_attention, sharded_l
 from advanced_parts.kept_bytes import LiveBytes, kept_for_backward
 from advanced_parts.layout_memory import FP32, key_width
 from dist_common import runtime
+from dist_common.costs.sent import ring_of_keys
 from dist_common.lab.figure import figure
 
 
@@ -24,8 +25,7 @@ def ring_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int,
     ranks - 1 hops. Backward: again, and dk and dv, float32, as many.
     """
     block = 2 * tokens // ranks * key_width(config)  # numbers in one rank's k and v
-    hops = ranks - 1
-    return hops * block * width, hops * block * (width + FP32)
+    return ring_of_keys(ranks, block * width, block * FP32)
 
 
 class Hops(TorchDispatchMode):

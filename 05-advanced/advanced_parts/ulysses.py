@@ -1,9 +1,9 @@
 """What ulysses.py compares beside its answer: the bytes of each way."""
 
-import math
-
 from advanced_parts.layout_memory import BF16, FP32, key_width
 from advanced_parts.ring_attention import ring_bytes
+from dist_common.costs.models import of_config
+from dist_common.costs.sent import ulysses_numbers
 from dist_common.models import PRESETS
 
 COMPARED = ("llama2-7b", "llama3-8b", "llama3-70b")  # presets
@@ -16,9 +16,8 @@ def ulysses_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[i
     An all-to-all each of q, k, v and out, the same backward; a rank keeps one of `ranks` parts.
     Key and value heads are repeated until each rank gets one.
     """
-    heads = math.lcm(config.num_kv_heads, ranks)
-    widths = 2 * config.dim + 2 * heads * config.dim // config.num_heads  # q, out; k, v
-    one_way = tokens // ranks * widths * width * (ranks - 1) // ranks
+    numbers = ulysses_numbers(of_config(config), ranks)
+    one_way = tokens // ranks * numbers * width * (ranks - 1) // ranks
     return one_way, one_way
 
 

@@ -338,13 +338,20 @@ def layer_gradient_bytes(job: Job, layout: Layout) -> float:
 def in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int = 1) -> float:
     """Return micro-batches whose activations a stage holds at once, in units of its layers.
 
-    1F1B (Narayanan et al., 2021, section 2.2); interleaved: v p + p - 1 chunks of 1/v on stage 0
-    (Korthikanti et al., 2022, section 4.2.3).
+    1F1B (Narayanan et al., 2021, section 2.2); with several virtual stages interleaved.
     """
     if virtual_stages == 1:
-        return min(pp - stage, micro_batches)
+        return min(micro_batches, pp - stage)
+    return interleaved_in_flight(pp, stage, micro_batches, virtual_stages)
+
+
+def interleaved_in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int) -> float:
+    """Return the same of the interleaved schedule: v p + p - 1 chunks of 1/v on stage 0.
+
+    Source: Korthikanti et al. (2022), section 4.2.3.
+    """
     chunks = 2 * (pp - stage - 1) + (virtual_stages - 1) * pp + 1
-    return min(chunks / virtual_stages, micro_batches)
+    return min(micro_batches * virtual_stages, chunks) / virtual_stages
 
 
 def tokens_of(job: Job, layout: Layout) -> float:

@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
+from math import lcm
+
+from dist_common.costs import models
 from dist_common.costs.collectives import bus_factor
+from dist_common.costs.job import Model
+
+
+def passes_of_activations(recompute: str) -> int:
+    """Return how often a layer's collectives run: forward, backward, and forward again if full.
+
+    Of tp each has two all-gathers and two reduce-scatters (Korthikanti et al., 2022, section
+    4.2.2), of experts two all-to-alls (Lepikhin et al., 2020, section 3.2).
+    """
+    return 3 if recompute == "full" else 2
+
+
+def ring_of_keys(ranks: int, keys: float, gradients: float) -> tuple[float, float]:
+    """Return what forward and backward of ring attention cost (Liu et al., 2023).
+
+    In the unit of one hop of a rank's keys and values, and of their gradients: these go around
+    in backward, beside keys and values again.
+    """
+    hops = ranks - 1
+    return hops * keys, hops * (keys + gradients)
+
+
+def ulysses_numbers(model: Model, ranks: int) -> int:
+    """Return the numbers per token that Ulysses exchanges: queries, output, keys, values.
+
+    Key and value heads are repeated until each rank gets one (Jacobs et al., 2023, section 3).
+    """
+    heads = lcm(model.kv_heads, ranks)
+    return 2 * models.query_width(model) + 2 * heads * models.head_width(model)
 
 
 def passes_of_weights(

@@ -7,6 +7,7 @@ from dist_common.costs.collectives import seconds_of
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Layout
 from dist_common.costs.rates import RATES
+from dist_common.costs.sent import passes_of_activations
 from dist_common.costs.timeline import Stage
 
 
@@ -62,7 +63,7 @@ def inside_layers(own: step.Stage, layout: Layout) -> dict[str, tuple[float, flo
 
     Backward sends as much as forward, and repeats forward's with full recomputation.
     """
-    passes = 2 + (layout.recompute == "full")
+    passes = passes_of_activations(layout.recompute)
     seconds = {"tp": own.tp, "cp": own.cp, "ep": own.ep}
     forward = {axis: each / passes / layout.virtual_stages for axis, each in seconds.items()}
     return {axis: (each, each * (passes - 1)) for axis, each in forward.items() if each}

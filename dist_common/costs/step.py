@@ -13,7 +13,12 @@ from dist_common.costs.collectives import seconds_of
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Layout, Prediction
 from dist_common.costs.rates import RATES
-from dist_common.costs.sent import passes_of_weights
+from dist_common.costs.sent import (
+    passes_of_activations,
+    passes_of_weights,
+    ring_of_keys,
+    ulysses_numbers,
+)
 
 WIDTH = compute.WIDTH
 
@@ -62,7 +67,7 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float:
         return 0.0
     size = WIDTH * layout.micro_batch * job.seq_len / layout.cp * job.model.hidden
     nodes = nodes_of(t, 1, cluster)
-    repeats = 2 + (layout.recompute == "full")
+    repeats = passes_of_activations(layout.recompute)
     if layout.sequence_parallel:
         gather = seconds_of("all_gather", size, t, cluster, nodes, rates)
         scatter = seconds_of("reduce_scatter", size, t, cluster, nodes, rates)
@@ -90,11 +95,12 @@ def context_seconds(job, layout, cluster, layer: compute.Seconds, rates) -> floa
     again = layout.recompute == "full"
     if layout.cp_kind == "ring":
         hop = seconds_of("send", keys, 2, cluster, min(nodes, 2), rates)
-        forward = exposed((c - 1) * hop, layer.attention, rates)
-        backward = exposed(2 * (c - 1) * hop, layer.attention_backward, rates)
+        forward, backward = ring_of_keys(c, hop, hop)  # gradients of 16 bits too
+        forward = exposed(forward, layer.attention, rates)
+        backward = exposed(backward, layer.attention_backward, rates)
     elif layout.cp_kind == "ulysses":
-        queries = WIDTH * 2 * tokens * models.query_width(model) / layout.tp
-        forward = seconds_of("all_to_all", queries + keys, c, cluster, nodes, rates)
+        size = WIDTH * tokens * ulysses_numbers(model, c) / layout.tp
+        forward = seconds_of("all_to_all", size, c, cluster, nodes, rates)
         backward = forward
     else:
         forward = seconds_of("all_gather", keys * c, c, cluster, nodes, rates)
@@ -105,7 +111,7 @@ def context_seconds(job, layout, cluster, layer: compute.Seconds, rates) -> floa
 def expert_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float:
     """Return seconds per layer and micro-batch of tokens sent to experts and back.
 
-    Source: GShard (Lepikhin et al., 2020), section 3.2: two all-to-alls forward, two backward.
+    Source: GShard (Lepikhin et al., 2020), section 3.2.
     """
     if layout.ep == 1 or not job.model.experts:
         return 0.0
@@ -115,7 +121,7 @@ def expert_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float:
         size /= layout.tp
     nodes = nodes_of(layout.ep, layout.tp, cluster)
     one = seconds_of("all_to_all", size, layout.ep, cluster, nodes, rates)
-    return one * (4 + 2 * (layout.recompute == "full"))
+    return 2 * one * passes_of_activations(layout.recompute)
 
 
 def shard_seconds(layout: Layout, cluster: Cluster, weights: float, width: int, kind, rates):

@@ -123,10 +123,11 @@ function memory_of_stage(job, layout, stage) {
 
 function kept_by_the_template(config, layout) {
   if (layout.recompute === "full") return (BF16 * config.dim) / layout.tp;
-  let cut = 4 * config.dim + 4 * config.ffn_dim;
+  // As layer_bytes of dist_common/costs/memory.py adds up.
+  let cut = 2 * config.dim + 4 * config.ffn_dim;
   cut += 2 * layout.cp * key_width(config) + config.dim * (layout.cp > 1);
-  const numbers = FP32 * (config.num_heads + 2);
-  return BF16 * 2 * config.dim + (BF16 * cut + numbers) / layout.tp;
+  const norm = (BF16 * config.dim + FP32) / layout.tp + BF16 * config.dim;
+  return (BF16 * cut + FP32 * config.num_heads) / layout.tp + 2 * norm;
 }
 
 function of_the_template(job, layout, stage) {
