@@ -19,18 +19,12 @@ import torch.distributed as dist
 
 from dist_common.cli import UsageError
 from dist_common.costs import compute
+from dist_common.costs.hardware import find_gpu
 from dist_common.costs.models import of_config
 from dist_common.models import TransformerConfig
 from dist_common.runtime import World, gather
 
 GIB = 2**30  # bytes
-# Dense peak in TFLOP/s: float32 outside the tensor cores, bfloat16 in them (V100: float16). By the
-# name that the driver gives, the first that fits. Source: NVIDIA data sheets.
-PEAK_TFLOPS = {
-    "B200": (75.0, 2250.0), "H200": (67.0, 989.4), "H100 PCIe": (51.0, 756.0),
-    "H100 80GB HBM3": (67.0, 989.4), "A100": (19.5, 312.0), "L40S": (91.6, 362.1),
-    "V100": (15.7, 125.0),
-}  # fmt: skip
 
 
 class StepTimer:
@@ -130,11 +124,14 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
 
 def mfu(flops_per_second: float, device: torch.device, precision: str) -> float | None:
     """Return the part of one device's peak that the model uses; None where it is not known."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for known, peaks in PEAK_TFLOPS.items():
-        if known in name:
-            return flops_per_second / (peaks[precision != "32-true"] * 1e12)
-    return None
+    if device.type != "cuda":
+        return None
+    try:
+        peaks = find_gpu(torch.cuda.get_device_name(device)).tflops
+    except ValueError:  # no data sheet in costs/hardware.py
+        return None
+    number = {"32-true": "fp32", "16-mixed": "fp16"}.get(precision, "bf16")
+    return flops_per_second / (peaks[number] * 1e12)
 
 
 class StepLog:

@@ -33,6 +33,7 @@ def test_nothing_of_the_costs_imports_torch():
         ("H100-SXM-80GB", None, "h100"),
         ("H100-96GB-HBM2e-500W", None, "h100-96gb"),
         ("NVIDIA H100 PCIe", None, "h100-pcie"),
+        ("NVIDIA H100 NVL", None, "h100-nvl"),
         ("H200-SXM-141GB", None, "h200"),
         ("GH200", None, "gh200"),
         ("GB300", None, "gb300"),
