@@ -97,8 +97,8 @@ PLAIN = re.compile(
 )
 # What a script of ours says on stderr: neither torchrun's report nor PyTorch's logging.
 OWN_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
-# A machine whose own name has no address, and a launcher that leaves its last barrier, or closes the
-# rendezvous, when that of the store's node has ended: PyTorch's word on these is no script's.
+# A machine whose own name has no address, and a launcher that leaves its last barrier or closes
+# the rendezvous when that of the store's node has ended: PyTorch's word on these is no script's.
 OF_THE_MACHINE = re.compile(
     r"(\[node\d+\] )?(\[W.*socket\.cpp.*(hostname|IPv6)|.*\d+(%\||it/s)|\s*$"
     r"|\[W.*TCPStore\.cpp.*Connection was likely closed|Exception raised from recvBytes"
