@@ -61,7 +61,7 @@ ODD = ("--layers", 4, "--hidden", 96, "--heads", 3, "--ffn", 384, "--vocab", 256
 BAD_INPUT = [
     ("plan", ("--gpu", "voodoo"), "unknown GPU 'voodoo'"),
     ("plan", ("--gpu", "voodoo"), "known are v100, a100-40gb, a100, "),
-    ("plan", ("--model", "llama9"), "--model llama9 is unknown: gpt2-124m, "),
+    ("plan", ("--model", "llama9"), "--model llama9 is unknown: tiny, 124m, "),
     ("plan", ("--layers", 4, "--hidden", 64), "a model of sizes lacks --heads, --ffn, --vocab"),
     ("plan", ("--model", "llama2-7b", "--heads", 33), "--heads 33 do not divide --hidden 4096"),
     ("plan", ("--model", "llama3-8b", "--kv-heads", 5), "--kv-heads 5 do not divide --heads 32"),
@@ -73,6 +73,7 @@ BAD_INPUT = [
     ("plan", ("--tokens", "many"), "--tokens: must be a number like 300B or 15T, not 'many'"),
     ("plan", ("--model", "llama2-7b", "--hf-config", "x"), "not allowed with argument --model"),
     ("plan", ("--zero", 4), "--zero: invalid choice"),
+    ("plan", ("--order", "tp-dp"), "--order: must name tp, cp, dp, pp once each, not 'tp-dp'"),
     ("plan", ("--model", "resnet50", "--tp", 2), "--model resnet50 has no --tp: it is planned"),
     ("plan", ("--model", "resnet50", "--interleave", 2), "resnet50 has no --interleave"),
     ("plan", ("--model", "resnet50", "--recompute", "full"), "resnet50 has no --recompute"),
@@ -471,3 +472,24 @@ def test_a_template_takes_its_launch_line(model, layout, finetune, script, monke
 def test_a_layout_that_no_template_runs_is_said_to(layout, finetune, says):
     launch = plan_launch.launch_of(Job(LLAMA, 4096, 64), layout, 8, finetune)
     assert not launch.commands and says in " ".join(launch.remarks)
+
+
+def test_predict_shows_what_axes_send(say):
+    job = ("--model", "llama3-70b", "--seq-len", 8192, "--global-batch", 512, "--recompute", "full")
+    axes = ("--tp", 8, "--pp", 2, "--dp", 4, "--zero", 1)
+    text = say("predict", *job, *axes)
+    assert re.search(r"^tp 8 +matrices.* node, 450 GB/s +1,409\.3 MB", text, re.M)
+    assert "tp: 12 all-gathers" in text and "dp: (n-1)/n x 6 bytes per weight" in text
+    moved = say("predict", *job, *axes, "--order", "dp-tp-cp-pp")
+    assert re.search(r"^tp 8 +matrices.* network x2, 100 GB/s ", moved, re.M)
+    found = json.loads(say("predict", *job, *axes, "--json"))
+    for name, axis in found["axes"].items():
+        assert axis["exposed"] == found["step_s"][name]
+
+
+def test_without_a_verb_one_line_names_them():
+    for argv in ([], ["--gpus", "8"]):
+        ended = run_command(["python", COMBINING, *argv], REPO, 60, PYTHONPATH=str(REPO))
+        assert ended.codes == [2]
+        said = "combining.py: error: say what to do: plan, predict or simulate"
+        assert ended.stderr.strip() == said

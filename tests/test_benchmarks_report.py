@@ -439,7 +439,8 @@ def asked_tools(monkeypatch, gpu: str = "", **changes) -> tuple[dict, dict[str, 
         asked[script] = " ".join(map(str, words))
         return {
             "Sharded Param_gib": 1.0, "OptState_gib": 2.0, "Total_gib": 9.0, "step_time_s": 0.5,
-            "bytes_per_step": {"dp": 3.0, "tp": 4.0}, "template_memory_gib": 6.0,
+            "axes": {"dp": {"step_bytes": 3.0}, "tp": {"step_bytes": 4.0}},
+            "memory_bytes": {"total": 6 * 2**30},
         }  # fmt: skip
 
     monkeypatch.setattr(predict, "run", run)
@@ -451,7 +452,8 @@ def asked_tools(monkeypatch, gpu: str = "", **changes) -> tuple[dict, dict[str, 
     [
         ({}, "", {"state": 4, "sent": 7}),
         ({}, "NVIDIA H100 80GB HBM3", {"state": 4, "peak": 9, "sent": 7, "step": 500}),
-        ({}, "NVIDIA A100-SXM4-80GB", {"state": 4, "peak": 9, "sent": 7}),
+        ({}, "NVIDIA A100-SXM4-80GB", {"state": 4, "peak": 9, "sent": 7, "step": 500}),
+        ({}, "NVIDIA A10G", {"state": 4, "peak": 9, "sent": 7}),
         ({"precision": "32-true"}, "NVIDIA H100 80GB HBM3", {"state": 4}),
         ({"script": DDP_SCRIPT, "flags": [], "precision": "32-true"}, "", {"state": 4, "sent": 7}),
         ({"script": DDP_SCRIPT, "flags": []}, "H200", {"state": 4, "sent": 7, "step": 500}),
@@ -484,20 +486,20 @@ def test_tools_get_the_flags_of_the_point(monkeypatch):
         f"{sizes} --world-size 2"
     )
     assert asked[predict.PLANNER] == (
-        "--tp 1 --pp 1 --dp 2 --fsdp full --recompute full --schedule 1f1b --model tiny --gpus 2 "
+        "predict --json --model tiny --gpus 2 --tp 1 --pp 1 --dp 2 --zero 3 --recompute full "
         + sizes
     )
     _, asked = asked_tools(
         monkeypatch, script=HYBRID_SCRIPT, flags=["--tp", "2", "--pp", "2"], world_size=8
     )
-    assert asked[predict.PLANNER].startswith("--tp 2 --pp 2 --dp 2 --fsdp none --recompute none ")
+    assert " --gpus 8 --tp 2 --pp 2 --dp 2 --zero 0 --recompute none " in asked[predict.PLANNER]
     assert predict.MEMORY not in asked
 
 
 def test_a_model_of_ones_own_is_named_by_its_file(monkeypatch):
     _, asked = asked_tools(monkeypatch, model="configs/mine.json", preset="mine")
     assert "--preset configs/mine.json " in asked[predict.MEMORY]
-    assert " --model configs/mine.json " in asked[predict.PLANNER]
+    assert " --hf-config configs/mine.json " in asked[predict.PLANNER]
 
 
 def test_predictions_stand_beside_measurements(tmp_path):

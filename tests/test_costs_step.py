@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 
-from dist_common.costs import collectives, compute, rates, step
+from dist_common.costs import collectives, compute, memory, models, rates, step
+from dist_common.costs.axes import axes_of
 from dist_common.costs.hardware import GPUS, Cluster, find_gpu
 from dist_common.costs.job import Job, Layout
 from dist_common.costs.models import MODELS
@@ -216,3 +218,68 @@ def test_every_gpu_and_precision_is_predicted(name):
         job = replace(JOB, precision=precision, global_batch=2 * gpu.gpus_per_node)
         found = predict(job, layout, cluster)
         assert 0 < found.model_tflops_per_gpu < max(gpu.tflops.values())
+
+
+# axes: what predict shows of them
+
+LLAMA = Job(MODELS["llama3-70b"], 8192, 512)
+SPLIT = Layout(tp=8, pp=2, dp=4, zero=1, recompute="full")
+
+
+def coordinates(rank: int, layout: Layout) -> dict[str, int]:
+    """Return a rank's place on each axis, counted one rank after the other."""
+    where = {}
+    for axis in layout.order:
+        rank, where[axis] = divmod(rank, getattr(layout, axis))
+    return where
+
+
+@pytest.mark.parametrize("order", [*permutations(("tp", "cp", "dp", "pp"))])
+@pytest.mark.parametrize("axes", [("tp",), ("cp",), ("pp",), ("cp", "dp")])
+def test_a_groups_nodes_are_those_of_its_ranks_in_any_order(order, axes):
+    layout = Layout(tp=4, cp=2, dp=4, pp=2, order=order)
+    places = [coordinates(rank, layout) for rank in range(layout.gpus)]
+    assert len({tuple(place.values()) for place in places}) == layout.gpus
+    others = set(order) - set(axes)
+    group = [r for r, place in enumerate(places) if not any(place[axis] for axis in others)]
+    nodes = len({rank // H100.gpus_per_node for rank in group})
+    assert step.nodes_of(layout, axes, len(group), H100) == nodes
+
+
+def test_hsdps_copies_are_a_shard_group_apart():
+    layout = Layout(tp=2, cp=2, dp=8, zero=3, shard=4)
+    assert step.nodes_of(layout, step.REPLICAS, 4, H100) == 1
+    assert step.nodes_of(layout, step.REPLICAS, 4, H100, every=4) == 4
+    dp_first = replace(layout, order=("dp", "tp", "cp", "pp"))
+    assert step.nodes_of(dp_first, step.REPLICAS, 4, H100, every=4) == 2
+
+
+def test_axes_add_up_to_the_step_and_send_what_the_papers_say():
+    tokens, width = LLAMA.seq_len, LLAMA.model.hidden
+    axes, parts = axes_of(LLAMA, SPLIT, H100), predict(LLAMA, SPLIT, H100).step
+    assert {name: axis.exposed for name, axis in axes.items()} == {
+        name: parts[name] for name in ("tp", "dp", "pp")
+    }
+    tp, dp, pp = axes.values()
+    assert tp.layer_bytes == pytest.approx(12 * 7 / 8 * tokens * width * 2)
+    assert tp.step_bytes == pytest.approx(tp.layer_bytes * 128 * (40 + 2 / 12))
+    assert pp.step_bytes == pytest.approx(128 * tokens * width / 8 * 2)
+    weights = max(memory.weights_of_stage(LLAMA, SPLIT, stage)[0] for stage in (0, 1))
+    assert dp.step_bytes == pytest.approx(3 / 4 * 6 * weights)
+    assert (tp.cards, dp.cards, pp.nodes) == (0, 1, 2)
+    assert dp.exposed < dp.seconds and tp.exposed == tp.seconds
+    fsdp = axes_of(LLAMA, Layout(cp=4, dp=16, zero=3), H100)
+    keys = 2 * tokens / 4 * models.key_width(LLAMA.model)
+    assert fsdp["cp"].layer_bytes == pytest.approx(3 * 2 * keys * (2 + 2 + 2) / 2)
+    whole = models.parameters(LLAMA.model)
+    assert fsdp["dp"].step_bytes == pytest.approx(32 * 63 / 64 * 8 * whole)
+    assert fsdp["cp"].beside > fsdp["cp"].seconds > fsdp["cp"].exposed > 0
+
+
+def test_the_innermost_axis_gets_the_nodes_links():
+    moved = replace(SPLIT, order=("dp", "tp", "cp", "pp"))
+    axes, other = axes_of(LLAMA, SPLIT, H100), axes_of(LLAMA, moved, H100)
+    assert (other["tp"].cards, other["dp"].cards) == (2, 0)
+    assert other["tp"].exposed > 3 * axes["tp"].exposed
+    assert other["dp"].seconds < axes["dp"].seconds / 5
+    assert other["tp"].step_bytes == axes["tp"].step_bytes

@@ -12,13 +12,13 @@ from functools import partial
 from dist_common import cli
 from dist_common.costs import models, resnet
 from dist_common.costs.hardware import GPUS, Cluster, find_gpu
-from dist_common.costs.job import CP_KINDS, RECOMPUTE, Job, Layout, Model
+from dist_common.costs.job import AXES, CP_KINDS, RECOMPUTE, Job, Layout, Model
 from dist_common.costs.stacks import STACKS
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k")
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
 LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "shard", "micro_batch", "recompute",
-          "virtual_stages", "cp_kind", "offload")  # fmt: skip
+          "virtual_stages", "cp_kind", "offload", "order")  # fmt: skip
 USUAL_TOKENS = 4 * 2**20  # of a step, where --global-batch is not given
 TUNING_TOKENS = 2**18
 
@@ -40,9 +40,18 @@ def amount(text: str) -> float:
     return value
 
 
+def order(text: str) -> tuple[str, ...]:
+    """Parse the order of ranks: each axis once, innermost first."""
+    axes = tuple(text.split("-"))
+    if sorted(axes) != sorted(AXES):
+        raise argparse.ArgumentTypeError(f"must name {', '.join(AXES)} once each, not {text!r}")
+    return axes
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse what follows the script's name: a verb and its flags."""
-    parser = Parser(prog="combining.py", description="Plan a training job.")
+    more = "simulate plays one step as events: combining.py simulate --help"
+    parser = Parser(prog="combining.py", description="Plan a training job.", epilog=more)
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, text in (
         ("plan", "search all layouts; print the best five and how to start the first"),
@@ -124,6 +133,7 @@ def add_layout_flags(parser: Parser, verb: str) -> None:
         help=f"stages of each rank of pp ({rest})")  # fmt: skip
     add("--cp-kind", choices=CP_KINDS, help="of context parallelism (ring, or searched)")
     add("--offload", choices=("none", "optimizer", "all"), help="to the host (none if that fits)")
+    add("--order", type=order, help=f"of ranks, innermost first ({'-'.join(AXES)})")
 
 
 # what is asked

@@ -10,11 +10,12 @@ import json
 from dataclasses import dataclass
 
 from dist_common.costs import memory
-from dist_common.costs.job import Job, Layout, Model
+from dist_common.costs.job import AXES, Job, Layout, Model
 
 # Names that dist_common/models.py has for shapes of dist_common/costs/models.py.
 PRESETS = {
-    "gpt2-124m": "124m", "llama3.2-1b": "1b", "llama2-7b": "llama2-7b", "llama3-8b": "llama3-8b",
+    "tiny": "tiny", "124m": "124m", "gpt2-124m": "124m", "1b": "1b", "llama3.2-1b": "1b",
+    "llama2-7b": "llama2-7b", "llama3-8b": "llama3-8b",
     "llama3-70b": "llama3-70b", "mixtral-8x7b": "mixtral-8x7b",
 }  # fmt: skip
 STAGES = {1: "1f1b", 2: "interleaved"}  # hybrid_parallelism.py's, by stages of a rank
@@ -122,6 +123,8 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
         remarks.append("its grad-op stands for ZeRO-1: FSDP that gathers weights once a step")
     if layout.cp > 1 and layout.cp_kind != "gather":
         remarks.append(f"its cp gathers keys and values; the plan has {layout.cp_kind}")
+    if layout.order != AXES:
+        remarks.append(f"its ranks are in the order {'-'.join(AXES)}")
     kind = ("replicate", "grad-op", "grad-op", "full")[layout.zero]
     if memory.gathers_once(job, layout):
         kind = "grad-op"  # its full frees a stage's weights in each micro-batch

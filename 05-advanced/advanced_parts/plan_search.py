@@ -172,7 +172,8 @@ def cuts(job: Job, cluster: Cluster, gpus: int, only: dict) -> Iterator[Layout]:
                 continue
             for ep, kind in product(allowed("ep", experts_over(model, dp * cp)),
                                     allowed("cp_kind", kinds_of_cp(job, tp, cp))):  # fmt: skip
-                base = Layout(tp, cp, pp, dp, ep, cp_kind=kind, offload=only.get("offload", "none"))
+                given = {name: only[name] for name in ("offload", "order") if name in only}
+                base = Layout(tp, cp, pp, dp, ep, cp_kind=kind, **given)
                 yield from scheduled(job, base, allowed)
 
 

@@ -13,21 +13,18 @@ from dataclasses import asdict
 
 from advanced_parts import plan_explain, plan_finetune, plan_launch, plan_resnet, plan_text
 from advanced_parts.plan_args import cluster_of, given_layout, job_of, one_layout, parse_args
+from advanced_parts.plan_axes import axes_lines
 from advanced_parts.plan_rules import none_divides, why_not
 from advanced_parts.plan_search import Found, search
 from dist_common import cli
 from dist_common.costs import models, resnet
+from dist_common.costs.axes import axes_of
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Prediction
 from dist_common.costs.step import predict
 
 GIB = 2**30
 VERBS = ("plan", "predict")
-
-
-def asked() -> bool:
-    """Say whether the command line names a verb of this file."""
-    return sys.argv[1:2] != [] and sys.argv[1] in VERBS
 
 
 # what is answered
@@ -54,6 +51,9 @@ def as_json(plan: Prediction, job: Job, cluster: Cluster, args) -> dict:
         "micro_batches": plan.layout.micro_batches(job),
         "global_batch": job.global_batch,
     }  # fmt: skip
+    if args.finetune not in ("lora", "qlora"):
+        axes = axes_of(job, plan.layout, cluster)
+        result["axes"] = {name: asdict(axis) for name, axis in axes.items()}
     if args.tokens:
         result["days"] = plan_text.days_of(plan, args.tokens)
         if args.dollars_per_gpu_hour:
@@ -79,6 +79,8 @@ def predict_one(args) -> None:
         return
     head(job, cluster, layout.gpus)
     print_plans(job, cluster, args, [plan])
+    if args.finetune not in ("lora", "qlora"):
+        print(*axes_lines(job, layout, cluster), sep="\n")
     if not plan.fits:
         over = (plan.memory_total - plan.memory_limit) / GIB
         print(f"DOES NOT FIT: {over:.1f} GiB over {plan.memory_limit / GIB:.1f}")

@@ -20,12 +20,13 @@ from bench.analysis import Analysis, Row
 from bench.answer import STATE
 from bench.store import OK
 from bench.strategies import FLOAT, REFERENCE, REPOSITORY
+from dist_common.costs.hardware import find_gpu
+from dist_common.costs.memory import GIB
 
 KEPT = "predictions.json"
 MEMORY, PLANNER = "02-fsdp/fsdp_memory.py", "05-advanced/combining.py"
 DDP, FSDP = "01-ddp-basics/ddp_training.py", "02-fsdp/fsdp_transformer.py"
 HYBRID = "05-advanced/hybrid_parallelism.py"
-PLANNED_GPUS = ("H100", "H200")  # whose rates are the planner's defaults
 PLANNED_PRECISION = "bf16-mixed"
 # How far a measurement may be from its prediction. Of a peak kernels and buckets take a part; a
 # step has launches and waits that the planner leaves out.
@@ -151,34 +152,49 @@ def model_of(point: dict[str, Any]) -> str:
 def of_planner(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
     """Return the bytes of a step, and on a GPU that it knows its ms and the template's peak."""
     script, ranks = point["script"], point["world_size"]
-    shardings = {"replicate": "none", "full": "full", "grad-op": "grad-op"}
-    fsdp = {
-        DDP: "none", FSDP: shardings.get(flags.sharding), HYBRID: shardings[flags.data_parallel],
+    # hybrid_parallelism.py's grad-op gathers and reduces once a step.
+    of_fsdp, of_hybrid = {"grad-op": 2, "full": 3}, {"replicate": 0, "grad-op": 1, "full": 3}
+    zero = {
+        DDP: 0, FSDP: of_fsdp.get(flags.sharding), HYBRID: of_hybrid[flags.data_parallel],
     }.get(script)  # fmt: skip
-    # Its formulas are for bfloat16; DDP sends float32 gradients in either.
-    if fsdp is None or (point["precision"] != PLANNED_PRECISION and script != DDP):
+    # Asked about bfloat16 alone; DDP sends float32 gradients in either precision.
+    if zero is None or (point["precision"] != PLANNED_PRECISION and script != DDP):
         return {}
-    words = ["--tp", flags.tp, "--pp", flags.pp, "--dp", ranks // (flags.tp * flags.pp)]
-    words += ["--fsdp", fsdp, "--recompute", flags.activation_checkpointing]
-    words += ["--schedule", flags.schedule, "--model", model_of(point), "--gpus", ranks]
+    model = model_of(point)
+    words = ["--hf-config" if model.endswith(".json") else "--model", model, "--gpus", ranks]
+    words += ["--tp", flags.tp, "--pp", flags.pp, "--dp", ranks // (flags.tp * flags.pp)]
+    words += ["--zero", zero, "--recompute", flags.activation_checkpointing]
+    words += ["--interleave", 2] * (flags.schedule == "interleaved")
+    words += ["--gpu", gpu] * known(gpu)
     job = ("seq_len", "global_batch_size", "micro_batch_size")
     words += [word for name in job for word in (f"--{name.replace('_', '-')}", point[name])]
-    metrics = run(PLANNER, words)
-    found = {"sent": sum(metrics.get("bytes_per_step", {}).values())}
-    if metrics and point["precision"] == PLANNED_PRECISION and gpu:
-        if script == HYBRID:
-            found["peak"] = metrics["template_memory_gib"]
-        if any(name in gpu for name in PLANNED_GPUS):
-            found["step"] = metrics["step_time_s"] * 1e3
+    plan = run(PLANNER, ["predict", "--json", *words])
+    found = {"sent": sum(axis["step_bytes"] for axis in plan.get("axes", {}).values())}
+    if plan and point["precision"] == PLANNED_PRECISION and known(gpu):
+        if script == HYBRID and flags.schedule != "gpipe":  # which keeps all micro-batches
+            found["peak"] = plan["memory_bytes"]["total"] / GIB
+        found["step"] = plan["step_time_s"] * 1e3
     return found
 
 
+def known(gpu: str) -> bool:
+    """Say whether the costs have a data sheet of a GPU, by the name that its driver gives."""
+    try:
+        return bool(gpu and find_gpu(gpu))
+    except ValueError:
+        return False
+
+
 def run(script: str, words: Sequence[Any]) -> dict[str, Any]:
-    """Start a tool; return the metrics of its results.json, none where it refuses."""
+    """Start a tool; return its JSON, or results.json's metrics; nothing where it refuses."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "tool")
-        command = [sys.executable, script, *map(str, words), "--output-dir", str(output)]
+        command = [sys.executable, script, *map(str, words)]
+        if script != PLANNER:
+            command += ["--output-dir", str(output), "--device", "cpu"]
         how = {"cwd": REPOSITORY, "env": launch.clean_environ(launch.TORCHRUN, 1)}
-        subprocess.run([*command, "--device", "cpu"], capture_output=True, check=False, **how)
+        ended = subprocess.run(command, capture_output=True, check=False, **how)
+        if script == PLANNER:
+            return {} if ended.returncode else json.loads(ended.stdout)
         results = output / "results.json"
         return json.loads(results.read_text())["metrics"] if results.exists() else {}

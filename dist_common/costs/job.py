@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+AXES = ("tp", "cp", "dp", "pp")
 RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "gather")
 
@@ -75,6 +76,7 @@ class Layout:
     offload: str = "none"  # none, optimizer, all (ZeRO-3)
     overlap_tp: bool = False  # products cut so that tp's collectives run beside them (async TP)
     overlap_dp: bool = True  # gradients are reduced while backward computes
+    order: tuple[str, ...] = AXES  # of ranks, innermost first: neighbours differ in the first
 
     @property
     def gpus(self) -> int:

@@ -31,6 +31,9 @@ def _deepseek(name, layers, hidden, dense_ffn, ffn, vocab, experts, **more) -> M
 _PHI = {"gated": False, "biases": True, "norms": 1}
 _GEMMA2 = {"head_dim": 256, "tied_embeddings": True, "norms": 4, "softcap": True}
 _ALL = [
+    _model("tiny", 4, 128, 4, 2, 352, 256),  # the templates' own, as 124m and 1b
+    _model("124m", 12, 768, 12, 12, 2_048, 50_257, tied_embeddings=True),
+    _model("1b", 16, 2_048, 32, 8, 8_192, 128_256, tied_embeddings=True),
     _gpt("gpt2-124m", 12, 768, 12, 50_257, 1_024),
     _gpt("gpt2-350m", 24, 1_024, 16, 50_257, 1_024),
     _gpt("gpt2-774m", 36, 1_280, 20, 50_257, 1_024),

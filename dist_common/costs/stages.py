@@ -75,7 +75,7 @@ def replica_seconds(job, layout, cluster, weights, layers: int, rates) -> tuple[
         return 0.0, 0.0
     width = job.reduce_bytes
     if layout.zero == 0:
-        nodes = step.nodes_of(layout.replicas, layout.tp, cluster)
+        nodes = step.nodes_of(layout, step.REPLICAS, layout.replicas, cluster)
         size = weights * width
         return 0.0, seconds_of("all_reduce", size, layout.replicas, cluster, nodes, rates)
     times = 1

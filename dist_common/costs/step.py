@@ -1,7 +1,7 @@
 """What a step takes: compute, communication that nothing hides, bubble, optimizer.
 
-All times are of one GPU in seconds. Axes lie on ranks as Megatron-LM has them: tp next to each
-other, then cp, dp, pp.
+All times are of one GPU in seconds. Axes lie on ranks in the layout's order, where none is given
+in Megatron-LM's: tp next to each other, then cp, dp, pp.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from dist_common.costs.sent import (
 )
 
 WIDTH = compute.WIDTH
+REPLICAS = ("cp", "dp")  # axes whose ranks hold the same weights
+NOTHING = compute.Seconds(0.0, 0.0, 0.0, 0.0)  # computes while something is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,32 @@ class Stage:
         return self.forward + self.backward + self.tp + self.cp + self.ep + self.dp + self.gaps
 
 
-def nodes_of(ranks: int, stride: int, cluster: Cluster) -> int:
-    """Return the nodes on which `ranks` ranks stand that are `stride` apart."""
-    inside = max(1, min(ranks, cluster.gpus_per_node // stride))
+def strides_of(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
+    """Return the (stride, size) of axes on ranks, innermost first; neighbours are one."""
+    found, stride, before = [], 1, ""
+    for axis in layout.order:
+        size = getattr(layout, axis)
+        if axis in axes and before in axes:
+            found[-1][1] *= size
+        elif axis in axes:
+            found.append([stride, size])
+        stride *= size
+        before = axis
+    return found
+
+
+def nodes_of(
+    layout: Layout, axes: tuple[str, ...], ranks: int, cluster: Cluster, every: int = 1
+) -> int:
+    """Return the nodes on which so many ranks stand that differ in `axes`, `every` apart there."""
+    inside, rest = 1, ranks
+    for stride, size in strides_of(layout, axes):
+        if every >= size > 1:
+            every //= size
+            continue
+        take = min(rest, size // every)
+        inside *= max(1, min(take, cluster.gpus_per_node // (stride * every)))
+        rest, every = -(-rest // max(1, take)), 1
     return -(-ranks // inside)
 
 
@@ -66,7 +91,7 @@ def tensor_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float:
     if t == 1:
         return 0.0
     size = WIDTH * layout.micro_batch * job.seq_len / layout.cp * job.model.hidden
-    nodes = nodes_of(t, 1, cluster)
+    nodes = nodes_of(layout, ("tp",), t, cluster)
     repeats = passes_of_activations(layout.recompute)
     if layout.sequence_parallel:
         gather = seconds_of("all_gather", size, t, cluster, nodes, rates)
@@ -90,7 +115,7 @@ def context_seconds(job, layout, cluster, layer: compute.Seconds, rates) -> floa
         return 0.0
     model = job.model
     tokens = layout.micro_batch * job.seq_len / c
-    nodes = nodes_of(c, layout.tp, cluster)
+    nodes = nodes_of(layout, ("cp",), c, cluster)
     keys = WIDTH * 2 * tokens * models.key_width(model) / layout.tp
     again = layout.recompute == "full"
     if layout.cp_kind == "ring":
@@ -119,7 +144,7 @@ def expert_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float:
     size = WIDTH * tokens * job.model.top_k * job.model.hidden
     if layout.sequence_parallel:
         size /= layout.tp
-    nodes = nodes_of(layout.ep, layout.tp, cluster)
+    nodes = nodes_of(layout, REPLICAS, layout.ep, cluster)
     one = seconds_of("all_to_all", size, layout.ep, cluster, nodes, rates)
     return 2 * one * passes_of_activations(layout.recompute)
 
@@ -127,15 +152,14 @@ def expert_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float:
 def shard_seconds(layout: Layout, cluster: Cluster, weights: float, width: int, kind, rates):
     """Return seconds to gather, or reduce and scatter, weights over the ranks that shard them."""
     shards = layout.shards
-    nodes = nodes_of(shards, layout.tp, cluster)
+    nodes = nodes_of(layout, REPLICAS, shards, cluster)
     return seconds_of(kind, weights * width, shards, cluster, nodes, rates)
 
 
 def copies_seconds(layout: Layout, cluster: Cluster, weights: float, width: int, rates) -> float:
     """Return seconds in which HSDP's copies average the gradients of a shard."""
     copies = layout.replicas // layout.shards
-    stride = layout.tp * layout.shards
-    nodes = nodes_of(copies, stride, cluster)
+    nodes = nodes_of(layout, REPLICAS, copies, cluster, every=layout.shards)
     return seconds_of("all_reduce", weights / layout.shards * width, copies, cluster, nodes, rates)
 
 
@@ -169,7 +193,7 @@ def gradient_seconds(job, layout, cluster, weights, backward: float, rates) -> f
     if layout.replicas == 1 or each or job.frozen:
         return 0.0
     n, earlier = layout.replicas, 0.0
-    nodes = nodes_of(n, layout.tp, cluster)
+    nodes = nodes_of(layout, REPLICAS, n, cluster)
     if layout.zero == 0:
         time = seconds_of("all_reduce", weights * job.reduce_bytes, n, cluster, nodes, rates)
     else:
@@ -188,7 +212,7 @@ def pipeline_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> float
         return 0.0
     size = WIDTH * layout.micro_batch * job.seq_len / layout.cp * job.model.hidden
     size /= layout.tp
-    stride = layout.tp * layout.cp * layout.dp
+    ((stride, _),) = strides_of(layout, ("pp",))
     nodes = 1 if layout.gpus <= cluster.gpus_per_node or stride < cluster.gpus_per_node else 2
     one = seconds_of("send", size, 2, cluster, nodes, rates)
     return 2 * layout.virtual_stages * layout.micro_batches(job) * one
@@ -204,8 +228,10 @@ def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster, weights, rates
     return mine * rates["optimizer.bytes"] / (cluster.gpu.hbm_gb_s * 1e9 * rates["hbm"])
 
 
-def layers_seconds(job, layout, cluster, layers: int, dense: bool, rates) -> Stage:
-    """Return what one micro-batch takes in so many layers of a kind."""
+def layers_seconds(
+    job, layout, cluster, layers: int, dense: bool, rates, alone: bool = False
+) -> Stage:
+    """Return what one micro-batch takes in so many layers of a kind (alone: stage_seconds)."""
     if not layers:
         return Stage(0.0, 0.0)
     model = job.model
@@ -220,32 +246,35 @@ def layers_seconds(job, layout, cluster, layers: int, dense: bool, rates) -> Sta
     elif layout.recompute == "operators":
         backward += layer.half
     tp = tensor_seconds(job, layout, cluster, rates)
+    beside = NOTHING if alone else layer
     dp = 0.0
     if layout.zero == 3 and layout.replicas > 1 and not memory.gathers_once(job, layout):
         number = 0 if dense else model.layers - 1
         routed = models.expert_parameters(model, number)
         weights = models.layer_parameters(model, number) - routed + routed / layout.ep
-        dp = fsdp_seconds(job, layout, cluster, weights / layout.tp, layer, rates)
+        dp = fsdp_seconds(job, layout, cluster, weights / layout.tp, beside, rates)
     launch = passes * compute.launch_seconds(job, rates)
     return Stage(
         layers * layer.forward,
         layers * backward,
         layers * tp,
-        layers * context_seconds(job, layout, cluster, layer, rates),
+        layers * context_seconds(job, layout, cluster, beside, rates),
         0.0 if dense else layers * expert_seconds(job, layout, cluster, rates),
         layers * dp,
         layers * max(0.0, launch - layer.forward - backward - tp),
     )
 
 
-def stage_seconds(job, layout, cluster, layers: int, head: bool, rates) -> Stage:
-    """Return what one micro-batch takes on a stage of so many layers."""
+def stage_seconds(
+    job, layout, cluster, layers: int, head: bool, rates, alone: bool = False
+) -> Stage:
+    """Return what one micro-batch takes on a stage; `alone`: nothing hides what is sent."""
     model = job.model
     plain = layers
     if model.experts:
         plain = min(layers, model.dense_layers) if layout.pp == 1 or not head else 0
-    one = layers_seconds(job, layout, cluster, plain, True, rates)
-    two = layers_seconds(job, layout, cluster, layers - plain, False, rates)
+    one = layers_seconds(job, layout, cluster, plain, True, rates, alone)
+    two = layers_seconds(job, layout, cluster, layers - plain, False, rates, alone)
     stage = one + two
     if head:
         own = compute.head_seconds(job, layout, cluster, rates)
@@ -253,14 +282,20 @@ def stage_seconds(job, layout, cluster, layers: int, head: bool, rates) -> Stage
     return stage + Stage(0.0, 0.0, gaps=rates["step.micro_ms"] / 1e3)
 
 
+def kinds_of_stage(job: Job, layout: Layout) -> list[tuple[int, bool]]:
+    """Return (layers, has the head) of the last stage, and of the fullest of the others."""
+    counts = memory.layers_of_stages(job.model.layers, layout.pp)
+    if layout.pp == 1:
+        return [(counts[0], True)]
+    return [(counts[-1], True), (max(counts[:-1]), False)]
+
+
 def step_parts(job: Job, layout: Layout, cluster: Cluster, rates) -> dict[str, float]:
     """Return the seconds of a step by part."""
     m = layout.micro_batches(job)
-    counts = memory.layers_of_stages(job.model.layers, layout.pp)
-    last = stage_seconds(job, layout, cluster, counts[-1], True, rates)
-    inner = last
-    if layout.pp > 1:
-        inner = stage_seconds(job, layout, cluster, max(counts[:-1]), False, rates)
+    kinds = kinds_of_stage(job, layout)
+    stages = [stage_seconds(job, layout, cluster, *kind, rates) for kind in kinds]
+    last, inner = stages[0], stages[-1]
     slowest = max(last, inner, key=lambda stage: stage.total)
     # 1F1B: the slowest stage is busy all the time; filling and draining takes the others once.
     whole = (layout.pp - 1) * inner.total + last.total
