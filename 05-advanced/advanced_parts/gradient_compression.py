@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from advanced_parts.layout_traffic import powersgd_numbers
 from dist_common import cli, data, measure, runtime
+from dist_common.costs.sent import powersgd_numbers
 from dist_common.lab import proofs, traffic
 from dist_common.report import Report
 
@@ -126,7 +126,7 @@ def handed_over(method: partial | None, parameters: list) -> int:
     if kind == "TopK":  # a number and its place, 4 bytes each
         return 8 * math.ceil(settings["fraction"] * size)
     if kind == "PowerSGD":
-        return 4 * powersgd_numbers(parameters, settings["rank"])
+        return 4 * powersgd_numbers((p.shape for p in parameters), settings["rank"])
     return settings.get("dtype", torch.float32).itemsize * size
 
 

@@ -8,6 +8,7 @@ import torch
 
 from advanced_parts import layout_memory as memory
 from advanced_parts.layout_memory import Cluster, Job, Layout, compute_seconds, forward_flops
+from dist_common.costs import sent as costs_sent
 from dist_common.costs.memory import BF16, FP32
 from dist_common.costs.sent import passes_of_activations, passes_of_weights, ring_of_keys
 from dist_common.measure import GIB
@@ -152,13 +153,8 @@ def weight_traffic(job: Job, cluster: Cluster, layout: Layout, forward_s: float)
 
 
 def powersgd_numbers(weights: Iterable[torch.Tensor], rank: int) -> int:
-    """Return the numbers that PowerSGD all-reduces in place of all gradients.
-
-    A matrix (n, m) becomes P (n, r) and Q (m, r); vectors are sent whole. Source: Vogels et al.
-    (2019), algorithm 1.
-    """
-    shapes = (w.flatten(1).shape if w.dim() > 1 else (len(w), 0) for w in weights)
-    return sum(min(rank, n, m) * (n + m) if m else n for n, m in shapes)
+    """Return what sent.powersgd_numbers does, of tensors."""
+    return costs_sent.powersgd_numbers((w.shape for w in weights), rank)
 
 
 def bubble_of(job: Job, layout: Layout) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import lcm
+from collections.abc import Iterable, Sequence
+from math import lcm, prod
 
 from dist_common.costs import models
 from dist_common.costs.collectives import bus_factor
@@ -65,3 +66,16 @@ def bytes_of_weights(
     else:
         sent = (micro_batches if zero == 2 else 1) * reduced + forward
     return sent * bus_factor("all_gather", ranks)
+
+
+def powersgd_numbers(shapes: Iterable[Sequence[int]], rank: int) -> int:
+    """Return the numbers that PowerSGD all-reduces in place of gradients of these shapes.
+
+    A matrix (n, m) becomes P (n, r) and Q (m, r); further dimensions count as m's. Vectors (n,) are
+    sent whole. Source: Vogels et al. (2019), algorithm 1.
+    """
+    numbers = 0
+    for n, *others in shapes:
+        m = prod(others)
+        numbers += min(rank, n, m) * (n + m) if others else n
+    return numbers
