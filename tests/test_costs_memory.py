@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pipeline_schedules
-from advanced_parts import layout_memory
 from dist_common import models as torch_models
 from dist_common.costs import finetune, memory, models
 from dist_common.costs.hardware import GPUS
@@ -240,7 +239,7 @@ TIED = replace(ODD, tied_embeddings=True)
 def test_states_are_those_of_fsdp2(in_a_fork, config, ranks, shard):
     """To the byte, where rows do not divide and with copies of shards (HSDP) too."""
     held = in_a_fork(lambda: bytes_held(config, ranks, shard))
-    job = Job(layout_memory.shape_of(config), 64, ranks)
+    job = Job(models.of_config(config), 64, ranks)
     layout = Layout(dp=ranks, zero=3, shard=shard)
     predicted = memory.memory_of(job, layout)
     assert [predicted[part] for part in ("parameters", "gradients", "optimizer")] == held
@@ -249,7 +248,7 @@ def test_states_are_those_of_fsdp2(in_a_fork, config, ranks, shard):
 def test_states_of_data_parallel_are_whole(in_a_fork):
     config = replace(TINY, num_layers=1)
     held = in_a_fork(lambda: bytes_held(config, 1, 0))
-    job = Job(layout_memory.shape_of(config), 64, 8, parameter_bytes=4, optimizer_bytes=8)
+    job = Job(models.of_config(config), 64, 8, parameter_bytes=4, optimizer_bytes=8)
     predicted = memory.memory_of(job, Layout(dp=8))
     assert [predicted[part] for part in ("parameters", "gradients", "optimizer")] == held
 
@@ -262,7 +261,7 @@ def test_a_layer_keeps_what_the_lesson_says():
     config = torch_models.PRESETS["llama3-70b"]
     D, F, H = config.dim, config.ffn_dim, config.num_heads
     kv = D // H * config.num_kv_heads
-    job = Job(layout_memory.shape_of(config), 4096, 1)
+    job = Job(models.of_config(config), 4096, 1)
     assert memory.layer_bytes(job, Layout()) == 2 * (6 * D + 2 * kv + 4 * F) + 4 * (H + 2)
     eight = memory.layer_bytes(job, Layout(tp=8))  # what norms return is whole on each of tp
     assert eight == 4 * D + (2 * (4 * D + 2 * kv + 4 * F) + 4 * (H + 2)) / 8
@@ -281,8 +280,9 @@ def test_a_layer_keeps_what_the_template_keeps(tp, cp, recompute):
     if recompute == "none":
         cut = 4 * D + 4 * config.ffn_dim + 2 * cp * (D // H * config.num_kv_heads) + D * (cp > 1)
         expected = 4 * D + (2 * cut + 4 * (H + 2)) / tp
-    layout = layout_memory.Layout(tp=tp, cp=cp, recompute=recompute)
-    assert layout_memory.kept_by_the_template(config, layout) == pytest.approx(expected)
+    layout = Layout(tp=tp, cp=cp, cp_kind="gather", recompute=recompute)
+    kept = memory.kept_bytes(Job(models.of_config(config), 4096, 1), layout, 0)
+    assert kept == pytest.approx(expected)
 
 
 def test_a_stage_has_the_weights_of_its_layers():
@@ -312,9 +312,7 @@ def test_adapters_have_the_weights_that_the_lesson_says(targets):
     of_lesson = [layer for target in targets for layer in names[target]]
     args = Namespace(target_modules=of_lesson, lora_rank=16, optimizer="adamw")
     expected = lora_checks.expected_of(config, "LoRA", args, 1)["trained weights"]
-    assert (
-        finetune.trained_parameters(layout_memory.shape_of(config), "lora", 16, targets) == expected
-    )
+    assert finetune.trained_parameters(models.of_config(config), "lora", 16, targets) == expected
     assert finetune.frozen_weight_bytes("nf4") == 0.5 + 4 / 64
 
 

@@ -12,13 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
-from advanced_parts import layout_memory
-from advanced_parts.kept_bytes import LiveBytes, kept_for_backward
-from advanced_parts.layout_memory import FP32, layer_matrices, products
+from advanced_parts.kept_bytes import LiveBytes, as_on_a_gpu, kept_for_backward
 from dist_common import data, models, runtime
 from dist_common.cli import UsageError
 from dist_common.costs import memory
+from dist_common.costs.compute import attention_flops
 from dist_common.costs.job import Job, Layout
+from dist_common.costs.memory import FP32
+from dist_common.costs.models import key_width, of_config, shapes_of_kind
 from dist_common.lab import proofs
 from dist_common.lab.figure import figure
 from dist_common.lab.traffic import TrafficCounter
@@ -137,16 +138,23 @@ def check_dropout(report, build, add_dropout, checkpoint_each, reference: Refere
     report.say(f"dropout with preserve_rng_state=False: no error, and a gradient {wrong:.0%} off")
 
 
+def products(config) -> list[int]:
+    """Return the weights of a block's seven products, in the order of its forward."""
+    shapes = shapes_of_kind(of_config(config), dense=True)
+    return [outputs * inputs for outputs, inputs, _ in shapes if inputs > 1]
+
+
 def step_flops(config, seq_len: int, name: str, segment: int) -> float:
     """Return a step's operations per block and token: 3 forwards', and those that backward repeats.
 
     Forward has 2 per weight, and attention's. PyTorch ends a recomputation when backward has all it
     needs: before a checkpoint's last product.
     """
-    whole = 2 * layer_matrices(config) + layout_memory.attention_flops(config, seq_len)
-    last = 2 * products(config)[-1]
+    weights = products(config)
+    whole = 2 * sum(weights) + attention_flops(of_config(config), seq_len)
+    last = 2 * weights[-1]
     repeated = {
-        "2nd product": 2 * sum(products(config)[1::2]),
+        "2nd product": 2 * sum(weights[1::2]),
         "2nd block": (whole - last) / 2,
         "segments": whole - last / segment,
         "full": whole - last,
@@ -160,8 +168,9 @@ def kept_bytes(config, name: str, number: int, block: float, segment: int) -> fl
     Selective: the block's input (D), what its products return (3 D + 2 kv + 2 F), attention's
     output (D), and for each head a float32.
     """
-    D, F_, kv_dim = config.dim, config.ffn_dim, layout_memory.key_width(config)
-    job = Job(layout_memory.shape_of(config), 1, 1, precision="bf16" if number == 2 else "fp32")
+    shape = of_config(config)
+    D, F_, kv_dim = config.dim, config.ffn_dim, key_width(shape)
+    job = Job(shape, 1, 1, precision="bf16" if number == 2 else "fp32")
     heads = FP32 * config.num_heads
     return {
         "none": block,
@@ -197,7 +206,7 @@ def stack(config, tokens: tuple[int, int], dtype, device, count: int, way):
         x = torch.randn(*tokens, config.dim, dtype=dtype, requires_grad=True)
         places = torch.arange(tokens[1])
     for block in model.blocks if x.is_meta else ():
-        layout_memory.as_on_a_gpu(block)
+        as_on_a_gpu(block)
     way(model)
     tables = models.rotary_tables(places, config.dim // config.num_heads, config.rope_theta)
     return model.blocks, x, tables

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts.kept_bytes import kept_for_backward
-from advanced_parts.layout_memory import FP32, activation_bytes
 from dist_common import data, models, runtime
+from dist_common.costs import job as costs
+from dist_common.costs.memory import FP32, layer_bytes
+from dist_common.costs.models import of_config
 from dist_common.lab import proofs
 from dist_common.lab.links import slow_group
 from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
@@ -193,7 +195,8 @@ def kept_formula(job: Job, size: int) -> tuple[int, str]:
     config, T = job.config, job.args.seq_len
     heads = config.num_heads
     # On a CPU each of two norms also keeps what it scales, and attention's heads are copied.
-    block = FP32 * 3 * config.dim + activation_bytes(config, number=FP32)
+    planned = costs.Job(of_config(config), T, size, precision="fp32")
+    block = FP32 * 3 * config.dim + round(layer_bytes(planned, costs.Layout()))
     # Head: a norm and its root, probabilities; the token and its target.
     token = config.num_layers * block + FP32 * (3 * config.dim + 1 + config.vocab_size) + 2 * 8
     once = FP32 * (T * config.dim // heads + 1)  # two rotary tables, and a number of the loss

@@ -8,6 +8,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dist_common.models import Block, norms_of_a_gpu
+
 
 def storages(values) -> dict[int, torch.UntypedStorage]:
     """Return the memory behind all tensors in `values`, by address; views share theirs."""
@@ -62,3 +64,11 @@ def kept_for_backward(model, others=(), counts=lambda: True):
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield kept
+
+
+def as_on_a_gpu(block: Block) -> None:
+    """Have a block on `meta` call a GPU's attention, and keep of its norms what a GPU would."""
+    # By its name: on `meta` a GPU's kernel has shapes, `scaled_dot_product_attention` no choice.
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    block.attention.attend = lambda q, k, v: kernel(q, k, v, 0.0, True)[0]
+    norms_of_a_gpu(block)

@@ -6,8 +6,7 @@ Adam's moments. Letters as in TransformerConfig: V, D, L, F; b sequences of T to
 
 from dataclasses import dataclass, replace
 
-import torch
-
+from advanced_parts.kept_bytes import as_on_a_gpu  # noqa: F401
 from advanced_parts.pipeline_schedules import peak_formula
 from dist_common.costs import compute
 from dist_common.costs import job as costs
@@ -15,7 +14,7 @@ from dist_common.costs import memory as costs_memory
 from dist_common.costs import models as costs_models
 from dist_common.costs.memory import BF16, FP32, layers_of_stages
 from dist_common.costs.models import of_config as shape_of
-from dist_common.models import PRESETS, Block, TransformerConfig, norms_of_a_gpu
+from dist_common.models import PRESETS, TransformerConfig
 
 # Grattafiori et al., The Llama 3 Herd of Models (2024), table 3.
 LLAMA3_405B = TransformerConfig(128_256, 16_384, 126, 128, 8, 53_248, 131_072, rope_theta=5e5)
@@ -122,14 +121,6 @@ def activation_bytes(config: TransformerConfig, recompute: str = "none", number:
     job = costs.Job(shape_of(config), 1, 1, precision="bf16" if number == BF16 else "fp32")
     kept = costs_memory.layer_bytes(job, costs.Layout())
     return round(kept) - (2 * number * config.ffn_dim if recompute == "swiglu" else 0)
-
-
-def as_on_a_gpu(block: Block) -> None:
-    """Have a block on `meta` call a GPU's attention, and keep of its norms what a GPU would."""
-    # By its name: on `meta` a GPU's kernel has shapes, `scaled_dot_product_attention` no choice.
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    block.attention.attend = lambda q, k, v: kernel(q, k, v, 0.0, True)[0]
-    norms_of_a_gpu(block)
 
 
 def weights_of_stage(config: TransformerConfig, layout: Layout, stage: int) -> float:

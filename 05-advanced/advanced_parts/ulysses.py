@@ -1,8 +1,8 @@
 """What ulysses.py compares beside its answer: the bytes of each way."""
 
-from advanced_parts.layout_memory import BF16, FP32, key_width
 from advanced_parts.ring_attention import ring_bytes
-from dist_common.costs.models import of_config
+from dist_common.costs.memory import BF16, FP32
+from dist_common.costs.models import key_width, of_config
 from dist_common.costs.sent import ulysses_numbers
 from dist_common.models import PRESETS
 
@@ -23,7 +23,7 @@ def ulysses_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[i
 
 def all_gather_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int, int]:
     """Return the same for k and v gathered once and kept, dk and dv reduce-scattered."""
-    block = 2 * tokens // ranks * key_width(config)
+    block = 2 * tokens // ranks * key_width(of_config(config))
     return (ranks - 1) * block * width, (ranks - 1) * block * FP32
 
 
