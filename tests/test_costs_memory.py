@@ -257,7 +257,7 @@ def test_states_of_data_parallel_are_whole(in_a_fork):
 
 
 def test_a_layer_keeps_what_the_lesson_says():
-    """As combining.md derives it; tests/test_05_combining.py counts it on the real size."""
+    """As combining.md derives it; tests/test_costs_counts.py counts it on the real size."""
     config = torch_models.PRESETS["llama3-70b"]
     D, F, H = config.dim, config.ffn_dim, config.num_heads
     kv = D // H * config.num_kv_heads
@@ -297,12 +297,13 @@ def test_a_stage_has_the_weights_of_its_layers():
         assert found == (weights, 0)
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("interleaved", 3)])
-def test_micro_batches_in_flight_are_the_schedules(schedule, virtual):
-    orders = pipeline_schedules.build(schedule, 4, 8, virtual)
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+@pytest.mark.parametrize(("m", "v"), [(1, 1), (2, 1), (16, 1), (8, 3), (64, 4)])
+def test_micro_batches_in_flight_are_the_schedules(p, m, v):
+    orders = pipeline_schedules.build("interleaved" if v > 1 else "1f1b", p, m, v)
     for stage, order in enumerate(orders):
-        expected = pipeline_schedules.peak_activations(order, virtual)
-        assert memory.in_flight(4, stage, 8, virtual) == expected
+        expected = pipeline_schedules.peak_activations(order, v)
+        assert memory.in_flight(p, stage, m, v) == expected
 
 
 @pytest.mark.parametrize("targets", [("query", "value"), ("query", "key", "mlp")])

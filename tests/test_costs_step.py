@@ -7,6 +7,7 @@ from itertools import permutations
 
 import pytest
 
+import pipeline_schedules
 from dist_common.costs import collectives, compute, memory, models, rates, step
 from dist_common.costs.axes import axes_of
 from dist_common.costs.hardware import GPUS, Cluster, find_gpu
@@ -150,14 +151,28 @@ def test_one_gpu_sends_nothing():
     assert all(found[part] == 0 for part in ("tp", "cp", "ep", "dp", "pp", "bubble"))
 
 
-def test_the_bubble_is_narayanan_s():
-    """Idle over busy is (p - 1) / (v m) where stages are alike (Narayanan et al., 2021)."""
-    job = replace(JOB, model=replace(JOB.model, vocab=128), global_batch=16)
-    for virtual in (1, 2):
-        layout = Layout(pp=4, virtual_stages=virtual)
-        found = parts(layout, job)
-        busy = found["compute"] + found["other"]
-        assert found["bubble"] / busy == pytest.approx(3 / (virtual * 16), rel=0.02)
+@pytest.mark.parametrize("p", [2, 4, 8])
+@pytest.mark.parametrize(("m", "v"), [(1, 1), (2, 1), (16, 1), (8, 2), (16, 4)])
+def test_the_bubble_is_that_of_a_schedule_stepped_through(p, m, v):
+    """Backward takes twice forward, and all stages are alike (Narayanan et al., 2021)."""
+    name = "interleaved" if v > 1 else "1f1b"
+    schedule = pipeline_schedules.build(name, p, m, v)
+    spans = pipeline_schedules.simulate(schedule, pipeline_schedules.durations(name, v))
+    took = max(span.end for rank in spans for span in rank)
+    job = replace(JOB, model=replace(JOB.model, vocab=128), global_batch=m)
+    found = parts(Layout(pp=p, virtual_stages=v), job)
+    busy = found["compute"] + found["other"] - rates.RATES["step.fixed_ms"] / 1e3
+    assert found["bubble"] / busy == pytest.approx(took / (3 * m) - 1, rel=0.005)
+
+
+def test_keys_and_values_go_around_a_ring():
+    """With their gradients in backward, over links that nothing hides (Liu et al., 2023)."""
+    slow = Cluster(GPUS["h100"], network_gb_s=0.01)
+    hop = 2 * 2 * 8192 / 16 * 1024  # bytes: keys and values of eight heads, in 16 bits
+    hops = 15 * (1 + 2) * JOB.model.layers
+    found = parts(Layout(cp=16), replace(JOB, global_batch=1), slow)["cp"]
+    expected = hops * hop / (0.01e9 * rates.RATES["network.rate"])
+    assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_experts_send_tokens_and_compute_those_of_top_k():

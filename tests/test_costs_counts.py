@@ -1,0 +1,109 @@
+"""The costs' formulas against counts: layers of the real size on `meta`, papers' closed forms."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from advanced_parts.kept_bytes import kept_for_backward
+from advanced_parts.layout_memory import as_on_a_gpu
+from dist_common import models as torch_models
+from dist_common.costs import compute, memory, models
+from dist_common.costs.job import Job, Layout
+
+SEQ_LEN = 64  # tokens that are counted; everything but attention's scores grows with them
+LLAMA3_405B = torch_models.TransformerConfig(128_256, 16_384, 126, 128, 8, 53_248, 8192)
+CONFIGS = torch_models.PRESETS | {"llama3-405b": LLAMA3_405B}
+SAME = {
+    "1b": "llama3.2-1b",
+    "llama2-7b": "llama2-7b",
+    "llama3-8b": "llama3-8b",
+    "llama3-70b": "llama3-70b",
+    "llama3-405b": "llama3-405b",
+    "mixtral-8x7b": "mixtral-8x7b",
+}
+
+
+@pytest.mark.parametrize(("preset", "name"), SAME.items())
+def test_what_trains_has_the_shape_that_is_planned(preset, name):
+    config = (CONFIGS | torch_models.MIXTURES)[preset]
+    assert replace(models.of_config(config), name=name) == models.MODELS[name]
+
+
+# counts of the model's own tensors
+
+
+def counted_bytes(config) -> int:
+    """Run one bfloat16 layer with a GPU's fused kernels; return bytes per token that it keeps."""
+    with torch.device("meta"):
+        block = torch_models.Block(config).to(torch.bfloat16)
+        x = torch.empty(1, SEQ_LEN, config.dim, dtype=torch.bfloat16, requires_grad=True)
+        head_dim = config.dim // config.num_heads
+        tables = torch_models.rotary_tables(torch.empty(SEQ_LEN), head_dim, config.rope_theta)
+    as_on_a_gpu(block)
+    with kept_for_backward(block, tables) as kept:
+        block(x, *tables)
+    # The reshape after attention copies its heads side by side: a GPU's kernel writes them so.
+    return (sum(kept.values()) - x.nbytes) // SEQ_LEN
+
+
+def counted_flops(config) -> int:
+    """Count forward and backward of SEQ_LEN tokens in one layer and the head, all scores."""
+    one = replace(config, num_layers=1, max_seq_len=SEQ_LEN)
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        torch_models.Transformer(one)(torch.empty(1, SEQ_LEN, dtype=torch.int64)).sum().backward()
+    return counter.get_total_flops()
+
+
+def layer_flops(job: Job, layout: Layout) -> float:
+    """Return forward's FLOPs of a micro-batch in a layer on one GPU, of the products timed."""
+    products = sum(2 * m * n * k for m, n, k in compute.layer_matrices(job, layout, True))
+    pairs = layout.micro_batch * job.seq_len**2 / layout.cp / layout.tp
+    return products + compute.attention_flops(job.model, pairs)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_formulas_are_counts_on_the_real_size(in_a_fork, name):
+    config = CONFIGS[name]
+    model = models.of_config(config)
+    job = Job(model, SEQ_LEN, 1)
+    assert memory.layer_bytes(job, Layout()) == counted_bytes(config)
+    head = 2 * SEQ_LEN * model.vocab * model.hidden
+    flops = in_a_fork(lambda: counted_flops(config))
+    assert 3 * (layer_flops(job, Layout()) + head) == flops
+    one = replace(job, model=replace(model, layers=1))
+    assert compute.model_flops(one) == pytest.approx(flops, rel=2e-3)  # it counts norms' weights
+    with torch.device("meta"):
+        weights = sum(w.numel() for w in torch_models.Transformer(config).parameters())
+    assert models.parameters(model) == weights
+    for pp in (1, 2, 4):
+        copies = model.vocab * model.hidden * (model.tied_embeddings and pp > 1)
+        stages = [sum(memory.weights_of_stage(job, Layout(pp=pp), s)) for s in range(pp)]
+        assert sum(stages) == weights + copies
+
+
+# closed forms of papers
+
+# Layers, hidden, tp, pp, dp, micro-batch, global batch of table 1 (Narayanan et al., SC 2021).
+SC21 = [(24, 2304, 1, 1, 32, 16, 512), (40, 6144, 8, 1, 32, 8, 1024), (48, 8192, 8, 2, 32, 4, 1536),
+        (96, 16_384, 8, 16, 15, 1, 2160), (105, 20_480, 8, 35, 9, 1, 2520),
+        (128, 25_600, 8, 64, 6, 1, 3072)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "h", "tp", "pp", "dp", "micro", "batch"), SC21)
+def test_operations_are_narayanans_closed_form(layers, h, tp, pp, dp, micro, batch):
+    """96 B s l h^2 (1 + s / 6h + V / 16 l h), with recomputation (2021, equation 3).
+
+    72 B s l h^2 (1 + s / 6h + V / 12 l h) without (Korthikanti et al., 2022, appendix A).
+    """
+    own = {"layers": layers, "hidden": h, "ffn": 4 * h, "heads": h // 128, "kv_heads": h // 128}
+    shape = replace(models.MODELS["gpt3-175b"], **own)
+    job, layout = Job(shape, 2048, batch), Layout(tp, 1, pp, dp, micro_batch=micro)
+    s, V = job.seq_len, shape.vocab
+    form = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + V / (16 * layers * h))
+    head = 3 * 2 * batch * s * h * V
+    executed = 4 * layer_flops(job, layout) * tp * layers * dp * layout.micro_batches(job)
+    assert executed + head == pytest.approx(form, rel=1e-9)
+    model = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + V / (12 * layers * h))
+    assert compute.model_flops(job) == pytest.approx(model, rel=2e-3)
