@@ -12,7 +12,7 @@ import torch
 from conftest import REPO, load_script, run_command
 from torch.utils.flop_counter import FlopCounterMode
 
-from advanced_parts import plan_explain, plan_launch, plan_rules, plan_text, planner
+from advanced_parts import plan_explain, plan_launch, plan_picture, plan_rules, plan_text, planner
 from advanced_parts.kept_bytes import kept_for_backward
 from advanced_parts.plan_search import Found, search
 from dist_common import cli
@@ -286,7 +286,33 @@ def test_a_thousand_gpus_are_searched():
     assert len(found.best) >= 5 and all(p.layout.gpus == 1024 for p in found.best)
 
 
-# words
+# words and the picture
+
+
+def test_the_best_are_drawn_part_by_part(say, tmp_path, monkeypatch):
+    drawn = []
+    parts = plan_picture.draw_parts
+    monkeypatch.setattr(plan_picture, "draw_parts",
+                        lambda axes, *rest: parts(axes, *rest) or drawn.append(axes))  # fmt: skip
+    flags = ("plan", "--model", "llama3-8b", "--gpus", 16, "--global-batch", 64, "--json")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        plans = json.loads(say(*flags, "--output-dir", folder))["plans"]
+    one, two = [(folder / planner.PICTURE).read_bytes() for folder in folders]
+    assert one == two
+    with pytest.raises(cli.UsageError, match="one is not empty"):
+        say(*flags, "--output-dir", folders[0])
+    times, sizes = [widths_of(axes) for axes in drawn[:2]]
+    assert times == pytest.approx([plan["step_time_s"] for plan in plans])
+    held = [plan["memory_bytes"]["total"] / 2**30 for plan in plans]
+    assert sizes == pytest.approx(held)
+    (limit,) = drawn[1].lines
+    assert limit.get_xdata()[0] * 2**30 == pytest.approx(plans[0]["memory_bytes"]["limit"])
+
+
+def widths_of(axes) -> list[float]:
+    """Return the length of each row of bars."""
+    return [sum(bar.get_width() for bar in row) for row in zip(*axes.containers, strict=True)]
 
 
 def test_the_words_change_with_the_hardware(say):

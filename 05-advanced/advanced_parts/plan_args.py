@@ -66,6 +66,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         add("--dollars-per-gpu-hour", type=rate, metavar="PRICE", help="with --tokens: dollars")
         add("--explain", action="store_true", help="put numbers into each formula, with its source")
         add("--json", action="store_true", help="print one JSON object, bytes and seconds")
+        if verb == "plan":
+            add("--output-dir", metavar="DIR", help="an empty folder: draw the best five there")
     return parser.parse_args(argv)
 
 

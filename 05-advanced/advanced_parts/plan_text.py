@@ -70,10 +70,15 @@ def layouts_table(job: Job, plans: list[Prediction], mfus: list[float]) -> str:
     return table(rows, headers, 5)
 
 
+def parts_shown(values: list[dict[str, float]]) -> list[str]:
+    """Return the parts that are not zero in all of some layouts' memory or step."""
+    return [name for name in values[0] if any(each.get(name) for each in values)]
+
+
 def parts_table(plans: list[Prediction], of: str, unit: float, digits: int) -> str:
     """Return one row for each plan, one column for each part of its memory or step."""
     values = [getattr(plan, of) for plan in plans]
-    names = [name for name in values[0] if any(each.get(name) for each in values)]
+    names = parts_shown(values)
     rows = []
     for number, each in enumerate(values, 1):
         cells = [f"{each.get(name, 0) / unit:.{digits}f}" for name in names]

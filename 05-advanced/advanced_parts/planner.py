@@ -10,8 +10,16 @@ import contextlib
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
-from advanced_parts import plan_explain, plan_finetune, plan_launch, plan_resnet, plan_text
+from advanced_parts import (
+    plan_explain,
+    plan_finetune,
+    plan_launch,
+    plan_picture,
+    plan_resnet,
+    plan_text,
+)
 from advanced_parts.plan_args import cluster_of, given_layout, job_of, one_layout, parse_args
 from advanced_parts.plan_axes import axes_lines
 from advanced_parts.plan_rules import none_divides, why_not
@@ -22,9 +30,11 @@ from dist_common.costs.axes import axes_of
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Prediction
 from dist_common.costs.step import predict
+from dist_common.output import claim_empty
 
 GIB = 2**30
 VERBS = ("plan", "predict")
+PICTURE = "combining.png"  # of --output-dir
 
 
 # what is answered
@@ -92,12 +102,16 @@ def plan_all(args) -> None:
     """Print the best layouts, why the first is first, and how to start it."""
     gpus = args.gpus or 8
     cluster, job = cluster_of(args, gpus), job_of(args, gpus)
+    if args.output_dir:
+        claim_empty(args.output_dir, "--output-dir")
     found = searched(args, job, cluster, gpus)
     if not found.tried:
         raise cli.UsageError(none_divides(job, cluster, gpus))
     if not found.fitting:
         raise cli.UsageError(too_large(cluster, found))
     best = found.best[: plan_text.SHOWN]
+    if args.output_dir:
+        plan_picture.draw(Path(args.output_dir) / PICTURE, best)
     number, launch, remarks = first_to_start(args, job, cluster, best)
     if args.json:
         plans = [as_json(plan, job, cluster, args) for plan in best]
