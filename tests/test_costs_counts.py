@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from advanced_parts.kept_bytes import kept_for_backward
-from advanced_parts.layout_memory import as_on_a_gpu
+from advanced_parts.kept_bytes import as_on_a_gpu, kept_for_backward
 from dist_common import models as torch_models
 from dist_common.costs import compute, memory, models
 from dist_common.costs.job import Job, Layout
