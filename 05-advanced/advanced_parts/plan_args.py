@@ -68,6 +68,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         add("--json", action="store_true", help="print one JSON object, bytes and seconds")
         if verb == "plan":
             add("--output-dir", metavar="DIR", help="an empty folder: draw the best five there")
+        else:
+            add(
+                "--cheaper", action="store_true", help="list what the module's cheaper steps change"
+            )
     return parser.parse_args(argv)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from advanced_parts import (
+    plan_cheaper,
     plan_explain,
     plan_finetune,
     plan_launch,
@@ -81,11 +82,17 @@ def predict_one(args) -> None:
     if reason:
         raise cli.UsageError(reason)
     if args.finetune in ("lora", "qlora"):
+        if args.cheaper:
+            raise cli.UsageError("--cheaper: adapters leave little to save; for --finetune full")
         plan = plan_finetune.retimed(job, layout, cluster, args.finetune, args.lora_rank)
     else:
         plan = predict(job, layout, cluster)
+    cheaper = plan_cheaper.changes(job, layout, cluster) if args.cheaper else []
     if args.json:
-        print(json.dumps(as_json(plan, job, cluster, args), indent=1))
+        answer = as_json(plan, job, cluster, args)
+        if cheaper:
+            answer["cheaper"] = [change.as_json() for change in cheaper]
+        print(json.dumps(answer, indent=1))
         return
     head(job, cluster, layout.gpus)
     print_plans(job, cluster, args, [plan])
@@ -94,6 +101,8 @@ def predict_one(args) -> None:
     if not plan.fits:
         over = (plan.memory_total - plan.memory_limit) / GIB
         print(f"DOES NOT FIT: {over:.1f} GiB over {plan.memory_limit / GIB:.1f}")
+    if cheaper:
+        print(plan_cheaper.table_of(cheaper))
     if args.explain:
         print(*explained(args, job, cluster, plan), sep="\n")
 
