@@ -130,7 +130,8 @@ def bytes_per_weight(job: Job, layout: Layout) -> float:
 def replicas_bytes(job: Job, layout: Layout) -> tuple[float, float]:
     """Return the bytes that a GPU sends for its weights in a step: all of them, and a layer's."""
     each = bytes_per_weight(job, layout)
-    weights = max(sum(memory.weights_of_stage(job, layout, s)) for s in {0, layout.pp - 1})
+    stages = {0, min(1, layout.pp - 1), layout.pp - 1}
+    weights = max(sum(memory.weights_of_stage(job, layout, stage)) for stage in stages)
     layer = models.layer_parameters(job.model, job.model.layers - 1) / layout.tp
     return each * weights, each * layer
 
