@@ -6,8 +6,11 @@
 
 No GPU is needed, now or later: the formulas are dist_common/costs', in plain Python, and
 benchmarks/validate.py sets them beside what others published. `plan` searches all layouts, and
-`predict` says what one holds, sends and takes (planner.md, combining.md; advanced_parts/planner.py
-has both). `simulate` plays one step as events (simulate.md; advanced_parts/simulate.py).
+`predict` says what one holds, sends and takes (combining.md, planner.md): planner.py in
+advanced_parts, with plan_args.py, plan_rules.py, plan_search.py, plan_finetune.py, plan_resnet.py,
+plan_text.py, plan_axes.py, plan_cheaper.py, plan_picture.py, plan_explain.py and plan_launch.py.
+`simulate` plays one step as events (simulate.md): simulate.py, with simulate_picture.py, and
+simulate_measured.py, which runs what is simulated.
 
 Look for: which axis crosses which link, whether the memory fits, and which axis is exposed.
 Sources: Korthikanti et al. (2022) for memory, Narayanan et al. (SC 2021) for pipelines and order.
