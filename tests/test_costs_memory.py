@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pipeline_schedules
+from advanced_parts.kept_bytes import kept_for_backward
 from dist_common import models as torch_models
 from dist_common.costs import finetune, memory, models
 from dist_common.costs.hardware import GPUS
@@ -281,8 +282,19 @@ def test_a_layer_keeps_what_the_template_keeps(tp, cp, recompute):
         cut = 4 * D + 4 * config.ffn_dim + 2 * cp * (D // H * config.num_kv_heads) + D * (cp > 1)
         expected = 4 * D + (2 * cut + 4 * (H + 2)) / tp
     layout = Layout(tp=tp, cp=cp, cp_kind="gather", recompute=recompute)
-    kept = memory.kept_bytes(Job(models.of_config(config), 4096, 1), layout, 0)
-    assert kept == pytest.approx(expected)
+    job = Job(models.of_config(config), 4096, 1, stack="hybrid_parallelism")
+    assert memory.kept_bytes(job, layout, 0) == pytest.approx(expected)
+
+
+def test_a_mixture_keeps_what_the_template_keeps():
+    """Counted: rows sorted and returned, the router's input, and few numbers for each choice."""
+    config = replace(TINY, num_layers=1, num_experts=8, top_k=2)
+    moe = torch_models.Block(config).to(torch.bfloat16).moe
+    x = torch.randn(4, 64, config.dim, dtype=torch.bfloat16, requires_grad=True)
+    with kept_for_backward(moe) as kept:
+        moe(x)
+    job = Job(models.of_config(config), 64, 4, stack="hybrid_parallelism")
+    assert sum(kept.values()) / (4 * 64) == pytest.approx(sum(memory.mlp_bytes(job, 0)), rel=0.01)
 
 
 def test_a_stage_has_the_weights_of_its_layers():

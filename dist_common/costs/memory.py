@@ -186,8 +186,10 @@ def gradients_stay_whole(job: Job, layout: Layout) -> bool:
 
     A pipeline reduces them once a step: its stages' backwards are not one after the other.
     """
-    several = layout.micro_batches(job) > 1
-    return layout.zero >= 2 and several and (layout.pp > 1 or stack_of(job).no_sync)
+    stack, several = stack_of(job), layout.micro_batches(job) > 1
+    if layout.zero == 3 and stack.reduces_each:
+        return False
+    return layout.zero >= 2 and several and (layout.pp > 1 or stack.no_sync)
 
 
 def states(
@@ -238,7 +240,8 @@ def mlp_bytes(job: Job, layer: int) -> tuple[float, float]:
     """Return a feed-forward's bytes per token: what tp splits, and what it does not (router).
 
     GeLU: its input and output. SwiGLU: gate, up, their product, and SiLU's result if not fused.
-    Experts: the tokens they got, sorted, for each of top_k.
+    Experts: the tokens they got, sorted, for each of top_k; some libraries keep what they return,
+    to weight it, and the router's float32 input.
     """
     model, number = job.model, number_bytes(job)
     fused = job.compiled or stack_of(job).swiglu == 3
@@ -248,6 +251,8 @@ def mlp_bytes(job: Job, layer: int) -> tuple[float, float]:
     width = model.ffn * (model.top_k + model.shared_experts)
     routed = number * model.top_k * model.hidden
     router = FP32 * 2 * model.experts
+    if stack_of(job).rows_twice:
+        routed, router = 2 * routed, router + FP32 * model.hidden
     return number * inner * width, routed + router
 
 
@@ -268,7 +273,7 @@ def attention_bytes(job: Job, layout: Layout) -> float:
         kept += number * queries
     if layout.cp > 1 and layout.cp_kind == "gather":
         kept += number * 2 * keys * (layout.cp - 1)
-        if job.stack == "torch":  # of both zig-zag chunks, and joined (hybrid_parallelism.py)
+        if stack_of(job).joins_chunks:
             kept += number * queries
     if job.flash:
         return kept + FP32 * model.heads
@@ -429,14 +434,14 @@ def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
 
     The tables stay from forward to backward; a layer in use and the next on its way; in backward
     a layer's gradients as computed and in float32 as they are reduced. A pipeline's stage keeps
-    all that it gathered.
+    all that it gathered, unless it reduces in each micro-batch.
     """
     if layout.zero < 3 or layout.shards == 1:
         return 0.0
     dense, experts = weights_of_stage(job, layout, stage)
     number = min(number_bytes(job), 4)
     layer = layer_weights(job, layout)
-    if layout.pp > 1:
+    if layout.pp > 1 and not stack_of(job).reduces_each:
         return number * (dense + experts)
     tables = 0 if stack_of(job).reshards_root else sum(tables_of_stage(job, layout, stage))
     if moment == "loss":

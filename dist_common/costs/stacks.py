@@ -19,6 +19,9 @@ class Stack:
     no_sync: bool = False  # micro-batches' gradients are added up whole, under ZeRO too
     reshards_root: bool = False  # FSDP frees the tables between forward and backward
     reshards_stage: bool = False  # with a pipeline FSDP frees weights after each forward too
+    reduces_each: bool = False  # ZeRO-3 reduces in each micro-batch, in a pipeline too
+    joins_chunks: bool = False  # cp that gathers keys: attention's output by chunk, and joined
+    rows_twice: bool = False  # experts: rows that come back are kept too, and a float32 input
     bucket_copy: bool = True  # DDP's buckets are copies (gradient_as_bucket_view=False)
     dummy_gradients: bool = False  # 16-bit stand-ins for gradients that a kernel accumulates
     sharded_copy: bool = False  # ZeRO-3 keeps 16-bit shards beside the float32 ones
@@ -27,7 +30,20 @@ class Stack:
 
 
 STACKS: dict[str, Stack] = {
-    "torch": Stack(source="PyTorch 2.11: fully_shard, parallelize_module, F.cross_entropy"),
+    "torch": Stack(
+        joins_chunks=True,
+        source="PyTorch 2.11: fully_shard, parallelize_module, F.cross_entropy",
+    ),
+    "hybrid_parallelism": Stack(
+        no_sync=True,
+        reshards_stage=True,
+        reduces_each=True,
+        joins_chunks=True,
+        rows_twice=True,
+        bucket_copy=False,
+        source="05-advanced/hybrid_parallelism.py: shard, PipelineStage, split_sequence; "
+        "dist_common/models.py: MoE",
+    ),
     "megatron": Stack(
         swiglu=3,
         keeps_gathered=False,
