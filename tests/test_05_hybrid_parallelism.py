@@ -23,10 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advanced_parts import hybrid_parallelism as part
-from advanced_parts import layout_memory
-from advanced_parts.kept_bytes import LiveBytes, storages
-from advanced_parts.layout_memory import Job
+from advanced_parts.kept_bytes import LiveBytes, as_on_a_gpu, storages
 from dist_common import cli, float8, models
+from dist_common.costs import memory
+from dist_common.costs.job import Job, Layout
+from dist_common.costs.models import layer_parameters, of_config
 from dist_common.job import Step
 
 HYBRID = "05-advanced/hybrid_parallelism.py"
@@ -132,10 +133,12 @@ def test_every_layout_gives_the_gradient_of_one_process(train, tmp_path, world_s
     assert compared == set(sends.split())
     counted, planned = (content["metrics"].get(f"{x}bytes_per_axis") for x in ("", "planned_"))
     assert counted
-    unplanned = "bf16" not in layout or any(word in layout for word in ("zbv", "float8", "moe"))
+    unplanned = "bf16" not in layout or any(word in layout for word in ("zbv", "float8"))
     assert unplanned == (planned is None)
-    for axis in {"pp", "dp"} & compared if planned else ():  # of tp and cp the plan has other ways
-        assert planned[axis] == pytest.approx(counted[axis], rel=0.03), axis  # padding
+    # The template pads rows, its recomputation ends early (tp), and a router's tokens are uneven.
+    room = {"tp": 0.07, "ep": 0.1}
+    for axis in compared if planned else ():
+        assert planned[axis] == pytest.approx(counted[axis], rel=room.get(axis, 0.03)), axis
 
 
 def choose_the_first_experts(_):
@@ -589,15 +592,16 @@ def test_gradients_are_added_up_in_the_form_that_the_planner_says(train, kind, p
                 grown.append(sums[0] - before[-1])
             if len(grown) == 3:  # a step may begin while something of the one before is alive
                 config = models.PRESETS["tiny"]
-                layout = layout_memory.Layout(dp=2, sharding=kind.replace("replicate", "none"))
-                planned = layout_memory.memory_of_stage(Job(config, 32, 8, 2), layout, 0)
-                block = 4 * (layout_memory.layer_matrices(config) + 2 * config.dim)
+                plan = Job(of_config(config), 32, 8, stack="hybrid_parallelism")
+                zero = {"replicate": 0, "grad-op": 2, "full": 3}[kind]
+                planned = memory.memory_of(plan, Layout(dp=2, zero=zero, micro_batch=2))
+                block = 4 * layer_parameters(plan.model)
                 expected, room = planned["gradients"], 0.02 * planned["gradients"]
                 if kind == "full":  # room for a block whole: here the last sums' buffers, if any
                     tables = 4 * (config.vocab_size + 1) * config.dim
-                    expected, room = expected - block / 2, (block + tables) / 2
+                    expected, room = expected + block / 2, (block + tables) / 2
                 else:
-                    expected += planned["weights"] * (1 if precision == "bf16-mixed" else 2)
+                    expected += planned["parameters"] * (1 if precision == "bf16-mixed" else 2)
                 assert pytest.approx(expected, abs=room) in grown
             return result
 
@@ -666,7 +670,7 @@ def kept_by_a_block(layout, tokens=2048):
         x = torch.empty(own, dtype=torch.bfloat16, requires_grad=True)
         head_dim = config.dim // config.num_heads
         tables = models.rotary_tables(torch.empty(tokens), head_dim, config.rope_theta)
-    layout_memory.as_on_a_gpu(model.blocks[0])
+    as_on_a_gpu(model.blocks[0])
     kernel = model.blocks[0].attention.attend
     if layout.tp > 1:
         script.split_tensors(model, mesh)
@@ -691,19 +695,16 @@ def kept_by_a_block(layout, tokens=2048):
     ("tp", "cp"), [(8, 1), pytest.param(1, 1, marks=FULL), pytest.param(4, 2, marks=FULL)]
 )
 def test_a_block_keeps_what_the_planner_says_of_this_template(in_a_fork, tp, cp):
-    """At real size, on tensors without content. The plan gathers again what this keeps gathered."""
-    config, kept = models.PRESETS["llama3-70b"], {}
+    """At real size, on tensors without content."""
+    shape, kept = of_config(models.PRESETS["llama3-70b"]), {}
+    job = Job(shape, 2048, 1, stack="hybrid_parallelism")
     for kind in ("none", "full", "selective"):
-        layout = layout_memory.Layout(tp=tp, cp=cp, recompute=kind)
+        layout = Layout(tp=tp, cp=cp, cp_kind="gather", recompute=kind)
         kept[kind] = in_a_fork(lambda layout=layout: kept_by_a_block(layout))
         if kind != "selective":
-            expected = layout_memory.kept_by_the_template(config, layout)
+            expected = memory.kept_bytes(job, layout, 0)
             assert kept[kind] == pytest.approx(expected, rel=1e-4), kind
     assert kept["full"] < kept["selective"] < kept["none"]
-    if cp == 1:
-        gathered = 2 * 2 * config.dim * (tp - 1) / tp  # what both norms return, in bfloat16
-        planned = layout_memory.activation_bytes(config) / tp + gathered
-        assert kept["none"] == pytest.approx(planned, rel=1e-4)
 
 
 @pytest.mark.gpu_ready

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -14,9 +15,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from advanced_parts import layout_memory as memory
-from advanced_parts.layout_traffic import predict
 from dist_common import data, measure, models, runtime
+from dist_common.costs import job as costs
+from dist_common.costs import memory
+from dist_common.costs.axes import axes_of, bytes_per_weight
+from dist_common.costs.hardware import Cluster, Gpu
+from dist_common.costs.models import of_config
+from dist_common.costs.rates import RATES
+from dist_common.costs.step import step_seconds
 from dist_common.job import Step, lr_at
 from dist_common.lab import proofs
 from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
@@ -27,6 +33,9 @@ from dist_common.models import local
 TRAINED = 1e-3
 SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
+# Of the costs' rates those of what reaches all that it is given; the others take no time.
+REACHED = ("matrix.other", "attention.other", "attention.backward", "hbm", "link.ring")
+FREE = dict.fromkeys(RATES, 0.0) | dict.fromkeys((*REACHED, "network.rate"), 1.0)
 
 
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
@@ -331,6 +340,23 @@ def check_overlap(run, at_last: list[int], at_first: list[int]) -> None:
         run.job.report.check(name, begun, below, 0, "FSDP: one reduction per block")
 
 
+def plan_of(run) -> tuple[costs.Job, costs.Layout]:
+    """Return what a run trains, and its layout, as the costs have them."""
+    args, shape = run.job.args, of_config(run.model.config)
+    job = costs.Job(shape, args.seq_len, args.global_batch_size, stack="hybrid_parallelism")
+    zero = {"replicate": 0, "grad-op": 2, "full": 3}[args.data_parallel]
+    if args.dp * args.cp == 1:
+        zero = 0  # nobody to share with
+    return job, costs.Layout(
+        *(args.tp, args.cp, args.pp, args.dp, args.ep),
+        zero=zero,
+        micro_batch=args.micro_batch_size,
+        recompute=args.activation_checkpointing,
+        virtual_stages=len(run.stages),
+        cp_kind="gather",
+    )
+
+
 def say_plan(run) -> None:
     """Print what combining.py plans of this layout beside what the run counted. A collective.
 
@@ -338,36 +364,47 @@ def say_plan(run) -> None:
     product of a block reaches here, on all ranks at once, with sends that take no time.
     """
     args, job = run.job.args, run.job
-    if args.precision == "bf16-mixed" and run.expert_meshes:
-        job.report.say("no plan beside this run: combining.py plans no experts")
+    unplanned = args.schedule in ("gpipe", *SPLIT_BACKWARD)
+    unplanned |= args.activation_checkpointing == "selective" or bool(args.float8)
+    if args.precision != "bf16-mixed" or unplanned:
         return
-    unplanned = args.schedule in SPLIT_BACKWARD or args.activation_checkpointing == "selective"
-    if args.precision != "bf16-mixed" or unplanned or args.float8:
-        return
-    kind = {"replicate": "none"}.get(args.data_parallel, args.data_parallel)
-    axes = args.tp, args.cp, args.dp, args.pp
-    layout = memory.Layout(*axes, kind, args.activation_checkpointing)
-    sizes = args.seq_len, args.global_batch_size, args.micro_batch_size
-    plan = memory.Job(run.model.config, *sizes, args.schedule, len(run.stages))
-    tflops, free = min(runtime.gather(product_tflops(run))), math.inf
-    planned = predict(
-        plan, memory.Cluster(args.ranks_per_node, tflops, free, free, 0, free), layout
-    )
-    sent, counted = Counter(), job.report.metrics["bytes_per_axis"]
-    for axis, each in planned.traffic.items():
-        sent[data_axis(args) if axis == "dp" else axis] += round(each.step_bytes)
-    held = memory.of_the_template(plan, planned.layout, planned.stage)
+    plan, layout = plan_of(run)
+    tflops = min(runtime.gather(product_tflops(run)))
+    here = of_products(tflops, args.ranks_per_node)
+    sent = planned_bytes(args, plan, layout, here)
+    counted = job.report.metrics["bytes_per_axis"]
+    held = sum(memory.memory_of(plan, layout).values())
     peak = max(runtime.gather(measure.peak_memory_gib(job.device)))
     # On the CPU a process's memory is libraries, which hide its tensors.
     seen = f"{peak:.3f} GiB" if job.device.type == "cuda" else "-"
     rows = [(f"bytes sent along {axis}", sent[axis], counted[axis]) for axis in counted]
     rows = [(name, f"{first:,}", f"{second:,}") for name, first, second in rows if first]
-    rows.append(("on the fullest rank", f"{sum(held.values()) / measure.GIB:.3f} GiB", seen))
+    rows.append(("on the fullest rank", f"{held / measure.GIB:.3f} GiB", seen))
     name = f"compute and bubble, at {1e3 * tflops:,.0f} GFLOP/s; all"
-    times = 1e3 * planned.step_s, job.timer.median_ms()
+    times = 1e3 * step_seconds(plan, layout, here, FREE), job.timer.median_ms()
     rows.append((name, *(f"{time:,.1f} ms" for time in times)))
     job.report.table(rows, ("of a step", "combining.py", "this run"), names=1)
     job.report.metrics["planned_bytes_per_axis"] = dict(sent)
+
+
+def planned_bytes(args, plan: costs.Job, layout: costs.Layout, cluster: Cluster) -> Counter:
+    """Return what a rank sends along each axis in a step, if experts get equally many tokens."""
+    axes = axes_of(plan, layout, cluster)
+    sent = Counter({axis: each.step_bytes for axis, each in axes.items() if axis != "dp"})
+    dense, experts = max(memory.weights_of_stage(plan, layout, s) for s in range(layout.pp))
+    sent[data_axis(args)] += dense * bytes_per_weight(plan, layout)
+    # Each expert has as many copies as a job of dp / ep has of everything.
+    fewer = replace(plan, global_batch=plan.global_batch // layout.ep)
+    copies = replace(layout, dp=layout.dp // layout.ep)
+    sent[experts_axis(args)] += experts * bytes_per_weight(fewer, copies)
+    return Counter({axis: round(size) for axis, size in sent.items()})
+
+
+def of_products(tflops: float, gpus_per_node: int) -> Cluster:
+    """Return a cluster that computes at the rate of a product; all else takes no time (FREE)."""
+    rates = {"bf16": tflops, "fp16": tflops}
+    gpu = Gpu("measured", math.inf, rates, math.inf, math.inf, "product_tflops", family="other")
+    return Cluster(gpu, gpus_per_node, math.inf)
 
 
 def product_tflops(run) -> float:
