@@ -297,6 +297,18 @@ def test_a_mixture_keeps_what_the_template_keeps():
     assert sum(kept.values()) / (4 * 64) == pytest.approx(sum(memory.mlp_bytes(job, 0)), rel=0.01)
 
 
+def test_a_stage_of_the_template_frees_what_it_gathered():
+    """At the loss: its table, and a layer; PyTorch's stage has all its weights, and gradients."""
+    shape, layout = models.MODELS["llama3-8b"], Layout(pp=2, dp=8, zero=3)
+    plain, own = (Job(shape, 64, 64, stack=name) for name in ("torch", "hybrid_parallelism"))
+    weights, _ = memory.weights_of_stage(plain, layout, 0)
+    held = models.table_parameters(shape) + models.layer_parameters(shape)
+    assert memory.gathered(plain, layout, 0, "loss") == 2 * weights
+    assert memory.gathered(own, layout, 0, "loss") == 2 * held
+    gradients = [memory.memory_of_stage(job, layout, 0)["gradients"] for job in (plain, own)]
+    assert gradients == [4 * weights, 4 * weights / 8]
+
+
 def test_a_stage_has_the_weights_of_its_layers():
     """405B's 126 layers on 16 stages: 7, then 8 each, then 7; tables at both ends."""
     model = models.MODELS["llama3-405b"]
