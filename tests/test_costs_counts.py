@@ -9,42 +9,48 @@ from torch.utils.flop_counter import FlopCounterMode
 from advanced_parts.kept_bytes import as_on_a_gpu, kept_for_backward
 from dist_common import models as torch_models
 from dist_common.costs import compute, memory, models
+from dist_common.costs.axes import axes_of
+from dist_common.costs.hardware import GPUS, Cluster
 from dist_common.costs.job import Job, Layout
 
 SEQ_LEN = 64  # tokens that are counted; everything but attention's scores grows with them
 LLAMA3_405B = torch_models.TransformerConfig(128_256, 16_384, 126, 128, 8, 53_248, 8192)
 CONFIGS = torch_models.PRESETS | {"llama3-405b": LLAMA3_405B}
-SAME = {
-    "1b": "llama3.2-1b",
-    "llama2-7b": "llama2-7b",
-    "llama3-8b": "llama3-8b",
-    "llama3-70b": "llama3-70b",
-    "llama3-405b": "llama3-405b",
-    "mixtral-8x7b": "mixtral-8x7b",
-}
+SHAPES = [*CONFIGS.items(), ("mixtral-8x7b", torch_models.MIXTURES["mixtral-8x7b"])]
 
 
-@pytest.mark.parametrize(("preset", "name"), SAME.items())
-def test_what_trains_has_the_shape_that_is_planned(preset, name):
-    config = (CONFIGS | torch_models.MIXTURES)[preset]
+@pytest.mark.parametrize(("name", "config"), SHAPES, ids=[name for name, _ in SHAPES])
+def test_what_trains_has_the_shape_that_is_planned(name, config):
     assert replace(models.of_config(config), name=name) == models.MODELS[name]
 
 
 # counts of the model's own tensors
 
 
-def counted_bytes(config) -> int:
-    """Run one bfloat16 layer with a GPU's fused kernels; return bytes per token that it keeps."""
+def counted_bytes(config) -> tuple[int, int]:
+    """Run one bfloat16 layer with a GPU's fused kernels; return two counts of bytes per token.
+
+    What autograd keeps of its forward, without weights. What tp gathers and scatters in it: the
+    inputs of the column-parallel matrices, once for those that share one, and the outputs of the
+    row-parallel ones (Korthikanti, 2022, figure 5).
+    """
     with torch.device("meta"):
         block = torch_models.Block(config).to(torch.bfloat16)
         x = torch.empty(1, SEQ_LEN, config.dim, dtype=torch.bfloat16, requires_grad=True)
         head_dim = config.dim // config.num_heads
         tables = torch_models.rotary_tables(torch.empty(SEQ_LEN), head_dim, config.rope_theta)
     as_on_a_gpu(block)
+    attention, gathered, scattered = block.attention, {}, []
+    for column in (attention.wq, attention.wk, attention.wv, block.gate, block.up):
+        column.register_forward_hook(lambda _, i, o: gathered.update({id(i[0]): i[0]}))
+    for row in (attention.wo, block.down):
+        row.register_forward_hook(lambda _, i, o: scattered.append(o))
     with kept_for_backward(block, tables) as kept:
         block(x, *tables)
     # The reshape after attention copies its heads side by side: a GPU's kernel writes them so.
-    return (sum(kept.values()) - x.nbytes) // SEQ_LEN
+    own = sum(kept.values()) - x.nbytes
+    handed_over = sum(tensor.nbytes for tensor in (*gathered.values(), *scattered))
+    return own // SEQ_LEN, handed_over // SEQ_LEN
 
 
 def counted_flops(config) -> int:
@@ -67,7 +73,8 @@ def test_formulas_are_counts_on_the_real_size(in_a_fork, name):
     config = CONFIGS[name]
     model = models.of_config(config)
     job = Job(model, SEQ_LEN, 1)
-    assert memory.layer_bytes(job, Layout()) == counted_bytes(config)
+    kept, handed_over = counted_bytes(config)
+    assert memory.layer_bytes(job, Layout()) == kept
     head = 2 * SEQ_LEN * model.vocab * model.hidden
     flops = in_a_fork(lambda: counted_flops(config))
     assert 3 * (layer_flops(job, Layout()) + head) == flops
@@ -80,6 +87,13 @@ def test_formulas_are_counts_on_the_real_size(in_a_fork, name):
         copies = model.vocab * model.hidden * (model.tied_embeddings and pp > 1)
         stages = [sum(memory.weights_of_stage(job, Layout(pp=pp), s)) for s in range(pp)]
         assert sum(stages) == weights + copies
+    # Backward hands over as much as forward, which full recomputation repeats.
+    for recompute, passes in (("none", 2), ("full", 3)):
+        layout = Layout(2, pp=4, micro_batch=4, recompute=recompute)
+        sent = axes_of(Job(model, 256, 8), layout, Cluster(GPUS["h100"]))
+        assert sent["tp"].layer_bytes == pytest.approx(passes / 2 * handed_over * 4 * 256)
+        there_and_back = 2 * 2 * 4 * 256 * model.hidden / 2  # bfloat16, halves by tp
+        assert sent["pp"].layer_bytes == pytest.approx(there_and_back)
 
 
 # closed forms of papers
