@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import REPO, load_script, run_command
+from helpers_05 import COMBINING, ask
 from torch.utils.flop_counter import FlopCounterMode
 
-from advanced_parts import plan_explain, plan_launch, plan_picture, plan_rules, plan_text, planner
+from advanced_parts import plan_explain, plan_launch, plan_rules, plan_text, planner
 from advanced_parts.kept_bytes import kept_for_backward
 from advanced_parts.plan_search import Found, search
 from dist_common import cli
@@ -21,16 +22,8 @@ from dist_common.costs.hardware import GPUS, Cluster
 from dist_common.costs.job import RECOMPUTE, Job, Layout, Model, Prediction
 from dist_common.costs.step import predict
 
-COMBINING = "05-advanced/combining.py"
 H100 = Cluster(GPUS["h100"])
 SMALL = Model(4, 1024, 16, 8, 2816, 32_000, name="small")
-
-
-def ask(capsys, monkeypatch, *argv) -> str:
-    """Return what the verb prints; without a new process."""
-    monkeypatch.setattr("sys.argv", [COMBINING, *map(str, argv)])
-    assert planner.main() == 0
-    return capsys.readouterr().out
 
 
 @pytest.fixture
@@ -169,60 +162,6 @@ def test_own_hardware_replaces_the_data_sheet(say):
     assert smaller["memory_bytes"]["limit"] < 0.6 * usual["memory_bytes"]["limit"]
 
 
-def test_cheaper_steps_send_what_their_lessons_derive(say):
-    """Each by its own formula: the all-reduce of DDP, n ranks, m micro-batches."""
-    n, m = 16, 8
-    flags = ("predict", "--model", "llama3.2-1b", "--global-batch", n * m, "--network-gb-s", 1,
-             "--cheaper")  # fmt: skip
-    answer = json.loads(say(*flags, "--dp", n, "--json"))
-    found = {row.pop("change"): row for row in answer["cheaper"]}
-    assert len(found) == 11 and found["as above"]["step_time_s"] == answer["step_time_s"]
-    sent = {name: row["dp_bytes"] for name, row in found.items()}
-    weights = models.parameters(models.MODELS["llama3.2-1b"])
-    ddp = 2 * (n - 1) / n * 4 * weights
-    assert sent["as above"] == pytest.approx(ddp)
-    assert sent["without no_sync"] == pytest.approx(m * ddp)
-    assert sent["bf16 gradients"] == pytest.approx(ddp / 2)
-    assert sent["DiLoCo, 50 steps"] == pytest.approx(ddp / 50)
-    assert sent["top 1%"] == pytest.approx((n - 1) * weights / 100 * (4 + 4))
-    # P and Q of width 4: of two D x D, two D x kv, three D x F, and of the table; norms are whole.
-    D, kv_dim, F, V, L = 2048, 512, 8192, 128_256, 16
-    layer = 4 * (2 * (D + D) + 2 * (D + kv_dim) + 3 * (D + F)) + 2 * D
-    low_rank = 2 * (n - 1) / n * 4 * (L * layer + 4 * (V + D) + D)
-    assert sent["PowerSGD, rank 4"] == pytest.approx(low_rank)
-    lossy = ("PowerSGD, rank 4", "top 1%", "DiLoCo, 50 steps")
-    for waits in (*lossy, "without overlap"):
-        each = found[waits]
-        assert each["dp_exposed_s"] == pytest.approx(each["dp_takes_s"]) != 0, waits
-    kept = found["as above"]["memory_bytes"]
-    copies = [(found[name]["memory_bytes"] - kept) / 4 / weights for name in lossy]
-    assert copies == pytest.approx([1, 1, 2])
-    steps = {name: row["step_time_s"] for name, row in found.items()}
-    for name in (*lossy, "bf16 gradients", "fp8 products", "4 micro-batches of 2"):
-        assert steps[name] < steps["as above"] < steps["without overlap"], name
-    assert steps["without no_sync"] == max(steps.values())
-    full = found["recompute full"]
-    assert full["memory_bytes"] < kept and full["price"].endswith("% compute")
-    table = say(*flags, "--dp", n).splitlines()[-len(found) :]
-    assert [line.split("  ")[0] for line in table] == list(found)
-    held = f"{full['memory_bytes'] / 2**30:.1f} GiB  {full['step_time_s']:.3f} s"
-    assert re.search(rf"9.27 GB .* {full['dp_exposed_s']:.3f} s +{held}", table[2])
-
-
-def test_cheaper_steps_are_those_that_a_layout_allows(say):
-    def names(*more) -> str:
-        flags = ("predict", "--model", "llama3.2-1b", "--cheaper", "--json", *more)
-        return " ".join(row["change"] for row in json.loads(say(*flags))["cheaper"])
-
-    assert names().endswith("fp8 products"), "one GPU sends nothing"
-    assert "fp8" not in names("--gpu", "a100")
-    sharded = names("--dp", 16, "--zero", 3)
-    assert "bf16 gradients" in sharded and "without overlap" not in sharded
-    assert "PowerSGD" not in sharded, "hooks are DDP's"
-    assert "PowerSGD" not in names("--dp", 8, "--tp", 2)
-    assert "micro" not in names("--pp", 4, "--interleave", 2, "--global-batch", 4)
-
-
 EXPLAINED = [
     ("llama2-7b", Layout(dp=8, zero=3, recompute="full")),
     ("llama3-70b", Layout(tp=8, pp=4, dp=2, zero=1, virtual_stages=2)),
@@ -341,33 +280,7 @@ def test_a_thousand_gpus_are_searched():
     assert len(found.best) >= 5 and all(p.layout.gpus == 1024 for p in found.best)
 
 
-# words and the picture
-
-
-def test_the_best_are_drawn_part_by_part(say, tmp_path, monkeypatch):
-    drawn = []
-    parts = plan_picture.draw_parts
-    monkeypatch.setattr(plan_picture, "draw_parts",
-                        lambda axes, *rest: parts(axes, *rest) or drawn.append(axes))  # fmt: skip
-    flags = ("plan", "--model", "llama3-8b", "--gpus", 16, "--global-batch", 64, "--json")
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder in folders:
-        plans = json.loads(say(*flags, "--output-dir", folder))["plans"]
-    one, two = [(folder / planner.PICTURE).read_bytes() for folder in folders]
-    assert one == two
-    with pytest.raises(cli.UsageError, match="one is not empty"):
-        say(*flags, "--output-dir", folders[0])
-    times, sizes = [ends_of(axes) for axes in drawn[:2]]
-    assert times == pytest.approx([plan["step_time_s"] for plan in plans])
-    held = [plan["memory_bytes"]["total"] / 2**30 for plan in plans]
-    assert sizes == pytest.approx(held)
-    (limit,) = drawn[1].lines
-    assert limit.get_xdata()[0] * 2**30 == pytest.approx(plans[0]["memory_bytes"]["limit"])
-
-
-def ends_of(axes) -> list[float]:
-    """Return where each row of bars ends."""
-    return [bar.get_x() + bar.get_width() for bar in axes.containers[-1]]
+# words
 
 
 def test_the_words_change_with_the_hardware(say):

@@ -7,14 +7,22 @@ from pathlib import Path
 from advanced_parts.plan_text import GIB, axes_of, parts_shown, sharding_of
 from dist_common.costs.job import Prediction
 from dist_common.lab.figure import figure
+from dist_common.output import claim_empty
 
+PICTURE = "combining.png"
 COLORS = ("#4477aa", "#ee6677", "#ccbb44", "#66ccee", "#228833", "#aa3377", "#bbbbbb",
           "#222255", "#994455")  # fmt: skip
 
 
-def draw(path: Path, plans: list[Prediction]) -> None:
+def claim(folder: str) -> None:
+    """Make an empty folder for the picture. Raises: UsageError."""
+    claim_empty(folder, "--output-dir")
+
+
+def draw(folder: str, plans: list[Prediction]) -> None:
     """Draw each layout's step time and memory, and the memory that a job may fill (dashed)."""
-    with figure(path, 1, 2, figsize=(11, 1.6 + 0.62 * len(plans)), sharey=True) as (left, right):
+    size = (11, 1.6 + 0.62 * len(plans))
+    with figure(Path(folder) / PICTURE, 1, 2, figsize=size, sharey=True) as (left, right):
         draw_parts(left, [plan.step for plan in plans], 1, "seconds per step")
         draw_parts(right, [plan.memory for plan in plans], GIB, "GiB on the fullest GPU")
         right.axvline(plans[0].memory_limit / GIB, color="black", linestyle="--")

@@ -10,14 +10,12 @@ import contextlib
 import json
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from advanced_parts import (
     plan_cheaper,
     plan_explain,
     plan_finetune,
     plan_launch,
-    plan_picture,
     plan_resnet,
     plan_text,
 )
@@ -31,11 +29,9 @@ from dist_common.costs.axes import axes_of
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Prediction
 from dist_common.costs.step import predict
-from dist_common.output import claim_empty
 
 GIB = 2**30
 VERBS = ("plan", "predict")
-PICTURE = "combining.png"  # of --output-dir
 
 
 # what is answered
@@ -102,7 +98,7 @@ def predict_one(args) -> None:
         over = (plan.memory_total - plan.memory_limit) / GIB
         print(f"DOES NOT FIT: {over:.1f} GiB over {plan.memory_limit / GIB:.1f}")
     if cheaper:
-        print(plan_cheaper.table_of(cheaper))
+        print("", plan_cheaper.table_of(cheaper), sep="\n")
     if args.explain:
         print(*explained(args, job, cluster, plan), sep="\n")
 
@@ -112,15 +108,17 @@ def plan_all(args) -> None:
     gpus = args.gpus or 8
     cluster, job = cluster_of(args, gpus), job_of(args, gpus)
     if args.output_dir:
-        claim_empty(args.output_dir, "--output-dir")
+        from advanced_parts import plan_picture  # needs what a browser lacks: this runs there too
+
+        plan_picture.claim(args.output_dir)
     found = searched(args, job, cluster, gpus)
     if not found.tried:
         raise cli.UsageError(none_divides(job, cluster, gpus))
     if not found.fitting:
         raise cli.UsageError(too_large(cluster, found))
-    best = found.best[: plan_text.SHOWN]
     if args.output_dir:
-        plan_picture.draw(Path(args.output_dir) / PICTURE, best)
+        plan_picture.draw(args.output_dir, found.best[: plan_text.SHOWN])
+    best = found.best[: plan_text.SHOWN]
     number, launch, remarks = first_to_start(args, job, cluster, best)
     if args.json:
         plans = [as_json(plan, job, cluster, args) for plan in best]
