@@ -27,12 +27,9 @@ from typing import Any
 
 import psutil
 import pytest
-import sklearn.datasets  # noqa: F401  imported here so that no fork has to
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import torchvision.datasets  # noqa: F401
-from matplotlib import pyplot  # noqa: F401
 from site_browser import at, browser, built, tab  # noqa: F401  for the tests of the site
 from torch.utils._pytree import tree_leaves
 
@@ -57,10 +54,17 @@ for name in [name for name in os.environ if LAUNCHER_VARIABLES.match(name)]:
     del os.environ[name]
 
 PYTEST_PID = os.getpid()
+PYTEST_STARTED = psutil.Process().create_time()
 MARK = "DISTRIBUTED_TRAINING_GUIDE_TEST"  # in the environment of all that a test starts
 os.environ[MARK] = f"{PYTEST_PID} {time.time()}"
 TEST_DEADLINE_S = 1200  # of one test, for a hang: the longest takes two minutes when quiet
 run_backward = torch.autograd._engine_run_backward
+
+
+def pytest_collection_finish() -> None:
+    """Import what no fork shall have to: in workers, not in the process above them."""
+    for name in ("sklearn.datasets", "torchvision.datasets", "matplotlib.pyplot"):
+        importlib.import_module(name)
 
 
 def run_backward_in_forks(*args: Any, **kwargs: Any) -> Any:
@@ -294,6 +298,8 @@ def started_here() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or ended by now
+            if process.create_time() < PYTEST_STARTED:  # spares reading most environments
+                continue
             marked = process.environ().get(MARK) == os.environ[MARK]
             if marked and "resource_tracker" not in " ".join(process.cmdline()):
                 found.append(process)

@@ -27,11 +27,13 @@ LESSON_LINES, TOOL_LINES, PART_LINES = 150, 250, 260
 SHARED_LINES, LAB_LINES = 1300, 700
 
 
+@cache
 def scripts(folder: str) -> list[str]:
     """Return the stems of a module's scripts: what stands beside its pages."""
     return [Path(p).stem for p in TRACKED if re.fullmatch(rf"{folder}/\w+\.py", p)]
 
 
+@cache
 def parts(folder: str) -> list[str]:
     found = (re.fullmatch(rf"{folder}/{PARTS[folder]}/(\w+)\.py", path) for path in TRACKED)
     return [match[1] for match in found if match and match[1] != "__init__"]
