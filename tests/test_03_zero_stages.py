@@ -24,10 +24,10 @@ def failed_checks(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world_size", "accumulate", "before"),
-    [(2, 3, small)]
+    [(2, 2, small)]
     + [
         pytest.param(*case, marks=pytest.mark.full)
-        for case in [(1, 2, small), (2, 1, small), (3, 2, None)]
+        for case in [(1, 2, small), (2, 1, small), (2, 3, small), (3, 2, None)]
     ],
 )
 def test_every_stage_trains_as_one_process_and_holds_and_sends_what_the_paper_says(
