@@ -325,9 +325,10 @@ JOBS = {  # launcher and its arguments, by the script that they start
     "03-deepspeed/deepspeed_train.py": (OTHERS[1],),
     "05-advanced/hybrid_parallelism.py": (OTHERS[3],),
 }
+_, *OTHER_JOBS = JOBS
 
 
-@pytest.mark.parametrize("script", JOBS)
+@pytest.mark.parametrize("script", [TRAINING, *(pytest.param(s, marks=full) for s in OTHER_JOBS)])
 def test_slurm_job_saves_and_queues_again_when_time_is_up(tmp_path, script):
     """srun's stand-in tells the batch shell that time is up, and runs until it is told itself."""
     until_signal = (
