@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from argparse import Namespace
@@ -1499,6 +1500,13 @@ def test_every_way_a_rank_can_end_is_told(tmp_path):
     assert "in body" in ended[4].err, "where it hangs"
     ended = ranks.fork(body, 5, tmp_path, deadline_s=60, grace_s=0.1)
     assert [rank.code for rank in ended] == [0, 1, -signal.SIGKILL, 7, -signal.SIGTERM]
+
+
+def test_a_fork_leaves_its_parents_finalizers_alone(tmp_path):
+    """A script's end runs what is to run at exit: of this process, not of the one before."""
+    with tempfile.TemporaryDirectory() as of_parent:
+        ended = ranks.fork(lambda _: cli.run(lambda: 0), 1, tmp_path, deadline_s=60)
+        assert ended[0].code == 0 and Path(of_parent).exists()
 
 
 # proofs
