@@ -69,8 +69,16 @@ def test_torchrun_trains_to_96_percent_and_writes_what_it_says(torchrun, tmp_pat
 
 
 def repeat_test_samples(script):
-    """Deal the test set as DistributedSampler does, which repeats samples to fill all ranks."""
-    evaluate = script.evaluate
+    """Deal the test set as DistributedSampler does, which repeats samples to fill all ranks.
+
+    The last sample is left out: 359 are not a multiple of 2.
+    """
+    evaluate, load_images = script.evaluate, script.digits.load_images
+
+    def odd(*args):
+        images = load_images(*args)
+        images.test.tensors = tuple(tensor[:-1] for tensor in images.test.tensors)
+        return images
 
     def padded(model, test_set, device):
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -82,7 +90,7 @@ def repeat_test_samples(script):
         finally:
             torch.arange = arange
 
-    script.evaluate = padded
+    script.evaluate, script.digits.load_images = padded, odd
 
 
 class Dealt:
@@ -107,11 +115,8 @@ class Dealt:
     ],
 )  # fmt: skip
 def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failing):
-    world_size = 7 if sabotage is repeat_test_samples else 2  # 360 is not a multiple of 7
-    ended = run_script(
-        MNIST, "--epochs", 1, "--output-dir", tmp_path / "run",
-        world_size=world_size, before=sabotage,
-    )  # fmt: skip
+    argv = ("--epochs", 1, "--output-dir", tmp_path / "run")
+    ended = run_script(MNIST, *argv, world_size=2, before=sabotage)
     assert 1 in ended.codes and not set(ended.codes) - {1, -signal.SIGTERM}, ended.stderr
     assert ended.stdout.splitlines()[-1] == "FAILED: " + "; ".join(failing)
     bad = [check["name"] for check in results_of(tmp_path / "run")["checks"] if not check["ok"]]
