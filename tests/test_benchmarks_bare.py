@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from helpers_03 import SMALL_MODEL
 from helpers_benchmarks import bench  # noqa: F401
 
 from bench import bare, strategies
 from bench.analysis import analyse
+from dist_common import models
 
 # pytest passes fixtures by name.
 # ruff: noqa: F811
@@ -151,8 +153,11 @@ def test_what_is_damaged_or_no_training_is_named_and_left_out(cluster, bench, ca
 
 
 def test_what_was_given_is_in_results_json(run_script, tmp_path):
+    def small(script):
+        models.PRESETS["tiny"] = SMALL_MODEL
+
     flags = ("--max-steps", 2, "--seq-len", 16, "--save-every", 0, "--output-dir", tmp_path / "out")
-    ended = run_script(DDP, *flags, "--parity-steps", 0, world_size=1)
+    ended = run_script(DDP, *flags, "--parity-steps", 0, world_size=1, before=small)
     assert ended.codes == [0], ended.stderr
     (record,) = bare.gather(tmp_path).records
     assert record["point"]["strategy"] == "single" and record["losses"]
