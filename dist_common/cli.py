@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 # A launcher ends the job when its first process exits: a rank that leaves the error message to
 # another rank waits this long, so as not to cut the message short.
@@ -214,6 +212,8 @@ def node() -> str:
 
 def _tried_from(address: str) -> str:
     """Say from which address and interface another machine's address is tried."""
+    import psutil  # which a browser lacks: the planner runs there as well
+
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # which sends nothing, but chooses
         own = probe.getsockname()[0]

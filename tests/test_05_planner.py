@@ -307,8 +307,17 @@ def test_a_plan_that_a_slower_network_overturns_says_at_which_rate():
     assert each["network"]["until"] == 0.91, "0.5 / 0.55 = 0.909"
     assert each["network"]["behind"] == pytest.approx(1.625 / 1.55 - 1)
     assert each["matrix"]["stays_first"]
-    text = " ".join(plan_text.survival_lines(job, H100, found))
+    text = " ".join(plan_text.survival_lines(found, each))
     assert "dp 8, DDP" in text and "is then 4.8% faster; 1 is first down to -9%" in text
+
+
+def test_the_json_of_a_plan_says_what_the_text_says(say):
+    flags = ("plan", "--model", "llama2-7b", "--gpus", 8)
+    lines, found = say(*flags).splitlines(), json.loads(say(*flags, "--json"))
+    first = lines.index(found["reasons"][0])
+    assert lines[first : first + len(found["reasons"])] == found["reasons"]
+    assert f"{found['tried']:,} layouts looked at, {found['fitting']:,} fit in " in lines[2]
+    assert found["plans"][0]["name"].startswith("pp 2 x dp 4, ZeRO-1, recompute none")
 
 
 # adapters

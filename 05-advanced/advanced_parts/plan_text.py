@@ -180,11 +180,11 @@ def turning_point(job: Job, cluster: Cluster, found: Found, name: str) -> float:
     return FALL
 
 
-def survival_lines(job: Job, cluster: Cluster, found: Found) -> list[str]:
+def survival_lines(found: Found, survives: dict[str, dict]) -> list[str]:
     """Say in words what a fifth less of bandwidth, and of the matrix rate, would change."""
     names = {"network": "bandwidth", "matrix": "matrix rate"}
     now, lines = found.fitting[0].step_time_s, []
-    for kind, each in survival(job, cluster, found).items():
+    for kind, each in survives.items():
         text = f"-20% of {names[kind]}: step {each['step_time_s'] / now - 1:+.1%}, "
         if each["stays_first"]:
             text += "1 stays first"

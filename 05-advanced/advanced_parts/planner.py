@@ -45,6 +45,7 @@ def mfu_of(plan: Prediction, job: Job, cluster: Cluster) -> float:
 def as_json(plan: Prediction, job: Job, cluster: Cluster, args) -> dict:
     """Return a prediction in bytes, seconds and rates."""
     result = {
+        "name": plan_text.name_of(plan.layout),
         "layout": asdict(plan.layout) | {"gpus": plan.layout.gpus},
         "fits": plan.fits,
         "memory_bytes": {
@@ -120,18 +121,20 @@ def plan_all(args) -> None:
         plan_picture.draw(args.output_dir, found.best[: plan_text.SHOWN])
     best = found.best[: plan_text.SHOWN]
     number, launch, remarks = first_to_start(args, job, cluster, best)
+    survives = plan_text.survival(job, cluster, found)
+    reasons = [*plan_text.why_first(found), *what_changes(job, cluster, found, survives)]
     if args.json:
         plans = [as_json(plan, job, cluster, args) for plan in best]
-        survives = plan_text.survival(job, cluster, found)
         start = {"plan": number, **asdict(launch), "before": remarks}
-        answer = {"plans": plans, "survives": survives, "launch": start}
+        answer = {"plans": plans, "reasons": reasons, "survives": survives, "launch": start}
+        answer |= {"tried": found.tried, "fitting": len(found.fitting)}
         print(json.dumps(answer, indent=1))
         return
     head(job, cluster, gpus)
     limit = f"{best[0].memory_limit / GIB:.1f} of {cluster.gpu.memory_gib:g} GiB"
     print(f"{found.tried:,} layouts looked at, {len(found.fitting):,} fit in {limit}")
     print_plans(job, cluster, args, best)
-    print(*plan_text.why_first(found), *what_changes(job, cluster, found), sep="\n")
+    print(*reasons, sep="\n")
     lines = [f"{number} is started by"] if number else []
     lines += [f"  {command}" for command in launch.commands]
     lines += [f"  but: {remark}" for remark in launch.remarks]
@@ -164,9 +167,9 @@ def searched(args, job: Job, cluster: Cluster, gpus: int) -> Found:
     return search(job, cluster, gpus, given_layout(args))
 
 
-def what_changes(job: Job, cluster: Cluster, found: Found) -> list[str]:
+def what_changes(job: Job, cluster: Cluster, found: Found, survives: dict) -> list[str]:
     """Return a line for each change of hardware or batch that was looked at."""
-    lines = plan_text.survival_lines(job, cluster, found)
+    lines = plan_text.survival_lines(found, survives)
     lines += [plan_text.larger_memory(cluster, found)]
     lines += [plan_text.batch_twice(job, cluster, found)]
     return [line for line in lines if line]
