@@ -23,8 +23,9 @@ import glossary  # noqa: E402
 from page_reader import PAGES, PARTS, REPO, TRACKED, lessons_in_order  # noqa: E402
 
 STAGE, OUT = REPO / "runs" / "site-source", REPO / "runs" / "site"
-GUIDE = REPO / ".venv" / "bin" / "python"  # has PyTorch, for the numbers of the calculators
+GUIDE = REPO / ".venv" / "bin" / "python"  # has PyTorch, for the cases of the calculators
 MERMAID = HERE / "node_modules" / "mermaid" / "dist" / "mermaid.min.js"
+PYODIDE = HERE / "node_modules" / "pyodide" / "pyodide.asm.wasm"
 LANGUAGES = {"py": "python", "sh": "bash", "sbatch": "bash", "toml": "toml", "json": "json"}
 IMAGES = (".png", ".svg")
 LINK = re.compile(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
@@ -131,8 +132,7 @@ MOVABLE = {
     "images/collectives.png": "collectives.ranks=3",
     "images/messages.png": "ring.ranks=4",
     "images/combining.png": (
-        "plan.model=llama3-405b&plan.gpus=16384&plan.seq_len=8192&plan.global_batch_size=2048"
-        "&plan.schedule=interleaved&plan.virtual_stages=8"
+        "plan.model=llama3-405b&plan.gpus=16384&plan.seq_len=8192&plan.global_batch=2048"
     ),
 }
 
@@ -194,12 +194,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=OUT)
     args = parser.parse_args()
-    if not MERMAID.exists():
-        print(f"site/build.py: {MERMAID} is not there: make site", file=sys.stderr)
-        return 2
-    if not GUIDE.exists():
-        print(f"site/build.py: {GUIDE} is not there: make install", file=sys.stderr)
-        return 2
+    for needed, by in ((MERMAID, "site"), (PYODIDE, "site"), (GUIDE, "install")):
+        if not needed.exists():
+            print(f"site/build.py: {needed} is not there: make {by}", file=sys.stderr)
+            return 2
     started = time.monotonic()
     golden = STAGE.with_name("site-golden")
     calculating = subprocess.Popen([GUIDE, HERE / "golden.py", golden])
@@ -212,7 +210,8 @@ def main() -> int:
     if ended:
         return ended
     shutil.copy2(MERMAID, args.out / "_static")
-    shutil.copy2(golden / "presets.js", args.out / "_static" / "calc")
+    for name in ("presets.js", "python.js"):
+        shutil.copy2(golden / name, args.out / "_static" / "calc")
     front = '<!doctype html><meta http-equiv="refresh" content="0; url=README.html">\n'
     (args.out / "index.html").write_text(front)
     pages = len(list(args.out.rglob("*.html")))

@@ -2,10 +2,10 @@
 
     python site/golden.py runs/calc
 
-The JavaScript in site/static/calc is a port of the guide's Python. presets.js has what the page
-offers: models, clusters, defaults and words, read from the scripts, so that no number is typed
-twice. golden.json has random cases with Python's results: tests/test_site_calculators.py demands
-the same from the JavaScript, and from the page in a browser.
+presets.js has what the page offers: flags, models, GPUs, defaults and words, read from the scripts,
+so that no number is typed twice. Of the planner the page runs the Python (in_browser.py); for the
+rest the JavaScript in site/static/calc is a port. golden.json has random cases with Python's
+results: tests/test_site_calculators.py demands the same from it, and from the page in a browser.
 """
 
 import argparse
@@ -13,10 +13,11 @@ import functools
 import json
 import queue
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -34,14 +35,16 @@ for module in ("02-fsdp", "03-deepspeed", "04-nccl-operations", "05-advanced"):
 
 import bandwidth_test  # noqa: E402
 import collective_ops  # noqa: E402
-import combining  # noqa: E402
 import pipeline_schedules  # noqa: E402
 import point_to_point  # noqa: E402
-from advanced_parts import combining as layouts  # noqa: E402
-from advanced_parts import layout_memory as memory  # noqa: E402
 from advanced_parts import pipeline_schedules as papers  # noqa: E402
+from advanced_parts import plan_args  # noqa: E402
 from deepspeed_parts import zero_stages  # noqa: E402
-from dist_common import cli, models, shapes  # noqa: E402
+from dist_common import cli, models  # noqa: E402
+from dist_common.costs import hardware  # noqa: E402
+from dist_common.costs import models as shapes  # noqa: E402
+from dist_common.costs.memory import memory_limit  # noqa: E402
+from dist_common.costs.rates import RATES  # noqa: E402
 from dist_common.measure import GIB  # noqa: E402
 from fsdp_parts import fsdp_basics, strategies  # noqa: E402
 from nccl_parts import collective_ops as drawn_by  # noqa: E402
@@ -49,15 +52,10 @@ from nccl_parts import measurement  # noqa: E402
 from nccl_parts import point_to_point as costs  # noqa: E402
 
 SEED = 28
-LAYOUTS, RANKED, CHANGED = 2000, 40, 60  # cases
-SCHEDULES, RINGS, STRATEGIES = 400, 400, 300
-SCHEDULES_OF_A_LAYOUT = ("1f1b", "interleaved", "gpipe")  # what combining.py's --schedule takes
+SCHEDULES, RINGS, STRATEGIES = 400, 400, 300  # cases
 LARGEST_RING = 16  # ranks whose messages are noted
-
-# combining.py's flags that the page asks for, by argparse's names.
-FLAGS = ("model", "gpus", "gpus_per_node", *combining.AXES, "fsdp", "recompute", "order", "seq_len",
-         "global_batch_size", "micro_batch_size", "schedule", "virtual_stages", "gpu_tflops",
-         "nvlink_gb_s", "network_gb_s", "latency_us", "gpu_memory_gib")  # fmt: skip
+VERBS = ("plan", "predict")  # of combining.py, which the page runs itself (in_browser.py)
+UNASKED = ("help", "hf_config", "explain", "json", "output_dir", "cheaper")
 
 
 # Of the 70B model's 80 layers once, not for each case that asks for its shapes.
@@ -70,56 +68,6 @@ def flags_of(script, *flags: str) -> dict:
         return vars(script.parse_args())
 
 
-DEFAULTS = flags_of(combining)
-
-
-# layouts
-
-
-def random_flags(draw: random.Random) -> dict:
-    """Return flags of combining.py that often, not always, make a layout."""
-    pick = draw.choice
-    sizes = {axis: pick((1, 1, 1, 1, 2, 2, 4, 8, 16, 3)) for axis in combining.AXES}
-    product = sizes["tp"] * sizes["cp"] * sizes["dp"] * sizes["pp"]
-    schedule = pick(SCHEDULES_OF_A_LAYOUT)
-    micro = pick((1, 1, 2, 3, 4))
-    interleaved = schedule == "interleaved"
-    uneven = draw.random() < 0.05
-    model = pick(list(memory.MODELS))
-    able = [n for n in (256, 1024, 2048, 4096, 8192) if n <= memory.MODELS[model].max_seq_len]
-    return DEFAULTS | sizes | {
-        "model": model,
-        "gpus": product if draw.random() < 0.97 else 2 * product,
-        "gpus_per_node": pick((4, 8, 16) if product % 3 else (3, 6, 12)),
-        "fsdp": pick((None, *memory.SHARDINGS)),
-        "recompute": pick((None, *memory.RECOMPUTE)),
-        "order": "-".join(draw.sample(combining.AXES, 4)),
-        "seq_len": pick(able * 6 + [1000, 16_384]),
-        "global_batch_size": sizes["dp"] * micro * pick((1, 2, 3, 8, 16, 32, 64)) + uneven,
-        "micro_batch_size": micro,
-        "schedule": schedule,
-        "virtual_stages": pick((None, 2, 2, 3, 4)) if interleaved else pick([None, 1] * 9 + [2]),
-        "gpu_tflops": draw.uniform(50, 1500),
-        "nvlink_gb_s": draw.uniform(20, 900),
-        "network_gb_s": draw.uniform(0.1, 100),
-        "latency_us": draw.uniform(1, 100),
-        "gpu_memory_gib": pick((16, 24, 40, 80, 141, 192)),
-        "reduce_bytes": pick((memory.FP32, memory.FP32, memory.BF16)),
-    }  # fmt: skip
-
-
-def read_job(flags: dict) -> tuple[memory.Job, memory.Cluster]:
-    """Return combining.py's job and cluster of these flags, and reduce_bytes, which has no flag."""
-    job, cluster = combining.read_job(argparse.Namespace(**flags))
-    return replace(job, reduce_bytes=flags.get("reduce_bytes", memory.FP32)), cluster
-
-
-def told(prediction) -> dict:
-    """Return a prediction as the JavaScript has it."""
-    named = {name: getattr(prediction, name) for name in ("step_s", "memory_gib", "fits", "tflops")}
-    return asdict(prediction) | named
-
-
 def outcome(work: Callable) -> dict:
     """Return a result, or the refusal in its place."""
     try:
@@ -128,62 +76,65 @@ def outcome(work: Callable) -> dict:
         return {"refused": str(error)}
 
 
-def layout_of(flags: dict) -> dict:
-    job, cluster = read_job(flags)
-    (one,) = combining.predict_all(None, argparse.Namespace(**flags), job, cluster)
-    template = memory.of_the_template(job, one.layout, one.stage)
-    return told(one) | {"template": template, "weights": job.config.num_parameters()}
+# the planner's flags
 
 
-def layout_cases(draw: random.Random, count: int) -> Iterator[dict]:
-    for _ in range(count):
-        flags = random_flags(draw)
-        yield {"flags": flags, **outcome(lambda flags=flags: layout_of(flags))}
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Return the parser of a verb of combining.py."""
+    with mock.patch.object(plan_args.Parser, "parse_args", autospec=True) as parse:
+        plan_args.parse_args([verb])
+    whole = parse.call_args.args[0]
+    (verbs,) = [each for each in whole._actions if isinstance(each.choices, dict)]
+    return verbs.choices[verb]
 
 
-def list_of(flags: dict) -> list[dict]:
-    """Return the best five layouts, and how many there are, as combining.py lists them."""
-    job, cluster = read_job(flags)
-    shardings = (flags["fsdp"],) if flags["fsdp"] else memory.SHARDINGS
-    recompute = (flags["recompute"],) if flags["recompute"] else memory.RECOMPUTE
-    found = combining.ranked(job, cluster, flags["gpus"], shardings, recompute)
-    shown = [(str(p.layout), p.layout.sharding, p.layout.recompute, p.fits, p.step_s, p.memory_gib)
-             for p in found[:20]]  # fmt: skip
-    return {"count": len(found), "fit": sum(p.fits for p in found), "shown": shown}
+def flags_of_verb(verb: str) -> dict[str, dict]:
+    """Return by argparse's names what the page needs, to ask for each flag of a verb."""
+    listed = {"model": list(shapes.MODELS), "gpu": list(hardware.GPUS)}
+    kinds = {cli.positive_int: "count", cli.positive_float: "rate"}
+    flags = {}
+    for action in parser_of(verb)._actions:
+        if action.dest in UNASKED:
+            continue
+        text, usual = re.fullmatch(r"(.*?)(?: \(([^()]*)\))?", action.help % {}).groups()
+        choices = listed.get(action.dest) or action.choices
+        flags[action.dest] = {
+            "flags": action.option_strings,
+            "help": "" if action.dest in listed else text,
+            "usual": usual or "",
+            "kind": "switch" if action.nargs == 0 else kinds.get(action.type, "text"),
+            "choices": choices and list(map(str, choices)),
+            "default": action.default,
+        }
+    return flags
 
 
-def ranked_cases(draw: random.Random, count: int) -> Iterator[dict]:
-    for _ in range(count):
-        flags = random_flags(draw) | dict.fromkeys(combining.AXES)
-        flags["gpus"] = draw.choice((1, 2, 6, 8, 8, 16, 32, 64))
-        flags["gpus_per_node"] = draw.choice((4, 8))
-        yield {"flags": flags, **outcome(lambda flags=flags: list_of(flags))}
+def data_sheets() -> dict[str, dict]:
+    """Return each GPU's values by the names of the flags that change them, and what may be used."""
+    return {
+        name: {
+            "gpus_per_node": gpu.gpus_per_node,
+            "gpu_memory_gib": gpu.memory_gib,
+            "gpu_tflops": gpu.tflops,
+            "hbm_gb_s": gpu.hbm_gb_s,
+            "link_gb_s": gpu.link_gb_s,
+            "network_gb_s": gpu.network_gb_s,
+            "limit_gib": memory_limit(gpu) / GIB,
+        }
+        for name, gpu in hardware.GPUS.items()
+    }
 
 
-def changes_of(flags: dict) -> list:
-    job, cluster = read_job(flags)
-    one = layouts_of_flags(flags)
-    with mock.patch.object(layouts, "Transformer", model_of):
-        rows = layouts.changes(job, cluster, one)
-    return [(name, told(changed), price) for name, changed, price in rows]
-
-
-def layouts_of_flags(flags: dict) -> memory.Layout:
-    sizes = {axis: flags[axis] for axis in combining.AXES}
-    sharding, recompute = flags["fsdp"] or "full", flags["recompute"] or "none"
-    return memory.Layout(**sizes, sharding=sharding, recompute=recompute)
-
-
-def changes_cases(draw: random.Random, cases: list[dict], count: int) -> Iterator[dict]:
-    """Yield changes of layouts that work; half of them of replicas, which allow the most."""
-    works = [case["flags"] for case in cases if "result" in case]
-    for flags in draw.sample(works, min(count, len(works))):
-        if draw.random() < 0.5:
-            dp = flags["dp"] * flags["cp"] * flags["tp"] * flags["pp"]
-            alone = {"tp": 1, "cp": 1, "pp": 1, "dp": dp, "fsdp": "none", "schedule": "1f1b"}
-            batch = dp * flags["micro_batch_size"] * draw.choice((1, 2, 8))
-            flags = flags | alone | {"virtual_stages": None, "global_batch_size": batch}
-        yield {"flags": flags, **outcome(lambda flags=flags: changes_of(flags))}
+def links() -> dict[str, dict]:
+    """Return links of a ring: what a further rank waits, and what is reached of the data sheet."""
+    found = {}
+    for name in ("h100", "a100"):
+        gpu = hardware.GPUS[name]
+        inside = round(RATES["link.ring"] * gpu.link_gb_s)
+        between = round(RATES["network.rate"] * gpu.network_gb_s)
+        found[f"{name}, NVLink"] = {"alpha_us": RATES["link.hop_us"], "rate_gb_s": inside}
+        found[f"{name}, network"] = {"alpha_us": RATES["network.node_us"], "rate_gb_s": between}
+    return found
 
 
 # schedules
@@ -400,58 +351,36 @@ def weigh_cases() -> Iterator[dict]:
             yield {"preset": preset, "ranks": ranks, "result": dict(call.args for call in stored)}
 
 
-# a pasted config.json
-
-
-def config_cases() -> Iterator[dict]:
-    """Yield each model's shape under Hugging Face's names, and what it is under ours."""
-    for config in memory.MODELS.values():
-        theirs = {name: getattr(config, ours) for name, ours in shapes.HF_SHAPE.items()}
-        result = {ours: getattr(config, ours) for ours in shapes.HF_SHAPE.values()}
-        yield {"text": json.dumps(theirs), "result": result}
-
-
 # files
 
 
-def golden(layouts: int = LAYOUTS, others: float = 1.0, only: str | None = None) -> dict:
-    """Return the cases of all kinds, or of one; `others`: the share of what are no layouts."""
+def golden(share: float = 1.0, only: str | None = None) -> dict:
+    """Return the cases of all kinds, or of one; `share`: how many of them."""
 
-    def drawn(cases: Callable, count: int, *arguments) -> list[dict]:
-        return list(cases(random.Random(SEED), *arguments, max(1, round(others * count))))
+    def drawn(cases: Callable, count: int) -> list[dict]:
+        return list(cases(random.Random(SEED), max(1, round(share * count))))
 
     every = {
-        "layouts": lambda: list(layout_cases(random.Random(SEED), layouts)),
-        "ranked": lambda: drawn(ranked_cases, RANKED),
-        "changes": lambda: drawn(changes_cases, CHANGED, every["layouts"]()),
         "schedules": lambda: drawn(schedule_cases, SCHEDULES),
-        "rings": lambda: list(ring_cases(round(2 + others * (LARGEST_RING - 2)))),
+        "rings": lambda: list(ring_cases(round(2 + share * (LARGEST_RING - 2)))),
         "times": lambda: drawn(time_cases, RINGS),
         "strategies": lambda: drawn(strategy_cases, STRATEGIES),
         "weigh": lambda: list(weigh_cases()),
-        "configs": lambda: list(config_cases()),
     }
     return {kind: cases() for kind, cases in every.items() if only in (None, kind)}
 
 
 def presets() -> dict:
     """Return what the page offers and says: from the scripts that it is of."""
-    planned, piped = flags_of(combining), flags_of(pipeline_schedules)
-    clusters = {"H100": layouts.H100, "A100": layouts.A100}
+    piped = flags_of(pipeline_schedules)
     return {
-        "models": {name: asdict(config) for name, config in memory.MODELS.items()},
-        "clusters": {name: asdict(cluster) for name, cluster in clusters.items()},
-        "flags": {name: planned[name] for name in FLAGS},
-        "schedules": SCHEDULES_OF_A_LAYOUT,
-        "splits": combining.SPLITS,
-        "sends": combining.SENDS,
-        "holds": combining.HOLDS,
-        "shown": combining.SHOWN,
-        "part_colors": combining.COLORS,
-        "hf_shape": shapes.HF_SHAPE,
-        "hf_defaults": shapes.DEFAULTS,
+        "tool": {verb: flags_of_verb(verb) for verb in VERBS},
+        "verbs": {verb: parser_of(verb).description for verb in VERBS},
+        "model": plan_args.model_of(plan_args.parse_args(["plan"])).name,
+        "gpus": data_sheets(),
+        "links": links(),
+        "models": {name: asdict(config) for name, config in models.PRESETS.items()},
         "precisions": list(zero_stages.WIDTHS),
-        "reduce_bytes": {"float32": memory.FP32, "bfloat16": memory.BF16},
         "weighed": flags_of(fsdp_script(), "--weigh", "8")["preset"],
         "pipeline": {name: piped[name] for name in ("stages", "micro_batches", "virtual_stages",
                                                     "backward")},
@@ -484,6 +413,10 @@ def write(folder: Path, **sizes) -> None:
 
 
 if __name__ == "__main__":
+    import in_browser  # its folder is this script's
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where to write golden.json and presets.js")
-    write(parser.parse_args().folder)
+    parser.add_argument("folder", type=Path, help="where to write these, and python.js")
+    folder = parser.parse_args().folder
+    write(folder)
+    in_browser.write(folder)

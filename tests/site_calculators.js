@@ -3,34 +3,10 @@
 "use strict";
 const path = require("path"), fs = require("fs");
 const [calc, folder] = process.argv.slice(2).map((name) => path.resolve(name));
-const [schedules, layout, rings, strategies] = ["schedules", "layout", "rings", "strategies"].map(
+const [schedules, rings, strategies] = ["schedules", "rings", "strategies"].map(
   (name) => require(path.join(calc, `${name}.js`)));
 const presets = require(path.join(folder, "presets.js"));
 const golden = JSON.parse(fs.readFileSync(path.join(folder, "golden.json")));
-
-const with_config = (flags) => ({ ...flags, config: presets.models[flags.model] });
-
-function layout_of(flags) {
-  const args = with_config(flags), [job, cluster] = layout.read_job(args);
-  const [one] = layout.predict_all(args, job, cluster);
-  const template = layout.of_the_template(job, one.layout, one.stage);
-  return { ...one, template, weights: layout.num_parameters(args.config) };
-}
-
-function list_of(flags) {
-  const args = with_config(flags), [job, cluster] = layout.read_job(args);
-  const found = layout.predict_all(args, job, cluster);
-  const shown = found.slice(0, 20).map((p) =>
-    [layout.text_of(p.layout), p.layout.sharding, p.layout.recompute, p.fits, p.step_s, p.memory_gib]);
-  return { count: found.length, fit: found.filter((p) => p.fits).length, shown };
-}
-
-function changes_of(flags) {
-  const args = with_config(flags), [job, cluster] = layout.read_job(args);
-  const sizes = layout.AXES.map((axis) => flags[axis]);
-  const one = layout.Layout(...sizes, flags.fsdp || "full", flags.recompute || "none");
-  return layout.changes(job, cluster, one);
-}
 
 function schedule_of(name, p, m, v, backward) {
   const schedule = schedules.build(name, p, m, v);
@@ -82,20 +58,12 @@ function weigh_of({ preset, ranks }) {
   return rows;
 }
 
-function hf_of({ text }) {
-  return layout.config_of(text, presets.hf_shape, presets.hf_defaults);
-}
-
 const WORK = {
-  layouts: (c) => layout_of(c.flags),
-  ranked: (c) => list_of(c.flags),
-  changes: (c) => changes_of(c.flags),
   schedules: (c) => schedule_of(...c.case),
   rings: (c) => ring_of(...c.case),
   times: (c) => time_of(...c.case),
   strategies: strategy_of,
   weigh: weigh_of,
-  configs: hf_of,
 };
 const found = {};
 for (const [kind, cases] of Object.entries(golden)) {
@@ -103,7 +71,7 @@ for (const [kind, cases] of Object.entries(golden)) {
     try {
       return { result: WORK[kind](one) };
     } catch (error) {
-      if (error instanceof layout.UsageError) return { refused: error.message };
+      if (error instanceof schedules.UsageError) return { refused: error.message };
       throw error;
     }
   });

@@ -38,8 +38,8 @@ const fixed = (value, digits) => {
   return [whole.replace(/\B(?=(\d{3})+$)/g, ","), ...fraction].join(".");
 };
 const general = (value) => String(Number(value.toPrecision(6)));
-const gib = (bytes) => `${fixed(bytes / layout.GIB, 1)} GiB`;
-const share = (part) => layout.percent(part, 1);
+const gib = (bytes) => `${fixed(bytes / presets.gib, 1)} GiB`;
+const share = (part) => `${(100 * part).toFixed(1)}%`;
 const number = (text, value) => h("td", { class: "number", "data-value": value }, text);
 const exact = (text, value, key) => h("span", { "data-value": value, "data-key": key }, text);
 
@@ -79,7 +79,8 @@ function define(id, defaults, update) {
     changed(id);
   });
   const link = form.querySelector("[data-do=link]");
-  if (link) link.addEventListener("click", () => copy(link, id));
+  const address = () => location.href.split("#")[0] + written(state_of(id));
+  if (link) link.addEventListener("click", () => copy(link, address()));
 }
 
 function set(id, values) {
@@ -112,7 +113,7 @@ function refuse_numbers(id) {
     const limits = range + (input.max ? ` to ${input.max}` : "");
     const missing = input.value === "" && defaults[name] !== null;
     if (missing || !input.validity.valid || (!whole && Number(input.value) <= 0)) {
-      throw new layout.UsageError(`${label_of(input)}: must be ${limits}`);
+      throw new schedules.UsageError(`${label_of(input)}: must be ${limits}`);
     }
   }
 }
@@ -143,14 +144,13 @@ function show(id) {
   update();
 }
 
-async function copy(button, id) {
-  const address = location.href.split("#")[0] + written(state_of(id));
+async function copy(button, text) {
   const before = button.textContent;
   try {
-    await navigator.clipboard.writeText(address);
+    await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch {
-    prompt("The link:", address); // no clipboard over file:// in some browsers
+    prompt("To copy:", text); // no clipboard over file:// in some browsers
   }
   setTimeout(() => { button.textContent = before; }, 1500);
 }
@@ -172,7 +172,7 @@ function attempt(where, work) {
   try {
     target.replaceChildren(...work().filter(Boolean));
   } catch (error) {
-    if (!(error instanceof layout.UsageError)) throw error;
+    if (!(error instanceof schedules.UsageError)) throw error;
     target.replaceChildren(h("p", { class: "calc-error", role: "alert" }, error.message));
   }
 }
@@ -209,6 +209,6 @@ addEventListener("hashchange", () => {
 
 return {
   $, form_of, h, s, source, fixed, general, gib, share, number, exact, words, swatch, table,
-  options, define, read, label_of, refuse_numbers, changed, attempt, filler,
+  options, define, read, refuse_numbers, changed, attempt, filler, copy,
 };
 })();

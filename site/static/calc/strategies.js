@@ -4,7 +4,7 @@
 const strategies = (() => {
 "use strict";
 
-const { GIB, shapes_of } = typeof module === "undefined" ? layout : require("./layout.js");
+const GIB = 2 ** 30; // bytes
 
 // fsdp_parts/strategies.py
 
@@ -53,12 +53,13 @@ function whole_at_once(plan, units) {
   return gathered_bytes(plan) * (least.reduce((a, b) => a + b, 0) + rest);
 }
 
-// The units of fully_shard: each block, and embedding, last norm and head.
+// The units of fully_shard: each block, and embedding, last norm and head. A vector has 0 columns.
 function units_of(config) {
-  const shapes = shapes_of(config), layer = 9; // weights of a block
-  const blocks = Array.from({ length: config.num_layers }, (_, n) =>
-    shapes.slice(1 + n * layer, 1 + (n + 1) * layer));
-  return [...blocks, [shapes[0], ...shapes.slice(1 + config.num_layers * layer)]];
+  const D = config.dim, F = config.ffn_dim, table = [config.vocab_size, D];
+  const kv = [(D / config.num_heads) * config.num_kv_heads, D];
+  const block = [[D, 0], [D, D], kv, kv, [D, D], [D, 0], [F, D], [F, D], [D, F]];
+  const rest = [table, [D, 0], ...(config.tied_embeddings ? [] : [table])];
+  return [...Array(config.num_layers).fill(block), rest];
 }
 
 // zero_stages.py

@@ -1,272 +1,236 @@
-// The calculators "what fits" and "which strategy": what layout.js and strategies.js compute.
+// The calculators "what fits" and "which strategy": what the guide's planner answers (tool.js), and
+// what strategies.js computes.
 (() => {
 "use strict";
 
 const {
-  $, form_of, h, s, source, fixed, general, gib, share, number, exact, words, swatch, table,
-  options, define, read, label_of, refuse_numbers, changed, attempt, filler,
+  $, form_of, h, s, source, fixed, gib, share, number, exact, words, swatch, table, options, define,
+  read, refuse_numbers, changed, attempt, copy,
 } = forms;
 
-const CONFIG = "config.json"; // the choice of `model` for a pasted one
+const PASTED = "config.json", SIZES = "sizes"; // choices of `model` that are no preset
+const COLORS = ["#77aadd", "#ee8866", "#eedd88", "#44bb99", "#ffaabb", "#bbcc33", "#99ddff",
+  "#aaaa00", "#bbbbbb"]; // Paul Tol, light
+const form = form_of("plan"), { elements } = form;
 
-function template(text, values) {
-  return text.replace(/\{(\w+)(:\.4g)?\}/g, (_, name, short) =>
-    short ? String(Number(values[name].toPrecision(4))) : String(values[name]));
+// the form: a label for each flag of the planner
+
+const FLAGS = { ...presets.tool.predict, ...presets.tool.plan };
+const spoken = (name) => name.replaceAll("_", " ");
+
+function input_of(name, { kind, choices, default: usual }) {
+  const select = (...first) =>
+    h("select", { name }, [...first, ...(choices ?? [])].map((choice) => h("option",
+      { value: [choice].flat()[0] }, [choice].flat().at(-1))));
+  if (name === "model") return select([SIZES, "of sizes, below"], [PASTED, "a config.json, pasted"]);
+  if (kind === "switch") return select(["", usual ? "yes" : "no"], ["other", usual ? "no" : "yes"]);
+  if (choices) return usual === null ? select(["", ""]) : select();
+  if (kind === "text") return h("input", { name, spellcheck: "false" });
+  const step = kind === "count" ? "1" : "any";
+  return h("input", { name, type: "number", min: step === "1" ? 1 : 0, step });
 }
 
-// One bar of parts, with marks at some of its places.
-function bar(parts, marks, label) {
-  const whole = Math.max(...marks.map((mark) => mark.at), parts.reduce((a, b) => a + b.size, 0));
+function build_form() {
+  const places = [...form.querySelectorAll("[data-flags]")];
+  const listed = places.flatMap((place) => place.dataset.flags.split(" "));
+  const others = Object.keys(FLAGS).filter((name) => !listed.includes(name));
+  for (const place of places) {
+    const names = place.dataset.flags === "" ? others : place.dataset.flags.split(" ");
+    for (const name of names.filter((each) => FLAGS[each])) {
+      const said = h("small", {}, FLAGS[name].help), input = input_of(name, FLAGS[name]);
+      const slider = name !== "gpus" ? null : h("input", { type: "range", min: 0, max: 14,
+        "data-for": "gpus", "data-base": 2, "aria-label": "GPUs, slider: powers of two" });
+      place.append(h("label", {}, spoken(name), said, input, slider));
+    }
+  }
+  options(elements.verb, Object.entries(presets.verbs).map(([verb, text]) => [verb, `${verb}: ${text}`]));
+}
+
+// Say what an empty input means: the data sheet's value, or what the flag's help says.
+function hint() {
+  const sheet = presets.gpus[elements.gpu.value], flags = presets.tool[elements.verb.value];
+  for (const name of Object.keys(FLAGS)) {
+    const input = elements[name], known = sheet[name];
+    input.closest("label").hidden = !flags[name];
+    if (!flags[name]) continue;
+    const empty = known?.[elements.precision.value] ?? (typeof known === "number" ? known : flags[name].usual);
+    if (input.options?.[0].value === "" && FLAGS[name].kind !== "switch") input.options[0].text = empty;
+    else if (!input.options) input.placeholder = empty;
+  }
+  elements.config.closest("label").hidden = elements.model.value !== PASTED;
+  for (const more of form.querySelectorAll("details")) {
+    const given = ({ name }) => elements[name].value !== String(DEFAULTS[name] ?? "");
+    if ([...more.querySelectorAll("[name]")].some(given)) more.open = true;
+  }
+}
+
+function argv_of() {
+  const verb = elements.verb.value, argv = [verb];
+  for (const [name, { flags, kind, default: usual }] of Object.entries(presets.tool[verb])) {
+    const value = elements[name].value.trim();
+    if (name === "model" && value === PASTED) argv.push("--hf-config", PASTED);
+    else if (value === String((kind !== "switch" && usual) || "") || (name === "model" && value === SIZES)) continue;
+    else if (kind === "switch") argv.push(flags.at(-1));
+    else argv.push(flags[0], value);
+  }
+  return argv;
+}
+
+// what is shown
+
+const quoted = (word) => (/^[\w./:=-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`);
+const to_copy = (text) => h("p", { class: "calc-command" }, h("code", {}, text), " ",
+  h("button", { type: "button", onclick: ({ target }) => copy(target, text) }, "Copy"));
+
+// One bar of parts, with a mark at one of its places if it is given.
+function bar(parts, mark, label) {
+  const whole = Math.max(mark?.at ?? 0, parts.reduce((total, part) => total + part.size, 0));
   const place = (value) => `${(100 * value) / whole}%`;
   let start = 0;
-  const boxes = parts.filter((part) => part.size > 0).map((part) => {
+  const boxes = parts.map((part) => {
     const box = s("rect", { x: place(start), y: 18, width: place(part.size), height: 30, fill: part.color },
       s("title", {}, `${part.name}: ${part.text}`));
     start += part.size;
     return box;
   });
-  const lines = marks.flatMap((mark, i) => {
-    const anchor = mark.at > whole / 2 ? "end" : "start";
-    const y = i % 2 ? 64 : 12;
-    return [
-      s("line", { x1: place(mark.at), x2: place(mark.at), y1: 14, y2: 52, stroke: "currentColor",
-        "stroke-width": 2, "stroke-dasharray": i % 2 ? null : "4 3" }),
-      s("text", { x: place(mark.at), y, "text-anchor": anchor }, mark.name),
-    ];
-  });
-  return s("svg", { role: "img", "aria-label": label, height: marks.length ? 70 : 54 }, boxes, lines);
-}
-
-// (a) what fits
-
-const PARTS = {};
-["weights", "gradients", "optimizer", "activations", "logits", "copies"].forEach((part, i) => {
-  PARTS[part] = presets.part_colors[i];
-});
-const STEP = {};
-["compute", ...layout.AXES, "bubble"].forEach((part, i) => { STEP[part] = presets.part_colors[i]; });
-
-function plan_of() {
-  refuse_numbers("plan");
-  const args = read("plan");
-  args.reduce_bytes = presets.reduce_bytes[args.reduce_bytes];
-  args.config = args.model === CONFIG
-    ? layout.config_of(args.config || "{}", presets.hf_shape, presets.hf_defaults) : presets.models[args.model];
-  return args;
-}
-
-function command_of(args) {
-  if (args.model === CONFIG) return null;
-  const flags = Object.entries(presets.flags)
-    .filter(([name, value]) => args[name] !== value && args[name] !== null)
-    .map(([name]) => ` --${name.replaceAll("_", "-")} ${args[name]}`);
-  return h("p", { class: "calc-command" }, "The same by the script: ",
-    h("code", {}, `python 05-advanced/combining.py${flags.join("")}`));
-}
-
-function describe_memory(job, prediction, cluster) {
-  const named = layout.words_of(job, prediction);
-  const held = Object.entries(prediction.memory).filter(([, size]) => size);
-  const parts = held.map(([name, size]) => ({ name, size, text: gib(size), color: PARTS[name] }));
-  const marks = [
-    { at: prediction.memory_limit, name: `usable: ${gib(prediction.memory_limit)}` },
-    { at: cluster.gpu_memory_gib * layout.GIB, name: `a GPU: ${general(cluster.gpu_memory_gib)} GiB` },
+  const lines = mark && [
+    s("line", { x1: place(mark.at), x2: place(mark.at), y1: 14, y2: 52, stroke: "currentColor",
+      "stroke-width": 2, "stroke-dasharray": "4 3" }),
+    s("text", { x: place(mark.at), y: 12, "text-anchor": "end" }, mark.name),
   ];
-  const label = `Memory: ${parts.map((part) => `${part.name} ${part.text}`).join(", ")}`;
+  return s("svg", { role: "img", "aria-label": label, height: 54 }, boxes, lines ?? []);
+}
+
+// A bar and its table: all parts that are not 0, and their sum.
+function parts_of(values, text_of, mark, caption, from) {
+  const named = Object.entries(values).map(([name, size], i) =>
+    ({ name, size, text: text_of(size), color: COLORS[i] }));
+  const parts = named.filter((part) => part.size > 0);
+  const whole = parts.reduce((total, part) => total + part.size, 0);
   const rows = parts.map(({ name, size, text, color }) => ({
-    name: [swatch(color), source("layouts", name)],
-    cells: [words(template(presets.holds[name], named)), number(text, size)],
+    name: [swatch(color), source(from, name)], cells: [number(text, size), number(share(size / whole), size / whole)],
   }));
-  const total = number(`${fixed(prediction.memory_gib, 1)} GiB`, prediction.memory_gib);
-  rows.push({ name: "sum", cells: [words(""), total], kind: "total" });
-  const caption = `Held by a GPU of stage ${prediction.stage}`;
-  return [bar(parts, marks, label), table(caption, ["part", "what", "memory"], rows)];
+  rows.push({ name: "sum", cells: [number(text_of(whole), whole), number("100%", 1)], kind: "total" });
+  const label = `${caption}: ${parts.map((part) => `${part.name} ${part.text}`).join(", ")}`;
+  return [bar(parts, mark, label), table(caption, ["part", "size", "share"], rows)];
 }
 
-function describe_step(prediction) {
-  const spent = Object.entries(prediction.seconds).filter(([, seconds]) => seconds > 0);
-  const parts = spent.map(([name, size]) => ({
-    name, size, text: `${fixed(size, 3)} s`, color: STEP[name],
-  }));
-  const label = `A step: ${parts.map((part) => `${part.name} ${part.text}`).join(", ")}`;
-  const rows = parts.map(({ name, size, text, color }) => ({
-    name: [swatch(color), source(name === "bubble" ? "schedules" : "layouts", name)],
-    cells: [number(text, size), number(share(size / prediction.step_s), size / prediction.step_s)],
-  }));
-  const total = [number(`${fixed(prediction.step_s, 3)} s`, prediction.step_s), number("100%", 1)];
-  rows.push({ name: "step", cells: total, kind: "total" });
-  return [bar(parts, [], label),
-    table("A step's parts: an axis counts while nothing computes", ["part", "seconds", "share"], rows)];
+function describe(one) {
+  const { total, limit, ...held } = one.memory_bytes;
+  const money = ["days", "dollars"].filter((name) => name in one)
+    .map((name) => `, ${fixed(one[name], name === "days" ? 1 : 0)} ${name}`);
+  return [
+    h("p", { class: "calc-verdict" }, one.fits ? "fits: " : "DOES NOT FIT: ",
+      exact(fixed(total / presets.gib, 1), total, "total"), ` of ${gib(limit)}; `,
+      exact(`${fixed(one.step_time_s, 3)} s`, one.step_time_s, "step_time_s"), " a step, ",
+      exact(fixed(one.model_tflops_per_gpu, 0), one.model_tflops_per_gpu, "model_tflops_per_gpu"),
+      " TFLOP/s per GPU, MFU ", exact(share(one.mfu), one.mfu, "mfu"), money),
+    h("p", {}, h("strong", {}, one.name), `; ${fixed(one.global_batch, 0)} sequences a step in `,
+      `${fixed(one.micro_batches, 0)} micro-batches on each replica`),
+    ...parts_of(held, gib, { at: limit, name: `usable: ${gib(limit)}` }, "Held by the fullest GPU", "memory"),
+    ...parts_of(one.step_s, (seconds) => `${fixed(seconds, 3)} s`, null,
+      "A step: an axis counts while nothing computes", "step"),
+  ];
 }
 
-function describe_traffic(job, prediction) {
-  const named = layout.words_of(job, prediction);
-  const rows = Object.entries(prediction.traffic).filter(([, each]) => each.size > 1);
-  if (!rows.length) return h("p", {}, "One GPU sends nothing.");
-  const seconds = (each) => ["seconds", "behind_s", "exposed_s"].map((name) =>
-    number(`${fixed(each[name], 3)} s`, each[name]));
-  const cells = rows.map(([axis, each]) => ({
-    name: source("layouts", `${axis} ${each.size}`),
-    cells: [
-      words(presets.splits[axis]),
-      h("td", {}, source("links", `${each.link}, ${general(each.rate_gb_s)} GB/s`)),
-      number(`${fixed(each.layer_bytes / 1e6, 1)} MB`, each.layer_bytes),
-      number(`${fixed(each.step_bytes / 1e9, 1)} GB`, each.step_bytes),
-      ...seconds(each),
-    ],
-  }));
-  const says = rows.map(([axis]) => h("li", {}, `${axis}: ${template(presets.sends[axis], named)}`));
-  const headers = ["axis", "splits", "link", "per layer", "per step", "takes", "beside", "exposed"];
-  return [table("Sent by a GPU, by axis", headers, cells), h("ul", {}, says)];
-}
-
-function describe_template(job, prediction) {
-  const parts = layout.of_the_template(job, prediction.layout, prediction.stage);
-  const held = Object.values(parts).reduce((a, b) => a + b, 0);
-  return h("p", {}, source("trust", "hybrid_parallelism.py"), " would hold ",
-    exact(gib(held), held / layout.GIB, "template_gib"), ".");
-}
-
-let shown_layout = null;
-
-function show_plan() {
-  const form = form_of("plan");
-  for (const label of form.querySelectorAll("[data-when]")) {
-    label.hidden = form.elements.model.value !== CONFIG;
+// Ask for one layout of the list.
+function use({ layout }) {
+  const usual = [0, 1, "none", "ring"]; // predict's, where nothing is given
+  for (const [name, value] of Object.entries(layout)) {
+    if (FLAGS[name]?.kind !== "switch" && name in FLAGS && name !== "gpus") {
+      elements[name].value = usual.includes(value) ? "" : value;
+    }
   }
-  name_cluster();
-  shown_layout = null;
-  attempt("plan-result", () => {
-    const args = plan_of(), [job, cluster] = layout.read_job(args);
-    const found = layout.predict_all(args, job, cluster), one = found[0];
-    shown_layout = one.layout;
-    const room = [exact(fixed(one.memory_gib, 1), one.memory_gib, "memory_gib"), " of ",
-      `${fixed(one.memory_limit / layout.GIB, 1)} GiB`];
-    const reserve = ` (${general(cluster.gpu_memory_gib)} less ${layout.percent(layout.RESERVE)} in reserve)`;
-    const weights = layout.num_parameters(args.config);
-    const micro = `${job.micro_batch_size} x ${layout.micro_batches(job, one.layout)} micro-batches`;
-    return [
-      h("p", { class: "calc-verdict" }, one.fits ? "fits: " : "DOES NOT FIT: ", room, reserve, "; ",
-        exact(`${fixed(one.step_s, 2)} s`, one.step_s, "step_s"), " a step, ",
-        exact(fixed(one.tflops, 0), one.tflops, "tflops"), " TFLOP/s per GPU"),
-      h("p", {}, exact(fixed(weights, 0), weights, "weights"), " weights; ",
-        h("strong", {}, layout.text_of(one.layout)),
-        `, sharding ${one.layout.sharding}, recompute ${one.layout.recompute}; global batch `,
-        `${job.global_batch_size} = ${micro} x dp ${one.layout.dp}`,
-        found.length > 1 ? `; the best of ${fixed(found.length, 0)} layouts` : ""),
-      ...describe_memory(job, one, cluster),
-      ...describe_step(one),
-      ...[describe_traffic(job, one)].flat(),
-      describe_template(job, one),
-      command_of(args),
-    ];
-  });
-  clearTimeout(show_plan.later);
-  show_plan.later = setTimeout(show_choice, 120); // lists of layouts take longer than one of them
-}
-
-// (b) which strategy
-
-const without_axes = (args) => ({ ...args, tp: null, cp: null, dp: null, pp: null });
-
-function ranked_of(args) {
-  const [job, cluster] = layout.read_job(args);
-  return layout.predict_all(without_axes(args), job, cluster);
-}
-
-function use(chosen) {
-  const { tp, cp, dp, pp, sharding, recompute } = chosen;
-  Object.entries({ tp, cp, dp, pp, fsdp: sharding, recompute }).forEach(([name, value]) => {
-    form_of("plan").elements[name].value = value;
-  });
+  elements.verb.value = "predict";
   changed("plan");
   $("plan-result").scrollIntoView();
 }
 
-function list_best(args) {
-  const found = ranked_of(args), best = new Map();
-  for (const one of found) {
-    const cut = layout.text_of(one.layout);
-    if (!best.has(cut)) best.set(cut, one);
-  }
-  const fit = found.filter((one) => one.fits).length;
-  const rows = [...best.values()].slice(0, presets.shown).map((one) => ({
-    name: h("button", { type: "button", onclick: () => use(one.layout),
-      title: "Show this layout under What fits" }, layout.text_of(one.layout)),
-    kind: one.fits ? null : "unfit",
+function list(found) {
+  const rows = found.plans.map((one) => ({
+    name: h("button", { type: "button", title: "Show this layout under What fits", onclick: () => use(one) },
+      one.name),
     cells: [
-      words(one.layout.sharding), words(one.layout.recompute),
-      number(`${fixed(one.memory_gib, 1)} GiB`, one.memory_gib),
-      number(`${fixed(one.step_s, 2)} s`, one.step_s), number(fixed(one.tflops, 0), one.tflops),
-      ...[...layout.AXES, "bubble"].map((part) =>
-        number(share(one.seconds[part] / one.step_s), one.seconds[part] / one.step_s)),
+      number(gib(one.memory_bytes.total), one.memory_bytes.total),
+      number(`${fixed(one.step_time_s, 3)} s`, one.step_time_s),
+      number(fixed(one.tokens_per_s_per_gpu, 0), one.tokens_per_s_per_gpu),
+      number(share(one.mfu), one.mfu),
     ],
   }));
-  const kinds = `${fixed(best.size, 0)} ways to cut the axes, ${fixed(found.length, 0)} with sharding`;
-  const fitting = ` and recomputation: ${fixed(fit, 0)} fit` + (fit ? "" : " (the smallest:)");
-  const caption = [kinds, fitting, "; how to choose: ", source("the rule", "the rule")];
-  const headers = ["layout", "sharding", "recompute", "memory", "step", "TFLOP/s", ...layout.AXES,
-    "bubble"];
-  return table(caption, headers, rows);
+  const many = `${fixed(found.tried, 0)} layouts looked at, ${fixed(found.fitting, 0)} fit; `;
+  const caption = [many, source("the search", "how it chooses")];
+  const { plan, commands, remarks, before } = found.launch;
+  const item = (text) => h("li", {}, text);
+  return [
+    table(caption, ["layout", "memory", "step", "tokens/s", "MFU"], rows),
+    h("ul", {}, found.reasons.map(item)),
+    plan ? h("p", {}, `${plan} is started by `, source("the launch line", "this guide's template"), ":") : null,
+    ...commands.map(to_copy),
+    h("ul", {}, before.map(item), remarks.map((remark) => item(`but: ${remark}`))),
+  ];
 }
 
-// One input at a time, halved and doubled.
-const VARIED = ["gpus", "network_gb_s", "nvlink_gb_s", "gpu_memory_gib", "seq_len",
-  "global_batch_size", "micro_batch_size"];
-function list_turns(args) {
-  const choice = (one) => `${layout.text_of(one.layout)} ${one.layout.sharding} ${one.layout.recompute}`;
-  const first = choice(ranked_of(args)[0]);
-  const rows = VARIED.flatMap((name) => [0.5, 2].map((factor) => {
-    const value = args[name] * factor, input = form_of("plan").elements[name];
-    const label = `${label_of(input)}: ${general(value)}`;
-    const whole = input.step === "1";
-    if (whole && value % 1) return null;
-    try {
-      const one = ranked_of({ ...args, [name]: value })[0];
-      const same = choice(one) === first;
-      return { name: label, kind: same ? null : "best", cells: [
-        words(same ? "the same" : layout.text_of(one.layout)), words(one.layout.sharding),
-        words(one.layout.recompute), number(`${fixed(one.memory_gib, 1)} GiB`, one.memory_gib),
-        number(one.fits ? `${fixed(one.step_s, 2)} s` : "does not fit", one.step_s),
-      ] };
-    } catch (error) {
-      if (!(error instanceof layout.UsageError)) throw error;
-      return { name: label, cells: [h("td", { colspan: 5 }, error.message)] };
-    }
-  })).filter(Boolean);
-  const headers = ["if it were", "the best layout", "sharding", "recompute", "memory", "step"];
-  return table(["What would change the choice by ", source("the rule", "the rule")], headers, rows);
-}
-
-function list_changes(args) {
-  if (!shown_layout) return null;
-  const [job, cluster] = layout.read_job(args);
-  const rows = layout.changes(job, cluster, shown_layout).map(([name, one, price]) => {
-    const dp = one.traffic.dp;
-    return { name: source("changes", name), kind: one.fits ? null : "unfit", cells: [
-      number(`${fixed(dp.step_bytes / 1e9, 2)} GB`, dp.step_bytes),
-      number(`${fixed(dp.seconds, 3)} s`, dp.seconds), number(`${fixed(dp.exposed_s, 3)} s`, dp.exposed_s),
-      number((one.fits ? "" : "too much: ") + `${fixed(one.memory_gib, 1)} GiB`, one.memory_gib),
-      number(`${fixed(one.step_s, 3)} s`, one.step_s), words(price),
-    ] };
-  });
-  const headers = ["change", "dp sends", "takes", "exposed", "memory", "step", "price"];
-  const caption = `What would make ${layout.text_of(shown_layout)} cheaper`;
-  return table(caption, headers, rows);
-}
-
-function list_strategies(args) {
-  const { precision } = read("strategy"), ranks = args.gpus;
-  const [job, cluster] = layout.read_job(args);
-  const m = layout.micro_batches(job, layout.Layout(1, 1, ranks, 1));
-  if (m < 1) {
-    const least = `${args.global_batch_size} sequences per step give ${ranks} replicas no micro-batch`;
-    throw new layout.UsageError(`${least} of ${args.micro_batch_size}`);
+function show_answer(argv, { code, out, error }) {
+  const line = ["python", tool.SCRIPT, ...argv].map(quoted).join(" ");
+  if (code) {
+    $("plan-result").replaceChildren(h("p", { class: "calc-error", role: "alert" }, error.trim()), to_copy(line));
+    $("layouts-result").replaceChildren();
+    return;
   }
-  const limit = (1 - layout.RESERVE) * cluster.gpu_memory_gib;
-  const found = strategies.weigh(args.config, precision, ranks).map((row) => ({
-    ...row, fits: row.sum <= limit,
-    sent: strategies.sent_by(row.way, args.config, precision, m, ranks),
+  const found = JSON.parse(out), one = found.plans?.[0] ?? found;
+  $("plan-result").replaceChildren(...describe(one), h("p", {}, "The same by the script:"), to_copy(line));
+  $("layouts-result").replaceChildren(...(found.plans ? list(found).filter(Boolean)
+    : [h("p", {}, "One layout was asked for: choose plan above to see the best five.")]));
+}
+
+// asked of Python, a moment after the last change
+
+const results = () => [$("plan-result"), $("layouts-result")];
+let wanted = null, later = null, clock = null;
+
+function say(text) {
+  const begun = Date.now(), status = $("plan-status");
+  clearInterval(clock);
+  status.hidden = !text;
+  if (!text) return;
+  const seconds = h("span", { "aria-hidden": "true" });
+  status.replaceChildren(`${text} `, seconds);
+  clock = setInterval(() => { seconds.textContent = `${Math.round((Date.now() - begun) / 1000)} s`; }, 1000);
+}
+
+async function ask(argv, config, key) {
+  try {
+    const found = await tool.run([...argv, "--json"], config, say, () => key === wanted);
+    if (key !== wanted) return;
+    show_answer(argv, found);
+  } catch (fault) {
+    if (key !== wanted) return;
+    const script = `Python does not start in this browser (${fault.message}). The script does: `;
+    show_answer(argv, { code: 1, error: script });
+  }
+  say("");
+  for (const place of results()) place.setAttribute("aria-busy", "false");
+}
+
+function show_plan() {
+  hint();
+  const argv = argv_of(), config = elements.model.value === PASTED ? elements.config.value : null;
+  const key = JSON.stringify([argv, config]);
+  if (key === wanted) return;
+  wanted = key;
+  for (const place of results()) place.setAttribute("aria-busy", "true");
+  clearTimeout(later);
+  later = setTimeout(() => ask(argv, config, key), 300);
+}
+
+// DDP, FSDP, ZeRO
+
+function list_strategies() {
+  refuse_numbers("strategy");
+  const { model, precision, gpu, gpus, micro_batches: m } = read("strategy");
+  const config = presets.models[model], limit = presets.gpus[gpu].limit_gib;
+  const found = strategies.weigh(config, precision, gpus).map((row) => ({
+    ...row, fits: row.sum <= limit, sent: strategies.sent_by(row.way, config, precision, m, gpus),
   }));
   found.sort((a, b) => b.fits - a.fits || (a.fits ? a.sent - b.sent : a.sum - b.sum));
   const rows = found.map((row, i) => ({
@@ -278,37 +242,23 @@ function list_strategies(args) {
       words(row.fits ? "yes" : "no"),
     ],
   }));
-  const caption = `${precision} on ${fixed(ranks, 0)} GPUs, ${m} micro-batches a step: GiB on each`;
+  const caption = `${precision} on ${fixed(gpus, 0)} GPUs, ${m} micro-batches a step: GiB on each`;
   const headers = ["strategy", "weights", "gradients", "optimizer state", "whole in a step", "sum",
     "sent per step", `at most ${fixed(limit, 0)}`];
   return table(caption, headers, rows);
 }
 
-function show_choice() {
-  attempt("layouts-result", () => {
-    const args = plan_of();
-    return [list_best(args), list_turns(args), list_changes(args)];
-  });
-  attempt("strategy-result", () => [list_strategies(plan_of())]);
-}
+build_form();
+const usual = Object.entries(FLAGS).map(([name, { kind, default: given }]) =>
+  [name, kind === "switch" ? null : given]);
+const DEFAULTS = { verb: "plan", ...Object.fromEntries(usual), model: presets.model, gpus: 8, config: null };
+define("plan", DEFAULTS, show_plan);
 
-const PLAN = { ...presets.flags, reduce_bytes: Object.keys(presets.reduce_bytes)[0], config: null };
-const inputs = form_of("plan").elements, named = (names) => names.map((name) => [name]);
-options(inputs.model, [...named(Object.keys(presets.models)), [CONFIG, "a config.json, pasted"]]);
-options(inputs.reduce_bytes, named(Object.keys(presets.reduce_bytes)));
-options(inputs.fsdp, [["", "any"], ...named(layout.SHARDINGS)]);
-options(inputs.recompute, [["", "any"], ...named(layout.RECOMPUTE)]);
-options(inputs.schedule, named(presets.schedules));
-const orders = (left) => (left.length ? left.flatMap((axis) =>
-  orders(left.filter((other) => other !== axis)).map((rest) => [axis, ...rest])) : [[]]);
-options(inputs.order, named(orders(layout.AXES).map((order) => order.join("-"))));
-options(form_of("strategy").elements.precision, named(presets.precisions));
-
-const rates = ({ gpus_per_node, ...rest }) => rest;
-const name_cluster = filler(form_of("plan"), "clusters", Object.fromEntries(
-  Object.entries(presets.clusters).map(([name, cluster]) => [name, rates(cluster)])));
-
-define("plan", PLAN, show_plan);
-define("strategy", { precision: presets.precisions[0] }, () =>
-  attempt("strategy-result", () => [list_strategies(plan_of())]));
+const own = form_of("strategy").elements, named = (names) => names.map((name) => [name]);
+options(own.model, named(Object.keys(presets.models)));
+options(own.gpu, named(Object.keys(presets.gpus)));
+options(own.precision, named(presets.precisions));
+const STRATEGY = { model: presets.weighed, gpu: DEFAULTS.gpu, gpus: 8, micro_batches: 16,
+  precision: presets.precisions[0] };
+define("strategy", STRATEGY, () => attempt("strategy-result", () => [list_strategies()]));
 })();

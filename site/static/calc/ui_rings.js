@@ -22,7 +22,7 @@ function duration(seconds) {
 function byte_size(text) {
   const [, count, unit] = /^(\d+)([KMG]?)$/i.exec(text || "") || [];
   const size = count * { "": 1, K: 2 ** 10, M: 2 ** 20, G: 2 ** 30 }[(unit || "").toUpperCase()];
-  if (!(size > 0)) throw new layout.UsageError(`size: must be like 8, 4K, 128M or 1G, not '${text ?? ""}'`);
+  if (!(size > 0)) throw new schedules.UsageError(`size: must be like 8, 4K, 128M or 1G, not '${text ?? ""}'`);
   return size;
 }
 
@@ -183,11 +183,7 @@ function held_now() {
 }
 
 options(form_of("ring").elements.kind, Object.keys(KINDS).map((name) => [name]));
-const LINKS = Object.fromEntries(Object.entries(presets.clusters).flatMap(([name, c]) => [
-  [`${name}, NVLink`, { alpha_us: c.latency_us, rate_gb_s: c.nvlink_gb_s }],
-  [`${name}, network`, { alpha_us: c.latency_us, rate_gb_s: c.network_gb_s }],
-]));
-const name_link = filler(form_of("ring"), "links", LINKS);
-define("ring", { kind: Object.keys(KINDS)[0], ranks: presets.flags.gpus, size: `${presets.ring.mib}M`,
-  ...Object.values(LINKS)[0] }, show_ring);
+const name_link = filler(form_of("ring"), "links", presets.links);
+define("ring", { kind: Object.keys(KINDS)[0], ranks: 8, size: `${presets.ring.mib}M`,
+  ...Object.values(presets.links)[0] }, show_ring);
 })();

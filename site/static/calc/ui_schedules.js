@@ -84,7 +84,7 @@ function show_pipeline() {
 }
 
 options(form_of("pipeline").elements.schedule, Object.keys(schedules.SCHEDULES).map((name) => [name]));
-define("pipeline", { schedule: presets.schedules[0], ...presets.pipeline }, show_pipeline);
+define("pipeline", { schedule: "1f1b", ...presets.pipeline }, show_pipeline);
 addEventListener("resize", () => {
   clearTimeout(show_pipeline.later);
   show_pipeline.later = setTimeout(show_pipeline, 200);

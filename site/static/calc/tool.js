@@ -1,0 +1,103 @@
+// Python in the browser: the guide's own 05-advanced/combining.py, run by Pyodide in a Worker.
+// All files come as text in python.js (site/in_browser.py), which is loaded when first needed.
+const tool = (() => {
+"use strict";
+
+const SCRIPT = "05-advanced/combining.py";
+
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), (each) => each.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream);
+}
+
+// The Worker's own code: a function, because over file:// a Worker has no file either.
+function work() {
+  let python;
+
+  async function start(files) {
+    const json = async (name) => (await unpacked(files[name])).json();
+    self.fetch = async (address) => {
+      const response = await unpacked(files[String(address).split("/").at(-1)]);
+      const kind = String(address).endsWith(".wasm") ? "application/wasm" : "application/octet-stream";
+      return new Response(response.body, { headers: { "content-type": kind } });
+    };
+    const here = "https://guide.invalid/"; // what it asks fetch for is here, and never there
+    const pyodide = await loadPyodide({ indexURL: here, lockFileContents: await json("lock.json") });
+    const { FS } = pyodide;
+    for (const [name, text] of Object.entries(await json("guide.json"))) {
+      FS.mkdirTree(`/guide/${name}`.replace(/\/[^/]*$/, ""));
+      FS.writeFile(`/guide/${name}`, text);
+    }
+    FS.chdir("/guide");
+    return { pyodide, run: pyodide.pyimport("command").run };
+  }
+
+  onmessage = async ({ data }) => {
+    try {
+      if (data.files) python = await start(data.files);
+      else {
+        if (data.config !== null) python.pyodide.FS.writeFile("config.json", data.config);
+        const [code, out, error] = python.run(data.script, python.pyodide.toPy(data.argv)).toJs();
+        postMessage({ code, out, error });
+        return;
+      }
+      postMessage({ code: 0 });
+    } catch (fault) {
+      postMessage({ code: 1, error: String(fault) });
+    }
+  };
+}
+
+function loaded(address) {
+  return new Promise((resolve, reject) => {
+    const script = document.createElement("script");
+    Object.assign(script, { src: address, onload: resolve,
+      onerror: () => reject(new Error(`${address} is not there`)) });
+    document.head.append(script);
+  });
+}
+
+function answered(worker, message) {
+  return new Promise((resolve, reject) => {
+    worker.onmessage = ({ data }) => resolve(data);
+    worker.onerror = (event) => reject(new Error(event.message ?? "the Worker does not start"));
+    worker.postMessage(message);
+  });
+}
+
+// Start once; `says` is told what is waited for.
+let started = null;
+async function start(says) {
+  says("Loading Python");
+  await loaded(`${BASE}python.js`);
+  says("Starting Python");
+  const code = await (await unpacked(python_files["pyodide.js"])).text();
+  const source = `${code}\n${unpacked}\n(${work})()`;
+  const worker = new Worker(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+  const { code: failed, error } = await answered(worker, { files: python_files });
+  if (failed) throw new Error(error);
+  return worker;
+}
+const BASE = document.currentScript.src.replace(/[^/]*$/, "");
+
+// Run a command: { code, out, error }, as from a shell. `config` is the text of config.json or null.
+// A command that has been run is not run again; one after another, since Python has one thread.
+const answers = new Map();
+let turn = Promise.resolve();
+function run(argv, config, says, wanted = () => true) {
+  const key = JSON.stringify([argv, config]);
+  turn = turn.then(async () => {
+    if (answers.has(key) || !wanted()) return;
+    started ||= start(says);
+    const worker = await started;
+    says("Computing");
+    answers.set(key, await answered(worker, { script: SCRIPT, argv, config }));
+  });
+  const mine = turn.then(() => answers.get(key)); // undefined if no longer wanted
+  turn = turn.catch(() => {});
+  return mine;
+}
+
+return { SCRIPT, run };
+})();
