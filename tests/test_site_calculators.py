@@ -219,6 +219,8 @@ PLANS = {
     "layout": {"verb": "predict", "model": "llama3-70b", "gpus": 64, "tp": 8, "pp": 2, "zero": 1,
                "recompute": "full", "sequence_parallel": "other"},
     "too large": {"verb": "predict", "model": "llama3-70b", "compiled": "other"},
+    "order": {"verb": "predict", "model": "llama3-8b", "gpus": 16, "tp": 4, "cp": 2,
+              "order": "dp-cp-tp-pp"},
     "experts": {"model": "mixtral-8x7b", "gpus": 32, "ep": 8, "gpu_memory_gib": 141},
     "adapters": {"model": "llama2-70b", "gpus": 4, "gpu": "rtx4090", "finetune": "qlora",
                  "seq_len": 1024, "tokens": "10B", "dollars_per_gpu_hour": 0.5},
@@ -228,7 +230,8 @@ PLANS = {
 }  # fmt: skip
 REFUSED = {
     "gpus": {"gpus": 12},
-    "model": {"model": "gpt-1t", "gpu": "l40s"},  # fits in no layout of 8
+    "model": {"model": "gpt-1t", "gpu": "l40s", "offload": "none"},  # fits in no layout of 8
+    "order": {"order": "tp-tp-dp-pp"},
     "layout": {"verb": "predict", "tp": 3, "gpus": 3},
     "config": {"model": "config.json", "config": json.dumps(CONFIG | {"vocab_size": None})},
     "no config": {"model": "config.json", "config": "{"},
@@ -254,6 +257,7 @@ def planned(page):
 
 
 NOT_HELD = ("total", "limit")
+SENT = ("layer_bytes", "step_bytes", "seconds", "beside", "exposed")
 
 
 def apart(expected, found) -> list[str]:
@@ -296,12 +300,15 @@ def test_the_page_shows_what_the_command_line_prints(calculators, tmp_path, plan
 
     one = expected.get("plans", [expected])[0]
     tables = "tables => tables.map(node => (" + ROWS + ")(node))"
-    held, step = page.eval_on_selector_all("#plan-result table", tables)[:2]
+    held, step, *axes = page.eval_on_selector_all("#plan-result table", tables)
     for rows, parts in ((held, one["memory_bytes"]), (step, one["step_s"])):
         named = {name: size for name, size in parts.items() if size > 0 and name not in NOT_HELD}
         whole = sum(named.values())
         wanted = {name: [size, size / whole] for name, size in named.items()}
         assert apart(wanted | {"sum": [whole, 1]}, rows) == []
+    sent = {f"{name} {axis['ranks']}": [axis[key] for key in SENT]
+            for name, axis in one.get("axes", {}).items()}  # fmt: skip
+    assert apart([sent] if sent else [], axes) == []
     keyed = ("step_time_s", "model_tflops_per_gpu", "mfu")
     wanted = {name: one[name] for name in keyed} | {"total": one["memory_bytes"]["total"]}
     assert apart(wanted, shown(page, "plan", KEYED)) == []
@@ -350,7 +357,8 @@ def test_another_python_in_the_page_is_seen(built, in_browser, tab, tmp_path, mo
 @pytest.mark.full
 @in_page
 def test_a_row_of_the_list_shows_its_layout_and_the_newest_question_is_answered(calculators):
-    page = calculators({"plan.gpus": 16, "plan.seq_len": 2048})
+    page = calculators({"plan.model": "mixtral-8x22b", "plan.gpus": 16})
+    planned(page)
     page.fill("#plan-form [name=gpus]", "1024")
     page.wait_for_selector("#plan-status:text('Computing')")
     page.fill("#pipeline-form [data-for=stages]", "5")  # answered meanwhile

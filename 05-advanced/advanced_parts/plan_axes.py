@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from advanced_parts.plan_text import table
 from dist_common.costs.axes import Axis, axes_of, bytes_per_weight
 from dist_common.costs.collectives import bus_factor
@@ -48,6 +50,19 @@ def axes_lines(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
         rows.append((f"{name} {axis.ranks}", SPLITS[name], link(axis), *sizes, *times))
     headers = ("axis", "splits", "link", "per layer", "per step", "takes", "beside", "exposed")
     return [table(rows, headers, 3), "", *(words(job, layout, name) for name in axes)]
+
+
+def axes_json(job: Job, layout: Layout, cluster: Cluster) -> dict[str, dict]:
+    """Return the same for --json: an axis' numbers in bytes and seconds, and the words."""
+    return {
+        name: {
+            **asdict(axis),
+            "link": link(axis),
+            "splits": SPLITS[name],
+            "sends": words(job, layout, name),
+        }
+        for name, axis in axes_of(job, layout, cluster).items()
+    }
 
 
 def link(axis: Axis) -> str:

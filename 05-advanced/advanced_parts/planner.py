@@ -20,12 +20,11 @@ from advanced_parts import (
     plan_text,
 )
 from advanced_parts.plan_args import cluster_of, given_layout, job_of, one_layout, parse_args
-from advanced_parts.plan_axes import axes_lines
+from advanced_parts.plan_axes import axes_json, axes_lines
 from advanced_parts.plan_rules import none_divides, why_not
 from advanced_parts.plan_search import Found, search
 from dist_common import cli
 from dist_common.costs import models, resnet
-from dist_common.costs.axes import axes_of
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Prediction
 from dist_common.costs.step import predict
@@ -60,8 +59,7 @@ def as_json(plan: Prediction, job: Job, cluster: Cluster, args) -> dict:
         "global_batch": job.global_batch,
     }  # fmt: skip
     if args.finetune not in ("lora", "qlora"):
-        axes = axes_of(job, plan.layout, cluster)
-        result["axes"] = {name: asdict(axis) for name, axis in axes.items()}
+        result["axes"] = axes_json(job, plan.layout, cluster)
     if args.tokens:
         result["days"] = plan_text.days_of(plan, args.tokens)
         if args.dollars_per_gpu_hour:

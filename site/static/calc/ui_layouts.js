@@ -130,7 +130,25 @@ function describe(one) {
     ...parts_of(held, gib, { at: limit, name: `usable: ${gib(limit)}` }, "Held by the fullest GPU", "memory"),
     ...parts_of(one.step_s, (seconds) => `${fixed(seconds, 3)} s`, null,
       "A step: an axis counts while nothing computes", "step"),
+    ...describe_axes(one.axes ?? {}),
   ];
+}
+
+function describe_axes(axes) {
+  const seconds = (value) => number(`${fixed(value, 3)} s`, value);
+  const rows = Object.entries(axes).map(([name, axis]) => ({
+    name: source("axes", `${name} ${axis.ranks}`),
+    cells: [
+      words(axis.splits), h("td", {}, source("links", axis.link)),
+      number(`${fixed(axis.layer_bytes / 1e6, 1)} MB`, axis.layer_bytes),
+      number(`${fixed(axis.step_bytes / 1e9, 1)} GB`, axis.step_bytes),
+      seconds(axis.seconds), seconds(axis.beside), seconds(axis.exposed),
+    ],
+  }));
+  if (!rows.length) return [];
+  const headers = ["axis", "splits", "link", "per layer", "per step", "takes", "beside", "exposed"];
+  const said = Object.values(axes).map(({ sends }) => h("li", {}, sends));
+  return [table("Sent by a GPU, by axis", headers, rows), h("ul", {}, said)];
 }
 
 // Ask for one layout of the list.
@@ -138,7 +156,8 @@ function use({ layout }) {
   const usual = [0, 1, "none", "ring"]; // predict's, where nothing is given
   for (const [name, value] of Object.entries(layout)) {
     if (FLAGS[name]?.kind !== "switch" && name in FLAGS && name !== "gpus") {
-      elements[name].value = usual.includes(value) ? "" : value;
+      const text = [value].flat().join("-"); // the order of ranks is a list
+      elements[name].value = usual.includes(value) || text === FLAGS[name].usual ? "" : text;
     }
   }
   elements.verb.value = "predict";
