@@ -114,7 +114,7 @@ handouts: site
 
 # Node comes with it, so npm needs none on the machine; both check what they install by checksums.
 $(SITE)/.installed: $(STAMP) site/requirements.txt site/package-lock.json
-	@echo "Installing Sphinx, Mermaid and a browser for tests into $(SITE) and site/node_modules."
+	@echo "Installing Sphinx, Mermaid, Pyodide and a browser for tests into $(SITE) and site/node_modules."
 	test -x $(SITE)/bin/python || $(BIN)/python -m venv $(SITE)
 	$(UV) pip install --python $(SITE)/bin/python --requirement site/requirements.txt \
 	  || $(SITE)/bin/python -m pip install --requirement site/requirements.txt

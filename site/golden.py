@@ -55,7 +55,7 @@ SEED = 28
 SCHEDULES, RINGS, STRATEGIES = 400, 400, 300  # cases
 LARGEST_RING = 16  # ranks whose messages are noted
 VERBS = ("plan", "predict")  # of combining.py, which the page runs itself (in_browser.py)
-UNASKED = ("help", "hf_config", "explain", "json", "output_dir", "cheaper")
+UNASKED = ("help", "hf_config", "explain", "json", "output_dir")
 
 
 # Of the 70B model's 80 layers once, not for each case that asks for its shapes.
@@ -90,17 +90,17 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 def flags_of_verb(verb: str) -> dict[str, dict]:
     """Return by argparse's names what the page needs, to ask for each flag of a verb."""
-    listed = {"model": list(shapes.MODELS), "gpu": list(hardware.GPUS)}
+    listed = {"model": ("a preset", list(shapes.MODELS)), "gpu": ("a data sheet", [*hardware.GPUS])}
     kinds = {cli.positive_int: "count", cli.positive_float: "rate"}
     flags = {}
     for action in parser_of(verb)._actions:
         if action.dest in UNASKED:
             continue
         text, usual = re.fullmatch(r"(.*?)(?: \(([^()]*)\))?", action.help % {}).groups()
-        choices = listed.get(action.dest) or action.choices
+        text, choices = listed.get(action.dest, (text, action.choices))
         flags[action.dest] = {
             "flags": action.option_strings,
-            "help": "" if action.dest in listed else text,
+            "help": text,
             "usual": usual or "",
             "kind": "switch" if action.nargs == 0 else kinds.get(action.type, "text"),
             "choices": choices and list(map(str, choices)),

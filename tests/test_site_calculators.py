@@ -222,6 +222,7 @@ PLANS = {
     "order": {"verb": "predict", "model": "llama3-8b", "gpus": 16, "tp": 4, "cp": 2,
               "order": "dp-cp-tp-pp"},
     "experts": {"model": "mixtral-8x7b", "gpus": 32, "ep": 8, "gpu_memory_gib": 141},
+    "cheaper": {"verb": "predict", "model": "llama3.2-1b", "gpus": 16, "cheaper": "other"},
     "adapters": {"model": "llama2-70b", "gpus": 4, "gpu": "rtx4090", "finetune": "qlora",
                  "seq_len": 1024, "tokens": "10B", "dollars_per_gpu_hour": 0.5},
     "pasted": {"model": "config.json", "config": json.dumps(CONFIG)},
@@ -257,6 +258,7 @@ def planned(page):
 
 
 NOT_HELD = ("total", "limit")
+CHANGED = ("dp_bytes", "dp_takes_s", "dp_exposed_s", "memory_bytes", "step_time_s")
 SENT = ("layer_bytes", "step_bytes", "seconds", "beside", "exposed")
 
 
@@ -316,12 +318,16 @@ def test_the_page_shows_what_the_command_line_prints(calculators, tmp_path, plan
     assert verdict.startswith("fits: " if one["fits"] else "DOES NOT FIT: ")
     assert ("dollars" in verdict) == ("dollars" in one)
     if "plans" in expected:
-        rows = {each["name"]: [each["memory_bytes"]["total"], each["step_time_s"],
+        rows = {f"{number} {each['name']}": [each["memory_bytes"]["total"], each["step_time_s"],
                                each["tokens_per_s_per_gpu"], each["mfu"]]
-                for each in expected["plans"]}  # fmt: skip
+                for number, each in enumerate(expected["plans"], 1)}  # fmt: skip
         assert apart(rows, shown(page, "layouts")) == []
         lines = page.locator("#layouts-result li, #layouts-result code").all_text_contents()
         assert {*expected["reasons"], *expected["launch"]["commands"]} <= set(lines)
+    if "cheaper" in expected:
+        rows = {each["change"]: [value for name, value in each.items() if name in CHANGED]
+                for each in expected["cheaper"]}  # fmt: skip
+        assert apart(rows, shown(page, "layouts")) == [] and len(rows) > 5
 
 
 @pytest.mark.full
@@ -356,6 +362,19 @@ def test_another_python_in_the_page_is_seen(built, in_browser, tab, tmp_path, mo
 
 @pytest.mark.full
 @in_page
+def test_where_python_does_not_start_the_page_says_so(built, tab):
+    tab.route("**/python.js", lambda route: route.abort())
+    try:
+        tab.goto(f"{(built / 'calculators.html').as_uri()}#ring.ranks=5")
+        tab.wait_for_selector("#plan-result .calc-error:text('python.js is not there')")
+        assert planned(tab)[0] == "plan" and tab.input_value("#ring-form [name=ranks]") == "5"
+    finally:
+        tab.unroute("**/python.js")
+        tab.goto("about:blank")  # the next test's page starts Python
+
+
+@pytest.mark.full
+@in_page
 def test_a_row_of_the_list_shows_its_layout_and_the_newest_question_is_answered(calculators):
     page = calculators({"plan.model": "mixtral-8x22b", "plan.gpus": 16})
     planned(page)
@@ -370,7 +389,7 @@ def test_a_row_of_the_list_shows_its_layout_and_the_newest_question_is_answered(
     third = list(shown(page, "layouts").items())[2]
     page.click("#layouts-result button >> nth=2")
     assert planned(page)[0] == "predict" and "plan.verb=predict" in address_of(page)
-    assert page.text_content("#plan-result strong") == third[0]
+    assert f"3 {page.text_content('#plan-result strong')}" == third[0]
     assert shown(page, "plan", KEYED)["step_time_s"] == third[1][1]
 
 
@@ -494,7 +513,7 @@ def test_each_number_of_the_page_links_to_where_it_is_derived(calculators):
 @in_page
 def test_the_page_says_how_large_python_is(built, calculators):
     size = (built / "_static/calc/python.js").stat().st_size
-    assert f"Pyodide, {size / 1e6:.0f} MB, once" in calculators({}).text_content("article")
+    assert f"(Pyodide, {size / 1e6:.0f} MB, once)" in calculators({}).text_content("article")
 
 
 @pytest.mark.full

@@ -16,7 +16,6 @@ const form = form_of("plan"), { elements } = form;
 // the form: a label for each flag of the planner
 
 const FLAGS = { ...presets.tool.predict, ...presets.tool.plan };
-const spoken = (name) => name.replaceAll("_", " ");
 
 function input_of(name, { kind, choices, default: usual }) {
   const select = (...first) =>
@@ -40,7 +39,7 @@ function build_form() {
       const said = h("small", {}, FLAGS[name].help), input = input_of(name, FLAGS[name]);
       const slider = name !== "gpus" ? null : h("input", { type: "range", min: 0, max: 14,
         "data-for": "gpus", "data-base": 2, "aria-label": "GPUs, slider: powers of two" });
-      place.append(h("label", {}, spoken(name), said, input, slider));
+      place.append(h("label", {}, h("code", {}, FLAGS[name].flags[0]), said, slider, input));
     }
   }
   options(elements.verb, Object.entries(presets.verbs).map(([verb, text]) => [verb, `${verb}: ${text}`]));
@@ -166,9 +165,9 @@ function use({ layout }) {
 }
 
 function list(found) {
-  const rows = found.plans.map((one) => ({
-    name: h("button", { type: "button", title: "Show this layout under What fits", onclick: () => use(one) },
-      one.name),
+  const rows = found.plans.map((one, i) => ({
+    name: [`${i + 1} `, h("button", { type: "button", title: "Show this layout under What fits",
+      onclick: () => use(one) }, one.name)],
     cells: [
       number(gib(one.memory_bytes.total), one.memory_bytes.total),
       number(`${fixed(one.step_time_s, 3)} s`, one.step_time_s),
@@ -189,6 +188,21 @@ function list(found) {
   ];
 }
 
+function list_changes(changes) {
+  const rows = changes.map((each) => ({
+    name: each.change, kind: each.fits ? null : "unfit",
+    cells: [
+      number(`${fixed(each.dp_bytes / 1e9, 2)} GB`, each.dp_bytes),
+      number(`${fixed(each.dp_takes_s, 3)} s`, each.dp_takes_s),
+      number(`${fixed(each.dp_exposed_s, 3)} s`, each.dp_exposed_s),
+      number(`${each.fits ? "" : "too much: "}${gib(each.memory_bytes)}`, each.memory_bytes),
+      number(`${fixed(each.step_time_s, 3)} s`, each.step_time_s), words(each.price),
+    ],
+  }));
+  const headers = ["change", "dp sends", "takes", "exposed", "memory", "step", "price"];
+  return table(["What would change: ", source("changes", "cheaper steps")], headers, rows);
+}
+
 function show_answer(argv, { code, out, error }) {
   const line = ["python", tool.SCRIPT, ...argv].map(quoted).join(" ");
   if (code) {
@@ -198,8 +212,9 @@ function show_answer(argv, { code, out, error }) {
   }
   const found = JSON.parse(out), one = found.plans?.[0] ?? found;
   $("plan-result").replaceChildren(...describe(one), h("p", {}, "The same by the script:"), to_copy(line));
+  const asked_for_one = "This is one layout: plan, above, lists the best five; --cheaper what would save.";
   $("layouts-result").replaceChildren(...(found.plans ? list(found).filter(Boolean)
-    : [h("p", {}, "One layout was asked for: choose plan above to see the best five.")]));
+    : [found.cheaper ? list_changes(found.cheaper) : h("p", {}, asked_for_one)]));
 }
 
 // asked of Python, a moment after the last change
@@ -220,12 +235,11 @@ function say(text) {
 async function ask(argv, config, key) {
   try {
     const found = await tool.run([...argv, "--json"], config, say, () => key === wanted);
-    if (key !== wanted) return;
+    if (!found || key !== wanted) return; // a newer question stands
     show_answer(argv, found);
   } catch (fault) {
     if (key !== wanted) return;
-    const script = `Python does not start in this browser (${fault.message}). The script does: `;
-    show_answer(argv, { code: 1, error: script });
+    show_answer(argv, { code: 1, error: `Python does not start here: ${fault.message}. The script does:` });
   }
   say("");
   for (const place of results()) place.setAttribute("aria-busy", "false");
