@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib.util
 import json
 import os
@@ -60,17 +59,6 @@ MARK = "DISTRIBUTED_TRAINING_GUIDE_TEST"  # in the environment of all that a tes
 os.environ[MARK] = f"{PYTEST_PID} {time.time()}"
 TEST_DEADLINE_S = 1200  # of one test, for a hang: the longest takes two minutes when quiet
 run_backward = torch.autograd._engine_run_backward
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Any:
-    """Look for no garbage among a million objects that stay: not now, nor in any test."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_collection_finish() -> None:
@@ -136,22 +124,24 @@ def keeper_of_stores() -> socket.socket:
     """Start a process that keeps the ranks' stores, as torchrun's agent does; return its line.
 
     It has to be a process of its own: it outlives every rank, and a store cannot be forked. One for
-    all tests: each fork of this process costs 40 ms.
+    all tests, as each fork of this process costs 40 ms; and no child, which tests look for.
     """
     ours, its = socket.socketpair()
-    if os.fork() == 0:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        its.close()
+        return ours
+    try:
         ours.close()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with pytest, which Ctrl-C ends
-        try:
+        if os.fork() == 0:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with pytest, which Ctrl-C ends
             store = None
             while its.recv(1):  # until pytest has ended
                 store = None  # the one before
                 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                 its.send(str(store.port).encode())
-        finally:
-            os._exit(0)
-    its.close()
-    return ours
+    finally:
+        os._exit(0)
 
 
 def new_store() -> int:
