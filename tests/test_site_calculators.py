@@ -568,6 +568,7 @@ def test_the_page_fits_its_window_and_has_no_serious_fault(at, size, theme):
     page = at("calculators", size, theme)
     page.wait_for_selector("#strategy-result table")
     planned(page)
+    page.click("#plan-form summary")
     page.click("#ring-step")
     # Tables scroll by themselves; Furo would clip what is wider than its column.
     wide = page.eval_on_selector_all(
