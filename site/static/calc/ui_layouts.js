@@ -52,23 +52,25 @@ function hint() {
     const input = elements[name], known = sheet[name];
     input.closest("label").hidden = !flags[name];
     if (!flags[name]) continue;
-    const empty = known?.[elements.precision.value] ?? (typeof known === "number" ? known : flags[name].usual);
+    const value = typeof known === "object" ? known[elements.precision.value] : known;
+    const empty = value ?? flags[name].usual;
     if (input.options?.[0].value === "" && FLAGS[name].kind !== "switch") input.options[0].text = empty;
     else if (!input.options) input.placeholder = empty;
   }
   elements.config.closest("label").hidden = elements.model.value !== PASTED;
   for (const more of form.querySelectorAll("details")) {
     const given = ({ name }) => elements[name].value !== String(DEFAULTS[name] ?? "");
-    if ([...more.querySelectorAll("[name]")].some(given)) more.open = true;
+    const inside = [...more.querySelectorAll("[name]")];
+    if (elements.model.value === SIZES || inside.some(given)) more.open = true;
   }
 }
 
 function argv_of() {
   const verb = elements.verb.value, argv = [verb];
   for (const [name, { flags, kind, default: usual }] of Object.entries(presets.tool[verb])) {
-    const value = elements[name].value.trim();
+    const value = elements[name].value.trim(), nothing = kind === "switch" ? "" : String(usual ?? "");
     if (name === "model" && value === PASTED) argv.push("--hf-config", PASTED);
-    else if (value === String((kind !== "switch" && usual) || "") || (name === "model" && value === SIZES)) continue;
+    else if (value === nothing || value === "" || (name === "model" && value === SIZES)) continue;
     else if (kind === "switch") argv.push(flags.at(-1));
     else argv.push(flags[0], value);
   }
@@ -103,11 +105,12 @@ function bar(parts, mark, label) {
 // A bar and its table: all parts that are not 0, and their sum.
 function parts_of(values, text_of, mark, caption, from) {
   const named = Object.entries(values).map(([name, size], i) =>
-    ({ name, size, text: text_of(size), color: COLORS[i] }));
+    ({ name, size, text: text_of(size), color: COLORS[i % COLORS.length] }));
   const parts = named.filter((part) => part.size > 0);
   const whole = parts.reduce((total, part) => total + part.size, 0);
   const rows = parts.map(({ name, size, text, color }) => ({
-    name: [swatch(color), source(from, name)], cells: [number(text, size), number(share(size / whole), size / whole)],
+    name: [swatch(color), source(from, name)],
+    cells: [number(text, size), number(share(size / whole), size / whole)],
   }));
   rows.push({ name: "sum", cells: [number(text_of(whole), whole), number("100%", 1)], kind: "total" });
   const label = `${caption}: ${parts.map((part) => `${part.name} ${part.text}`).join(", ")}`;
@@ -178,11 +181,11 @@ function list(found) {
   const many = `${fixed(found.tried, 0)} layouts looked at, ${fixed(found.fitting, 0)} fit; `;
   const caption = [many, source("the search", "how it chooses")];
   const { plan, commands, remarks, before } = found.launch;
-  const item = (text) => h("li", {}, text);
+  const item = (text) => h("li", {}, text), template = source("the launch line", "this guide's template");
   return [
     table(caption, ["layout", "memory", "step", "tokens/s", "MFU"], rows),
     h("ul", {}, found.reasons.map(item)),
-    plan ? h("p", {}, `${plan} is started by `, source("the launch line", "this guide's template"), ":") : null,
+    plan ? h("p", {}, `${plan} is started by `, template, ":") : null,
     ...commands.map(to_copy),
     h("ul", {}, before.map(item), remarks.map((remark) => item(`but: ${remark}`))),
   ];
@@ -206,7 +209,8 @@ function list_changes(changes) {
 function show_answer(argv, { code, out, error }) {
   const line = ["python", tool.SCRIPT, ...argv].map(quoted).join(" ");
   if (code) {
-    $("plan-result").replaceChildren(h("p", { class: "calc-error", role: "alert" }, error.trim()), to_copy(line));
+    const said = h("p", { class: "calc-error", role: "alert" }, error.trim());
+    $("plan-result").replaceChildren(said, to_copy(line));
     $("layouts-result").replaceChildren();
     return;
   }
