@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -59,6 +60,17 @@ MARK = "DISTRIBUTED_TRAINING_GUIDE_TEST"  # in the environment of all that a tes
 os.environ[MARK] = f"{PYTEST_PID} {time.time()}"
 TEST_DEADLINE_S = 1200  # of one test, for a hang: the longest takes two minutes when quiet
 run_backward = torch.autograd._engine_run_backward
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Any:
+    """Look for no garbage among a million objects that stay: not now, nor in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
