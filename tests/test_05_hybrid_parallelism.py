@@ -71,12 +71,12 @@ LAYOUTS = [
     (2, "--pp 2 --schedule interleaved", "pp"),
     (4, "--dp 2 --tp 2 --data-parallel grad-op", "tp dp"),
     (2, "--pp 2 --precision bf16-mixed", "pp"),  # half the bytes
-    (2, "--tp 2 --activation-checkpointing full", "tp"),
     (2, "--pp 2 --schedule zbv", "pp"),
-    (2, "--tp 2 --float8 emulated", "tp"),
     (2, f"{MOE} --ep 2", "dp ep"),
     (4, f"{MOE} --ep 2 --data-parallel full --activation-checkpointing full", "dp ep dp/ep"),
     *full(
+        (2, "--tp 2 --activation-checkpointing full", "tp"),
+        (2, "--tp 2 --float8 emulated", "tp"),
         (3, f"{MOE} --ep 3 --data-parallel grad-op --grad-accum-steps 2", "dp ep"),
         (4, f"{MOE} --ep 4 --activation-checkpointing full", "dp ep"),
         (4, f"{MOE} --ep 2 --seed 3", "dp ep dp/ep"),

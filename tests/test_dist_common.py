@@ -1423,7 +1423,7 @@ def test_a_folder_in_use_is_refused_with_its_holder_and_taken_over_when_that_is_
     assert (took.code, took.err) == (0, ""), "taken over at once"
 
 
-@pytest.mark.parametrize("alive", [True, False])
+@pytest.mark.parametrize("alive", [pytest.param(True, marks=pytest.mark.full), False])
 def test_on_another_machine_the_lease_decides(tmp_path, monkeypatch, alive):
     """A holder whose pid says nothing here: the lock that it refreshes, or does not, says it."""
     monkeypatch.setattr(folder, "LEASE_S", 3.0)
