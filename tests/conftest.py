@@ -147,6 +147,7 @@ def keeper_of_stores() -> socket.socket:
         ours.close()
         if os.fork() == 0:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with pytest, which Ctrl-C ends
+            let_go_of_all_files_but(its.fileno())
             store = None
             while its.recv(1):  # until pytest has ended
                 store = None  # the one before
@@ -154,6 +155,14 @@ def keeper_of_stores() -> socket.socket:
                 its.send(str(store.port).encode())
     finally:
         os._exit(0)
+
+
+def let_go_of_all_files_but(kept: int) -> None:
+    """Close what a fork has inherited: who waits for the end of a pipe would wait for this one."""
+    for number in range(3):  # what is opened next shall not be what others print to
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
 
 
 def new_store() -> int:

@@ -44,6 +44,7 @@ def starter():
     """A process that has imported torch, and starts jobs."""
     command = [sys.executable, str(REPO / "tests/helpers_triage.py")]
     environ = {name: value for name, value in os.environ.items() if name != MARK} | BLANK
+    environ["MASTER_PORT"] = str(os.getpid())  # names this worker's jobs: another has its own
     process = subprocess.Popen(
         command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -32,8 +32,10 @@ SAYS = {
     "agent-killed": r"^$",  # nothing at all: the rank trains on, and holds its launcher's output
     "rendezvous-killed": r"node1 .*RendezvousConnectionError",
     "node-killed": r"no word from rank 1 \(node1\); lost contact with another rank",
-    "other-version": r"error: torch 2.9.0, dist_common \S+ on node1, but torch .* on "
-                     r"node0, rank 0's: install the same on all machines",
+    # Of rank 0 on either node: whichever came first.
+    "other-version": r"error: torch (2.9.0, \S+ \S+ on node1, but torch .* on node0|"
+                     r".* on node0, but torch 2.9.0, \S+ \S+ on node1), rank 0's: "
+                     r"install the same on all machines",
     "node-back": r"node0 torchrun: Sending closing signal SIGTERM",
     "clock-wrong": r"node1 torchrun: failed \(exitcode: -9\)",
     "weight-flipped": r"stopped: after step \d+ rank 3 \(node1\) of 4 holds other weights than the",
