@@ -131,7 +131,7 @@ function describe(one) {
       `${fixed(one.micro_batches, 0)} micro-batches on each replica`),
     ...parts_of(held, gib, { at: limit, name: `usable: ${gib(limit)}` }, "Held by the fullest GPU", "memory"),
     ...parts_of(one.step_s, (seconds) => `${fixed(seconds, 3)} s`, null,
-      "A step: an axis counts while nothing computes", "step"),
+      "A step: an axis counts by what it adds", "step"),
     ...describe_axes(one.axes ?? {}),
   ];
 }
