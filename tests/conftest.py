@@ -161,8 +161,10 @@ def let_go_of_all_files_but(kept: int) -> None:
     """Close what a fork has inherited: who waits for the end of a pipe would wait for this one."""
     for number in range(3):  # what is opened next shall not be what others print to
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
-    os.closerange(3, kept)
-    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+    for number in map(int, os.listdir("/dev/fd")):
+        if number > 2 and number != kept:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.close(number)
 
 
 def new_store() -> int:
