@@ -12,9 +12,9 @@ from math import prod
 from dist_common.costs import compute, memory, models, step
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Layout, Prediction
+from dist_common.costs.memory import GIB
 from dist_common.costs.rates import RATES
 
-GIB = 2**30
 UNITS = {"GiB": GIB, "s": 1.0, "1e15": 1e15, "1e9": 1e9, "": 1.0}
 
 

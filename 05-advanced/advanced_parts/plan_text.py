@@ -9,9 +9,9 @@ from tabulate import tabulate
 from advanced_parts.plan_search import FALL, RATES, Found
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Layout, Prediction
+from dist_common.costs.memory import GIB
 from dist_common.costs.step import slower
 
-GIB = 2**30
 SHOWN = 5
 SHARDING = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP")
 CLOSE = 0.07  # median error of a step's time on published runs: benchmarks/validate.py

@@ -27,9 +27,9 @@ from dist_common import cli
 from dist_common.costs import models, resnet
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Prediction
+from dist_common.costs.memory import GIB
 from dist_common.costs.step import predict
 
-GIB = 2**30
 VERBS = ("plan", "predict")
 
 
