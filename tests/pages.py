@@ -97,13 +97,14 @@ PLAIN = re.compile(
 )
 # What a script of ours says on stderr: neither torchrun's report nor PyTorch's logging.
 OWN_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
-# A machine whose own name has no address, and a launcher that leaves its last barrier or closes
-# the rendezvous when that of the store's node has ended: PyTorch's word on these is no script's.
+# A machine whose own name has no address, and a launcher whose last barrier, heartbeat or closing
+# of the rendezvous finds that the store's node has ended: PyTorch's word on these is no script's.
 OF_THE_MACHINE = re.compile(
     r"(\[node\d+\] )?(\[W.*socket\.cpp.*(hostname|IPv6)|.*\d+(%\||it/s)|\s*$"
-    r"|\[W.*TCPStore\.cpp.*Connection was likely closed|Exception raised from recvBytes"
+    r"|\[W.*TCPStore\.cpp.* failed on SocketImpl\(|Exception raised from (recv|send)Bytes"
     r"|frame #\d+: |<omitting python frames>|E\d{4} .*elastic/agent/server/api\.py"
-    r"|W\d{4} .*dynamic_rendezvous\.py:\d+\] The node .* has failed to shutdown the rendezvous)"
+    r"|W\d{4} .*dynamic_rendezvous\.py:\d+\] The node .* has failed to (send a keep-alive|shutdown)"
+    r")"
 )
 LAUNCHED_ELSEWHERE = re.compile(r"launch_\w+\.sh (multi-node|hostfile|slurm|elastic)")
 
