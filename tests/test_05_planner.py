@@ -54,7 +54,8 @@ ODD = ("--layers", 4, "--hidden", 96, "--heads", 3, "--ffn", 384, "--vocab", 256
 BAD_INPUT = [
     ("plan", ("--gpu", "voodoo"), "unknown GPU 'voodoo'"),
     ("plan", ("--gpu", "voodoo"), "known are v100, a100-40gb, a100, "),
-    ("plan", ("--model", "llama9"), "--model llama9 is unknown: tiny, 124m, "),
+    ("plan", ("--model", "llama9"), "--model llama9 is unknown; did you mean "),
+    ("plan", ("--model", "70B"), "is unknown; did you mean llama2-70b or llama3-70b? known are t"),
     ("plan", ("--layers", 4, "--hidden", 64), "a model of sizes lacks --heads, --ffn, --vocab"),
     ("plan", ("--model", "llama2-7b", "--heads", 33), "--heads 33 do not divide --hidden 4096"),
     ("plan", ("--model", "llama3-8b", "--kv-heads", 5), "--kv-heads 5 do not divide --heads 32"),
@@ -62,7 +63,7 @@ BAD_INPUT = [
     ("plan", ODD, "no layout of 5 GPUs divides the job: tp may be 1 3 (heads 3, key-value heads 3"),
     ("plan", ("--model", "llama3-405b", "--gpus", 1, "--gpu", "rtx4090"), "no layout fits: the cl"),
     ("plan", ("--model", "llama3-405b", "--gpus", 1, "--gpu", "rtx4090"), "lacks "),
-    ("plan", ("--precision", "fp8", "--gpu", "a100"), "--precision fp8: a a100 has fp32, tf32, "),
+    ("plan", ("--precision", "fp8", "--gpu", "a100"), "--precision fp8: a100 has fp32, tf32, "),
     ("plan", ("--tokens", "many"), "--tokens: must be a number like 300B or 15T, not 'many'"),
     ("plan", ("--model", "llama2-7b", "--hf-config", "x"), "not allowed with argument --model"),
     ("plan", ("--zero", 4), "--zero: invalid choice"),

@@ -6,6 +6,7 @@ A flag that contradicts another one, or divides nothing, is a UsageError: one li
 from __future__ import annotations
 
 import argparse
+import difflib
 from dataclasses import replace
 from functools import partial
 
@@ -158,8 +159,11 @@ def model_of(args) -> Model:
     elif args.model or not own:
         name = args.model or "llama2-7b"
         if name not in models.MODELS:
-            known = ", ".join(models.MODELS)
-            raise cli.UsageError(f"--model {name} is unknown: {known}; or --hf-config FILE")
+            near = [known for known in models.MODELS if name.lower() in known]
+            near = near or difflib.get_close_matches(name.lower(), models.MODELS, 1)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            known = f"{hint}known are {', '.join(models.MODELS)}; or --hf-config FILE"
+            raise cli.UsageError(f"--model {name} is unknown; {known}")
         model = models.MODELS[name]
     else:
         missing = [f"--{name}" for name in NEEDED if name not in own]
@@ -188,7 +192,7 @@ def cluster_of(args, gpus: int) -> Cluster:
         raise cli.UsageError(f"--gpu: {error}") from error
     if args.precision not in gpu.tflops and not args.gpu_tflops:
         has = ", ".join(gpu.tflops)
-        raise cli.UsageError(f"--precision {args.precision}: a {gpu.name} has {has}")
+        raise cli.UsageError(f"--precision {args.precision}: {gpu.name} has {has}")
     own = {
         "memory_gib": args.gpu_memory_gib,
         "hbm_gb_s": args.hbm_gb_s,
