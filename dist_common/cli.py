@@ -101,6 +101,7 @@ def run(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
+        kept = error  # noqa: F841  and what its frames hold, as runtime.init keeps the group
         code = BAD_INPUT if isinstance(explain(error), UsageError) else FAILED
         tell(error)
         tear_down()

@@ -24,6 +24,10 @@ from dist_common.cli import UsageError, tear_down, tell
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Groups that were left. Once a DDP object is the last to hold one, freeing it may wait for ever:
+# it joins gloo's threads and keeps the GIL, for which one of them waits to free a tensor.
+KEPT = []
+
 
 @dataclass(frozen=True)
 class World:
@@ -190,6 +194,7 @@ def init(
         tear_down()
         raise
     dist.barrier()  # a launcher that sees one rank fail ends the others: let them finish first
+    KEPT.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 
