@@ -210,6 +210,7 @@ FLAGS_OF_OTHER_TOOLS = """
     py-spy: --pid --native --locals
     torchfrtrace: --allow-incomplete-ranks
     srun: --no-kill
+    torchrun of torch 2.14: --shutdown-timeout
     ibdiagnet: --get_phy_info
     deepspeed: --num_gpus --num_nodes --hostfile --master_addr --master_port --include --exclude
         --bind_cores_to_rank
