@@ -277,6 +277,10 @@ class PipelineStage(pipelining.PipelineStage):
         if self.has_backward:
             super().set_local_bwd_input(gradients, micro_batch)
 
+    def _get_init_p2p_neighbors_ops(self):  # torch 2.11's also sends to its own rank: gloo cannot
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
 
 def split_layers(run):
     """Pipeline parallelism: make this rank's stages, and the schedule that drives them."""
