@@ -5,6 +5,7 @@ import re
 import shutil
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from torch.distributed import pipelining
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -309,6 +310,8 @@ def keep_own_part_of_the_gradient(script):
 def gather_for_each_matrix_apart(script):
     """The gradient stays right; q, k and v then gather their input once each."""
     script.PrepareModuleOutput = Untouched
+    columns = script.ColwiseParallel  # torch 2.11's gather for themselves what they are told of only
+    script.ColwiseParallel = partial(columns, input_layouts=Shard(1))
 
 
 def forget_the_norms_gradients(script):
