@@ -130,6 +130,15 @@ def test_bad_input_gets_one_line(tmp_path, argv, says):
     assert not started_here()
 
 
+def test_a_folder_with_other_files_stays_as_it_is(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/mine").write_text("precious")
+    says = "disk in it is no cluster's"
+    assert_one_line(ask(tmp_path, "up"), says, "virtual_cluster.py")
+    assert [path.name for path in tmp_path.rglob("*")] == ["disk", "mine"]
+    assert_one_line(ask(tmp_path / "disk/mine", "up"), "File exists", "virtual_cluster.py")
+
+
 def test_a_machine_without_namespaces_is_told_what_works_there(monkeypatch, tmp_path):
     def refuse(*_):
         raise PermissionError(1, "unshare: Operation not permitted")

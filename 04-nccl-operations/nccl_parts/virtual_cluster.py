@@ -276,7 +276,7 @@ class LateSwitch:
 
 def up(folder: Path, build) -> str:
     """Start a supervisor that builds the cluster; return what it says once it is ready."""
-    (folder / "disk").mkdir(parents=True, exist_ok=True)
+    claim(folder)
     ours, theirs = os.pipe()
     if os.fork() == 0:
         os.close(ours)
@@ -302,6 +302,20 @@ def up(folder: Path, build) -> str:
     if not said.startswith("ready: "):
         raise cli.UsageError(said or "the supervisor was killed")
     return said.removeprefix("ready: ")
+
+
+def claim(folder: Path) -> None:
+    """Make the cluster's folder. Raises: UsageError where files are that `down` would remove."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        ours = any((folder / name).exists() for name in ("lock", "supervisor.log"))
+        taken = [name for name in ("disk", "hosts", "clock") if (folder / name).exists()]
+        if taken and not ours:
+            raise cli.UsageError(f"--at {folder}: {taken[0]} in it is no cluster's: another folder")
+        (folder / "lock").touch()
+        (folder / "disk").mkdir(exist_ok=True)
+    except OSError as error:
+        raise cli.UsageError(f"--at {folder}: {error.strerror}") from None
 
 
 def refuse_other_systems() -> None:
