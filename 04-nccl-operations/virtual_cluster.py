@@ -1,8 +1,8 @@
 """Several nodes on one machine: own network, host name, processes and memory; they can break.
 
-    up     python 04-nccl-operations/virtual_cluster.py up --nodes 2 --link 1gbit
-    use    python 04-nccl-operations/virtual_cluster.py run -- hostname
-    down   python 04-nccl-operations/virtual_cluster.py down
+    CPU   python 04-nccl-operations/virtual_cluster.py up --nodes 2 --link 1gbit
+          python 04-nccl-operations/virtual_cluster.py run -- hostname
+          python 04-nccl-operations/virtual_cluster.py down
 
 A node is a first process in namespaces of its own, which the kernel gives to whoever asks. A switch
 is one more network namespace, with a bridge for each card. Look for: what a job does when you cut,

@@ -214,6 +214,13 @@ def test_a_rehearsal_finds_what_it_draws(tmp_path, seed):
     assert f"drawn was: {{'kind': '{KINDS[seed]}'" in ended.stdout
 
 
+def test_a_rehearsal_that_does_not_start_says_what_its_job_said(run_script, tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("raise SystemExit('no such model')")
+    monkeypatch.setattr(part, "GALLERY", tmp_path / "train.py")
+    says = "the rehearsal's job did not start: no such model"
+    assert_one_line(run_script(SCRIPT, "--rehearse", "3", environ={}), says, "triage.py")
+
+
 # What no machine here has: made-up processes, a made-up RAS.
 
 

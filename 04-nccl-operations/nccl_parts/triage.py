@@ -215,8 +215,9 @@ def rehearsal(seed: int, folder: Path) -> Iterator[dict]:
             yield wait_for_fault(folder, ranks)
         finally:
             for one in ranks:
-                for child in psutil.Process(one.pid).children(recursive=True):
-                    child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
+                    for child in psutil.Process(one.pid).children(recursive=True):
+                        child.kill()
                 one.kill()
                 one.wait()
 
