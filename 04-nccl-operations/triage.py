@@ -80,12 +80,19 @@ def judge_xids(job):
     pids = {(one.node, one.pid): one for one in job.processes}
     for node, lines in job.xids.items():
         for line in lines:
-            number, pid = re.search(r"Xid \(.*?\): (\d+)", line), re.search(r"pid='?(\d+)", line)
+            what, pid = re.search(r"(S?Xid) \(.*?\): (\d+)", line), re.search(r"pid='?(\d+)", line)
             one = pids.get((node, int(pid[1]))) if pid else None
-            if number and (one or int(number[1]) in FATAL_XIDS):
+            if what and (one or is_fatal(what[1], int(what[2]), line)):
                 ranks = {one.rank} if one else {r for r, o in job.ranks.items() if o.node == node}
-                return Finding("gpu", frozenset(ranks), f"Xid {number[1]}", f"{node}: {line}")
+                return Finding("gpu", frozenset(ranks), " ".join(what.groups()), f"{node}: {line}")
     return None
+
+
+def is_fatal(kind, number, line):
+    """Say whether a GPU is lost (Xid), or a switch between them (SXid)."""
+    if kind == "SXid":
+        return ", Fatal," in line
+    return number in FATAL_XIDS and not line.endswith("(None)")  # 154: it has recovered
 
 
 def judge_states(job):

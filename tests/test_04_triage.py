@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -100,6 +101,13 @@ def test_what_a_seed_draws_is_found(starter, tmp_path, round_):
                 found, fault
             )  # fmt: skip
             assert CALLS[fault["kind"]] in found.call, (found, fault)
+            if fault["kind"] in ("order", "node"):
+                place = f"(step={fault['step']}, layer={fault['layer']})"
+                assert place in found.call, (found, fault)
+            if fault["kind"] == "order":  # train.py's PAIRS
+                pair = re.search(r"of group \[(\d), (\d)\]", found.reason)
+                apart = abs(int(pair[1]) - int(pair[2]))
+                assert apart == 1 + fault["layer"] % 2, (found, fault)
     if len(seeds) < 5:
         pytest.skip(f"a node could not be unplugged: {namespaces.why_not()}")
 
@@ -236,6 +244,8 @@ def a_job(changes=None, **other):
 
 
 XID = "[42.1] NVRM: Xid (PCI:0000:3b:00): {}, pid={}, name=python, the rest"
+SXID = "[42.1] nvidia-nvswitch0: SXid (PCI:0000:c2:00.0): 20034, {}, Link 28 LTSSM Fault Up"
+RECOVERY = "[42.1] NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x1 to {}"
 DEAD = {"rank": 3, "pid": 7, "host": "node1", "considered_dead": True}
 COUNTED = [{"rank": rank, "collective_counts": {"AllReduce": 9 - (rank == 2)}} for rank in range(4)]
 WAITS = [("x/distributed_c10d.py", "all_reduce", 9, {}), ("train.py", "train", 3, {"step": "7"})]
@@ -251,6 +261,10 @@ IN_LOADER = [("torch/utils/data/dataloader.py", "_get_data", 1, {})]
         (a_job(xids={"node1": [XID.format(79, 1)]}), "gpu", {2, 3}, "Xid (PCI"),
         (a_job(xids={"node1": [XID.format(31, 103)]}), "gpu", {3}, "pid=103"),
         (a_job(xids={"node1": [XID.format(31, 5)]}), "cannot tell", set(), ""),  # another job's
+        (a_job(xids={"node1": [SXID.format("Fatal")]}), "gpu", {2, 3}, "LTSSM Fault Up"),
+        (a_job(xids={"node1": [SXID.format("Non-fatal")]}), "cannot tell", set(), ""),
+        (a_job(xids={"node1": [RECOVERY.format("0x2 (Node Reboot Required)")]}), "gpu", {2, 3}, ""),
+        (a_job(xids={"node1": [RECOVERY.format("0x0 (None)")]}), "cannot tell", set(), ""),
         (a_job({1: {"state": "disk-sleep", "waits_in": "nfs_wait"}}), "disk", {1}, "kernel's nfs_"),
         (a_job({2: {"state": "gone"}}), "ended", {2}, "started 2 ranks, and 1 are there"),
         (a_job(ras=[{"communicators": [{"missing_ranks": [DEAD]}]}]), "ras", {3}, "pid 7 on node1"),
@@ -336,6 +350,18 @@ def test_gpus_are_read_as_nvidia_smi_prints_them(tmp_path, monkeypatch):
     assert gpu["utilization.gpu"] == "100" and gpu["power.draw"] == "97.31" and not why
     tool.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
     assert part.read_gpus() == ([], "No devices were found")
+
+
+def test_an_xid_from_before_the_job_is_left_out(tmp_path, monkeypatch):
+    tool = tmp_path / "dmesg"
+    began = part.start_of([os.getpid()])
+    assert 0 < began <= time.time() - psutil.boot_time()
+    lines = [XID.format(79, pid).replace("42.1", f"{at:.6f}")
+             for pid, at in ((1, began - 5), (2, began + 5))]  # fmt: skip
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert part.read_xids(began) == ([lines[1]], "") and part.read_xids()[0] == lines
 
 
 def test_an_address_is_read_as_the_kernel_writes_it():

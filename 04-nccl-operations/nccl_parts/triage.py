@@ -94,15 +94,30 @@ def read_gpus() -> tuple[list[dict], str]:
     return (rows, "") if not told.returncode else ([], told.stdout.strip() or told.stderr.strip())
 
 
-def read_xids() -> tuple[list[str], str]:
-    """Return the lines of the kernel's log in which the driver reports a fault."""
+def read_xids(since: float = 0.0) -> tuple[list[str], str]:
+    """Return the lines of the kernel's log in which the driver reports a fault.
+
+    `since` is in seconds after the start of the node: what is older is no fault of this job.
+    """
     try:
         told = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=TOOL_S)
     except (OSError, subprocess.TimeoutExpired):
         return [], "no dmesg"
     if told.returncode:
         return [], "the kernel's log is closed to this user: sudo dmesg"
-    return [line for line in told.stdout.splitlines() if re.search(r"NVRM: Xid|SXid", line)], ""
+    found = [line.strip() for line in told.stdout.splitlines() if re.search("NVRM: Xid|SXid", line)]
+    at = [re.match(r"\[ *(\d+\.\d+)\]", line) for line in found]
+    return [line for line, seen in zip(found, at, strict=True)
+            if not seen or float(seen[1]) >= since], ""  # fmt: skip
+
+
+def start_of(pids: list[int]) -> float:
+    """Return when the first of these processes began, in seconds after the start of the node."""
+    began = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            began.append(psutil.Process(pid).create_time() - psutil.boot_time())
+    return min(began, default=0.0)
 
 
 def ask_ras(where: str = "") -> tuple[dict, str]:
@@ -132,7 +147,11 @@ def read_node(processes: list[Process], args) -> dict:
     look_twice(processes, args.seconds)
     after = calls_in(notes), step_in(args.job)
     ras = re.search(r"\0NCCL_RAS_ADDR=([^\0]+)", environs)
-    tools = {"gpus": read_gpus(), "xids": read_xids(), "ras": ask_ras(ras[1] if ras else "")}
+    tools = {
+        "gpus": read_gpus(),
+        "xids": read_xids(start_of(ranks)),
+        "ras": ask_ras(ras[1] if ras else ""),
+    }
     return {
         "node": socket.gethostname(), "seconds": args.seconds, "notes": notes,
         "calls": [before[0], after[0]], "logged": [before[1], after[1]],
