@@ -44,7 +44,8 @@ def examine(hosts, ranks):
     """Return (where, finding) for all that the rules find in what the ranks read."""
     told = [one for one in ranks if "settings" in one]
     found = [("between ranks", finding) for finding in differences(told)]
-    found += [at for here in hosts for at in examine_host(here, len(hosts), len(ranks))]
+    usual = part.usual_ports([here[0]["infiniband"] for here in hosts])
+    found += [at for here in hosts for at in examine_host(here, len(hosts), len(ranks), usual)]
     known = {(where, finding.key) for where, finding in found}
     for one in compare.by_hosts(compare.nodes_by_name(told)):
         where = f"on host {one.names}"
@@ -53,13 +54,14 @@ def examine(hosts, ranks):
     return found
 
 
-def examine_host(here, hosts, world_size):
+def examine_host(here, hosts, world_size, usual):
     """Return (where, finding) for what the rules find in what a host's ranks read."""
     one = here[0]
     rules = (
         part.wrong_names(one, host.names_in),
         part.wrong_values(one),
         part.wrong_network(one, several_hosts=hosts > 1),
+        part.wrong_ports(one, usual),
         part.wrong_limits(one, world_size),
         part.wrong_machine(here),
     )

@@ -137,12 +137,14 @@ def known(library, prefix):
 def found_in(*here, hosts=1, names_in=known):
     one = here[0]
     return [*part.wrong_names(one, names_in), *part.wrong_values(one),
-            *part.wrong_network(one, hosts > 1), *part.wrong_limits(one, len(here) * hosts),
+            *part.wrong_network(one, hosts > 1), *part.wrong_ports(one),
+            *part.wrong_limits(one, len(here) * hosts),
             *part.wrong_machine(list(here))]  # fmt: skip
 
 
 def port(name, state="ACTIVE", gbit_s=400.0, board="MT_838"):
-    return {"name": name, "state": state, "gbit_s": gbit_s, "board": board, "link": "InfiniBand"}
+    return {"name": name, "place": name, "state": state, "gbit_s": gbit_s, "board": board,
+            "link": "InfiniBand"}  # fmt: skip
 
 
 def gpu(lanes=16, pci="0000:3b:00.0"):
@@ -314,6 +316,34 @@ def test_healthy_racks_and_boards_that_differ_are_quiet(fleet):
         one["interfaces"][1]["addresses"] = [f"10.2.0.{one['rank'] + 1}/16"]
         one["listens"] = {"gloo": [f"10.2.0.{one['rank'] + 1}"], "nccl": None}
     assert examined(ranks) == []
+
+
+def make_roce(root):
+    """Adapters of one model, two for storage, one of them a bond; all cards have a VLAN."""
+    adapters, net = root / "sys/class/infiniband", root / "sys/class/net"
+    for adapter in adapters.iterdir():
+        (adapter / "board_id").write_text("MT_0000000838\n")
+        (adapter / "ports/1/link_layer").write_text("Ethernet\n")
+    (adapters / "mlx5_1").rename(adapters / "mlx5_bond_0")
+    for card in net.glob("ibp*"):
+        plant(net / f"{card.name}.100", {"operstate": "up", "mtu": 4092, "speed": 400_000})
+
+
+@pytest.mark.parametrize("hca", [None, "mlx5", "^mlx5_bond_0,mlx5_2", f"={GOOD_HCA}"])
+def test_storage_of_the_same_model_is_no_slow_port(fleet, hca):
+    settings = {"NCCL_IB_HCA": hca} if hca else {}
+    ranks = [fleet(n, make_roce, **settings) for n in range(4)]
+    assert examined(ranks) == []
+    alone = [finding.what for _, finding in examined(ranks[:1])]
+    assert len(alone) == (0 if hca and hca[0] in "=^" else 2), alone  # one cannot know
+
+    def make_slow(root):
+        make_roce(root)
+        writes(rate="200 Gb/sec")(root)
+
+    odd = fleet(4, make_slow)
+    told = [finding.what for where, finding in examined([*ranks, odd]) if where == "on host dgx4"]
+    assert "mlx5_5:1 has 200 of 400 Gbit/s" in told
 
 
 def writes(**files):

@@ -122,21 +122,29 @@ def wrong_network(one: dict, several_hosts: bool) -> Iterator[Finding]:
     wanted = re.sub(r":[\d:]*", "", rule)  # without the numbers of ports
     if rule and ports and not any(matches(name.split(":")[0], wanted) for name in there):
         yield finding("no-adapter", rule=rule, there=", ".join(there))
-    yield from wrong_ports(ports, rule)
 
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def wrong_ports(ports: list[dict], rule: str) -> Iterator[Finding]:
+def usual_ports(hosts: list[list[dict]]) -> set[tuple]:
+    """Return place and Gbit/s of the ports that most of several hosts have; none of one host."""
+    found = [{(port["place"], port["gbit_s"]) for port in own} for own in hosts]
+    return compare.usual(found) if len(found) > 1 else set()
+
+
+def wrong_ports(one: dict, usual: set[tuple] = frozenset()) -> Iterator[Finding]:
     """Find ports of a host that NCCL is to use and cannot, or that are slower than their like.
 
     A host has ports for storage and management, too, some slower and some without a cable, and no
     file says which these are. So a port that is down is judged where NCCL_IB_HCA names it, or where
     its cable has a signal; a slow one beside those that NCCL_IB_HCA names, or beside most of the
-    same model. The rest is told by other nodes (compare.py).
+    same model, unless it is `usual`: most of several hosts have it so. compare.py tells the rest.
     """
+    ports, rule = one["infiniband"], one["settings"].get("NCCL_IB_HCA", [""])[0]
+    if rule.startswith("^"):
+        ports = [port for port in ports if matches(port["name"].split(":")[0], rule)]
     words = [] if rule.startswith("^") else rule.lstrip("=").split(",")
     named = [port for port in ports if {port["name"], port["name"].split(":")[0]} & {*words}]
     for port in ports:
@@ -152,6 +160,8 @@ def wrong_ports(ports: list[dict], rule: str) -> Iterator[Finding]:
         if not named and 2 * rates.count(fastest) <= len(rates):  # half of them: another use
             continue
         for port in alike:
+            if not named and (port["place"], port["gbit_s"]) in usual:
+                continue
             if port["state"] == "ACTIVE" and port["gbit_s"] and port["gbit_s"] < fastest:
                 yield finding("port-slow", fastest=fastest, **port)
 
