@@ -206,6 +206,8 @@ def what_next(job) -> Iterator[str]:
         yield "on NCCL a stack does not tell: write to the recorder's pipe (nccl_debugging.md)"
     elif not job.notes:
         yield "there are no notes of calls: start it again under failure_gallery.py --record FOLDER"
+    if not job.logged and not any(one.steps for one in job.ranks.values()):
+        yield "it may train: no counter of steps was found, name its --output-dir by --job"
     yield "look at the kernel's log and the network of all nodes; look again with --seconds 60"
 
 

@@ -178,6 +178,22 @@ def test_of_two_jobs_one_has_to_be_named():
     none = argparse.Namespace(pid=None, job=None)
     with pytest.raises(cli.UsageError, match="several jobs run here: name one by --pid, of 1, 1"):
         part.select(jobs, none)
+    inside = [a_process(0, pid=os.getpid()), a_process(0, pid=os.getpid(), job=["another"])]
+    with pytest.raises(cli.UsageError, match="several jobs run here"):
+        part.select(inside, argparse.Namespace(pid=os.getpid(), job=None))
+
+
+@pytest.mark.parametrize("words", [["--output-dir", "run"], ["--output-dir=run"]])
+def test_the_folder_in_a_jobs_command_tells_whether_it_trains(tmp_path, words, monkeypatch):
+    metrics = tmp_path / "run/metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('{"step": 5}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(part, "look_twice", lambda *_: metrics.write_text('{"step": 7}\n'))
+    args = argparse.Namespace(job=None, notes=None, seconds=0.1)
+    rank = a_process(0, pid=os.getpid(), command=["python", "train.py", *words])
+    job = part.job_of([part.read_node([rank], args)])
+    assert triage.judge(job).reason == "step 5 to 7"
 
 
 def test_torchrun_under_srun_is_a_launcher_and_a_child_with_its_rank_is_no_rank(tmp_path):
@@ -277,6 +293,7 @@ IN_LOADER = [("torch/utils/data/dataloader.py", "_get_data", 1, {})]
          "on NCCL a stack does not tell"),
         (a_job({0: {"stack": WAITS, "steps": [4, 6]}}), "training", set(), "step 4 to 6"),
         (a_job(logged=[10, 12]), "training", set(), "step 10 to 12"),
+        (a_job(), "cannot tell", set(), "it may train: no counter of steps was found"),
         (a_job({0: {"unread": "py-spy is not installed"}}), "cannot tell", set(), "pip install"),
     ],
 )  # fmt: skip

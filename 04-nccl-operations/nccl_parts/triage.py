@@ -70,7 +70,7 @@ def select(processes: list[Process], args) -> list[Process]:
     ranks = [one for one in processes if one.role == "rank"]
     if not ranks:
         raise cli.UsageError("no rank of such a job runs here: no process has RANK set for it")
-    if len({tuple(one.job) for one in ranks}) > 1 and not args.pid:
+    if len({tuple(one.job) for one in ranks}) > 1:
         pids = ", ".join(str(one.parent) for one in ranks)
         raise cli.UsageError(f"several jobs run here: name one by --pid, of {pids}")
     return processes
@@ -142,10 +142,11 @@ def read_node(processes: list[Process], args) -> dict:
     """Return all that this node knows of a job, as values for JSON."""
     ranks = [one.pid for one in processes if one.role == "rank"]
     environs = "\0".join(file_of(pid, "environ") for pid in ranks)
-    notes = args.notes or notes_folder(processes, environs) or args.job
-    before = calls_in(notes), step_in(args.job)
+    folder = args.job or named_in(processes, "--output-dir")
+    notes = args.notes or notes_folder(processes, environs) or folder
+    before = calls_in(notes), step_in(folder)
     look_twice(processes, args.seconds)
-    after = calls_in(notes), step_in(args.job)
+    after = calls_in(notes), step_in(folder)
     ras = re.search(r"\0NCCL_RAS_ADDR=([^\0]+)", environs)
     tools = {
         "gpus": read_gpus(),
@@ -162,12 +163,19 @@ def read_node(processes: list[Process], args) -> dict:
 
 def notes_folder(processes: list[Process], environs: str) -> str | None:
     """Return where a job's flight recorder writes, by its command line or its environment."""
-    for one in processes:
-        if "--record" in one.command[:-1]:
-            folder = one.command[one.command.index("--record") + 1]
-            return str(Path(paths_of(one.pid)[0]) / folder)
+    if folder := named_in(processes, "--record"):
+        return folder
     dumps = re.search(r"\0TORCH_(?:FR_DUMP_TEMP|NCCL_DEBUG_INFO_TEMP)_FILE=([^\0]+)", environs)
     return str(Path(dumps[1]).parent) if dumps else None
+
+
+def named_in(processes: list[Process], flag: str) -> str | None:
+    """Return the folder that a job's command line gives for a flag."""
+    for one in processes:
+        words = [word for given in one.command for word in given.split("=", 1)]
+        if flag in words[:-1]:
+            return str(Path(paths_of(one.pid)[0]) / words[words.index(flag) + 1])
+    return None
 
 
 def calls_in(notes: str | None) -> int:
