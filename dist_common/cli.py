@@ -188,7 +188,9 @@ def explain(error: BaseException) -> BaseException:
     dist = imported()
     if not dist:
         return error
-    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out|[Tt]imeout", text)
+    lost = re.search(
+        r"Connection (closed|reset) by peer|Broken pipe|[Tt]imed out|[Tt]imeout|No route to host"
+        r"|Network is unreachable", text)  # fmt: skip
     ours = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in text)
     if not (ours and lost):
         return error
@@ -197,6 +199,8 @@ def explain(error: BaseException) -> BaseException:
         waited = re.search(r"after (\d+) ?(ms|seconds)", text)
         if waited:
             met += f" within {int(waited[1]) / (1000 if waited[2] == 'ms' else 1):g} s"
+        elif hasattr(error, "after_s"):  # runtime.init's
+            met += f" within {error.after_s:.0f} s"
         met += _tried_from(env("MASTER_ADDR", ""))
         return LostRank(f"{met}: was each of them started, and does it reach that address?")
     why = "Look for the rank that failed first: killed, out of memory, or an error of its own"

@@ -6,6 +6,7 @@ import random
 import re
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -182,7 +183,12 @@ def init(
     own = pick_device(device, world)
     timeout, gpu = timedelta(seconds=timeout_s), own if own.type == "cuda" else None
     backend = "cpu:gloo,cuda:nccl" if cpu_tensors else "nccl"
-    dist.init_process_group(backend if gpu else "gloo", timeout=timeout, device_id=gpu)
+    began = time.monotonic()
+    try:
+        dist.init_process_group(backend if gpu else "gloo", timeout=timeout, device_id=gpu)
+    except Exception as error:
+        error.after_s = time.monotonic() - began  # for cli.explain
+        raise
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # of groups and meshes to come
         setattr(dist.distributed_c10d, name, timeout)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -396,6 +397,18 @@ def test_nothing_outlives_a_killed(cluster, killed):
             saved = (cluster.folder / "printed").read_text().count("saved")
             assert saved == (0 if killed == "run" else 2)
     assert cluster("run", "--on", "0", "--", "true").codes == [0]
+
+
+@pytest.mark.full
+@needs_nodes
+def test_a_master_on_no_node_is_named_with_seconds_address_and_interface(cluster):
+    """Nobody has that address: no route to host, which is no timeout."""
+    cluster("up", "--nodes", "2")
+    job = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.9"
+    ended = ask(cluster.folder, "run", "--on", "node1", "--", "env", *job.split(),
+                "MASTER_PORT=29500", "python", DDP, "--timeout", "6", timeout_s=120)  # fmt: skip
+    says = r"not all 2 ranks met at 10.77.0.9:29500 within \d+ s, tried from 10.77.0.2 \(link0\): "
+    assert ended.codes == [1] and re.search(says, ended.stderr), ended.stderr
 
 
 @pytest.mark.full
