@@ -10,8 +10,8 @@ and --resume it can be killed at any moment and resumed on another number of ran
 starts from the weights of a Hugging Face folder, --export-to writes such a folder at the end.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
-proofs". Delete what you do not need (`checkpoint_activations`, `prefetch`, `evaluate`, `compile`,
-`float8`), each with what uses it. A test deletes each and all, and runs the rest.
+proofs". Delete what you do not need (`recompute`, `prefetch`, `evaluate`, `compile`, `float8`),
+each with what uses it. A test deletes each and all, and runs the rest.
 
 Sources: Zhao et al., PyTorch FSDP (VLDB 2023); Liang et al., TorchTitan (2024), for the units;
 Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); Korthikanti et al., Reducing
@@ -28,20 +28,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, float8, hf, job, measure, models, runtime
+from dist_common import cli, data, float8, hf, job, measure, models, recompute, runtime
 from dist_common.models import Transformer
 from dist_common.report import Report
 
 KEEPING = ("sharded", "whole", "gathered")  # between micro-batches
-# What selective activation checkpointing keeps: matrix products and attention, which take the time.
-# It computes norms and activation functions again, which take memory only.
-KEPT = [torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default] + [  # the second: float8
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention{where}").default
-    for kind, where in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
-]
 
 
 @dataclass
@@ -84,7 +78,9 @@ def build(args, config, mesh, device):
     model.head.forward = lambda hidden: hidden
     if args.float8:  # matrix products read float8; weights stay as they are
         float8.convert(model.blocks, args.float8)
-    checkpoint_activations(model.blocks, args.activation_checkpointing)
+    kind = args.activation_checkpointing
+    every = int(kind) if kind.isdecimal() else 1  # of each k-th block
+    recompute.checkpoint_activations(model.blocks[::every], kind)
     if args.compile:
         for block in model.blocks:
             block.compile()  # one block is translated, and serves for all
@@ -127,23 +123,6 @@ def shard(model, mesh, args):
             # the tokens of all ranks. As a plain sum, which every backend has.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-
-
-def checkpoint_activations(blocks, kind):
-    """Have backward compute activations again: of each block, of each k-th, or some in each.
-
-    Inside the unit, not around it: when backward gets there, it has gathered the unit's weights.
-    """
-    every = int(kind) if kind.isdecimal() else 1
-    keep = functools.partial(create_selective_checkpoint_contexts, KEPT)
-    options = {"context_fn": keep} if kind == "selective" else {}
-
-    def recomputed(forward):
-        # A plain function: torch.compile translates nothing of a partial, and says nothing.
-        return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False, **options)
-
-    for block in [] if kind == "none" else blocks[::every]:
-        block.forward = recomputed(block.forward)
 
 
 def prefetch(blocks, ahead):

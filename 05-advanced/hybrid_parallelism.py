@@ -43,10 +43,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, float8, hf, job, measure, models, runtime
+from dist_common import cli, data, float8, hf, job, measure, models, recompute, runtime
 from dist_common.models import local
 from dist_common.report import Report
 
@@ -63,13 +62,6 @@ SCHEDULES = {  # and how many stages each rank has
 }
 SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # into gradients of inputs, then of weights
 V_SHAPED = ("zbv", "dualpipev")  # down the ranks and up again: the first rank has both ends
-# What selective recomputation keeps: matrix products and attention, which take the time. It
-# computes norms and activation functions again, and sends again what full does.
-KEPT = [torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default] + [  # the second: float8
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
-    for kind in ("flash_attention", "efficient_attention", "cudnn_attention",
-                 "flash_attention_for_cpu")
-]  # fmt: skip
 COMPUTED_IN = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 
 
@@ -201,22 +193,6 @@ def send_to_experts(rows, counts, experts, group):
     by_expert = experts_of.repeat_interleave(arriving.flatten()).argsort(stable=True)
     computed = experts(arrived[by_expert], arriving.sum(0))[by_expert.argsort()]
     return functional.all_to_all_single_autograd(computed, sends, receives, group)
-
-
-def recompute(blocks, kind):
-    """Have backward compute each block's activations again: all of them, or those not KEPT.
-
-    Inside FSDP's unit, not around it: when backward gets there, it has gathered the weights.
-    """
-    keep = functools.partial(create_selective_checkpoint_contexts, KEPT)
-    options = {"context_fn": keep} if kind == "selective" else {}
-
-    def recomputed(forward):
-        # A plain function: torch.compile translates nothing of a partial, and says nothing.
-        return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False, **options)
-
-    for block in blocks if kind != "none" else ():
-        block.forward = recomputed(block.forward)
 
 
 class Stage(nn.Module):
@@ -439,7 +415,7 @@ def build(run):
         split_tensors(run.model, run.mesh)
     if args.cp > 1:
         split_sequence(run.model, run.mesh, run.positions)
-    recompute(run.model.blocks, args.activation_checkpointing)
+    recompute.checkpoint_activations(run.model.blocks, args.activation_checkpointing)
     if args.compile:
         for block in run.model.blocks:
             block.compile()  # one block is translated, and serves for all

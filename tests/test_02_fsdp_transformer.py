@@ -9,12 +9,12 @@ import signal
 
 import pytest
 import torch
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 from helpers_01 import ask_to_stop_in, die_in, trace_without_a_compiler
 from helpers_02 import quick
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_common import models
+from dist_common import models, recompute
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -132,7 +132,7 @@ class Float8Block(torch.nn.Module):
 def test_selective_checkpoints_keep_products_in_float8_too(in_a_fork, kind, products):
     def count():
         block = Float8Block()
-        load_script(FSDP).checkpoint_activations([block], kind)
+        recompute.checkpoint_activations([block], kind)
         with ScaledProducts() as counter:
             block(torch.ones(16, 16, requires_grad=True)).sum().backward()
         return counter.count

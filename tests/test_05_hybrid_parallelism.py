@@ -296,7 +296,7 @@ def sum_after_backward(script):
 
 
 def recompute_nothing(script):
-    script.recompute = lambda blocks, kind: None
+    script.recompute = Namespace(checkpoint_activations=lambda blocks, kind: None)
 
 
 def gather_in_float32(script):
@@ -310,7 +310,7 @@ def keep_own_part_of_the_gradient(script):
 def gather_for_each_matrix_apart(script):
     """The gradient stays right; q, k and v then gather their input once each."""
     script.PrepareModuleOutput = Untouched
-    columns = script.ColwiseParallel  # torch 2.11's gather for themselves what they are told of only
+    columns = script.ColwiseParallel  # torch 2.11: whoever is not told of it gathers nothing
     script.ColwiseParallel = partial(columns, input_layouts=Shard(1))
 
 
@@ -680,7 +680,7 @@ def kept_by_a_block(layout, tokens=2048):
         script.split_tensors(model, mesh)
     if layout.cp > 1:
         script.split_sequence(model, mesh, script.own_tokens(0, layout.cp, tokens * layout.cp))
-    script.recompute(model.blocks, layout.recompute)
+    script.recompute.checkpoint_activations(model.blocks, layout.recompute)
     with (
         mock.patch.object(
             F, "scaled_dot_product_attention", lambda q, k, v, *_, **__: kernel(q, k, v)
