@@ -45,22 +45,21 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.attention.bias import causal_lower_right
 
 from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, float8, hf, job, measure, models, recompute, runtime
+from dist_common import cli, data, float8, hf, job, layout, measure, models, recompute, runtime
 from dist_common.models import local
 from dist_common.report import Report
 
 # In the order of ranks: the last one's are neighbours. `whole` has one rank: what replicas, which
 # keep their weights whole, shard them over.
 AXES = ("pp", "dp", "cp", "whole", "tp")
-SCHEDULES = {  # and how many stages each rank has
-    "gpipe": (pipelining.ScheduleGPipe, 1),
-    "1f1b": (pipelining.Schedule1F1B, 1),
-    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
-    "zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 2),
-    "zbv": (pipelining.ScheduleZBVZeroBubble, 2),
-    "dualpipev": (pipelining.ScheduleDualPipeV, 2),
+SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
 }
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # into gradients of inputs, then of weights
 V_SHAPED = ("zbv", "dualpipev")  # down the ranks and up again: the first rank has both ends
 COMPUTED_IN = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 
@@ -262,7 +261,7 @@ def split_layers(run):
     """Pipeline parallelism: make this rank's stages, and the schedule that drives them."""
     args, device = run.job.args, run.job.device
     pp = run.mesh["pp"]
-    schedule, per_rank = SCHEDULES[args.schedule]
+    per_rank = layout.STAGES[args.schedule]
     total = per_rank * args.pp
     tokens = torch.empty(args.micro_batch_size, len(run.positions), dtype=torch.long, device="meta")
     # Sent in the type that blocks compute in; of the tokens, those between tp's matrices.
@@ -283,6 +282,7 @@ def split_layers(run):
         return loss / run.tokens
 
     takes = piped[0] if per_rank == 1 else piped
+    schedule = SCHEDULES[args.schedule]
     run.schedule = schedule(takes, args.grad_accum_steps, loss_fn=mean_loss, scale_grads=False)
 
 
@@ -465,103 +465,17 @@ def parse_args():
     return job.parse(parser, parity_steps=2)  # the second starts from what the first has left
 
 
-def resolve_axes(args, world, config):
-    """Set --dp to what the other axes leave; check that all of them divide what they cut.
-
-    Raises: UsageError naming the flag, with the numbers.
-    """
-    args.ranks_per_node = args.ranks_per_node or world.local_world_size
-    others = args.tp * args.pp * args.cp
-    args.dp = args.dp or max(1, world.world_size // others)
-    product = args.dp * others
-    if product != world.world_size:
-        axes = f"--dp {args.dp} x --tp {args.tp} x --pp {args.pp} x --cp {args.cp}"
-        raise cli.UsageError(f"{axes} = {product} ranks, but {world.world_size} were started")
-    per_rank = SCHEDULES[args.schedule][1]
-    several = f" ({per_rank} stages per rank)" if per_rank > 1 else ""
-    of_model = f"of {hf.flag_of(args)}"
-    parts = 2 if args.cp > 1 else 1  # of a rank of cp, as in own_tokens
-    tokens = f"--tp {args.tp} x --cp {args.cp}" + " x 2 parts" * (args.cp > 1)
-    cuts = [  # what --tp cuts besides, heads and embedding, are multiples of the first
-        (f"--tp {args.tp}", args.tp, config.num_kv_heads, f"key and value heads {of_model}"),
-        (f"--tp {args.tp}", args.tp, config.ffn_dim, f"columns of the feed-forward {of_model}"),
-        (f"--tp {args.tp}", args.tp, config.vocab_size, f"words of the vocabulary {of_model}"),
-        (f"--pp {args.pp}{several}", args.pp * per_rank, config.num_layers, f"layers {of_model}"),
-        (tokens, parts * args.cp * args.tp, args.seq_len, "tokens of --seq-len"),
-        (f"--ep {args.ep}", args.ep, args.dp, "ranks of --dp"),
-        (f"--ep {args.ep}", args.ep, config.num_experts, f"experts {of_model}"),
-    ]
-    for axis, parts, whole, what in cuts:
-        if whole % parts:
-            raise cli.UsageError(f"{axis} does not divide the {whole} {what}")
-    if not (args.grad_accum_steps or args.global_batch_size):
-        # A pipeline of fewer micro-batches has idle stages.
-        args.grad_accum_steps = args.pp * (2 if args.schedule == "dualpipev" else 1)
-
-
-def refuse(args, config):
-    """Refuse what PyTorch gets wrong without an error, and what has no stages to fill."""
-    refuse_experts(args, config)
-    if config.tied_embeddings:
-        why = "its embedding is the output layer too, and these stand on different stages"
-        raise cli.UsageError(f"{hf.flag_of(args)}: {why}")
-    if args.precision == "16-mixed":
-        why = "needs a loss scaler over all stages: use bf16-mixed"
-        raise cli.UsageError(f"--precision 16-mixed {why}")
-    steps, schedule = f"--grad-accum-steps {args.grad_accum_steps}", f"--schedule {args.schedule}"
-    kept = args.activation_checkpointing
-    unfit = (
-        (args.data_parallel == "full", "--data-parallel full",
-         "PyTorch loses gradients without an error where FSDP frees weights between forward and a "
-         "backward in two parts: use --data-parallel grad-op or replicate, or"),
-        (kept != "none", f"--activation-checkpointing {kept}",
-         "each of the two parts of backward would compute blocks again: use none, or"),
-        (args.compile, "--compile", "PyTorch cuts no compiled backward in two: use"),
-    )  # fmt: skip
-    for given, flag, why in unfit:
-        if given and args.schedule in SPLIT_BACKWARD:
-            raise cli.UsageError(f"{schedule} with {flag}: {why} --schedule 1f1b or interleaved")
-    needed = args.pp * {"gpipe": 0, "dualpipev": 2}.get(args.schedule, 1)
-    if args.grad_accum_steps < needed:
-        why = f"{steps} is less than {needed}"
-        raise cli.UsageError(f"{schedule} needs at least as many micro-batches as stages: {why}")
-    if args.schedule in ("interleaved", "zero-bubble") and args.grad_accum_steps % args.pp:
-        groups = f"micro-batches in groups of --pp {args.pp}"
-        raise cli.UsageError(f"{schedule} needs {groups}: {steps} is no multiple of it")
-
-
-def refuse_experts(args, config):
-    """Refuse what this template's experts do not do, and --ep without experts."""
-    if args.ep > 1 and not config.num_experts:
-        raise cli.UsageError(f"--ep {args.ep} needs --preset {' or '.join(models.MIXTURES)}")
-    sharing = 1 if args.data_parallel == "replicate" else args.dp // args.ep * args.cp
-    unfit = (
-        (math.gcd(config.dim, config.ffn_dim) % sharing, f"--data-parallel {args.data_parallel}",
-         f"cannot cut their {config.dim} and {config.ffn_dim} rows over {sharing} ranks"),
-        (args.tp > 1, f"--tp {args.tp}", "cuts no expert: use --ep"),
-        (args.activation_checkpointing == "selective", "--activation-checkpointing selective",
-         "fails in PyTorch where a block has an FSDP unit inside: use full"),
-        (args.schedule in SPLIT_BACKWARD, f"--schedule {args.schedule}", "was not tried with them"),
-        (args.float8, f"--float8 {args.float8}", "changes no expert"),
-        (args.compile, "--compile", "has to know how many tokens come"),
-        (args.export_to, f"--export-to {args.export_to}", "writes a Llama, which has none"),
-    )  # fmt: skip
-    for given, flag, why in unfit:
-        if given and config.num_experts:
-            raise cli.UsageError(f"--preset {args.preset} has experts: {flag} {why}")
-
-
 def set_up(args, report):
     """Return the run: mesh, stages, schedule, optimizer and data, ready for the first step."""
     world, device = report.world, report.device
     config = hf.settle_shape(args)
-    resolve_axes(args, world, config)
+    layout.settle(args, world, config)
     # The last axis has neighbouring ranks: tp sends most, so it gets the fastest links.
     sizes = (args.pp, args.dp, args.cp, 1, args.tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     the_job, identity = job.on_text(args, report, mesh["dp"].get_local_rank(), args.dp)
     config = the_job.fitted(config)
-    refuse(args, config)
+    layout.refuse(args, config)
     float8.refuse(args, config, device, args.tp, args.cp)
     the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
     size = f"{args.init_from or args.preset}: {config.num_parameters():,} weights"

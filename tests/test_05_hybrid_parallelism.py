@@ -505,7 +505,7 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train, schedule):
     assert_one_line(ended, "PyTorch loses gradients without an error", "hybrid_parallelism.py")
 
     def allow(script):
-        script.refuse = lambda *_: None
+        script.layout.refuse = lambda *_: None
 
     ended = train(layout, world_size=4, change=allow, codes=(1,))
     # A weight whose gradient is lost has none at all, or a wrong one.

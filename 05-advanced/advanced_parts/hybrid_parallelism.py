@@ -26,12 +26,12 @@ from dist_common.costs.step import step_seconds
 from dist_common.job import Step, lr_at
 from dist_common.lab import proofs
 from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
+from dist_common.layout import SPLIT_BACKWARD
 from dist_common.models import local
 
 # Relative, after AdamW's first step: it turns the rounding of a gradient's smallest numbers into
 # whole steps of the learning rate. Another batch or rate changes loss or norm by percents.
 TRAINED = 1e-3
-SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 # Of the costs' rates those of what reaches all that it is given; the others take no time.
 REACHED = ("matrix.other", "attention.other", "attention.backward", "hbm", "link.ring")
