@@ -123,7 +123,7 @@ def step_s(axis: str, rate: float, folder: Path) -> float:
 def stages(axis: str, compute_s: float, link: Link) -> list[Stage]:
     """Return the template's stages: `compute_s` of a micro-batch on a rank, and what it sends.
 
-    Source: expected_bytes in hybrid_parallelism.py's part; gloo reduces and scatters by an
+    Source: expected_bytes in hybrid_sends.py; gloo reduces and scatters by an
     all-reduce (across_nodes.py).
     """
     config = models.PRESETS["tiny"]
