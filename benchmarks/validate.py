@@ -18,7 +18,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from bench import errors, published, validate_memory, validate_show
+from bench import errors, finetune_times, published, validate_memory, validate_show
 from bench.errors import Compared
 from dist_common import cli
 from dist_common.costs import collectives, memory
@@ -179,6 +179,7 @@ def verdicts(steps: list[Compared], transfers: list[Compared]) -> list[tuple[str
     ranked, right = errors.strategy_pairs([e for e in steps if not e.fitted], within_group=True)
     lines.append(("pairs ranked wrongly", 1 - right / ranked, 1 - RANKED_RIGHT))
     lines += validate_memory.verdicts()
+    lines += finetune_times.verdicts()
     biases = {name: own.bias for name, own in errors.feature_biases(steps).items()}
     for source, own in errors.by(transfers + steps, lambda row: row.short_source).items():
         biases[source] = errors.errors_of([each.error for each in own]).bias
@@ -218,6 +219,7 @@ def validate(args) -> int:
     steps, transfers = compare_steps(), compare_collectives()
     validate_show.show_steps(report, steps, transfers)
     validate_show.show_memory(report)
+    validate_show.show_finetuning(report)
     for name, found, limit in verdicts(steps, transfers):
         report.check(name, found, 0, limit, "targets and bands of benchmarks/validate.py")
     report.metrics |= {name: asdict(own) for name, own in judged(steps, transfers).items()}

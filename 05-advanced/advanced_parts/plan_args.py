@@ -105,7 +105,8 @@ def add_job_flags(parser: Parser) -> None:
     add("--stack", choices=STACKS, default="torch", help="whose code runs: what it keeps (torch)")
     add("--finetune", choices=("none", "full", "lora", "qlora"), default="none",
         help="all weights, or adapters beside frozen ones of 16 or 4 bits (none)")  # fmt: skip
-    add("--lora-rank", type=count, default=16, help="of adapters on all matrices (16)")
+    add("--lora-rank", type=count, default=16,
+        help="of adapters on all matrices, with experts on attention's alone (16)")  # fmt: skip
 
 
 def add_hardware_flags(parser: Parser) -> None:

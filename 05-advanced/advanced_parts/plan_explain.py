@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from dist_common.costs import compute, memory, models, step
+from advanced_parts import plan_finetune
+from dist_common.costs import adapters, compute, finetune, memory, models, step
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Layout, Prediction
 from dist_common.costs.memory import GIB
@@ -111,14 +112,17 @@ def step_rows(job: Job, cluster: Cluster, plan: Prediction) -> list[Row]:
     per_token = plan.model_flops / tokens
     share = plan.model_flops / layout.gpus / peak / plan.step["compute"]
     seconds = [(plan.model_flops, "FLOPs")]
+    counted = plan_finetune.model_flops if job.frozen else compute.flops_per_token
     rows = [
-        Row("model FLOPs", [(tokens, "tokens"), (per_token, "")], "1e15", compute.flops_per_token),
+        Row("model FLOPs", [(tokens, "tokens"), (per_token, "")], "1e15", counted),
         Row(
             f"compute, at {share:.1%} of {peak / 1e12:g} TFLOP/s",
             seconds, "s", compute.layer_seconds, layout.gpus * peak * share,
         ),
     ]  # fmt: skip
     layers = max(memory.layers_of_stages(job.model.layers, layout.pp))
+    if job.frozen:
+        rows += adapter_rows(job, cluster, plan)
     if plan.step["tp"]:
         one = step.tensor_seconds(job, layout, cluster, RATES)
         factors = [(m, "micro-batches"), (layers, "layers"), (one, "s")]
@@ -142,11 +146,40 @@ def step_rows(job: Job, cluster: Cluster, plan: Prediction) -> list[Row]:
     return rows
 
 
-def explain(job: Job, cluster: Cluster, plan: Prediction, adapters: bool = False) -> list[str]:
+def frozen_rows(job: Job, plan: Prediction) -> list[Row]:
+    """Return rows for frozen matrices, and for adapters with their gradients and moments."""
+    shards = plan.layout.shards if plan.layout.zero == 3 else 1
+    size = finetune.frozen_weight_bytes(job.quant)
+    matrices = finetune.matrix_parameters(job.model)
+    trained = finetune.trained_parameters(job.model, "lora", job.adapter_rank, job.adapter_targets)
+    frozen = [(size, "bytes"), (matrices, "weights of frozen matrices")]
+    states = [(4 * memory.FP32, "bytes of weight, gradient and moments"), (trained, "weights")]
+    return [
+        Row("frozen matrices", frozen, "GiB", finetune.frozen_weight_bytes, shards),
+        Row("adapters", states, "GiB", finetune.trained_parameters, shards),
+    ]
+
+
+def adapter_rows(job: Job, cluster: Cluster, plan: Prediction) -> list[Row]:
+    """Return rows for the seconds of adapters, and of unpacking 4-bit weights."""
+    layout, layers = plan.layout, job.model.layers
+    m, again = layout.micro_batches(job), layout.recompute == "full"
+    forward, backward = adapters.adapter_seconds(job, layout, cluster, RATES)
+    each = forward * (1 + again) + backward
+    one = adapters.unpack_seconds(job, cluster, RATES, not job.model.experts)
+    often = [(m, "micro-batches"), (layers, "layers")]
+    rows = [Row("adapters", [*often, (each, "s")], "s", adapters.adapter_seconds)]
+    if one:
+        times = [*often, (2 + again, "times"), (one, "s")]
+        rows.append(Row("unpacking", times, "s", adapters.unpack_seconds))
+    return rows
+
+
+def explain(job: Job, cluster: Cluster, plan: Prediction) -> list[str]:
     """Return lines: a formula with numbers, and under it where it stands with its source."""
     stage = fullest_stage(job, plan.layout)
-    rows = [] if adapters else state_rows(job, plan, stage)
-    rows += [] if adapters else activation_rows(job, plan.layout, stage)
+    rows = frozen_rows(job, plan) if job.frozen else state_rows(job, plan, stage)
+    rows += [] if job.frozen else activation_rows(job, plan.layout, stage)
     rows += step_rows(job, cluster, plan)
     weights = models.parameters(job.model)
     lines = [f"weights: {weights:,}", f"  {source_of(models.parameters)}"]

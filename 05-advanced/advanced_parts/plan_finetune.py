@@ -12,13 +12,18 @@ from itertools import product
 from advanced_parts.plan_search import MICRO_BATCHES, NEAR, Found
 from dist_common.costs import compute, finetune, memory, models
 from dist_common.costs.hardware import Cluster
-from dist_common.costs.job import Job, Layout, Prediction
+from dist_common.costs.job import Job, Layout, Model, Prediction
 from dist_common.costs.rates import RATES as REACHED
-from dist_common.costs.step import step_parts
+from dist_common.costs.step import step_of_adapters
 
 EVERY_MATRIX = ("query", "key", "value", "projection", "mlp")
 QUANT = {"lora": "", "qlora": "nf4-dq"}
-PLAIN = {"tp", "pp", "cp", "ep"}  # axes that are 1 here
+PLAIN = ("tp", "cp", "pp", "ep")  # axes that are 1 here
+
+
+def targets_of(model: Model) -> tuple[str, ...]:
+    """Return what has adapters: of experts, which are no linear layers in transformers, nothing."""
+    return EVERY_MATRIX[:-1] if model.experts else EVERY_MATRIX
 
 
 def memory_of(job: Job, layout: Layout, method: str, rank: int) -> dict[str, float]:
@@ -29,9 +34,10 @@ def memory_of(job: Job, layout: Layout, method: str, rank: int) -> dict[str, flo
     """
     model, quant = job.model, QUANT[method]
     shards = layout.replicas if layout.zero == 3 else 1
-    trained = finetune.trained_parameters(model, "lora", rank, EVERY_MATRIX)
+    targets = targets_of(model)
+    trained = finetune.trained_parameters(model, "lora", rank, targets)
     tokens = layout.micro_batch * job.seq_len
-    layer = finetune.layer_bytes(model, "lora", job.seq_len, quant, EVERY_MATRIX, False)
+    layer = finetune.layer_bytes(model, "lora", job.seq_len, quant, targets, False)
     kept = model.layers * layer
     if layout.recompute == "full":
         kept = model.layers * memory.BF16 * model.hidden + layer
@@ -48,19 +54,18 @@ def memory_of(job: Job, layout: Layout, method: str, rank: int) -> dict[str, flo
     }
 
 
-def retimed(job: Job, layout: Layout, cluster: Cluster, method: str, rank: int) -> Prediction:
-    """Return a plan's prediction: frozen weights get no gradients, and none is sent for them.
+def job_of_adapters(job: Job, method: str, rank: int) -> Job:
+    """Return the job with frozen weights, in 4 bits for qlora, and adapters on every matrix."""
+    targets = targets_of(job.model)
+    return replace(
+        job, frozen=True, adapter_rank=rank, adapter_targets=targets, quant=QUANT[method]
+    )
 
-    4-bit weights are gathered as such: links seem as much faster. Adapters' products, and
-    unpacking 4 bits, are left out: a lower bound.
-    """
+
+def retimed(job: Job, layout: Layout, cluster: Cluster, method: str, rank: int) -> Prediction:
+    """Return a plan's prediction, by the bytes and the seconds of adapters."""
     held = memory_of(job, layout, method, rank)
-    frozen = replace(job, frozen=True, reduce_bytes=0)
-    packed = memory.BF16 / finetune.frozen_weight_bytes(QUANT[method])
-    links = replace(cluster, network_scale=cluster.network_scale * packed)
-    trained = finetune.trained_parameters(job.model, "lora", rank, EVERY_MATRIX)
-    step = step_parts(frozen, layout, links, REACHED)
-    step["optimizer"] *= trained / models.parameters(job.model)
+    step = step_of_adapters(job_of_adapters(job, method, rank), layout, cluster, REACHED)
     tokens = job.global_batch * job.seq_len
     limit = memory.memory_limit(cluster.gpu)
     return Prediction(layout, held, step, model_flops(job), tokens, limit)
@@ -74,6 +79,36 @@ def model_flops(job: Job) -> float:
     return (compute.model_flops(job) - attention) * 2 / 3 + attention
 
 
+def template_bytes(job: Job, layout: Layout, rank: int) -> float:
+    """Return what 02-fsdp/fsdp_finetune.py holds on a GPU of this plan.
+
+    It shards float32 weights, frozen ones too, and recomputes every layer.
+    """
+    sharded = replace(layout, zero=3 if layout.gpus > 1 else 0, recompute="full")
+    held = memory_of(job, sharded, "lora", rank)
+    frozen = finetune.frozen_bytes(job.model, "lora", "", False)
+    return sum(held.values()) + (memory.FP32 / memory.BF16 - 1) * frozen / layout.gpus
+
+
+def refuse(job: Job, cluster: Cluster, method: str, rank: int, only: dict) -> str:
+    """Return why no plan of adapters can have these flags, or nothing."""
+    named = [f"{axis} {only[axis]}" for axis in PLAIN if only.get(axis, 1) > 1]
+    if named:
+        return f"{', '.join(named)}: --finetune {method} is planned with replicas alone: --dp"
+    if only.get("zero", 3) not in (0, 3):
+        return f"--zero {only['zero']}: --finetune {method} is planned with 0 (DDP) or 3 (FSDP)"
+    if only.get("offload", "none") != "none":
+        return f"--offload {only['offload']}: --finetune {method} is planned without offload"
+    if only.get("recompute", "none") not in ("none", "full"):
+        return f"--recompute {only['recompute']}: --finetune {method} has none or full"
+    if job.precision not in ("bf16", "fp16"):
+        return f"--precision {job.precision}: --finetune {method} computes in bf16 or fp16"
+    widest = min(job.model.hidden, models.key_width(job.model))
+    if rank >= widest:
+        return f"--lora-rank {rank}: an adapter is thinner than its matrix, here less than {widest}"
+    return ""
+
+
 def search(job: Job, cluster: Cluster, gpus: int, method: str, rank: int, only: dict) -> Found:
     """Return all plans by time: DDP or FSDP, micro-batch, recomputation."""
 
@@ -81,7 +116,7 @@ def search(job: Job, cluster: Cluster, gpus: int, method: str, rank: int, only: 
         return retimed(job, layout, cluster, method, rank)
 
     found = Found(timed=timed, row_of=lambda layout: (layout.zero, layout.recompute))
-    if job.global_batch % gpus or any(only.get(axis, 1) > 1 for axis in PLAIN):
+    if job.global_batch % gpus:
         return found
     own = job.global_batch // gpus
     stages = (0, 3) if gpus > 1 else (0,)

@@ -40,10 +40,12 @@ class Launch:
         return next((word for word in words if word.endswith(".py")), "")
 
 
-def launch_of(job: Job, layout: Layout, gpus_per_node: int, finetune: str = "none") -> Launch:
+def launch_of(
+    job: Job, layout: Layout, gpus_per_node: int, finetune: str = "none", rank: int = 16
+) -> Launch:
     """Return what runs a layout: commands, and what differs from the plan."""
     if finetune != "none":
-        return of_finetuning(job, layout, gpus_per_node, finetune)
+        return of_finetuning(job, layout, gpus_per_node, finetune, rank)
     script, flags, remarks = template_of(job, layout)
     if not script:
         return Launch([], remarks)
@@ -158,7 +160,7 @@ def shape_of(model: Model) -> tuple[str, list[str], str]:
     return f"--preset {file}", [f"echo '{json.dumps(config)}' > {file}"], about
 
 
-def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str) -> Launch:
+def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str, rank: int) -> Launch:
     """Return the line of fsdp_finetune.py, which shards as ZeRO-3 does and has no other axis."""
     if finetune == "qlora":
         text = "none reads a model into 4 bits; the lesson 02-fsdp/fsdp_qlora.py has the layer"
@@ -166,12 +168,14 @@ def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str) -
     plain = layout.tp == layout.cp == layout.pp == layout.ep == 1
     if not plain or layout.shard not in (0, layout.replicas) or layout.offload != "none":
         return Launch([], ["02-fsdp/fsdp_finetune.py has FSDP alone: no other axis, no offload"])
-    remarks = ["it shards as ZeRO-3 does"] * (layout.zero != 3)
-    if layout.recompute != "none":
-        remarks.append("it keeps activations: no recomputation")
+    remarks = ["it shards as ZeRO-3 does"] * (layout.zero != 3 and layout.gpus > 1)
+    if layout.recompute != "full":
+        remarks.append("it recomputes every layer: fewer bytes, a longer step")
+    if finetune == "lora":
+        remarks.append("its frozen weights are float32, 4 bytes each")
     data = "--model MODEL_DIR --data pairs.jsonl"
     batch = f"--global-batch-size {job.global_batch} --micro-batch-size {layout.micro_batch}"
-    adapters = " --lora-rank 16" if finetune == "lora" else ""
+    adapters = f" --lora-rank {rank}" if finetune == "lora" else ""
     line = f"{torchrun(layout.gpus, gpus_per_node)} 02-fsdp/fsdp_finetune.py {data}"
     line += f" --seq-len {job.seq_len} {batch} --precision bf16-mixed{adapters}"
     return Launch([line], remarks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from advanced_parts import (
     plan_cheaper,
@@ -79,6 +79,7 @@ def predict_one(args) -> None:
     if args.finetune in ("lora", "qlora"):
         if args.cheaper:
             raise cli.UsageError("--cheaper: adapters leave little to save; for --finetune full")
+        refuse_adapters(args, job, cluster)
         plan = plan_finetune.retimed(job, layout, cluster, args.finetune, args.lora_rank)
     else:
         plan = predict(job, layout, cluster)
@@ -145,21 +146,53 @@ def plan_all(args) -> None:
 def first_to_start(args, job: Job, cluster: Cluster, best: list[Prediction]):
     """Return the first plan that a template runs, its launch, and why none before it has one."""
     remarks = []
+    node, rank = cluster.gpus_per_node, args.lora_rank
     for number, plan in enumerate(best, 1):
-        launch = plan_launch.launch_of(job, plan.layout, cluster.gpus_per_node, args.finetune)
+        launch = plan_launch.launch_of(job, plan.layout, node, args.finetune, rank)
+        if launch.commands and args.finetune == "lora":
+            launch = fitting_launch(launch, job, plan, rank)
         if launch.commands:
             return number, launch, remarks
         remarks.append(f"{number} has no template: {'; '.join(launch.remarks)}")
     return 0, plan_launch.Launch([], []), remarks
 
 
+def fitting_launch(launch, job: Job, plan: Prediction, rank: int):
+    """Return a launch line of adapters, or why the template does not fit where the plan does."""
+    layout, flag = plan.layout, f"--micro-batch-size {plan.layout.micro_batch}"
+    while True:
+        lacks = plan_finetune.template_bytes(job, layout, rank) - plan.memory_limit
+        if lacks <= 0 or layout.micro_batch == 1:
+            break
+        layout = replace(layout, micro_batch=layout.micro_batch // 2)
+    if lacks > 0:
+        text = "02-fsdp/fsdp_finetune.py keeps frozen weights in float32: it lacks"
+        return plan_launch.Launch([], [f"{text} {lacks / GIB:.1f} GiB on each GPU"])
+    if layout == plan.layout:
+        return launch
+    smaller = f"--micro-batch-size {layout.micro_batch}"
+    lines = [line.replace(flag, smaller) for line in launch.commands]
+    text = f"and leave room for micro-batch {layout.micro_batch}, not {plan.layout.micro_batch}"
+    return plan_launch.Launch(lines, [*launch.remarks, text])
+
+
+def refuse_adapters(args, job: Job, cluster: Cluster) -> None:
+    """Stop at flags that a plan of adapters has no meaning for. Raises: UsageError."""
+    given = given_layout(args)
+    if why := plan_finetune.refuse(job, cluster, args.finetune, args.lora_rank, given):
+        raise cli.UsageError(why)
+
+
 def explained(args, job: Job, cluster: Cluster, plan: Prediction) -> list[str]:
-    return plan_explain.explain(job, cluster, plan, args.finetune in ("lora", "qlora"))
+    if args.finetune in ("lora", "qlora"):
+        job = plan_finetune.job_of_adapters(job, args.finetune, args.lora_rank)
+    return plan_explain.explain(job, cluster, plan)
 
 
 def searched(args, job: Job, cluster: Cluster, gpus: int) -> Found:
     """Search layouts that train all weights, or those of adapters."""
     if args.finetune in ("lora", "qlora"):
+        refuse_adapters(args, job, cluster)
         given, rank = given_layout(args), args.lora_rank
         return plan_finetune.search(job, cluster, gpus, args.finetune, rank, given)
     return search(job, cluster, gpus, given_layout(args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from bench import errors, published, validate_memory
+from bench import errors, finetune_times, published, validate_memory
 from bench.errors import Compared
 
 # Sources whose error is beyond the targets, and what the model does not know of them.
@@ -93,6 +93,11 @@ def show_steps(report, steps: list[Compared], transfers: list[Compared]) -> None
 def show_memory(report) -> None:
     """Print errors of memory: of runs, formula tables and fine-tuning."""
     validate_memory.show(report)
+
+
+def show_finetuning(report) -> None:
+    """Print errors of the step times of LoRA and QLoRA."""
+    finetune_times.show(report)
 
 
 def draw(path: Path, steps: list[Compared], transfers: list[Compared]) -> None:

@@ -19,6 +19,9 @@ PROMPT = 10  # learned rows of LLaMA-Adapter's prefix (Zhang et al., 2023)
 # Calibrated on the half of finetune_memory.csv that is not held out: 16-bit logits and
 # log-probabilities (4 bytes) stand for part of it, the rest is the loss' backward in chunks.
 LOGIT = 10
+# Share of the memory's rate at which kernels of 2024 unpacked 4-bit weights: calibrated on
+# Answer.AI's rows of finetune_times.csv, torchtune's are shown. Those of 2026 reach memory's own.
+NF4_RATE = 0.2
 
 
 def frozen_weight_bytes(quant: str = "") -> float:
@@ -123,8 +126,12 @@ def attention_bytes(model: Model, method: str, seq_len: int) -> float:
 
 
 def mlp_bytes(model: Model) -> float:
-    """Return bytes per token of a feed-forward: gate, its activation, up; or the input of GeLU."""
-    return BF16 * (3 if model.gated else 1) * model.ffn
+    """Return bytes per token of a feed-forward: gate, its activation, up; or the input of GeLU.
+
+    A token passes top_k experts, and goes to each and back as a copy.
+    """
+    one = BF16 * (3 if model.gated else 1) * model.ffn
+    return one if not model.experts else model.top_k * (one + 2 * BF16 * model.hidden)
 
 
 def adapter_bytes(model: Model, method: str, targets: tuple[str, ...]) -> float:

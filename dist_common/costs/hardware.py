@@ -135,7 +135,7 @@ GPUS: dict[str, Gpu] = {
         _gpu(
             "rtx4090", 24, _RTX4090, 1008, 12,
             "NVIDIA Ada architecture white paper (2022), float32 accumulation; no peer to peer",
-            family="ada", network_gb_s=3,
+            family="ada-geforce", network_gb_s=3,
         ),
         _gpu(
             "tpu-v5p", 95, {"bf16": 459.0, "fp16": 459.0, "fp32": 229.0}, 2765, 300,

@@ -51,6 +51,10 @@ class Job:
     flash: bool = True  # attention that stores no scores and skips the masked half
     compiled: bool = False
     frozen: bool = False  # LoRA: the model's own weights get no gradients
+    adapter_rank: int = 0  # LoRA's, of which the time is counted; 0: none
+    adapter_targets: tuple[str, ...] = ()  # names of finetune.TARGETS
+    quant: str = ""  # of frozen matrices: nf4, nf4-dq, or 16 bits
+    unpacks_slowly: bool = False  # by the kernels of 2024 (finetune.NF4_RATE)
     dropout: bool = False  # its masks are kept (Korthikanti et al., 2022)
     fused_loss: bool = False  # one kernel: the logits' gradient takes the logits' place
     stack: str = "torch"  # whose code runs: what it keeps in memory (stacks.py)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dist_common.costs import compute, memory, models
+from dist_common.costs import adapters, compute, finetune, memory, models
 from dist_common.costs.collectives import seconds_of
 from dist_common.costs.hardware import Cluster
 from dist_common.costs.job import Job, Layout, Prediction
@@ -169,15 +169,17 @@ def fsdp_seconds(job, layout, cluster, weights, layer: compute.Seconds, rates) -
     Gathered forward and again backward, gradients reduced and scattered; each runs behind the
     products of the layer before.
     """
-    gather = shard_seconds(layout, cluster, weights, WIDTH, "all_gather", rates)
+    width = finetune.frozen_weight_bytes(job.quant) if job.frozen else WIDTH
+    gather = shard_seconds(layout, cluster, weights, width, "all_gather", rates)
+    again = layer.forward if layout.recompute == "full" else 0.0
     if job.frozen:
-        return exposed(gather, layer.forward, rates) + exposed(gather, layer.backward, rates)
+        backward = layer.backward + again
+        return exposed(gather, layer.forward, rates) + exposed(gather, backward, rates)
     reduce = shard_seconds(layout, cluster, weights, job.reduce_bytes, "reduce_scatter", rates)
     reduce += copies_seconds(layout, cluster, weights, job.reduce_bytes, rates)
     forward, backward, reduced = passes_of_weights(3, gather, reduce)
     if job.stack == "deepspeed":
         return (forward + backward + reduced) / rates["zero3.tensors"]
-    again = layer.forward if layout.recompute == "full" else 0.0
     return exposed(forward, layer.forward, rates) + exposed(
         backward + reduced, layer.backward + again, rates
     )
@@ -236,6 +238,8 @@ def layers_seconds(
         return Stage(0.0, 0.0)
     model = job.model
     layer = compute.layer_seconds(job, layout, cluster, rates, dense)
+    if job.adapter_rank or job.quant:
+        layer = adapters.with_adapters(layer, job, layout, cluster, rates, dense)
     passes = 2.5  # forward, and backward that launches one and a half times as much
     backward = layer.backward
     if layout.recompute == "full":
@@ -253,7 +257,7 @@ def layers_seconds(
         routed = models.expert_parameters(model, number)
         weights = models.layer_parameters(model, number) - routed + routed / layout.ep
         dp = fsdp_seconds(job, layout, cluster, weights / layout.tp, beside, rates)
-    launch = passes * compute.launch_seconds(job, rates)
+    launch = passes * compute.launch_seconds(job, rates) * adapters.launch_factor(job)
     return Stage(
         layers * layer.forward,
         layers * backward,
@@ -313,6 +317,27 @@ def step_parts(job: Job, layout: Layout, cluster: Cluster, rates) -> dict[str, f
         "optimizer": optimizer_seconds(job, layout, cluster, weights, rates),
         "other": m * slowest.gaps + rates["step.fixed_ms"] / 1e3,
     }
+
+
+def step_of_adapters(job: Job, layout: Layout, cluster: Cluster, rates) -> dict[str, float]:
+    """Return the seconds of a step that trains adapters, by part: `adapters` and `unpacking` too.
+
+    Each is what compute takes longer with it. Gradients and moments are the adapters' alone.
+    """
+    step = step_parts(job, layout, cluster, rates)
+    frozen = replace(job, adapter_rank=0)
+    packed = step_parts(frozen, layout, cluster, rates)["compute"]
+    compute_alone = step_parts(replace(frozen, quant=""), layout, cluster, rates)["compute"]
+    parts = {"compute": compute_alone, "adapters": step["compute"] - packed}
+    parts |= {"unpacking": packed - compute_alone}
+    parts |= {name: seconds for name, seconds in step.items() if name not in parts}
+    targets = job.adapter_targets
+    trained = finetune.trained_parameters(job.model, "lora", job.adapter_rank, targets)
+    update = replace(job, frozen=False, reduce_bytes=memory.FP32)
+    averaged = replace(layout, zero=0)  # once a step; scattered and gathered again costs the same
+    parts["dp"] += gradient_seconds(update, averaged, cluster, trained, step["compute"], rates)
+    parts["optimizer"] = optimizer_seconds(update, layout, cluster, trained, rates)
+    return parts
 
 
 def step_seconds(job: Job, layout: Layout, cluster: Cluster, rates=None) -> float:
