@@ -13,7 +13,7 @@ from conftest import REPO, load_script, run_command
 from helpers_05 import COMBINING, ask
 from torch.utils.flop_counter import FlopCounterMode
 
-from advanced_parts import plan_explain, plan_launch, plan_rules, plan_text, planner
+from advanced_parts import plan_explain, plan_finetune, plan_launch, plan_rules, plan_text, planner
 from advanced_parts.kept_bytes import kept_for_backward
 from advanced_parts.plan_search import Found, search
 from dist_common import cli
@@ -88,6 +88,14 @@ BAD_INPUT = [
     ("predict", ("--dp", 8, "--ep", 2), "ep 2 must divide the model's 0 experts and dp x cp"),
     ("predict", ("--pp", 4, "--interleave", 2, "--global-batch", 6), "a multiple of 4 micro"),
     ("predict", ("--finetune", "lora", "--cheaper"), "--cheaper: adapters leave little to save"),
+    ("predict", ("--finetune", "lora", "--tp", 2), "tp 2: --finetune lora is planned with repl"),
+    ("plan", ("--finetune", "lora", "--tp", 2, "--gpus", 8), "tp 2: --finetune lora is planned"),
+    ("predict", ("--finetune", "lora", "--offload", "all"), "--offload all: --finetune lora is"),
+    ("predict", ("--finetune", "lora", "--zero", 2, "--dp", 2), "--zero 2: --finetune lora is pla"),
+    ("predict", ("--finetune", "lora", "--recompute", "selective"), "lora has none or full"),
+    ("plan", ("--finetune", "qlora", "--precision", "fp8"), "fp8: --finetune qlora computes in"),
+    ("plan", ("--finetune", "lora", "--lora-rank", 9000), "--lora-rank 9000: an adapter is thinn"),
+    ("plan", ("--lora-rank", 8), "--lora-rank needs --finetune lora or qlora"),
     ("predict", ("--dp", 8, "--zero", 3, "--shard", 3), "3 GPUs of a shard group do not"),
 ]  # fmt: skip
 
@@ -342,6 +350,55 @@ def test_adapters_need_no_gradients_and_no_moments_of_frozen_weights(say):
         assert sizes[1] < sizes[0] / 50
     compute = [found[kind]["step_s"]["compute"] for kind in ("full", "lora")]
     assert 0.6 < compute[1] / compute[0] < 0.8, "a third of the products are not computed"
+
+
+def test_adapters_and_unpacking_have_seconds_of_their_own(say):
+    flags = ("predict", "--model", "llama3-8b", "--recompute", "full")
+    lora, qlora = (
+        json.loads(say(*flags, "--finetune", kind, "--json"))["step_s"]
+        for kind in ("lora", "qlora")
+    )
+    assert lora["adapters"] == pytest.approx(qlora["adapters"]) and lora["unpacking"] == 0
+    assert 0.05 < lora["adapters"] / lora["compute"] < 0.25
+    assert qlora["unpacking"] > 0 and qlora["compute"] == pytest.approx(lora["compute"])
+    text = say(*flags, "--finetune", "qlora", "--explain")
+    shown = {line.split(":")[0]: line for line in text.splitlines() if " = " in line}
+    for part in ("adapters", "unpacking"):
+        assert float(shown[part].split()[-2]) == pytest.approx(qlora[part], rel=1e-3), part
+    for source in ("Hu et al., 2021, equation 3", "Dettmers et al., 2023, equation 6"):
+        assert source in text
+
+
+def test_experts_get_no_adapters_as_the_template_gives_them_none():
+    """transformers keeps experts as one tensor, no linear layer."""
+    from transformers import MixtralConfig, MixtralForCausalLM  # seconds that the others save
+
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, vocab_size=32,
+    )  # fmt: skip
+    with torch.device("meta"):
+        decoder = MixtralForCausalLM(config).get_decoder()
+    linear = {n.split(".")[-1] for n, m in decoder.named_modules() if type(m) is torch.nn.Linear}
+    assert linear == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    targets = plan_finetune.targets_of(models.MODELS["mixtral-8x7b"])
+    assert targets == ("query", "key", "value", "projection")
+    assert plan_finetune.targets_of(SMALL) == (*targets, "mlp")
+
+
+def test_a_launch_line_of_adapters_fits_the_template_or_is_left_out(say):
+    """fsdp_finetune.py keeps frozen weights in float32: a smaller micro-batch, or no line."""
+    flags = ("plan", "--model", "llama3-70b", "--finetune", "lora", "--lora-rank", 8)
+    launch = json.loads(say(*flags, "--gpus", 8, "--json"))["launch"]
+    assert "--micro-batch-size 2 " in launch["commands"][0]
+    assert launch["commands"][0].endswith("--lora-rank 8")
+    assert launch["remarks"][-1].endswith("micro-batch 2, not 4")
+    job, layout = Job(models.MODELS["llama3-70b"], 4096, 64), Layout(dp=8, zero=3, micro_batch=2)
+    held = plan_finetune.template_bytes(job, layout, 8) / 2**30
+    frozen = 4 * models.parameters(job.model) / 8 / 2**30
+    assert frozen < held < frozen + 45
+    launch = json.loads(say(*flags, "--gpus", 4, "--json"))["launch"]
+    assert not launch["commands"] and "it lacks 8.5 GiB on each GPU" in launch["before"][0]
 
 
 # ResNet-50

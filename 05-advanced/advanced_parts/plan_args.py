@@ -21,6 +21,7 @@ NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
 LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "shard", "micro_batch", "recompute",
           "virtual_stages", "cp_kind", "offload", "order")  # fmt: skip
 USUAL_TOKENS = 4 * 2**20  # of a step, where --global-batch is not given
+LORA_RANK = 16
 TUNING_TOKENS = 2**18
 
 
@@ -73,7 +74,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             add(
                 "--cheaper", action="store_true", help="list what the module's cheaper steps change"
             )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.lora_rank and args.finetune not in ("lora", "qlora"):
+        raise cli.UsageError("--lora-rank needs --finetune lora or qlora")
+    args.lora_rank = args.lora_rank or LORA_RANK
+    return args
 
 
 def add_job_flags(parser: Parser) -> None:
@@ -105,7 +110,7 @@ def add_job_flags(parser: Parser) -> None:
     add("--stack", choices=STACKS, default="torch", help="whose code runs: what it keeps (torch)")
     add("--finetune", choices=("none", "full", "lora", "qlora"), default="none",
         help="all weights, or adapters beside frozen ones of 16 or 4 bits (none)")  # fmt: skip
-    add("--lora-rank", type=count, default=16,
+    add("--lora-rank", type=count, metavar="N",
         help="of adapters on all matrices, with experts on attention's alone (16)")  # fmt: skip
 
 

@@ -62,8 +62,8 @@ def summary(fitted: bool) -> dict[str, float]:
 def verdicts() -> list[tuple[str, float, float]]:
     """Return (what, found, at most): how far each source's median may be off."""
     return [
-        ("LoRA and QLoRA, Answer.AI: median", summary(True)["median"], 0.11),
-        ("LoRA and QLoRA, the others: median", summary(False)["median"], 0.21),
+        ("Answer.AI: LoRA and QLoRA, median", summary(True)["median"], 0.11),
+        ("the others: LoRA and QLoRA, median", summary(False)["median"], 0.21),
     ]
 
 
