@@ -10,7 +10,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -72,10 +71,14 @@ def running(starter, folder: Path, seed):
                 one.kill()
 
 
+def wait_until_it_has_spread(folder):
+    wait_for((folder / "fault.json").exists, 300)
+    part.wait_until_all_wait(folder / "notes")
+
+
 def looked_at(launcher, folder, **flags):
     """Return what triage.py finds, and the drawn fault, once it has spread."""
-    wait_for(lambda: (folder / "fault.json").exists())
-    time.sleep(1.5)
+    wait_until_it_has_spread(folder)
     return verdict(launcher, notes=str(folder / "notes"), **flags), json.loads(
         (folder / "fault.json").read_text()
     )
@@ -130,8 +133,7 @@ def test_without_notes_it_says_what_it_cannot_tell(starter, tmp_path):
     """Two groups in inverted order: all stacks are alike, so only the recorder tells."""
     folder = tmp_path / "job"
     with running(starter, folder, 1) as launcher:
-        wait_for(lambda: (folder / "fault.json").exists())
-        time.sleep(1.5)
+        wait_until_it_has_spread(folder)
         found = verdict(launcher)
         assert (found.kind, found.ranks) == ("cannot tell", frozenset()), found
         assert "--record FOLDER" in found.reason
@@ -146,8 +148,7 @@ def test_it_finds_the_job_of_a_folder_and_saves_and_loads_what_a_node_knows(
 ):
     folder, shared = tmp_path / "job", tmp_path / "shared"
     with running(starter, folder, 3) as launcher:  # a rank stops
-        wait_for(lambda: (folder / "fault.json").exists())
-        time.sleep(1.0)
+        wait_until_it_has_spread(folder)
         fault = json.loads((folder / "fault.json").read_text())
         where = ("--job", folder, "--notes", folder / "notes", "--seconds", "0.5")
         ended = run_script(SCRIPT, *where, environ={})

@@ -24,13 +24,15 @@ import psutil
 from dist_common import cli
 from dist_common.lab import namespaces
 from nccl_parts import recorder
+from nccl_parts.failure_gallery import free_port
 from nccl_parts.processes import Process, file_of, look_twice, paths_of
 
 RAS = "localhost:28028"  # unless NCCL_RAS_ADDR says otherwise
 RAS_S, TOOL_S = 15.0, 30.0  # the longest wait for an answer: RAS itself waits 5 s and more
 DRAWN = Path(__file__).parents[1] / "failures/drawn/train.py"
 GALLERY = Path(__file__).parents[1] / "failure_gallery.py"
-# Of a rehearsal: how long until its fault happens, and until all wait; which of five seeds unplugs.
+# Of a rehearsal: how long until its fault happens, and without a call until all wait; which of five
+# seeds unplugs.
 RANKS, START_S, SETTLE_S, UNPLUGGED = 4, 60.0, 1.5, 4
 
 
@@ -238,7 +240,8 @@ def rehearsal(seed: int, folder: Path) -> Iterator[dict]:
     ranks: list[subprocess.Popen] = []
     with network as nodes, open(folder / "log", "w") as log:
         try:
-            ranks += [start(rank, seed, folder, nodes, log) for rank in range(RANKS)]
+            port = free_port()
+            ranks += [start(rank, seed, folder, nodes, port, log) for rank in range(RANKS)]
             yield wait_for_fault(folder, ranks)
         finally:
             for one in ranks:
@@ -249,8 +252,8 @@ def rehearsal(seed: int, folder: Path) -> Iterator[dict]:
                 one.wait()
 
 
-def start(rank: int, seed: int, folder: Path, nodes, log) -> subprocess.Popen:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+def start(rank: int, seed: int, folder: Path, nodes, port: int, log) -> subprocess.Popen:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if nodes:
         place["MASTER_ADDR"], place["GLOO_SOCKET_IFNAME"] = namespaces.address(0), namespaces.CARD
     local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -264,6 +267,14 @@ def start(rank: int, seed: int, folder: Path, nodes, log) -> subprocess.Popen:
     )  # fmt: skip
 
 
+def wait_until_all_wait(notes: Path) -> None:
+    """Return once no rank has made a call for a while: on a busy machine a fault spreads late."""
+    before, made = -1, calls_in(str(notes))
+    while made != before:
+        time.sleep(SETTLE_S)
+        before, made = made, calls_in(str(notes))
+
+
 def wait_for_fault(folder: Path, ranks: list[subprocess.Popen]) -> dict:
     deadline = time.monotonic() + START_S
     while not (folder / "fault.json").exists():
@@ -271,5 +282,5 @@ def wait_for_fault(folder: Path, ranks: list[subprocess.Popen]) -> dict:
             said = (folder / "log").read_text().splitlines()
             raise cli.UsageError(f"the rehearsal's job did not start: {' '.join(said[-1:])}")
         time.sleep(0.1)
-    time.sleep(SETTLE_S)
+    wait_until_all_wait(folder / "notes")
     return json.loads((folder / "fault.json").read_text())
