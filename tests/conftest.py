@@ -59,6 +59,7 @@ PYTEST_STARTED = psutil.Process().create_time()
 MARK = "DISTRIBUTED_TRAINING_GUIDE_TEST"  # in the environment of all that a test starts
 os.environ[MARK] = f"{PYTEST_PID} {time.time()}"
 TEST_DEADLINE_S = 1200  # of one test, for a hang: the longest takes two minutes when quiet
+HANG_S = 300  # of one launch: ten times what the slowest takes on a quiet machine
 run_backward = torch.autograd._engine_run_backward
 
 
@@ -198,7 +199,7 @@ def fork_ranks(
     With end_job_on_failure the first failure ends the other ranks by SIGTERM 0.3 s later, as
     launchers do: their codes are then -SIGTERM or their own, whichever comes first.
     """
-    started = time.monotonic()
+    started, before = time.monotonic(), os.times()
     grace_s = 0.3 if end_job_on_failure else None
     ended = ranks.fork(body, world_size, folder, timeout_s, grace_s, during)
     late = [number for number, rank in enumerate(ended) if rank.code is None]
@@ -207,7 +208,10 @@ def fork_ranks(
         told = [re.sub(r"\n\s*Extension modules: .*", "", ended[n].err, flags=re.S) for n in late]
         # The innermost call comes first.
         said = "".join(text[text.rfind("Current thread") :][:2000] for text in told)
-        pytest.fail(f"ranks {late} hung for {timeout_s} s: {said}")
+        now = os.times()
+        computed_s = sum(now[2:4]) - sum(before[2:4])  # of children: a hang takes none, load does
+        all_took = f"all ranks together computed for {computed_s:.0f} s"
+        pytest.fail(f"ranks {late} hung for {timeout_s} s; {all_took}: {said}")
     return Ended(
         [rank.code for rank in ended],
         "".join(rank.out for rank in ended),
@@ -233,7 +237,9 @@ def assert_one_line(ended: Ended, says: str, script: str = "ddp_mnist.py") -> No
 def on_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     """Call function(rank, world_size, *args) on N gloo ranks; return what each returned."""
 
-    def run(function: Callable, world_size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
+    def run(
+        function: Callable, world_size: int, *args: Any, timeout_s: float = HANG_S
+    ) -> list[Any]:
         folder = tmp_path / f"ranks-{time.monotonic_ns()}"
 
         def body(rank: int) -> Any:
@@ -294,7 +300,7 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
         before: Callable[[ModuleType], None] | None = None,
         during: Callable[[list[int]], None] = lambda pids: None,
         environ: Callable[[int], dict[str, str]] | dict[str, str] | None = None,
-        timeout_s: float = 90,
+        timeout_s: float = HANG_S,
         end_job_on_failure: bool = True,
     ) -> Ended:
         script = load_script(path)
@@ -438,7 +444,7 @@ def compiled(op: str) -> bool:
 def torchrun(tmp_path: Path) -> Callable[..., Ended]:
     """Launch a script of the repository with torchrun on N processes of this machine."""
 
-    def run(path: str, *argv: str, world_size: int = 2, timeout_s: float = 90) -> Ended:
+    def run(path: str, *argv: str, world_size: int = 2, timeout_s: float = HANG_S) -> Ended:
         command = ["torchrun", "--standalone", f"--nproc-per-node={world_size}"]
         return run_command([*command, str(REPO / path), *map(str, argv)], tmp_path, timeout_s)
 

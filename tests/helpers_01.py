@@ -74,7 +74,7 @@ def largest_difference(one: Path, other: Path) -> float:
 # while it runs
 
 
-def wait_for(condition, timeout_s: float = 60) -> None:
+def wait_for(condition, timeout_s: float = 200) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

