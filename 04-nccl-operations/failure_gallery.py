@@ -78,12 +78,14 @@ def by_stacks(job):
 
 
 def look_at(pids, stacks):
-    """Read the stack of each rank, once all have reached the script."""
-    for _ in range(5):  # on a busy machine a rank may not have reached it yet
+    """Read the stack of each rank, once all have reached the script and stay where they are."""
+    before = None
+    for _ in range(8):  # on a busy machine a rank may be on its way yet
         time.sleep(part.STUCK_S)
         stacks[:] = map(part.stack_of, pids)
-        if all(map(reached, stacks)):
+        if all(map(reached, stacks)) and stacks == before:
             break
+        before = list(stacks)
 
 
 def reached(own):

@@ -260,11 +260,27 @@ def test_tools_that_saw_nothing_name_nobody():
 # Sabotage: what is broken is not, what finds it does not, what cures it does not.
 
 
+def test_a_rank_that_waits_for_its_turn_or_for_the_disk_is_not_stuck(monkeypatch, tmp_path):
+    """At a load of 20 a rank that computes gets no CPU time for a second."""
+    states = iter(["running", "running", "running", "disk-sleep", "sleeping", "left"])
+    rank = argparse.Namespace(
+        status=lambda: next(states), cpu_times=lambda: (1.0, 0.0), terminate=lambda: None
+    )
+    monkeypatch.setattr(part.psutil, "Process", lambda pid: rank)
+    monkeypatch.setattr(part, "runs", lambda pid: True)
+    monkeypatch.setattr(part, "STUCK_S", 0.0)
+    (tmp_path / "log").touch()
+    assert part.wait_until_stuck([1], [tmp_path / "log"]) == [0]
+    assert next(states) == "left"
+
+
 def test_stacks_are_read_once_every_rank_has_begun(monkeypatch):
     """At a load of 10 a rank was named that had not come to the script after a second."""
     wait, main = ("x/distributed_c10d.py", "all_reduce", 9), ("x/broken.py", "<module>", 7)
     early, stuck = [("x/subprocess.py", "run", 9)], [("x/broken.py", "next_batch", 3), main]
-    looks = iter([[wait, main], early, [wait, main], [], early, stuck, [wait, main], stuck, []])
+    on_its_way, last = [("x/broken.py", "<module>", 2)], [[wait, main], stuck, []]
+    looks = iter([[wait, main], early, [wait, main], [], early, stuck,
+                  [wait, main], on_its_way, [], *last, *last])  # fmt: skip
     monkeypatch.setattr(part, "stack_of", lambda pid: next(looks))
     monkeypatch.setattr(part, "STUCK_S", 0.0)
     job = argparse.Namespace(run=lambda script, during: during([1, 2, 3]))

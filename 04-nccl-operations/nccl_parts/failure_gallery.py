@@ -27,7 +27,8 @@ from dist_common.lab import links, ranks
 from nccl_parts.host import read_toml
 
 FAILURES = Path(__file__).parents[1] / "failures"
-STUCK_S = 1.0  # without a line and without CPU time, a rank counts as stuck
+STUCK_S = 1.0  # asleep, without a line and without CPU time, a rank counts as stuck
+WAITS = (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED, psutil.STATUS_IDLE)
 GRACE_S = 3.0  # after the first failure, until the ranks that still run are ended
 PR_SET_PTRACER, ANY = 0x59616D61, ctypes.c_ulong(-1)  # prctl(2)
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -210,7 +211,9 @@ def wait_until_stuck(pids: list[int], logs: list[Path]) -> list[int]:
     while alive := {rank: psutil.Process(pid) for rank, pid in enumerate(pids) if runs(pid)}:
         beats = {rank: (logs[rank].stat().st_size, round(sum(process.cpu_times()[:2]), 1))
                  for rank, process in alive.items()}  # fmt: skip
-        if beats != last:
+        # One that waits for the disk, or for its turn on a busy machine, is not stuck.
+        waits = all(process.status() in WAITS for process in alive.values())
+        if beats != last or not waits:
             last, since = beats, time.monotonic()
         elif time.monotonic() - since > STUCK_S:
             for process in alive.values():
