@@ -6,6 +6,7 @@ Each completion is a default that `DEFAULTS` states, or a fact about a source in
 from __future__ import annotations
 
 import csv
+import math
 import re
 import zlib
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from dist_common.costs import memory, models
 from dist_common.costs.collectives import seconds_of
 from dist_common.costs.compute import model_flops
-from dist_common.costs.hardware import Cluster, find_gpu
+from dist_common.costs.hardware import GPUS, Cluster, Gpu, find_gpu
 from dist_common.costs.job import Job, Layout, Model
 from dist_common.costs.rates import RATES
 
@@ -79,6 +80,10 @@ SHAPES = {
 }  # fmt: skip
 
 
+YES = ("yes", "true", "on")
+NO = ("no", "false", "off")
+
+
 class Unpredictable(ValueError):
     """A row that says too little."""
 
@@ -121,8 +126,10 @@ def short_source(source: str, gpu: str = "") -> str:
 
 
 def number(row: dict, key: str, default: float | None = None) -> float | None:
-    """Return a column's number; `default` where it is empty or not a number."""
-    text = (row.get(key) or "").strip()
+    """Return a column's number, `1,024` and yes or no among them; else `default`."""
+    text = (row.get(key) or "").strip().replace(",", "").lower()
+    if text in YES or text in NO:
+        return float(text in YES)
     try:
         return float(text)
     except ValueError:
@@ -221,13 +228,17 @@ def job_of(row: dict, facts: Source, model: Model, global_batch: int) -> Job:
 
 
 def recompute_of(text: str) -> str | None:
-    """Return what a row says of recomputation; None if it says nothing."""
-    text = text.lower()
+    """Return what a row says of recomputation, None if it says nothing.
+
+    A bare yes is full: a library's switch has no finer choice. Every second layer (torchtitan's
+    selective layer) is nearest to its choice of operators: about half of forward again.
+    """
+    text = re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
     if "unstated" in text or not text:
         return None
-    if text.startswith("full"):
+    if text.startswith("full") or text in (*YES, "1"):
         return "full"
-    if text.startswith("selective_op"):
+    if text.startswith(("selective_op", "selective_layer")):
         return "operators"
     return "selective" if text.startswith("select") else "none"
 
@@ -237,12 +248,13 @@ ZERO = {"ddp": 0, "none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3, "fsd
 
 def zero_of(text: str) -> int:
     """Return the ZeRO stage that a row's `sharding` means."""
-    text = (text or "ddp").lower()
+    text = re.sub(r"(zero|stage)[ _-]+(?=\d)", r"\1", (text or "ddp").lower())
+    text = text.replace("stage", "zero")
     if "zero2" in text:
         return 2
     if "zero3" in text or "fsdp" in text or "hsdp" in text:
         return 3
-    return 1 if "zero1" in text or "distributed_optimizer" in text else 0
+    return 1 if "zero1" in text or re.search(r"distributed.optimizer", text) else 0
 
 
 def layout_of(row: dict, facts: Source, gpus: int, model: Model) -> Layout:
@@ -268,7 +280,7 @@ def layout_of(row: dict, facts: Source, gpus: int, model: Model) -> Layout:
         dp=dp,
         ep=whole(row, "ep") or (min(dp * cp, experts) if experts else 1),
         zero=zero,
-        shard=whole(row, "gpus_per_node", 8) if "hsdp" in sharding else 0,
+        shard=whole(row, "gpus_per_node", 8) if "hsdp" in sharding or "hybrid_shard" in sharding else 0,
         virtual_stages=virtual if pp > 1 else 1,
         sequence_parallel=whole(row, "seq_parallel", 0) == 1 or tp == 1,
         cp_kind=facts.cp_kind,
@@ -300,12 +312,36 @@ def completed(row: dict, facts: Source, job: Job, layout: Layout, cluster: Clust
 
 
 def cluster_of(row: dict, facts: Source) -> Cluster:
-    gpu = find_gpu(row.get("gpu") or "", number(row, "gpu_mem_gib"))
-    if number(row, "network_gb_s"):
-        network = number(row, "network_gb_s")
-    else:
-        network = facts.network_gb_s or gpu.network_gb_s
-    return Cluster(gpu, whole(row, "gpus_per_node") or gpu.gpus_per_node, network)
+    gpu = gpu_of(row)
+    per_node = whole(row, "gpus_per_node") or gpu.gpus_per_node
+    network = number(row, "network_gb_s") or told_network(row, per_node) or facts.network_gb_s
+    if gpu.gpus_per_node > 8:
+        per_node = max(per_node, gpu.gpus_per_node)  # a tray of 4 is no end of NVLink (NVL72)
+    return Cluster(gpu, per_node, network or gpu.network_gb_s)
+
+
+def gpu_of(row: dict) -> Gpu:
+    """Return a row's GPU; one that is not known is the known one nearest in peak, scaled to it.
+
+    Raises: ValueError of an unknown GPU without a peak.
+    """
+    memory_gib, peak = number(row, "gpu_mem_gib"), number(row, "peak_tflops")
+    try:
+        return find_gpu(row.get("gpu") or "", memory_gib)
+    except ValueError:
+        if not peak:
+            raise
+    kind = precision_of(row.get("precision") or "").split("-")[0]
+    known = [gpu for gpu in GPUS.values() if kind in gpu.tflops]
+    near = min(known, key=lambda gpu: abs(math.log(gpu.tflops[kind] / peak)))
+    tflops = {name: rate * peak / near.tflops[kind] for name, rate in near.tflops.items()}
+    return replace(near, tflops=tflops, memory_gib=memory_gib or near.memory_gib)
+
+
+def told_network(row: dict, per_node: int) -> float | None:
+    """Return GB/s of a GPU's share of its node's cards (`4 x 100 Gb RoCE a node`), if told."""
+    found = re.search(r"(\d+) ?[x*] ?(\d+) ?gb(?:ps|/s|it/s)?\b", (row.get("notes") or "").lower())
+    return int(found[1]) * int(found[2]) / 8 / per_node if found else None
 
 
 def read_row(row: dict) -> Row:
