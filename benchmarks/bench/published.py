@@ -66,6 +66,8 @@ SOURCES = (
     Source("NVIDIA/NeMo", stack="megatron", overlap_tp=True, recompute="none"),
     Source("Megatron-Bridge", stack="megatron", overlap_tp=True, reduce_bytes=2, recompute="none"),
     Source("thunder", stack="litgpt"),
+    Source("NVIDIA", stack="megatron", overlap_tp=True, recompute="none"),  # its other recipes
+    Source("Megatron", stack="megatron"),
 )
 
 # Shapes that rows name without giving them.
@@ -351,6 +353,8 @@ def read_row(row: dict) -> Row:
     """
     source = row.get("source") or ""
     facts = facts_of(source)
+    if not facts.pattern and re.search(r"distributed.optimizer|megatron", row.get("sharding") or ""):
+        facts = facts_of("Megatron")  # its names for what it shards
     model = model_of(row, facts)
     cluster = cluster_of(row, facts)
     gpus = whole(row, "n_gpus")
