@@ -94,7 +94,7 @@ BAD_INPUT = [
     ("predict", ("--finetune", "lora", "--zero", 2, "--dp", 2), "--zero 2: --finetune lora is pla"),
     ("predict", ("--finetune", "lora", "--recompute", "selective"), "lora has none or full"),
     ("plan", ("--finetune", "qlora", "--precision", "fp8"), "fp8: --finetune qlora computes in"),
-    ("plan", ("--finetune", "lora", "--lora-rank", 9000), "--lora-rank 9000: an adapter is thinn"),
+    ("plan", ("--finetune", "lora", "--lora-rank", 9000), "--lora-rank 9000: an adapter is"),
     ("plan", ("--lora-rank", 8), "--lora-rank needs --finetune lora or qlora"),
     ("predict", ("--dp", 8, "--zero", 3, "--shard", 3), "3 GPUs of a shard group do not"),
 ]  # fmt: skip
