@@ -95,6 +95,8 @@ BAD_INPUT = [
     ("predict", ("--finetune", "lora", "--recompute", "selective"), "lora has none or full"),
     ("plan", ("--finetune", "qlora", "--precision", "fp8"), "fp8: --finetune qlora computes in"),
     ("plan", ("--finetune", "lora", "--lora-rank", 9000), "--lora-rank 9000: an adapter is"),
+    ("plan", ("--finetune", "lora", "--gpus", 3, "--global-batch", 8), "3 GPUs do not divide the"),
+    ("plan", ("--model", "mixtral-8x7b", "--ep", 3), "and ep the 8 experts and dp x cp"),
     ("plan", ("--lora-rank", 8), "--lora-rank needs --finetune lora or qlora"),
     ("predict", ("--dp", 8, "--zero", 3, "--shard", 3), "3 GPUs of a shard group do not"),
 ]  # fmt: skip
@@ -367,6 +369,12 @@ def test_adapters_and_unpacking_have_seconds_of_their_own(say):
         assert float(shown[part].split()[-2]) == pytest.approx(qlora[part], rel=1e-3), part
     for source in ("Hu et al., 2021, equation 3", "Dettmers et al., 2023, equation 6"):
         assert source in text
+
+
+def test_a_step_of_adapters_has_a_sequence_for_each_gpu(say):
+    flags = ("plan", "--model", "llama3-8b", "--finetune", "qlora", "--gpus", 8)
+    long = json.loads(say(*flags, "--seq-len", 65_536, "--gpu", "b200", "--json"))["plans"][0]
+    assert long["global_batch"] == 8, "262,144 tokens would be four sequences"
 
 
 def test_experts_get_no_adapters_as_the_template_gives_them_none():

@@ -93,6 +93,12 @@ def test_an_adapter_s_launches_bound_a_short_micro_batch():
     assert times[0] / times[1] == pytest.approx(1 + 7 * adapters.LAUNCHED, rel=0.05)
 
 
+def test_four_bits_take_every_layer_s_matrices_where_the_first_are_dense():
+    model = models.MODELS["deepseek-v3"]
+    share = finetune.matrix_parameters(model) / models.parameters(model)
+    assert 0.99 < share < 1, "all but a table and the norms"
+
+
 # published runs
 
 

@@ -220,6 +220,8 @@ def job_of(args, gpus: int) -> Job:
         usual = TUNING_TOKENS if args.finetune != "none" else USUAL_TOKENS
         batch = max(1, round(usual / args.seq_len))
         batch = max(1, batch // gpus) * gpus if batch > gpus else 2 ** (batch.bit_length() - 1)
+        if args.finetune in ("lora", "qlora"):
+            batch = max(batch, gpus)  # replicas alone: each takes a sequence
     more = {"flash": not args.no_flash, "compiled": args.compiled, "stack": args.stack}
     more["reduce_bytes"] = args.gradient_bytes
     bytes_of = 4 if args.precision in ("fp32", "tf32") else 2

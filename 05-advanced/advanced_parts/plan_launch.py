@@ -160,6 +160,9 @@ def shape_of(model: Model) -> tuple[str, list[str], str]:
     return f"--preset {file}", [f"echo '{json.dumps(config)}' > {file}"], about
 
 
+FSDP_ALONE = "--zero 3 --tp 1 --cp 1 --pp 1 --ep 1 --offload none"
+
+
 def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str, rank: int) -> Launch:
     """Return the line of fsdp_finetune.py, which shards as ZeRO-3 does and has no other axis."""
     if finetune == "qlora":
@@ -167,7 +170,7 @@ def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str, r
         return Launch([], [f"{text}, its shards and its gathers"])
     plain = layout.tp == layout.cp == layout.pp == layout.ep == 1
     if not plain or layout.shard not in (0, layout.replicas) or layout.offload != "none":
-        return Launch([], ["02-fsdp/fsdp_finetune.py has FSDP alone: no other axis, no offload"])
+        return Launch([], [f"02-fsdp/fsdp_finetune.py has FSDP alone: give {FSDP_ALONE}"])
     remarks = ["it shards as ZeRO-3 does"] * (layout.zero != 3 and layout.gpus > 1)
     if layout.recompute != "full":
         remarks.append("it recomputes every layer: fewer bytes, a longer step")

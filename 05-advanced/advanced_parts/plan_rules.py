@@ -79,9 +79,10 @@ def none_divides(job: Job, cluster: Cluster, gpus: int) -> str:
     model = job.model
     heads = math.gcd(math.gcd(model.heads, model.kv_heads), model.ffn)
     sizes = [n for n in divisors(heads) if n <= cluster.gpus_per_node]
+    routed = f", and ep the {model.experts} experts and dp x cp" if model.experts else ""
     return (
         f"no layout of {gpus} GPUs divides the job: tp may be {' '.join(map(str, sizes))} (heads"
         f" {model.heads}, key-value heads {model.kv_heads}), pp at most {model.layers} (layers),"
-        f" and dp must divide the {job.global_batch} sequences of a step: change --gpus"
-        " or --global-batch"
+        f" and dp must divide the {job.global_batch} sequences of a step{routed}: change"
+        " --gpus or --global-batch"
     )

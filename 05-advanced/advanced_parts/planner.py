@@ -193,6 +193,9 @@ def searched(args, job: Job, cluster: Cluster, gpus: int) -> Found:
     """Search layouts that train all weights, or those of adapters."""
     if args.finetune in ("lora", "qlora"):
         refuse_adapters(args, job, cluster)
+        if job.global_batch % gpus:
+            text = f"{gpus} GPUs do not divide the {job.global_batch} sequences of a step"
+            raise cli.UsageError(f"{text}, and --finetune {args.finetune} has replicas alone")
         given, rank = given_layout(args), args.lora_rank
         return plan_finetune.search(job, cluster, gpus, args.finetune, rank, given)
     return search(job, cluster, gpus, given_layout(args))

@@ -88,8 +88,8 @@ def finetuned_parameters(model: Model) -> int:
 
 def matrix_parameters(model: Model) -> int:
     """Return the weights that 4-bit quantization takes: every layer's matrices, the output's."""
-    layer = models.matrix_parameters(model, 0)
-    return model.layers * layer + models.table_parameters(model)
+    layers = sum(models.matrix_parameters(model, layer) for layer in range(model.layers))
+    return layers + models.table_parameters(model)
 
 
 def norm_bytes(model: Model, method: str, mixed: bool = False) -> float:
