@@ -147,6 +147,14 @@ def compare_steps(rows=None) -> list[Compared]:
     ]
 
 
+def compare_added() -> list[Compared]:
+    """Return the runs added after the fit with predicted step times, in seconds."""
+    return [
+        Compared(row, row.step_time_s, step_seconds(row.job, row.layout, row.cluster), False)
+        for row in published.read_added_runs()
+    ]
+
+
 def compare_collectives() -> list[Compared]:
     """Return all published collectives with predicted times, in us."""
     transfers = published.read_transfers(published.ANCHORS / "collectives.csv")
@@ -218,6 +226,7 @@ def validate(args) -> int:
     report.start()
     steps, transfers = compare_steps(), compare_collectives()
     validate_show.show_steps(report, steps, transfers)
+    validate_show.show_added(report, compare_added())
     validate_show.show_memory(report)
     validate_show.show_finetuning(report)
     for name, found, limit in verdicts(steps, transfers):

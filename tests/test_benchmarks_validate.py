@@ -207,6 +207,56 @@ def test_rows_that_are_not_in_the_repository_are_predicted(tmp_path, monkeypatch
     assert "no shape" in model["error"] and float(mixture["step_time_s"]) > 0
 
 
+SPELLED = {  # column, two ways to say one thing
+    "yes": ("act_ckpt", "True", "full"),
+    "off": ("act_ckpt", "Off", "none"),
+    "operators": ("act_ckpt", "selective op", "selective_op"),
+    "stage": ("sharding", "ZeRO stage 3", "zero3"),
+    "distributed optimizer": ("sharding", "distributed optimizer", "distributed_optimizer"),
+    "thousands": ("global_batch", '"1,024"', "1024"),
+    "cards": ("notes", "4 x 100 Gb RoCE a node", "network_gb_s=6.25"),
+}
+
+
+@pytest.mark.parametrize("case", SPELLED)
+def test_a_row_may_be_spelled_otherwise(case, tmp_path, monkeypatch):
+    column, said, plain = SPELLED[case]
+    lines = []
+    for name, value in (("A", said), ("B", plain)):
+        row = dict(zip(HEADER.split(","), RUN.split(","), strict=True)) | {"id": name}
+        row |= {"n_gpus": "64", "global_batch": "64", "notes": "", "network_gb_s": ""}
+        key, _, number = value.partition("=")
+        row |= {key: number} if number else {column: value}
+        lines.append(",".join(row.values()))
+    text = "\n".join([",".join(row), *lines]) + "\n"
+    one, other = predict_file(tmp_path, "rows", text, monkeypatch)
+    assert {**one, "id": ""} == {**other, "id": ""} and one["step_time_s"]
+
+
+def test_an_unknown_gpu_with_its_peak_is_read_by_the_nearest(tmp_path, monkeypatch):
+    header = HEADER + ",peak_tflops,gpu_mem_gib"
+    lines = [RUN + ",989.4,80", RUN.replace("NVIDIA H100 80GB HBM3", "Z9") + ",989.4,80"]
+    lines += [RUN.replace("NVIDIA H100 80GB HBM3", "Z9") + ",1200,80"]
+    found = predict_file(tmp_path, "rows", "\n".join([header, *lines]) + "\n", monkeypatch)
+    known, alike, faster = (float(line["step_time_s"]) for line in found)
+    assert alike == known and faster < 0.95 * known
+
+
+def test_a_tray_of_four_is_no_end_of_nvlink():
+    row = dict(zip(HEADER.split(","), RUN.split(","), strict=True))
+    row |= {"gpu": "GB200", "gpus_per_node": "4"}
+    assert published.read_row(row).cluster.gpus_per_node == 72
+
+
+def test_rows_added_later_are_read_and_teach_nothing():
+    added = validate.compare_added()
+    assert len(added) == len(published.read_table(published.ANCHORS / "more_runs.csv")) >= 100
+    known = {row.id for row in published.read_all_runs()}
+    assert not known & {each.row.id for each in added}
+    found = errors.errors_of([each.error for each in added])
+    assert found.median <= 0.09 and found.p95 <= 0.25
+
+
 def test_collectives_that_are_not_in_the_repository_are_predicted(tmp_path, monkeypatch):
     text = "id,collective,gpu,n_nodes,n_gpus,link_spec_GBps_unidir,size_bytes\n"
     text += "C1,all_gather,H100-SXM,1,8,450,1073741824\nC2,all_reduce,,1,8,,1024\n"

@@ -120,6 +120,7 @@ def short_source(source: str, gpu: str = "") -> str:
         "vTrain data/ground_truth_single", "vTrain data/ground_truth_multi",
         "Megatron-LM README", "Llama 3 Herd", "fms-fsdp", "KempnerForge", "SimuMax",
         "NVIDIA/NeMo", "Megatron-Bridge", "thunder",
+        "InternEvo", "dgxc-benchmarking", "maxtext", "TinyLlama", "torchtune",
     ):  # fmt: skip
         if name in source:
             short = name.split("/")[-1].replace("ground_truth_", "vTrain ")
@@ -205,7 +206,7 @@ def job_of(row: dict, facts: Source, model: Model, global_batch: int) -> Job:
     compiled = (row.get("compile") or "").lower() not in ("", "0", "n/a", "no", "false")
     attention = (row.get("attn") or "").lower()
     stack = facts.stack
-    if (row.get("sharding") or "").startswith("zero3"):
+    if stage_name(row.get("sharding") or "").startswith("zero3"):
         stack = "deepspeed"
     elif "thunder" in (row.get("compile") or ""):
         stack = "thunder"
@@ -248,10 +249,14 @@ def recompute_of(text: str) -> str | None:
 ZERO = {"ddp": 0, "none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3, "fsdp": 3}
 
 
+def stage_name(text: str) -> str:
+    """Return `sharding` with one name for a stage: `ZeRO stage 3`, `zero-3` are `zero3`."""
+    return re.sub(r"(zero|stage)[ _-]*(stage)?[ _-]*(?=\d)", "zero", text.lower())
+
+
 def zero_of(text: str) -> int:
     """Return the ZeRO stage that a row's `sharding` means."""
-    text = re.sub(r"(zero|stage)[ _-]+(?=\d)", r"\1", (text or "ddp").lower())
-    text = text.replace("stage", "zero")
+    text = stage_name(text or "ddp")
     if "zero2" in text:
         return 2
     if "zero3" in text or "fsdp" in text or "hsdp" in text:
@@ -264,7 +269,7 @@ def layout_of(row: dict, facts: Source, gpus: int, model: Model) -> Layout:
     dp, rest = divmod(gpus, tp * pp * cp)
     if rest or not dp:
         raise Unpredictable(f"tp {tp} x cp {cp} x pp {pp} does not divide {gpus} GPUs")
-    sharding = (row.get("sharding") or "").lower()
+    sharding = stage_name(row.get("sharding") or "")
     notes = f"{row.get('sharding')} {row.get('notes')}".lower()
     zero = zero_of(sharding)
     if facts.keeps_gathered and pp > 1 and zero == 3:
@@ -282,7 +287,9 @@ def layout_of(row: dict, facts: Source, gpus: int, model: Model) -> Layout:
         dp=dp,
         ep=whole(row, "ep") or (min(dp * cp, experts) if experts else 1),
         zero=zero,
-        shard=whole(row, "gpus_per_node", 8) if "hsdp" in sharding or "hybrid_shard" in sharding else 0,
+        shard=whole(row, "gpus_per_node", 8)
+        if "hsdp" in sharding or "hybrid_shard" in sharding
+        else 0,
         virtual_stages=virtual if pp > 1 else 1,
         sequence_parallel=whole(row, "seq_parallel", 0) == 1 or tp == 1,
         cp_kind=facts.cp_kind,
@@ -353,7 +360,9 @@ def read_row(row: dict) -> Row:
     """
     source = row.get("source") or ""
     facts = facts_of(source)
-    if not facts.pattern and re.search(r"distributed.optimizer|megatron", row.get("sharding") or ""):
+    if not facts.pattern and re.search(
+        r"distributed.optimizer|megatron", row.get("sharding") or ""
+    ):
         facts = facts_of("Megatron")  # its names for what it shards
     model = model_of(row, facts)
     cluster = cluster_of(row, facts)
@@ -515,6 +524,11 @@ def read_transfers(path: Path) -> list[Transfer]:
         except ValueError:
             continue
     return [each for each in transfers if each.time_us]
+
+
+def read_added_runs() -> list[Row]:
+    """Return the runs that were found after the fit: no constant was fitted on them."""
+    return read_runs(ANCHORS / "more_runs.csv")
 
 
 def read_all_runs() -> list[Row]:

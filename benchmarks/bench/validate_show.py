@@ -90,6 +90,16 @@ def show_steps(report, steps: list[Compared], transfers: list[Compared]) -> None
         report.say(f"pairs {name} ranked right: {right} of {ranked} ({right / ranked:.1%})")
 
 
+def show_added(report, added: list[Compared]) -> None:
+    """Print errors of the rows that were added later, by source and of all."""
+    lines = [line[:5] for line in source_lines(added, {})]
+    found = errors.errors_of([each.error for each in added])
+    statistics = percent(found.median), percent(found.p95), f"{found.bias:+.1%}"
+    lines.append(("rows added later, never fitted", str(found.count), *statistics))
+    report.say("\nStep time of rows added later (more_runs.csv): no constant was fitted on them")
+    report.table(lines, ("source", "rows", "median", "p95", "bias"))
+
+
 def show_memory(report) -> None:
     """Print errors of memory: of runs, formula tables and fine-tuning."""
     validate_memory.show(report)

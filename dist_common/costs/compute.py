@@ -37,6 +37,8 @@ def product_seconds(m, n, k, job: Job, cluster: Cluster, rates) -> float:
     if precision in NARROW:
         share *= rates[f"matrix.{precision}"]
     peak = gpu.tflops.get(precision.split("-")[0]) or gpu.tflops["bf16"]
+    if precision == "fp4":  # power limits it: GB300 gains over GB200 what it gains in 8 bits
+        peak = min(peak, 4 * gpu.tflops["bf16"])
     side = rates["matrix.side"]
     lost = (1 + side / m) * (1 + side / n) * (1 + side / k)
     flops = 2 * m * n * k / (peak * 1e12 * share * cluster.matrix_scale) * lost
