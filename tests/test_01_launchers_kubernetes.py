@@ -491,6 +491,7 @@ def is_below_ray(process: psutil.Process) -> bool:
 
 @full
 @with_ray
+@pytest.mark.xdist_group("ray")  # its files are looked for on the whole machine
 def test_workers_of_ray_resume_after_one_is_killed(tmp_path, straight):
     before = set(Path("/tmp").glob("ray-*"))
     folder = tmp_path / "run"

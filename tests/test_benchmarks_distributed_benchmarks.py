@@ -197,7 +197,7 @@ def test_a_dry_run_plans_a_link_that_this_machine_cannot_have(bench, tmp_path, m
 def test_whatever_becomes_of_a_point_the_sweep_goes_on(bench, fakes, tmp_path, capsys):
     names = ("train", "lossy", "fail", "die", "one-dies", "check", "half", "nothing", "hang",
              "times-out")  # fmt: skip
-    code = bench("sweep", "--strategies", *names, "--repeats", 1, "--timeout", 4,
+    code = bench("sweep", "--strategies", *names, "--repeats", 1, "--timeout", 8,
                  "--output-dir", tmp_path / "out")  # fmt: skip
     assert code == 1
     records = records_of(tmp_path / "out")
@@ -213,7 +213,7 @@ def test_whatever_becomes_of_a_point_the_sweep_goes_on(bench, fakes, tmp_path, c
         "half": ("failed", "exit code 0, but its results.json has no metrics.final_loss "
                            "(JSONDecodeError)"),
         "nothing": ("failed", "exit code 0, but it wrote no results.json"),
-        "hang": ("timeout", "timeout after 4 s"),
+        "hang": ("timeout", "timeout after 8 s"),
         "times-out": ("timeout", "rank 0: lost contact with another rank (Timed out): it stopped "
                                  "answering"),
     }  # fmt: skip
@@ -325,7 +325,7 @@ def test_a_sweep_of_which_nothing_can_run_fails(bench, tmp_path, capsys):
 
 @full
 def test_finished_points_are_not_repeated_and_failed_ones_when_asked(bench, fakes, tmp_path):
-    words = ("sweep", "--strategies", "train", "hang-once", "--repeats", 1, "--timeout", 4,
+    words = ("sweep", "--strategies", "train", "hang-once", "--repeats", 1, "--timeout", 8,
              "--output-dir", tmp_path / "out")  # fmt: skip
     assert bench(*words) == 1
     first = [name for name, rank, _ in runs_of(fakes) if rank == "0"]
@@ -526,7 +526,7 @@ LINE = (f"sh -c 'echo {{nodes}} nodes of {{ranks_per_node}} >> LOG; exec {sys.ex
 @full
 def test_a_line_of_one_s_own_starts_the_ranks_and_is_ended_with_them(bench, fakes, tmp_path):
     line = LINE.replace("LOG", str(tmp_path / "log"))
-    words = ("sweep", "--strategies", "train", "hang", "--repeats", 1, "--timeout", 15,
+    words = ("sweep", "--strategies", "train", "hang", "--repeats", 1, "--timeout", 30,
              "--world-sizes", 2, 4, "--launcher", line, "--ranks-per-node", 2,
              "--output-dir", tmp_path / "with space")  # fmt: skip
     assert bench(*words) == 1
