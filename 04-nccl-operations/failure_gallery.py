@@ -78,14 +78,19 @@ def by_stacks(job):
 
 
 def look_at(pids, stacks):
-    """Read the stack of each rank, once all have reached the script and stay where they are."""
-    before = None
-    for _ in range(8):  # on a busy machine a rank may be on its way yet
+    """Read the stack of each rank, once all have reached the script and joined the group."""
+    for _ in range(5):  # on a busy machine a rank may not have reached it yet
         time.sleep(part.STUCK_S)
-        stacks[:] = map(part.stack_of, pids)
-        if all(map(reached, stacks)) and stacks == before:
+        seen = list(map(part.stack_of, pids))
+        if stacks and all(map(reached, stacks)) and None in seen:
+            break  # they were in the group's making for as long as they lived
+        stacks[:] = seen
+        if all(map(reached, seen)) and not any(map(joins, seen)):
             break
-        before = list(stacks)
+
+
+def joins(own):
+    return "init_process_group" in {frame[1] for frame in own or ()}
 
 
 def reached(own):
