@@ -81,9 +81,7 @@ def outcome(work: Callable) -> dict:
 
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Return the parser of a verb of combining.py."""
-    with mock.patch.object(plan_args.Parser, "parse_args", autospec=True) as parse:
-        plan_args.parse_args([verb])
-    whole = parse.call_args.args[0]
+    whole = plan_args.make_parser()
     (verbs,) = [each for each in whole._actions if isinstance(each.choices, dict)]
     return verbs.choices[verb]
 

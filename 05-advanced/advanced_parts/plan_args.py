@@ -50,8 +50,8 @@ def order(text: str) -> tuple[str, ...]:
     return axes
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Parse what follows the script's name: a verb and its flags."""
+def make_parser() -> Parser:
+    """Return the parser of combining.py's verbs plan and predict."""
     more = "simulate plays one step as events: combining.py simulate --help"
     parser = Parser(prog="combining.py", description="Plan a training job.", epilog=more)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -74,7 +74,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             add(
                 "--cheaper", action="store_true", help="list what the module's cheaper steps change"
             )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse what follows the script's name: a verb and its flags."""
+    args = make_parser().parse_args(argv)
     if args.lora_rank and args.finetune not in ("lora", "qlora"):
         raise cli.UsageError("--lora-rank needs --finetune lora or qlora")
     args.lora_rank = args.lora_rank or LORA_RANK
