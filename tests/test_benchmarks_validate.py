@@ -236,10 +236,10 @@ def test_a_row_may_be_spelled_otherwise(case, tmp_path, monkeypatch):
 def test_an_unknown_gpu_with_its_peak_is_read_by_the_nearest(tmp_path, monkeypatch):
     header = HEADER + ",peak_tflops,gpu_mem_gib"
     lines = [RUN + ",989.4,80", RUN.replace("NVIDIA H100 80GB HBM3", "Z9") + ",989.4,80"]
-    lines += [RUN.replace("NVIDIA H100 80GB HBM3", "Z9") + ",1200,80"]
+    lines += [RUN.replace("NVIDIA H100 80GB HBM3", "Z9") + ",1100,80"]
     found = predict_file(tmp_path, "rows", "\n".join([header, *lines]) + "\n", monkeypatch)
     known, alike, faster = (float(line["step_time_s"]) for line in found)
-    assert alike == known and faster < 0.95 * known
+    assert alike == known and faster < 0.97 * known
 
 
 def test_a_tray_of_four_is_no_end_of_nvlink():
