@@ -228,7 +228,7 @@ def test_whatever_becomes_of_a_point_the_sweep_goes_on(bench, fakes, tmp_path, c
     assert records["train.w2#1"]["results"]["world_size"] == 2
     typed = records["train.w2#1"]["command"]
     assert typed.startswith("OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=2")
-    assert " --timeout 3.2 " in typed, "a collective gives up before the sweep does, and says why"
+    assert " --timeout 6.4 " in typed, "a collective gives up before the sweep does, and says why"
     assert records["train.w2#1"]["losses"] == pytest.approx([4.9, 4.8, 4.7, 4.6, 4.5])
     stack = (tmp_path / "out/points/one-dies.w2#1/log.txt").read_text()
     assert 'File "' in stack, "where the other rank was when it was ended"

@@ -345,7 +345,7 @@ def test_lines_are_found():
         ("ddp_training", 8),
         ("deepspeed_train", 8), ("deepspeed_train", 8), ("deepspeed_train", 16),
         ("fsdp_checkpoint", 16),
-        ("fsdp_finetune", 8), ("fsdp_finetune", 8),
+        ("fsdp_finetune", 8), ("fsdp_finetune", 8), ("fsdp_finetune", 8),
         ("fsdp_reshard", 48), ("fsdp_to_hf", 16),
         ("fsdp_transformer", 8), ("fsdp_transformer", 16),
         ("fsdp_transformer", 64), ("fsdp_transformer", 64),
