@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_common import checkpoint, data, hf, job, measure, models, report, runtime
+from dist_common.costs.models import MODELS
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -80,8 +81,10 @@ def lines_of(text):
         if ranks < 8 or re.search("--preset tiny|--model runs/", found[2]):
             continue
         gpus = re.findall(r"GPUs? of (\d+) GB", text[max(0, found.start() - 600) : found.start()])
-        flags = shlex.split(re.sub(r" --resume\b| --(?:output-dir|export) \S+", "", found[2]))
-        line = Line(found[1], ranks, flags, int(gpus[-1]) if gpus else GPU_GB)
+        flags = re.sub(r" --resume\b| --(?:output-dir|export) \S+", "", found[2])
+        if planned := re.findall(r"combining.py plan --model (\S+)", text[: found.start()]):
+            flags = flags.replace("MODEL_DIR", planned[-1])
+        line = Line(found[1], ranks, shlex.split(flags), int(gpus[-1]) if gpus else GPU_GB)
         if line.flags[-1] == "..." or found[0].startswith("mpirun"):
             line.shown_by = [cut[1] for cut in CUT.finditer(text, 0, found.start())][-1]
         # A lesson's batches are small; some hold two models, and one that neither is cut nor ends.
@@ -233,12 +236,19 @@ def set_up_ddp(script, args):
 
 
 def set_up_finetune(script, args):
-    """Of Llama 2 7B, and of answers as long as a row."""
+    """Of Llama 2 7B or what was planned, and of answers as long as a row."""
     from transformers import LlamaConfig
 
+    config = LlamaConfig()
+    if shape := MODELS.get(args.model):
+        config = LlamaConfig(
+            vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
+            num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads, max_position_embeddings=args.seq_len,
+        )  # fmt: skip
     turns = [{"role": role, "content": ""} for role in ("user", "assistant")]
     tokens = args.seq_len + 1
-    script.load = lambda args, kind, what: LlamaConfig() if what == "config.json" else None
+    script.load = lambda args, kind, what: config if what == "config.json" else None
     script.load_chats = lambda path: [("", turns)] * 2000
     script.chat_ids = lambda tokenizer, messages: ([0] * tokens, [True] * tokens)
     script.find_weights = lambda model, _: ({name: name for name in script.weights_of(model)}, {})
