@@ -231,7 +231,11 @@ def _limit(limits: Limits) -> None:
     """Limit each process. Not RLIMIT_NPROC: it counts all of an account, and nothing of root."""
     data = getattr(psutil.Process().memory_info(), "data", 0) + limits.memory
     for kind, most in (("DATA", data), ("FSIZE", limits.file), ("CORE", 0)):
-        resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (most, most))
+        number = getattr(resource, f"RLIMIT_{kind}")
+        allowed = resource.getrlimit(number)[1]
+        if allowed != resource.RLIM_INFINITY:
+            most = min(most, allowed)  # nobody may raise it
+        resource.setrlimit(number, (most, most))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error at the line that writes
 
 
