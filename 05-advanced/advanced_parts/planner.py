@@ -172,7 +172,7 @@ def fitting_launch(launch, job: Job, plan: Prediction, rank: int):
         return launch
     smaller = f"--micro-batch-size {layout.micro_batch}"
     lines = [line.replace(flag, smaller) for line in launch.commands]
-    text = f"and leave room for micro-batch {layout.micro_batch}, not {plan.layout.micro_batch}"
+    text = f"they leave room for micro-batch {layout.micro_batch}, not {plan.layout.micro_batch}"
     return plan_launch.Launch(lines, [*launch.remarks, text])
 
 
