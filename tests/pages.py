@@ -25,7 +25,7 @@ from page_reader import FRAMEWORKS, PAGES, TRACKED, Block, Page, commands, read
 
 from dist_common.lab import namespaces
 
-DEADLINE_S = 300  # of one command, for a hang: ten times what the slowest takes on a quiet machine
+DEADLINE_S = 600  # of one command, for a hang: five times what the slowest takes on a quiet machine
 
 
 @dataclass
