@@ -195,13 +195,16 @@ def send_to_experts(rows, counts, experts, group):
 
 
 class Stage(nn.Module):
-    """Some consecutive blocks; the first stage embeds the tokens, the last returns the loss."""
+    """Consecutive blocks, if any; the first stage embeds the tokens, the last returns the loss."""
 
     def __init__(self, model, number, stages, positions):
         super().__init__()
-        size = len(model.blocks) // stages
+        # Where stages do not divide the blocks, the embedding and the head are counted as two more.
+        early = len(model.blocks) % stages > 0
+        size = (len(model.blocks) + 2 * early) // stages
+        first = number * size - early
         self.number, self.config, self.positions = number, model.config, positions
-        self.blocks = nn.ModuleList(model.blocks[number * size : (number + 1) * size])
+        self.blocks = nn.ModuleList(model.blocks[max(0, first) : first + size])
         self.embedding = model.embedding if number == 0 else None
         self.norm, self.head = (model.norm, model.head) if number == stages - 1 else (None, None)
 
@@ -261,8 +264,7 @@ def split_layers(run):
     """Pipeline parallelism: make this rank's stages, and the schedule that drives them."""
     args, device = run.job.args, run.job.device
     pp = run.mesh["pp"]
-    per_rank = layout.STAGES[args.schedule]
-    total = per_rank * args.pp
+    total = args.virtual_stages * args.pp
     tokens = torch.empty(args.micro_batch_size, len(run.positions), dtype=torch.long, device="meta")
     # Sent in the type that blocks compute in; of the tokens, those between tp's matrices.
     hidden = (args.micro_batch_size, len(run.positions) // args.tp, run.model.config.dim)
@@ -281,7 +283,7 @@ def split_layers(run):
     def mean_loss(loss, _):  # over the tokens of the global batch: each token counts alike
         return loss / run.tokens
 
-    takes = piped[0] if per_rank == 1 else piped
+    takes = piped[0] if args.virtual_stages == 1 else piped
     schedule = SCHEDULES[args.schedule]
     run.schedule = schedule(takes, args.grad_accum_steps, loss_fn=mean_loss, scale_grads=False)
 
@@ -457,6 +459,8 @@ def parse_args():
     add("--data-parallel", choices=("replicate", "grad-op", "full"), default="replicate",
         help="all-reduce gradients, or FSDP over dp and cp (replicate)")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of the pipeline (1f1b)")
+    add("--virtual-stages", type=functools.partial(cli.whole_number, low=2), metavar="V",
+        help="stages per rank of interleaved and zero-bubble (2)")  # fmt: skip
     add("--activation-checkpointing", choices=("none", "full", "selective"), default="none",
         help="what backward computes again of a block (none)")  # fmt: skip
     add("--compile", action="store_true", help="translate each block by torch.compile")

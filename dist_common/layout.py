@@ -12,9 +12,10 @@ from dist_common.cli import UsageError
 from dist_common.models import TransformerConfig
 from dist_common.runtime import World
 
-STAGES = {  # of each rank of --pp, by --schedule
+STAGES = {  # of each rank of --pp, by --schedule, where --virtual-stages does not say
     "gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2
 }  # fmt: skip
+ANY_NUMBER = ("interleaved", "zero-bubble")  # of stages, by --virtual-stages
 SPLIT_BACKWARD = ("zero-bubble", "zbv", "dualpipev")  # into gradients of inputs, then of weights
 
 
@@ -23,6 +24,10 @@ def settle(args: Namespace, world: World, config: TransformerConfig) -> None:
 
     Raises: UsageError naming the flag, with the numbers.
     """
+    if args.virtual_stages and args.schedule not in ANY_NUMBER:
+        of = f"--virtual-stages {args.virtual_stages} is of --schedule {' or '.join(ANY_NUMBER)}"
+        raise UsageError(f"{of}: {args.schedule} has {STAGES[args.schedule]} on each rank")
+    args.virtual_stages = args.virtual_stages or STAGES[args.schedule]
     args.ranks_per_node = args.ranks_per_node or world.local_world_size
     others = args.tp * args.pp * args.cp
     args.dp = args.dp or max(1, world.world_size // others)
@@ -40,7 +45,9 @@ def settle(args: Namespace, world: World, config: TransformerConfig) -> None:
 
 def cuts(args: Namespace, config: TransformerConfig) -> list[tuple[str, int, int, str]]:
     """Return what each axis cuts: the axis, into how many parts, how many there are, of what."""
-    per_rank = STAGES[args.schedule]
+    per_rank = args.virtual_stages
+    layers = config.num_layers  # embedding and head may take the place of a layer each
+    layers += 2 if (layers + 2) % (args.pp * per_rank) == 0 else 0
     several = f" ({per_rank} stages per rank)" if per_rank > 1 else ""
     of_model = f"of {hf.flag_of(args)}"
     parts = 2 if args.cp > 1 else 1  # of a rank of cp: one from the front, one from the end
@@ -49,7 +56,7 @@ def cuts(args: Namespace, config: TransformerConfig) -> list[tuple[str, int, int
         (f"--tp {args.tp}", args.tp, config.num_kv_heads, f"key and value heads {of_model}"),
         (f"--tp {args.tp}", args.tp, config.ffn_dim, f"columns of the feed-forward {of_model}"),
         (f"--tp {args.tp}", args.tp, config.vocab_size, f"words of the vocabulary {of_model}"),
-        (f"--pp {args.pp}{several}", args.pp * per_rank, config.num_layers, f"layers {of_model}"),
+        (f"--pp {args.pp}{several}", args.pp * per_rank, layers, f"layers {of_model}"),
         (tokens, parts * args.cp * args.tp, args.seq_len, "tokens of --seq-len"),
         (f"--ep {args.ep}", args.ep, args.dp, "ranks of --dp"),
         (f"--ep {args.ep}", args.ep, config.num_experts, f"experts {of_model}"),

@@ -160,14 +160,42 @@ def test_a_rank_to_which_no_token_comes_takes_part(train, kind):
     assert ended.stdout.splitlines()[-1].startswith("OK: ")
 
 
-@FULL
-@pytest.mark.parametrize("schedule", ["zbv --grad-accum-steps 4", "dualpipev"])
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_a_longer_v_gives_the_gradient_of_one_process(train, ranks, schedule):
-    def deepen(_):
-        models.PRESETS["tiny"] = replace(models.PRESETS["tiny"], num_layers=2 * ranks)
+@pytest.mark.parametrize(
+    ("layers", "sizes"), [(8, [2, 2, 2, 2]), (6, [1, 2, 2, 1]), (2, [0, 1, 1, 0])]
+)
+def test_embedding_and_head_take_the_place_of_a_layer_each(layers, sizes):
+    model = models.Transformer(replace(models.PRESETS["tiny"], num_layers=layers))
+    stages = [load_script(HYBRID).Stage(model, number, 4, None) for number in range(4)]
+    assert [len(stage.blocks) for stage in stages] == sizes
+    assert [block for stage in stages for block in stage.blocks] == list(model.blocks)
 
-    train(f"--pp {ranks} --schedule {schedule}", world_size=ranks, change=deepen)
+
+@pytest.mark.parametrize(
+    ("ranks", "layers", "flags"),
+    [
+        # Of eight stages, the first embeds only, and the last has the head only.
+        (2, 6, "--pp 2 --schedule interleaved --virtual-stages 4 --precision bf16-mixed"),
+        *full(
+            (4, 6, "--pp 4"),  # two in the middle stages, one beside the embedding and the head
+            (4, 4, "--pp 2 --dp 2 --schedule interleaved --virtual-stages 3 --data-parallel full"),
+            (4, 4, "--pp 2 --tp 2 --schedule zero-bubble --virtual-stages 3"),
+            (3, 9, "--pp 3 --schedule interleaved --virtual-stages 3 --precision bf16-mixed"),
+            (3, 6, "--pp 3 --schedule zbv --grad-accum-steps 4"),
+            (4, 8, "--pp 4 --schedule zbv --grad-accum-steps 4"),
+            (3, 6, "--pp 3 --schedule dualpipev"),
+            (4, 8, "--pp 4 --schedule dualpipev"),
+        ),
+    ],
+)
+def test_more_stages_give_the_gradient_of_one_process(train, tmp_path, ranks, layers, flags):
+    def deepen(_):
+        models.PRESETS["tiny"] = replace(models.PRESETS["tiny"], num_layers=layers)
+
+    train(flags, "--output-dir", tmp_path / "run", world_size=ranks, change=deepen)
+    if "bf16" in flags:
+        metrics = results_of(tmp_path / "run")["metrics"]
+        planned = metrics["planned_bytes_per_axis"]["pp"]
+        assert planned == pytest.approx(metrics["bytes_per_axis"]["pp"], rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -537,7 +565,11 @@ def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train, schedule):
             (2, "--logger wandb", "--logger needs --output-dir"),
             (8, "--tp 8", "--tp 8 does not divide the 2 key and value heads of --preset tiny"),
             (4, "--tp 4", "--tp 4 does not divide the 2 key and value heads of --preset tiny"),
-            (3, "--pp 3", "--pp 3 does not divide the 4 layers of --preset tiny"),
+            (5, "--pp 5", "--pp 5 does not divide the 4 layers of --preset tiny"),
+            (2, "--pp 2 --virtual-stages 4", "--virtual-stages 4 is of --schedule interleaved or "
+                "zero-bubble: 1f1b has 1 on each rank"),
+            (2, "--pp 2 --schedule interleaved --virtual-stages 4",
+             "--pp 2 (4 stages per rank) does not divide the 4 layers of --preset tiny"),
             (4, "--pp 4 --schedule interleaved", "--pp 4 (2 stages per rank) does not divide the"),
             (2, "--ep 2", "--ep 2 needs --preset tiny-moe or mixtral-8x7b"),
             (2, f"{MOE} --ep 2 --pp 2", "--ep 2 does not divide the 1 ranks of --dp"),

@@ -531,7 +531,6 @@ def test_a_template_takes_its_launch_line(model, layout, finetune, script, monke
 @pytest.mark.parametrize(
     ("layout", "finetune", "says"),
     [
-        (Layout(pp=2, dp=4, virtual_stages=4), "none", "4 stages on each rank of pp"),
         (Layout(tp=2, dp=8, zero=3, shard=4), "none", "HSDP beside other axes"),
         (Layout(tp=2, dp=8, zero=3, offload="all"), "none", "offload beside other axes"),
         (Layout(dp=4, zero=3), "qlora", "fsdp_qlora.py has the layer"),

@@ -168,7 +168,8 @@ def sums_begun(run, counter: TrafficCounter) -> Iterator[tuple[list[int], list[i
 
         out.register_hook(note)
 
-    for block, place in zip((blocks[-1], blocks[0]) if seen else (), begun, strict=False):
+    ends = (*blocks[-1:], *blocks[:1]) if seen else ()  # a stage may have none
+    for block, place in zip(ends, begun, strict=False):
         hooks.append(block.register_forward_hook(partial(watch, place)))
     yield begun
     for hook in hooks:
@@ -180,10 +181,12 @@ def check_overlap(run, at_last: list[int], at_first: list[int]) -> None:
 
     By the order of events: the time that it saves shows on a network only.
     """
-    below = len(run.stages[0].blocks) - 1
+    below, own = len(run.stages[0].blocks) - 1, None
     groups = [mesh.get_group().group_name for mesh in (run.data_mesh, *run.expert_meshes[1:])]
     if at_first and below:
         # Where experts have the same group, a block has two sums.
-        begun = min(runtime.gather(at_first[-1] - at_last[-1])) / groups.count(groups[0])
+        own = (at_first[-1] - at_last[-1]) / groups.count(groups[0]), below
+    if found := [pair for pair in runtime.gather(own) if pair]:  # a first stage may be shorter
+        begun, below = min(found, key=lambda pair: pair[0] - pair[1])
         name = "blocks whose sums have begun when the last backward reaches the first"
         run.job.report.check(name, begun, below, 0, "FSDP: one reduction per block")

@@ -18,7 +18,6 @@ PRESETS = {
     "llama2-7b": "llama2-7b", "llama3-8b": "llama3-8b",
     "llama3-70b": "llama3-70b", "mixtral-8x7b": "mixtral-8x7b",
 }  # fmt: skip
-STAGES = {1: "1f1b", 2: "interleaved"}  # hybrid_parallelism.py's, by stages of a rank
 ZERO_CONFIGS = {
     (1, "none"): "zero1_config.json",
     (2, "optimizer"): "zero2_offload_cpu_config.json",
@@ -109,10 +108,9 @@ def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | 
 def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     """Return hybrid_parallelism.py, its flags, and what it does otherwise than planned."""
     model, stages, refused, remarks = job.model, layout.virtual_stages, [], []
-    if stages not in STAGES:
-        refused.append(f"{stages} stages on each rank of pp: hybrid_parallelism.py has at most 2")
-    if layout.pp > 1 and model.layers % (layout.pp * stages):
-        refused.append(f"{model.layers} layers in {layout.pp * stages} unequal stages")
+    parts = layout.pp * stages
+    if parts > 1 and model.layers % parts and (model.layers + 2) % parts:
+        refused.append(f"{model.layers} layers in {parts} unequal stages")
     if model.tied_embeddings:
         refused.append("one table for tokens and logits, which pp and FSDP's units would split")
     if layout.zero == 3 and 0 < layout.shard < layout.replicas:
@@ -133,7 +131,9 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     axes = [f"--{axis} {getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp", "ep")
             if axis == "dp" or getattr(layout, axis) > 1]  # fmt: skip
     flags = [*axes, f"--data-parallel {kind}"]
-    flags += [f"--schedule {STAGES[stages]}"] * (layout.pp > 1)
+    if layout.pp > 1:
+        schedule = "1f1b" if stages == 1 else f"interleaved --virtual-stages {stages}"
+        flags.append(f"--schedule {schedule}")
     if layout.recompute != "none":
         flags.append(f"--activation-checkpointing {layout.recompute}")
     return "05-advanced/hybrid_parallelism.py", flags, remarks
