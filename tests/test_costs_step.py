@@ -37,6 +37,7 @@ def test_nothing_of_the_costs_imports_torch():
         ("H100-96GB-HBM2e-500W", None, "h100-96gb"),
         ("NVIDIA H100 PCIe", None, "h100-pcie"),
         ("NVIDIA H100 NVL", None, "h100-nvl"),
+        ("H100 (NVLink, SXM5)", None, "h100"),
         ("H200-SXM-141GB", None, "h200"),
         ("GH200", None, "gh200"),
         ("GB300", None, "gb300"),
@@ -59,6 +60,8 @@ def test_a_gpu_is_found_however_it_is_spelled(spelled, memory_gib, name):
 def test_an_unknown_gpu_is_an_error_that_lists_the_known_ones():
     with pytest.raises(ValueError, match="unknown GPU 'H900'.*did you mean h[12]00.*mi300x"):
         find_gpu("H900")
+    with pytest.raises(ValueError, match="unknown GPU 'TPU v5e'"):  # no v5p: half its rate
+        find_gpu("TPU v5e")
     assert all(gpu.source and gpu.tflops["bf16"] for gpu in GPUS.values())
 
 

@@ -145,7 +145,7 @@ GPUS: dict[str, Gpu] = {
     )
 }  # fmt: skip
 
-_ALIASES = {"4090": "rtx4090", "geforcertx4090": "rtx4090", "v5p": "tpu-v5p", "tpuv5": "tpu-v5p"}
+_ALIASES = {"4090": "rtx4090", "geforcertx4090": "rtx4090", "v5p": "tpu-v5p"}
 
 
 def find_gpu(name: str, memory_gib: float | None = None) -> Gpu:
@@ -153,16 +153,16 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu:
 
     Raises: ValueError with the known names.
     """
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    plain = re.sub(r"[^a-z0-9]|nvlink", "", name.lower())  # an H100 with NVLink is no H100 NVL
     exact = GPUS.get(name.lower())
     if exact and memory_gib in (None, exact.memory_gib):
         return exact
     for alias, known in _ALIASES.items():
         if alias in plain:
             return GPUS[known]
-    found = [known for known in GPUS if re.sub(r"[^a-z0-9]", "", known.split("-")[0]) in plain]
-    if "tpu" in plain and not found:
-        found = [known for known in GPUS if known.startswith("tpu") and known[4:] in plain]
+    found = [known for known in GPUS if known.split("-")[0] in plain and known[:3] != "tpu"]
+    if plain == "tpuv5":
+        found = ["tpu-v5p"]
     if not found:
         near = difflib.get_close_matches(name.lower(), GPUS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
