@@ -207,6 +207,12 @@ def test_rows_that_are_not_in_the_repository_are_predicted(tmp_path, monkeypatch
     assert "no shape" in model["error"] and float(mixture["step_time_s"]) > 0
 
 
+def test_a_file_with_a_mark_and_a_short_line_is_read(tmp_path, monkeypatch):
+    lines = [HEADER, RUN, RUN.rpartition(",")[0], "R3,llama3-8b"]
+    one, short, shorter = predict_file(tmp_path, "rows", "\ufeff" + "\n".join(lines), monkeypatch)
+    assert one["step_time_s"] == short["step_time_s"] and "unknown GPU ''" in shorter["error"]
+
+
 SPELLED = {  # column, two ways to say one thing
     "yes": ("act_ckpt", "True", "full"),
     "off": ("act_ckpt", "Off", "none"),
@@ -215,22 +221,59 @@ SPELLED = {  # column, two ways to say one thing
     "distributed optimizer": ("sharding", "distributed optimizer", "distributed_optimizer"),
     "thousands": ("global_batch", '"1,024"', "1024"),
     "cards": ("notes", "4 x 100 Gb RoCE a node", "network_gb_s=6.25"),
+    "bytes of cards": ("notes", "4 x 50 GB/s a node", "network_gb_s=25"),
+    "memory is no card": ("notes", "8 x 80 GB", "network_gb_s=50"),
+    "PyTorch's names": ("sharding", "FULL_SHARD", "fsdp"),
+    "blocks": ("act_ckpt", "uniform", "full"),
+    "no stored scores": ("attn", "sdpa", "flash"),
+    "stored scores": ("attn", "fused softmax", "eager"),
+    "a thousand": ("seq", "8k", "8192"),
+    "counted": ("n_gpus", "64 GPUs", "64"),
+    "model": ("model", "Meta-Llama-3.1-8B", "llama3-8b"),
+    "GPU": ("gpu", "NVIDIA H100 (NVLink)", "H100-SXM"),
+    "V100 has 16 bits": ("precision", "", "fp16", "gpu", "V100-32GB"),
+    "16 bits": ("precision", "float16", "fp16", "gpu", "V100-32GB"),
 }
 
 
 @pytest.mark.parametrize("case", SPELLED)
 def test_a_row_may_be_spelled_otherwise(case, tmp_path, monkeypatch):
-    column, said, plain = SPELLED[case]
+    column, said, plain, *others = SPELLED[case]
     lines = []
     for name, value in (("A", said), ("B", plain)):
         row = dict(zip(HEADER.split(","), RUN.split(","), strict=True)) | {"id": name}
         row |= {"n_gpus": "64", "global_batch": "64", "notes": "", "network_gb_s": ""}
         key, _, number = value.partition("=")
         row |= {key: number} if number else {column: value}
+        row |= dict([others] if others else [])
         lines.append(",".join(row.values()))
     text = "\n".join([",".join(row), *lines]) + "\n"
     one, other = predict_file(tmp_path, "rows", text, monkeypatch)
     assert {**one, "id": ""} == {**other, "id": ""} and one["step_time_s"]
+
+
+def test_a_mixture_is_one_although_its_row_has_a_shape():
+    """No column has experts; and 671B is not the templates' 1B."""
+    row = dict(zip(HEADER.split(","), RUN.split(","), strict=True)) | {"model": "Mixtral 8x7B"}
+    sizes = {"layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8", "ffn": "14336"}
+    named, shaped = (published.read_row(row | more) for more in ({}, sizes))
+    assert shaped.job.model == named.job.model and named.job.model.experts == 8
+    told = published.read_row(row | {"notes": "EP=4", "n_gpus": "64"})
+    assert told.layout.ep == 4
+    assert published.known_model("some 671B") is None
+    assert published.known_model("Qwen3 MoE 30B").top_k == 8
+
+
+def test_gpus_that_the_planner_does_not_offer_have_their_own_data_sheet():
+    for name, like, tflops in (
+        ("A800", "A100", 1),
+        ("H20", "H100", 0.15),
+        ("TPU v5e", "v5p", 0.43),
+    ):
+        own, base = published.known_gpu(name), published.known_gpu(like)
+        assert own.tflops["bf16"] / base.tflops["bf16"] == pytest.approx(tflops, abs=0.01)
+        assert own.family == base.family and own != base
+    assert published.known_gpu("H200") == published.known_gpu("h200")
 
 
 def test_an_unknown_gpu_with_its_peak_is_read_by_the_nearest(tmp_path, monkeypatch):
@@ -264,6 +307,18 @@ def test_collectives_that_are_not_in_the_repository_are_predicted(tmp_path, monk
     busbw = 1073741824 * 7 / 8 / float(one["time_us"]) / 1e3
     assert float(one["busbw_gb_s"]) == pytest.approx(busbw, rel=1e-4) and 250 < busbw < 450
     assert "unknown GPU" in two["error"]
+
+
+def test_a_collective_may_be_spelled_otherwise(tmp_path, monkeypatch):
+    plain = "A,all_gather,H100-SXM,2,16,50,1073741824"
+    lines = ["id,collective,gpu,n_nodes,n_gpus,link_spec_GBps_unidir,size_bytes", plain]
+    for said, spelled in (("all_gather", "AllGather"), ("1073741824", "1G"), (",2,16", ",,16"),
+                          ("H100-SXM", "H100 NVLink")):  # fmt: skip
+        lines.append(plain.replace(said, spelled))
+    lines += [plain.replace("all_gather", "hypercube"), plain.replace(",2,16", ",1,1")]
+    *alike, other, one = predict_file(tmp_path, "collectives", "\n".join(lines), monkeypatch)
+    assert len({line["time_us"] for line in alike}) == 1 and float(alike[0]["time_us"]) > 0
+    assert other["error"] == "unknown collective 'hypercube'" and "n_gpus" in one["error"]
 
 
 @pytest.mark.parametrize("kind", ["components", "finetune"])

@@ -79,11 +79,58 @@ SHAPES = {
     "nemotron-15b": Model(32, 6144, 48, 8, 24576, 256000, gated=False),
     "gpt3-5b": Model(24, 4096, 32, 32, 16384, 51200, gated=False),
     "gpt3-175b": Model(96, 12288, 96, 96, 49152, 51200, gated=False),
+    "gpt-neox-20b": Model(44, 6144, 64, 64, 24576, 50432, gated=False),
+    "llama-65b": Model(80, 8192, 64, 64, 22016, 32000),
+    "codellama-34b": Model(48, 8192, 64, 8, 22016, 32016),
+    "qwen2.5-7b": Model(28, 3584, 28, 4, 18944, 152064),
+    "qwen2.5-14b": Model(48, 5120, 40, 8, 13824, 152064),
+    "qwen2.5-32b": Model(64, 5120, 40, 8, 27648, 152064),
+    "qwen2.5-72b": Model(80, 8192, 64, 8, 29568, 152064),
+    "qwen3-8b": Model(36, 4096, 32, 8, 12288, 151936),
+    "qwen3-14b": Model(40, 5120, 40, 8, 17408, 151936),
+    "qwen3-32b": Model(64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "qwen3-30b": Model(48, 2048, 32, 4, 768, 151936, head_dim=128, experts=128, top_k=8),
+    "qwen3-235b": Model(94, 4096, 64, 4, 1536, 151936, head_dim=128, experts=128, top_k=8),
+    "gpt-oss-20b": Model(24, 2880, 64, 8, 2880, 201088, head_dim=64, experts=32, top_k=4),
+    "gpt-oss-120b": Model(36, 2880, 64, 8, 2880, 201088, head_dim=64, experts=128, top_k=4),
+    "grok-1": Model(64, 6144, 48, 8, 32768, 131072, experts=8, top_k=2),
+    "kimi-k2": replace(
+        models.MODELS["deepseek-v3"],
+        heads=64, kv_heads=64, vocab=163840, experts=384, dense_layers=1,
+    ),
 }  # fmt: skip
+# Other names of a shape: Llama 3.1 and 3.3 have those of 3, the first LLaMA those of 2.
+RENAMED = (
+    (r"llama3\.[13](?=\d)", "llama3"), (r"llama(?=(7|13)b)", "llama2"), (r"qwen3moe", "qwen3"),
+    (r"nemotron4(?=(15|22|340)b)", "nemotron"), (r"deepseekr1", "deepseekv3"),
+    (r"gpt(?=175b)", "gpt3"), (r"(mtnlg|megatron|megatronturingnlg)(?=530b)", "gpt"),
+)  # fmt: skip
+# GPUs that find_gpu does not know: as which one, and what their data sheets have otherwise.
+OTHER_GPUS = (
+    ("a800", "a100", {"link_gb_s": 200}),
+    ("h800", "h100", {"link_gb_s": 200}),
+    ("h20(?!0)", "h100", {"bf16": 148, "memory_gib": 96, "hbm_gb_s": 4000}),
+    ("(?<!g)b300", "b200", {"memory_gib": 268, "network_gb_s": 100, "family": "blackwell-ultra"}),
+    ("a6000", "a100-pcie", {"bf16": 154.8, "memory_gib": 48, "hbm_gb_s": 768}),
+    ("a10g", "a100-pcie", {"bf16": 70, "memory_gib": 24, "hbm_gb_s": 600}),
+    ("(^|nvidia)l4(?!0)", "l40s", {"bf16": 121, "memory_gib": 24, "hbm_gb_s": 300}),
+    ("mi325", "mi300x", {"memory_gib": 256, "hbm_gb_s": 6000}),
+    ("mi355", "mi300x", {"bf16": 2516, "memory_gib": 288, "hbm_gb_s": 8000}),
+    ("tpuv?4", "tpu-v5p",
+     {"bf16": 275, "memory_gib": 32, "hbm_gb_s": 1228, "link_gb_s": 150, "network_gb_s": 37.5}),
+    ("v5(e|lite)", "tpu-v5p",
+     {"bf16": 197, "memory_gib": 16, "hbm_gb_s": 819, "link_gb_s": 100, "network_gb_s": 25}),
+    ("v6e|trillium", "tpu-v5p",
+     {"bf16": 918, "memory_gib": 32, "hbm_gb_s": 1638, "link_gb_s": 200, "network_gb_s": 50}),
+)  # fmt: skip
 
 
-YES = ("yes", "true", "on")
-NO = ("no", "false", "off")
+YES = ("yes", "true", "on", "enabled")
+NO = ("no", "false", "off", "disabled")
+# Attention that does not store its scores has many names (sdpa, cudnn, FA3, splash): these do.
+STORES_SCORES = (
+    r"unfused|no[nt]?.?flash|^(?!.*flash).*(softmax|eager|math|naive|dot_product|torch$)"
+)
 
 
 class Unpredictable(ValueError):
@@ -129,12 +176,13 @@ def short_source(source: str, gpu: str = "") -> str:
 
 
 def number(row: dict, key: str, default: float | None = None) -> float | None:
-    """Return a column's number, `1,024` and yes or no among them; else `default`."""
+    """Return a column's number, `1,024`, `8k`, `64 GPUs`, yes or no among them; else `default`."""
     text = (row.get(key) or "").strip().replace(",", "").lower()
     if text in YES or text in NO:
         return float(text in YES)
+    found = re.fullmatch(r"(\S*?\d\.?)(k?) ?(?:gpus?|tokens?|sequences?|gib|gb(?:/s)?)?", text)
     try:
-        return float(text)
+        return float(found[1]) * (1024 if found[2] else 1) if found else default
     except ValueError:
         return default
 
@@ -148,12 +196,29 @@ def facts_of(source: str) -> Source:
     return next((each for each in SOURCES if each.pattern in source), Source(""))
 
 
+def known_model(name: str) -> Model | None:
+    """Return the shape that a name means, however it is spelled: `Llama 3.1 8B`."""
+    plain = re.sub(r"[^a-z0-9.]", "", name.lower())
+    for pattern, known in RENAMED:
+        plain = re.sub(pattern, known, plain)
+    fitting = []
+    for key, model in {**models.MODELS, **SHAPES}.items():
+        spelled = re.escape(re.sub(r"[^a-z0-9.]", "", key))
+        if re.search(rf"(?<![\d.]){spelled}", plain):  # 671B is no 1B
+            fitting.append((len(spelled), model))
+    return max(fitting, key=lambda found: found[0])[1] if fitting else None
+
+
 def model_of(row: dict, facts: Source) -> Model:
-    """Return the shape in a row, or that of the model it names."""
+    """Return the shape in a row, or that of the model it names.
+
+    A named mixture's experts stand in no column of runs.csv: its shape is the known one.
+    """
     name = (row.get("model") or "").lower()
-    layers = whole(row, "layers")
-    if whole(row, "hidden") and whole(row, "heads") and layers:
-        hidden, heads = whole(row, "hidden"), whole(row, "heads")
+    layers, hidden, heads = (whole(row, key) for key in ("layers", "hidden", "heads"))
+    model = known_model(name)
+    mixture = model and model.experts and model.hidden == hidden and not whole(row, "experts")
+    if hidden and heads and layers and not mixture:
         gated = whole(row, "gated_mlp", 1) == 1
         ffn = whole(row, "ffn") or (round(hidden * 8 / 3) if gated else 4 * hidden)
         return Model(
@@ -171,14 +236,10 @@ def model_of(row: dict, facts: Source) -> Model:
             learned_positions=whole(row, "seq") if not gated else 0,
             name=name,
         )
-    plain = re.sub(r"[^a-z0-9.]", "", name)
-    known = {**models.MODELS, **SHAPES}
-    fitting = [key for key in known if re.sub(r"[^a-z0-9.]", "", key) in plain]
-    if not fitting:
+    if not model:
         raise Unpredictable(
             f"no shape: neither layers, hidden and heads nor a known model ({name})"
         )
-    model = known[max(fitting, key=len)]
     if layers and layers < model.layers and model.dense_layers:
         model = replace(model, dense_layers=1)  # a cut model's launcher leaves one (SimuMax)
     return replace(model, layers=layers or model.layers, name=name)
@@ -193,8 +254,10 @@ def precision_of(text: str) -> str:
         return "fp8-rows"
     if "fp8" in text or "float8" in text:
         return "fp8"
-    if "fp16" in text or text.startswith("16"):
+    if "fp16" in text or "float16" in text.replace("bfloat16", "") or text.startswith("16"):
         return "fp16"
+    if "tf32" in text:
+        return "tf32"
     if "32" in text and "bf16" not in text and "mixed" not in text:
         return "fp32"
     return "bf16"
@@ -210,9 +273,7 @@ def job_of(row: dict, facts: Source, model: Model, global_batch: int) -> Job:
         stack = "deepspeed"
     elif "thunder" in (row.get("compile") or ""):
         stack = "thunder"
-    flash = facts.flash if not attention else "flash" in attention or "transformer" in attention
-    if "unfused" in attention:
-        flash = False
+    flash = not re.search(STORES_SCORES, attention) if attention else facts.flash
     reduce_bytes = 2 if "bf16/pure" in precision or precision == "bf16-true" else facts.reduce_bytes
     return Job(
         model,
@@ -226,7 +287,7 @@ def job_of(row: dict, facts: Source, model: Model, global_batch: int) -> Job:
         reduce_bytes=reduce_bytes,
         optimizer_bytes=4 if pure else 12,
         gradient_bytes=2 if pure else 4,
-        frozen="lora" in (row.get("model") or "").lower(),
+        frozen="lora" in f"{row.get('model')} {row.get('group')}".lower(),
     )
 
 
@@ -239,14 +300,15 @@ def recompute_of(text: str) -> str | None:
     text = re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
     if "unstated" in text or not text:
         return None
-    if text.startswith("full") or text in (*YES, "1"):
-        return "full"
     if text.startswith(("selective_op", "selective_layer")):
         return "operators"
-    return "selective" if text.startswith("select") else "none"
-
-
-ZERO = {"ddp": 0, "none": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3, "fsdp": 3}
+    if text.startswith(("no", "off", "false", "0", "disabled", "without")):
+        return "none"
+    if re.search("select|attn|attention|minimal", text):
+        return "selective"
+    if text in (*YES, "1") or re.search("full|uniform|block|every|all|checkpoint|remat", text):
+        return "full"
+    return None
 
 
 def stage_name(text: str) -> str:
@@ -257,11 +319,11 @@ def stage_name(text: str) -> str:
 def zero_of(text: str) -> int:
     """Return the ZeRO stage that a row's `sharding` means."""
     text = stage_name(text or "ddp")
-    if "zero2" in text:
+    if "zero2" in text or "shard_grad_op" in text:
         return 2
-    if "zero3" in text or "fsdp" in text or "hsdp" in text:
+    if re.search(r"zero3|[fh]sdp|(full|hybrid)_shard|infinity|zero\+\+", text):
         return 3
-    return 1 if "zero1" in text or re.search(r"distributed.optimizer", text) else 0
+    return 1 if "zero1" in text or re.search(r"dist\w*[ _-]?opt", text) else 0
 
 
 def layout_of(row: dict, facts: Source, gpus: int, model: Model) -> Layout:
@@ -280,12 +342,14 @@ def layout_of(row: dict, facts: Source, gpus: int, model: Model) -> Layout:
     elif "interleaved schedule" in notes and pp > 1:
         virtual = -(-model.layers // pp)
     experts = model.experts
+    told = re.search(r"\bep ?[=:]? ?(\d+)\b", notes)
+    ep = whole(row, "ep") or (int(told[1]) if told else 0) or dp * cp
     return Layout(
         tp=tp,
         cp=cp,
         pp=pp,
         dp=dp,
-        ep=whole(row, "ep") or (min(dp * cp, experts) if experts else 1),
+        ep=min(ep, dp * cp * tp, experts) if experts else 1,
         zero=zero,
         shard=whole(row, "gpus_per_node", 8)
         if "hsdp" in sharding or "hybrid_shard" in sharding
@@ -329,6 +393,22 @@ def cluster_of(row: dict, facts: Source) -> Cluster:
     return Cluster(gpu, per_node, network or gpu.network_gb_s)
 
 
+def known_gpu(name: str, memory_gib: float | None = None) -> Gpu:
+    """Return the GPU that a name means: of OTHER_GPUS, else as find_gpu does.
+
+    Raises: ValueError with the known names.
+    """
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    for pattern, like, own in OTHER_GPUS:
+        if re.search(pattern, plain):
+            gpu = GPUS[like]
+            more = 1.0 if "bf16" not in own else own["bf16"] / gpu.tflops["bf16"]
+            tflops = {kind: rate * more for kind, rate in gpu.tflops.items()}
+            sheet = {key: value for key, value in own.items() if key != "bf16"}
+            return replace(gpu, name=pattern, tflops=tflops, **sheet)
+    return find_gpu(name, memory_gib)
+
+
 def gpu_of(row: dict) -> Gpu:
     """Return a row's GPU; one that is not known is the known one nearest in peak, scaled to it.
 
@@ -336,7 +416,7 @@ def gpu_of(row: dict) -> Gpu:
     """
     memory_gib, peak = number(row, "gpu_mem_gib"), number(row, "peak_tflops")
     try:
-        return find_gpu(row.get("gpu") or "", memory_gib)
+        return known_gpu(row.get("gpu") or "", memory_gib)
     except ValueError:
         if not peak:
             raise
@@ -348,9 +428,13 @@ def gpu_of(row: dict) -> Gpu:
 
 
 def told_network(row: dict, per_node: int) -> float | None:
-    """Return GB/s of a GPU's share of its node's cards (`4 x 100 Gb RoCE a node`), if told."""
-    found = re.search(r"(\d+) ?[x*] ?(\d+) ?gb(?:ps|/s|it/s)?\b", (row.get("notes") or "").lower())
-    return int(found[1]) * int(found[2]) / 8 / per_node if found else None
+    """Return GB/s of a GPU's share of its node's cards (`4 x 100 Gb RoCE a node`), if told.
+
+    `GB` a second are bytes; `8 x 80 GB` is memory.
+    """
+    cards = r"(\d+) ?[x*] ?(\d+) ?(?:(GB)(?:ps|/s)|Gb|[Gg]b(?:ps|/s|it/s))\b"
+    found = re.search(cards, row.get("notes") or "")
+    return int(found[1]) * int(found[2]) / (1 if found[3] else 8) / per_node if found else None
 
 
 def read_row(row: dict) -> Row:
@@ -373,6 +457,8 @@ def read_row(row: dict) -> Row:
     micro, accumulated = whole(row, "micro_batch"), whole(row, "grad_accum", 1) or 1
     global_batch = whole(row, "global_batch") or layout.dp * max(1, micro) * accumulated
     job = job_of(row, facts, model, global_batch)
+    if cluster.gpu.family == "volta" and "bf" not in (row.get("precision") or "").lower():
+        job = replace(job, precision="fp16" if job.precision == "bf16" else job.precision)
     layout = completed(row, facts, job, layout, cluster)
     return Row(
         row.get("id") or "",
@@ -402,12 +488,15 @@ def measured_seconds(row: dict, job: Job, layout: Layout) -> float | None:
 
 
 def read_table(path: Path) -> list[dict]:
-    """Return a CSV file's rows.
+    """Return a CSV file's rows; where a line is short, with nothing in the rest.
 
     Raises: ValueError if it has no rows or no `id`.
     """
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    with Path(path).open(newline="", encoding="utf-8-sig") as file:
+        rows = [
+            {name.strip(): value or "" for name, value in row.items() if name}
+            for row in csv.DictReader(file)
+        ]
     if not rows:
         raise ValueError(f"{path}: no rows")
     if "id" not in rows[0]:
@@ -474,7 +563,20 @@ class Transfer:
         return seconds * 1e6 + self.from_python * (rates or RATES)["link.python_us"]
 
 
-KINDS = {"alltoall": "all_to_all", "sendrecv": "send", "reduce": "broadcast"}
+KINDS = {
+    "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all", "sendrecv": "send", "send": "send", "p2p": "send",
+    "broadcast": "broadcast", "reduce": "broadcast",
+}  # fmt: skip
+
+
+def bytes_of(row: dict, key: str) -> float | None:
+    """Return a column's bytes; with a letter as nccl-tests reads it: `1G` is 1 GiB."""
+    text = (row.get(key) or "").strip().lower()
+    found = re.fullmatch(r"([\d.]+) ?([kmg])(?:i?b)?", text)
+    if found:
+        return float(found[1]) * 1024 ** (1 + "kmg".index(found[2]))
+    return number(row, key)
 
 
 def read_transfer(row: dict) -> Transfer:
@@ -486,26 +588,28 @@ def read_transfer(row: dict) -> Transfer:
     name = row.get("gpu") or ""
     rate = number(row, "link_spec_GBps_unidir")
     ranks = whole(row, "n_gpus")
-    nodes = whole(row, "n_nodes", 1) or 1
-    size = number(row, "size_bytes")
-    if not ranks or not size:
-        raise Unpredictable("needs n_gpus and size_bytes")
+    size = bytes_of(row, "size_bytes")
+    if ranks < 2 or not size:
+        raise Unpredictable("needs n_gpus, two or more, and size_bytes")
     try:
-        gpu = find_gpu(name)
+        gpu = known_gpu(name)
     except ValueError:
         if not rate and "nvlink" not in name.lower():
             raise
         gpu = replace(find_gpu("h100"), link_gb_s=rate or 450.0)  # an NVLink of that rate
-    network = gpu.network_gb_s
+    nodes = whole(row, "n_nodes") or -(-ranks // gpu.gpus_per_node)
+    network = told_network(row, -(-ranks // nodes)) or gpu.network_gb_s
     if rate and nodes > 1:
         network = rate
     elif rate and not gpu.mesh:
         gpu = replace(gpu, link_gb_s=rate)
     algorithm = (row.get("algo") or "").lower()
-    if "nvls off" in algorithm or algorithm in ("ring", "tree"):
+    if "nvls off" in algorithm or algorithm.startswith(("ring", "tree")):
         gpu = replace(gpu, switch_reduces=False)
-    kind = (row.get("collective") or "all_reduce").lower()
-    kind = KINDS.get(kind, kind)
+    said = (row.get("collective") or "all_reduce").lower()
+    kind = KINDS.get(re.sub(r"nccl|_perf|_single|[^a-z0-9]", "", said))
+    if not kind:
+        raise Unpredictable(f"unknown collective {said!r}")
     text = f"{name} {row.get('notes')} {row.get('group')}".lower()
     kind_of_network = "cloud" if any(word in text for word in ("efa", "tcpx", "a3")) else "rdma"
     cluster = Cluster(gpu, -(-ranks // nodes), network, kind_of_network)
