@@ -211,6 +211,12 @@ def test_a_file_with_a_mark_and_a_short_line_is_read(tmp_path, monkeypatch):
     lines = [HEADER, RUN, RUN.rpartition(",")[0], "R3,llama3-8b"]
     one, short, shorter = predict_file(tmp_path, "rows", "\ufeff" + "\n".join(lines), monkeypatch)
     assert one["step_time_s"] == short["step_time_s"] and "unknown GPU ''" in shorter["error"]
+    text = "id,model,method\nA\nB,llama2-7b,lora\n"
+    nothing, little = predict_file(tmp_path, "finetune", text, monkeypatch)
+    assert nothing["error"] and float(little["memory_bytes"]) > 13e9
+    components = "id,group,sharding,params_b,dp,quantity,unit\nA,zero|x,ZeRO-1,1,1,states,GB\nB\n"
+    full, none = predict_file(tmp_path, "components", components, monkeypatch)
+    assert float(full["value"]) == 16 and none["error"]
 
 
 SPELLED = {  # column, two ways to say one thing
@@ -319,6 +325,24 @@ def test_a_collective_may_be_spelled_otherwise(tmp_path, monkeypatch):
     *alike, other, one = predict_file(tmp_path, "collectives", "\n".join(lines), monkeypatch)
     assert len({line["time_us"] for line in alike}) == 1 and float(alike[0]["time_us"]) > 0
     assert other["error"] == "unknown collective 'hypercube'" and "n_gpus" in one["error"]
+
+
+FINETUNE = "A,Llama 2 7 B,lora,bnb.nf4-dq,1,1,1304,"
+FINETUNE_SPELLED = {
+    "method": ("lora,bnb.nf4-dq", "QLoRA,"),
+    "quantization": ("bnb.nf4-dq", "4-bit double quant"),
+    "model": ("Llama 2 7 B", "meta-llama/Llama-2-7b-hf"),
+    "replicas": ("1,1,1304,", "8,1,1304,ZeRO-2; no gradient checkpointing"),
+}
+
+
+@pytest.mark.parametrize("case", FINETUNE_SPELLED)
+def test_a_row_of_fine_tuning_may_be_spelled_otherwise(case, tmp_path, monkeypatch):
+    lines = ["id,model,method,quant,n_gpus,micro_batch,max_seq_tokens,notes", FINETUNE]
+    lines += [FINETUNE.replace(*FINETUNE_SPELLED[case]), FINETUNE + "gradient checkpointing"]
+    plain, spelled, less = predict_file(tmp_path, "finetune", "\n".join(lines), monkeypatch)
+    assert float(spelled["memory_bytes"]) == float(plain["memory_bytes"]) > 10e9
+    assert float(less["memory_bytes"]) < 0.8 * float(plain["memory_bytes"])
 
 
 @pytest.mark.parametrize("kind", ["components", "finetune"])

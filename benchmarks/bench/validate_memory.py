@@ -8,6 +8,7 @@ were read there and compared with all rows while they were written.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -155,7 +156,7 @@ def component_of(row: dict[str, str]) -> float | None:
     quantity = row["quantity"]
     weights = (number(row, "params_b") or 0) * 1e9
     unit = 1e9 if row["unit"].startswith("GB") else GIB
-    sharding = row["sharding"]
+    sharding = published.stage_name(row["sharding"])
     if row["group"].startswith("zero"):
         job = Job(gpt_of(row), 1, 1, gradient_bytes=2, stack="deepspeed")
         ranks = whole(row, "dp") or whole(row, "n_gpus")
@@ -214,6 +215,20 @@ STATES = 8  # bytes a weight of full training in 16 bits
 LONGEST = {"stablelm": 1_034}  # tokens, where a row says nothing (resource-tables.md)
 
 
+def method_of(row: dict[str, str]) -> tuple[str, str]:
+    """Return what is trained and the frozen weights' quantization, however they are spelled.
+
+    QLoRA that names no quantization has NF4 with double quantization (Dettmers et al., 2023).
+    """
+    said = re.sub(r"[^a-z0-9]+", "_", (row.get("method") or "").lower())
+    method = "lora" if "lora" in said else "full" if said[:4] in ("full", "sft") else said
+    told = (row.get("quant") or "").lower().replace("bnb.", "")
+    quant = "" if told in ("", "none", *published.NO) else told
+    if re.search(r"nf4|int4|4.?bit", quant):
+        quant = "nf4-dq" if re.search("dq|double", quant) else "nf4"
+    return method, "nf4-dq" if "qlora" in said and not quant else quant
+
+
 def finetune_arguments(row: dict[str, str]) -> dict:
     """Return what a row of finetune_memory.csv trains, as arguments of memory_of_finetune.
 
@@ -221,39 +236,40 @@ def finetune_arguments(row: dict[str, str]) -> dict:
     every matrix (rank 16 in 4 bits, else 8). LoRA's files say `devices: 1` whatever the machine
     has. Full training whose states exceed the GPU ran on the tables' other machine, of four.
     Samples are cut at 512 tokens. Its tables of 2023: rank 8 on queries and values, the
-    longest sample first.
+    longest sample first. Other sources: what their notes say of checkpointing and sharding.
 
     Raises: ValueError for a model without a shape.
     """
     name = row["model"].lower()
     known = RENAMED.get(row["id"])
-    known = known or next((v for k, v in FINETUNED.items() if name.startswith(k)), None)
-    known = known or (name if name in models.MODELS else None)
-    if known is None:
+    known = known or next((v for k, v in FINETUNED.items() if name.startswith(k)), name)
+    model = models.MODELS.get(known) or published.known_model(known)
+    if model is None:
         raise ValueError(f"no shape of {row['model']!r}")
-    quant = row["quant"].replace("bnb.", "").replace("None", "")
-    hub = row["group"].startswith("hub")
+    hub = (row.get("group") or "").startswith("hub")
     everywhere = hub and known.startswith(("gemma", "phi"))
-    method = "lora" if row["method"] == "qlora" else row["method"].replace(" ", "_")
+    method, quant = method_of(row)
     rank = 8
     if hub and not everywhere:
         rank = 32
     elif everywhere and quant and known.startswith("gemma"):
         rank = 16
-    gpus = whole(row, "n_gpus", 1)
+    gpus = whole(row, "n_gpus") or 1
+    text = f"{row.get('source')} {row.get('notes')} {row.get('sharding')}".lower()
+    stage = published.stage_name(text)
+    if method != "full" and re.search(r"\bddp\b|zero[012]", stage):
+        gpus = 1  # each has all that is frozen
+    recompute = True if "checkpointing" in text else None
+    if re.search(r"(no|without)( \w+)? checkpointing", text):
+        recompute = False
     if hub and gpus > 1:
         gpus = DEVICES.get(known, gpus) if method == "full" else 1
-    room = 24e9 if "24GB" in row["gpu"] else 0
-    if (
-        gpus == 1
-        and hub
-        and method == "full"
-        and STATES * models.parameters(models.MODELS[known]) > room > 0
-    ):
+    room = 24e9 if "24GB" in (row.get("gpu") or "") else 0
+    if gpus == 1 and hub and method == "full" and STATES * models.parameters(model) > room > 0:
         gpus = 4
     longest = next((v for k, v in LONGEST.items() if name.startswith(k)), 512)
     return {
-        "model": models.MODELS[known],
+        "model": model,
         "method": method,
         "seq_len": whole(row, "max_seq_tokens") or longest,
         "micro_batch": whole(row, "micro_batch") or 1,
@@ -261,9 +277,10 @@ def finetune_arguments(row: dict[str, str]) -> dict:
         "rank": rank,
         "targets": EVERYWHERE if everywhere else ("query", "value"),
         "gpus": gpus,
-        "mixed": "mixed" in row["precision"],
+        "mixed": "mixed" in (row.get("precision") or ""),
         "alike": hub,
-        "frees_frozen": False,  # litgpt's FSDP is FSDP1
+        "recompute": recompute,
+        "frees_frozen": bool(re.search("fsdp2|torchtune|zero3", stage)),  # litgpt's is FSDP1
     }
 
 
