@@ -270,6 +270,18 @@ def test_a_mixture_is_one_although_its_row_has_a_shape():
     assert published.known_model("Qwen3 MoE 30B").top_k == 8
 
 
+def test_frozen_weights_have_no_gradients_and_no_optimizer():
+    """70B in 16 bits on 8 GPUs: 17.6 GB; with its states it would be 141."""
+    row = dict(zip(HEADER.split(","), RUN.split(","), strict=True)) | {"global_batch": "64"}
+    row |= {"seq": "512", "model": "llama3-70b LoRA"}
+    for sharding in ("fsdp_zero3", "fsdp_zero2"):
+        full, lora = (row | {"sharding": sharding, "model": name}
+                      for name in ("llama3-70b", row["model"]))  # fmt: skip
+        found = [float(validate.predict_row(each)["memory_bytes_total"]) for each in (full, lora)]
+        assert found[0] - found[1] > 100e9
+    assert 17.6e9 < float(validate.predict_row(row)["memory_bytes_total"]) < 40e9
+
+
 def test_gpus_that_the_planner_does_not_offer_have_their_own_data_sheet():
     for name, like, tflops in (
         ("A800", "A100", 1),

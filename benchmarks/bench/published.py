@@ -274,6 +274,7 @@ def job_of(row: dict, facts: Source, model: Model, global_batch: int) -> Job:
     elif "thunder" in (row.get("compile") or ""):
         stack = "thunder"
     flash = not re.search(STORES_SCORES, attention) if attention else facts.flash
+    frozen = "lora" in f"{row.get('model')} {row.get('group')}".lower()
     reduce_bytes = 2 if "bf16/pure" in precision or precision == "bf16-true" else facts.reduce_bytes
     return Job(
         model,
@@ -285,9 +286,9 @@ def job_of(row: dict, facts: Source, model: Model, global_batch: int) -> Job:
         flash=flash,
         dropout=facts.dropout,
         reduce_bytes=reduce_bytes,
-        optimizer_bytes=4 if pure else 12,
-        gradient_bytes=2 if pure else 4,
-        frozen="lora" in f"{row.get('model')} {row.get('group')}".lower(),
+        optimizer_bytes=0 if frozen else 4 if pure else 12,
+        gradient_bytes=0 if frozen else 2 if pure else 4,
+        frozen=frozen,
     )
 
 

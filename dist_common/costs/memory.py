@@ -187,7 +187,7 @@ def gradients_stay_whole(job: Job, layout: Layout) -> bool:
     A pipeline reduces them once a step: its stages' backwards are not one after the other.
     """
     stack, several = stack_of(job), layout.micro_batches(job) > 1
-    if layout.zero == 3 and stack.reduces_each:
+    if job.frozen or layout.zero == 3 and stack.reduces_each:
         return False
     return layout.zero >= 2 and several and (layout.pp > 1 or stack.no_sync)
 
