@@ -12,7 +12,7 @@ from dist_common.costs import compute, step
 from dist_common.costs.rates import RANGES, RATES
 
 sys.path.append(str(REPO / "benchmarks"))
-from bench import calibrate, errors, published, validate_show
+from bench import calibrate, errors, names, published, validate_show
 
 validate = load_script("benchmarks/validate.py")
 
@@ -266,8 +266,8 @@ def test_a_mixture_is_one_although_its_row_has_a_shape():
     assert shaped.job.model == named.job.model and named.job.model.experts == 8
     told = published.read_row(row | {"notes": "EP=4", "n_gpus": "64"})
     assert told.layout.ep == 4
-    assert published.known_model("some 671B") is None
-    assert published.known_model("Qwen3 MoE 30B").top_k == 8
+    assert names.known_model("some 671B") is None
+    assert names.known_model("Qwen3 MoE 30B").top_k == 8
 
 
 def test_frozen_weights_have_no_gradients_and_no_optimizer():
@@ -288,10 +288,10 @@ def test_gpus_that_the_planner_does_not_offer_have_their_own_data_sheet():
         ("H20", "H100", 0.15),
         ("TPU v5e", "v5p", 0.43),
     ):
-        own, base = published.known_gpu(name), published.known_gpu(like)
+        own, base = names.known_gpu(name), names.known_gpu(like)
         assert own.tflops["bf16"] / base.tflops["bf16"] == pytest.approx(tflops, abs=0.01)
         assert own.family == base.family and own != base
-    assert published.known_gpu("H200") == published.known_gpu("h200")
+    assert names.known_gpu("H200") == names.known_gpu("h200")
 
 
 def test_an_unknown_gpu_with_its_peak_is_read_by_the_nearest(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from bench import published
+from bench import names, published
 from bench.published import number, read_table, whole
 from dist_common.costs import memory, models
 from dist_common.costs.compute import layer_seconds
@@ -243,7 +243,7 @@ def finetune_arguments(row: dict[str, str]) -> dict:
     name = row["model"].lower()
     known = RENAMED.get(row["id"])
     known = known or next((v for k, v in FINETUNED.items() if name.startswith(k)), name)
-    model = models.MODELS.get(known) or published.known_model(known)
+    model = models.MODELS.get(known) or names.known_model(known)
     if model is None:
         raise ValueError(f"no shape of {row['model']!r}")
     hub = (row.get("group") or "").startswith("hub")
