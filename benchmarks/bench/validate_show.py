@@ -90,12 +90,18 @@ def show_steps(report, steps: list[Compared], transfers: list[Compared]) -> None
         report.say(f"pairs {name} ranked right: {right} of {ranked} ({right / ranked:.1%})")
 
 
+ADDED = "rows added later, never fitted"
+
+
 def show_added(report, added: list[Compared]) -> None:
-    """Print errors of the rows that were added later, by source and of all."""
-    lines = [line[:5] for line in source_lines(added, {})]
-    found = errors.errors_of([each.error for each in added])
-    statistics = percent(found.median), percent(found.p95), f"{found.bias:+.1%}"
-    lines.append(("rows added later, never fitted", str(found.count), *statistics))
+    """Print errors of the rows that were added later, by source and of all, mixtures apart."""
+    lines = []
+    for name, mixtures in ((ADDED, False), (f"{ADDED}, with experts", True)):
+        own = [each for each in added if bool(each.row.job.model.experts) == mixtures]
+        lines += [line[:5] for line in source_lines(own, {})]
+        found = errors.errors_of([each.error for each in own])
+        statistics = percent(found.median), percent(found.p95), f"{found.bias:+.1%}"
+        lines.append((name, str(found.count), *statistics))
     report.say("\nStep time of rows added later (more_runs.csv): no constant was fitted on them")
     report.table(lines, ("source", "rows", "median", "p95", "bias"))
 
