@@ -232,11 +232,50 @@ class Stage(nn.Module):
         return torch.stack([local(loss)])
 
 
+class OnArrival(dict):
+    """What a stage receives, by micro-batch: a buffer has memory from its receive to its use.
+
+    PyTorch's have it all the time, one for each micro-batch of the step.
+    """
+
+    def __setitem__(self, micro_batch, infos):
+        super().__setitem__(micro_batch, infos)
+        self.place(micro_batch, "meta")
+
+    def place(self, micro_batch, device):
+        for info in self.get(micro_batch, ()):
+            if getattr(info, "buffer", None) is not None:
+                kept = info.buffer.requires_grad
+                info.buffer = torch.empty_like(info.buffer, device=device, requires_grad=kept)
+
+
 class PipelineStage(pipelining.PipelineStage):
     """PyTorch's sums gradients over ranks after the last backward; this one, while it goes on.
 
     With --data-parallel full in each micro-batch, which leaves a rank its part of the gradient.
     """
+
+    def __init__(self, *stage, **shapes):
+        super().__init__(*stage, **shapes)
+        self.args_recv_info, self.grad_recv_info = OnArrival(), OnArrival()
+
+    def get_fwd_recv_ops(self, micro_batch):
+        self.args_recv_info.place(micro_batch, self.device)
+        return super().get_fwd_recv_ops(micro_batch)
+
+    def get_bwd_recv_ops(self, micro_batch):
+        self.grad_recv_info.place(micro_batch, self.device)
+        return super().get_bwd_recv_ops(micro_batch)
+
+    def _retrieve_recv_activations(self, micro_batch):
+        arrived = super()._retrieve_recv_activations(micro_batch)
+        self.args_recv_info.place(micro_batch, "meta")
+        return arrived
+
+    def _retrieve_recv_grads(self, micro_batch):
+        arrived = super()._retrieve_recv_grads(micro_batch)
+        self.grad_recv_info.place(micro_batch, "meta")
+        return arrived
 
     def backward_maybe_with_nosync(self, kind, ends, last_backward=False):
         if kind != "full":  # of a zero-bubble schedule: FSDP's hooks see no part of a backward
