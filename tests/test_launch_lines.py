@@ -383,6 +383,7 @@ def test_pages_print_what_a_launcher_of_a_large_model_starts():
                 assert after and after.language == "text", f"{page}:{block.line}"
 
 
+@full
 def test_a_pipeline_holds_no_more_for_more_micro_batches(peak):
     """PyTorch's own stages have buffers for each of them, all the time: 19 MB more here."""
     flags = "--preset tiny --seq-len 128 --pp 2 --schedule interleaved --grad-accum-steps "
