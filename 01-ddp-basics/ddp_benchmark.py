@@ -83,7 +83,13 @@ def measure_step(model, whole, own, rounds, world, device):
 
 
 def ddp_of(name, device, **options):
-    """Return the model in DDP, after the first step, in which DDP settles its buckets."""
+    """Return the model in DDP, after the first step, in which DDP settles its buckets.
+
+    Old scripts use nn.DataParallel instead; ddp_benchmark.md says why DDP replaced it:
+
+        model = nn.DataParallel(model.cuda())  # one process copies the weights to every GPU
+        logits = model(inputs)  # inputs: the global batch; GPU 0 gathers the logits of all GPUs
+    """
     model, make = part.build(name, device)
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None, **options)
     compute(model, [tensor.to(device) for tensor in make(1)])
