@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from dist_common import data, runtime
@@ -214,19 +213,15 @@ def print_strategies(report: Report, seen: dict[str, list[float]]) -> None:
     report.say("per weight: bytes sent per weight and step, in units of (N-1)/N")
 
 
-def print_points(report: Report, points: Sequence[list], of_fsdp1: Sequence[list] = ()) -> None:
-    """Print what a weight is at each point of a step, and beside it what it is under FSDP1."""
+def print_points(report: Report, points: Sequence[list]) -> None:
+    """Print what a weight is at each point of a step."""
     headers = ["when", "block 0's down.weight", "shape on rank 0", "bytes"]
-    if of_fsdp1:
-        headers += ["under FSDP1: in a", "shape", "bytes"]
-        points = [[*new, *old[1:]] for new, old in zip(points, of_fsdp1, strict=True)]
     report.table(points, headers, names=2)
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, str, str]:
     """Return a tensor's kind, the shape that this rank holds, and its bytes, to be printed."""
-    # FSDP1's parameter says of itself only that it is a Parameter.
-    kind = "FlatParameter" if isinstance(tensor, FlatParameter) else type(tensor).__name__
+    kind = type(tensor).__name__
     if isinstance(tensor, DTensor):
         kind = f"DTensor, {', '.join(str(place) for place in tensor.placements)}"
     held = local(tensor)
