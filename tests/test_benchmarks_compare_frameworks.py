@@ -177,7 +177,7 @@ def f(x):  # counts
 def test_what_starts_a_port_is_what_its_file_says():
     python = {name for name, port in PORTS.items() if port.starts_ranks}
     assert python == {
-        "fabric_ddp", "lightning_ddp", "ray_train", "torchft_ddp", "fabric_fsdp2",
+        "fabric_ddp", "lightning_ddp", "ray_train", "fabric_fsdp2",
         "lightning_fsdp2", "litgpt_fabric",
     }  # fmt: skip
     assert {port.path.stem for port in PORTS.values()} - {"ddp_training"} == {
@@ -491,7 +491,6 @@ TRAPS = {
          "loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)"),
     ),
     "ddp_left_out": ("bare_ddp", ("    model = DDP(model)\n", "")),
-    "torchft_init_sync": ("torchft_ddp", ("init_sync=False", "init_sync=True")),
 }  # fmt: skip
 
 

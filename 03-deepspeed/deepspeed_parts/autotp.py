@@ -189,20 +189,3 @@ def print_speeds(report: Report, pairs, batch_size: int, new_tokens: int) -> Non
             values = zip(units, (first, further, speed), strict=True)
             report.metrics |= {f"{prefix}{unit}": value for unit, value in values}
     report.table(rows, ("median", "first token", "each further one", "speed"))
-
-
-def check_gradient(report: Report, ours: dict, theirs: dict, rank: int) -> None:
-    """Check the largest error of a gradient on any rank, relative to the largest gradient.
-
-    Both are by name; `ours` are this tensor-parallel rank's parts, cut evenly by outputs or inputs.
-    """
-    errors = []
-    for name, part in ours.items():
-        whole = theirs[name]
-        for dim, size in enumerate(part.shape):
-            if size != whole.shape[dim]:
-                whole = whole.narrow(dim, rank * size, size)
-        errors.append((part - whole).abs().max())
-    worst = torch.stack(errors).max() / max(whole.abs().max() for whole in theirs.values())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    report.check("gradient, relative error", worst.item(), 0, 1e-5, "one process")

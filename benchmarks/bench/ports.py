@@ -18,8 +18,8 @@ FOLDER = REPO / "benchmarks" / "frameworks"
 ENVIRONMENT = Path(".venv-frameworks", "bin", "python")  # what `make frameworks` installs
 JOB_FLAGS = ("preset", "seq_len", "micro_batch_size", "max_steps", "seed", "device")
 TEMPLATE_FLAGS = ("--parity-steps", "0", "--save-every", "0", "--eval-every", "0")
-# Ray would report its use, Hugging Face's libraries ask for updates, torchft log each vote.
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "RUST_LOG": "warn"}
+# Ray would report its use, and Hugging Face's libraries would ask for updates.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ PORTS = {port.name: port for port in (
     Port("accelerate_ddp", "accelerate"),
     Port("ray_train", "ray"),
     Port("deepspeed_engine", "deepspeed"),
-    Port("torchft_ddp", "torchft"),
     Port("litgpt_fabric", "litgpt", extra="litgpt"),
     Port("thunder_ddp", "lightning-thunder", extra="thunder"),
     Port("horovod_ddp", "horovod"),
