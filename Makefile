@@ -128,7 +128,7 @@ gpu-ready: $(STAMP)
 	$(PYTEST) -m gpu_ready
 
 test-all: lint $(FRAMEWORKS)/.installed $(LAUNCH)/.installed $(SITE)/.installed
-	$(PYTEST)
+	$(BIN)/python tests/run_all.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
