@@ -22,7 +22,7 @@ BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 # Some containers set it: then each process compiles PyTorch's sources anew, 2 to 5 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart labs bench frameworks launch-files site handouts test \
+.PHONY: help quickstart labs bench frameworks launch-files site test \
   gpu-ready test-all lint install
 
 help:
@@ -32,7 +32,6 @@ help:
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
 	@echo "make launch-files check launch files for Kubernetes and SkyPilot, without a cluster"
 	@echo "make site         build the guide for a browser, page beside code: runs/site/index.html"
-	@echo "make handouts     and print each module of it as a PDF: runs/site/handouts"
 	@echo "make test         install, lint, run the quick tests: about 5 minutes on 2 cores"
 	@echo "make gpu-ready    of these tests those that hold what a GPU would do, on a machine without one"
 	@echo "make test-all     the same, and every command of every page: what CI runs"
@@ -107,10 +106,6 @@ $(LAUNCH)/.installed: $(STAMP) 01-ddp-basics/launch_files/requirements.txt
 
 site: $(SITE)/.installed
 	$(SITE)/bin/python site/build.py
-
-# For a class: a PDF for each module, the answers left folded.
-handouts: site
-	$(SITE)/bin/python site/handouts.py
 
 # Node comes with it, so npm needs none on the machine; both check what they install by checksums.
 $(SITE)/.installed: $(STAMP) site/requirements.txt site/package-lock.json

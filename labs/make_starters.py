@@ -2,16 +2,12 @@
 
     python labs/make_starters.py
 
-A test compares: a starter cannot differ from the lesson that solves it, nor the notebook from the
-starters in it.
+A test compares: a starter cannot differ from the lesson that solves it.
 """
 
 from dist_common import cli
 from grade import LABS, load
-from lab_parts.holes import Lesson, starter_of
-from lab_parts.notebook import notebook_of
-
-NOTEBOOK, IN_NOTEBOOK = LABS / "labs-1-and-2.ipynb", ("1-same-model", "2-ddp")
+from lab_parts.holes import starter_of
 
 
 def starters():
@@ -26,20 +22,8 @@ def starters():
         )
 
 
-def notebook(solved: bool = False) -> str:
-    """Return what is to stand in the notebook; `solved`: with the lessons' lines in its holes."""
-    labs = []
-    for lab in map(load, IN_NOTEBOOK):
-        lessons = [Lesson(one.path, ()) for one in lab.lessons] if solved else lab.lessons
-        starter = starter_of(lab.tasks.TITLE, lessons, lab.tasks.LESSONS)
-        tasks = {function: hole for lesson in lab.lessons
-                 for hole, functions in lesson.holes.items() for function in functions}  # fmt: skip
-        labs.append((lab.name, starter, tasks, (lab.folder / "answers.toml").read_text()))
-    return notebook_of("Labs 1 and 2", labs)
-
-
 def main():
-    for path, text in [*starters(), (NOTEBOOK, notebook())]:
+    for path, text in starters():
         path.write_text(text)
         print(path.relative_to(LABS.parent))
     return 0

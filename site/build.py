@@ -14,16 +14,15 @@ import subprocess
 import sys
 import time
 from functools import partial
-from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 import glossary  # noqa: E402
+import in_browser  # noqa: E402
 from page_reader import PAGES, PARTS, REPO, TRACKED, lessons_in_order  # noqa: E402
 
 STAGE, OUT = REPO / "runs" / "site-source", REPO / "runs" / "site"
-GUIDE = REPO / ".venv" / "bin" / "python"  # has PyTorch, for the cases of the calculators
 MERMAID = HERE / "node_modules" / "mermaid" / "dist" / "mermaid.min.js"
 PYODIDE = HERE / "node_modules" / "pyodide" / "pyodide.asm.wasm"
 LANGUAGES = {"py": "python", "sh": "bash", "sbatch": "bash", "toml": "toml", "json": "json"}
@@ -52,7 +51,7 @@ def stage() -> None:
     write("symptoms.md", with_links_to_code("symptoms.md", symptoms(), code))
     for page in PAGES:
         text = with_links_to_code(page, (REPO / page).read_text(), code)
-        write(page, with_figures_to_move(page, text) + contents_of(page))
+        write(page, text + contents_of(page))
     for path in code:
         write(f"{path}.md", code_page(path))
     for path in TRACKED:
@@ -126,27 +125,6 @@ def folder_page(folder: str, code: set[str]) -> str:
     return f"---\norphan: true\n---\n# {folder}\n\n" + "\n".join(lines) + "\n"
 
 
-# Pictures that the calculators draw too, to be moved: the calculator, and what the picture shows.
-MOVABLE = {
-    "images/pipeline_schedules.png": "pipeline.stages=4&pipeline.micro_batches=8",
-    "images/collectives.png": "collectives.ranks=3",
-    "images/messages.png": "ring.ranks=4",
-    "images/combining.png": (
-        "plan.model=llama3-405b&plan.gpus=16384&plan.seq_len=8192&plan.global_batch=2048"
-    ),
-}
-
-
-def with_figures_to_move(page: str, text: str) -> str:
-    """Add under such a picture a link to where a slider moves it."""
-    up = "../" * page.count("/")
-    for image, state in MOVABLE.items():
-        address = f"{up}calculators.html#{escape(state)}"
-        link = rf'\1\n\n<p><a href="{address}">Move this picture</a></p>\n'
-        text = re.sub(rf"(!\[[^\]]*\]\([^)]*{image}\)(?:\n<!--.*?-->)?)", link, text)
-    return text
-
-
 def code_page(path: str) -> str:
     """Return the page of a file: its lines with numbers, found by the search as well."""
     language = LANGUAGES.get(path.rpartition(".")[2], "text")
@@ -194,24 +172,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=OUT)
     args = parser.parse_args()
-    for needed, by in ((MERMAID, "site"), (PYODIDE, "site"), (GUIDE, "install")):
+    for needed in (MERMAID, PYODIDE):
         if not needed.exists():
-            print(f"site/build.py: {needed} is not there: make {by}", file=sys.stderr)
+            print(f"site/build.py: {needed} is not there: make site", file=sys.stderr)
             return 2
     started = time.monotonic()
-    golden = STAGE.with_name("site-golden")
-    calculating = subprocess.Popen([GUIDE, HERE / "golden.py", golden])
     stage()
     shutil.rmtree(args.out, ignore_errors=True)
     words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE)]
     words += ["-d", str(STAGE.with_name("site-doctrees")), str(STAGE), str(args.out)]
     ended = subprocess.run([sys.executable, *words], check=False).returncode
-    ended = calculating.wait() or ended
     if ended:
         return ended
     shutil.copy2(MERMAID, args.out / "_static")
-    for name in ("presets.js", "python.js"):
-        shutil.copy2(golden / name, args.out / "_static" / "calc")
+    in_browser.write(args.out / "_static")
     front = '<!doctype html><meta http-equiv="refresh" content="0; url=README.html">\n'
     (args.out / "index.html").write_text(front)
     pages = len(list(args.out.rglob("*.html")))

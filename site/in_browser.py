@@ -1,4 +1,4 @@
-"""Write python.js: Python itself and the planner, which the calculators run in the browser.
+"""Write python.js: Python itself and the planner, which plan_in_browser.md runs.
 
 Over file:// a page may load a script, but read no other file. So the script has all of them as
 text: Pyodide (CPython for WebAssembly, from site/node_modules), and the guide's own files.

@@ -214,14 +214,6 @@ def test_measured_seconds_are_read_and_flags_go_first(run_script, tmp_path, nest
     assert (content["args"]["detect_s"], content["args"]["restart_s"]) == (1.5, 20)
 
 
-def test_seconds_of_faults_are_read(tmp_path):
-    """Of a results.json of faults.py: its rows, without those that never trained again."""
-    path = tmp_path / "results.json"
-    rows = [{"name": str(again), "again_s": again} for again in (4.0, None, 30.0, 10.0)]
-    path.write_text(json.dumps({"metrics": {"rows": rows}}))
-    assert part.read_measured(path) == {"detect_s": 0.0, "restart_s": 10.0}
-
-
 BAD_FILES = [
     (None, "No such file or directory"),
     ("{", "no JSON (Expecting property name"),

@@ -1,4 +1,4 @@
-"""Student machines: what is installed, what the doctor says, the notebook, the Dockerfile."""
+"""Student machines: what is installed, what the doctor says, the Dockerfile."""
 
 import ast
 import fnmatch
@@ -8,17 +8,12 @@ import re
 import shutil
 import socket
 import sys
-from pathlib import Path
 
-import nbformat
 import pages
 import pytest
 from conftest import REPO, load_script, run_command
-from nbclient import NotebookClient
 
 sys.path.insert(0, str(REPO / "labs"))
-import grade
-import make_starters
 
 full = pytest.mark.full
 doctor = load_script("labs/doctor.py")
@@ -191,62 +186,6 @@ def test_the_doctor_names_what_is_missing(breaks, check, says, tmp_path, monkeyp
     breaks(tmp_path, monkeypatch)
     with pytest.raises(doctor.Lack, match=re.escape(says)):
         getattr(doctor, check)()
-
-
-# the notebook
-
-
-def test_the_notebook_is_cut_from_the_lessons():
-    text = make_starters.NOTEBOOK.read_text()
-    assert text == make_starters.notebook(), "run python labs/make_starters.py"
-    book = nbformat.reads(text, 4)
-    nbformat.validate(book)
-    for name in make_starters.IN_NOTEBOOK:
-        lab = grade.load(name)
-        parts = [cell.source for cell in book.cells if cell.id.startswith(f"{name}-part-")]
-        joined = "\n\n\n".join(part.split("\n", 1)[1] for part in parts)
-        assert joined == lab.starter.read_text().rstrip("\n")
-        graded = [cell.id for cell in book.cells if cell.id.startswith(f"{name}-grade-")]
-        assert {one.removeprefix(f"{name}-grade-") for one in graded} == set(lab.tasks.TASKS)
-
-
-def run_cells(book, folder: Path) -> dict[str, str]:
-    """Run a notebook where a student opens it, in a copy; return what each cell printed."""
-    copy = pages.copy_repository(folder / "repository")
-    here = {"metadata": {"path": str(copy / "labs")}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(copy))
-        NotebookClient(book, timeout=300, kernel_name="python3", resources=here).execute()
-    code = [cell for cell in book.cells if cell.cell_type == "code"]
-    return {cell.id: "".join(out.get("text", "") for out in cell.outputs) for cell in code}
-
-
-@full
-def test_the_notebook_names_the_first_task_of_a_starter(tmp_path):
-    book = nbformat.reads(make_starters.notebook(), 4)
-    first = next(n for n, cell in enumerate(book.cells) if "-grade-" in cell.id)
-    book.cells = book.cells[: first + 1]
-    printed = run_cells(book, tmp_path)
-    assert "Nothing is missing." in printed["setup"]
-    assert "ShardedSampler.global_order is still empty" in printed["1-same-model-grade-epoch"]
-
-
-@full
-def test_the_notebook_passes_with_the_lessons_lines(tmp_path):
-    book = nbformat.reads(make_starters.notebook(solved=True), 4)
-    for name in make_starters.IN_NOTEBOOK:
-        lab = grade.load(name)
-        numbers = {question: grade.measured(lab, question) for question in lab.tasks.QUESTIONS}
-        answers = next(cell for cell in book.cells if cell.id == f"{name}-answers")
-        lines = [f"{question} = {number}" for question, number in numbers.items()]
-        answers.source = "\n".join([answers.source.splitlines()[0], *lines])
-    printed = run_cells(book, tmp_path)
-    for name in make_starters.IN_NOTEBOOK:
-        lab = grade.load(name)
-        count = len(lab.tasks.TASKS) + len(lab.tasks.QUESTIONS) + bool(lab.together)
-        assert f"{count} of {count} right" in printed[f"{name}-grade"], printed
-        for task in lab.tasks.TASKS:
-            assert "1 of 1 right" in printed[f"{name}-grade-{task}"], printed
 
 
 # the page and the container

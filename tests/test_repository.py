@@ -166,8 +166,8 @@ def wrong_next(folder: str):
 # What rank 0 does alone may take long, and the deadlock of a lesson is to end soon.
 OWN_TIMEOUTS = {"FILES_TIMEOUT", "PATIENCE", "timedelta(seconds=DEADLOCK_S)",
                 "timedelta(seconds=timeout_s)"}  # fmt: skip
-# Without runtime.init: its groups are fake, or made anew after each loss.
-PLAIN = FIRST_STEPS | {"launchers", "fsdp_memory", "recovery_in_memory"}
+# Without runtime.init: their groups are fake.
+PLAIN = FIRST_STEPS | {"launchers", "fsdp_memory"}
 
 
 def groups(folder: str):

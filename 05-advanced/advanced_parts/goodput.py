@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, stdev
 
 from dist_common import cli
 from dist_common.lab.figure import figure
@@ -25,8 +25,6 @@ COLORS = ("#4477aa", "#ee6677", "#228833", "#aa3377")  # Paul Tol, bright
 def read_measured(path: str) -> dict[str, float]:
     """Return detect_s and restart_s of a JSON file; of a results.json they are metrics.
 
-    Of faults.py it takes the median of the seconds until a job trained again, which have both.
-
     Raises: UsageError when there is no such file, or neither is in it.
     """
     try:
@@ -40,11 +38,6 @@ def read_measured(path: str) -> dict[str, float]:
     for name, value in measured.items():
         if not (isinstance(value, (int, float)) and 0 < value < 1e9):
             raise cli.UsageError(f"--measured {path}: {name} is {value!r}, not a time in seconds")
-    rows = found.get("rows") if isinstance(found.get("rows"), list) else []
-    again = [row.get("again_s") for row in rows if isinstance(row, dict)]
-    again = [seconds for seconds in again if isinstance(seconds, (int, float))]
-    if again and not measured:
-        measured = {"detect_s": 0.0, "restart_s": median(again)}
     if not measured:
         raise cli.UsageError(f"--measured {path}: has neither detect_s nor restart_s")
     return measured

@@ -1,6 +1,7 @@
 // Python in the browser: the guide's own 05-advanced/combining.py, run by Pyodide in a Worker.
 // All files come as text in python.js (site/in_browser.py), which is loaded when first needed.
-const tool = (() => {
+// The page plan_in_browser.md has a form for its arguments and a place for what it prints.
+(() => {
 "use strict";
 
 const SCRIPT = "05-advanced/combining.py";
@@ -37,7 +38,7 @@ function work() {
     try {
       if (data.files) python = await start(data.files);
       else {
-        if (data.config !== null) python.pyodide.FS.writeFile("config.json", data.config);
+        python.pyodide.FS.writeFile("config.json", data.config);
         const [code, out, error] = python.run(data.script, python.pyodide.toPy(data.argv)).toJs();
         postMessage({ code, out, error });
         return;
@@ -67,7 +68,6 @@ function answered(worker, message) {
 }
 
 // Start once; `says` is told what is waited for.
-let started = null;
 async function start(says) {
   says("Loading Python");
   await loaded(`${BASE}python.js`);
@@ -81,23 +81,50 @@ async function start(says) {
 }
 const BASE = document.currentScript.src.replace(/[^/]*$/, "");
 
-// Run a command: { code, out, error }, as from a shell. `config` is the text of config.json or null.
-// A command that has been run is not run again; one after another, since Python has one thread.
-const answers = new Map();
-let turn = Promise.resolve();
-function run(argv, config, says, wanted = () => true) {
-  const key = JSON.stringify([argv, config]);
-  turn = turn.then(async () => {
-    if (answers.has(key) || !wanted()) return;
-    started ||= start(says);
+// One command after another, since Python has one thread. The newest question is answered last.
+let started = null, turn = Promise.resolve();
+function run(argv, config) {
+  turn = turn.catch(() => {}).then(async () => {
+    started ||= start(say);
     const worker = await started;
-    says("Computing");
-    answers.set(key, await answered(worker, { script: SCRIPT, argv, config }));
+    say("Computing");
+    return answered(worker, { script: SCRIPT, argv, config });
   });
-  const mine = turn.then(() => answers.get(key)); // undefined if no longer wanted
-  turn = turn.catch(() => {});
-  return mine;
+  return turn;
 }
 
-return { SCRIPT, run };
+// The page
+
+const form = document.getElementById("plan-form"), { command, config } = form.elements;
+const status = document.getElementById("plan-status"), result = document.getElementById("plan-result");
+const say = (text) => { status.textContent = text; };
+
+async function show() {
+  const argv = command.value.trim().split(/\s+/);
+  result.setAttribute("aria-busy", "true");
+  try {
+    const { code, out, error } = await run(argv, config.value);
+    result.textContent = code === 0 ? out : error || out;
+    say(`python ${SCRIPT} ${argv.join(" ")}: exit code ${code}`);
+  } catch (fault) {
+    say(`Python does not start here: ${fault.message}. The script does: python ${SCRIPT} plan`);
+  }
+  result.setAttribute("aria-busy", "false");
+}
+
+function from_address() {
+  const asked = new URLSearchParams(location.hash.slice(1)).get("command");
+  if (asked === null) return; // a heading was gone to
+  command.value = asked;
+  show();
+}
+
+form.addEventListener("submit", (event) => {
+  event.preventDefault();
+  const address = `#${new URLSearchParams({ command: command.value })}`;
+  if (location.hash === address) show();
+  else location.hash = address; // from_address runs it
+});
+addEventListener("hashchange", from_address);
+from_address();
 })();
