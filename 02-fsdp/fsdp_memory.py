@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from dist_common import cli, data, job, measure, models, runtime
-from dist_common.costs.memory import adam_bytes
 from dist_common.lab.traffic import TrafficCounter
 from dist_common.report import Report
 from fsdp_parts.memory import allocation_peak, show_peak, show_peaks
@@ -172,9 +171,8 @@ def load_template(path):
 
 def check_shards(report, name, peak, config, shards):
     """Hold weights and optimizer state against the formula: 4 and 8 bytes per weight, sharded."""
-    size_of = adam_bytes()
-    for kind, part in (("Sharded Param", "parameters"), ("OptState", "optimizer")):
-        formula = round(size_of[part] * config.num_parameters() / shards)
+    for kind, size in (("Sharded Param", 4), ("OptState", 8)):
+        formula = round(size * config.num_parameters() / shards)
         source = "ZeRO paper, section 3.1"
         prefix = f"{name}: " if name else ""
         report.check(f"{prefix}bytes of {kind}", peak.get(kind, 0), formula, 0.01 * formula, source)

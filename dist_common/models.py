@@ -14,7 +14,6 @@ from torch import nn
 
 from dist_common import shapes
 from dist_common.cli import UsageError
-from dist_common.costs import models as costs
 
 # Drawing as one process does is a job of the CPU: beyond this, of more than ten minutes.
 DRAWN_AS_ONE_PROCESS = 10e9  # weights
@@ -40,7 +39,11 @@ class TransformerConfig:
 
     def num_parameters(self) -> int:
         """Return the number of parameters by formula, without building the model."""
-        return costs.parameters(costs.of_config(self))
+        D, kv_dim = self.dim, self.num_kv_heads * (self.dim // self.num_heads)
+        ffn, router = 3 * D * self.ffn_dim * max(1, self.num_experts), D * self.num_experts
+        block = 2 * D * D + 2 * D * kv_dim + ffn + router + 2 * D
+        tables = self.vocab_size * D * (1 if self.tied_embeddings else 2)
+        return self.num_layers * block + tables + D
 
 
 # Sources: Touvron et al., Llama 2 (2023); Grattafiori et al., The Llama 3 Herd of Models (2024),

@@ -36,7 +36,6 @@ from tqdm import tqdm
 
 from dist_common import checkpoint, cli, data, job, measure, models, runtime, tokens
 from dist_common import output as folder
-from dist_common.costs.models import active_parameters, of_config
 from dist_common.lab import proofs, ranks, traffic
 from dist_common.lab.figure import figure
 from dist_common.report import Check, Report
@@ -894,8 +893,8 @@ def test_experts_compute_the_tokens_whose_router_chose_them(in_a_fork):
     """As a loop in which every expert computes every token, and all but the k best count 0."""
     config = models.MIXTURES["tiny-moe"]
     routers = config.num_layers * config.num_experts * config.dim
-    busy = active_parameters(of_config(config))
-    assert busy == models.PRESETS["tiny"].num_parameters() + routers  # two experts, half as wide
+    busy, dense = (measure.flops_per_token(each, 1) for each in (config, models.PRESETS["tiny"]))
+    assert busy == dense + 6 * routers  # two experts, half as wide
 
     def outputs():
         torch.manual_seed(0)

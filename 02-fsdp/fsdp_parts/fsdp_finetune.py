@@ -17,9 +17,6 @@ from tabulate import tabulate
 
 from dist_common import cli, data, output, runtime
 from dist_common.cli import UsageError
-from dist_common.costs import memory
-from dist_common.costs.finetune import lora_shapes
-from dist_common.costs.stacks import STACKS
 from dist_common.job import Step
 from dist_common.lab import proofs
 from dist_common.lab.figure import figure
@@ -155,7 +152,7 @@ def peft():
 
 def of_fullest(shapes: Iterable, ranks: int) -> int:
     """Return how many numbers the fullest rank holds of weights cut by rows, experts by expert."""
-    return sum(memory.largest_part(shape[0], math.prod(shape[1:]), ranks) for shape in shapes)
+    return sum(-(-shape[0] // ranks) * math.prod(shape[1:]) for shape in shapes)
 
 
 def say_needs(args, model) -> None:
@@ -180,8 +177,7 @@ def say_needs(args, model) -> None:
         ("activations kept: one per layer", compute * len(layers)
          * tokens * config.hidden_size),
         # In backward: what log_softmax kept, nll_loss's gradient and its own, in float32.
-        ("three of the logits' size, float32",
-         STACKS["torch"].logit_bytes * tokens * config.vocab_size),
+        ("three of the logits' size, float32", 3 * 4 * tokens * config.vocab_size),
     ]  # fmt: skip
     rows = [(name, size / GIB) for name, size in held]
     rows.append(("all of it at once", sum(size for _, size in rows)))
@@ -283,7 +279,8 @@ def check_bytes(run) -> None:
     if args.lora_rank:
         weights = [s for n, s in shapes.items() if n.split(".")[-2] in args.target_modules]
         sides = [shape for shape in weights if len(shape) == 2]  # no bias
-        trained = [shape for side in sides for shape in lora_shapes(*side, args.lora_rank)]
+        rank = args.lora_rank
+        trained = [side for out, ins in sides for side in ((rank, ins), (out, rank))]  # A and B
         measured = sum(weight.numel() for weight in run.optimizer.state)
         number = sum(map(math.prod, trained))
         job.report.check("weights that are trained", measured, number, 0, "LoRA, section 4.1")
@@ -293,12 +290,7 @@ def check_bytes(run) -> None:
             number = len(run.source)
             job.report.check("frozen weights equal in the files", equal, number, 0, "--model")
     rows, beside = (of_fullest(part, job.dp_ranks) for part in (trained, frozen))
-    size = memory.adam_bytes()
-    kinds = {
-        "weights": size["parameters"] * (rows + beside),
-        "gradients": size["gradients"] * rows,
-        "Adam's moments": size["optimizer"] * rows,
-    }
+    kinds = {"weights": 4 * (rows + beside), "gradients": 4 * rows, "Adam's moments": 8 * rows}
     held = held_bytes(run.model.parameters(), run.optimizer)
     for (kind, size), measured in zip(kinds.items(), held, strict=True):
         source = "ZeRO paper, section 3.1"

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dist_common import cli
-from dist_common.costs.finetune import NF4_BLOCK
 from dist_common.models import local
 from fsdp_parts.lora_layers import LAYERS, layers_of
 from fsdp_parts.sharding import gathered, put
 
+NF4_BLOCK = 64  # weights that share a scale (Dettmers et al., 2023, section 3)
 NF4_HALF_GAP = 0.152  # of a block's largest weight: the widest gap is from -1 to -0.696
 
 

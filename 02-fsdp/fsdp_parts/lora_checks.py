@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dist_common import cli, data, measure, models
-from dist_common.costs import finetune, memory
 from dist_common.lab import proofs, traffic
 from dist_common.lab.traffic import RING_FACTOR
 from dist_common.models import local
@@ -24,7 +23,7 @@ from fsdp_parts.lora_layers import LAYERS, fill, layers_of, load_adapters, save_
 from fsdp_parts.sharding import gathered, held_bytes, loss_of, put
 
 STATE_BLOCK = 256  # numbers of 8-bit optimizer state that share a scale
-NF4 = finetune.frozen_weight_bytes("nf4")
+NF4 = 0.5 + 4 / NF4_BLOCK  # half a byte, and a float32 scale for a block
 FROZEN_BYTES = {"LoRA": 4.0, "LoRA-bf16": 2.0, "QLoRA": NF4, "QLoRA-bf16": NF4}
 
 
@@ -45,7 +44,7 @@ def expected_of(
     """
 
     def part(*shapes) -> int:  # FSDP2 cuts each tensor by rows; parts are filled up to be equal
-        return sum(memory.largest_part(*shape, ranks) for shape in shapes)
+        return sum(-(-rows // ranks) * columns for rows, columns in shapes)
 
     with torch.device("meta"):
         plain = models.Transformer(config)
@@ -62,7 +61,7 @@ def expected_of(
         if way == "full":
             trained.append((rows, columns))
         elif layer in args.target_modules:
-            trained += finetune.lora_shapes(rows, columns, args.lora_rank)
+            trained += [(args.lora_rank, columns), (rows, args.lora_rank)]  # A and B
     gradients = 4 * part(*trained)  # float32, whatever the frozen weights are
     moments = 2 * gradients
     if args.optimizer == "adamw8bit":

@@ -11,9 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from dist_common import data, runtime
 from dist_common.cli import UsageError
-from dist_common.costs import memory
-from dist_common.costs.collectives import bus_factor
-from dist_common.costs.sent import bytes_of_weights
 from dist_common.lab.traffic import TrafficCounter
 from dist_common.models import local
 from dist_common.report import Report
@@ -93,15 +90,15 @@ def sent_per_weight(plan: Plan, rest: float) -> float:
     backward, which begins with it, so `full` gathers it once. Source: ZeRO paper, section 7.
     """
     m, N, G, w = plan.micro_batches, plan.ranks, plan.group, plan.gathered_bytes
-    again = 1 - rest
-    in_group = w * again * bus_factor("all_gather", G)
+    again = w * (1 - rest)
+    all_ranks, group, copies = ((n - 1) / n for n in (N, G, N // G))  # of a ring, per pass
     return {
-        "none": bytes_of_weights(0, N, m, w, 4),
-        "grad-op": bytes_of_weights(3, N, m, w, 4, again=0),
-        "full": bytes_of_weights(3, N, m, w, 4, again),
-        "hpz": m * (bytes_of_weights(3, N, 1, w, 4, again=0) + in_group),
-        "hybrid": bytes_of_weights(3, G, m, w, 4, again)
-        + bytes_of_weights(0, N // G, m, w, 4 / G),  # a shard's gradients, over the replicas
+        "none": (4 + 4) * all_ranks,
+        "grad-op": m * (w + 4) * all_ranks,
+        "full": m * (w + again + 4) * all_ranks,
+        "hpz": m * ((w + 4) * all_ranks + again * group),
+        # and the all-reduce of a shard's gradients over the replicas
+        "hybrid": m * (w + again + 4) * group + (4 + 4) / G * copies,
     }[plan.sharding]
 
 
@@ -111,11 +108,12 @@ def held_per_weight(way: str, precision: str, ranks: int) -> tuple[float, float,
     ZeRO is DeepSpeed's: weights and gradients in the precision of computing, and beside Adam's
     moments a float32 copy of the weights. Source: ZeRO paper, section 5 and figure 1.
     """
-    held = memory.adam_bytes()
+    weight, state = 4, 4 + 4
     if way.startswith("ZeRO"):
-        held = memory.adam_bytes(2 if precision == "bf16-mixed" else 4, master=True)
+        weight, state = (2 if precision == "bf16-mixed" else 4), 4 + 4 + 4
     stage = {"DDP": 0, "ZeRO-1": 1, "ZeRO-2": 2}.get(way, 3)
-    return tuple(memory.per_weight(held, stage, ranks).values())
+    whole = ((weight, 3), (weight, 2), (state, 1))  # bytes, and the stage that shards them
+    return tuple(size / ranks if stage >= first else size for size, first in whole)
 
 
 def unit_weights(modules: Sequence[nn.Module], shards: int, flat: bool = False) -> list[int]:
@@ -131,7 +129,7 @@ def unit_weights(modules: Sequence[nn.Module], shards: int, flat: bool = False) 
         if flat:
             units.append(shards * -(-sum(p.numel() for p in unit) // shards))
         else:
-            parts = (memory.largest_part(len(p), p[0].numel(), shards) for p in unit)
+            parts = (-(-len(p) // shards) * p[0].numel() for p in unit)
             units.append(shards * sum(parts))
     return units
 
@@ -145,7 +143,8 @@ def whole_at_once(plan: Plan, units: Sequence[int]) -> int:
         return 0
     *blocks, rest = units
     kept = plan.sharding == "grad-op"
-    whole = sum(units) if kept else memory.whole_in_backward(blocks, rest)
+    # In backward FSDP gathers the next block while one computes.
+    whole = sum(units) if kept else sum(sorted(blocks)[-2:]) + rest
     return plan.gathered_bytes * whole
 
 

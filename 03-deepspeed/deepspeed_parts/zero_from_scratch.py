@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from deepspeed_parts.tensor_bytes import live_bytes
+from deepspeed_parts.zero_stages import in_rings, sharded
 from dist_common import data, runtime
-from dist_common.costs.memory import adam_bytes, per_weight
-from dist_common.costs.sent import bytes_of_weights
 from dist_common.lab.proofs import flat, same_losses
 from dist_common.lab.traffic import TrafficCounter
 from dist_common.report import Report
@@ -159,12 +158,12 @@ def check(
     for kind, right in (("reduce-scatter", times * buckets), ("all-gather", buckets)):
         counts.append(run.counter.calls[kind.replace("-", "_")])
         report.check(f"{name}, {kind}s: calls per step", counts[-1], right, 0, source)
-    sizes = adam_bytes(width, master=dtype != torch.float32)
-    sizes["gradients"] = width if stage == 1 else reduced
-    held = sum(per_weight(sizes, stage, ranks).values())
+    # Adam's moments are float32, and next to weights of another dtype a float32 copy of them.
+    state = 8 if dtype == torch.float32 else 12
+    held = sum(sharded((width, width if stage == 1 else reduced, state), stage, ranks))
     report.check(f"{name}: bytes held per weight", run.held, held, 0.01 * held, "ZeRO, section 5")
     sent = sum(call.sent for call in run.counter.collectives) / len(run.weights)
-    right = bytes_of_weights(stage, ranks, times, width, reduced)
+    right = in_rings(stage, ranks, times, width, reduced)
     report.check(f"{name}: bytes sent per weight", sent, right, 0.001 * right, source)
     report.metrics[f"sent_{name.replace(', ', '_')}"] = sent
     same_losses(report, run.losses, alone.losses, LOSS_TOLERANCE[dtype], f"{name}: error of a loss")

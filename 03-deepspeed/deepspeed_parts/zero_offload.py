@@ -16,7 +16,6 @@ import check_config
 import deepspeed_train
 from deepspeed_parts import config_judge, config_rules, setup
 from dist_common import cli, measure, runtime
-from dist_common.costs.memory import FP32, adam_bytes
 from dist_common.lab.proofs import same_losses
 from dist_common.models import TransformerConfig
 from dist_common.report import Report
@@ -25,7 +24,8 @@ from dist_common.runtime import World
 KINDS = ("weights", "optimizer state", "gradients and buffers")
 DISK = ("files", "read per step", "written per step")
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}  # of weights and gradients
-K = adam_bytes(master=True)["optimizer"]  # per weight: a float32 copy and Adam's two moments
+FP32 = 4  # bytes
+K = 3 * FP32  # bytes per weight: a float32 copy and Adam's two moments
 SMALLEST = 2**20  # bytes: smaller tensors are never swapped to disk, and DeepSpeed does not say so
 # Of losses near 5. bf16 keeps 8 bits, and Adam on the CPU is another kernel than on a GPU.
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}

@@ -7,12 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_common.costs.memory import BF16, FP32, adam_bytes, per_weight
-from dist_common.costs.sent import bytes_of_weights
 from dist_common.lab.proofs import same_losses
 from dist_common.models import Transformer, TransformerConfig
 from dist_common.report import Report
 
+BF16, FP32 = 2, 4  # bytes of a number
 KINDS = ("weights", "gradients", "optimizer state")
 STAGES = ("stage 0", "stage 1", "stage 2", "stage 3")
 WIDTHS = {"bf16-mixed": BF16, "32-true": FP32}  # of a weight and of its gradient
@@ -49,6 +48,23 @@ def sizes_of(shape: TransformerConfig) -> list[int]:
         return [weight.numel() for weight in Transformer(shape).parameters()]
 
 
+def sharded(sizes: Sequence[float], stage: int, ranks: int) -> tuple[float, ...]:
+    """Return bytes per weight of each of KINDS on a rank, under a stage of ZeRO (figure 1)."""
+    first_sharded = zip(sizes, (3, 2, 1), strict=True)
+    return tuple(size / ranks if stage >= first else size for size, first in first_sharded)
+
+
+def in_rings(stage: int, ranks: int, micro_batches: int, gather: float, reduce: float) -> float:
+    """Return bytes per weight that a rank sends in a step (ZeRO paper, section 7).
+
+    `gather`, `reduce`: bytes of a weight and of its gradient.
+    """
+    m = micro_batches
+    passes = {0: 2 * reduce, 1: reduce + gather, 2: m * reduce + gather}
+    passes[3] = m * (gather + gather + reduce)
+    return passes[stage] * (ranks - 1) / ranks
+
+
 def held_per_weight(
     name: str, accumulate: int, ranks: int, sizes: Sequence[int], width: int = BF16
 ) -> tuple[float, ...]:
@@ -59,12 +75,13 @@ def held_per_weight(
     one micro-batch, stage 1 has reduced its gradient by then. Source: ZeRO paper, section 5.
     """
     if name == "FSDP":
-        return tuple(per_weight(adam_bytes(), 3, ranks).values())
+        return sharded((FP32, FP32, 2 * FP32), 3, ranks)
     stage = STAGES.index(name)
-    held = per_weight(adam_bytes(width, master=stage > 0 or width < FP32), stage, ranks)
+    copy = stage > 0 or width < FP32
+    held = sharded((width, width, (3 if copy else 2) * FP32), stage, ranks)
     if stage == 2 or (stage == 1 and accumulate == 1):
-        held["gradients"] = width * gradient_share(sizes, ranks)
-    return tuple(held.values())
+        return held[0], width * gradient_share(sizes, ranks), held[2]
+    return held
 
 
 def sent_per_weight(
@@ -79,10 +96,10 @@ def sent_per_weight(
     Source: ZeRO paper, section 7, which has one micro-batch.
     """
     if name == "FSDP":
-        return bytes_of_weights(3, ranks, accumulate, width, FP32)
+        return in_rings(3, ranks, accumulate, width, FP32)
     stage = STAGES.index(name)
     reduction = 2 * width if all_reduces and stage in (1, 2) else width
-    return bytes_of_weights(stage, ranks, accumulate, width, reduction)
+    return in_rings(stage, ranks, accumulate, width, reduction)
 
 
 def compare(

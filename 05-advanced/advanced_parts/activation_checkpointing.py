@@ -15,11 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from advanced_parts.kept_bytes import LiveBytes, as_on_a_gpu, kept_for_backward
 from dist_common import data, models, runtime
 from dist_common.cli import UsageError
-from dist_common.costs import memory
-from dist_common.costs.compute import attention_flops
-from dist_common.costs.job import Job, Layout
-from dist_common.costs.memory import FP32
-from dist_common.costs.models import key_width, of_config, shapes_of_kind
 from dist_common.lab import proofs
 from dist_common.lab.figure import figure
 from dist_common.lab.traffic import TrafficCounter
@@ -140,8 +135,13 @@ def check_dropout(report, build, add_dropout, checkpoint_each, reference: Refere
 
 def products(config) -> list[int]:
     """Return the weights of a block's seven products, in the order of its forward."""
-    shapes = shapes_of_kind(of_config(config), dense=True)
-    return [outputs * inputs for outputs, inputs, _ in shapes if inputs > 1]
+    D, F_, kv_dim = config.dim, config.ffn_dim, kv_width(config)
+    return [D * D, D * kv_dim, D * kv_dim, D * D, D * F_, D * F_, F_ * D]
+
+
+def kv_width(config) -> int:
+    """Return the width of all heads of keys."""
+    return config.num_kv_heads * (config.dim // config.num_heads)
 
 
 def step_flops(config, seq_len: int, name: str, segment: int) -> float:
@@ -151,7 +151,7 @@ def step_flops(config, seq_len: int, name: str, segment: int) -> float:
     needs: before a checkpoint's last product.
     """
     weights = products(config)
-    whole = 2 * sum(weights) + attention_flops(of_config(config), seq_len)
+    whole = 2 * sum(weights) + 4 * seq_len * config.dim  # scores, and their sum of values
     last = 2 * weights[-1]
     repeated = {
         "2nd product": 2 * sum(weights[1::2]),
@@ -166,19 +166,18 @@ def kept_bytes(config, name: str, number: int, block: float, segment: int) -> fl
     """Return the bytes kept per block and token; `number` bytes each, `block` without checkpoint.
 
     Selective: the block's input (D), what its products return (3 D + 2 kv + 2 F), attention's
-    output (D), and for each head a float32.
+    output (D), and for each head a float32. 2nd product: of the products queries, values, gate and
+    the last alone.
     """
-    shape = of_config(config)
-    D, F_, kv_dim = config.dim, config.ffn_dim, key_width(shape)
-    job = Job(shape, 1, 1, precision="bf16" if number == 2 else "fp32")
-    heads = FP32 * config.num_heads
+    D, F_, kv_dim = config.dim, config.ffn_dim, kv_width(config)
+    heads = 4 * config.num_heads
     return {
         "none": block,
         "selective": number * (5 * D + 2 * kv_dim + 2 * F_) + heads,
-        "2nd product": round(memory.operators_bytes(job, Layout())),
+        "2nd product": number * (4 * D + kv_dim + F_) + heads,
         "2nd block": (block + number * D) / 2,
         "segments": number * D / segment,
-        "full": round(memory.input_bytes(job, Layout())),
+        "full": number * D,
     }[name]
 
 

@@ -12,9 +12,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts.kept_bytes import kept_for_backward
 from dist_common import data, models, runtime
-from dist_common.costs import job as costs
-from dist_common.costs.memory import FP32, layer_bytes
-from dist_common.costs.models import of_config
 from dist_common.lab import proofs
 from dist_common.lab.links import slow_group
 from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
@@ -193,13 +190,14 @@ def kept_bytes(job: Job, size: int) -> int:
 def kept_formula(job: Job, size: int) -> tuple[int, str]:
     """Return the bytes that a micro-batch of `size` sequences should keep, and where it is from."""
     config, T = job.config, job.args.seq_len
-    heads = config.num_heads
-    # On a CPU each of two norms also keeps what it scales, and attention's heads are copied.
-    planned = costs.Job(of_config(config), T, size, precision="fp32")
-    block = FP32 * 3 * config.dim + round(layer_bytes(planned, costs.Layout()))
+    D, heads = config.dim, config.num_heads
+    kv_dim = config.num_kv_heads * (D // heads)
+    # Each norm keeps its input, the scaled input, its result and its root; attention queries, keys,
+    # values, output, a copy of the heads and a number per head; SwiGLU four tensors of its width.
+    block = 2 * (3 * D + 1) + 3 * D + 2 * kv_dim + heads + 4 * config.ffn_dim
     # Head: a norm and its root, probabilities; the token and its target.
-    token = config.num_layers * block + FP32 * (3 * config.dim + 1 + config.vocab_size) + 2 * 8
-    once = FP32 * (T * config.dim // heads + 1)  # two rotary tables, and a number of the loss
+    token = 4 * (config.num_layers * block + 3 * D + 1 + config.vocab_size) + 2 * 8
+    once = 4 * (T * D // heads + 1)  # two rotary tables, and a number of the loss
     if job.device.type == "cpu":
         return once + size * T * token, "sizes of the tensors that backward needs"
     # A GPU's norms and attention keep other tensors.

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_common import cli, data, measure, runtime
-from dist_common.costs.sent import powersgd_numbers
 from dist_common.lab import proofs, traffic
 from dist_common.report import Report
 
@@ -126,7 +125,11 @@ def handed_over(method: partial | None, parameters: list) -> int:
     if kind == "TopK":  # a number and its place, 4 bytes each
         return 8 * math.ceil(settings["fraction"] * size)
     if kind == "PowerSGD":
-        return 4 * powersgd_numbers((p.shape for p in parameters), settings["rank"])
+        # Of a matrix P (n, r) and Q (m, r) (Vogels et al., 2019, algorithm 1); vectors are whole.
+        matrices = [p.flatten(1).shape for p in parameters if p.dim() > 1]
+        vectors = sum(p.numel() for p in parameters if p.dim() <= 1)
+        low_rank = sum(min(settings["rank"], n, m) * (n + m) for n, m in matrices)
+        return 4 * (vectors + low_rank)
     return settings.get("dtype", torch.float32).itemsize * size
 
 

@@ -3,9 +3,7 @@
 import copy
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -18,30 +16,17 @@ from advanced_parts.hybrid_sends import (
     check_bytes,
     check_overlap,
     choices,
-    data_axis,
-    experts_axis,
     sums_begun,
 )
-from dist_common import data, measure, models, runtime
-from dist_common.costs import job as costs
-from dist_common.costs import memory
-from dist_common.costs.axes import axes_of, bytes_per_weight
-from dist_common.costs.hardware import Cluster, Gpu
-from dist_common.costs.models import of_config
-from dist_common.costs.rates import RATES
-from dist_common.costs.step import step_seconds
+from dist_common import data, models, runtime
 from dist_common.job import Step, lr_at
 from dist_common.lab import proofs
 from dist_common.lab.traffic import TrafficCounter
-from dist_common.layout import SPLIT_BACKWARD
 from dist_common.models import local
 
 # Relative, after AdamW's first step: it turns the rounding of a gradient's smallest numbers into
 # whole steps of the learning rate. Another batch or rate changes loss or norm by percents.
 TRAINED = 1e-3
-# Of the costs' rates those of what reaches all that it is given; the others take no time.
-REACHED = ("matrix.other", "attention.other", "attention.backward", "hbm", "link.ring")
-FREE = dict.fromkeys(RATES, 0.0) | dict.fromkeys((*REACHED, "network.rate"), 1.0)
 
 
 def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> Iterator[Step]:
@@ -55,7 +40,6 @@ def proven_steps(run, steps: Iterable[Step], accumulate_gradient: Callable) -> I
 
     def after() -> None:
         check_replicas(run)
-        say_plan(run)
 
     compared = same_steps(run, steps)
     yield from proofs.proven_steps(run.job, compared, run.model, run.optimizer, before, after)
@@ -172,88 +156,6 @@ def check_replicas(run) -> None:
     differing = len(copies) - len({part for part, _ in copies})
     name = "parts of weights whose copies differ between ranks"
     run.job.report.check(name, differing, 0, 0, "replicas stay equal")
-
-
-def plan_of(run) -> tuple[costs.Job, costs.Layout]:
-    """Return what a run trains, and its layout, as the costs have them."""
-    args, shape = run.job.args, of_config(run.model.config)
-    job = costs.Job(shape, args.seq_len, args.global_batch_size, stack="hybrid_parallelism")
-    zero = {"replicate": 0, "grad-op": 2, "full": 3}[args.data_parallel]
-    if args.dp * args.cp == 1:
-        zero = 0  # nobody to share with
-    return job, costs.Layout(
-        *(args.tp, args.cp, args.pp, args.dp, args.ep),
-        zero=zero,
-        micro_batch=args.micro_batch_size,
-        recompute=args.activation_checkpointing,
-        virtual_stages=len(run.stages),
-        cp_kind="gather",
-    )
-
-
-def say_plan(run) -> None:
-    """Print what combining.py plans of this layout beside what the run counted. A collective.
-
-    Of bf16-mixed, and where the plan has what the run does. Seconds are planned at the rate that a
-    product of a block reaches here, on all ranks at once, with sends that take no time.
-    """
-    args, job = run.job.args, run.job
-    unplanned = args.schedule in ("gpipe", *SPLIT_BACKWARD)
-    unplanned |= args.activation_checkpointing == "selective" or bool(args.float8)
-    if args.precision != "bf16-mixed" or unplanned:
-        return
-    plan, layout = plan_of(run)
-    tflops = min(runtime.gather(product_tflops(run)))
-    here = of_products(tflops, args.ranks_per_node)
-    sent = planned_bytes(args, plan, layout, here)
-    counted = job.report.metrics["bytes_per_axis"]
-    held = sum(memory.memory_of(plan, layout).values())
-    peak = max(runtime.gather(measure.peak_memory_gib(job.device)))
-    # On the CPU a process's memory is libraries, which hide its tensors.
-    seen = f"{peak:.3f} GiB" if job.device.type == "cuda" else "-"
-    rows = [(f"bytes sent along {axis}", sent[axis], counted[axis]) for axis in counted]
-    rows = [(name, f"{first:,}", f"{second:,}") for name, first, second in rows if first]
-    rows.append(("on the fullest rank", f"{held / measure.GIB:.3f} GiB", seen))
-    name = f"compute and bubble, at {1e3 * tflops:,.0f} GFLOP/s; all"
-    times = 1e3 * step_seconds(plan, layout, here, FREE), job.timer.median_ms()
-    rows.append((name, *(f"{time:,.1f} ms" for time in times)))
-    job.report.table(rows, ("of a step", "combining.py", "this run"), names=1)
-    job.report.metrics["planned_bytes_per_axis"] = dict(sent)
-
-
-def planned_bytes(args, plan: costs.Job, layout: costs.Layout, cluster: Cluster) -> Counter:
-    """Return what a rank sends along each axis in a step, if experts get equally many tokens."""
-    axes = axes_of(plan, layout, cluster)
-    sent = Counter({axis: each.step_bytes for axis, each in axes.items() if axis != "dp"})
-    dense, experts = max(memory.weights_of_stage(plan, layout, s) for s in range(layout.pp))
-    sent[data_axis(args)] += dense * bytes_per_weight(plan, layout)
-    # Each expert has as many copies as a job of dp / ep has of everything.
-    fewer = replace(plan, global_batch=plan.global_batch // layout.ep)
-    copies = replace(layout, dp=layout.dp // layout.ep)
-    sent[experts_axis(args)] += experts * bytes_per_weight(fewer, copies)
-    return Counter({axis: round(size) for axis, size in sent.items()})
-
-
-def of_products(tflops: float, gpus_per_node: int) -> Cluster:
-    """Return a cluster that computes at the rate of a product; all else takes no time (FREE)."""
-    rates = {"bf16": tflops, "fp16": tflops}
-    gpu = Gpu("measured", math.inf, rates, math.inf, math.inf, "product_tflops", family="other")
-    return Cluster(gpu, gpus_per_node, math.inf)
-
-
-def product_tflops(run) -> float:
-    """Return the rate of a micro-batch's product with a block's largest matrix. A collective."""
-    args, device = run.job.args, run.job.device
-    rows = args.micro_batch_size * len(run.positions)
-    config, kind = run.model.config, torch.bfloat16
-    x = torch.randn(rows, config.dim, device=device, dtype=kind)
-    matrix = torch.randn(config.dim, config.ffn_dim // args.tp, device=device, dtype=kind)
-    timer = measure.StepTimer(device, warmup=5)
-    dist.barrier()
-    for _ in range(20):
-        with timer:
-            x @ matrix
-    return 2 * x.numel() * matrix.shape[1] / timer.median_ms() / 1e9
 
 
 def say_layout(run):

@@ -5,7 +5,6 @@
 
 from pathlib import Path
 
-from dist_common.costs.memory import in_flight, interleaved_in_flight
 from dist_common.lab.figure import figure
 from dist_common.report import Report
 
@@ -30,12 +29,16 @@ def bubble_formula(name: str, p: int, m: int, v: int = 1, backward: float = 2.0)
 
 
 def peak_formula(name: str, rank: int, p: int, m: int, v: int = 1) -> float:
-    """Return the most micro-batches whose activations a rank keeps (sources as above)."""
+    """Return the most micro-batches whose activations a rank keeps (sources as above).
+
+    Interleaved, in chunks of 1/v of a rank's layers: Korthikanti et al. (2022), section 4.2.3.
+    """
+    chunks = 2 * (p - rank - 1) + (v - 1) * p + 1
     return {
         "naive": 1,
         "gpipe": m,
-        "1f1b": in_flight(p, rank, m),
-        "interleaved": interleaved_in_flight(p, rank, m, v),
+        "1f1b": min(m, p - rank),
+        "interleaved": min(m * v, chunks) / v,
         "zb-h1": min(m, p),  # 1F1B's p - rank, and `rank` micro-batches whose W is put off
     }[name]
 

@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from advanced_parts.context_job import batch_of, build, set_attention, sharded_loss
 from advanced_parts.kept_bytes import LiveBytes, kept_for_backward
 from dist_common import runtime
-from dist_common.costs.memory import FP32
-from dist_common.costs.models import key_width, of_config
-from dist_common.costs.sent import ring_of_keys
 from dist_common.lab.figure import figure
+
+FP32 = 4  # bytes of a number
 
 
 def ring_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int, int]:
@@ -25,8 +24,9 @@ def ring_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int,
     `tokens` are the whole batch's, `width` the bytes per number of k and v. Forward: k and v make
     ranks - 1 hops. Backward: again, and dk and dv, float32, as many.
     """
-    block = 2 * tokens // ranks * key_width(of_config(config))  # numbers in one rank's k and v
-    return ring_of_keys(ranks, block * width, block * FP32)
+    kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
+    block = 2 * tokens // ranks * kv_dim  # numbers in one rank's k and v
+    return (ranks - 1) * block * width, (ranks - 1) * block * (width + FP32)
 
 
 class Hops(TorchDispatchMode):

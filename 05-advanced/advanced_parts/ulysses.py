@@ -1,11 +1,11 @@
 """What ulysses.py compares beside its answer: the bytes of each way."""
 
-from advanced_parts.ring_attention import ring_bytes
-from dist_common.costs.memory import BF16, FP32
-from dist_common.costs.models import key_width, of_config
-from dist_common.costs.sent import ulysses_numbers
+from math import lcm
+
+from advanced_parts.ring_attention import FP32, ring_bytes
 from dist_common.models import PRESETS
 
+BF16 = 2  # bytes of a number
 COMPARED = ("llama2-7b", "llama3-8b", "llama3-70b")  # presets
 RANKS = (2, 8, 32, 64)
 
@@ -16,14 +16,15 @@ def ulysses_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[i
     An all-to-all each of q, k, v and out, the same backward; a rank keeps one of `ranks` parts.
     Key and value heads are repeated until each rank gets one.
     """
-    numbers = ulysses_numbers(of_config(config), ranks)
+    head_dim = config.dim // config.num_heads
+    numbers = 2 * config.dim + 2 * lcm(config.num_kv_heads, ranks) * head_dim
     one_way = tokens // ranks * numbers * width * (ranks - 1) // ranks
     return one_way, one_way
 
 
 def all_gather_bytes(config, tokens: int, ranks: int, width: int = FP32) -> tuple[int, int]:
     """Return the same for k and v gathered once and kept, dk and dv reduce-scattered."""
-    block = 2 * tokens // ranks * key_width(of_config(config))
+    block = 2 * tokens // ranks * config.num_kv_heads * (config.dim // config.num_heads)
     return (ranks - 1) * block * width, (ranks - 1) * block * FP32
 
 

@@ -3,7 +3,6 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import psutil
@@ -13,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_common.costs.collectives import bus_factor
 from dist_common.measure import GIB, StepTimer, memory_in_use, peak_memory_gib
 from dist_common.models import local
 from dist_common.runtime import gather
@@ -21,11 +19,11 @@ from dist_common.runtime import gather
 # Bytes that a rank sends per byte of the whole tensor, by algorithms that send no more than a ring.
 # Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).
 RING_FACTOR = {
-    "all_reduce": partial(bus_factor, "all_reduce"),
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "send": lambda ranks: 1,
 } | dict.fromkeys(
     ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "broadcast", "reduce"),
-    partial(bus_factor, "all_gather"),
+    lambda ranks: (ranks - 1) / ranks,
 )
 
 

@@ -1,0 +1,215 @@
+"""What a GPU computes in a layer and how long it takes: products, attention, memory, launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner import models
+from planner.hardware import Cluster
+from planner.job import Job, Layout, Model
+from planner.rates import rate_of
+
+NARROW = ("fp8", "fp8-rows", "fp4")  # their operands are cast first; the head stays in 16 bits
+WIDTH = 2  # bytes of a number on its way: bfloat16 or float16
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of one layer (or head) for one micro-batch."""
+
+    forward: float
+    backward: float
+    attention: float  # part of forward
+    attention_backward: float
+    core: float = 0.0  # of forward: what selective recomputation computes again
+    half: float = 0.0  # the same, where all operators but attention and every second product are
+
+
+def product_seconds(m, n, k, job: Job, cluster: Cluster, rates) -> float:
+    """Return the seconds of a product (m, k) x (k, n).
+
+    Short sides fill tiles and pipelines less: each side s gives s / (s + side) of the rate.
+    Never faster than its operands come from memory.
+    """
+    gpu = cluster.gpu
+    precision = job.precision
+    share = rate_of(rates, "matrix", gpu.family)
+    if precision in NARROW:
+        share *= rates[f"matrix.{precision}"]
+    peak = gpu.tflops.get(precision.split("-")[0]) or gpu.tflops["bf16"]
+    if precision == "fp4":  # power limits it: GB300 gains over GB200 what it gains in 8 bits
+        peak = min(peak, 4 * gpu.tflops["bf16"])
+    side = rates["matrix.side"]
+    lost = (1 + side / m) * (1 + side / n) * (1 + side / k)
+    flops = 2 * m * n * k / (peak * 1e12 * share * cluster.matrix_scale) * lost
+    moved = WIDTH * (m * n + n * k + m * k) / (gpu.hbm_gb_s * 1e9 * rates["hbm"])
+    return max(flops, moved)
+
+
+def three_products(m, n, k, job, cluster, rates) -> tuple[float, float]:
+    """Return seconds of a matrix forward, and of its two products backward."""
+    forward = product_seconds(m, n, k, job, cluster, rates)
+    to_input = product_seconds(m, k, n, job, cluster, rates)
+    if job.frozen:
+        return forward, to_input
+    to_weight = product_seconds(k, n, m, job, cluster, rates)
+    return forward, to_input + to_weight
+
+
+def fuses(job: Job) -> bool:
+    """Tell whether norms and activations run in fused kernels: compiled, or Megatron-LM's own."""
+    return job.compiled or job.stack in ("megatron", "thunder")
+
+
+def memory_seconds(numbers: float, cluster: Cluster, rates) -> float:
+    """Return the seconds to read or write so many 16-bit numbers."""
+    return WIDTH * numbers / (cluster.gpu.hbm_gb_s * 1e9 * rates["hbm"])
+
+
+def attention_flops(model: Model, pairs: float) -> float:
+    """Return forward's FLOPs of so many pairs of a query and a key, in all heads.
+
+    Scores take query and key (latent attention: with what turns), the sum takes values.
+    """
+    return 2 * pairs * (2 * models.query_width(model) + model.heads * model.rope_dim)
+
+
+def attention_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> tuple[float, float]:
+    """Return seconds of softmax(QK')V forward and backward, for one micro-batch and layer.
+
+    Flash attention skips the masked half and computes scores again backward: 2.5 times forward's
+    products (Dao, 2023, section 4.1). Attention that stores scores computes all of them.
+    """
+    model = job.model
+    gpu = cluster.gpu
+    peak = gpu.tflops["fp16"] * 1e12 * cluster.matrix_scale
+    sequences = layout.micro_batch
+    pairs = sequences * job.seq_len * job.seq_len / layout.cp / layout.tp
+    flops = attention_flops(model, pairs)
+    if job.flash:
+        forward = flops / 2 / (peak * rate_of(rates, "attention", gpu.family))
+        return forward, 2.5 * forward / rates["attention.backward"]
+    products = flops / (peak * rates["attention.stored"])
+    scores = memory_seconds(rates["passes.scores"] * pairs * model.heads, cluster, rates)
+    return products + scores, 2 * products + 1.5 * scores
+
+
+def attention_matrices(model: Model, t: int) -> list[tuple[float, float]]:
+    """Return (n, k) of attention's matrices on one of t GPUs.
+
+    Latent attention goes down to a rank, whole on each GPU, and up for each head (DeepSeek-V2,
+    section 2.1).
+    """
+    h, queries, keys = model.hidden, models.query_width(model), models.key_width(model)
+    if not model.kv_rank:
+        return [((queries + 2 * keys) / t, h), (h, queries / t)]
+    turned = queries + model.heads * model.rope_dim
+    into = [(model.q_rank, h), (turned / t, model.q_rank)] if model.q_rank else [(turned / t, h)]
+    return [
+        *into,
+        (model.kv_rank + model.rope_dim, h),
+        (2 * queries / t, model.kv_rank),
+        (h, queries / t),
+    ]
+
+
+def layer_matrices(job: Job, layout: Layout, dense: bool) -> list[tuple[float, float, float]]:
+    """Return the (m, n, k) of a layer's products on one GPU; experts' as one product each kind."""
+    model = job.model
+    t = layout.tp
+    tokens = layout.micro_batch * job.seq_len / layout.cp
+    shapes = [(tokens, n, k) for n, k in attention_matrices(model, t)]
+    width = models.dense_width(model) if dense else model.shared_experts * model.ffn
+    up = 2 if model.gated else 1
+    if width:
+        shapes.append((tokens, up * width / t, model.hidden))
+        shapes.append((tokens, model.hidden, width / t))
+    return shapes
+
+
+def expert_matrices(job: Job, layout: Layout) -> tuple[int, list[tuple[float, float, float]]]:
+    """Return a GPU's experts, and the products of one, if tokens are spread evenly."""
+    model = job.model
+    experts = max(1, model.experts // layout.ep)
+    tokens = layout.micro_batch * job.seq_len / layout.cp * model.top_k * layout.ep / model.experts
+    t = layout.tp
+    up = 2 if model.gated else 1
+    return experts, [
+        (tokens, up * model.ffn / t, model.hidden),
+        (tokens, model.hidden, model.ffn / t),
+    ]
+
+
+def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> Seconds:
+    """Return the seconds of one layer on one GPU, for one micro-batch, without communication."""
+    model = job.model
+    t = layout.tp
+    tokens = layout.micro_batch * job.seq_len / layout.cp
+    forward = backward = 0.0
+    inputs = 0.0
+    for m, n, k in layer_matrices(job, layout, dense):
+        one, two = three_products(m, n, k, job, cluster, rates)
+        forward += one
+        backward += two
+        inputs += m * k
+    width = models.dense_width(model) if dense else model.shared_experts * model.ffn
+    if not dense:
+        experts, shapes = expert_matrices(job, layout)
+        for m, n, k in shapes:
+            one, two = three_products(m, n, k, job, cluster, rates)
+            forward += experts * one
+            backward += experts * two
+            inputs += experts * m * k
+        width += model.top_k * model.ffn
+    passes = rates["passes.compiled"] if fuses(job) else 1.0
+    cut = t if layout.sequence_parallel else 1
+    hidden = model.hidden * (1 if dense else 1 + model.top_k / 2)
+    numbers = rates["passes.hidden"] * hidden / cut
+    numbers += rates["passes.ffn"] * width * (1.5 if model.gated else 1) / t
+    moved = memory_seconds(passes * numbers * tokens, cluster, rates)
+    if job.precision in NARROW:
+        moved += memory_seconds(rates["passes.cast"] * inputs, cluster, rates)
+    attention, attention_backward = attention_seconds(job, layout, cluster, rates)
+    products = forward
+    forward += moved + attention
+    backward += 1.5 * moved + attention_backward
+    half = products / 2 + moved
+    return Seconds(forward, backward, attention, attention_backward, attention, half)
+
+
+def launch_seconds(job: Job, rates) -> float:
+    """Return the seconds in which the host launches a layer's forward: no GPU is faster."""
+    return rates["launch.compiled_us" if job.compiled else "launch.eager_us"] * 1e-6
+
+
+def head_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> Seconds:
+    """Return the seconds of logits and loss, for one micro-batch on the last stage."""
+    tokens = layout.micro_batch * job.seq_len / layout.cp
+    vocab = job.model.vocab / layout.tp
+    sixteen = job if job.precision not in NARROW else _in_bf16(job)
+    one, two = three_products(tokens, vocab, job.model.hidden, sixteen, cluster, rates)
+    passes = rates["passes.compiled"] if fuses(job) else 1.0
+    moved = memory_seconds(passes * rates["passes.logits"] * tokens * vocab, cluster, rates)
+    return Seconds(one + moved / 2, two + moved / 2, 0.0, 0.0)
+
+
+def _in_bf16(job: Job) -> Job:
+
+    return replace(job, precision="bf16")
+
+
+def flops_per_token(model: Model, seq_len: int) -> float:
+    """Return the FLOPs of forward and backward for one token, all of attention counted.
+
+    Source: PaLM (Chowdhery et al., 2022), appendix B: 6 per weight and token, 12 per layer, width
+    and position.
+    """
+    tables = models.table_parameters(model)
+    weights = models.active_parameters(model) - tables * (1 if model.tied_embeddings else 2)
+    weights += tables - model.learned_positions * model.hidden
+    return 6 * weights + 12 * model.layers * models.query_width(model) * seq_len
+
+
+def model_flops(job: Job) -> float:
+    """Return the FLOPs of a step on all GPUs, without recomputation (flops_per_token)."""
+    return flops_per_token(job.model, job.seq_len) * job.global_batch * job.seq_len

@@ -1,0 +1,254 @@
+"""What fine-tuning holds on a GPU, in bytes: frozen weights, adapters, and what backward needs.
+
+A frozen matrix keeps no input for backward (its weight has no gradient): that is why LoRA's
+activations are fewer than full training's. A 4-bit matrix does keep it: its kernel saves both.
+Checked against litgpt's tables: eager PyTorch, one tensor per line of its code.
+"""
+
+from __future__ import annotations
+
+from planner import models
+from planner.job import Model
+from planner.memory import BF16, FP32
+
+METHODS = ("full", "lora", "adapter", "adapter_v2")
+TARGETS = ("query", "key", "value", "projection", "mlp", "head")
+NF4_BLOCK = 64  # weights that share a scale (Dettmers et al., 2023, section 3)
+SCALE_BLOCK = 256  # scales that share a scale: double quantization
+PROMPT = 10  # learned rows of LLaMA-Adapter's prefix (Zhang et al., 2023)
+# Calibrated on the half of finetune_memory.csv that is not held out: 16-bit logits and
+# log-probabilities (4 bytes) stand for part of it, the rest is the loss' backward in chunks.
+LOGIT = 10
+# Share of the memory's rate at which kernels of 2024 unpacked 4-bit weights: calibrated on
+# Answer.AI's rows of finetune_times.csv, torchtune's are shown. Those of 2026 reach memory's own.
+NF4_RATE = 0.2
+
+
+def frozen_weight_bytes(quant: str = "") -> float:
+    """Return the bytes of a frozen weight of a matrix: 16 bits, or NF4 with its scales.
+
+    NF4: half a byte, a float32 scale for 64; with double quantization ("nf4-dq") the scales are
+    8 bits each, with a float32 scale for 256 of them (QLoRA, section 3).
+    """
+    if quant == "nf4":
+        return 0.5 + FP32 / NF4_BLOCK
+    if quant == "nf4-dq":
+        return 0.5 + (1 + FP32 / SCALE_BLOCK) / NF4_BLOCK
+    if quant:
+        raise ValueError(f"quant must be nf4 or nf4-dq, not {quant!r}")
+    return BF16
+
+
+def adapter_shapes(model: Model, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Return inputs and outputs of a layer's matrices that LoRA is added to."""
+    h, q, kv, wide = model.hidden, models.query_width(model), models.key_width(model), model.ffn
+    inner = [(h, wide)] * (2 if model.gated else 1) + [(wide, h)]
+    shapes = {"query": [(h, q)], "key": [(h, kv)], "value": [(h, kv)], "projection": [(q, h)]}
+    shapes["mlp"] = inner
+    return [shape for name, found in shapes.items() if name in targets for shape in found]
+
+
+def lora_shapes(outputs: int, inputs: int, rank: int) -> list[tuple[int, int]]:
+    """Return the shapes (rows, columns) of a matrix' A and B (Hu et al., 2021, section 4.1)."""
+    return [(rank, inputs), (outputs, rank)]
+
+
+def trained_parameters(
+    model: Model, method: str, rank: int = 8, targets: tuple[str, ...] = ("query", "value")
+) -> int:
+    """Return the weights that are trained.
+
+    LoRA: A and B of each matrix. Adapter: a prefix and a gate per head in all layers but the first
+    two; v2 trains norms, a scale and a bias of each output too.
+    """
+    h, q, kv = model.hidden, models.query_width(model), models.key_width(model)
+    if method == "full":
+        return finetuned_parameters(model)
+    if method == "lora":
+        shapes = adapter_shapes(model, targets) * model.layers
+        shapes += [(h, model.vocab)] if "head" in targets else []
+        pairs = (lora_shapes(outputs, inputs, rank) for inputs, outputs in shapes)
+        return sum(rows * columns for pair in pairs for rows, columns in pair)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, not {method!r}")
+    prefixed = model.layers - 2
+    prompts = prefixed * (PROMPT * h + model.heads)
+    if method == "adapter":
+        return prompts
+    outputs = q + 2 * kv + 2 * h + model.ffn * (2 if model.gated else 1)
+    norms = (2 * model.layers + 1) * h * (1 if model.gated else 2)
+    return prompts + norms + 2 * (outputs * model.layers + model.vocab)
+
+
+def finetuned_parameters(model: Model) -> int:
+    """Return all weights with an output layer of its own: libraries that load it untie it."""
+    tied = models.table_parameters(model) if model.tied_embeddings else 0
+    return models.parameters(model) + tied
+
+
+def matrix_parameters(model: Model) -> int:
+    """Return the weights that 4-bit quantization takes: every layer's matrices, the output's."""
+    layers = sum(models.matrix_parameters(model, layer) for layer in range(model.layers))
+    return layers + models.table_parameters(model)
+
+
+def norm_bytes(model: Model, method: str, mixed: bool = False) -> float:
+    """Return bytes per token of a norm: float32 input (RMSNorm) or 16 bits (LayerNorm).
+
+    A trained RMSNorm keeps its float32 result before the weight too.
+    """
+    kept = BF16 if not model.gated and not mixed else FP32
+    if model.gated and method in ("full", "adapter_v2"):
+        kept += FP32
+    return kept * model.hidden
+
+
+def input_bytes(model: Model) -> float:
+    """Return bytes per token of a layer's matrices' inputs that nothing else keeps.
+
+    Outputs of both norms, and the last matrix' input: kept where matrices are trained or in 4 bits.
+    """
+    return BF16 * (2 * model.hidden + model.ffn)
+
+
+def attention_bytes(model: Model, method: str, seq_len: int) -> float:
+    """Return bytes per token of attention: queries, keys, values, output, log-sum-exp.
+
+    Values are a view of the fused product of all three, which stays; where query heads share keys
+    (GQA) keys and values are copied for each instead.
+    """
+    q, kv = models.query_width(model), models.key_width(model)
+    values = q if model.kv_heads < model.heads else q + 2 * kv
+    kept = BF16 * (3 * q + values) + FP32 * model.heads
+    if model.softcap:  # no flash kernel: tanh, float32 probabilities, 16-bit ones
+        kept += (BF16 + FP32 + BF16) * model.heads * seq_len
+    return kept + (BF16 * q if method.startswith("adapter") else 0)
+
+
+def mlp_bytes(model: Model) -> float:
+    """Return bytes per token of a feed-forward: gate, its activation, up; or the input of GeLU.
+
+    A token passes top_k experts, and goes to each and back as a copy.
+    """
+    one = BF16 * (3 if model.gated else 1) * model.ffn
+    return one if not model.experts else model.top_k * (one + 2 * BF16 * model.hidden)
+
+
+def adapter_bytes(model: Model, method: str, targets: tuple[str, ...]) -> float:
+    """Return bytes per token that a layer's adapters keep.
+
+    LoRA: its dropped-out input and the mask, 3 bytes a number; where queries, keys and values are
+    not all adapted, their outputs too, which are copied into a padded tensor. Adapter v2: each
+    matrix' output before its scale.
+    """
+    h, q, kv = model.hidden, models.query_width(model), models.key_width(model)
+    if method == "adapter_v2":
+        return BF16 * (q + 2 * kv + 2 * h + model.ffn * (2 if model.gated else 1))
+    if method != "lora":
+        return 0.0
+    mask = 1
+    fused = [name for name in ("query", "key", "value") if name in targets]
+    kept = (BF16 + mask) * h if fused else 0
+    if 0 < len(fused) < 3:
+        kept += BF16 * sum(q if name == "query" else kv for name in fused)
+    rest = tuple(name for name in targets if name in ("projection", "mlp"))
+    return kept + (BF16 + mask) * sum(inputs for inputs, _ in adapter_shapes(model, rest))
+
+
+def layer_bytes(
+    model: Model, method: str, seq_len: int, quant: str, targets: tuple[str, ...], mixed: bool
+) -> float:
+    """Return bytes per token that a layer keeps for backward."""
+    kept = model.norms * norm_bytes(model, method, mixed)
+    kept += attention_bytes(model, method, seq_len) + mlp_bytes(model)
+    if method == "full" or quant:
+        kept += input_bytes(model)
+    return kept + adapter_bytes(model, method, targets)
+
+
+def frozen_bytes(model: Model, method: str, quant: str, mixed: bool) -> float:
+    """Return bytes of what is not trained; under autocast float32, and its 16-bit casts.
+
+    Autograd keeps each frozen matrix' cast for the gradient of its input.
+    """
+    if method == "full":
+        return 0.0
+    matrices = matrix_parameters(model)
+    rest = finetuned_parameters(model) - matrices
+    if mixed:
+        return FP32 * rest + (FP32 + BF16) * matrices
+    return BF16 * rest + frozen_weight_bytes(quant) * matrices
+
+
+def memory_of_finetune(
+    model: Model,
+    method: str = "lora",
+    seq_len: int = 512,
+    micro_batch: int = 1,
+    quant: str = "",
+    rank: int = 8,
+    targets: tuple[str, ...] = ("query", "value"),
+    gpus: int = 1,
+    mixed: bool = False,
+    alike: bool = True,
+    accumulates: bool = True,
+    recompute: bool | None = None,
+    frees_frozen: bool = True,
+) -> dict[str, float]:
+    """Return bytes by part on a GPU, as torch.cuda.max_memory_allocated would count.
+
+    Weights, gradients and both of Adam's moments are 16 bits (bf16-true), float32 with `mixed`.
+    `gpus`: FSDP shards all. `recompute`: each block keeps its input alone (None: with FSDP).
+    `alike`: steps are of equal length, so that a 4-bit matrix still has the last step's input
+    (bitsandbytes' MatMul4Bit keeps it outside autograd) at the next one's peak. `accumulates`: a
+    step has several micro-batches. `frees_frozen`: FSDP2 frees frozen weights after a block's
+    backward; FSDP1 has no gradient's hook to do so at.
+
+    Raises: ValueError for an unknown method or quant.
+    """
+    tokens = seq_len * micro_batch
+    trained = trained_parameters(model, method, rank, targets)
+    number = FP32 if mixed else BF16
+    frozen = frozen_bytes(model, method, quant, mixed)
+    kept = tokens * layer_bytes(model, method, seq_len, quant, targets, mixed)
+    activations = model.layers * kept
+    if recompute or (recompute is None and gpus > 1):
+        activations = kept + tokens * model.layers * number * model.hidden
+    elif quant and alike:
+        inputs = input_bytes(model) + BF16 * models.query_width(model)
+        activations += tokens * model.layers * inputs
+    head = number * model.hidden * tokens * (1 + ("head" in targets and method == "lora"))
+    held = {
+        "frozen": frozen / gpus,
+        "parameters": number * trained / gpus,
+        "gradients": number * trained / gpus,
+        "optimizer": 2 * number * trained / gpus,
+        "activations": activations + head,
+        "logits": LOGIT * tokens * model.vocab,
+        "gathered": 0.0,
+        "buffers": number * models.table_parameters(model) if quant else 0.0,
+    }
+    if gpus == 1:
+        return held
+    held["gathered"] = gathered_bytes(model, frozen, number, frees_frozen)
+    if method == "full" and accumulates:  # added up whole (no_sync)
+        held["gradients"] = number * trained
+    if frozen and not frees_frozen:  # fullest at the end of backward: logits' values are left
+        held["logits"] = number * tokens * model.vocab
+    return held
+
+
+def gathered_bytes(model: Model, frozen: float, number: int, frees_frozen: bool) -> float:
+    """Return what FSDP holds whole at its fullest.
+
+    Both tables from forward to backward; a block's weights and the next one's. What is trained
+    adds its gradients: a block's, and the tables'. FSDP1 has all frozen weights late in backward,
+    and a gradient's room for a block of them.
+    """
+    layer = number * models.layer_parameters(model)
+    tables = 2 * number * models.table_parameters(model)
+    if not frozen:
+        return 2 * tables + 3 * layer
+    if not frees_frozen:
+        return frozen + 2 * layer
+    return tables + 2 * max(0.0, frozen - tables) / model.layers

@@ -1,0 +1,184 @@
+"""The command that runs a layout of planner.py on one of this repository's templates.
+
+`launch_of` returns words where no template can: each reason is one that the template's own
+parse_args or docstring gives, and tests/test_05_planner.py feeds each line to that parser.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from planner import memory
+from planner.job import AXES, Job, Layout, Model
+
+# Names that dist_common/models.py has for shapes of planner/models.py.
+PRESETS = {
+    "tiny": "tiny", "124m": "124m", "gpt2-124m": "124m", "1b": "1b", "llama3.2-1b": "1b",
+    "llama2-7b": "llama2-7b", "llama3-8b": "llama3-8b",
+    "llama3-70b": "llama3-70b", "mixtral-8x7b": "mixtral-8x7b",
+}  # fmt: skip
+ZERO_CONFIGS = {
+    (1, "none"): "zero1_config.json",
+    (2, "optimizer"): "zero2_offload_cpu_config.json",
+    (3, "optimizer"): "zero3_offload_cpu_config.json",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Commands in their order, and in words what they do not do as planned."""
+
+    commands: list[str]
+    remarks: list[str]
+
+    @property
+    def script(self) -> str:
+        """Return the template's path, or nothing."""
+        words = self.commands[-1].split() if self.commands else []
+        return next((word for word in words if word.endswith(".py")), "")
+
+
+def launch_of(
+    job: Job, layout: Layout, gpus_per_node: int, finetune: str = "none", rank: int = 16
+) -> Launch:
+    """Return what runs a layout: commands, and what differs from the plan."""
+    if finetune != "none":
+        return of_finetuning(job, layout, gpus_per_node, finetune, rank)
+    script, flags, remarks = template_of(job, layout)
+    if not script:
+        return Launch([], remarks)
+    shape, written, about = shape_of(job.model)
+    remarks += [about] if about else []
+    if not shape:
+        return Launch([], remarks)
+    batch = f"--global-batch-size {job.global_batch} --micro-batch-size {layout.micro_batch}"
+    common = f"{shape} --seq-len {job.seq_len} {batch} --precision {precision_of(job)}"
+    line = f"{torchrun(layout.gpus, gpus_per_node)} {script} {common} {' '.join(flags)}".strip()
+    if job.precision == "fp8":
+        line += " --float8"
+    return Launch([*written, line], remarks)
+
+
+def torchrun(gpus: int, gpus_per_node: int) -> str:
+    """Return torchrun's part of the line; on several nodes it is started on each of them."""
+    nodes = -(-gpus // gpus_per_node)
+    if nodes == 1:
+        return f"torchrun --standalone --nproc-per-node={gpus}"
+    meet = "--rdzv-id=plan --rdzv-backend=c10d --rdzv-endpoint=$HEAD_NODE:29500"
+    return f"torchrun --nnodes={nodes} --nproc-per-node={gpus_per_node} {meet}"
+
+
+def precision_of(job: Job) -> str:
+    """Return the templates' name: fp8 multiplies in float8 beside bfloat16."""
+    return {"fp32": "32-true", "tf32": "32-true", "fp16": "16-mixed"}.get(
+        job.precision, "bf16-mixed"
+    )
+
+
+def template_of(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
+    """Return a template, the flags of the layout's axes, and remarks; no template: the reason."""
+    if layout.tp == layout.cp == layout.pp == layout.ep == 1 and not job.model.experts:
+        found = of_replicas(job, layout)
+        if found:
+            return found
+    return of_axes(job, layout)
+
+
+def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | None:
+    """Return the template of module 01, 02 or 03 that shards as the layout does, if one does."""
+    again = layout.recompute
+    kept = [] if again == "none" else [f"--activation-checkpointing {again}"]
+    if layout.zero == 0 and again == "none" and job.precision != "fp8":
+        return "01-ddp-basics/ddp_training.py", [], []
+    config = ZERO_CONFIGS.get((layout.zero, layout.offload))
+    if config and again != "selective" and job.precision != "fp8":
+        flags = [f"--deepspeed_config 03-deepspeed/configs/{config}"]
+        flags += ["--activation-checkpointing"] * (again == "full")
+        return "03-deepspeed/deepspeed_train.py", flags, []
+    if layout.zero >= 2 and layout.offload != "optimizer":
+        flags = [f"--sharding {'grad-op' if layout.zero == 2 else 'full'}"]
+        if layout.zero == 3 and 0 < layout.shard < layout.replicas:
+            flags = [f"--sharding hybrid --shard-group-size {layout.shard}"]
+        flags += ["--cpu-offload"] * (layout.offload == "all")
+        return "02-fsdp/fsdp_transformer.py", flags + kept, []
+    return None
+
+
+def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
+    """Return hybrid_parallelism.py, its flags, and what it does otherwise than planned."""
+    model, stages, refused, remarks = job.model, layout.virtual_stages, [], []
+    parts = layout.pp * stages
+    if parts > 1 and model.layers % parts and (model.layers + 2) % parts:
+        refused.append(f"{model.layers} layers in {parts} unequal stages")
+    if model.tied_embeddings:
+        refused.append("one table for tokens and logits, which pp and FSDP's units would split")
+    if layout.zero == 3 and 0 < layout.shard < layout.replicas:
+        refused.append("HSDP beside other axes")
+    if layout.offload != "none":
+        refused.append("offload beside other axes")
+    if refused:
+        return "", [], [f"none has {' or '.join(refused)}"]
+    if layout.zero == 1:
+        remarks.append("its grad-op stands for ZeRO-1: FSDP that gathers weights once a step")
+    if layout.cp > 1 and layout.cp_kind != "gather":
+        remarks.append(f"its cp gathers keys and values; the plan has {layout.cp_kind}")
+    if layout.order != AXES:
+        remarks.append(f"its ranks are in the order {'-'.join(AXES)}")
+    kind = ("replicate", "grad-op", "grad-op", "full")[layout.zero]
+    if memory.gathers_once(job, layout):
+        kind = "grad-op"  # its full frees a stage's weights in each micro-batch
+    axes = [f"--{axis} {getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp", "ep")
+            if axis == "dp" or getattr(layout, axis) > 1]  # fmt: skip
+    flags = [*axes, f"--data-parallel {kind}"]
+    if layout.pp > 1:
+        schedule = "1f1b" if stages == 1 else f"interleaved --virtual-stages {stages}"
+        flags.append(f"--schedule {schedule}")
+    if layout.recompute != "none":
+        flags.append(f"--activation-checkpointing {layout.recompute}")
+    return "05-advanced/hybrid_parallelism.py", flags, remarks
+
+
+def shape_of(model: Model) -> tuple[str, list[str], str]:
+    """Return the flag that gives a template the shape, a command before it, and a remark."""
+    llama = model.gated and not model.biases and not model.dense_layers
+    about = "" if llama else "the templates train a Llama of these widths, not this block"
+    if model.name in PRESETS:
+        return f"--preset {PRESETS[model.name]}", [], about
+    if model.experts:
+        return "", [], "the templates know no mixture of experts but mixtral-8x7b"
+    if model.head_dim and model.head_dim * model.heads != model.hidden:
+        return "", [], "the templates' heads are hidden / heads wide"
+    config = {
+        "model_type": "llama", "vocab_size": model.vocab, "hidden_size": model.hidden,
+        "intermediate_size": model.ffn if model.gated else round(2 / 3 * model.ffn),
+        "num_hidden_layers": model.layers, "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads, "max_position_embeddings": 131_072,
+        "tie_word_embeddings": model.tied_embeddings,
+    }  # fmt: skip
+    file = f"{(model.name or 'model').replace('/', '-')}.json"
+    return f"--preset {file}", [f"echo '{json.dumps(config)}' > {file}"], about
+
+
+FSDP_ALONE = "--zero 3 --tp 1 --cp 1 --pp 1 --ep 1 --offload none"
+
+
+def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str, rank: int) -> Launch:
+    """Return the line of fsdp_finetune.py, which shards as ZeRO-3 does and has no other axis."""
+    if finetune == "qlora":
+        text = "none reads a model into 4 bits; the lesson 02-fsdp/fsdp_qlora.py has the layer"
+        return Launch([], [f"{text}, its shards and its gathers"])
+    plain = layout.tp == layout.cp == layout.pp == layout.ep == 1
+    if not plain or layout.shard not in (0, layout.replicas) or layout.offload != "none":
+        return Launch([], [f"02-fsdp/fsdp_finetune.py has FSDP alone: give {FSDP_ALONE}"])
+    remarks = ["it shards as ZeRO-3 does"] * (layout.zero != 3 and layout.gpus > 1)
+    if layout.recompute != "full":
+        remarks.append("it recomputes every layer: fewer bytes, a longer step")
+    if finetune == "lora":
+        remarks.append("its frozen weights are float32, 4 bytes each")
+    data = "--model MODEL_DIR --data pairs.jsonl"
+    batch = f"--global-batch-size {job.global_batch} --micro-batch-size {layout.micro_batch}"
+    adapters = f" --lora-rank {rank}" if finetune == "lora" else ""
+    line = f"{torchrun(layout.gpus, gpus_per_node)} 02-fsdp/fsdp_finetune.py {data}"
+    line += f" --seq-len {job.seq_len} {batch} --precision bf16-mixed{adapters}"
+    return Launch([line], remarks)
