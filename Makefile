@@ -10,8 +10,6 @@ UV := $(shell command -v uv || echo $(BIN)/uv)
 TORCH_BACKEND := $(shell cat $(VENV)/.torch_backend 2>/dev/null)
 # Lightning, Ray and the like, which the guide itself does not need, in an environment of their own.
 FRAMEWORKS := .venv-frameworks
-# Schemas that launch files for clusters are checked by.
-LAUNCH := .venv-launch
 # Sphinx and what it vendors, for the guide as a site.
 SITE := .venv-site
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
@@ -22,7 +20,7 @@ BENCH := runs/bench-$(shell date +%Y%m%d-%H%M%S)
 # Some containers set it: then each process compiles PyTorch's sources anew, 2 to 5 s of CPU.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart labs bench frameworks launch-files site test \
+.PHONY: help quickstart labs bench frameworks site test \
   gpu-ready test-all lint install
 
 help:
@@ -30,7 +28,6 @@ help:
 	@echo "make labs         install what labs/ needs, without CUDA, and say what this machine lacks"
 	@echo "make bench        compare eight strategies on 2 processes: 2 or 3 minutes on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
-	@echo "make launch-files check launch files for Kubernetes and SkyPilot, without a cluster"
 	@echo "make site         build the guide for a browser, page beside code: runs/site/index.html"
 	@echo "make test         install, lint, run the quick tests: about 5 minutes on 2 cores"
 	@echo "make gpu-ready    of these tests those that hold what a GPU would do, on a machine without one"
@@ -93,17 +90,6 @@ $(FRAMEWORKS)/.installed: $(STAMP)
 	  || $(FRAMEWORKS)/bin/python -m pip install --editable '.[frameworks]'
 	@touch $@
 
-launch-files: $(LAUNCH)/.installed
-	$(LAUNCH)/bin/python 01-ddp-basics/launch_files/validate.py 01-ddp-basics/launch_files/*.yaml
-
-$(LAUNCH)/.installed: $(STAMP) 01-ddp-basics/launch_files/requirements.txt
-	@echo "Installing what checks launch files into $(LAUNCH)."
-	test -x $(LAUNCH)/bin/python || $(BIN)/python -m venv $(LAUNCH)
-	$(UV) pip install --python $(LAUNCH)/bin/python \
-	  --requirement 01-ddp-basics/launch_files/requirements.txt \
-	  || $(LAUNCH)/bin/python -m pip install --requirement 01-ddp-basics/launch_files/requirements.txt
-	@touch $@
-
 site: $(SITE)/.installed
 	$(SITE)/bin/python site/build.py
 
@@ -122,7 +108,7 @@ test: lint
 gpu-ready: $(STAMP)
 	$(PYTEST) -m gpu_ready
 
-test-all: lint $(FRAMEWORKS)/.installed $(LAUNCH)/.installed $(SITE)/.installed
+test-all: lint $(FRAMEWORKS)/.installed $(SITE)/.installed
 	$(BIN)/python tests/run_all.py
 
 lint: $(STAMP)

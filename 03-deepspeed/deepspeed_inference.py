@@ -23,8 +23,9 @@ import io
 import torch
 import torch.distributed as dist
 
-from deepspeed_parts import autotp, setup
-from deepspeed_parts.autotp import DTYPES
+from deepspeed_parts import deepspeed_inference as part
+from deepspeed_parts import setup
+from deepspeed_parts.deepspeed_inference import DTYPES
 from dist_common import cli, data, measure, runtime
 from dist_common.lab import traffic
 from dist_common.models import PRESETS
@@ -90,10 +91,10 @@ def how_cut(skeleton, engine):
     for name, weight in skeleton.named_parameters(remove_duplicate=False):
         if ".layers." in name and ".layers.0." not in name:
             continue
-        whole, part = weight.shape, parts[name].shape
-        by = "outputs" if whole[1:] == part[1:] else "inputs, then all-reduce"
-        by = "-" if whole == part else by
-        rows.append((name, by, *(" x ".join(map(str, shape)) for shape in (whole, part))))
+        whole, local = weight.shape, parts[name].shape
+        by = "outputs" if whole[1:] == local[1:] else "inputs, then all-reduce"
+        by = "-" if whole == local else by
+        rows.append((name, by, *(" x ".join(map(str, shape)) for shape in (whole, local))))
     return rows
 
 
@@ -149,12 +150,12 @@ def main():
         dtype = DTYPES[args.precision]
         new = args.max_new_tokens
         setup.prepare(device)
-        autotp.import_transformers()
-        what, config, skeleton = autotp.examine(args, world, ranks)
-        tokenizer = autotp.tokenizer_of(args)
+        part.import_transformers()
+        what, config, skeleton = part.examine(args, world, ranks)
+        tokenizer = part.tokenizer_of(args)
         prompt = prompts_of(args, config, tokenizer).to(device)
         B, T = prompt.shape
-        model = autotp.load(args, config, dtype)
+        model = part.load(args, config, dtype)
         report.start(
             f"{what}: {skeleton.num_parameters():,} weights, {args.precision}",
             f"{B} prompt(s) of {T} tokens, {new} new ones each",
@@ -164,9 +165,9 @@ def main():
         report.table(how_cut(skeleton, engine), ("weight", "cut by", "whole", "rank 0"), names=2)
         tokens, right, cache, counter, pairs = take_turns(engine, plain, prompt, new, device)
 
-        autotp.check_parts(report, skeleton, config, prompt, engine, cache, counter)
-        autotp.check_answers(report, engine, plain, tokens, right)
-        autotp.print_speeds(report, pairs, B, new)
+        part.check_parts(report, skeleton, config, prompt, engine, cache, counter)
+        part.check_answers(report, engine, plain, tokens, right)
+        part.print_speeds(report, pairs, B, new)
         report.say(f"{text_of(prompt[0, -64:].tolist(), tokenizer)} goes on")
         report.say(text_of(tokens[0, T:].tolist(), tokenizer))
         return report.finish(f"{B * new} tokens generated")

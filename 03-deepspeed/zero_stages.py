@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from deepspeed_parts import setup
 from deepspeed_parts import zero_stages as part
-from deepspeed_parts.plain_engines import OneProcess, shard_with_fsdp
 from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
+from deepspeed_parts.zero_stages import OneProcess, shard_with_fsdp
 from dist_common import cli, data, models, runtime
 from dist_common.lab import traffic
 from dist_common.report import Report

@@ -150,12 +150,12 @@ def without_keys(*names):
 
 def leave_the_root_whole(script):
     """FSDP2's default: embedding, norm and head are gathered once instead of twice."""
-    shard = sys.modules["deepspeed_parts.plain_engines"].fully_shard
+    shard = sys.modules["deepspeed_parts.zero_stages"].fully_shard
 
     def broken(module, reshard_after_forward, **options):
         return shard(module, **options)
 
-    sys.modules["deepspeed_parts.plain_engines"].fully_shard = broken
+    sys.modules["deepspeed_parts.zero_stages"].fully_shard = broken
 
 
 SENT = [f"{precision}: bytes sent" for precision in ("32-true", "bf16-mixed")]

@@ -1,4 +1,4 @@
-"""What zero_stages.py checks: bytes held and sent, by the ZeRO paper and as they were counted."""
+"""What zero_stages.py checks: bytes held and sent; and the plain PyTorch it compares with."""
 
 from collections.abc import Sequence
 from itertools import accumulate as sums
@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dist_common.lab.proofs import same_losses
 from dist_common.models import Transformer, TransformerConfig
@@ -139,3 +141,37 @@ def print_table(report: Report, rows: dict[str, Row]) -> None:
         cells.append((name, *(f"{number:.2f}" for number in numbers)))
     report.say("bytes per weight and rank: held in bf16, sent in a step")
     report.table(cells, ("", *KINDS, "all", "by formula", "sent, bf16", "sent, float32"))
+
+
+# Plain PyTorch behind the three calls of a DeepSpeed engine: one process, and FSDP.
+
+
+class OneProcess:
+    """A plain model and AdamW; `step` updates after every `accumulate`-th micro-batch."""
+
+    def __init__(self, model: nn.Module, lr: float, accumulate: int) -> None:
+        self.model, self.accumulate, self.calls = model, accumulate, 0
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.1)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        (loss / self.accumulate).backward()
+
+    def step(self) -> None:
+        self.calls += 1
+        if self.calls % self.accumulate == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def shard_with_fsdp(model: nn.Module, lr: float, accumulate: int, bf16: bool) -> OneProcess:
+    """Shard a Transformer fully: float32 weights, cast where they are used, reduced in float32."""
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for module in (*model.blocks, model):
+        # The root too, which would otherwise stay whole from forward to backward.
+        fully_shard(module, mp_policy=policy, reshard_after_forward=True)
+    return OneProcess(model, lr, accumulate)
