@@ -18,6 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import REPO, load_script, results_of, run_command
+from dist_common.costs.hardware import GPUS
+from dist_common.costs.memory import memory_limit
+from dist_common.costs.models import MODELS
 from page_reader import PAGES, read
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
@@ -26,9 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_common import checkpoint, data, hf, job, measure, models, report, runtime
-from dist_common.costs.hardware import GPUS
-from dist_common.costs.memory import memory_limit
-from dist_common.costs.models import MODELS
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
