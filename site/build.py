@@ -131,9 +131,6 @@ MOVABLE = {
     "images/pipeline_schedules.png": "pipeline.stages=4&pipeline.micro_batches=8",
     "images/collectives.png": "collectives.ranks=3",
     "images/messages.png": "ring.ranks=4",
-    "images/combining.png": (
-        "plan.model=llama3-405b&plan.gpus=16384&plan.seq_len=8192&plan.global_batch=2048"
-    ),
 }
 
 

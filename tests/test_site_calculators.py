@@ -209,7 +209,7 @@ def shown(page, result: str, script: str = ROWS):
 
 # The planner: its Python runs in the page.
 
-PLANNER = "05-advanced/combining.py"
+PLANNER = "planner/plan.py"
 CONFIG = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 4096, "head_dim": 128,
           "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,
           "num_key_value_heads": 8}  # fmt: skip
@@ -337,7 +337,7 @@ def test_the_page_refuses_in_the_tools_own_line(calculators, tmp_path, plan):
     state = REFUSED[plan]
     page = calculators({f"plan.{name}": value for name, value in state.items()})
     ended = from_shell([*planned(page), "--json"], tmp_path, state.get("config"))
-    assert ended.returncode == 2 and ended.stderr.startswith("combining.py: error: ")
+    assert ended.returncode == 2 and ended.stderr.startswith("plan.py: error: ")
     assert page.text_content("#plan-result .calc-error") == ended.stderr.strip()
     assert page.text_content("#layouts-result") == ""
 
@@ -348,8 +348,8 @@ def test_another_python_in_the_page_is_seen(built, in_browser, tab, tmp_path, mo
     """A copy of the page with one byte fewer for each weight's state."""
     changed = in_browser.guide()
     before, after = "optimizer_bytes: int = 12", "optimizer_bytes: int = 11"
-    assert before in changed["dist_common/costs/job.py"]
-    changed["dist_common/costs/job.py"] = changed["dist_common/costs/job.py"].replace(before, after)
+    assert before in changed["planner/job.py"]
+    changed["planner/job.py"] = changed["planner/job.py"].replace(before, after)
     monkeypatch.setattr(in_browser, "guide", lambda: changed)
     shutil.copytree(built / "_static", tmp_path / "_static")
     shutil.copy(built / "calculators.html", tmp_path)
