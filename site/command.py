@@ -2,12 +2,10 @@
 
 import contextlib
 import io
-import os
 import runpy
 import sys
 
-sys.path[:0] = ["05-advanced", "."]
-os._exit = sys.exit  # how a script ends (dist_common/cli.py)
+sys.path[:0] = ["."]
 
 
 def run(script: str, argv: list[str]) -> tuple[int, str, str]:

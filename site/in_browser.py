@@ -14,14 +14,7 @@ import tabulate
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 PYODIDE = HERE / "node_modules" / "pyodide"
-TOOL = (
-    "05-advanced/combining.py",
-    "05-advanced/advanced_parts/__init__.py",
-    "05-advanced/advanced_parts/plan*.py",
-    "dist_common/__init__.py",
-    "dist_common/cli.py",
-    "dist_common/costs/*.py",
-)
+TOOL = ("planner/*.py",)
 
 
 def packed(content: bytes) -> str:
@@ -30,7 +23,7 @@ def packed(content: bytes) -> str:
 
 
 def guide() -> dict[str, str]:
-    """Return the files of `combining.py plan` and `predict`: what runs a command, and tabulate."""
+    """Return the planner's files, what runs a command, and tabulate."""
     found = sorted(file for pattern in TOOL for file in REPOSITORY.glob(pattern))
     files = {str(file.relative_to(REPOSITORY)): file for file in found}
     files |= {"command.py": HERE / "command.py", "tabulate.py": Path(tabulate.__file__)}

@@ -1,10 +1,6 @@
-"""What tests of module 05 share: a small run of tensor parallelism, a question to the planner."""
+"""What tests of module 05 share: a small run of tensor parallelism."""
 
 from conftest import results_of
-
-from advanced_parts import planner
-
-COMBINING = "05-advanced/combining.py"
 
 SMALL = ("--num-layers", 1, "--seq-len", 32, "--batch-size", 2, "--max-steps", 2)
 L, D, TOKENS = 1, 128, 64  # of SMALL
@@ -29,10 +25,3 @@ def counted(content, name):
     start = f"{name}, a step: "
     own = {key.removeprefix(start): found[key] for key in found if key.startswith(start)}
     return own, own.pop("bytes sent")
-
-
-def ask(capsys, monkeypatch, *argv) -> str:
-    """Return what the verb prints; without a new process."""
-    monkeypatch.setattr("sys.argv", [COMBINING, *map(str, argv)])
-    assert planner.main() == 0
-    return capsys.readouterr().out

@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from advanced_parts import hybrid_parallelism as part
 from advanced_parts.kept_bytes import LiveBytes, as_on_a_gpu, storages
 from dist_common import cli, float8, models
-from dist_common.costs import memory
-from dist_common.costs.job import Job, Layout
-from dist_common.costs.models import layer_parameters, of_config
 from dist_common.job import Step
+from planner import memory
+from planner.job import Job, Layout
+from planner.models import of_config
 
 HYBRID = "05-advanced/hybrid_parallelism.py"
 DDP = "01-ddp-basics/ddp_training.py"
@@ -133,14 +133,6 @@ def test_every_layout_gives_the_gradient_of_one_process(train, tmp_path, world_s
     axes = ("tp", "cp", "pp", "dp", "ep", "dp/ep")
     compared = {axis for axis in axes if f"along {axis} " in names}
     assert compared == set(sends.split())
-    counted, planned = (content["metrics"].get(f"{x}bytes_per_axis") for x in ("", "planned_"))
-    assert counted
-    unplanned = "bf16" not in layout or any(word in layout for word in ("zbv", "float8"))
-    assert unplanned == (planned is None)
-    # The template pads rows, its recomputation ends early (tp), and a router's tokens are uneven.
-    room = {"tp": 0.07, "ep": 0.1}
-    for axis in compared if planned else ():
-        assert planned[axis] == pytest.approx(counted[axis], rel=room.get(axis, 0.03)), axis
 
 
 def choose_the_first_experts(_):
@@ -192,10 +184,6 @@ def test_more_stages_give_the_gradient_of_one_process(train, tmp_path, ranks, la
         models.PRESETS["tiny"] = replace(models.PRESETS["tiny"], num_layers=layers)
 
     train(flags, "--output-dir", tmp_path / "run", world_size=ranks, change=deepen)
-    if "bf16" in flags:
-        metrics = results_of(tmp_path / "run")["metrics"]
-        planned = metrics["planned_bytes_per_axis"]["pp"]
-        assert planned == pytest.approx(metrics["bytes_per_axis"]["pp"], rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -609,7 +597,7 @@ def bytes_alive():
         ),
     ],
 )
-def test_gradients_are_added_up_in_the_form_that_the_planner_says(train, kind, precision):
+def test_gradients_are_added_up_whole_or_in_parts(train, kind, precision):
     """Between two micro-batches, on each of 2 ranks: `full` in parts, the others whole."""
 
     def change(script):
@@ -628,16 +616,16 @@ def test_gradients_are_added_up_in_the_form_that_the_planner_says(train, kind, p
                 grown.append(sums[0] - before[-1])
             if len(grown) == 3:  # a step may begin while something of the one before is alive
                 config = models.PRESETS["tiny"]
-                plan = Job(of_config(config), 32, 8, stack="hybrid_parallelism")
-                zero = {"replicate": 0, "grad-op": 2, "full": 3}[kind]
-                planned = memory.memory_of(plan, Layout(dp=2, zero=zero, micro_batch=2))
-                block = 4 * layer_parameters(plan.model)
-                expected, room = planned["gradients"], 0.02 * planned["gradients"]
+                weights = config.num_parameters()
+                gradients = 4 * weights / (2 if kind == "full" else 1)
                 if kind == "full":  # room for a block whole: here the last sums' buffers, if any
+                    smaller = replace(config, num_layers=config.num_layers - 1)
+                    block = 4 * (weights - smaller.num_parameters())
                     tables = 4 * (config.vocab_size + 1) * config.dim
-                    expected, room = expected + block / 2, (block + tables) / 2
+                    expected, room = gradients + block / 2, (block + tables) / 2
                 else:
-                    expected += planned["parameters"] * (1 if precision == "bf16-mixed" else 2)
+                    copy = weights * (2 if precision == "bf16-mixed" else 4)
+                    expected, room = gradients + copy, 0.02 * gradients
                 assert pytest.approx(expected, abs=room) in grown
             return result
 

@@ -44,7 +44,7 @@ def test_it_prints_the_command(arguments, parts):
     ("arguments", "says"),
     [
         ("somewhere", "the first argument must be local, multi-node or slurm"),
-        ("local combining.py", "combining.py is none of across_nodes.py"),
+        ("local other.py", "other.py is none of across_nodes.py"),
         ("multi-node --nnodes 2", "multi-node needs --rdzv-endpoint HOST:PORT"),
         ("slurm --nnodes 2", "slurm needs --nproc-per-node"),
     ],

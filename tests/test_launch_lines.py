@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_common import checkpoint, data, hf, job, measure, models, report, runtime
-from dist_common.costs.hardware import GPUS
-from dist_common.costs.memory import memory_limit
-from dist_common.costs.models import MODELS
+from planner.hardware import GPUS
+from planner.memory import memory_limit
+from planner.models import MODELS
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -87,7 +87,7 @@ def lines_of(text):
         gpus = re.findall(r"GPUs? of (\d+) GB", text[max(0, found.start() - 600) : found.start()])
         flags = re.sub(r" --resume\b| --(?:output-dir|export) \S+", "", found[2])
         room = int(gpus[-1]) if gpus else GPU_GB
-        if planned := re.findall(r"combining.py plan --model (\S+)", text[: found.start()]):
+        if planned := re.findall(r"plan.py plan --model (\S+)", text[: found.start()]):
             flags = flags.replace("MODEL_DIR", planned[-1])
             room = room if gpus else PLANNED_GB
         line = Line(found[1], ranks, shlex.split(flags), room)

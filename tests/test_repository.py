@@ -14,7 +14,7 @@ from conftest import REPO
 from page_reader import PAGES, PARTS, TRACKED, commands, lessons_in_order, read
 
 # Folders beside the lessons.
-DATA = {"anchors", "images", "configs", "failures", "frameworks", "launch_files", "recorded"}
+DATA = {"images", "configs", "failures", "frameworks", "launch_files", "recorded"}
 # The ladder, in plain PyTorch: test_ladder.py holds it. The first two have no page of their name.
 FIRST_STEPS = {
     "hello_ranks", "single_process", "hello_collectives", "ddp_minimal", "fsdp_minimal",

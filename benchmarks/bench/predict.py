@@ -20,11 +20,10 @@ from bench.analysis import Analysis, Row
 from bench.answer import STATE
 from bench.store import OK
 from bench.strategies import FLOAT, REFERENCE, REPOSITORY
-from dist_common.costs.hardware import find_gpu
-from dist_common.costs.memory import GIB
+from dist_common.measure import GIB
 
 KEPT = "predictions.json"
-MEMORY, PLANNER = "02-fsdp/fsdp_memory.py", "05-advanced/combining.py"
+MEMORY, PLANNER = "02-fsdp/fsdp_memory.py", "planner/plan.py"
 DDP, FSDP = "01-ddp-basics/ddp_training.py", "02-fsdp/fsdp_transformer.py"
 HYBRID = "05-advanced/hybrid_parallelism.py"
 PLANNED_PRECISION = "bf16-mixed"
@@ -165,24 +164,16 @@ def of_planner(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
     words += ["--tp", flags.tp, "--pp", flags.pp, "--dp", ranks // (flags.tp * flags.pp)]
     words += ["--zero", zero, "--recompute", flags.activation_checkpointing]
     words += ["--interleave", 2] * (flags.schedule == "interleaved")
-    words += ["--gpu", gpu] * known(gpu)
     job = ("seq_len", "global_batch_size", "micro_batch_size")
     words += [word for name in job for word in (f"--{name.replace('_', '-')}", point[name])]
-    plan = run(PLANNER, ["predict", "--json", *words])
+    on_gpu = run(PLANNER, ["predict", "--json", *words, "--gpu", gpu]) if gpu else {}
+    plan = on_gpu or run(PLANNER, ["predict", "--json", *words])  # it may not know this GPU
     found = {"sent": sum(axis["step_bytes"] for axis in plan.get("axes", {}).values())}
-    if plan and point["precision"] == PLANNED_PRECISION and known(gpu):
+    if on_gpu and point["precision"] == PLANNED_PRECISION:
         if script == HYBRID and flags.schedule != "gpipe":  # which keeps all micro-batches
             found["peak"] = plan["memory_bytes"]["total"] / GIB
         found["step"] = plan["step_time_s"] * 1e3
     return found
-
-
-def known(gpu: str) -> bool:
-    """Say whether the costs have a data sheet of a GPU, by the name that its driver gives."""
-    try:
-        return bool(gpu and find_gpu(gpu))
-    except ValueError:
-        return False
 
 
 def run(script: str, words: Sequence[Any]) -> dict[str, Any]:

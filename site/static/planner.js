@@ -1,10 +1,10 @@
-// Python in the browser: the guide's own 05-advanced/combining.py, run by Pyodide in a Worker.
+// Python in the browser: the guide's own planner/plan.py, run by Pyodide in a Worker.
 // All files come as text in python.js (site/in_browser.py), which is loaded when first needed.
 // The page plan_in_browser.md has a form for its arguments and a place for what it prints.
 (() => {
 "use strict";
 
-const SCRIPT = "05-advanced/combining.py";
+const SCRIPT = "planner/plan.py";
 
 async function unpacked(text) {
   const bytes = Uint8Array.from(atob(text), (each) => each.charCodeAt(0));

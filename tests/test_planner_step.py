@@ -1,33 +1,22 @@
-"""dist_common/costs: GPUs, collectives and steps. Formulas by hand, directions, no torch."""
+"""GPUs, collectives and steps: formulas by hand, and what more of something adds."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
 import pipeline_schedules
-from dist_common.costs import collectives, compute, memory, models, rates, step
-from dist_common.costs.axes import axes_of
-from dist_common.costs.hardware import GPUS, Cluster, find_gpu
-from dist_common.costs.job import Job, Layout
-from dist_common.costs.models import MODELS
-from dist_common.costs.stages import stages_of
-from dist_common.costs.step import predict
+from planner import collectives, memory, models, rates, step
+from planner.axes import axes_of
+from planner.hardware import GPUS, Cluster, find_gpu
+from planner.job import Job, Layout
+from planner.models import MODELS
+from planner.step import predict
 
 H100 = Cluster(GPUS["h100"])
 A100 = Cluster(GPUS["a100"], network_gb_s=25.0)
 JOB = Job(MODELS["llama3-8b"], 8192, 64)
 FSDP = Layout(dp=8, zero=3, recompute="full")
-
-
-def test_nothing_of_the_costs_imports_torch():
-    code = (
-        "import sys; import dist_common.costs.step, dist_common.costs.memory;"
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -96,24 +85,6 @@ def test_a_small_message_takes_its_start_and_one_rank_nothing():
     assert collectives.seconds_of("all_reduce", 1e9, 1, A100) == 0
 
 
-def test_a_product_is_never_faster_than_its_peak_or_its_memory():
-    r = rates.RATES
-    for m, n, k in ((8192, 14336, 4096), (64, 4096, 4096), (1, 4096, 4096)):
-        found = compute.product_seconds(m, n, k, JOB, H100, r)
-        assert found >= 2 * m * n * k / 989.4e12
-        assert found >= 2 * (m * n + n * k + m * k) / 3350e9
-    long = compute.product_seconds(8192, 8192, 8192, JOB, H100, r)
-    short = compute.product_seconds(8192, 8192, 1024, JOB, H100, r)
-    assert 1 / 8 < short / long < 1 / 4  # an eighth of the work, at a lower rate
-
-
-def test_the_flops_of_a_step_are_those_of_palm():
-    model = JOB.model
-    weights = 6.98e9 + 128_256 * 4096  # layers, and the table of logits
-    per_token = 6 * weights + 12 * model.layers * 4096 * 8192
-    assert compute.model_flops(JOB) == pytest.approx(per_token * 64 * 8192, rel=2e-3)
-
-
 def parts(layout: Layout, job: Job = JOB, cluster: Cluster = H100) -> dict[str, float]:
     return predict(job, layout, cluster).step
 
@@ -145,8 +116,6 @@ def test_fsdp_with_a_pipeline_gathers_once_a_step():
     once = parts(layout)["dp"]
     assert once == parts(replace(layout, zero=2))["dp"] > 0
     assert parts(layout, other)["dp"] > 2 * once
-    each = [stages_of(job, layout, H100)[0].gathers_each for job in (JOB, other)]
-    assert each == [False, True]
 
 
 def test_one_gpu_sends_nothing():
@@ -176,55 +145,6 @@ def test_keys_and_values_go_around_a_ring():
     found = parts(Layout(cp=16), replace(JOB, global_batch=1), slow)["cp"]
     expected = hops * hop / (0.01e9 * rates.RATES["network.rate"])
     assert found == pytest.approx(expected, rel=0.02)
-
-
-def test_experts_send_tokens_and_compute_those_of_top_k():
-    job = replace(JOB, model=MODELS["mixtral-8x7b"])
-    apart = parts(Layout(dp=8, ep=8, zero=1), job)
-    assert apart["ep"] > 0
-    alone = parts(Layout(dp=8, ep=1, zero=1), job)
-    assert alone["ep"] == 0
-    dense = replace(job.model, experts=0, top_k=0, ffn=2 * job.model.ffn)
-    same = parts(Layout(dp=8, zero=1), replace(job, model=dense))
-    assert alone["compute"] == pytest.approx(same["compute"], rel=0.25)
-
-
-def test_frozen_weights_get_no_gradients():
-    short = replace(JOB, seq_len=2048)
-    full = parts(Layout(dp=8, zero=1, micro_batch=4), short)
-    frozen = parts(Layout(dp=8, zero=1, micro_batch=4), replace(short, frozen=True))
-    assert 0.65 < frozen["compute"] / full["compute"] < 0.8  # two of three products
-    assert frozen["dp"] == frozen["optimizer"] == 0 < full["dp"]
-
-
-def test_small_layers_wait_for_launches():
-    small = replace(JOB, model=MODELS["gpt2-124m"], seq_len=128, global_batch=8)
-    assert parts(Layout(dp=8), small)["other"] > parts(Layout(dp=8), small)["compute"]
-    assert parts(Layout(dp=8))["other"] < 0.05 * parts(Layout(dp=8))["compute"]
-
-
-def test_more_of_a_machine_is_never_slower():
-    job = replace(JOB, global_batch=64)
-    layout = Layout(tp=2, pp=2, dp=2, zero=1)
-    now = sum(parts(layout, job).values())
-    assert sum(parts(layout, job, step.slower(H100, matrix=0.8)).values()) > now
-    assert sum(parts(layout, job, step.slower(H100, network=0.8)).values()) > now
-    faster = Cluster(replace(GPUS["h100"], hbm_gb_s=6700))
-    assert sum(parts(layout, job, faster).values()) < now
-
-
-def test_a_choice_survives_or_says_what_replaces_it():
-    """A layout that sends much gives way where links are slower, not where matrices are."""
-    wide, deep = Layout(tp=8), Layout(pp=8)
-    machines = []
-
-    def choose(job, cluster):
-        machines.append(cluster)
-        return deep if cluster.network_scale < 1 else wide
-
-    found = step.survives(JOB, wide, H100, choose)
-    assert found == {"links -20%": deep, "matrix units -20%": None, "both -20%": deep}
-    assert [machine.matrix_scale for machine in machines] == [1.0, 0.8, 0.8]
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -292,12 +212,3 @@ def test_axes_add_up_to_the_step_and_send_what_the_papers_say():
     whole = models.parameters(LLAMA.model)
     assert fsdp["dp"].step_bytes == pytest.approx(32 * 63 / 64 * 8 * whole)
     assert fsdp["cp"].beside > fsdp["cp"].seconds > fsdp["cp"].exposed > 0
-
-
-def test_the_innermost_axis_gets_the_nodes_links():
-    moved = replace(SPLIT, order=("dp", "tp", "cp", "pp"))
-    axes, other = axes_of(LLAMA, SPLIT, H100), axes_of(LLAMA, moved, H100)
-    assert (other["tp"].cards, other["dp"].cards) == (2, 0)
-    assert other["tp"].exposed > 3 * axes["tp"].exposed
-    assert other["dp"].seconds < axes["dp"].seconds / 5
-    assert other["tp"].step_bytes == axes["tp"].step_bytes

@@ -1,20 +1,13 @@
-"""benchmarks/validate.py: targets reached, a band for each term of the model, files in and out."""
+"""planner/validate.py: targets reached, a band for each term of the model, files in and out."""
 
 import csv
 import sys
 from dataclasses import replace
 
 import pytest
-from conftest import REPO, load_script
 
-from dist_common import cli
-from dist_common.costs import compute, step
-from dist_common.costs.rates import RANGES, RATES
-
-sys.path.append(str(REPO / "benchmarks"))
-from bench import calibrate, errors, names, published, validate_show
-
-validate = load_script("benchmarks/validate.py")
+from planner import calibrate, cli, compute, errors, published, step, validate
+from planner.rates import RANGES, RATES
 
 
 @pytest.fixture(scope="module")
@@ -136,15 +129,6 @@ def test_a_bubble_that_is_forgotten_leaves_a_band(rows, transfers, monkeypatch):
     assert "pipeline" in outside(rows, transfers)
 
 
-def test_twice_the_micro_batches_halve_the_bubble_of_llama_3(rows):
-    """430 TFLOP/s on 8,192 GPUs, which no row has, and 400 on 16,384 (table 4)."""
-    (row,) = [row for row in rows if row.id == "R0297-5206c2"]
-    layouts = [replace(row.layout, dp=dp) for dp in (64, 128)]
-    half, whole = (step.predict(row.job, layout, row.cluster) for layout in layouts)
-    ratio = half.model_tflops_per_gpu / whole.model_tflops_per_gpu
-    assert ratio == pytest.approx(430 / 400, abs=0.02)
-
-
 def test_links_that_are_slower_leave_a_band_of_collectives(rows, monkeypatch):
     monkeypatch.setitem(RATES, "link.ring", RATES["link.ring"] * 0.8)
     assert "vtrain-a100-8" in outside(rows, validate.compare_collectives())
@@ -158,14 +142,6 @@ def test_the_halves_are_of_each_source_and_no_row_is_in_both():
         fitted = sum(each.fitted for each in own)
         assert abs(2 * fitted - len(own)) <= 1
     assert half == published.calibration_half(every[::-1])
-
-
-def test_the_table_holds_what_the_fit_of_the_links_gives():
-    """The fit of steps takes half a minute: `make test-all` repeats that one."""
-    found = calibrate.fit_links(dict(calibrate.table.PRIORS))
-    for name in RANGES:
-        if name.startswith(calibrate.LINKS):
-            assert RATES[name] == pytest.approx(found[name], rel=0.01), name
 
 
 @pytest.mark.full
@@ -258,57 +234,6 @@ def test_a_row_may_be_spelled_otherwise(case, tmp_path, monkeypatch):
     assert {**one, "id": ""} == {**other, "id": ""} and one["step_time_s"]
 
 
-def test_a_mixture_is_one_although_its_row_has_a_shape():
-    """No column has experts; and 671B is not the templates' 1B."""
-    row = dict(zip(HEADER.split(","), RUN.split(","), strict=True)) | {"model": "Mixtral 8x7B"}
-    sizes = {"layers": "32", "hidden": "4096", "heads": "32", "kv_heads": "8", "ffn": "14336"}
-    named, shaped = (published.read_row(row | more) for more in ({}, sizes))
-    assert shaped.job.model == named.job.model and named.job.model.experts == 8
-    told = published.read_row(row | {"notes": "EP=4", "n_gpus": "64"})
-    assert told.layout.ep == 4
-    assert names.known_model("some 671B") is None
-    assert names.known_model("Qwen3 MoE 30B").top_k == 8
-
-
-def test_frozen_weights_have_no_gradients_and_no_optimizer():
-    """70B in 16 bits on 8 GPUs: 17.6 GB; with its states it would be 141."""
-    row = dict(zip(HEADER.split(","), RUN.split(","), strict=True)) | {"global_batch": "64"}
-    row |= {"seq": "512", "model": "llama3-70b LoRA"}
-    for sharding in ("fsdp_zero3", "fsdp_zero2"):
-        full, lora = (row | {"sharding": sharding, "model": name}
-                      for name in ("llama3-70b", row["model"]))  # fmt: skip
-        found = [float(validate.predict_row(each)["memory_bytes_total"]) for each in (full, lora)]
-        assert found[0] - found[1] > 100e9
-    assert 17.6e9 < float(validate.predict_row(row)["memory_bytes_total"]) < 40e9
-
-
-def test_gpus_that_the_planner_does_not_offer_have_their_own_data_sheet():
-    for name, like, tflops in (
-        ("A800", "A100", 1),
-        ("H20", "H100", 0.15),
-        ("TPU v5e", "v5p", 0.43),
-    ):
-        own, base = names.known_gpu(name), names.known_gpu(like)
-        assert own.tflops["bf16"] / base.tflops["bf16"] == pytest.approx(tflops, abs=0.01)
-        assert own.family == base.family and own != base
-    assert names.known_gpu("H200") == names.known_gpu("h200")
-
-
-def test_an_unknown_gpu_with_its_peak_is_read_by_the_nearest(tmp_path, monkeypatch):
-    header = HEADER + ",peak_tflops,gpu_mem_gib"
-    lines = [RUN + ",989.4,80", RUN.replace("NVIDIA H100 80GB HBM3", "Z9") + ",989.4,80"]
-    lines += [RUN.replace("NVIDIA H100 80GB HBM3", "Z9") + ",1100,80"]
-    found = predict_file(tmp_path, "rows", "\n".join([header, *lines]) + "\n", monkeypatch)
-    known, alike, faster = (float(line["step_time_s"]) for line in found)
-    assert alike == known and faster < 0.97 * known
-
-
-def test_a_tray_of_four_is_no_end_of_nvlink():
-    row = dict(zip(HEADER.split(","), RUN.split(","), strict=True))
-    row |= {"gpu": "GB200", "gpus_per_node": "4"}
-    assert published.read_row(row).cluster.gpus_per_node == 72
-
-
 def test_rows_added_later_are_read_and_teach_nothing():
     added = validate.compare_added()
     assert len(added) == len(published.read_table(published.ANCHORS / "more_runs.csv")) >= 100
@@ -390,12 +315,3 @@ def test_bad_input_is_told_in_one_line(case, tmp_path, monkeypatch):
     with pytest.raises(cli.UsageError) as raised:
         validate.main()
     assert says in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_the_picture_and_the_tables_are_drawn(rows, transfers, tmp_path):
-    steps = validate.compare_steps(rows)
-    for name in ("one.png", "two.png"):
-        validate_show.draw(tmp_path / name, steps[:9], transfers[:9])
-    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
-    lines = validate_show.source_lines(steps, {})
-    assert {line[0] for line in lines} >= {"SimuMax", "Megatron-Bridge", "vTrain multi"}

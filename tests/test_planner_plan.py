@@ -1,4 +1,4 @@
-"""The planner: combining.py plan and predict. Bad input, launch lines, the search, the words."""
+"""planner/plan.py: bad input, predictions, the search, words, launch lines."""
 
 import argparse
 import json
@@ -8,42 +8,46 @@ import shlex
 from dataclasses import replace
 
 import pytest
-import torch
 from conftest import REPO, load_script, run_command
-from helpers_05 import COMBINING, ask
-from torch.utils.flop_counter import FlopCounterMode
 
-from advanced_parts import plan_explain, plan_finetune, plan_launch, plan_rules, plan_text, planner
-from advanced_parts.kept_bytes import kept_for_backward
-from advanced_parts.plan_search import Found, search
-from dist_common import cli
-from dist_common.costs import memory, models, resnet
-from dist_common.costs.hardware import GPUS, Cluster
-from dist_common.costs.job import RECOMPUTE, Job, Layout, Model, Prediction
-from dist_common.costs.step import predict
+from planner import (
+    cli,
+    memory,
+    models,
+    plan,
+    plan_explain,
+    plan_finetune,
+    plan_launch,
+    plan_rules,
+    plan_text,
+)
+from planner.hardware import GPUS, Cluster
+from planner.job import RECOMPUTE, Job, Layout, Model, Prediction
+from planner.plan_search import Found, search
+from planner.step import predict
 
 H100 = Cluster(GPUS["h100"])
+PLAN = "planner/plan.py"
 SMALL = Model(4, 1024, 16, 8, 2816, 32_000, name="small")
 
 
 @pytest.fixture
 def say(capsys, monkeypatch):
-    return lambda *argv: ask(capsys, monkeypatch, *argv)
+    """Return a function that runs plan.py with some arguments and returns what it prints."""
+
+    def run(*argv) -> str:
+        monkeypatch.setattr("sys.argv", [PLAN, *map(str, argv)])
+        assert plan.main() == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_no_verb_imports_torch():
-    code = (
-        "import runpy, sys; sys.argv = ['combining.py', *sys.argv[1:]]; import os, atexit;"
-        "atexit.register(lambda: print('torch' in sys.modules));"
-        f"runpy.run_path('{COMBINING}', run_name='__main__')"
-    )
-    for argv in (["plan", "--layers", "2", "--hidden", "64", "--heads", "4", "--ffn", "128",
-                  "--vocab", "256", "--gpus", "2"],
-                 ["predict", "--tp", "2", "--explain"]):  # fmt: skip
-        environ = {"PYTHONPATH": f"{REPO / '05-advanced'}:{REPO}"}
-        ended = run_command(["python", "-c", code, *argv], REPO, 60, **environ)
-        assert ended.codes == [0], ended.stderr
-        assert ended.stdout.splitlines()[-1] == "False", "torch was imported"
+def test_the_programs_need_neither_torch_nor_the_guide():
+    others = "{'torch', 'numpy', 'dist_common', 'advanced_parts', 'bench'}"
+    code = f"import sys, planner.plan, planner.validate; print({others} & set(sys.modules))"
+    ended = run_command(["python", "-c", code], REPO, 60, PYTHONPATH=str(REPO))
+    assert ended.stdout.strip() == "set()", ended.stderr
 
 
 # flags
@@ -68,16 +72,6 @@ BAD_INPUT = [
     ("plan", ("--model", "llama2-7b", "--hf-config", "x"), "not allowed with argument --model"),
     ("plan", ("--zero", 4), "--zero: invalid choice"),
     ("plan", ("--order", "tp-dp"), "--order: must name tp, cp, dp, pp once each, not 'tp-dp'"),
-    ("plan", ("--model", "resnet50", "--tp", 2), "--model resnet50 has no --tp: it is planned"),
-    ("plan", ("--model", "resnet50", "--interleave", 2), "resnet50 has no --interleave"),
-    ("plan", ("--model", "resnet50", "--recompute", "full"), "resnet50 has no --recompute"),
-    ("plan", ("--model", "resnet50", "--seq-len", 512), "resnet50 has no --seq-len"),
-    ("plan", ("--model", "resnet50", "--zero", 3), "--zero 3: --model resnet50 is planned with 0"),
-    ("plan", ("--model", "resnet50", "--precision", "fp8"), "--precision fp8: convolutions take"),
-    ("plan", ("--model", "resnet50", "--gpus", 8, "--global-batch", 12), "8 GPUs do not divide"),
-    ("plan", ("--model", "resnet50", "--gpu-memory-gib", 1.2), "no layout fits: micro-batch 1 ho"),
-    ("predict", ("--model", "resnet50", "--dp", 4, "--gpus", 8), "dp 4 must be all of --gpus 8"),
-    ("predict", ("--model", "resnet50", "--micro-batch", 7), "micro-batch 7 does not divide"),
     ("predict", ("--gpus", 8, "--tp", 2, "--dp", 2), "tp 2 x cp 1 x pp 1 x dp 2 = 4 GPUs, but"),
     ("predict", ("--tp", 3), "tp 3 does not divide the 32 heads"),
     ("predict", ("--model", "llama3-8b", "--tp", 16), "tp 16 is more than the 8 GPUs of a node"),
@@ -87,7 +81,6 @@ BAD_INPUT = [
     ("predict", ("--dp", 8, "--global-batch", 12), "dp 8 x micro-batch 1 = 8 does not"),
     ("predict", ("--dp", 8, "--ep", 2), "ep 2 must divide the model's 0 experts and dp x cp"),
     ("predict", ("--pp", 4, "--interleave", 2, "--global-batch", 6), "a multiple of 4 micro"),
-    ("predict", ("--finetune", "lora", "--cheaper"), "--cheaper: adapters leave little to save"),
     ("predict", ("--finetune", "lora", "--tp", 2), "tp 2: --finetune lora is planned with repl"),
     ("plan", ("--finetune", "lora", "--tp", 2, "--gpus", 8), "tp 2: --finetune lora is planned"),
     ("predict", ("--finetune", "lora", "--offload", "all"), "--offload all: --finetune lora is"),
@@ -104,28 +97,17 @@ BAD_INPUT = [
 
 @pytest.mark.parametrize(("verb", "flags", "says"), BAD_INPUT)
 def test_bad_input_is_told_in_one_line(verb, flags, says, monkeypatch):
-    monkeypatch.setattr("sys.argv", [COMBINING, verb, *map(str, flags)])
+    monkeypatch.setattr("sys.argv", [PLAN, verb, *map(str, flags)])
     with pytest.raises(cli.UsageError) as told:
-        planner.main()
+        plan.main()
     assert says in str(told.value) and "\n" not in str(told.value)
 
 
-def test_a_config_that_lacks_fields_is_named_with_them(tmp_path, monkeypatch):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "vocab_size": 256}))
-    monkeypatch.setattr("sys.argv", [COMBINING, "plan", "--hf-config", str(path)])
-    with pytest.raises(cli.UsageError) as told:
-        planner.main()
-    for field in ("num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        assert field in str(told.value)
-    assert "hidden_size" not in str(told.value)
-
-
 def test_a_command_that_fails_says_one_line_and_exits_with_2():
-    ended = run_command(["python", COMBINING, "plan", "--gpu", "voodoo"], REPO, 60,
+    ended = run_command(["python", PLAN, "plan", "--gpu", "voodoo"], REPO, 60,
                         PYTHONPATH=str(REPO))  # fmt: skip
     assert ended.codes == [2] and ended.stdout == ""
-    assert ended.stderr.startswith("combining.py: error: ") and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("plan.py: error: ") and ended.stderr.count("\n") == 1
     assert all(name in ended.stderr for name in GPUS)
 
 
@@ -271,8 +253,8 @@ def test_given_flags_are_kept_by_the_search():
     for only in ({"tp": 4}, {"zero": 1, "recompute": "full"}, {"pp": 2, "micro_batch": 2}):
         found = search(job, H100, 16, only)
         assert found.fitting
-        for plan in found.fitting:
-            assert all(getattr(plan.layout, name) == value for name, value in only.items())
+        for each in found.fitting:
+            assert all(getattr(each.layout, name) == value for name, value in only.items())
 
 
 def test_nothing_but_offload_fits_where_memory_is_short():
@@ -284,25 +266,7 @@ def test_nothing_but_offload_fits_where_memory_is_short():
     assert offloads[80] == {"none"} and offloads[30] and "none" not in offloads[30]
 
 
-@pytest.mark.full
-def test_a_thousand_gpus_are_searched():
-    job = Job(models.MODELS["llama3-70b"], 8192, 1024)
-    found = search(job, H100, 1024)
-    assert len(found.best) >= 5 and all(p.layout.gpus == 1024 for p in found.best)
-
-
 # words
-
-
-def test_the_words_change_with_the_hardware(say):
-    flags = ("plan", "--model", "llama3-8b", "--gpus", 16, "--global-batch", 64)
-    fast, slow = say(*flags), say(*flags, "--network-gb-s", 1)
-    assert fast.splitlines()[4] != slow.splitlines()[4]
-    first = [re.search(r"1 beats 2 .*", text)[0] for text in (fast, slow)]
-    assert first[0] != first[1]
-    for text in (fast, slow):
-        assert re.search(r"-20% of bandwidth: step \+\d+\.\d%, ", text)
-        assert re.search(r"-20% of matrix rate: step \+\d+\.\d%, ", text)
 
 
 def test_a_plan_that_a_slower_network_overturns_says_at_which_rate():
@@ -344,16 +308,6 @@ def test_four_bits_let_a_model_of_70_billion_fit_on_four_small_gpus(say):
         say(*flags, "--finetune", "lora")
 
 
-def test_adapters_need_no_gradients_and_no_moments_of_frozen_weights(say):
-    flags = ("predict", "--model", "llama3-8b", "--dp", 8, "--zero", 3, "--json")
-    found = {kind: json.loads(say(*flags, "--finetune", kind)) for kind in ("full", "lora")}
-    for part in ("gradients", "optimizer"):
-        sizes = [found[kind]["memory_bytes"][part] for kind in ("full", "lora")]
-        assert sizes[1] < sizes[0] / 50
-    compute = [found[kind]["step_s"]["compute"] for kind in ("full", "lora")]
-    assert 0.6 < compute[1] / compute[0] < 0.8, "a third of the products are not computed"
-
-
 def test_adapters_and_unpacking_have_seconds_of_their_own(say):
     flags = ("predict", "--model", "llama3-8b", "--recompute", "full")
     lora, qlora = (
@@ -369,29 +323,6 @@ def test_adapters_and_unpacking_have_seconds_of_their_own(say):
         assert float(shown[part].split()[-2]) == pytest.approx(qlora[part], rel=1e-3), part
     for source in ("Hu et al., 2021, equation 3", "Dettmers et al., 2023, equation 6"):
         assert source in text
-
-
-def test_a_step_of_adapters_has_a_sequence_for_each_gpu(say):
-    flags = ("plan", "--model", "llama3-8b", "--finetune", "qlora", "--gpus", 8)
-    long = json.loads(say(*flags, "--seq-len", 65_536, "--gpu", "b200", "--json"))["plans"][0]
-    assert long["global_batch"] == 8, "262,144 tokens would be four sequences"
-
-
-def test_experts_get_no_adapters_as_the_template_gives_them_none():
-    """transformers keeps experts as one tensor, no linear layer."""
-    from transformers import MixtralConfig, MixtralForCausalLM  # seconds that the others save
-
-    config = MixtralConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, vocab_size=32,
-    )  # fmt: skip
-    with torch.device("meta"):
-        decoder = MixtralForCausalLM(config).get_decoder()
-    linear = {n.split(".")[-1] for n, m in decoder.named_modules() if type(m) is torch.nn.Linear}
-    assert linear == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    targets = plan_finetune.targets_of(models.MODELS["mixtral-8x7b"])
-    assert targets == ("query", "key", "value", "projection")
-    assert plan_finetune.targets_of(SMALL) == (*targets, "mlp")
 
 
 def test_a_launch_line_of_adapters_fits_the_template_or_is_left_out(say):
@@ -410,65 +341,6 @@ def test_a_launch_line_of_adapters_fits_the_template_or_is_left_out(say):
 
 
 # ResNet-50
-
-
-def test_resnet50_has_the_weights_flops_and_kept_bytes_of_torchvision():
-    import torchvision  # two seconds that the other tests save
-
-    with torch.device("meta"):
-        model = torchvision.models.resnet50().to(torch.bfloat16)
-        batches = [torch.empty(size, 3, 224, 224, dtype=torch.bfloat16) for size in (1, 2)]
-    assert sum(weight.numel() for weight in model.parameters()) == resnet.parameters()
-    sizes = []
-    for batch in batches:  # what two images keep beyond one: statistics of channels cancel
-        with FlopCounterMode(display=False) as flops, kept_for_backward(model) as kept:
-            model(batch)
-        sizes.append(sum(kept.values()))
-    assert flops.get_total_flops() == 2 * resnet.forward_flops()
-    assert sizes[1] - sizes[0] == resnet.kept_bytes()
-
-
-def test_resnet50_is_planned_in_images_and_zero_1_cuts_momentum_alone(say):
-    flags = ("--model", "resnet50", "--gpu", "a100", "--gpus", 8, "--json")
-    plans = json.loads(say("plan", *flags))["plans"]
-    assert [plan["step_time_s"] for plan in plans] == sorted(plan["step_time_s"] for plan in plans)
-    assert plans[0]["layout"]["micro_batch"] == 256 and plans[0]["global_batch"] == 2048
-    assert plans[0]["images_per_s_per_gpu"] * plans[0]["step_time_s"] == pytest.approx(256)
-    ddp, zero = [json.loads(say("predict", *flags, "--zero", stage)) for stage in (0, 1)]
-    saved = {part: size - zero["memory_bytes"][part] for part, size in ddp["memory_bytes"].items()}
-    momentum = 4 * resnet.parameters()
-    assert saved.pop("optimizer") == saved.pop("total") == pytest.approx(momentum * 7 / 8)
-    assert not any(saved.values())
-
-
-def test_resnet50_waits_for_memory_more_than_for_matrix_units(say):
-    flags = ("predict", "--model", "resnet50", "--gpu", "a100", "--json")
-    usual = json.loads(say(*flags))
-    memory_bound = json.loads(say(*flags, "--hbm-gb-s", 2039 / 2))["step_s"]
-    assert memory_bound["norms"] == pytest.approx(2 * usual["step_s"]["norms"])
-    assert usual["step_s"]["norms"] > usual["step_s"]["convolutions"]
-    matrix = json.loads(say(*flags, "--gpu-tflops", 312 / 2))
-    assert matrix["step_time_s"] < 1.5 * usual["step_time_s"] < sum(memory_bound.values())
-    slow = json.loads(say(*flags, "--gpus", 8, "--link-gb-s", 1))["step_s"]
-    assert slow["dp"] > 0.05 > usual["step_s"]["dp"] == 0, "0.18 GB over 1 GB/s hide no longer"
-
-
-# NVIDIA DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, container
-# 21.03, DGX A100 80 GB and DGX-1 32 GB: images/s, and images of a GPU. Nothing was fitted on them.
-MEASURED = [("a100", "bf16", 1, 2470, 256), ("a100", "bf16", 8, 16621, 256),
-            ("a100", "tf32", 1, 938, 256), ("a100", "tf32", 8, 7248, 256),
-            ("v100", "fp16", 1, 1156, 256), ("v100", "fp16", 8, 8056, 256),
-            ("v100", "fp32", 1, 356, 112), ("v100", "fp32", 8, 2766, 112)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("gpu", "precision", "gpus", "measured", "images"), MEASURED)
-def test_resnet50_is_at_most_5_percent_too_slow_and_less_than_twice_too_fast(
-    gpu, precision, gpus, measured, images, say
-):
-    flags = ("--gpu", gpu, "--precision", precision, "--gpus", gpus, "--micro-batch", images)
-    plan = json.loads(say("predict", "--model", "resnet50", *flags,
-                          "--global-batch", images * gpus, "--json"))  # fmt: skip
-    assert 0.95 < plan["images_per_s_per_gpu"] * gpus / measured < 1.9
 
 
 # launch lines
@@ -553,11 +425,3 @@ def test_predict_shows_what_axes_send(say):
     found = json.loads(say("predict", *job, *axes, "--json"))
     for name, axis in found["axes"].items():
         assert axis["exposed"] == found["step_s"][name]
-
-
-def test_without_a_verb_one_line_names_them():
-    for argv in ([], ["--gpus", "8"]):
-        ended = run_command(["python", COMBINING, *argv], REPO, 60, PYTHONPATH=str(REPO))
-        assert ended.codes == [2]
-        said = "combining.py: error: say what to do: plan, predict or simulate"
-        assert ended.stderr.strip() == said

@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from advanced_parts.kept_bytes import as_on_a_gpu, kept_for_backward
 from dist_common import models as torch_models
-from dist_common.costs import compute, memory, models
-from dist_common.costs.axes import axes_of
-from dist_common.costs.hardware import GPUS, Cluster
-from dist_common.costs.job import Job, Layout
+from planner import compute, memory, models
+from planner.axes import axes_of
+from planner.hardware import GPUS, Cluster
+from planner.job import Job, Layout
 
 SEQ_LEN = 64  # tokens that are counted; everything but attention's scores grows with them
 LLAMA3_405B = torch_models.TransformerConfig(128_256, 16_384, 126, 128, 8, 53_248, 8192)
