@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import assert_one_line, load_script, results_of
 
 OVERLAP = "05-advanced/communication_overlap.py"
 FULL = pytest.mark.full
@@ -18,22 +18,6 @@ def shrink(script):
     """Make the model small."""
     tiny = script.models.TransformerConfig(VOCABULARY, DIM, LAYERS, 4, 2, FFN, 256)
     script.models.PRESETS["tiny"] = tiny
-
-
-def send_at_once(script):
-    shrink(script)
-    script.slow_group = lambda rate: (dist.group.WORLD, "link: none emulated")
-
-
-def faster_than_the_link(metrics: dict) -> set[int]:
-    """Return the ways whose step is too short: a busy machine has none either.
-
-    No way is shorter than its sending; ways 1 and 4 do not compute while they send, and a block
-    waits 1 ms in forward and 2 ms in backward.
-    """
-    alone = {way: 3 * LAYERS * 1.0 if way in (1, 4) else 0.0 for way in range(1, 6)}
-    return {way for way, ms in alone.items()
-            if metrics[f"step_time_ms_{way}"] < metrics[f"sending_ms_{way}"] + ms}  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
@@ -61,19 +45,8 @@ def test_each_way_gives_the_gradient_of_one_process(run_script, tmp_path, world_
     if world_size == 2:  # nothing to fill up
         handed = checks["5 FSDP, prefetch, all_gather: bytes handed over"]
         assert handed == 4 * (2 * LAYERS * BLOCK + REST)
-    assert not faster_than_the_link(content["metrics"])
     assert (folder / "communication_overlap.png").exists()
     assert (folder / "trace-5.json").exists()
-
-
-@FULL
-def test_a_link_that_delays_nothing_is_noticed(run_script, tmp_path):
-    """0.1 Mbit/s: seconds of sending in each way, and no message is as late as that."""
-    folder = tmp_path / "run"
-    argv = (*SMALL, "--link", "0.1mbit", "--output-dir", folder)
-    ended = run_script(OVERLAP, *argv, world_size=2, before=send_at_once)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert faster_than_the_link(results_of(folder)["metrics"]) == {1, 2, 3, 4, 5}
 
 
 def test_predictions_follow_a_timeline_drawn_by_hand(monkeypatch):
@@ -116,17 +89,6 @@ def remove_prefetch(script):
     script.sharded = lambda model, group, prefetch: right(model, group, prefetch=False)
 
 
-def prefetch_and_wait_at_once(script):
-    right = script.sharded
-
-    def sharded(model, group, prefetch):
-        step = right(model, group, prefetch)
-        model._set_unshard_async_op(False)
-        return step
-
-    script.sharded = sharded
-
-
 def leave_a_gradient_out(script):
     right = script.DDP
 
@@ -160,16 +122,11 @@ LATE = {"5 FSDP, prefetch: gathers begun after the block before has ended"}
     [
         # Each spoils another way.
         ((wait_at_once, leave_a_gradient_out, remove_prefetch), WAITS | LACKS | EARLY | LATE),
-        pytest.param((wait_at_once,), WAITS, marks=FULL),
-        pytest.param((leave_a_gradient_out,), LACKS, marks=FULL),
-        pytest.param((remove_prefetch,), EARLY | LATE, marks=FULL),
-        pytest.param((prefetch_and_wait_at_once,), EARLY, marks=FULL),
         pytest.param(
-            (all_in_one_bucket,),
-            {"3 DDP buckets: handed over before the last gradient"},
+            (all_in_one_bucket, read_after_wait),
+            {"3 DDP buckets: handed over before the last gradient", "sum is there before wait()"},
             marks=FULL,
         ),
-        pytest.param((read_after_wait,), {"sum is there before wait()"}, marks=FULL),
     ],
 )
 def test_sabotage_of_overlap_fails_a_check(run_script, tmp_path, sabotages, failing):
@@ -191,9 +148,6 @@ def test_sabotage_of_overlap_fails_a_check(run_script, tmp_path, sabotages, fail
     ("argv", "says"),
     [
         (("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
-        (("--link", "0mbit"), "--link: must be like 100mbit"),
-        (("--bucket-cap-mb", 0), "--bucket-cap-mb: must be a number above 0"),
-        (("--layer-ms", -1), "--layer-ms: must be a number above 0"),
     ],
 )
 def test_overlap_refuses_bad_input(run_script, argv, says):
@@ -206,13 +160,3 @@ def test_gpus_get_no_emulation():
     assert script.part.emulation_of(None, None, gpu) == (0, 0)
     with pytest.raises(script.cli.UsageError, match="leave them out"):
         script.part.emulation_of(12.5e6, None, gpu)
-
-
-@FULL
-@pytest.mark.skipif(not GPUS, reason="needs a GPU")
-def test_overlap_runs_on_gpus(tmp_path):
-    ranks = len(GPUS.split(","))
-    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", OVERLAP]
-    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout

@@ -28,20 +28,12 @@ def failing(content):
 
 
 def test_formulas_agree_with_simulated_months(run_script, tmp_path):
-    ended, content = run(run_script, tmp_path, "--months", 12, "--seed", 3)
+    ended, content = run(run_script, tmp_path, "--months", 6, "--seed", 3)
     assert ended.codes == [0], ended.stdout + ended.stderr
     assert not failing(content) and len(content["checks"]) == 19
     goodput = content["metrics"]["goodput"]
     assert goodput["disk"] < goodput["background"] < goodput["memory"]
     assert (tmp_path / "run/goodput.png").exists()
-
-
-@pytest.mark.parametrize("way", ["background", "memory"])
-def test_each_way_to_save_has_its_sizes(run_script, tmp_path, way):
-    ended, content = run(run_script, tmp_path, "--way", way, "--months", 6)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    by_gpus = list(content["metrics"]["goodput_by_gpus"].values())
-    assert by_gpus == sorted(by_gpus, reverse=True)
 
 
 def test_published_runs_lie_in_their_bounds(run_script, tmp_path):
@@ -103,7 +95,7 @@ def test_a_job_without_a_spare_waits_for_the_first_repaired_node(lesson, monkeyp
     assert clock.spent["waiting for a spare"] == pytest.approx(1100 - 250)
 
 
-@pytest.mark.parametrize("stall_s", [0.01, 1, 100, 3000])
+@pytest.mark.parametrize("stall_s", [1, 3000])
 def test_dalys_interval_is_the_best(lesson, stall_s):
     """Beside Lambert's W: t = M (1 + W(-e^(-1 - d/M))), solved by iteration."""
     job = lesson.Job(10, 1.0, stall_s, down_s=500)
@@ -116,23 +108,7 @@ def test_dalys_interval_is_the_best(lesson, stall_s):
     assert lesson.young(job) > lesson.daly(job)
 
 
-def test_erlang_is_that_of_telephone_tables(lesson):
-    """10 lines, 5 erlangs offered: 1.84% of calls are lost; here 9 spares and the node itself."""
-    job = lesson.Job(1, 1.0, 0, 0)
-    assert lesson.share_waiting(job, 9, 5 * job.between_s) == pytest.approx(0.0184, abs=5e-5)
-
-
 # sabotage, one per kind of check
-
-
-def with_a_restart_that_never_fails(script):
-    def goodput(job, interval_s):
-        cycle = job.between_s + job.down_s
-        saves = math.exp(-job.write_s / job.between_s)
-        saves /= math.expm1((interval_s + job.stall_s) / job.between_s)
-        return saves * interval_s / cycle
-
-    script.goodput = goodput
 
 
 def save_at_youngs_interval(script):
@@ -141,17 +117,6 @@ def save_at_youngs_interval(script):
 
 def forget_the_lost_half_interval(script):
     script.first_order = lambda job, t: 1 - job.stall_s / t - job.down_s / job.between_s
-
-
-def undo_nothing(script):
-    simulate = script.simulate
-
-    def kind(*args, **kwargs):
-        clock = simulate(*args, **kwargs)
-        clock.spent["kept"] += clock.spent.pop("lost", 0)
-        return clock
-
-    script.simulate = kind
 
 
 def count_seconds_twice(script):
@@ -173,30 +138,18 @@ def publish_another_number(script):
     part.PUBLISHED["runs"][4]["goodput"] = 0.90
 
 
-def fail_half_as_often(script):
-    part.PUBLISHED["between"][0]["rate"] /= 2
-
-
-def save_bloom_more_often(script):
-    part.PUBLISHED["lost"][0]["interval_h"] = 2
-
-
 SABOTAGE = [
-    (with_a_restart_that_never_fails, (), "simulated"),
     (save_at_youngs_interval, (), "Daly's interval, of the best"),
     (forget_the_lost_half_interval, (), "first order"),
-    (undo_nothing, (), "simulated"),
     (count_seconds_twice, (), "time adds up"),
     (wait_for_no_spare, (), "simulated"),
     (publish_another_number, ("--published",), "goodput"),
-    (fail_half_as_often, ("--published",), "hours between failures"),
-    (save_bloom_more_often, ("--published",), "hours lost per crash"),
 ]
 
 
 @pytest.mark.parametrize(("sabotage", "flags", "check"), SABOTAGE)
 def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, flags, check):
-    ended, content = run(run_script, tmp_path, *flags, "--months", 6, before=sabotage)
+    ended, content = run(run_script, tmp_path, *flags, "--months", 4, before=sabotage)
     assert ended.codes == [1], ended.stdout + ended.stderr
     assert check in failing(content)
 
@@ -204,11 +157,10 @@ def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, flags, check):
 # measured seconds, bad input
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_measured_seconds_are_read_and_flags_go_first(run_script, tmp_path, nested):
+def test_measured_seconds_are_read_and_flags_go_first(run_script, tmp_path):
     seconds = {"detect_s": 1.5, "restart_s": 8.5, "other": 3}
     path = tmp_path / "measured.json"
-    path.write_text(json.dumps({"metrics": seconds} if nested else seconds))
+    path.write_text(json.dumps({"metrics": seconds}))
     flags = ("--measured", path, "--months", 2, "--restart-s", 20)
     _, content = run(run_script, tmp_path, *flags)
     assert (content["args"]["detect_s"], content["args"]["restart_s"]) == (1.5, 20)
@@ -217,7 +169,6 @@ def test_measured_seconds_are_read_and_flags_go_first(run_script, tmp_path, nest
 BAD_FILES = [
     (None, "No such file or directory"),
     ("{", "no JSON (Expecting property name"),
-    ("[1]", "has neither detect_s nor restart_s"),
     ('{"metrics": {"loss": 1}}', "has neither detect_s nor restart_s"),
     ('{"detect_s": "soon"}', "detect_s is 'soon', not a time in seconds"),
 ]
@@ -235,9 +186,6 @@ def test_a_bad_file_of_measurements_gets_one_line(run_script, tmp_path, content,
     ("flags", "says"),
     [
         (("--months", 1), "--months 1: two at least"),
-        (("--save-s", 0), "--save-s: must be a number above 0"),
-        (("--way", "tape"), "--way: invalid choice"),
-        (("--gpus", "many"), "--gpus: must be a whole number"),
     ],
 )
 def test_bad_input_gets_one_line(run_script, flags, says):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import REPO, assert_one_line, load_script, results_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -26,12 +26,6 @@ def send_at_once(script):
     script.slow_group = lambda rate: (None, "")
 
 
-def faster_than_the_link(folder) -> set[str]:
-    """Return the methods with a step shorter than its sending: a busy machine has none either."""
-    methods = results_of(folder)["metrics"]["methods"]
-    return {name for name, m in methods.items() if m["step_time_ms"] < m["sending_ms"]}
-
-
 def leave_out_times(script):
     send_at_once(script)
     script.part.fastest_step_ms = lambda *_: 1.0
@@ -40,9 +34,8 @@ def leave_out_times(script):
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
 def test_methods_equal_one_process_and_send_their_formula(run_script, tmp_path, world_size):
     folder = tmp_path / "run"
-    before = None if world_size == 2 else leave_out_times  # one run crosses the emulated link
-    arguments = (*SMALL, "--link", "1gbit", "--output-dir", folder)
-    ended = run_script(SCRIPT, *arguments, world_size=world_size, before=before)
+    arguments = (*SMALL, "--output-dir", folder)
+    ended = run_script(SCRIPT, *arguments, world_size=world_size, before=leave_out_times)
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     assert not ended.stderr
     content = results_of(folder)
@@ -67,57 +60,6 @@ def test_methods_equal_one_process_and_send_their_formula(run_script, tmp_path, 
     for name in ("float32", "bfloat16", "top-k", "PowerSGD"):
         sent = (f"{sent_by_rank(methods[name], ranks):,.0f}" for ranks in (2, 8, 64, 512))
         assert f"| {name} | {' | '.join(sent)} |" in page
-    if before is None:
-        assert not faster_than_the_link(folder)
-
-
-@FULL
-def test_a_link_that_delays_nothing_is_noticed_and_one_step_is_enough(run_script, tmp_path):
-    """10 Mbit/s: 657 ms of sending in float32, and no message is as late as that."""
-    arguments = ("--max-steps", 1, "--micro-batch-size", 8, "--link", "10mbit")
-    folder = tmp_path / "run"
-    arguments = (*arguments, "--output-dir", folder)
-    ended = run_script(SCRIPT, *arguments, world_size=2, before=send_at_once)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "float32" in faster_than_the_link(folder)
-
-
-@FULL
-@pytest.mark.parametrize("steps", [2, 3])
-def test_fewer_steps_than_the_proofs_take(run_script, steps):
-    arguments = ("--max-steps", steps, "--micro-batch-size", 8)
-    ended = run_script(SCRIPT, *arguments, world_size=2, before=leave_out_times)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "OK: 23 checks passed" in ended.stdout
-
-
-@FULL
-def test_other_settings(run_script):
-    """A rank at which P and Q are larger than a weight, and top-k of all numbers."""
-    arguments = (*SMALL, "--powersgd-rank", 256, "--top-k-fraction", 1)
-    ended = run_script(SCRIPT, *arguments, world_size=2, before=leave_out_times)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "OK: 23 checks passed" in ended.stdout
-
-
-@FULL
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_what_the_page_says_of_the_losses(run_script, tmp_path, optimizer):
-    folder = tmp_path / "run"
-    arguments = ("--optimizer", optimizer, "--output-dir", folder)
-    ended = run_script(SCRIPT, *arguments, world_size=2, before=leave_out_times, timeout_s=300)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    loss = {n: m["test_loss"] for n, m in results_of(folder)["metrics"]["methods"].items()}
-    assert abs(loss["bfloat16"] - loss["float32"]) < 0.02
-    assert abs(loss["float16"] - loss["float32"]) < 0.02
-    for lossy in ("top-k", "PowerSGD"):
-        assert loss[f"{lossy}, no feedback"] > loss[lossy] + 0.05
-        # With SGD they are so close that it depends on the text: another Python has another one.
-        assert optimizer == "sgd" or loss[lossy] > loss["float32"]
-    if optimizer == "adamw":
-        assert loss["top-k"] > loss["float32"] + 0.15
-    else:
-        assert loss["top-k"] < loss["float32"] + 0.1
 
 
 # sabotage: one per kind of check
@@ -125,13 +67,6 @@ def test_what_the_page_says_of_the_losses(run_script, tmp_path, optimizer):
 
 def drop_what_top_k_did_not_send(script):
     script.TopK.keep = lambda self, parameters, unsent: None
-
-
-def shift_indices(script):
-    gather = script.TopK.gather
-    script.TopK.gather = lambda self, own: (
-        gather(self, own) if own.is_floating_point() else gather(self, own).sub(1).clamp(min=0)
-    )
 
 
 def forget_to_divide(script):
@@ -156,34 +91,13 @@ def send_indices_twice(script):
     script.TopK.gather = twice
 
 
-def keep_a_rank_apart(script):
-    right = script.Half.hook
-
-    def hook(self, state, bucket):
-        future = right(self, state, bucket)
-        return future.then(lambda mean: mean.value() * (1 + dist.get_rank()))
-
-    script.Half.hook = hook
-
-
 @pytest.mark.parametrize(
     ("sabotage", "failing"),
     [
         (drop_what_top_k_did_not_send, {f"top-k: {ALONE}"}),
-        pytest.param(
-            shift_indices,
-            {f"top-k: {ALONE}", f"top-k, no feedback: {ALONE}", f"top-k of all: {AS_DDP}"},
-            marks=FULL,
-        ),
         (forget_to_divide, {f"PowerSGD: {ALONE}", f"PowerSGD, no feedback: {ALONE}",
                             f"PowerSGD, full rank: {AS_DDP}"}),
         (send_indices_twice, {"top-k: bytes handed over", "top-k, no feedback: bytes handed over"}),
-        pytest.param(
-            keep_a_rank_apart,
-            {"distinct sets of weights over all ranks", f"float16: {ALONE}", f"bfloat16: {ALONE}",
-             f"float32 as half: {AS_DDP}"},
-            marks=FULL,
-        ),
     ],
 )  # fmt: skip
 def test_sabotage_of_compression_fails_a_check(run_script, tmp_path, sabotage, failing):
@@ -208,9 +122,7 @@ def test_sabotage_of_compression_fails_a_check(run_script, tmp_path, sabotage, f
         (("--powersgd-rank", 257), "--powersgd-rank 257: no weight has it: the largest is "
                                    "256, of a weight 256 x 512"),
         (("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
-        pytest.param(
-            ("--top-k-fraction", 1.5), "--top-k-fraction 1.5 must be at most 1", marks=FULL
-        ),
+        (("--top-k-fraction", 1.5), "--top-k-fraction 1.5 must be at most 1"),
     ],
 )  # fmt: skip
 def test_compression_refuses_bad_input(run_script, argv, says):
@@ -323,13 +235,3 @@ def test_float16_of_a_sum_overflows_where_the_mean_does_not():
     share = torch.tensor([60_000.0])
     assert (share.half() + share.half()).isinf()
     assert ((share / 2).half() + (share / 2).half()).item() == 60_000
-
-
-@FULL
-@pytest.mark.skipif(not GPUS, reason="needs a GPU")
-def test_compression_runs_on_gpus():
-    ranks = min(len(GPUS.split(",")), 4)
-    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", SCRIPT]
-    ended = run_command([*command, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout

@@ -1,16 +1,14 @@
 """Local SGD and DiLoCo: each equals itself in one process, DDP with its loss off, and its bytes."""
 
 import argparse
-import itertools
 import math
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import GPUS, REPO, load_script, results_of, run_command
+from conftest import REPO, load_script, results_of
 
-from dist_common import measure, models
+from dist_common import models
 from dist_common.lab import proofs
 
 LOCAL = "05-advanced/local_sgd.py"
@@ -29,7 +27,7 @@ def no_link(script):
 
 @pytest.mark.parametrize(
     ("world_size", "every"),
-    [(2, [2]), pytest.param(2, [2, 3], marks=FULL), pytest.param(3, [2, 3], marks=FULL)],
+    [(2, [2]), pytest.param(3, [2, 3], marks=FULL)],
 )
 def test_each_method_equals_itself_in_one_process(run_script, tmp_path, world_size, every):
     """Within 1e-5 of the way that the weights went; float32 keeps 1.2e-7 of a weight."""
@@ -53,32 +51,6 @@ def test_each_method_equals_itself_in_one_process(run_script, tmp_path, world_si
     )}  # fmt: skip
     right = [0, 1, 1 / longest, 1 / h, 1 / longest, 3 / longest, 1 / longest]
     assert list(per_step.values()) == pytest.approx(right)
-
-
-def rounds_timed(rank: int, world_size: int) -> tuple[int, float, int]:
-    """Return the rounds timed, the shortest in ms, and the batches that came through.
-
-    A batch takes 10 ms to draw, and none to train on; a round ends after 30 ms.
-    """
-    timer = measure.StepTimer(torch.device("cpu"), warmup=1)
-
-    def drawn():
-        for number in range(6):
-            time.sleep(0.01)
-            yield number
-
-    count = 0
-    for number in load_script(LOCAL).part.time_rounds(drawn(), 2, timer):
-        count += 1
-        if number % 2:
-            time.sleep(0.03)
-    return len(timer.steps_ms), min(timer.steps_ms), count
-
-
-def test_a_round_is_timed_to_its_end(on_ranks):
-    """What ends a round counts, since it may send: the shortest round is no shorter."""
-    ((rounds, shortest, count),) = on_ranks(rounds_timed, 1)
-    assert (rounds, count) == (3, 6) and shortest >= 30
 
 
 def lossless(rank: int, world_size: int) -> list[float]:
@@ -106,14 +78,13 @@ def lossless(rank: int, world_size: int) -> list[float]:
     return [script.part.relative_error(ours, theirs, start) for ours, theirs in pairs]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
-def test_lossless_settings_equal_ddp_and_averaging(on_ranks, world_size):
+def test_lossless_settings_equal_ddp_and_averaging(on_ranks):
     """With SGD; AdamW divides each rank's gradient before the mean is taken."""
-    for *equal, kept, averaged in on_ranks(lossless, world_size):
+    for *equal, kept, averaged in on_ranks(lossless, 2):
         assert max(equal) < 1e-5
         assert kept > averaged > 0.1
-        if world_size == 2:  # as the page says; on the text of another Python half as much again
-            assert (kept, averaged) == pytest.approx((0.31, 0.28), abs=0.2)
+        # As the page says; on the text of another Python half as much again.
+        assert (kept, averaged) == pytest.approx((0.31, 0.28), abs=0.2)
 
 
 # sabotage: one per kind of check
@@ -123,17 +94,6 @@ def step_along_ones_own_gradient(script):
     """Send the same bytes, and use none of what came."""
     right = script.mean_over_ranks
     script.mean_over_ranks = lambda tensors, group: right([t.clone() for t in tensors], group)
-
-
-def use_plain_momentum(script):
-    script.make_outer = lambda model, lr, momentum: torch.optim.SGD(
-        [p.detach().clone() for p in model.parameters()], lr, momentum
-    )
-
-
-def skip_one_round(script):
-    right, calls = script.mean_over_ranks, itertools.count()
-    script.mean_over_ranks = lambda *args: right(*args) if next(calls) != 1 else None
 
 
 def skip_rounds_of_the_table(script):
@@ -147,19 +107,11 @@ def skip_rounds_of_the_table(script):
     script.run_setting = run_setting
 
 
-def keep_the_moments(script):
-    right = script.average
-    script.average = lambda model, optimizer, moments, group: right(model, optimizer, "kept", group)
-
-
 WEIGHTS, AFTER = "weights, relative error", "sets of weights after a round"
 SABOTAGES = [
     (step_along_ones_own_gradient, {f"averaging: {WEIGHTS}", f"DiLoCo: {WEIGHTS}",
                                     f"averaging: {AFTER}", f"DiLoCo: {AFTER}"}, ()),
-    (use_plain_momentum, {f"DiLoCo: {WEIGHTS}"}, FULL),
-    (skip_one_round, {f"averaging: {WEIGHTS}", f"averaging: {AFTER}"}, FULL),
-    (skip_rounds_of_the_table, {"averaging, H = 2: bytes in 2 steps"}, ()),
-    (keep_the_moments, {f"averaging, moments reset: {WEIGHTS}"}, FULL),
+    (skip_rounds_of_the_table, {"averaging, H = 2: bytes in 2 steps"}, FULL),
 ]  # fmt: skip
 
 
@@ -180,7 +132,7 @@ def test_sabotage_of_local_sgd_fails_a_check(run_script, tmp_path, sabotage, fai
     assert 1 in ended.codes, ended.stdout + ended.stderr
     bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
     assert failing <= bad
-    if sabotage in (use_plain_momentum, skip_rounds_of_the_table):
+    if sabotage is skip_rounds_of_the_table:
         assert bad == failing, "nothing else is wrong"
 
 
@@ -190,12 +142,8 @@ def test_sabotage_of_local_sgd_fails_a_check(run_script, tmp_path, sabotage, fai
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
         (("--every", 7), "--max-steps 400 is not a multiple of --every 7: take 399 or 406"),
-        (("--every", 500), "is not a multiple of --every 500: take 500"),
-        (("--every", 0), "--every: must be a whole number of at least 1, not '0'"),
         (("--outer-momentum", 1), "--outer-momentum 1 must be from 0 to below 1"),
-        (("--outer-momentum", "nan"), "--outer-momentum nan must be from 0 to below 1"),
         (("--seq-len", 30_000), "--seq-len 30000 cuts the text into 33 sequences, 2 ranks need 40"),
         (("--micro-batch-size", 10**6), "--micro-batch-size must be at most 7421"),
     ],
@@ -243,38 +191,3 @@ def test_the_page_says_how_many_steps_a_round_needs():
         rounds = math.ceil(sending / (0.05 * step))
         times = f"{sending:,.1f} s | {step:.1f} s | {slower:,.1f}x"
         assert f"| {link} | {times} | {rounds:,} |" in page
-
-
-@FULL
-def test_local_sgd_on_an_emulated_link(torchrun, tmp_path):
-    folder = tmp_path / "run"
-    ended = torchrun(LOCAL, *ONE, "--link", "200mbit", "--output-dir", folder)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert "link: 200 Mbit/s per rank" in ended.stdout
-    metrics = results_of(folder)["metrics"]
-    assert metrics["DDP: sending_ms"] == pytest.approx(28_000 * 4 * 8 / 200e6 * 1e3)
-    assert not faster_than_the_link(metrics)
-
-
-def faster_than_the_link(metrics: dict) -> set[str]:
-    """Return the settings with a step shorter than its sending: a busy machine has none either."""
-    names = {name.removesuffix(": sending_ms") for name in metrics if name.endswith(": sending_ms")}
-    return {n for n in names if metrics[f"{n}: step_time_ms"] < metrics[f"{n}: sending_ms"]}
-
-
-@FULL
-def test_a_link_that_delays_nothing_is_noticed(run_script, tmp_path):
-    """0.1 Mbit/s: nine seconds of sending, and no message is as late as that."""
-    argv = (*ONE, "--link", "0.1mbit", "--output-dir", tmp_path / "run")
-    ended = run_script(LOCAL, *argv, world_size=2, before=no_link)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "DDP" in faster_than_the_link(results_of(tmp_path / "run")["metrics"])
-
-
-@FULL
-@pytest.mark.skipif(not GPUS, reason="needs a GPU")
-def test_local_sgd_runs_on_gpus():
-    command = ["torchrun", "--standalone", f"--nproc-per-node={len(GPUS.split(','))}", LOCAL]
-    ended = run_command([*command, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout

@@ -6,8 +6,7 @@ from functools import reduce
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import GPUS, REPO, load_script, results_of, run_command
+from conftest import load_script, results_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -30,13 +29,12 @@ def failed_checks(folder) -> set[str]:
     return {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
-def test_each_precision_trains_as_one_process_rounded_alike(run_script, tmp_path, world_size):
+def test_each_precision_trains_as_one_process_rounded_alike(run_script, tmp_path):
     """Tolerances: see part.check_parity."""
     folder = tmp_path / "run"
     arguments = (*SMALL, "--output-dir", folder)
-    ended = run_script(SCRIPT, *arguments, world_size=world_size, before=narrow)
-    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    ended = run_script(SCRIPT, *arguments, world_size=2, before=narrow)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
     assert ended.stderr == ""
     assert "skipped: --precision fp8 needs a GPU of compute capability 8.9" in ended.stdout
     content = results_of(folder)
@@ -64,8 +62,7 @@ def test_each_precision_trains_as_one_process_rounded_alike(run_script, tmp_path
 
 
 @pytest.mark.gpu_ready
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=FULL)])
-def test_fsdp2_sends_in_the_dtypes_of_its_policy(on_ranks, world_size):
+def test_fsdp2_sends_in_the_dtypes_of_its_policy(on_ranks):
     """Blocks are gathered in forward and in backward, the rest once."""
     policies = [
         (MixedPrecisionPolicy(), 4, 4),
@@ -90,28 +87,8 @@ def test_fsdp2_sends_in_the_dtypes_of_its_policy(on_ranks, world_size):
             found.append([round(size / total, 2) for size in sizes])
         return found
 
-    found = on_ranks(sent, world_size)
-    assert world_size == 3 or found == 2 * [[[7.4, 4], [3.7, 4], [3.7, 2]]]
-
-
-@FULL
-def test_losses_of_rounding_at_full_width(run_script, tmp_path):
-    """The page's model: more tokens, two blocks, float16 gradients of 0."""
-    folder = tmp_path / "run"
-    ended = run_script(SCRIPT, "--max-steps", 10, "--output-dir", folder, world_size=2)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    content = results_of(folder)
-    metrics = content["metrics"]
-    shares = {check["name"]: check["measured"] for check in content["checks"]}
-    name = "tokens x 64, scale {}: share that float16 rounds to 0"
-    without, scaled = (shares[name.format(scale)] for scale in (1, 65536))
-    assert without > 0.1 > 0.01 > scaled
-    first, _, later, masters = metrics["weights unchanged at lr 1e-05"]
-    assert min(first, later) > 0.5 > 0.2 > metrics["weights unchanged at lr 0.001"][0]
-    assert masters < 0.01
-    exact = metrics["32-true: loss"]
-    off = {name: abs(metrics[f"{name}: loss"] - exact) for name in load_script(SCRIPT).HERE}
-    assert max(off.values()) < abs(metrics["32-true, other weights: loss"] - exact), off
+    found = on_ranks(sent, 2)
+    assert found == 2 * [[[7.4, 4], [3.7, 4], [3.7, 2]]]
 
 
 # formats, without ranks
@@ -185,24 +162,6 @@ def test_stochastic_rounding_takes_both_neighbours_by_distance():
         assert (rounded != sign).float().mean().item() == pytest.approx(0.25, abs=0.012)
 
 
-def round_to_a_neighbour(x, generator):
-    """Round to bfloat16, away from 0 as often as x is far from the neighbour at 0's side."""
-    places = x.double().abs() / spacing(x, BF16)
-    draw = torch.randint(2**16, x.shape, generator=generator, dtype=torch.int32)
-    away = places % 1 + draw / 2**16 >= 1
-    return (x.sign() * (places.floor() + away) * spacing(x, BF16)).bfloat16()
-
-
-def test_stochastic_rounding_by_bits_is_stochastic_rounding_by_arithmetic():
-    numbers = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
-    numbers = torch.cat((numbers * 10 ** (6 * numbers.roll(1)), torch.zeros(2), numbers.bfloat16()))
-    by_bits, by_arithmetic = (
-        round_(numbers, torch.Generator().manual_seed(1))
-        for round_ in (load_script(SCRIPT).round_stochastically, round_to_a_neighbour)
-    )
-    assert torch.equal(by_bits, by_arithmetic) and not torch.equal(by_bits, numbers.bfloat16())
-
-
 # float16's loss scale
 
 ARGS = argparse.Namespace(seed=0, seq_len=32, num_layers=1, max_steps=3, micro_batch_size=2,
@@ -212,20 +171,6 @@ ARGS = argparse.Namespace(seed=0, seq_len=32, num_layers=1, max_steps=3, micro_b
 def job_on(rank: int, ranks: int) -> part.Job:
     narrow()
     return part.Job(ARGS, argparse.Namespace(rank=rank, world_size=ranks), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("dtype", [None, BF16], ids=["32-true", "bf16-mixed"])
-def test_scaling_by_a_power_of_two_changes_no_bit_of_a_gradient(in_a_fork, dtype):
-    def gradients():
-        job = job_on(0, 1)
-        model = job.build()
-        return [
-            proofs.gradient_of_one_process(model, [job.loss(model, dtype) * scale]) / scale
-            for scale in (1.0, ARGS.loss_scale)
-        ]
-
-    plain, scaled = in_a_fork(gradients)
-    assert torch.equal(plain, scaled) and plain.any()
 
 
 def skipped_steps(rank: int, ranks: int) -> tuple[list[int], bytes]:
@@ -241,11 +186,10 @@ def skipped_steps(rank: int, ranks: int) -> tuple[list[int], bytes]:
     return skipped, proofs.flat(model.parameters()).numpy().tobytes()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=FULL)])
-def test_all_ranks_skip_the_step_that_one_rank_spoiled(on_ranks, ranks):
+def test_all_ranks_skip_the_step_that_one_rank_spoiled(on_ranks):
     """The overflow is in the average that all ranks hold."""
-    (skipped, weights), *others = on_ranks(skipped_steps, ranks)
-    assert 1 in skipped and others == [(skipped, weights)] * (ranks - 1)
+    (skipped, weights), *others = on_ranks(skipped_steps, 2)
+    assert 1 in skipped and others == [(skipped, weights)]
 
 
 # sabotage: one per kind of check
@@ -269,126 +213,29 @@ def do_not_scale_float8(script):
     script.quantize = lambda x, dtype: (x.to(dtype), torch.ones(()))
 
 
-def leave_gradients_unaveraged(script):
-    script.DDP = lambda model: model
-
-
-def masters_forget(script):
-    """Start each step from the rounded weights: masters are there, and lose what bfloat16 does."""
+def keep_rounding_copies(script):
     right = script.RoundedAdamW.step
 
     def step(optimizer):
+        right(optimizer)
         for master, weight in zip(optimizer.masters, optimizer.weights, strict=True):
-            master.data.copy_(weight) if optimizer.keep_masters else None
-        right(optimizer)
+            master.data = weight.detach().float()
 
     script.RoundedAdamW.step = step
-
-
-def stochastic_keeps_its_copies(script):
-    right = script.RoundedAdamW.step
-
-    def step(optimizer):
-        right(optimizer)
-        if not optimizer.keep_masters:
-            for master, weight in zip(optimizer.masters, optimizer.weights, strict=True):
-                master.data = weight.detach().float()
-
-    script.RoundedAdamW.step = step
-
-
-def masters_in_a_learning_rate_of_their_own(script):
-    right = script.RoundedAdamW.__init__
-
-    def init(optimizer, weights, lr, keep_masters, seed):
-        right(optimizer, weights, 2 * lr if keep_masters else lr, keep_masters, seed)
-
-    script.RoundedAdamW.__init__ = init
-
-
-def double_a_gradient_in_backward(script):
-    right = script.Float8Product.backward
-
-    def backward(ctx, grad):
-        x, weight, _ = right(ctx, grad)
-        return x, 2 * weight, None
-
-    script.Float8Product.backward = staticmethod(backward)
-
-
-def cut_instead_of_rounding(script):
-    script.round_stochastically = lambda x, generator: (
-        (x.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
-    )
-
-
-def lose_part_of_the_loss_scale(script):
-    right = part.tensors_of_a_step
-    part.tensors_of_a_step = lambda job, model, dtype=None, factor=1.0: right(
-        job, model, dtype, factor / 2**20 if dtype else factor
-    )
-
-
-def flush_nothing_to_0(script):
-    right = part.tensors_of_a_step
-    part.tensors_of_a_step = lambda job, model, dtype=None, factor=1.0: right(
-        job, model, None, factor
-    )
-
-
-def keep_a_third_number_in_adam(script):
-    right = script.prepare
-
-    def prepare(model, precision, args, rounds=True):
-        optimizer, scaler = right(model, precision, args, rounds)
-        if precision == "bf16-true":
-            optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, amsgrad=True)
-        return optimizer, scaler
-
-    script.prepare = prepare
-
-
-def round_with_a_noise_of_its_own(script):
-    init = script.RoundedAdamW.__init__
-
-    def seeded(optimizer, weights, lr, keep_masters, seed):
-        init(optimizer, weights, lr, keep_masters, seed + dist.get_rank())
-
-    script.RoundedAdamW.__init__ = seeded
-
-
-SABOTAGES = [
-    (round_with_a_noise_of_its_own, "bf16-stochastic",
-     {"bf16-stochastic: ranks with weights unlike rank 0's"}, FULL),
-    (forget_to_unscale, "16-mixed",
-     {f"16-mixed: {kind}, relative error" for kind in ("gradient", "gradient without rounding",
-                                                       "losses without rounding")}, ()),
-    (do_not_scale_float8, "fp8-emulated", {"fp8-emulated: gradient, relative error"}, ()),
-    (leave_gradients_unaveraged, "bf16-true",
-     {"bf16-true: gradient, relative error", "bf16-true: bytes all-reduced by DDP"}, FULL),
-    (masters_forget, "bf16-masters",
-     {f"lr {lr:g}, masters, 50 steps: weights unlike float32's, rounded" for lr in (1e-4, 1e-5)},
-     FULL),
-    (stochastic_keeps_its_copies, "bf16-stochastic",
-     {"bf16-stochastic, optimizer: bytes held"}, FULL),
-    (masters_in_a_learning_rate_of_their_own, "bf16-masters",
-     {"bf16-masters: losses without rounding, relative error"}, FULL),
-    (double_a_gradient_in_backward, "fp8-emulated",
-     {"fp8-emulated: gradient without rounding, relative error"}, FULL),
-    (cut_instead_of_rounding, "32-true",
-     {"lr 1e-05, stochastic rounding: updates that arrive"}, FULL),
-    (lose_part_of_the_loss_scale, "32-true",
-     {"tokens x 64, scale 65536: share that float16 rounds to 0"}, FULL),
-    (flush_nothing_to_0, "32-true",
-     {f"tokens x {times}, scale 1: share that float16 rounds to 0" for times in (1, 64)}, FULL),
-    (keep_a_third_number_in_adam, "bf16-true", {"bf16-true, optimizer: bytes held"}, FULL),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("sabotage", "precision", "failing"),
-    [pytest.param(*case[:3], marks=case[3]) for case in SABOTAGES],
-)
+    [
+        (forget_to_unscale, "16-mixed",
+         {f"16-mixed: {kind}, relative error" for kind in ("gradient", "gradient without rounding",
+                                                           "losses without rounding")}),
+        pytest.param(do_not_scale_float8, "fp8-emulated",
+                     {"fp8-emulated: gradient, relative error"}, marks=FULL),
+        pytest.param(keep_rounding_copies, "bf16-stochastic",
+                     {"bf16-stochastic, optimizer: bytes held"}, marks=FULL),
+    ],
+)  # fmt: skip
 def test_sabotage_of_a_precision_fails_a_check(
     run_script, tmp_path, sabotage, precision, failing
 ):  # fmt: skip
@@ -402,9 +249,7 @@ def test_sabotage_of_a_precision_fails_a_check(
     assert 1 in ended.codes, ended.stdout + ended.stderr
     bad = failed_checks(folder)
     assert failing <= bad, bad
-    assert not any(name.startswith("32-true: gradient, ") for name in bad) or (
-        sabotage is leave_gradients_unaveraged
-    )
+    assert not any(name.startswith("32-true: gradient, ") for name in bad)
 
 
 # bad input
@@ -414,7 +259,6 @@ def test_sabotage_of_a_precision_fails_a_check(
     ("argv", "says"),
     [
         (("--precision", "fp8"), "compute capability 8.9 or later (L40S, H100), not the CPU"),
-        (("--precision", "fp4"), "--precision: invalid choice: 'fp4'"),
         (("--loss-scale", "60000"), "--loss-scale must be a power of two, not 60000"),
     ],
 )
@@ -437,16 +281,3 @@ def test_fp8_says_which_requirement_is_missing(monkeypatch):
         part.refuse_fp8(device)
     monkeypatch.setattr(part.importlib.util, "find_spec", lambda name: "found")
     part.refuse_fp8(device)
-
-
-@FULL
-@pytest.mark.skipif(not GPUS, reason="needs a GPU of compute capability 8.9 or later, and torchao")
-@pytest.mark.parametrize("precision", ["all", "fp8"])
-def test_low_precision_on_gpus(precision):
-    ranks = min(len(GPUS.split(",")), 2)
-    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", SCRIPT, "--device", "cuda"]
-    ended = run_command([*command, "--precision", precision], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
-    if precision == "fp8" and ended.codes == [1] and "--precision fp8 needs" in ended.stderr:
-        pytest.skip(ended.stderr.splitlines()[0])
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout

@@ -19,8 +19,6 @@ FULL = pytest.mark.full
     [
         (2, 4, 4),
         pytest.param(3, 6, 3, marks=FULL),
-        pytest.param(1, 2, 4, marks=FULL),
-        pytest.param(4, 8, 8, marks=FULL),
     ],
 )
 def test_each_schedule_gives_the_loss_and_gradient_of_one_process(
@@ -42,20 +40,12 @@ def test_each_schedule_gives_the_loss_and_gradient_of_one_process(
 
 
 @FULL
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_fewer_micro_batches_than_stages(run_script, name):
-    """Both work; PyTorch's 1F1B is left out, since it refuses them."""
-    arguments = (*SMALL, "--num-layers", 3, "-m", 2, "--schedule", name)
+def test_fewer_micro_batches_than_stages(run_script):
+    """It works; PyTorch's 1F1B is left out, since it refuses them."""
+    arguments = (*SMALL, "--num-layers", 3, "-m", 2, "--schedule", "1f1b")
     ended = run_script(SCRIPT, *arguments, world_size=3)
     assert ended.codes == [0] * 3, ended.stdout + ended.stderr
-    assert f"OK: {7 if name == '1f1b' else 9} checks passed" in ended.stdout
-
-
-@FULL
-def test_three_virtual_stages(run_script):
-    arguments = (*SMALL, "--num-layers", 6, "-m", 4, "-v", 3, "--schedule", "interleaved")
-    ended = run_script(SCRIPT, *arguments, world_size=2)
-    assert ended.codes == [0] * 2, ended.stdout + ended.stderr
+    assert "OK: 7 checks passed" in ended.stdout
 
 
 # sabotage
@@ -75,32 +65,6 @@ def forget_the_mean_over_micro_batches(script):
     script.run_ours = patched
 
 
-def forget_weight_gradients(script):
-    original = script.Pipeline.W
-
-    def W(self, stage, k, arrived):
-        if k:
-            return original(self, stage, k, arrived)
-        self.kept.pop((stage, k))
-
-    script.Pipeline.W = W
-
-
-def send_gradients_of_other_micro_batches(script):
-    """Each rank takes the second gradient that arrives for the first, and the other way round."""
-    init = script.Mail.__init__
-
-    def swapped(self, *args):
-        init(self, *args)
-        for queue in self.expected:
-            gradients = [i for i in queue if i.kind in "BI"]
-            if len(gradients) > 1 and self.rank == 0:
-                one, two = queue.index(gradients[0]), queue.index(gradients[1])
-                queue[one], queue[two] = queue[two], queue[one]
-
-    script.Mail.__init__ = swapped
-
-
 def send_everything_twice(script):
     """One more message each way at the end of a step."""
     finish = script.Mail.finish
@@ -117,20 +81,6 @@ def send_everything_twice(script):
     script.Mail.finish = twice
 
 
-def keep_what_is_done(script):
-    class Never(dict):
-        def pop(self, key):
-            return self[key]
-
-    init = script.Pipeline.__init__
-
-    def hoard(self, *args):
-        init(self, *args)
-        self.kept = Never()
-
-    script.Pipeline.__init__ = hoard
-
-
 def send_with_the_graph(script):
     """As if F returned `out` instead of `out.detach()`."""
     forward = script.Stage.forward
@@ -141,20 +91,6 @@ def send_with_the_graph(script):
         return out
 
     script.Stage.forward = undetached
-
-
-def carry_out_in_another_order(script):
-    """Rank 0 does F0 B0 F1 B1, as the naive schedule; rank 1 waits for each."""
-    run = script.Pipeline.run
-
-    def sorted_run(self, instructions, seconds):
-        forwards = [i for i in instructions if i.kind == "F"]
-        if self.mail.rank == 0:
-            backwards = [i for i in instructions if i.kind != "F"]
-            instructions = [i for pair in zip(forwards, backwards, strict=True) for i in pair]
-        return run(self, instructions, seconds)
-
-    script.Pipeline.run = sorted_run
 
 
 def swap_backwards(script):
@@ -180,15 +116,6 @@ def swap_backwards(script):
         # Another order, but the same gradient: loss, gradient and bytes stay right.
         (swap_backwards, "1f1b", {"bubble of the recorded order", "stage inputs kept at most"}),
         pytest.param(send_with_the_graph, "1f1b", {"sent results that hold a graph"}, marks=FULL),
-        pytest.param(keep_what_is_done, "1f1b", {"stage inputs kept at most"}, marks=FULL),
-        pytest.param(
-            carry_out_in_another_order, "1f1b",
-            {"bubble of the recorded order", "stage inputs kept at most"}, marks=FULL,
-        ),
-        pytest.param(forget_weight_gradients, "zb-h1", {"gradient error"}, marks=FULL),
-        pytest.param(
-            send_gradients_of_other_micro_batches, "gpipe", {"gradient error"}, marks=FULL
-        ),
     ],
 )  # fmt: skip
 def test_sabotage_of_the_pipeline_fails_a_check(run_script, tmp_path, sabotage, schedule, failing):
@@ -226,32 +153,6 @@ def test_a_channel_keeps_its_order_whatever_the_other_one_does(on_ranks):
     assert on_ranks(both_directions, 2) == [[float(n) for n in range(10)]] * 2
 
 
-def split_backward(rank: int, world_size: int) -> float:
-    """Return how far I and W together are from one backward, on one stage."""
-    script = load_script(SCRIPT)
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
-
-    class Nothing:
-        last_stage = 2
-
-    gradients, sent = [], []
-    gradient = torch.randn(2, 4)
-    for kinds in (("B",), ("I", "W")):
-        pipeline = script.Pipeline({1: layers}, Nothing, [None], [None])
-        layers.zero_grad()
-        pipeline.F(1, 0, torch.ones(2, 4))
-        results = [getattr(pipeline, kind)(1, 0, gradient) for kind in kinds]
-        sent.append(results[0])
-        gradients.append(torch.cat([p.grad.flatten() for p in layers.parameters()]))
-        assert not pipeline.kept
-    return max((one - two).abs().max().item() for one, two in (sent, gradients))
-
-
-def test_two_halves_of_a_backward_are_one_backward(on_ranks):
-    assert on_ranks(split_backward, 1) == [0.0]
-
-
 @pytest.mark.parametrize(
     ("world_size", "argv", "says"),
     [
@@ -262,7 +163,6 @@ def test_two_halves_of_a_backward_are_one_backward(on_ranks):
                      marks=FULL),
         pytest.param(3, ("-m", 2, "--num-layers", 6, "--schedule", "zb-h1"),
                      "zb-h1: 2 micro-batches are fewer than 3 stages", marks=FULL),
-        pytest.param(2, ("--seq-len", 300), "--seq-len must be at most 256", marks=FULL),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_line(run_script, world_size, argv, says):

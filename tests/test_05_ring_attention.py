@@ -4,11 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import assert_one_line, load_script, results_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from advanced_parts import context_job
 from advanced_parts import ring_attention as part
 from dist_common import models
 
@@ -58,15 +56,6 @@ def send_to_the_previous_rank(script):
     script.Ring.neighbours = lambda ring: right(ring)[::-1]
 
 
-def merge_without_rescaling(script):
-    def merge(out, lse, part_out, part_lse):
-        total = torch.logaddexp(lse, part_lse)
-        out.add_((part_lse - total).exp()[..., None] * part_out)
-        lse.copy_(total)
-
-    script.merge = merge
-
-
 class EarlyKey(int):
     """The number of a chunk that no chunk of queries is earlier than."""
 
@@ -77,26 +66,6 @@ class EarlyKey(int):
 def compute_the_future_too(script):
     right = script.Ring.chunks_of
     script.Ring.chunks_of = lambda ring, rank: [EarlyKey(n) for n in right(ring, rank)]
-
-
-def leave_gradients_unsummed(script):
-    context_job.sum_gradients = lambda model: None
-
-
-def count_the_mean_of_each_rank(script):
-    """Each rank divides by its own number of tokens, as the loop of a single process does."""
-    right = context_job.sharded_loss
-    context_job.sharded_loss = lambda *args: right(*args) * dist.get_world_size()
-
-
-def send_everything_twice(script):
-    right = script.Ring.pass_on
-
-    def twice(ring, tensor):
-        right(ring, tensor)()
-        return right(ring, tensor)
-
-    script.Ring.pass_on = twice
 
 
 def wait_at_once(script):
@@ -119,25 +88,14 @@ def keep_all_keys(script):
     script.ring_attention = greedy
 
 
-def forget_the_positions(script):
-    """Rotate each rank's queries and keys as if its tokens were the first ones."""
-    forward = models.Transformer.forward
-    models.Transformer.forward = lambda model, tokens, positions=None: forward(model, tokens)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "world_size", "failing"),
     [
-        (merge_without_rescaling, 2, {"gradient, relative error"}),
-        (leave_gradients_unsummed, 2, {"gradient, relative error"}),
         (wait_at_once, 2, {"hops that nothing hides"}),
-        (keep_all_keys, 2, {"2 ranks: bytes kept for backward"}),
-        (compute_the_future_too, 2, {"pairs, all ranks", "pairs, busiest rank"}),
         *(pytest.param(*row, marks=FULL) for row in (
+            (keep_all_keys, 2, {"2 ranks: bytes kept for backward"}),
+            (compute_the_future_too, 2, {"pairs, all ranks", "pairs, busiest rank"}),
             (send_to_the_previous_rank, 3, {"gradient, relative error"}),
-            (send_everything_twice, 2, {"forward: bytes sent per layer"}),
-            (count_the_mean_of_each_rank, 2, {"loss, relative error"}),
-            (forget_the_positions, 2, {"gradient, relative error"}),
         )),
     ],
 )  # fmt: skip
@@ -154,7 +112,7 @@ def test_sabotage_of_the_ring_fails_a_check(run_script, tmp_path, sabotage, worl
     bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
     for name in failing:
         assert any(check.endswith(name) for check in bad), bad
-    if sabotage in (leave_gradients_unsummed, keep_all_keys, wait_at_once):
+    if sabotage in (keep_all_keys, wait_at_once):
         kind = next(iter(failing)).rpartition(": ")[2]
         assert all(name.endswith(kind) for name in bad), "nothing else is wrong"
 
@@ -167,20 +125,12 @@ def test_sabotage_of_the_ring_fails_a_check(run_script, tmp_path, sabotage, worl
         *(pytest.param(*row, marks=FULL) for row in (
             (2, ("--layout", "contiguous", "--seq-len", 51), "is not divisible by 2 (contiguous"),
             (2, ("--memory-tokens", 3), "--memory-tokens 3 is not divisible by 2"),
-            (2, ("--layout", "striped"), "--layout: invalid choice: 'striped'"),
             (1, ("--seq-len", 8_000_000), "are more than the text's 4,000,000"),
         )),
     ],
 )  # fmt: skip
 def test_bad_input_gets_one_line(run_script, world_size, argv, says):
     assert_one_line(run_script(SCRIPT, *argv, world_size=world_size), says, "ring_attention.py")
-
-
-@FULL
-def test_contiguous_needs_no_even_chunks(run_script, tmp_path):
-    arguments = ("--layout", "contiguous", "--seq-len", 34, "--batch-size", 1)
-    ended = run_script(SCRIPT, *arguments, "--memory-tokens", 7, world_size=2)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zig-zag"])
@@ -229,14 +179,3 @@ def test_the_cuda_kernels_get_shapes_that_they_accept():
         assert out.shape == q.shape and lse.shape == (2, 4, 20)
         gradients = lesson.attend_block_backward(out, q, out, lse, k, v, causal=False)
         assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
-
-
-@FULL
-@pytest.mark.skipif(not GPUS, reason="needs a GPU")
-def test_it_runs_on_gpus():
-    ranks = min(len(GPUS.split(",")), 4)
-    ranks = 2 if ranks == 3 else ranks
-    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", SCRIPT]
-    ended = run_command([*command, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout

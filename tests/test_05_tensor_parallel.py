@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import GPUS, REPO, assert_one_line, load_script, run_command
+from conftest import assert_one_line, load_script
 from helpers_05 import TOKENS, D, L, counted, failing, run_small
-
-from advanced_parts import tensor_job
 
 SCRIPT = "05-advanced/tensor_parallel.py"
 FULL = pytest.mark.full
@@ -47,25 +45,6 @@ def forget_f(script):
     script.f = script.same
 
 
-def forget_the_norms(script):
-    script.ParallelTransformer.sum_norm_gradients = lambda self: None
-
-
-def scatter_without_the_sum(script):
-    def own_tokens(x):
-        return x.chunk(dist.get_world_size(), dim=1)[dist.get_rank()].contiguous()
-
-    script.f_tokens = script.conjugate(script.gather_tokens, own_tokens)
-
-
-def gather_twice(script):
-    once = script.gather_tokens
-    again = script.conjugate(
-        lambda x: once(x + 0 * once(x)[:, : x.shape[1]]), script.scatter_tokens
-    )
-    script.f_tokens = again
-
-
 def keep_the_norms_whole(script):
     """Gather before the norm instead of after it: right values, but the norm keeps all tokens."""
 
@@ -78,16 +57,6 @@ def keep_the_norms_whole(script):
     script.ParallelBlock.forward = forward
 
 
-def lose_a_step(script):
-    train = tensor_job.train
-
-    def with_another_rate(model, compute_gradient, batches, lr):
-        own = isinstance(model, script.ParallelTransformer)
-        return train(model, compute_gradient, batches, 2 * lr if own else lr)
-
-    tensor_job.train = with_another_rate
-
-
 OWN = "own columns put back, and f: weights with a wrong gradient"
 
 
@@ -98,14 +67,8 @@ OWN = "own columns put back, and f: weights with a wrong gradient"
                     "tensor parallel: largest error of a loss"}),
         (forget_f, {OWN, "tensor parallel: gradient error",
                     "tensor parallel, a block: bytes sent"}),
-        (keep_the_norms_whole, {"sequence parallel, a block: bytes kept for backward"}),
-        pytest.param(forget_the_norms, {"sequence parallel: gradient error",
-                                        "sequence parallel, a step: all-reduces"}, marks=FULL),
-        pytest.param(scatter_without_the_sum, {"sequence parallel: gradient error"}, marks=FULL),
-        pytest.param(gather_twice, {"sequence parallel, a block: all-gathers",
-                                    "sequence parallel, a step: bytes sent"}, marks=FULL),
-        pytest.param(lose_a_step, {"tensor parallel: largest error of a loss",
-                                   "sequence parallel: largest error of a loss"}, marks=FULL),
+        pytest.param(keep_the_norms_whole, {"sequence parallel, a block: bytes kept for backward"},
+                     marks=FULL),
     ],
 )  # fmt: skip
 def test_sabotage_of_tensor_parallelism_fails_a_check(run_script, tmp_path, sabotage, red):
@@ -118,11 +81,9 @@ def test_sabotage_of_tensor_parallelism_fails_a_check(run_script, tmp_path, sabo
     [
         (2, ("--num-kv-heads", 1), "1 key and value heads (--num-kv-heads) cannot be cut into 2"),
         *(pytest.param(*row, marks=FULL) for row in (
-            (4, (), "2 key and value heads (--num-kv-heads) cannot be cut into 4 equal parts"),
             (3, (), "4 heads cannot be cut into 3 equal parts"),
             (2, ("--seq-len", 33), "33 tokens of a sequence (--seq-len)"),
             (2, ("--num-kv-heads", 3), "--num-kv-heads 3 does not divide the model's 4 heads"),
-            (2, ("--seq-len", 258), "--seq-len must be at most 256"),
             (2, ("--batch-size", 10**6), "--max-steps times --batch-size must be less"),
         )),
     ],
@@ -168,13 +129,3 @@ def test_torchs_all_gather_for_autograd_adds_up_equal_losses(on_ranks, world_siz
     """Its backward sums over the ranks: right where each has a loss of its own, n times here."""
     ended = on_ranks(gradient_through_torchs_own_all_gather, world_size)
     assert ended == [[float(world_size)] * 3] * world_size
-
-
-@FULL
-@pytest.mark.skipif(not GPUS, reason="needs a GPU")
-def test_it_runs_on_a_gpu():
-    ended = run_command(
-        ["python", SCRIPT, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS
-    )
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout

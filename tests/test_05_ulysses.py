@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
+from conftest import REPO, assert_one_line, load_script, results_of
 
-from advanced_parts import context_job, ring_attention
+from advanced_parts import ring_attention
 from advanced_parts import ulysses as part
 from dist_common import models
 
@@ -38,23 +38,12 @@ def leave_out_the_second_all_to_all(script):
     )
 
 
-def repeat_heads_in_another_order(script):
-    script.repeat_heads = lambda x, ranks: x.repeat(1, max(1, ranks // x.shape[1]), 1, 1)
-
-
-def leave_gradients_unsummed(script):
-    context_job.sum_gradients = lambda model: None
-
-
 @pytest.mark.parametrize(
     ("sabotage", "failing"),
     [
         (leave_out_the_second_all_to_all,
          {"ulysses: gradient, relative error", "forward: all-to-alls per layer",
           "ulysses, forward: bytes sent per layer"}),
-        pytest.param(leave_gradients_unsummed, {"ulysses: gradient, relative error"}, marks=FULL),
-        pytest.param(repeat_heads_in_another_order, {"ulysses: gradient, relative error"},
-                     marks=FULL),
     ],
 )  # fmt: skip
 def test_sabotage_of_ulysses_fails_a_check(run_script, tmp_path, sabotage, failing):
@@ -110,7 +99,6 @@ def other_shapes(rank, world_size, dtype, heads, kv_heads):
         # bfloat16 keeps 8 bits, 0.4% of numbers up to about 5.
         (2, torch.bfloat16, 4, 4, 0.06),
         pytest.param(3, torch.float32, 6, 1, 1e-5, marks=FULL),
-        pytest.param(4, torch.float32, 8, 2, 1e-5, marks=FULL),
     ],
 )
 def test_other_shapes_and_bfloat16(on_ranks, world_size, dtype, heads, kv_heads, tolerance):
@@ -138,14 +126,3 @@ def test_the_page_says_from_how_many_tokens_the_ring_hides_its_sends():
         kv_dim = config.dim // config.num_heads * config.num_kv_heads
         least = (math.ceil(2 * kv_dim / config.dim * 989.4e12 / link) for link in (450e9, 50e9))
         assert f"| {name} | {' | '.join(f'{tokens:,}' for tokens in least)} |" in page
-
-
-@FULL
-@pytest.mark.skipif(not GPUS, reason="needs a GPU")
-def test_it_runs_on_gpus():
-    ranks = min(len(GPUS.split(",")), 4)
-    ranks = 2 if ranks == 3 else ranks
-    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", SCRIPT]
-    ended = run_command([*command, "--device", "cuda"], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout
