@@ -7,8 +7,9 @@
 
 It does the same job as ddp_training.py of module 01, and stops, saves and resumes as that does.
 Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and the bytes that each
-axis sends, which say what link it needs. --init-from and --export-to are as in fsdp_transformer.py.
---preset tiny-moe has experts, of which --ep N has each of N ranks of dp hold its own.
+axis sends (hybrid_sends.py in advanced_parts), which say what link it needs. --init-from and
+--export-to are as in fsdp_transformer.py. --preset tiny-moe has experts, of which --ep N has each of
+N ranks of dp hold its own.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `split_experts`,
