@@ -34,7 +34,7 @@ def die_with_parent() -> None:
 
 
 def be_rank(rank: int, seed: str, folder: Path, network, port: int) -> None:
-    from nccl_parts import recorder
+    from cluster_parts import recorder
 
     die_with_parent()
     alone = network is not None
@@ -56,7 +56,7 @@ def be_rank(rank: int, seed: str, folder: Path, network, port: int) -> None:
 
 
 def be_launcher(seed: str, folder: Path, network) -> None:
-    from nccl_parts.failure_gallery import free_port
+    from cluster_parts.failure_gallery import free_port
 
     die_with_parent()
     port = free_port()
@@ -75,7 +75,7 @@ def main() -> None:
     sys.path[:0] = [str(REPO), str(REPO / "04-nccl-operations")]
     import torch
 
-    import nccl_parts.recorder  # noqa: F401  here once, not in each rank
+    import cluster_parts.recorder  # noqa: F401  here once, not in each rank
     from dist_common.lab import namespaces
 
     torch.set_num_threads(1)

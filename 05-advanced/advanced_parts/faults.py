@@ -24,7 +24,7 @@ from dist_common import cli
 
 REPO = Path(cli.__file__).resolve().parents[1]
 TEMPLATE = "01-ddp-basics/ddp_training.py"
-CLUSTER = "04-nccl-operations/virtual_cluster.py"
+CLUSTER = "cluster/virtual_cluster.py"
 # Variables of a node: the folder of orders to its ranks; the version and the name it claims;
 ORDERS, VERSION, HOST = "FAULTS_ORDERS", "FAULTS_VERSION", "FAULTS_HOST"
 CLOCK = "FAULTS_CLOCK_S"  # by how much its launcher's clock is fast

@@ -10,7 +10,7 @@ from typing import Any
 from lab_parts.holes import import_lesson
 
 gallery = import_lesson("04-nccl-operations/failure_gallery.py")
-part, recorder, verdicts = gallery.part, gallery.recorder, gallery.verdicts
+part, verdicts = gallery.part, gallery.verdicts
 
 RANKS = 3  # of the job that is handed out: of two ranks that differ none can be named
 NONE = -1  # the rank at fault, where none is
