@@ -4,27 +4,24 @@
           python cluster/virtual_cluster.py run -- hostname
           python cluster/virtual_cluster.py down
 
-A node is a first process in namespaces of its own, which the kernel gives to whoever asks. A switch
-is one more network namespace, with a bridge for each card. Look for: what a job does when you cut,
-slow or kill a node under it. Linux; root, or a kernel that lets everybody make user namespaces.
+A node is a first process in namespaces of its own, made by unshare. A switch is one more network
+namespace, with a bridge for each card. Look for: what a job does when you cut, slow or kill a node
+under it. Linux; root, or a kernel that lets everybody make user namespaces.
 
-Sources: namespaces(7), pid_namespaces(7), tc-tbf(8), tc-bpf(8).
+Sources: namespaces(7), pid_namespaces(7), unshare(1), nsenter(1), tc-tbf(8), tc-netem(8).
 """
 
 import contextlib
 import os
 import signal
-import socket
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster_parts import virtual_cluster as part
 from dist_common import cli
-from dist_common.lab.namespaces import CLONE_NEWNET, address, bucket, call, run
 
-CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000  # unshare(2)
-OWN = CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC  # and processes: see part.fork_init
 MOST_NODES, MOST_CARDS = 32, 4
 
 
@@ -33,11 +30,16 @@ class Node:
     """A node, as the supervisor sees it."""
 
     number: int
-    pid: int | None = None  # of its first process, as the supervisor counts; None: it is off
-    host_pid: int | None = None  # the same, as this machine counts
+    process: subprocess.Popen | None = None  # unshare, which started it; None: it is off
+    host_pid: int | None = None  # of its first process, as this machine counts
     cut: bool = False
     loss: float = 0.0
     rates: dict = field(default_factory=dict)  # bytes/s by card, where it is not the link's
+
+    @property
+    def pid(self):
+        """Return the number of the process that ends with the node; None: it is off."""
+        return self.process.pid if self.process else None
 
     @property
     def name(self):
@@ -56,18 +58,17 @@ class Cluster:
         self.folder = folder
         self.nodes = [Node(number) for number in range(args.nodes)]
         self.cards = range(args.cards)
-        # The kernel's netem would delay and lose packets; many kernels come without it. So a link
-        # with a delay gets a switch of our own, which is slower than a bridge.
-        self.late = part.LateSwitch(args.link.delay) if args.link.delay else None
-        for card in self.cards if not self.late else ():
-            run("ip", f"link add bridge{card} type bridge", f"link set bridge{card} up")
+        if args.link.delay:
+            part.need_netem()
+        for card in self.cards:
+            part.run("ip", f"link add bridge{card} type bridge", f"link set bridge{card} up")
         lines = ["127.0.0.1 localhost"]
         for card in self.cards:
             for node in self.nodes:
                 name = f"{node.name}-link{card}" if card else node.name
-                lines.append(f"{address(node.number, card)} {name}")
+                lines.append(f"{part.address(node.number, card)} {name}")
                 # torch's store looks up an IPv4 peer in this form, and warns of one without a name.
-                lines.append(f"::ffff:{address(node.number, card)} {name}-peer")
+                lines.append(f"::ffff:{part.address(node.number, card)} {name}-peer")
         (folder / "hosts").write_text("\n".join([*lines, ""]))
         for node in self.nodes:
             self.boot(node)
@@ -77,95 +78,76 @@ class Cluster:
     def boot(self, node):
         """Start a node's first process, and connect its cards to the switch."""
         node.cut, node.loss, node.rates = False, 0.0, {}
-        node.pid, node.host_pid = part.fork_init(lambda: self.furnish(node))
+        node.process, node.host_pid = part.boot(
+            node.name, self.folder, self.args.shm, self.args.disk
+        )
         for card in self.cards:
             port = node.port(card)
             mac = f"02:00:00:00:{card:02x}:{node.number + 1:02x}"
-            to_bridge = "" if self.late else f"master bridge{card}"
-            run("ip", f"link add {port} type veth peer name link{card} address {mac} "
-                      f"netns {node.pid}", f"link set {port} {to_bridge} up")  # fmt: skip
-            if self.late:
-                self.late.connect(port, card)
-            self.inside(node, "ip", f"address add {address(node.number, card)}/24 dev link{card}",
-                        f"link set link{card} up", "link set lo up")  # fmt: skip
-            self.shape(node, card, self.args.link.rate)
+            inside = f"/proc/{node.host_pid}/ns/net"
+            part.run(
+                "ip",
+                f"link add {port} type veth peer name link{card} address {mac} netns {inside}",
+                f"link set {port} master bridge{card} up",
+            )
+            place = f"{part.address(node.number, card)}/24"
+            lines = [f"address add {place} dev link{card}", f"link set link{card} up"]
+            part.run("ip", *lines, "link set lo up", pid=node.host_pid)
+            self.shape(node, card)
         if any(other.loss for other in self.nodes):
             self.send_packets(node)
 
-    def furnish(self, node):
-        """Make a process a node: called by its first process, which then only reaps orphans."""
-        cgroups = call("unshare", OWN) or part.open_folder("/sys/fs/cgroup")
-        part.mount(None, "/", flags=part.MS_REC | part.MS_PRIVATE)  # what follows stays in here
-        socket.sethostname(node.name)
-        part.mount("tmpfs", "/dev/shm", f"size={self.args.shm},mode=1777")
-        part.mount("tmpfs", self.folder / "disk", f"size={self.args.disk},mode=1777")
-        part.mount(self.folder / "hosts", "/etc/hosts", flags=part.MS_BIND)
-        part.mount("proc", "/proc")  # its own processes
-        part.mount("sysfs", "/sys")  # its own cards
-        if cgroups is not None:
-            part.mount(
-                f"/proc/self/fd/{cgroups}", "/sys/fs/cgroup", flags=part.MS_BIND | part.MS_REC
-            )
-
-    def inside(self, node, program, *lines):
-        network = os.open(f"/proc/{node.host_pid}/ns/net", os.O_RDONLY)
-        try:
-            run(program, *lines, inside=network)
-        finally:
-            os.close(network)
-
-    def shape(self, node, card, rate):
-        """Let a card send and receive so many bytes/s: a token bucket at each end of its cable."""
-        for device, there in ((f"link{card}", node), (node.port(card), None)):
-            lines = [bucket(device, rate) if rate else f"qdisc replace dev {device} root pfifo"]
-            self.inside(there, "tc", *lines) if there else run("tc", *lines)
+    def shape(self, node, card):
+        """Let a card send and receive so many bytes/s, late, and lose packets: at both ends."""
+        link = self.args.link
+        rate = node.rates.get(card, link.rate)
+        sends = part.queues(f"link{card}", rate, link.delay, node.loss)
+        part.run("tc", *sends, pid=node.host_pid)
+        part.run("tc", *part.queues(node.port(card), rate, 0, node.loss))
 
     # verbs
 
     def cut(self, node):
         """Unplug a node's cables at the switch: nobody there is told."""
-        run("ip", *(f"link set {node.port(card)} down" for card in self.cards))
+        part.run("ip", *(f"link set {node.port(card)} down" for card in self.cards))
         node.cut = True
         return f"{node.name}: cables unplugged"
 
     def restore(self, node):
         """Undo cut, slow and lose."""
-        self.lose(node, 0)
+        node.cut, node.loss, node.rates = False, 0.0, {}
         for card in self.cards:
-            run("ip", f"link set {node.port(card)} up")
-            self.shape(node, card, self.args.link.rate)
-        node.cut, node.rates = False, {}
+            part.run("ip", f"link set {node.port(card)} up")
+            self.shape(node, card)
         return f"{node.name}: as new"
 
     def slow(self, node, card, rate):
         """Give one of a node's cards, or all of them, another rate."""
         for one in self.cards if card is None else [card]:
-            self.shape(node, one, rate)
             node.rates[one] = rate
+            self.shape(node, one)
         return f"{node.name}: {part.mbit(rate)}"
 
     def send_packets(self, node):
         """Let a node's cards send single packets, not up to 64 KiB that are cut later."""
         cards = (f"link set link{card} gso_max_segs 1" for card in self.cards)
-        self.inside(node, "ip", *cards)
+        part.run("ip", *cards, pid=node.host_pid)
 
     def lose(self, node, share):
         """Lose a share of the packets that a node sends, and of those sent to it."""
-        if share:
-            for other in filter(lambda other: other.pid, self.nodes):
+        part.need_netem()
+        for other in self.nodes:
+            if other.pid:
                 self.send_packets(other)
-        for port in map(node.port, self.cards):
-            if self.late:
-                self.late.lose(port, share)
-            else:
-                part.lose_by_filter(port, share)
         node.loss = share
+        for card in self.cards:
+            self.shape(node, card)
         return f"{node.name}: {100 * share:g}% of its packets are lost"
 
     def kill(self, node):
         """Cut the power: the kernel ends all processes of a PID namespace with its first one."""
         self.unplug(node)
-        os.kill(node.pid, signal.SIGKILL)
+        os.kill(part.pid_in(node.host_pid), signal.SIGKILL)
         return f"{node.name}: killed"
 
     def start(self, node):
@@ -177,14 +159,14 @@ class Cluster:
         """Remove a node's cables, unless they have gone with it."""
         for card in self.cards:
             with contextlib.suppress(OSError):
-                run("ip", f"link delete {node.port(card)}")
+                part.run("ip", f"link delete {node.port(card)}")
 
     def says(self):
         """Describe the cluster in one line."""
         link = self.args.link
         how = [f"{len(self.nodes)} nodes, network cards of each: {len(self.cards)}"]
         how += [f"{part.mbit(link.rate)} by token buckets"] if link.rate else []
-        how += [f"{1e3 * link.delay:g} ms by a switch in user space"] if link.delay else []
+        how += [f"{1e3 * link.delay:g} ms by netem"] if link.delay else []
         how += [f"clock of {name} {offset:+g} s, for Python's time()"
                 for name, offset in self.args.clock]  # fmt: skip
         return "; ".join(how)
@@ -247,7 +229,10 @@ def main():
             known = {f"node{number}" for number in range(args.nodes)}
             if unknown := {name for name, _ in args.clock} - known:
                 raise cli.UsageError(f"--clock: there is no {min(unknown)} of {args.nodes} nodes")
-            print(part.up(args.at, lambda: Cluster(args, args.at)))
+            if part.READY in os.environ:  # this is the process that `up` has started
+                part.supervise(args.at, lambda: Cluster(args, args.at))
+            else:
+                print(part.up(args.at))
         case "run":
             return part.run_on_nodes(args.at, args.on, command)
         case "down":

@@ -1,4 +1,4 @@
-"""The supervisor of a virtual cluster, the socket on which it is asked, and processes on its nodes.
+"""The supervisor of a virtual cluster, the socket on which it is asked, and commands on its nodes.
 
 The supervisor is process 1 of a PID namespace in which all nodes are: however it ends, the kernel
 ends all of them with it. Only files in the cluster's folder are left then.
@@ -6,20 +6,18 @@ ends all of them with it. Only files in the cluster's folder are left then.
 
 import argparse
 import contextlib
-import ctypes
 import fcntl
-import heapq
-import itertools
 import json
 import os
-import random
 import re
 import select
 import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,16 +25,21 @@ from pathlib import Path
 import psutil
 
 from dist_common import cli
-from dist_common.lab.namespaces import CARD, CLONE_NEWNET, address, become_root, call, run
 
-CLONE_NEWNS, CLONE_NEWPID, ANY = 0x20000, 0x20000000, 0
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000  # mount(2)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-KINDS = ("user", "pid", "mnt", "net", "uts", "ipc")  # in the order in which they are entered
+CARD = "link0"  # a node's first network card
+# What a bucket lets through at once: few KB, so that short messages are slowed too, but a
+# millisecond's bytes, so that a timer that fires late costs no speed.
+BURST_BYTES, BURST_S = 32_768, 1e-3
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+READY = "VIRTUAL_CLUSTER_READY"  # in the supervisor: the pipe on which `up` waits
 # torchrun leaves its workers 30 seconds to save after a SIGTERM.
 GRACE_S = 40
 ANSWER_S = 60
 MESSAGE = 65_536
+INSTEAD = (
+    ". What works without: two torchruns on one machine (--nnodes 2, --master-addr 127.0.0.1), "
+    "and --link of the scripts that have it"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,7 +87,7 @@ def signal_of(text: str) -> int:
     """Parse SIGTERM, TERM or 15."""
     name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
     with contextlib.suppress(KeyError, ValueError):
-        return int(signal.Signals[name] if not text.isdecimal() else signal.Signals(int(text)))
+        return int(signal.Signals(int(text)) if text.isdecimal() else signal.Signals[name])
     raise argparse.ArgumentTypeError(f"must be a signal such as SIGTERM, not {text!r}")
 
 
@@ -92,9 +95,58 @@ def mbit(rate: float) -> str:
     return f"{rate * 8 / 1e6:g} Mbit/s" if rate else "no limit"
 
 
-def in_user_namespace() -> bool:
-    """Say whether root here is another user outside."""
-    return Path("/proc/self/uid_map").read_text().split()[1] != "0"
+def address(node: int, card: int = 0) -> str:
+    """Return the address of a node's card: nodes count from 0, addresses from 1."""
+    return f"10.77.{card}.{node + 1}"
+
+
+# Commands of Linux
+
+
+def program(name: str) -> str:
+    """Return a program's path. Raises: UsageError with the package that has it."""
+    path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # a user's may lack them
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise cli.UsageError(f"no program {name} (the package {PACKAGES[name]} has it)")
+    return found
+
+
+def run(name: str, *lines: str, pid: int | None = None) -> None:
+    """Hand lines to ip or tc, in the network of a process if one is given.
+
+    Raises: OSError with the program's first line of complaint.
+    """
+    inside = [program("nsenter"), f"--net=/proc/{pid}/ns/net"] if pid else []
+    command = [*inside, program(name), "-batch", "-"]
+    ended = subprocess.run(
+        command, input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=60
+    )
+    if ended.returncode:
+        raise OSError(f"{name}: {ended.stderr.strip().partition(chr(10))[0]}")
+
+
+def queues(device: str, rate: float, delay: float, loss: float) -> list[str]:
+    """Return tc's lines for what leaves through a card: late or lost, then a token bucket."""
+    place, lines = "root", []
+    if delay or loss:
+        netem = f"netem delay {round(delay * 1e6)}us loss {100 * loss:g}% limit 100000"
+        lines.append(f"qdisc replace dev {device} root handle 1: {netem}")
+        place = "parent 1:1"
+    if rate:
+        burst = max(BURST_BYTES, round(rate * BURST_S))
+        bucket = f"tbf rate {round(rate * 8)}bit burst {burst}b latency 200ms"
+        lines.append(f"qdisc replace dev {device} {place} {bucket}")
+    return lines or [f"qdisc replace dev {device} root pfifo"]
+
+
+def need_netem() -> None:
+    """Refuse a delay or a loss where the kernel has no netem. To be called on the switch."""
+    try:
+        run("tc", "qdisc replace dev lo root netem delay 1us", "qdisc del dev lo root")
+    except OSError as error:
+        why = f"this kernel has no netem, which delays and loses packets ({error})"
+        raise cli.UsageError(why) from None
 
 
 def host_id(pid: int | str) -> dict:
@@ -103,205 +155,72 @@ def host_id(pid: int | str) -> dict:
     return {"pid": int(pid), "started": int(fields[19])}
 
 
-# making a node
+def pid_in(host_pid: int) -> int:
+    """Return a node's process as its supervisor counts: in the namespace above its own."""
+    status = Path(f"/proc/{host_pid}/status").read_text()
+    return int(re.search(r"^NSpid:.*?(\d+)\t\d+$", status, re.M)[1])
 
 
-def mount(source, target, options: str | None = None, flags: int = 0) -> None:
-    """Mount a file system, named by its type, or with MS_BIND a file or folder."""
-    encode = [None if text is None else os.fsencode(text) for text in (source, target, options)]
-    kind = None if flags else encode[0]
-    try:
-        call("mount", encode[0], encode[1], kind, ctypes.c_ulong(flags), encode[2])
-    except OSError as error:
-        raise OSError(error.errno, f"mount {target}: {os.strerror(error.errno)}") from None
+# A node's first process: prints its number for the machine, then only reaps orphans.
+FURNISH = """
+set -e
+hostname "$1"
+read -r pid _ </proc/self/stat
+[ ! -d /sys/fs/cgroup ] || exec 3</sys/fs/cgroup
+mount -t tmpfs -o "size=$3,mode=1777" tmpfs /dev/shm
+mount -t tmpfs -o "size=$4,mode=1777" tmpfs "$2/disk"
+mount --bind "$2/hosts" /etc/hosts
+mount -t proc proc /proc      # its own processes
+mount -t sysfs sysfs /sys     # its own cards
+[ ! -d /sys/fs/cgroup ] || mount --rbind /proc/self/fd/3 /sys/fs/cgroup
+echo "$pid"
+exec env --ignore-signal=CHLD tail -f /dev/null >/dev/null 2>&1 3>&-
+"""
+OWN = ("--pid", "--mount", "--net", "--uts", "--ipc")  # namespaces of a node
 
 
-def open_folder(path: str) -> int | None:
-    """Open a folder that a mount is about to cover; None if there is none."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.open(path, os.O_PATH | os.O_DIRECTORY)
-    return None
-
-
-def fork_init(furnish) -> tuple[int, int]:
-    """Fork process 1 of a new PID namespace; return its number for us and for the machine.
+def boot(name: str, folder: Path, shm: int, disk: int) -> tuple[subprocess.Popen, int]:
+    """Start a node's first process; return unshare's process, and the number of the first one.
 
     Raises: OSError with what it could not do.
     """
-    home = os.open("/proc/self/ns/pid", os.O_RDONLY)
-    ours, theirs = os.pipe()
-    call("unshare", CLONE_NEWPID)  # for the children from now on
-    pid = os.fork()
-    if pid == 0:
-        try:
-            host_pid = os.readlink("/proc/self")  # /proc is still the machine's
-            furnish()
-            os.write(theirs, host_pid.encode())
-        except BaseException as error:
-            os.write(theirs, (getattr(error, "strerror", None) or str(error)).encode())
-            os._exit(1)
-        os.closerange(3, 4096)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what it inherits
-        while True:
-            signal.pause()
-    call("setns", home, CLONE_NEWPID)
-    os.close(home)
-    os.close(theirs)
-    with os.fdopen(ours) as pipe:
-        said = pipe.read()
+    command = [program("unshare"), *OWN, "--fork", "--kill-child", "bash", "-c", FURNISH]
+    started = subprocess.Popen(
+        [*command, "bash", name, str(folder), str(shm), str(disk)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    said = started.stdout.readline().strip()
     if not said.isdecimal():
-        raise OSError(0, said or "a node's first process was killed")
-    return pid, int(said)
+        raise OSError(started.communicate()[1].strip() or "a node's first process was killed")
+    return started, int(said)
 
 
-# packets that are late or lost
+# The supervisor
 
 
-def lose_by_filter(port: str, share: float) -> None:
-    """Lose a share of a port's packets, in each direction, by a filter in the kernel."""
-    with contextlib.suppress(OSError):  # there was none
-        run("tc", f"qdisc delete dev {port} clsact")
-    if not share:
-        return
-    # Classic BPF: load a random number (SKF_AD_OFF + SKF_AD_RANDOM); below the limit it returns 2,
-    # TC_ACT_SHOT, otherwise -1, "go on".
-    limit = min(2**32 - 1, round(share * 2**32))
-    program = f"4,32 0 0 {0xFFFFF000 + 56},53 0 1 {limit},6 0 0 {2**32 - 1},6 0 0 2"
-    both = ("ingress", "egress")
-    try:
-        run("tc", f"qdisc add dev {port} clsact")
-        run("tc", *(f'filter add dev {port} {way} bpf da bytecode "{program}"' for way in both))
-    except OSError as error:
-        raise cli.UsageError(
-            f"this kernel cannot lose packets ({error.strerror or error}); with a delay, as in "
-            "`up --link 1gbit,1ms`, our own switch does"
-        ) from None
-
-
-class LateSwitch:
-    """A switch in user space: a process that hands on what ports receive, late.
-
-    It sees packets as the kernel has them, up to 64 KiB long, with a header that says how they are
-    to be cut and what sums are still to be made (packet(7), PACKET_VNET_HDR).
-    """
-
-    SOL_PACKET, PACKET_VNET_HDR, PACKET_IGNORE_OUTGOING = 263, 15, 23
-    ALL = 0x0003  # protocols
-    BUFFER_BYTES = 1 << 24
-
-    def __init__(self, delay: float) -> None:
-        self.delay = delay
-        self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.dup2(theirs.fileno(), 3)
-                os.closerange(4, 4096)  # `up` reads until nobody writes any more
-                self.carry(socket.socket(fileno=3))
-            finally:
-                os._exit(1)
-        theirs.close()
-
-    def connect(self, port: str, card: int) -> None:
-        """Take over a port of the switch's namespace."""
-        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0) as raw:
-            raw.setsockopt(self.SOL_PACKET, self.PACKET_VNET_HDR, 1)
-            raw.setsockopt(self.SOL_PACKET, self.PACKET_IGNORE_OUTGOING, 1)
-            for plain, forced in ((socket.SO_RCVBUF, 33), (socket.SO_SNDBUF, 32)):
-                try:
-                    raw.setsockopt(socket.SOL_SOCKET, forced, self.BUFFER_BYTES)
-                except PermissionError:
-                    raw.setsockopt(socket.SOL_SOCKET, plain, self.BUFFER_BYTES)
-            raw.bind((port, self.ALL))
-            told = json.dumps({"port": port, "card": card}).encode()
-            socket.send_fds(self.ours, [told], [raw.fileno()])
-
-    def lose(self, port: str, share: float) -> None:
-        self.ours.send(json.dumps({"port": port, "loss": share}).encode())
-
-    def carry(self, orders: socket.socket) -> None:
-        self.ports: dict[str, socket.socket] = {}
-        self.cards: dict[str, int] = {}  # by port
-        self.loss: dict[str, float] = {}
-        self.known: dict[bytes, str] = {}  # port by MAC address
-        self.waiting: list = []  # a heap of (due, number, ports, packet)
-        self.numbers = itertools.count()
-        while True:
-            wait = max(0.0, self.waiting[0][0] - time.monotonic()) if self.waiting else None
-            ready, _, _ = select.select([orders, *self.ports.values()], [], [], wait)
-            self.send_due()
-            if orders in ready:
-                self.obey(orders)
-            for port, raw in self.ports.items():
-                if raw in ready:
-                    self.receive(port, raw)
-
-    def obey(self, orders: socket.socket) -> None:
-        message, descriptors, *_ = socket.recv_fds(orders, MESSAGE, 1)
-        order = json.loads(message)
-        port = order["port"]
-        self.loss[port] = order.get("loss", 0.0)
-        if descriptors:
-            self.ports[port] = socket.socket(fileno=descriptors[0])
-            self.ports[port].setblocking(False)
-            self.cards[port] = order["card"]
-
-    def receive(self, port: str, raw: socket.socket) -> None:
-        for _ in range(64):  # then the others
-            try:
-                packet = raw.recv(70_000)
-            except OSError:  # no more, or unplugged
-                return
-            target, source = packet[10:16], packet[16:22]  # behind the header of 10 bytes
-            self.known[source] = port
-            peers = [
-                one for one in self.ports if one != port and self.cards[one] == self.cards[port]
-            ]
-            targets = [self.known[target]] if target in self.known else peers
-            arrives = [one for one in targets
-                       if random.random() >= max(self.loss[port], self.loss[one])]  # fmt: skip
-            due = time.monotonic() + self.delay
-            heapq.heappush(self.waiting, (due, next(self.numbers), arrives, packet))
-
-    def send_due(self) -> None:
-        while self.waiting and self.waiting[0][0] <= time.monotonic():
-            _, _, targets, packet = heapq.heappop(self.waiting)
-            for port in targets:
-                with contextlib.suppress(OSError):  # unplugged, or its queue is full
-                    self.ports[port].send(packet)
-
-
-# the supervisor
-
-
-def up(folder: Path, build) -> str:
-    """Start a supervisor that builds the cluster; return what it says once it is ready."""
+def up(folder: Path) -> str:
+    """Start this script again as a supervisor; return what it says once it is ready."""
     claim(folder)
+    for name in PACKAGES:
+        program(name)
     ours, theirs = os.pipe()
-    if os.fork() == 0:
-        os.close(ours)
-        try:
-            os.setsid()
-            become_root()
-            call("unshare", CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET)
-            if os.fork() == 0:
-                os.dup2(theirs, 3)
-                theirs = 3
-                os.closerange(4, 4096)  # what a test or a terminal had open
-                _supervise(folder, build, theirs)
-        except cli.UsageError as error:
-            os.write(theirs, str(error).encode())
-        except BaseException as error:
-            problem = getattr(error, "strerror", None) or error
-            os.write(theirs, f"this machine permits no nodes: {problem}{INSTEAD}".encode())
-        os._exit(0)
+    unshare = [program("unshare")]
+    if subprocess.run([*unshare, "--net", "true"], capture_output=True).returncode:
+        unshare += ["--user", "--map-root-user"]
+    command = [*unshare, "--pid", "--mount", "--net", "--fork", "--kill-child", sys.executable]
+    with (folder / "supervisor.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, *sys.argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            pass_fds=[theirs], env=os.environ | {READY: str(theirs)}, start_new_session=True,
+        )  # fmt: skip
     os.close(theirs)
-    with os.fdopen(ours) as pipe:
-        said = pipe.read()
-    os.wait()
-    if not said.startswith("ready: "):
-        raise cli.UsageError(said or "the supervisor was killed")
-    return said.removeprefix("ready: ")
+    said = os.read(ours, MESSAGE).decode()  # once: unshare keeps the pipe open
+    os.close(ours)
+    if said.startswith("ready: "):
+        return said.removeprefix("ready: ")
+    process.wait()
+    problem = (folder / "supervisor.log").read_text().strip().splitlines() or ["it was killed"]
+    raise cli.UsageError(said or f"this machine permits no nodes: {problem[-1]}{INSTEAD}")
 
 
 def claim(folder: Path) -> None:
@@ -312,8 +231,11 @@ def claim(folder: Path) -> None:
         taken = [name for name in ("disk", "hosts", "clock") if (folder / name).exists()]
         if taken and not ours:
             raise cli.UsageError(f"--at {folder}: {taken[0]} in it is no cluster's: another folder")
-        (folder / "lock").touch()
+        with (folder / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / "disk").mkdir(exist_ok=True)
+    except BlockingIOError:
+        raise cli.UsageError(f"a cluster is up already at {folder}: `down` ends it") from None
     except OSError as error:
         raise cli.UsageError(f"--at {folder}: {error.strerror}") from None
 
@@ -323,29 +245,23 @@ def refuse_other_systems() -> None:
         raise cli.UsageError("a virtual cluster needs namespaces, which Linux has" + INSTEAD)
 
 
-INSTEAD = (". What works without: two torchruns on one machine (--nnodes 2, --master-addr "
-           "127.0.0.1), and --link of the scripts that have it")  # fmt: skip
-
-
-def _supervise(folder: Path, build, ready: int) -> None:
+def supervise(folder: Path, build) -> None:
     """Build the cluster, say so, and answer until told to end. Process 1 of its namespace."""
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise cli.UsageError(f"a cluster is up already at {folder}: `down` ends it") from None
-    for name in ("socket", "cluster.json", "events.jsonl"):
-        (folder / name).unlink(missing_ok=True)
-    log = os.open(folder / "supervisor.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    null = os.open(os.devnull, os.O_RDWR)
-    for target, source in ((0, null), (1, log), (2, log)):
-        os.dup2(source, target)
-    mount(None, "/", flags=MS_REC | MS_PRIVATE)
-    supervisor = Supervisor(folder, build())
-    os.write(ready, b"ready: " + supervisor.status().encode())
-    os.close(ready)
-    supervisor.serve()
-    os._exit(0)
+    with os.fdopen(int(os.environ.pop(READY)), "w") as ready, (folder / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in ("socket", "cluster.json", "events.jsonl"):
+                (folder / name).unlink(missing_ok=True)
+            supervisor = Supervisor(folder, build())
+        except cli.UsageError as error:
+            ready.write(str(error))
+            return
+        except OSError as error:
+            ready.write(f"this machine permits no nodes: {error}{INSTEAD}")
+            return
+        ready.write(f"ready: {supervisor.status()}")
+        ready.close()
+        supervisor.serve()
 
 
 class Supervisor:
@@ -354,7 +270,6 @@ class Supervisor:
     def __init__(self, folder: Path, cluster) -> None:
         self.folder, self.cluster = folder, cluster
         self.wake, wake = os.pipe2(os.O_NONBLOCK)
-        os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # Its path may be longer than a socket's may be.
@@ -363,8 +278,11 @@ class Supervisor:
         self.socket.bind(f"/proc/self/fd/{inside}/socket")
         self.socket.listen(64)
         os.close(inside)
+        self.runs: dict[socket.socket, str] = {}  # connections that `run` keeps open: its name
         self.ended = False
-        self.note("up", user_namespace=in_user_namespace())
+        uids = Path("/proc/self/uid_map").read_text().split()
+        self.user_namespace = uids[1] != "0"  # root here is another user outside
+        self.note("up", user_namespace=self.user_namespace)
         self.write_state()
 
     def serve(self) -> None:
@@ -375,66 +293,59 @@ class Supervisor:
                 for key, _ in selector.select():
                     if key.fileobj is self.socket:
                         connection, _ = self.socket.accept()
-                        with connection, contextlib.suppress(OSError):
-                            connection.settimeout(5)
+                        connection.settimeout(5)
+                        with contextlib.suppress(OSError):
                             self.answer(connection)
+                        if connection in self.runs:
+                            selector.register(connection, selectors.EVENT_READ)
+                        else:
+                            connection.close()
+                    elif key.fileobj in self.runs:  # `run` has ended, or was killed
+                        selector.unregister(key.fileobj)
+                        self.kill_run(self.runs.pop(key.fileobj))
+                        key.fileobj.close()
                     else:
                         with contextlib.suppress(BlockingIOError):
                             os.read(self.wake, MESSAGE)
                 self.reap()
 
     def answer(self, connection: socket.socket) -> None:
-        descriptors = []
         try:
-            reply = {"text": self.do(json.loads(connection.recv(MESSAGE)), descriptors)}
+            reply = {"text": self.do(json.loads(connection.recv(MESSAGE)), connection)}
         except Exception as error:  # a verb that fails must not end the cluster
             reply = {"error": getattr(error, "strerror", None) or str(error) or repr(error)}
-        socket.send_fds(connection, [json.dumps(reply).encode()], descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        connection.send(json.dumps(reply).encode())
 
-    def do(self, asked: dict, descriptors: list[int]) -> str:
-        """Do what a verb says; return what to print. `run` gets descriptors of namespaces."""
+    def do(self, asked: dict, connection: socket.socket) -> str:
+        """Do what a verb says; return what to print. `run` gets the nodes to enter."""
         verb = asked.pop("verb")
         if verb == "status":
             return self.status()
         if verb == "down":
             self.ended = True
             self.note("down")
-            return str(host_id(os.readlink("/proc/self"))["pid"])
-        if verb == "enter":
-            nodes = [self.find(name, alive=True) for name in (asked["on"] or "").split(",") if name]
-            nodes = nodes or [node for node in self.cluster.nodes if node.pid]
-            if not nodes:
-                raise cli.UsageError("no node is up: start one")
-            for node in nodes:
-                for kind in KINDS:
-                    path = f"/proc/{node.host_pid}/ns/{kind}"
-                    descriptors.append(os.open(path, os.O_RDONLY))
-                self.note("run", node, command=asked["command"])
-            clocks = dict(self.cluster.args.clock)
-            return json.dumps([(node.number, clocks.get(node.name)) for node in nodes])
+            return os.readlink("/proc/self")
+        if verb == "run":
+            return self.start_run(connection, **asked)
         if verb == "ended":
             self.note("ended", self.find(asked["node"]), code=asked["code"])
             return ""
-        node = self.find(asked.pop("node"), alive=None if verb == "start" else True)
+        node = self.find(asked.pop("node"), alive=verb != "start")
         if verb == "start" and node.pid:
             raise cli.UsageError(f"{node.name} is up already")
         if asked.get("card") is not None and asked["card"] not in self.cluster.cards:
             last = len(self.cluster.cards) - 1
             raise cli.UsageError(f"--card {asked['card']}: the cards are 0 to {last}")
         note = {name: value for name, value in asked.items() if value is not None}
-        if verb == "signal":
-            text = self.signal(node, **asked)
-        else:
-            text = getattr(self.cluster, verb)(node, **asked)
+        do = self.signal if verb == "signal" else getattr(self.cluster, verb)
+        text = do(node, **asked)
         self.note(verb, node, **note)
         if verb == "kill":
             self.wait_for(node)
         self.write_state()
         return text
 
-    def find(self, name: str, alive: bool | None = None):
+    def find(self, name: str, alive: bool = False):
         """Return a node by its name or number."""
         nodes = self.cluster.nodes
         for node in nodes:
@@ -443,6 +354,33 @@ class Supervisor:
                     raise cli.UsageError(f"{node.name} is off: `start {node.name}` boots it")
                 return node
         raise cli.UsageError(f"no node {name!r}: the nodes are node0 to {nodes[-1].name}")
+
+    def start_run(self, connection: socket.socket, on: str | None, command: list[str]) -> str:
+        """Note a run, which lives as long as its connection; return where its nodes are."""
+        names = [name for name in (on or "").split(",") if name]
+        nodes = [self.find(name, alive=True) for name in names]
+        nodes = nodes or [node for node in self.cluster.nodes if node.pid]
+        if not nodes:
+            raise cli.UsageError("no node is up: start one")
+        for node in nodes:
+            self.note("run", node, command=command)
+        clocks = dict(self.cluster.args.clock)
+        self.runs[connection] = f"{time.monotonic_ns()}"
+        places = [(node.number, node.host_pid, clocks.get(node.name)) for node in nodes]
+        told = {"run": self.runs[connection], "user": self.user_namespace, "nodes": places}
+        return json.dumps(told)
+
+    def kill_run(self, name: str) -> None:
+        """Kill what a run has started and left behind, until nothing is there."""
+        left = True
+        while left:
+            left = [pid for node in self.cluster.nodes if node.pid
+                    for pid, _, environment in self.processes(node).values()
+                    if environment.get("VIRTUAL_RUN") == name]  # fmt: skip
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.reap()
 
     def wait_for(self, node) -> None:
         """Wait until a killed node is gone: the kernel ends its other processes first."""
@@ -461,30 +399,29 @@ class Supervisor:
 
     def died(self, node) -> None:
         if node.pid:
-            node.pid = node.host_pid = None
+            node.process = node.host_pid = None
             self.cluster.unplug(node)
             self.note("died", node)
             self.write_state()
 
-    def processes(self, node) -> dict[int, tuple[int, dict]]:
-        """Return a node's processes, its first one and `run`'s own left out.
+    def processes(self, node) -> dict[int, tuple[int, int, dict]]:
+        """Return what runs on a node by {pid: (pid for us, parent, environment)}.
 
-        As {pid for us: (parent, environment)}: what a command is started with, not what it sets.
+        The environment is what a command is started with, not what it sets.
         """
         found = {}
         space = os.stat(f"/proc/{node.host_pid}/ns/pid").st_ino
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError, KeyError):  # it has ended
+            with contextlib.suppress(OSError, TypeError):  # it has ended
                 if os.stat(folder / "ns/pid").st_ino != space:
                     continue
-                lines = dict(line.split(":\t", 1)
-                             for line in (folder / "status").read_text().splitlines()
-                             if ":\t" in line)  # fmt: skip
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                state, parent = fields[0], int(fields[1])
                 pairs = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
                 environment = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-                if environment.get("VIRTUAL_NODE") == node.name and lines["State"][0] != "Z":
-                    pid = int(lines["NSpid"].split()[-2])
-                    found[int(folder.name)] = pid, int(lines["PPid"]), environment
+                if environment.get("VIRTUAL_NODE") == node.name and state != "Z":
+                    pid = int(folder.name)
+                    found[pid] = pid_in(pid), parent, environment
         return found
 
     def signal(self, node, target: str, signal: int) -> str:
@@ -509,7 +446,7 @@ class Supervisor:
     def status(self) -> str:
         rows = [self.cluster.says()]
         for node in self.cluster.nodes:
-            state = "cut" if node.cut else "up" if node.pid else "off"
+            state = "off" if not node.pid else "cut" if node.cut else "up"
             usual = self.cluster.args.link.rate
             rates = ", ".join(
                 f"link{card} {mbit(node.rates.get(card, usual))}" for card in self.cluster.cards
@@ -536,29 +473,32 @@ class Supervisor:
         (self.folder / "cluster.new").replace(self.folder / "cluster.json")
 
 
-# asking it
+# Asking it
 
 
-def _ask(folder: Path, verb: str, **arguments) -> tuple[str, list[int]]:
+def connect(folder: Path, verb: str, **arguments) -> tuple[socket.socket, str]:
+    """Ask the supervisor to do something; return the connection and what it says."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(ANSWER_S)
     try:
         inside = os.open(folder, os.O_PATH)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(ANSWER_S)
-            connection.connect(f"/proc/self/fd/{inside}/socket")
-            os.close(inside)
-            connection.send(json.dumps({"verb": verb, **arguments}).encode())
-            message, descriptors, *_ = socket.recv_fds(connection, MESSAGE, 250)
+        connection.connect(f"/proc/self/fd/{inside}/socket")
+        os.close(inside)
+        connection.send(json.dumps({"verb": verb, **arguments}).encode())
+        message = connection.recv(MESSAGE)
     except (FileNotFoundError, NotADirectoryError, ConnectionError):
         raise cli.UsageError(f"no cluster is up at {folder}: `up` starts one") from None
     reply = json.loads(message or '{"error": "the supervisor was killed"}')
     if "error" in reply:
         raise cli.UsageError(reply["error"])
-    return reply["text"], descriptors
+    return connection, reply["text"]
 
 
 def ask(folder: Path, verb: str, **arguments) -> str:
     """Ask the supervisor to do something; return what it says."""
-    return _ask(folder, verb, **arguments)[0]
+    connection, text = connect(folder, verb, **arguments)
+    connection.close()
+    return text
 
 
 def down(folder: Path) -> str:
@@ -581,31 +521,7 @@ def down(folder: Path) -> str:
     return said
 
 
-# running on nodes
-
-
-def run_on_nodes(folder: Path, on: str | None, command: list[str]) -> int:
-    """Run a command on nodes at once; return 0, or the code of the first that failed."""
-    said, descriptors = _ask(folder, "enter", on=on, command=command)
-    nodes = json.loads(said)
-    runs = Runs(folder)
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is somebody to hand them to
-    user = descriptors[0]
-    if os.fstat(user).st_ino != os.stat("/proc/self/ns/user").st_ino:
-        call("setns", user, ANY)
-    for place, (number, clock) in enumerate(nodes):
-        mine = descriptors[place * len(KINDS) + 1 : (place + 1) * len(KINDS)]
-        words = {"node": place, "nodes": len(nodes), "name": f"node{number}",
-                 "master": address(nodes[0][0]), "disk": str(folder / "disk")}  # fmt: skip
-        environment = os.environ | environment_of(f"node{number}", folder, clock)
-        runs.start(number, mine, [filled(argument, words) for argument in command], environment)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    for number in signals:
-        signal.signal(number, runs.hand_on)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    return runs.wait()
+# Running on nodes
 
 
 def filled(argument: str, words: dict) -> str:
@@ -625,7 +541,7 @@ time.time_ns = lambda: right_ns() + round(offset * 1e9)
 """
 
 
-def environment_of(name: str, folder: Path, offset: float | None) -> dict[str, str]:
+def environment_of(name: str, run: str, folder: Path, offset: float | None) -> dict[str, str]:
     """Return what is set for a command on a node."""
     get = os.environ.get
     found = {
@@ -633,6 +549,7 @@ def environment_of(name: str, folder: Path, offset: float | None) -> dict[str, s
         "GLOO_SOCKET_IFNAME": CARD,
         "NCCL_SOCKET_IFNAME": CARD,
         "VIRTUAL_NODE": name,
+        "VIRTUAL_RUN": run,
         "PATH": f"{os.path.dirname(sys.executable)}:{get('PATH', os.defpath)}",
     }
     if offset is not None:  # every Python imports a sitecustomize that it finds
@@ -643,117 +560,70 @@ def environment_of(name: str, folder: Path, offset: float | None) -> dict[str, s
     return found
 
 
-class Runs:
-    """The command on each node: a shepherd there starts it, and ends all that it started."""
+# In a namespace of mounts the way to the working directory starts anew.
+ENTER = 'cd "$0" && exec "$@"'
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.selector = selectors.DefaultSelector()
-        self.pids: dict[int, int] = {}  # by node
-        self.open: dict[int, int] = {}  # pipes that are still open, by node
-        self.deadline = float("inf")
-        self.code = 0
 
-    def start(self, number: int, namespaces: list[int], command: list[str], environment) -> None:
-        pipes = [os.pipe(), os.pipe()]
-        call("setns", namespaces[0], CLONE_NEWPID)  # for the children from now on
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                for target, (_, writer) in enumerate(pipes, 1):
-                    os.dup2(writer, target)
-                _shepherd(namespaces[1:], command, environment)
-            except BaseException as error:
-                os.write(2, f"{error}\n".encode())
-                os._exit(1)
-        for (reader, writer), stream in zip(pipes, (sys.stdout, sys.stderr), strict=True):
-            os.close(writer)
-            self.selector.register(reader, selectors.EVENT_READ, [number, stream, b""])
-        self.pids[number], self.open[number] = pid, len(pipes)
+def run_on_nodes(folder: Path, on: str | None, command: list[str]) -> int:
+    """Run a command on nodes at once; return 0, or the code of the first that failed."""
+    connection, said = connect(folder, "run", on=on, command=command)
+    told = json.loads(said)
+    enter = [program("nsenter"), *OWN]
+    if told["user"]:
+        enter += ["--user", "--preserve-credentials"]
+    master = address(told["nodes"][0][0])
+    started: list[subprocess.Popen] = []
+    deadline = float("inf")
 
-    def hand_on(self, number: int, _) -> None:
+    def hand_on(number: int, _) -> None:
         """Pass SIGTERM or SIGINT on, so that jobs save; a second one does not wait for them."""
-        again = self.deadline < float("inf")
-        self.deadline = min(self.deadline, time.monotonic() + (0 if again else GRACE_S))
-        for pid in self.pids.values():
-            os.kill(pid, number)
+        nonlocal deadline
+        deadline = time.monotonic() + (GRACE_S if deadline == float("inf") else 0)
+        for process in started:
+            with contextlib.suppress(psutil.Error):
+                for agent in psutil.Process(process.pid).children():
+                    agent.send_signal(number)
 
-    def wait(self) -> int:
-        """Print the nodes' lines until all have ended."""
-        while self.pids:
-            left = self.deadline - time.monotonic()
-            if left <= 0:
-                self.deadline = float("inf")
-                for pid in self.pids.values():
-                    os.kill(pid, signal.SIGUSR2)
-            for key, _ in self.selector.select(min(1.0, max(0.0, left))):
-                self.print_lines(key)
-        return self.code
-
-    def print_lines(self, key) -> None:
-        number, stream, begun = key.data
-        data = os.read(key.fd, MESSAGE)
-        *lines, key.data[2] = (begun + data).split(b"\n") if data else [*begun.split(b"\n"), b""]
-        for line in lines if data or begun else []:
-            stream.write(f"[node{number}] {line.decode(errors='replace')}\n")
-        stream.flush()
-        if not data:
-            self.selector.unregister(key.fd)
-            os.close(key.fd)
-            self.open[number] -= 1
-            if not self.open[number]:
-                self.ended(number)
-
-    def ended(self, number: int) -> None:
-        status = os.waitpid(self.pids.pop(number), 0)[1]
-        code = os.waitstatus_to_exitcode(status)
-        code = 128 - code if code < 0 else code
-        self.code = self.code or code
-        with contextlib.suppress(cli.UsageError):  # the supervisor may be gone
-            ask(self.folder, "ended", node=str(number), code=code)
-
-
-def _shepherd(namespaces: list[int], command: list[str], environment: dict) -> None:
-    """Run a command on a node; whatever ends it or us, end all processes that came of it."""
-    place = os.getcwd()
-    os.setsid()  # a terminal's ^C goes to `run`, which hands it on
-    agent = 0
-    signal.signal(signal.SIGUSR2, lambda *_: _end_children(137))
-    for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, lambda number, _: os.kill(agent, number))
-    call("prctl", PR_SET_PDEATHSIG, signal.SIGUSR2)
-    call("prctl", PR_SET_CHILD_SUBREAPER, 1)  # orphans become our children
-    for descriptor in namespaces:
-        call("setns", descriptor, ANY)
-    os.chdir(place)
-    os.closerange(3, 4096)
-    agent = os.fork()
-    masked = {signal.SIGTERM, signal.SIGINT}
-    if agent == 0:
-        for one in (*masked, signal.SIGUSR2):
-            signal.signal(one, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, masked)
-        try:
-            os.execvpe(command[0], command, environment)
-        except OSError as error:
-            os.write(2, f"{command[0]}: {error.strerror}\n".encode())
-            os._exit(127)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, masked)
-    while (ended := os.wait())[0] != agent:
-        pass
-    code = os.waitstatus_to_exitcode(ended[1])
-    _end_children(128 - code if code < 0 else code)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hand_on)
+    lock, printers = threading.Lock(), []
+    for place, (number, pid, offset) in enumerate(told["nodes"]):
+        name = f"node{number}"
+        words = {"node": place, "nodes": len(told["nodes"]), "name": name, "master": master,
+                 "disk": str(folder / "disk")}  # fmt: skip
+        filled_in = [filled(argument, words) for argument in command]
+        environment = environment_of(name, told["run"], folder, offset)
+        process = subprocess.Popen(
+            [*enter, f"--target={pid}", "sh", "-c", ENTER, os.getcwd(), *filled_in],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | environment, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            printer = threading.Thread(target=copy_lines, args=(name, source, target, lock))
+            printer.start()
+            printers.append(printer)
+    code = 0
+    running = dict(zip(started, told["nodes"], strict=True))
+    while running:
+        for process in [one for one in running if one.poll() is not None]:
+            number = running.pop(process)[0]
+            ended = process.returncode if process.returncode >= 0 else 128 - process.returncode
+            code = code or ended
+            with contextlib.suppress(cli.UsageError):  # the supervisor may be gone
+                ask(folder, "ended", node=str(number), code=ended)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    connection.close()  # the supervisor kills what is left
+    for printer in printers:
+        printer.join()
+    return code or (137 if running else 0)
 
 
-def _end_children(code: int) -> None:
-    """Kill until nothing is left: what a killed process leaves behind becomes our child."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(0.01)
-    os._exit(code)
+def copy_lines(name: str, source, target, lock: threading.Lock) -> None:
+    """Print a command's lines with the name of its node before them."""
+    for line in source:
+        with lock:
+            target.write(f"[{name}] {line.decode(errors='replace').rstrip(chr(10))}\n")
+            target.flush()
