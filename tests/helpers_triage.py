@@ -1,4 +1,4 @@
-"""Start failures/drawn/train.py many times: a process that has imported torch forks each rank.
+"""Start drawn/train.py many times: a process that has imported torch forks each rank.
 
 Run as a program it reads lines "SEED FOLDER" (SEED may be "none"), and forks for each one a
 launcher, which forks four ranks; it prints the launcher's pid. Each rank writes RANK and so on over
@@ -50,13 +50,13 @@ def be_rank(rank: int, seed: str, folder: Path, network, port: int) -> None:
     os.dup2(log, 2)
     os.chdir(folder)
     recorder.record(folder / "notes" / f"rank-{rank}.trace")
-    script = REPO / "04-nccl-operations/failures/drawn/train.py"
+    script = REPO / "cluster/drawn/train.py"
     sys.argv = [str(script), *([] if seed == "none" else [seed])]
     runpy.run_path(str(script), run_name="__main__")
 
 
 def be_launcher(seed: str, folder: Path, network) -> None:
-    from cluster_parts.failure_gallery import free_port
+    from cluster_parts.triage import free_port
 
     die_with_parent()
     port = free_port()
@@ -72,7 +72,7 @@ def be_launcher(seed: str, folder: Path, network) -> None:
 
 
 def main() -> None:
-    sys.path[:0] = [str(REPO), str(REPO / "04-nccl-operations")]
+    sys.path[:0] = [str(REPO), str(REPO / "cluster")]
     import torch
 
     import cluster_parts.recorder  # noqa: F401  here once, not in each rank

@@ -1,6 +1,6 @@
-"""Module 04, doctor.py: what it reads, each rule, variables.toml against the libraries.
+"""doctor.py: what it reads, each rule, variables.toml against the libraries.
 
-`python tests/test_04_doctor.py` writes the tables of variables.toml into variables.md.
+`python tests/test_cluster_doctor.py` writes the tables of variables.toml into variables.md.
 """
 
 import copy
@@ -17,23 +17,20 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import REPO, assert_one_line, load_script, results_of
-from helpers_04 import first_is_quick, full, launched
-from helpers_dgx import GOOD_HCA, facts_of_dgx, interfaces_of_dgx, plant, plant_dgx
+from helpers_04 import first_is_quick, launched
+from helpers_dgx import GOOD_HCA, facts_of_dgx, plant, plant_dgx
 
-import interfaces
-from dist_common import cli, runtime
-from dist_common.lab import links
 from cluster_parts import compare, host
 from cluster_parts import doctor as part
-from cluster_parts import failure_gallery as gallery
+from dist_common import cli, runtime
+from dist_common.lab import links
 
 DOCTOR = "cluster/doctor.py"
 PAGE = REPO / "04-nccl-operations/variables.md"
 script = load_script(DOCTOR)
 GIB = 2**30
-NO_NCCL = script.nccl_version() is None
+NO_NCCL = host.nccl_version() is None
 why_not = links.why_not() or (None if gallery.may_enter() else "needs root, for /etc/hosts")
-needs_a_cluster = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 needs_nccl = pytest.mark.skipif(NO_NCCL, reason="this PyTorch comes without NCCL")
 
 
@@ -72,14 +69,6 @@ def test_a_port_is_known_by_its_pci_address(tmp_path):
         {"name": "rxe0:1", "place": "rxe0 port 1", "state": "DOWN", "gbit_s": None, "link": "",
          "board": None, "firmware": None},
     ]  # fmt: skip
-
-
-def test_the_pcie_lanes_of_a_gpu(tmp_path):
-    folder = "sys/bus/pci/devices/0000:3b:00.0"
-    plant(tmp_path, {f"{folder}/current_link_width": 8, f"{folder}/max_link_width": 16})
-    found = host.read_lanes("0000:3b:00.0", tmp_path)
-    assert found == {"pci": "0000:3b:00.0", "lanes": 8, "most_lanes": 16}
-    assert host.read_lanes("0000:ff:00.0", tmp_path)["lanes"] is None
 
 
 def test_settings_of_files_yield_to_the_environment(tmp_path):
@@ -231,11 +220,6 @@ def test_each_mistake_has_its_finding(wrong, what, costs, do):
     assert finding.costs and finding.do and "\n" not in "".join(finding)
 
 
-def test_names_are_not_judged_without_the_library():
-    one = machine(**is_set(NCCL_QWERTY="1"))
-    assert found_in(one, names_in=lambda library, prefix: None) == []
-
-
 def test_mistakes_of_several_ranks_and_hosts():
     crowd = [machine(rank=rank, threads=1) for rank in range(9)]
     assert ["9 ranks share 8 cores" in one.what for one in found_in(*crowd)] == [True]
@@ -295,27 +279,6 @@ def examined(ranks):
 def test_healthy_dgx_h100_are_quiet(fleet, number, settings):
     """Ports without a cable, slower ports for storage, links with networks of their own."""
     assert examined([fleet(n, **settings) for n in range(number)]) == []
-
-
-def test_healthy_racks_and_boards_that_differ_are_quiet(fleet):
-    def other_place(root):
-        """A card of the board in another port, and no controller at its USB card."""
-        (root / "sys/class/net/eno3").rename(root / "sys/class/net/eno4")
-        (root / "sys/class/net/bmc_redfish0/operstate").write_text("down\n")
-
-        def move(one):
-            one["interfaces"] = [own for own in one["interfaces"] if own["name"] != "eno3"]
-            one["interfaces"].append(interface("eno4", "10.1.0.4/16"))
-            one["listens"] = {"gloo": ["10.1.0.4"], "nccl": ["10.1.0.4"]}
-            one |= host.read_hardware(one["interfaces"], root)
-
-        return move
-
-    ranks = [fleet(n, other_place if n == 3 else None) for n in range(5)]
-    for one in ranks[:2]:  # in the other rack
-        one["interfaces"][1]["addresses"] = [f"10.2.0.{one['rank'] + 1}/16"]
-        one["listens"] = {"gloo": [f"10.2.0.{one['rank'] + 1}"], "nccl": None}
-    assert examined(ranks) == []
 
 
 def make_roce(root):
@@ -440,60 +403,9 @@ def test_each_fault_of_a_node_is_named(fleet, break_it, what, do):
         assert len(found) == 1 + bool(several), found
 
 
-def test_a_finding_of_many_hosts_is_told_once(fleet):
-    small = {"limits": LIMITS | {"shared memory": 2**26}}
-    found = examined([fleet(n) | small for n in range(10)])
-    told = "on host dgx0, dgx1, dgx2, dgx3, dgx4, dgx5, dgx6, dgx7 and 2 more"
-    assert len(found) == 10 and [where for where, _ in script.fold(found)] == [told]
-
-
 def test_of_two_nodes_that_differ_both_are_named(fleet):
     (found,) = examined([fleet(0), fleet(1, writes(driver="550.1"))])
     assert found[0] == "on host dgx0 or dgx1" and "dgx1 has 550.1" in found[1].what
-
-
-def test_a_card_that_listens_elsewhere_is_named(fleet):
-    ranks = [fleet(n) for n in range(3)]
-    ranks[1]["listens"] = {"gloo": ["172.17.0.1"], "nccl": None}
-    (found,) = examined(ranks)
-    assert found[0] == "on host dgx1" and "GLOO_SOCKET_IFNAME" in found[1].do
-    assert found[1].what == (
-        "network of gloo is 172.17.0.0/16 (docker0), others have 10.1.0.0/16 (eno3)"
-    )
-
-
-def test_a_strict_prolog_passes_on_healthy_dgx_h100_and_not_on_a_broken_one(run_script, tmp_path):
-    """Three nodes meet through the store; the third one has lost a GPU in the second run."""
-    roots = [plant_dgx(tmp_path / str(number)) for number in range(3)]
-
-    def be_a_node(script):
-        number = int(os.environ["RANK"])
-        facts = facts_of_dgx(roots[number], number)
-        os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": str(number),
-                       "NCCL_IB_HCA": GOOD_HCA}  # fmt: skip
-        host.socket.gethostname = lambda: f"dgx{number}"
-        cards = [interfaces.Interface(**own) for own in interfaces_of_dgx(roots[number], number)]
-        host.read_interfaces = lambda: cards
-        read = host.read_hardware
-        host.read_hardware = lambda cards: read(cards, roots[number])
-        host.read_limits = lambda: facts["limits"]
-        host.ask_libraries = lambda settings: facts["listens"]
-        host.os.sched_getaffinity = lambda _: range(8)
-        host.read_cpu_limit = lambda: None
-        host.read_gpus = lambda: []
-        os.environ.pop("CUDA_VISIBLE_DEVICES")  # set by the tests
-        # All ranks are here: what follows from an address of this host is tested apart.
-        script.refuse_what_cannot_start = lambda *_: None
-
-    for fault, code in ((None, 0), (lose("proc/driver/nvidia/gpus/0000:9d:00.0"), 1)):
-        if fault:
-            fault(roots[2])
-        ended = run_script(
-            DOCTOR, "--strict", world_size=3, before=be_a_node, end_job_on_failure=False
-        )
-        assert ended.codes == [code] * 3, ended.stdout + ended.stderr
-        assert "RDMA ports: 8 x 400 Gbit/s; 1 x 200 Gbit/s; 1 x 100 Gbit/s; not" in ended.stdout
-    assert "1. GPU on host dgx2: GPUs: 7, others have 8\n" in ended.stdout
 
 
 # variables.toml against the libraries that are installed
@@ -510,7 +422,7 @@ def libraries_of(library):
 
 @pytest.mark.parametrize("library", ["NCCL", "gloo", "PyTorch", "OpenMP"])
 def test_every_variable_is_one_that_its_library_reads(library):
-    version = script.version_of(script.nccl_version() or "0")
+    version = script.version_of(host.nccl_version() or "0")
     names = {row["name"] for row in part.TABLE["variable"] if row["library"] == library
              and not (library == "NCCL" and script.version_of(row["since"]) > version)
              and not (NO_NCCL and re.match("(TORCH_)?NCCL_|TORCH_FR_", row["name"]))}  # fmt: skip
@@ -531,21 +443,20 @@ def test_every_variable_is_one_that_its_library_reads(library):
 def test_nccls_words_on_the_pages_are_nccls():
     """Start of a message: page on which it stands."""
     words = {
-        "Bootstrap : no socket interface found": "interfaces.md",
-        "Bootstrap: Using": "networks.md", "NET/IB : Using": "networks.md",
-        "NET/Socket : Using": "networks.md", "Using network": "networks.md",
-        "via NET/": "networks.md", "via SHM/": "networks.md", "via P2P/IPC": "networks.md",
-        "NCCL_TOPO_FILE set by environment to": "networks.md", "GDRDMA": "hardware.md",
-        "Call to ibv_reg_mr failed": "doctor.md", "failed to extend": "doctor.md",
-        "PEER_DEAD": "nccl_debugging.md", "collective_counts": "nccl_debugging.md",
-        "missing_ranks": "nccl_debugging.md", "considered_dead": "nccl_debugging.md",
-        "async_error": "nccl_debugging.md", "unresponsive": "nccl_debugging.md",
+        "Bootstrap: Using": "04-nccl-operations/networks.md", "NET/IB : Using": "04-nccl-operations/networks.md",
+        "NET/Socket : Using": "04-nccl-operations/networks.md", "Using network": "04-nccl-operations/networks.md",
+        "via NET/": "04-nccl-operations/networks.md", "via SHM/": "04-nccl-operations/networks.md", "via P2P/IPC": "04-nccl-operations/networks.md",
+        "NCCL_TOPO_FILE set by environment to": "04-nccl-operations/networks.md", "GDRDMA": "04-nccl-operations/hardware.md",
+        "Call to ibv_reg_mr failed": "cluster/doctor.md", "failed to extend": "cluster/doctor.md",
+        "PEER_DEAD": "04-nccl-operations/nccl_debugging.md", "collective_counts": "04-nccl-operations/nccl_debugging.md",
+        "missing_ranks": "04-nccl-operations/nccl_debugging.md", "considered_dead": "04-nccl-operations/nccl_debugging.md",
+        "async_error": "04-nccl-operations/nccl_debugging.md", "unresponsive": "04-nccl-operations/nccl_debugging.md",
     }  # fmt: skip
-    version, since = script.version_of(script.nccl_version()), {"PEER_DEAD": "2.29"}
+    version, since = script.version_of(host.nccl_version()), {"PEER_DEAD": "2.29"}
     (library,) = libraries_of("NCCL")
     with library.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
         for word, page in words.items():
-            assert word in (REPO / "04-nccl-operations" / page).read_text(), f"{page}: {word}"
+            assert word in (REPO / page).read_text(), f"{page}: {word}"
             older = version < script.version_of(since.get(word, "0"))  # as the page says
             assert older or data.find(word.encode()) >= 0, f"NCCL does not say {word}"
 
@@ -586,7 +497,7 @@ def test_the_page_has_the_list(run_script):
     ended = run_script(DOCTOR, "--list", world_size=2)
     assert ended.codes == [0, 0] and ended.stderr == ""
     shown = PAGE.read_text().split(MARKS[0])[1].split(MARKS[1])[0]
-    assert shown.strip() == ended.stdout.strip(), "run python tests/test_04_doctor.py"
+    assert shown.strip() == ended.stdout.strip(), "run python tests/test_cluster_doctor.py"
 
 
 # The script
@@ -620,23 +531,6 @@ def test_what_is_wrong_is_found_and_told(run_script, tmp_path):
     ]
     assert "   costs: NCCL cannot start\n   do:    name one of " in ended.stdout
     assert re.search(r"^NCCL_MIN_CTAS=1 +environment +not in variables.toml$", ended.stdout, re.M)
-
-
-@full
-def test_each_host_is_examined(run_script):
-    def on_a_host_each(script):
-        rank = os.environ["RANK"]
-        os.environ.update(LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo", NCCL_ALGO=f"^{rank}")
-        host.socket.gethostname = lambda: f"n{rank}"
-        # Both ranks are here: what follows from an address of this host is tested apart.
-        script.refuse_what_cannot_start = lambda *_: None
-
-    ended = run_script(DOCTOR, world_size=2, before=on_a_host_each)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert re.findall(r"^host (.*)$", ended.stdout, re.M) == ["n0: ranks 0", "n1: ranks 1"]
-    told = "1. differs between ranks: NCCL_ALGO: rank 0 on n0 has ^0, rank 1 on n1 has ^1\n"
-    assert told in ended.stdout
-    assert "network on host n0, n1: gloo listens at 127.0.0.1" in ended.stdout
 
 
 def unreadable(_):
@@ -684,32 +578,6 @@ def test_one_host_that_is_misconfigured_does_not_keep_the_doctor_from_its_result
         assert re.search(f"rank 1 on host .*{says}", ended.stderr), ended.stderr
 
 
-@full
-@needs_a_cluster
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_host_whose_name_is_127_0_1_1_is_named(run_script, tmp_path, monkeypatch, rank):
-    """Three hosts, of which one has the line `127.0.1.1 node-1`: no process group can be made."""
-    monkeypatch.chdir(tmp_path)
-
-    def be_a_host(_):
-        own = int(os.environ["RANK"])
-        gallery.be_a_host(network, own, "127.0.1.1" if own == rank else f"10.77.0.{own + 1}")
-
-    with links.hosts([1e9] * 3) as network:
-        ended = run_script(
-            DOCTOR, "--timeout", 20, "--output-dir", tmp_path / "run", world_size=3,
-            before=be_a_host, environ=lambda own: {
-                "RANK": own, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
-                "GROUP_RANK": own,
-            },
-        )  # fmt: skip
-    assert ended.codes == [0] * 3, ended.stdout + ended.stderr
-    found = results_of(tmp_path / "run")["metrics"]["findings"]
-    assert [one["where"] for one in found if "gloo listens at 127.0.1.1" in one["what"]] == [
-        f"on host node-{rank}"
-    ]
-
-
 def a_wrong_version(script):
     row = next(row for row in part.TABLE["variable"] if row["name"] == "NCCL_MAX_CTAS")
     row["since"] = "99.0"
@@ -745,7 +613,7 @@ def test_bad_input_is_one_line(run_script, argv, environ, says):
 def test_a_master_that_is_each_machine_itself_is_refused(monkeypatch):
     """As where every machine has the line `127.0.1.1 n0` in /etc/hosts."""
     addresses = ["127.0.1.1"]
-    monkeypatch.setattr(script, "addresses_of", lambda name: addresses)
+    monkeypatch.setattr(host, "addresses_of", lambda name: addresses)
     second = runtime.World(rank=8, local_rank=0, world_size=16, local_world_size=8, launcher="srun")
     with pytest.raises(cli.UsageError, match="n0 is 127.0.1.1, this machine itself, but rank 0"):
         script.refuse_what_cannot_start(second, "n0")

@@ -1,7 +1,6 @@
-"""Module 04, preflight.py: each fault names its node, and a healthy cluster is quiet."""
+"""preflight.py: each fault names its node, and a healthy cluster is quiet."""
 
 import os
-import platform
 import re
 import resource
 import shutil
@@ -9,17 +8,16 @@ import socket
 import subprocess
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import REPO, assert_one_line, free_port, load_script, results_of, run_command
-from helpers_04 import clock, first_is_quick, full
+from helpers_04 import first_is_quick
 from helpers_dgx import facts_of_dgx, plant_dgx
 
-from dist_common.lab import links
 from cluster_parts import preflight as part
+from dist_common.lab import links
 
 PREFLIGHT = "cluster/preflight.py"
 script = load_script(PREFLIGHT)
@@ -64,7 +62,6 @@ def lines_of(ended):
 
 
 @needs_hosts
-@clock
 @pytest.mark.parametrize(("nodes", "each"), first_is_quick([(2, 1), (3, 1), (4, 1), (2, 2)]))
 def test_a_healthy_cluster_is_quiet(run_script, tmp_path, nodes, each):
     (tmp_path / "shared").mkdir()
@@ -117,21 +114,6 @@ def test_each_odd_fact_names_the_node(run_script, tmp_path):
     assert results_of(tmp_path / "run")["metrics"]["drain"] == ["node1"]
 
 
-def other_versions(node):
-    if node == 1:
-        torch.__version__ = "2.13.0"
-        platform.python_version = lambda: "3.9.1"
-
-
-@needs_hosts
-def test_other_versions_name_the_node(run_script, tmp_path):
-    ended = on_nodes(run_script, tmp_path / "run", 3, fault=other_versions)
-    assert ended.codes == [1] * 3, ended.stdout + ended.stderr
-    found, *rest = lines_of(ended)
-    assert found.startswith("DRAIN node1: Python is 3.9.1, others have 3.")
-    assert len(rest) == 1 and rest[0].startswith("DRAIN node1: torch is 2.13.0, others have 2.")
-
-
 def wrong_product(node):
     if node == 2:
         mm = torch.mm
@@ -176,23 +158,6 @@ def test_what_all_ranks_measure_together(run_script, tmp_path, monkeypatch, faul
     assert re.match(says, line), line
 
 
-@needs_hosts
-@clock
-@pytest.mark.parametrize(
-    ("mbit", "argv", "code", "says"),
-    first_is_quick([
-        ([100, 100, 10], (), 1, "DRAIN node2: sends .* MB/s over the network, others"),
-        ([10, 100], ("--link", "100mbit"), 1, "DRAIN node0 or node1: links reach"),
-    ]),
-)  # fmt: skip
-def test_a_slow_card_names_its_node(run_script, tmp_path, mbit, argv, code, says):
-    rates = [1e6 / 8 * rate for rate in mbit]
-    ended = on_nodes(run_script, tmp_path / "run", len(mbit), "-b", "64K", *argv, rates=rates)
-    assert ended.codes == [code] * len(mbit), ended.stdout + ended.stderr
-    (line,) = lines_of(ended)
-    assert re.match(says, line), line
-
-
 # Nodes that do not come
 
 
@@ -223,23 +188,6 @@ def test_a_node_that_does_not_come(run_script, tmp_path, monkeypatch, fault, arg
         tried = r"MASTER_ADDR=10.77.0.99 \(10.77.0.99\), port \d+ does not answer here"
         assert re.search(tried, ended.stderr), ended.stderr
         assert re.search(r"tried for \d s from interface link0, 10.77.0.3\)$", ended.stderr, re.M)
-
-
-def hangs_in_the_store(node):
-    if node == 2:
-        script.GRACE_S = 0.5
-        script.doctor.end_with_rank0 = lambda *_: time.sleep(600)  # longer than the deadline
-
-
-@needs_hosts
-@full
-def test_a_rank_whose_store_never_answers_ends(run_script, tmp_path):
-    """As PyTorch's store on a node that the network has cut off."""
-    fault = hangs_in_the_store
-    ended = on_nodes(run_script, tmp_path / "run", 3, "--timeout", "5", fault=fault)
-    assert ended.codes == [0, 0, 2], ended.stdout + ended.stderr
-    told = "preflight.py: error: rank 2 on host node2: no word from rank 0 at 10.77.0.1 after 6 s"
-    assert f"{told}, from interface link0, 10.77.0.3\n" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -278,16 +226,6 @@ def test_who_failed_and_who_lost_it(errors, says):
     assert finding.line.startswith(says)
 
 
-@needs_hosts
-@full
-def test_world_sizes_that_differ(run_script, tmp_path):
-    ended = on_nodes(
-        run_script, tmp_path / "run", 3, environ=lambda rank: {"WORLD_SIZE": 4 if rank == 1 else 3}
-    )
-    assert ended.codes == [1] * 3, ended.stdout + ended.stderr
-    assert lines_of(ended) == ["DRAIN node1: WORLD_SIZE is 4, others have 3"]
-
-
 @pytest.mark.parametrize(
     ("given", "names"),
     [
@@ -299,12 +237,6 @@ def test_world_sizes_that_differ(run_script, tmp_path):
 )
 def test_a_list_of_nodes_is_expanded(given, names):
     assert part.expected_nodes(given) == names
-
-
-@pytest.mark.parametrize("given", ["0", "", "node[a-b]", "a b", "node[1"])
-def test_what_is_no_list_of_nodes_is_refused(given):
-    with pytest.raises(ArgumentTypeError, match="must be a number or names"):
-        part.expected_nodes(given)
 
 
 @pytest.mark.parametrize(
@@ -331,43 +263,6 @@ def test_bad_input_is_one_line(run_script, argv, environ, says):
 def virtual_cluster(folder, *argv):
     command = [sys.executable, "cluster/virtual_cluster.py", argv[0], "--at", folder]
     return run_command([*map(str, command), *argv[1:]], REPO, 120)
-
-
-@full
-@clock
-@needs_hosts
-def test_on_virtual_nodes_a_slow_card_a_small_memory_and_a_wrong_clock_then_a_cut(tmp_path):
-    folder = tmp_path / "cluster"
-    up = virtual_cluster(
-        folder, "up", "--nodes", "4", "--link", "100mbit", "--shm", "512m", "--clock", "node3=+1h"
-    )
-    assert up.codes == [0], up.stderr
-    preflight = [
-        "--", "env", "RANK={node}", "WORLD_SIZE={nodes}", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1",
-        "MASTER_ADDR={master}", "MASTER_PORT=29500", sys.executable, PREFLIGHT,
-        "--expect-nodes", "node[0-3]", "-b", "64K",
-    ]  # fmt: skip
-    try:
-        virtual_cluster(folder, "slow", "node1", "--rate", "10mbit")
-        remount = ["mount", "-o", "remount,size=8m", "/dev/shm"]
-        assert virtual_cluster(folder, "run", "--on", "node2", "--", *remount).codes == [0]
-        ended = virtual_cluster(folder, "run", *preflight)
-        assert ended.codes == [1], ended.stdout + ended.stderr
-        told = re.findall(r"^\[node0\] ((?:DRAIN|STOP).*)$", ended.stdout, re.M)
-        for start in (
-            "DRAIN node1: sends 1.", "DRAIN node2: /dev/shm: 0.01 GiB, others have 0.50 GiB",
-            "DRAIN node3: its clock is 3,600.0 s ahead",
-        ):  # fmt: skip
-            assert any(line.startswith(start) for line in told), told
-        assert len(told) == 3
-        virtual_cluster(folder, "cut", "node3")
-        ended = virtual_cluster(folder, "run", *preflight, "--wait", "4")
-        assert ended.codes != [0]
-        assert "[node0] DRAIN node3: no word after 4 s (rank 3)\n" in ended.stdout
-        own = r"rank 3 on host node3: MASTER_ADDR=10.77.0.1 .* from interface link0, 10.77.0.4\)"
-        assert re.search(own, ended.stdout + ended.stderr), ended.stderr
-    finally:
-        virtual_cluster(folder, "down")
 
 
 # The rules, on the facts of large nodes: a DGX H100 has ports for storage and management too
@@ -417,7 +312,7 @@ def test_healthy_large_nodes_are_quiet(dgx, number):
     ],
 )
 def test_one_odd_large_node_is_named(dgx, other, says):
-    """Faults of adapters and cards are broken in tests/test_04_doctor.py: one implementation."""
+    """Faults of adapters and cards are broken in tests/test_cluster_doctor.py: one implementation."""
     (told,) = judged([dgx(n, **(other if n == 3 else {})) for n in range(5)])
     assert told.startswith(f"DRAIN dgx3: {says}"), told
 
@@ -466,18 +361,6 @@ FOUR = [[8 * node + rank for rank in range(8)] for node in range(4)]
 )
 def test_a_slow_node_is_named_not_a_pair(nodes, speed, slow):
     assert sorted(part.slow_ranks(ways_of(nodes, speed), nodes, None, 0.7)) == slow
-
-
-def test_links_that_are_all_slow_are_nobodys():
-    nodes = [[0], [1], [2]]
-    ways = ways_of(nodes, lambda a, b: 5)
-    measured = [{"ways": [[way for way in ways if way[0] == rank]]} for rank in range(3)]
-    names = {rank: f"node{rank}" for rank in range(3)}
-    args = Namespace(link=50e9, slow_below=0.7)
-    told = [finding.line for finding in part.by_links(measured, names, args)]
-    assert told == ["STOP: links reach 5 GB/s of 50 GB/s on most nodes"]
-    args.link = None
-    assert [*part.by_links(measured, names, args)] == []
 
 
 def product(rank, checksum="good", wrong=0, again=None):

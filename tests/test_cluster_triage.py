@@ -6,29 +6,33 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import re
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import MARK, REPO, assert_one_line, load_script, run_command
+from conftest import MARK, REPO, assert_one_line, load_script
 from helpers_01 import wait_for
-from helpers_04 import full
+from helpers_04 import first_is_quick, full
 from helpers_triage import BLANK
 from test_04_nccl_debugging import missing_in
 
+from cluster_parts import processes, recorder, waits
+from cluster_parts import triage as part
 from dist_common import cli
 from dist_common.lab import namespaces
-from cluster_parts import failure_gallery, processes
-from cluster_parts import triage as part
 
 SCRIPT = "cluster/triage.py"
+FAILURES = REPO / "04-nccl-operations/failures"
+needs_py_spy = pytest.mark.skipif(
+    processes.py_spy() is None, reason="needs py-spy: pip install py-spy"
+)
 triage = load_script(SCRIPT)
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has"),
@@ -92,10 +96,8 @@ def verdict(launcher, **flags):
     return triage.judge(part.job_of(nodes))
 
 
-@pytest.mark.parametrize("round_", [0, *(pytest.param(n, marks=full) for n in range(1, 5))])
-def test_what_a_seed_draws_is_found(starter, tmp_path, round_):
-    seeds = [seed for seed in range(5 * round_, 5 * round_ + 5)
-             if KINDS[seed % 5] != "node" or namespaces.why_not() is None]  # fmt: skip
+def test_what_a_seed_draws_is_found(starter, tmp_path):
+    seeds = [n for n, kind in enumerate(KINDS) if kind != "node" or namespaces.why_not() is None]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(5) as pool:
         folders = [tmp_path / f"job-{seed}" for seed in seeds]
         jobs = [stack.enter_context(running(starter, folder, seed))
@@ -129,17 +131,6 @@ def test_nothing_is_wrong_with_a_job_that_trains(starter, tmp_path):
         assert last > first, found
 
 
-@full
-def test_without_notes_it_says_what_it_cannot_tell(starter, tmp_path):
-    """Two groups in inverted order: all stacks are alike, so only the recorder tells."""
-    folder = tmp_path / "job"
-    with running(starter, folder, 1) as launcher:
-        wait_until_it_has_spread(folder)
-        found = verdict(launcher)
-        assert (found.kind, found.ranks) == ("cannot tell", frozenset()), found
-        assert "--record FOLDER" in found.reason
-
-
 # The command line.
 
 
@@ -160,7 +151,7 @@ def test_it_finds_the_job_of_a_folder_and_saves_and_loads_what_a_node_knows(
         assert saved.codes == [0] and saved.stdout == ""
     loaded = run_script(SCRIPT, "--load", shared, environ={})
     assert f"verdict: stopped: rank {fault['rank']}\n" in loaded.stdout, loaded.stdout
-    wait_for(lambda: not failure_gallery.runs(launcher.pid))
+    wait_for(lambda: not processes.runs(launcher.pid))
 
 
 @pytest.mark.parametrize(
@@ -183,19 +174,6 @@ def test_of_two_jobs_one_has_to_be_named():
     inside = [a_process(0, pid=os.getpid()), a_process(0, pid=os.getpid(), job=["another"])]
     with pytest.raises(cli.UsageError, match="several jobs run here"):
         part.select(inside, argparse.Namespace(pid=os.getpid(), job=None))
-
-
-@pytest.mark.parametrize("words", [["--output-dir", "run"], ["--output-dir=run"]])
-def test_the_folder_in_a_jobs_command_tells_whether_it_trains(tmp_path, words, monkeypatch):
-    metrics = tmp_path / "run/metrics.jsonl"
-    metrics.parent.mkdir()
-    metrics.write_text('{"step": 5}\n')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(part, "look_twice", lambda *_: metrics.write_text('{"step": 7}\n'))
-    args = argparse.Namespace(job=None, notes=None, seconds=0.1)
-    rank = a_process(0, pid=os.getpid(), command=["python", "train.py", *words])
-    job = part.job_of([part.read_node([rank], args)])
-    assert triage.judge(job).reason == "step 5 to 7"
 
 
 def test_torchrun_under_srun_is_a_launcher_and_a_child_with_its_rank_is_no_rank(tmp_path):
@@ -223,26 +201,9 @@ def test_torchrun_under_srun_is_a_launcher_and_a_child_with_its_rank_is_no_rank(
     assert [one.pid for one in found if one.role == "launcher"] == [launcher.pid]
 
 
-@full
-def test_under_srun_it_is_no_rank_itself(tmp_path):
-    given = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "5", "SLURM_LOCALID": "0"}
-    # Or others' jobs, which other tests of this machine run, would be found.
-    command = ["python", SCRIPT, "--save", str(tmp_path / "shared"), "--pid", str(os.getpid())]
-    ended = run_command(command, REPO, 60, **given)
-    assert_one_line(ended, "no rank of such a job runs here", "triage.py")
-
-
-@full
-@pytest.mark.parametrize("seed", [2, 3])
-def test_a_rehearsal_finds_what_it_draws(tmp_path, seed):
-    ended = run_command(["python", SCRIPT, "--rehearse", str(seed)], REPO, 200)
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert f"drawn was: {{'kind': '{KINDS[seed]}'" in ended.stdout
-
-
 def test_a_rehearsal_that_does_not_start_says_what_its_job_said(run_script, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("raise SystemExit('no such model')")
-    monkeypatch.setattr(part, "GALLERY", tmp_path / "train.py")
+    monkeypatch.setattr(part, "TRIAGE", tmp_path / "train.py")
     says = "the rehearsal's job did not start: no such model"
     assert_one_line(run_script(SCRIPT, "--rehearse", "3", environ={}), says, "triage.py")
 
@@ -277,12 +238,7 @@ IN_LOADER = [("torch/utils/data/dataloader.py", "_get_data", 1, {})]
     ("job", "kind", "ranks", "says"),
     [
         (a_job(xids={"node1": [XID.format(79, 1)]}), "gpu", {2, 3}, "Xid (PCI"),
-        (a_job(xids={"node1": [XID.format(31, 103)]}), "gpu", {3}, "pid=103"),
         (a_job(xids={"node1": [XID.format(31, 5)]}), "cannot tell", set(), ""),  # another job's
-        (a_job(xids={"node1": [SXID.format("Fatal")]}), "gpu", {2, 3}, "LTSSM Fault Up"),
-        (a_job(xids={"node1": [SXID.format("Non-fatal")]}), "cannot tell", set(), ""),
-        (a_job(xids={"node1": [RECOVERY.format("0x2 (Node Reboot Required)")]}), "gpu", {2, 3}, ""),
-        (a_job(xids={"node1": [RECOVERY.format("0x0 (None)")]}), "cannot tell", set(), ""),
         (a_job({1: {"state": "disk-sleep", "waits_in": "nfs_wait"}}), "disk", {1}, "kernel's nfs_"),
         (a_job({2: {"state": "gone"}}), "ended", {2}, "started 2 ranks, and 1 are there"),
         (a_job(ras=[{"communicators": [{"missing_ranks": [DEAD]}]}]), "ras", {3}, "pid 7 on node1"),
@@ -294,7 +250,6 @@ IN_LOADER = [("torch/utils/data/dataloader.py", "_get_data", 1, {})]
         (a_job({0: {"stack": WAITS, "on_gpu": True}, 1: {"stack": READS}}), "cannot tell", set(),
          "on NCCL a stack does not tell"),
         (a_job({0: {"stack": WAITS, "steps": [4, 6]}}), "training", set(), "step 4 to 6"),
-        (a_job(logged=[10, 12]), "training", set(), "step 10 to 12"),
         (a_job(), "cannot tell", set(), "it may train: no counter of steps was found"),
         (a_job({0: {"unread": "py-spy is not installed"}}), "cannot tell", set(), "pip install"),
     ],
@@ -371,18 +326,236 @@ def test_gpus_are_read_as_nvidia_smi_prints_them(tmp_path, monkeypatch):
     assert part.read_gpus() == ([], "No devices were found")
 
 
-def test_an_xid_from_before_the_job_is_left_out(tmp_path, monkeypatch):
-    tool = tmp_path / "dmesg"
-    began = part.start_of([os.getpid()])
-    assert 0 < began <= time.time() - psutil.boot_time()
-    lines = [XID.format(79, pid).replace("42.1", f"{at:.6f}")
-             for pid, at in ((1, began - 5), (2, began + 5))]  # fmt: skip
-    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert part.read_xids(began) == ([lines[1]], "") and part.read_xids()[0] == lines
-
-
 def test_an_address_is_read_as_the_kernel_writes_it():
     assert processes.address("0100007F:1F90") == "127.0.0.1"
     assert processes.address("0000000000000000FFFF000002004D0A:8D18") == "10.77.0.2"
+
+
+# The recorder, and its notes
+
+
+TRAIN = "import beside\n" + (FAILURES / "leaves-early/broken.py").read_text()
+
+
+SAYS = "rank 0 made call 4; rank 1 ended with call 3: one calls too often, or one too seldom"
+
+
+@pytest.fixture
+def train(tmp_path):
+    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path / "train.py"
+
+
+def test_the_recorder_names_who_is_missing_who_differs_and_who_is_late():
+    def judge(*calls, groups=None):
+        made = zip(calls, groups or [[]] * len(calls), strict=True)
+        return triage.judge_recorder([recorder.Notes(*pair) for pair in made]).named
+
+    call, other = ("all_reduce [1] Float", 0.0), ("broadcast [1] Float", 0.0)
+    late, early = ("all_reduce [1] Float", 2.0), ("all_reduce [1] Float", 0.01)
+    assert judge([call] * 4, [call] * 3, [call] * 4) == {1}
+    assert judge([call] * 4, [call] * 5, [call] * 4) == {1}
+    assert judge([call] * 4, [call] * 3) == set()  # which of the two is right?
+    assert judge([call], [call], [other]) == {2}
+    assert judge([call], [other]) == set()
+    assert judge([late] * 2, [call] * 2) == {0}
+    assert judge([early] * 2, [call] * 2) == set()
+    assert judge([], [], [], groups=[["a"], ["b"], ["a"]]) == {1}
+
+
+def test_the_recorder_runs_a_script_and_judges_its_notes(run_script, tmp_path, train):
+    notes = tmp_path / "notes"
+    ran = run_script(SCRIPT, "--record", notes, train, world_size=2)
+    assert sorted(ran.codes) == [0, 1] and "Traceback" in ran.stderr, ran.stderr
+    judged = run_script(SCRIPT, "--record", notes, environ={})
+    assert judged.codes == [0] and judged.stdout.splitlines() == [
+        "rank 0: 4 calls, the last one all_reduce [1] Float",
+        "rank 1: 3 calls, the last one all_reduce [1] Float",
+        SAYS,
+    ]
+    again = run_script(SCRIPT, "--record", notes, train, environ={})
+    assert_one_line(again, "rank-0.trace is of an earlier job", "triage.py")
+    (notes / "rank-0.trace").unlink()
+    judged = run_script(SCRIPT, "--record", notes, environ={})
+    assert judged.stdout.startswith("rank 0: no file\nrank 1: 3 calls"), judged.stdout
+
+
+CIRCLE = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+rank = dist.get_rank()
+groups = [dist.new_group(pair, timeout=timedelta(seconds=4)) for pair in ([0, 1], [1, 2], [0, 2])]
+dist.all_reduce(torch.ones(1), group=groups[rank])  # each calls another group first
+"""
+
+
+PIPELINE = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+rank, message = dist.get_rank(), torch.ones(1)
+dist.barrier()
+for batch in range(3 if rank else 2):  # stage 0 sends one micro-batch less
+    works = [dist.P2POp(dist.irecv, message, rank - 1)] if rank else []
+    for work in dist.batch_isend_irecv(works) if works else []:
+        work.wait()
+    if rank < 2:
+        dist.send(message, rank + 1)
+time.sleep(8 if rank == 0 else 0)  # as long as the others wait for it
+"""
+
+
+NOTHING = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    first_is_quick([
+        (CIRCLE, "wait in a circle: rank 0 waits for rank 1 in call 1"),
+        (PIPELINE, "rank 0 waits for nobody: look at rank 0"),
+        (NOTHING, "no rank called torch.distributed, or none was recorded: look at the stacks"),
+    ]),
+)  # fmt: skip
+def test_the_recorder_knows_groups_and_messages(run_script, tmp_path, source, says):
+    (tmp_path / "train.py").write_text(source)
+    ran = run_script(
+        SCRIPT, "--record", tmp_path / "notes", tmp_path / "train.py", world_size=3,
+        end_job_on_failure=False,
+    )  # fmt: skip
+    judged = run_script(SCRIPT, "--record", tmp_path / "notes", environ={})
+    assert judged.codes == [0] and says in judged.stdout, judged.stdout + ran.stderr
+
+
+def dump(folder, rank, world_size, entries):
+    """Write a rank's entries as PyTorch does on NCCL: what they do not say is of an all-reduce."""
+    same = {
+        "profiling_name": "nccl:all_reduce", "process_group": ("0", "default_pg"), "is_p2p": False,
+        "input_sizes": [[4]], "output_sizes": [[4]], "input_dtypes": ["Float"],
+        "output_dtypes": ["Float"], "time_created_ns": 0, "record_id": 0, "p2p_seq_id": 1,
+        "collective_seq_id": 1, "retired": True, "state": "scheduled",
+    }  # fmt: skip
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(world_size)])}}
+    told = {"version": "2.10", "pg_config": config, "entries": [same | one for one in entries]}
+    (folder / f"trace_{rank}").write_bytes(pickle.dumps(told))
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_dumps_of_pytorch_are_read_where_one_is_missing(run_script, tmp_path, lost):
+    """As ranks write them on NCCL; the node of one rank died and left none."""
+    for rank, calls in ((0, 3), (1, 3), (5 - lost, 2)):
+        dump(tmp_path, rank, 4, [{"collective_seq_id": n + 1, "retired": n < 2}
+                                 for n in range(calls)])  # fmt: skip
+    judged = run_script(SCRIPT, "--record", tmp_path, environ={})
+    assert judged.codes == [0], judged.stderr
+    assert {
+        "rank 0: 3 calls, the last one all_reduce [4] Float",
+        "rank 1: 3 calls, the last one all_reduce [4] Float",
+        f"rank {lost}: no file",
+    } < set(judged.stdout.splitlines())
+    assert judged.stdout.splitlines()[-1] == (
+        f"no file of rank {lost}, which died or wrote it elsewhere; "
+        f"of the others rank {5 - lost} made the fewest calls"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        (
+            "different-collectives",
+            "call 1 differs: rank 0: all_reduce [1] Float; rank 1: broadcast",
+        ),
+        (
+            "gather-on-rank-0",
+            "call 1 differs: rank 0: all_gather [1] Float; rank 1: all_reduce_barrier",
+        ),
+        ("leaves-early", "no file of rank 1, which died or wrote it elsewhere"),
+    ],
+)
+def test_dumps_that_two_ranks_wrote_on_nccl(run_script, tmp_path, failure, says):
+    """NCCL 2.30.7, torch 2.11.0: what the watchdog had each rank write, without its stacks."""
+    dumps = json.loads((REPO / "tests/nccl_dumps.json").read_text())[failure]
+    for rank, told in dumps.items():
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(told))
+    judged = run_script(SCRIPT, "--record", tmp_path, environ={})
+    assert judged.stdout.splitlines()[-1].startswith(says), judged.stdout + judged.stderr
+
+
+def test_messages_in_dumps_of_pytorch_are_paired(run_script, tmp_path):
+    """Rank 1 waits for the second message of rank 0, which sent one."""
+    names = [["nccl:send 0->1"], ["nccl:recv 1<-0"] * 2]
+    for rank, own in enumerate(names):
+        entries = [{"profiling_name": name, "is_p2p": True} for name in own]
+        entries[-1]["retired"] = rank == 0
+        dump(tmp_path, rank, 2, entries)
+    judged = run_script(SCRIPT, "--record", tmp_path, environ={})
+    says = "rank 1 waits for rank 0 in receive 2 from it; rank 0 waits for nobody: look at rank 0"
+    assert judged.stdout.splitlines()[-1] == says, judged.stdout + judged.stderr
+
+
+PAIR, CALL = [0, 1], "all_reduce [1] Float"
+BEFORE = ["1", "0"] * 2  # the pair's group is called "1"
+
+
+@pytest.mark.parametrize(
+    ("order", "named", "kind"),
+    [
+        ([[*BEFORE, "1"], [*BEFORE, "0"]], {1}, "order"),  # rank 1 leaves out its pair
+        ([["1"], ["0"]], {0, 1}, "calls"),  # in the first step there is no rule yet
+    ],
+)
+def test_of_two_groups_in_inverted_order_the_one_that_breaks_its_rule_is_named(order, named, kind):
+    def notes(rank):
+        groups = order[rank]
+        started, last = {group: groups.count(group) for group in groups}, groups[-1]
+        return recorder.Notes([], members={"1": PAIR}, started=started, world_size=2, order=groups,
+                              open=[(last, started[last], CALL)])  # fmt: skip
+
+    verdict = waits.judge_waits([notes(0), notes(1)])
+    assert (verdict.named, verdict.kind) == (named, kind), verdict
+
+
+def test_who_owes_a_message_and_waits_in_a_collective_is_named():
+    """Rank 0 sent 2 times and went on; ranks 1 and 2 wait for the third message, one by one."""
+    first = recorder.Notes([], started={"0": 3}, open=[("0", 3, CALL)], sends={("send", 1): 2})
+    rest = [recorder.Notes([], started={"0": 2}, waits=[("receive", rank - 1, 3)],
+                           sends={("receive", rank - 1): 3, ("send", rank + 1): 2})
+            for rank in (1, 2)]  # fmt: skip
+    verdict = waits.judge_waits([first, *rest])
+    assert (verdict.named, verdict.kind) == ({0}, "send"), verdict
+    assert verdict.text.endswith("rank 0 has no send 3 for rank 1, only 2")
+
+
+@needs_py_spy
+def test_stacks_have_a_rank_and_no_launcher(run_script, tmp_path):
+    """Two ranks, one with a loader's worker, and a shell that has the script in its command."""
+    (tmp_path / "train.py").write_text(
+        "import os, time\nrank = os.environ['RANK']\n"
+        "if rank == '1' and os.fork() == 0:  # a DataLoader's worker has another name\n"
+        "    open('/proc/self/comm', 'w').write('pt_data_worker')\n"
+        "    open('runs-w', 'w').close()\n    time.sleep(60)\n"
+        "def late():\n    open(f'runs-{rank}', 'w').close()\n    time.sleep(60)\nlate()\n"
+    )
+    path = str(tmp_path / "train.py")
+    shell = ["sh", "-c", f"for RANK in 0 1; do RANK=$RANK {sys.executable} {path} & done; wait"]
+    started = subprocess.Popen(shell, start_new_session=True, cwd=tmp_path)
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("runs-*"))) == 3)
+        shown = run_script(SCRIPT, "--stacks", path, environ={})
+    finally:
+        os.killpg(started.pid, 9)
+        started.wait()
+    heads = [line for line in shown.stdout.splitlines() if line.startswith("node ")]
+    assert [re.findall(r"rank \d, [a-z ]+", head)[0] for head in heads] == [
+        "rank 0, rank", "rank 1, rank", "rank 1, worker of its loader",
+    ], shown.stdout + shown.stderr  # fmt: skip
+    assert shown.stdout.count("late, train.py:9") == 2
+    assert_one_line(
+        run_script(SCRIPT, "--stacks", "none.py", environ={}),
+        "--stacks: no rank on this node runs none.py", "triage.py",
+    )  # fmt: skip

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +23,6 @@ from conftest import (
     run_command,
     started_here,
 )
-from test_lab_links import NOBODY, as_nobody
 
 from dist_common import cli
 from dist_common.lab import namespaces
@@ -138,16 +135,6 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path):
     assert_one_line(ask(tmp_path, "up"), says, "virtual_cluster.py")
     assert [path.name for path in tmp_path.rglob("*")] == ["disk", "mine"]
     assert_one_line(ask(tmp_path / "disk/mine", "up"), "File exists", "virtual_cluster.py")
-
-
-def test_a_machine_without_namespaces_is_told_what_works_there(monkeypatch, tmp_path):
-    def refuse(*_):
-        raise PermissionError(1, "unshare: Operation not permitted")
-
-    part = load_script("cluster/cluster_parts/virtual_cluster.py")
-    monkeypatch.setattr(part, "become_root", refuse)
-    with pytest.raises(cli.UsageError, match="not permitted.*What works without: .*--link"):
-        part.up(tmp_path / "cluster", lambda: None)
 
 
 def test_another_system_is_told_what_works_there(monkeypatch):
@@ -418,18 +405,6 @@ def test_nothing_outlives_a_killed(cluster, killed):
 
 @pytest.mark.full
 @needs_nodes
-def test_a_master_on_no_node_is_named_with_seconds_address_and_interface(cluster):
-    """Nobody has that address: no route to host, which is no timeout."""
-    cluster("up", "--nodes", "2")
-    job = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=10.77.0.9"
-    ended = ask(cluster.folder, "run", "--on", "node1", "--", "env", *job.split(),
-                "MASTER_PORT=29500", "python", DDP, "--timeout", "6", timeout_s=120)  # fmt: skip
-    says = r"not all 2 ranks met at 10.77.0.9:29500 within \d+ s, tried from 10.77.0.2 \(link0\): "
-    assert ended.codes == [1] and re.search(says, ended.stderr), ended.stderr
-
-
-@pytest.mark.full
-@needs_nodes
 def test_what_a_cluster_refuses(cluster):
     cluster("up", "--nodes", "2")
     for argv, says in (
@@ -446,46 +421,6 @@ def test_what_a_cluster_refuses(cluster):
     assert ask(cluster.folder, "run", "--", "bash", "-c", "exit {node}").codes == [1]
 
 
-@pytest.mark.full
-@needs_nodes
-@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root already")
-def test_it_needs_no_root():
-    with tempfile.TemporaryDirectory() as name:  # pytest's own belong to root
-        said = verbs_as_nobody(Path(name))
-    if "not permitted" in said or "No space" in said:
-        pytest.skip(f"user namespaces: {said}")
-    assert '"event": "up", "user_namespace": true' in said
-    assert "[node1] node1\n" in said and "node1: killed" in said and said.endswith("down\n"), said
-    assert not started_here()
-
-
-def verbs_as_nobody(folder: Path) -> str:
-    """Call verbs in forks of this process, since an interpreter at root's home is not nobody's."""
-    os.chown(folder, NOBODY, NOBODY)
-    main = load_script(SCRIPT).main
-
-    def verbs():
-        said = []
-        for argv in ("up --link 100mbit,1ms", "run -- hostname", "lose 1 2%", "kill 1", "status",
-                     "down"):  # fmt: skip
-            verb, *rest = argv.split()
-            with open(folder / "out", "w") as out, contextlib.redirect_stdout(out):
-                sys.argv = [SCRIPT, verb, "--at", str(folder), *rest]
-                if os.fork() == 0:
-                    try:
-                        main()
-                    except BaseException as error:
-                        out.write(f"{error}\n")
-                    finally:
-                        out.flush()
-                        os._exit(0)
-                os.wait()
-            said.append((folder / "out").read_text())
-        return (folder / "events.jsonl").read_text() + "".join(said)
-
-    return as_nobody(verbs)
-
-
 # jobs on it
 
 SHAPE = {
@@ -495,8 +430,6 @@ SHAPE = {
 JOB = ("--seq-len", "32", "--global-batch-size", "8", "--micro-batch-size", "2", "--lr", "0.002",
        "--max-steps", "3", "--warmup-steps", "0", "--parity-steps", "0",
        "--precision", "32-true")  # fmt: skip
-TORCHRUN = ("torchrun", "--nnodes", "{nodes}", "--node-rank", "{node}", "--master-addr", "{master}",
-            "--master-port", "29500", "--nproc-per-node")  # fmt: skip
 DDP, FSDP = "01-ddp-basics/ddp_training.py", "02-fsdp/fsdp_transformer.py"
 HYBRID = "05-advanced/hybrid_parallelism.py"
 # name: nodes, ranks on each, script, flags. Tensor parallelism stays on a node.
@@ -563,30 +496,3 @@ def test_templates_train_on_two_and_four_nodes_to_the_losses_of_one_process(
     for name, (nodes, ranks, *_) in JOBS.items():
         assert results_of(tmp_path / name)["world_size"] == nodes * ranks, name
         assert losses_of(tmp_path / name) == pytest.approx(one_process, rel=1e-5), name
-
-
-@pytest.mark.full
-@needs_nodes
-def test_an_agent_on_each_node_trains_to_the_losses_of_one_process(
-    cluster, tmp_path, job, one_process
-):
-    cluster("up", "--nodes", "2")
-    cluster("run", "--", *TORCHRUN, "1", DDP, *job, "--output-dir", tmp_path / "out",
-            timeout_s=120)  # fmt: skip
-    assert results_of(tmp_path / "out")["launcher"] == "torchrun"
-    assert losses_of(tmp_path / "out") == pytest.approx(one_process, rel=1e-5)
-
-
-@pytest.mark.full
-@needs_nodes
-def test_bandwidth_of_large_messages_is_within_10_percent_of_the_link(cluster, tmp_path):
-    cluster("up", "--nodes", "2", "--link", "100mbit")
-    # One timed call of each size, in and out of place, so that the best of 20 is known.
-    cluster("run", "--", *TORCHRUN, "1", "04-nccl-operations/bandwidth_test.py", "-b", "2M",
-            "-e", "2560K", "-i", "128K", "-n", "1", "-w", "0", "-c", "0",
-            "--output-dir", tmp_path / "out", timeout_s=180)  # fmt: skip
-    sweeps = results_of(tmp_path / "out")["metrics"]["sweeps"]
-    found = [row["busbw_gb_s"] for rows in sweeps.values() for both in rows
-             for row in both.values()]  # fmt: skip
-    assert len(found) == 20
-    assert 0.9 * 0.0125 < max(found) < 0.0125
