@@ -1,4 +1,4 @@
-"""Break a distributed job on purpose; find what broke it, from outside; run it cured.
+"""Break a distributed job on purpose; name what broke it by what its ranks say; run it cured.
 
     CPU   python 04-nccl-operations/failure_gallery.py shapes-differ
     GPU   torchrun --standalone --nproc-per-node=2 \\
@@ -6,38 +6,27 @@
 
 Each failure is a folder in failures/: broken.py, cured.py, and case.toml, which says what to
 expect. This runner starts the ranks of both scripts on the CPU, with the variables that torchrun
-sets, and finds the cause by a tool that looks from outside, or is put in before the script starts.
-Without a name it lists the failures. --record puts its recorder of collectives into your own job.
-Look for: what the ranks say, which is seldom what is wrong, and what the tool can and cannot say.
+sets, and compares what the ranks say and how they end. Without a name it lists the failures.
+Look for: what the ranks say, which is seldom what is wrong, and where it does not tell who is.
 
 Sources: docs.pytorch.org, "Distributed communication package", section "Debugging
-torch.distributed applications"; py-spy; torch 2.14.1, FlightRecorder.hpp.
+torch.distributed applications".
 """
 
-import argparse
-import contextlib
-import functools
-import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from dist_common import cli, runtime
-from dist_common.lab.ranks import Rank
 from dist_common.report import Report
-from nccl_parts import failure_gallery as part
-from nccl_parts import recorder, verdicts
+from nccl_parts import verdicts
 from nccl_parts.failure_gallery import NAMES, Failure, Job, load, may_enter
-from nccl_parts.processes import find_processes
-from nccl_parts.verdicts import Verdict, compare, ending, odd_ones_out, ranks_of
-from nccl_parts.waits import judge_waits
+from nccl_parts.verdicts import Verdict, compare, ranks_of
 
-DEADLINE_S = 15.0  # of a job, after which its ranks are ended; --timeout makes it shorter
 CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
 WIDTH = 100  # of what a rank says, in characters
 
@@ -71,53 +60,6 @@ def by_epochs(job):
     return ended, Verdict(text if same else "the epochs differ", frozenset(same))
 
 
-def by_stacks(job):
-    stacks = []
-    ended = job.run("broken.py", during=lambda pids: look_at(pids, stacks))
-    return ended, judge_what_was_seen(stacks)
-
-
-def look_at(pids, stacks):
-    """Read the stack of each rank, once all have reached the script and joined the group."""
-    for _ in range(5):  # on a busy machine a rank may not have reached it yet
-        time.sleep(part.STUCK_S)
-        seen = list(map(part.stack_of, pids))
-        if stacks and all(map(reached, stacks)) and None in seen:
-            break  # they were in the group's making for as long as they lived
-        stacks[:] = seen
-        if all(map(reached, seen)) and not any(map(joins, seen)):
-            break
-
-
-def joins(own):
-    return "init_process_group" in {frame[1] for frame in own or ()}
-
-
-def reached(own):
-    return not own or "broken.py" in {Path(frame[0]).name for frame in own}
-
-
-def judge_what_was_seen(stacks):
-    if late := [rank for rank, own in enumerate(stacks) if not reached(own)]:
-        return Verdict(f"{ranks_of(late)}: the script has not begun there: look again")
-    return verdicts.judge_stacks(stacks, "broken.py")
-
-
-def by_heartbeat(job):
-    """Watch who stands still: none is to blame more than another if all do."""
-    stuck = []
-    logs = [job.logs("broken.py") / f"rank-{rank}.out" for rank in range(job.world_size)]
-    ended = job.run(
-        "broken.py", during=lambda pids: stuck.extend(part.wait_until_stuck(pids, logs))
-    )
-    text = f"{ranks_of(stuck)}: no new line and no CPU time"
-    if not stuck:
-        return ended, Verdict("every rank ended by itself")
-    if len(stuck) == len(ended):
-        return ended, Verdict(f"{text}: compare their stacks")
-    return ended, Verdict(f"{text}; all others have ended", frozenset(stuck))
-
-
 def by_detail(job):
     """Read what TORCH_DISTRIBUTED_DEBUG=DETAIL says each rank is about to call."""
     ended = job.run("broken.py")
@@ -125,150 +67,14 @@ def by_detail(job):
     if calls:
         return ended, compare(calls, "the collective")
     # It compares what the members of one group call, and sees no ranks that wait in several.
-    return ended, Verdict("DETAIL says nothing: ask the recorder (--tool recorder)")
-
-
-def judge_recorder(notes: list[recorder.Notes], ranks: Sequence[Rank] = ()) -> Verdict:
-    """Compare the ranks' collectives: what they called, how many, and who came last."""
-    for position, groups in enumerate(zip(*(n.groups for n in notes), strict=False), 1):
-        if len(set(groups)) > 1:
-            return compare(dict(enumerate(groups)), f"new_group {position}")
-    if found := judge_waits(notes):
-        return found
-    for group, members in {name: who for n in notes for name, who in n.members.items()}.items():
-        if any(n.first for n in notes):  # calls of any group
-            return Verdict("the oldest notes are gone: nobody waits for a call that another left")
-        made = [notes[rank].within.get(group, []) for rank in members]
-        for position, alike in enumerate(zip(*made, strict=False), 1):
-            if len(set(alike)) > 1:
-                what = f"call {position} of group {members}"
-                return compare(dict(zip(members, alike, strict=True)), what)
-    start = max(n.first for n in notes)  # from here on every rank's notes are there
-    calls = [n.calls[start - n.first :] for n in notes]
-    for position, alike in enumerate(zip(*calls, strict=False), start + 1):
-        if len({call for call, _ in alike}) > 1:
-            return compare({rank: call for rank, (call, _) in enumerate(alike)}, f"call {position}")
-    counts = [n.count for n in notes]
-    behind = {rank for rank, count in enumerate(counts) if count < max(counts)}
-    if killed := [n for n in behind if ranks and ending(ranks[n]).startswith("SIG")]:
-        return Verdict(f"the last notes of {ranks_of(killed)} may be missing: it ended by a signal")
-    if behind:
-        odd = odd_ones_out(dict(enumerate(counts)))
-        advice = f"look at {ranks_of(odd)}" if odd else "one calls too often, or one too seldom"
-        ahead = f"{ranks_of({*range(len(calls))} - behind)} made call {max(counts)}"
-        return Verdict(f"{ahead}; {ranks_of(behind)} ended with call {min(counts)}: {advice}", odd)
-    at = torch.tensor([[at for _, at in own] for own in calls], dtype=torch.float64)
-    if late := verdicts.latest(at):
-        return late
-    if not any(n.count or n.sends or n.within for n in notes):
-        return Verdict("no rank called torch.distributed, or none was recorded: look at the stacks")
-    text = f"{counts[0]} calls, the same on all ranks, and no rank is late"
-    text = f"{text}; if it hangs nevertheless, look at the stacks"
-    return Verdict(f"{text}; where all wait in one call, {verdicts.NETWORK}")
-
-
-def by_recorder(job):
-    files = [job.folder / f"rank-{rank}.trace" for rank in range(job.world_size)]
-    ended = job.run("broken.py", lambda rank: recorder.record(files[rank]))
-    notes = [recorder.notes_of(file) for file in files[: len(ended)]]
-    return ended, judge_recorder(notes, ended)
-
-
-def by_all(job):
-    """Try what needs no idea of the failure, the surest first, until one tool names a rank.
-
-    One run serves three of them; each of the others runs the job again.
-    """
-    stacks = []
-    files = [job.folder / f"all-{rank}.trace" for rank in range(job.world_size)]
-
-    def look(pids):
-        with contextlib.suppress(cli.UsageError):  # no py-spy: the others may tell
-            look_at(pids, stacks)
-
-    ended = job.run("broken.py", lambda rank: recorder.record(files[rank]), look)
-    notes = [recorder.notes_of(file) for file in files[: len(ended)]]
-    said = {"logs": verdicts.judge_logs(ended), "recorder": judge_recorder(notes, ended)}
-    said["stacks"] = judge_what_was_seen(stacks)
-    for name, tool in (("lines", by_lines), ("epochs", by_epochs), ("detail", by_detail),
-                       ("inputs", by_inputs), ("waits", by_waits)):  # fmt: skip
-        if any(verdict.named for verdict in said.values()):
-            break
-        said[name] = tool(job)[1]
-    text = "\n  ".join(f"{name}: {verdict.text}" for name, verdict in said.items())
-    named = next((verdict.named for verdict in said.values() if verdict.named), frozenset())
-    return ended, Verdict(text, named)
-
-
-def by_inputs(job):
-    """Find who is first to hand a number that is not finite to a collective."""
-
-    def check(call, tensor):  # on NCCL TORCH_NCCL_NAN_CHECK=1 does this, for every collective
-        (job.folder / "inputs").touch()
-        if not tensor.isfinite().all():
-            print(f"inputs: call {call} is not finite", file=sys.stderr, flush=True)
-
-    ended = job.run("broken.py", lambda rank: recorder.around_all_reduce(before=check))
-    said = [re.search(r"inputs: call (\d+) is not finite", rank.err) for rank in ended]
-    first = {number: int(match[1]) for number, match in enumerate(said) if match}
-    if not (job.folder / "inputs").exists():
-        do = "check the gradients themselves, before the collective"
-        return ended, Verdict(
-            f"no all_reduce and no gradient of DDP was seen, none was checked: {do}"
-        )
-    if not first:
-        return ended, Verdict("every input of all_reduce and every gradient of DDP is finite")
-    call = min(first.values())
-    named = frozenset(number for number in first if first[number] == call)
-    return ended, Verdict(f"{ranks_of(named)}: the input of call {call} is not finite", named)
-
-
-def by_waits(job):
-    """Find the ranks that print something else once every collective is waited for."""
-    before = job.run("broken.py")
-    wait = functools.partial(recorder.around_all_reduce, after=lambda work: work and work.wait())
-    after = job.run("broken.py", lambda rank: wait())
-    differ = [n for n in range(len(before)) if before[n].out != after[n].out]
-    if not differ:
-        return before, Verdict("waiting for every collective changes nothing")
-    pair = [repr(verdicts.last_line(ranks[differ[0]])) for ranks in (before, after)]
-    text = f"{ranks_of(differ)} read a result before it is there: {' becomes '.join(pair)}"
-    return before, Verdict(text, frozenset(differ))
-
-
-def show_stacks(script):
-    """Print node, rank, role and stack of each process of a job that runs here, ranks first."""
-    found = [one for one in find_processes() if one.role != "launcher" and one.pid != os.getpid()]
-    found = [one for one in found if script in " ".join(one.command)]
-    if not found:
-        raise cli.UsageError(f"--stacks: no rank on this node runs {script}")
-    for one in sorted(found, key=lambda one: (one.role != "rank", one.rank, one.pid)):
-        role = "rank" if one.role == "rank" else "worker of its loader"
-        print(f"node {one.node}, rank {one.rank}, {role}, pid {one.pid}")
-        try:
-            frames = part.stack_of(one.pid)
-        except cli.UsageError as error:  # this process's; the others may be readable
-            print(f"  {error}")
-            continue
-        stopped = "  is stopped (SIGSTOP)" if frames == [] else "  has ended"
-        for file, name, line in frames or ():
-            print(f"  {name}, {Path(file).name}:{line}")
-        if not frames:
-            print(stopped)
-    return 0
+    return ended, Verdict("DETAIL says nothing: record the job's calls (cluster/triage.py)")
 
 
 TOOLS = {
     "logs": (by_logs, "logs and exit codes of all ranks, compared"),
     "lines": (by_lines, "what the ranks print, compared line by line"),
     "epochs": (by_epochs, "what each rank prints, one epoch against the next"),
-    "stacks": (by_stacks, "py-spy on each rank, after 1 s"),
-    "heartbeat": (by_heartbeat, "the log size and CPU time of each rank, watched"),
     "detail": (by_detail, "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
-    "recorder": (by_recorder, "the flight recorder of each rank"),
-    "inputs": (by_inputs, "a check of the input of every all_reduce"),
-    "waits": (by_waits, "the job again, with a wait after every all_reduce"),
-    "all": (by_all, "one tool after the other, until one names a rank"),
 }
 
 
@@ -361,23 +167,14 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
     add("name", nargs="?", choices=NAMES, metavar="NAME", help="a failure (without: list them)")
-    add("--tool", choices=TOOLS, help="look with this tool instead of the failure's own")
+    add("--tool", choices=TOOLS, help="judge by this instead of the failure's own")
     add("--ranks", type=cli.positive_int, help="how many ranks to start (2, or what it needs)")
     add("--culprit", type=cli.whole_number, help="break this rank instead (what broken.py says)")
-    add("--stacks", metavar="SCRIPT",
-        help="print node, rank, role and stack of each process here that runs SCRIPT")  # fmt: skip
-    add("--record", nargs=argparse.REMAINDER, metavar="FOLDER [SCRIPT ...]",
-        help="run SCRIPT with its arguments and write notes of its collectives to FOLDER; without "
-        "SCRIPT: compare the ranks' notes")  # fmt: skip
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    if args.record is not None:
-        return recorder.run_or_compare(args.record, judge_recorder)
-    if args.stacks is not None:
-        return show_stacks(args.stacks)
     world = runtime.discover()
     report = Report("04-nccl-operations/failure_gallery.py", args, world, torch.device("cpu"))
     if args.name is None:
@@ -390,7 +187,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         size = args.ranks or failure.ranks
         culprit = failure.culprit() if args.culprit is None else args.culprit
-        job = Job(failure, size, culprit, Path(folder), min(DEADLINE_S, args.timeout))
+        job = Job(failure, size, culprit, Path(folder), min(failure.deadline_s, args.timeout))
         look, title = TOOLS[args.tool or failure.tool]
         started = time.monotonic()
         broken, verdict = look(job)

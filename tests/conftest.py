@@ -39,7 +39,9 @@ from dist_common.lab import ranks
 
 REPO = Path(__file__).resolve().parent.parent
 # A script finds the helper files of its folder there; their names are unique in the repository.
-sys.path += [str(folder) for folder in [*sorted(REPO.glob("0*-*")), REPO / "benchmarks"]]
+sys.path += [
+    str(folder) for folder in [*sorted(REPO.glob("0*-*")), REPO / "cluster", REPO / "benchmarks"]
+]
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores
 # With it print writes a line's end apart from the line, and another rank's line comes between.
 os.environ.pop("PYTHONUNBUFFERED", None)

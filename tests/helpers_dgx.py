@@ -6,7 +6,7 @@ eight: NVIDIA, DGX BasePOD deployment guide, "Validate IB/Compute interfaces". T
 use of the other ports.
 """
 
-from nccl_parts import host
+from cluster_parts import host
 
 COMPUTE = ["18", "40", "4f", "5e", "9a", "c0", "ce", "dc"]  # PCI buses
 GPU_BUSES = ["1b", "43", "52", "61", "9d", "c3", "d1", "df"]

@@ -20,7 +20,7 @@ from conftest import MARK, REPO
 
 UNPACKED = REPO / "runs" / "slurm"
 INIT = REPO / "tests" / "helpers_slurm.sh"
-CLUSTER = REPO / "04-nccl-operations" / "virtual_cluster.py"
+CLUSTER = REPO / "cluster" / "virtual_cluster.py"
 DEADLINE_S = 300  # of what takes seconds on a quiet machine
 ENDED = "JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)"
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")

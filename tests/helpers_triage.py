@@ -1,4 +1,4 @@
-"""Start failures/drawn/train.py many times: a process that has imported torch forks each rank.
+"""Start drawn/train.py many times: a process that has imported torch forks each rank.
 
 Run as a program it reads lines "SEED FOLDER" (SEED may be "none"), and forks for each one a
 launcher, which forks four ranks; it prints the launcher's pid. Each rank writes RANK and so on over
@@ -34,7 +34,7 @@ def die_with_parent() -> None:
 
 
 def be_rank(rank: int, seed: str, folder: Path, network, port: int) -> None:
-    from nccl_parts import recorder
+    from cluster_parts import recorder
 
     die_with_parent()
     alone = network is not None
@@ -50,13 +50,13 @@ def be_rank(rank: int, seed: str, folder: Path, network, port: int) -> None:
     os.dup2(log, 2)
     os.chdir(folder)
     recorder.record(folder / "notes" / f"rank-{rank}.trace")
-    script = REPO / "04-nccl-operations/failures/drawn/train.py"
+    script = REPO / "cluster/drawn/train.py"
     sys.argv = [str(script), *([] if seed == "none" else [seed])]
     runpy.run_path(str(script), run_name="__main__")
 
 
 def be_launcher(seed: str, folder: Path, network) -> None:
-    from nccl_parts.failure_gallery import free_port
+    from cluster_parts.triage import free_port
 
     die_with_parent()
     port = free_port()
@@ -72,10 +72,10 @@ def be_launcher(seed: str, folder: Path, network) -> None:
 
 
 def main() -> None:
-    sys.path[:0] = [str(REPO), str(REPO / "04-nccl-operations")]
+    sys.path[:0] = [str(REPO), str(REPO / "cluster")]
     import torch
 
-    import nccl_parts.recorder  # noqa: F401  here once, not in each rank
+    import cluster_parts.recorder  # noqa: F401  here once, not in each rank
     from dist_common.lab import namespaces
 
     torch.set_num_threads(1)

@@ -1,23 +1,19 @@
 """bandwidth_test.py: what is timed is right, timed alone, and held against a yardstick."""
 
 import argparse
-import functools
-import itertools
 import os
 import signal
-import threading
-import time
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_one_line, free_port, load_script, results_of
-from helpers_04 import clock, first_is_quick, full
+from helpers_04 import first_is_quick, full
 
 from dist_common import cli
 from nccl_parts import bandwidth_test as part
-from nccl_parts import clusters, data, measurement
+from nccl_parts import clusters, data
 from nccl_parts.clusters import NEXT, PAIRS, RING, Group, Links, Yardstick, yardstick
 
 BANDWIDTH = "04-nccl-operations/bandwidth_test.py"
@@ -172,12 +168,6 @@ def test_times_that_leave_the_rate_open_get_none(sizes, times):
     assert report.metrics["all_reduce busbw_gb_s"] is None
 
 
-def test_a_time_too_short_for_the_clock_is_no_infinite_rate():
-    figures = part.figures_of([[0.0, 0.0], [0.0, 0.0]], 1024, 256, 1.0, False, 0, None)
-    assert 0 < figures["algbw_gb_s"] == figures["busbw_gb_s"] < 10
-    assert 0 < measurement.gb_per_s(1024, 0.0) < 10
-
-
 def sweep_with(rows, ranks=4, bound=None):
     factor = 2 * (ranks - 1) / ranks
     return part.Sweep("all_reduce", Group("", None, ranks, ranks), factor, False, bound, rows)
@@ -189,36 +179,6 @@ def report_that_notes():
         metrics={}, check=lambda *given: None, say=lambda line="": said.append(line), said=said,
         table=lambda rows, heads, names=1: said.extend(rows),
     )  # fmt: skip
-
-
-def test_the_last_tables_say_what_the_rows_say():
-    """alpha 100 us and 2 GB/s, on 4 ranks, of which a copy does 6 GB/s and a link 3."""
-    sizes = [2**n for n in range(3, 24)]
-    times = [100 + size / 2e3 for size in sizes]
-    rows = [
-        {"out_of_place": None, "in_place": {
-            "size": size, "wrong": 0, "p50_us": took, "busbw_gb_s": 1.5 * size / took / 1e3,
-            "sent_x_size": 1.5,
-        }} for size, took in zip(sizes, times, strict=True)
-    ]  # fmt: skip
-    report = report_that_notes()
-    bound = Yardstick(3.0, "link of a rank")
-    part.summarise(report, [sweep_with(rows, bound=bound)], 6.0, script.fit)
-    best = 1.5 * sizes[-1] / times[-1] / 1e3
-    said = ("all_reduce", "100 us", "2.00 GB/s", "3.00 GB/s", "200.0 KB", "0%", f"{best / 6:.2f}x")
-    assert said in report.said
-    speeds = ("3.00 GB/s", f"{best:.2f} GB/s", f"{best / 3:.2f}x")
-    assert ("all_reduce", "link of a rank", *speeds) in report.said
-    assert ("all_reduce", "1.50", "1.50") in report.said
-
-
-def test_percentiles_of_known_times():
-    times = [[*range(1 + rank, 201, 2)][: 100 - rank] + [1000] * rank for rank in range(2)]
-    figures = part.figures_of(times, 64, 16, 1.0, False, 0, None)
-    assert (figures["p50_us"], figures["p95_us"], figures["p99_us"]) == (101, 191, 199)
-    assert (figures["max_us"], figures["iterations"], figures["outliers"]) == (1000, 200, 1)
-    assert figures["time_us"] == pytest.approx((200 * 201 / 2 - 200 + 1000) / 200)
-    assert figures["rank_p50_us"] == [101, 102] and figures["rank_max_us"] == [199, 1000]
 
 
 @pytest.mark.parametrize(
@@ -233,34 +193,6 @@ def test_percentiles_of_known_times():
 )
 def test_who_spends_least_time_in_a_collective_came_last(p50_us, named):
     assert part.arrives_last(p50_us) == named
-
-
-LATE_S = 0.3  # far above what a busy machine adds
-
-
-@full
-@clock
-@pytest.mark.parametrize("late", [1, 2])
-def test_a_rank_that_comes_late_is_named(run_script, tmp_path, late):
-    """It rests before each call, outside of what is timed: the others wait in the collective."""
-
-    def rest(script):
-        timed = script.timed
-
-        def slowed(run, prepare, *given):
-            return timed(run, lambda: time.sleep(LATE_S) or prepare(), *given)
-
-        if int(os.environ["RANK"]) == late:
-            script.timed = slowed
-
-    ended = run_script(
-        BANDWIDTH, "-b", "1K", "-e", "1K", *QUICK, "-I", "1", "--output-dir", tmp_path / "run",
-        world_size=3, before=rest,
-    )  # fmt: skip
-    assert ended.codes == [0] * 3, ended.stdout + ended.stderr
-    side = results_of(tmp_path / "run")["metrics"]["sweeps"]["all_reduce"][0]["in_place"]
-    assert side["late_rank"] == late and side["late_us"] > LATE_S / 2 * 1e6
-    assert f"rank {late} arrives last at 1 of 1 sizes" in ended.stdout
 
 
 def figure_by_a_clock_of_the_test(rank, ranks, path, timed_besides):
@@ -348,34 +280,6 @@ def test_ctrl_c_on_one_rank_ends_all_with_what_was_measured(run_script, tmp_path
     assert (tmp_path / "run/bandwidth.png").exists()
 
 
-def hang_at_the_third_size(script):
-    measurement.GRACE_S = 0.3
-    measure = script.measure_one
-
-    def hung(name, size, in_place, *given):
-        if size == 4096 and not in_place:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-            if os.environ["RANK"] == "1":
-                threading.Event().wait(60)
-        return measure(name, size, in_place, *given)
-
-    script.measure_one = hung
-
-
-@full
-@clock
-def test_ctrl_c_in_a_hang_keeps_what_was_measured(run_script, tmp_path):
-    """Rank 1 is in no collective; rank 0 waits for it in one, and runs no signal handler."""
-    ended = run_script(
-        BANDWIDTH, "-b", "4", "-e", "1M", *QUICK, "--output-dir", tmp_path / "run",
-        world_size=2, before=hang_at_the_third_size, end_job_on_failure=False,
-    )  # fmt: skip
-    assert ended.codes == [cli.INTERRUPTED] * 2, ended.stdout + ended.stderr
-    rows = results_of(tmp_path / "run")["metrics"]["sweeps"]["all_reduce"]
-    assert [row["in_place"]["size"] for row in rows] == [4, 128]
-    assert "# did not end: all_reduce, 4096 bytes" in ended.stdout
-
-
 # sabotage
 
 
@@ -426,38 +330,6 @@ def test_sabotage_of_a_timed_collective_is_counted(run_script, sabotage, name):
         world_size=2, before=sabotage,
     )  # fmt: skip
     assert any(ended.codes) and f"FAILED: {name}: wrong elements" in ended.stdout, ended.stdout
-
-
-drawn_once = functools.cache(data.numbers)
-KINDS = ("int8", "half", "bfloat16", "f8e4m3", "f8e5m2")
-
-
-@pytest.mark.parametrize("ranks", [5, pytest.param(1000, marks=full)])
-def test_wrong_data_is_counted_on_any_number_of_ranks(monkeypatch, ranks):
-    monkeypatch.setattr(data, "numbers", drawn_once)
-    for kind, op in itertools.product(KINDS, ("sum", "prod", "max")):
-        dtype, combine = data.TYPES[kind], data.REDUCTIONS[op][1]
-        total = functools.reduce(combine, [drawn_once(r, ranks, op) for r in range(ranks)])
-        partial = functools.reduce(combine, [drawn_once(r, ranks, op) for r in range(ranks - 1)])
-        assert total.max() <= 16
-
-        def wrong(period, dtype=dtype, op=op):
-            received = data.fill(torch.empty(5000, dtype=dtype), period)
-            return data.count_wrong(received, [(data.TOTAL, 0, 5000)], ranks, op)
-
-        assert wrong(total) == 0 and wrong(drawn_once(0, ranks, op)) and wrong(2 * total)
-        assert wrong(torch.zeros_like(total))
-        if op == "sum":  # one rank left out; of a product only the first ranks take part
-            assert wrong(partial)
-
-
-def test_large_buffers_are_checked_in_pieces(monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", data.PERIOD * 3)
-    received = data.fill(torch.empty(30001), data.numbers(1, 2, "sum").roll(-7))
-    parts = [(1, 7, 30001)]
-    assert data.count_wrong(received, parts, 2, "sum") == 0
-    received[[5, 15000, 30000]] += 1
-    assert data.count_wrong(received, parts, 2, "sum") == 3
 
 
 # groups of ranks, and the yardstick
@@ -537,16 +409,6 @@ def rings_all_reduce(nodes, size):
     return schedule
 
 
-def tree_all_reduce(nodes, size):
-    """Reduce-scatter within nodes, ring of each place across them, all-gather within."""
-    k, schedule = len(nodes[0]), []
-    for node in nodes if k > 1 else ():
-        schedule += [(a, b, size / k) for a in node for b in node if a != b] * 2
-    for place in range(k):
-        schedule += ring_all_reduce([node[place] for node in nodes], size / k)
-    return schedule
-
-
 def all_to_all(nodes, size):
     ranks = [rank for node in nodes for rank in node]
     return [(a, b, size / len(ranks)) for a in ranks for b in ranks if a != b]
@@ -603,29 +465,6 @@ def test_nvlink_carries_the_rest(m, k):
         assert bound.gb_s == pytest.approx(factor * (n - 1) / n * size / shortest)
 
 
-@pytest.mark.parametrize(("m", "k"), SHAPES)
-def test_a_tree_sends_less_over_the_border(m, k):
-    """Each rank sends as much as in a ring, but busbw (nodes - 1)/(n - 1) of it between nodes."""
-    nodes, node_of = cluster(m, k)
-    n, size, nics = m * k, 840.0, 400.0
-    messages = tree_all_reduce(nodes, size)
-    sent = 2 * (n - 1) / n * size
-    assert most_sent_by_a_rank(messages) == pytest.approx(sent)
-    leaving = bytes_that_leave_a_node(messages, node_of)
-    assert leaving / k == pytest.approx(sent * (m - 1) / (n - 1))
-    bound = yardstick(RING, Group("", None, n, k), Links(nics / k, k))
-    assert bound.tree_gb_s == pytest.approx(sent / (leaving / nics))
-
-
-def test_ranks_dealt_out_in_turn_cross_the_border_k_times():
-    """A ring in the order of ranks, as gloo's: so neighbours belong on one node."""
-    _, node_of = cluster(2, 8)
-    dealt = {rank: rank % 2 for rank in range(16)}
-    messages = ring_all_reduce(list(range(16)), 1.0)
-    alike = bytes_that_leave_a_node(messages, node_of)
-    assert bytes_that_leave_a_node(messages, dealt) == pytest.approx(8 * alike)
-
-
 def test_a_healthy_cluster_is_not_eight_times_too_fast():
     """2 nodes of 8 GPUs with 8 adapters of 400 Gbit/s: rings may reach 400 GB/s, not 50."""
     links = Links(nic=50.0, nics=8, nvlink=450.0)
@@ -645,39 +484,18 @@ def test_a_healthy_cluster_is_not_eight_times_too_fast():
     assert yardstick(RING, everybody, Links()) is None
 
 
-@pytest.mark.parametrize(("busbw", "explained"), [(330.6, True), (192.0, False)])
-def test_what_is_above_the_yardstick_is_explained(busbw, explained):
-    """Measured on 16 GPUs with 8 adapters of 25 GB/s: by a tree, and by rings."""
-    bound = Yardstick(200.0, "8 NICs of a node", 375.0)
-    figures = {"size": 1, "wrong": 0, "p50_us": 1.0, "busbw_gb_s": busbw, "sent_x_size": None}
-    report = report_that_notes()
-    rows = [{"out_of_place": None, "in_place": figures}]
-    part.summarise(report, [sweep_with(rows, 16, bound)], 1000.0, script.fit)
-    said = [line for line in report.said if "above its bound" in str(line)]
-    assert len(said) == explained
-    assert not said or "a tree, up to 375 GB/s (NCCL_ALGO=Ring compares)" in said[0]
-
-
 @pytest.mark.parametrize(
     ("world_size", "argv", "says"),
     first_is_quick([
         (1, (), "one rank has nobody to talk to: start 2 or more"),
-        (1, ("-b", "8x"), "argument -b/--minbytes: must be a size like 8, 4K, 128M or 1G, not"),
-        (1, ("-e", "0"), "argument -e/--maxbytes: must be a size like"),
-        (1, ("-i", "0"), "argument -i/--stepbytes: must be a size like"),
         (1, ("-b", "1M", "-e", "1K"), "-b 1048576 is above -e 1024, the last size"),
         (1, ("-b", "4", "-d", "double"), "-b 4 is less than a number of -d double: 8"),
-        (1, ("-f", "1"), "argument -f/--stepfactor: must be a whole number of at least 2, not '1'"),
-        (1, ("-c", "2"), "argument -c/--check: invalid choice"),
         (1, ("-g", "8"), "ranks come from the launcher: torchrun --nproc-per-node"),
-        (1, ("-m", "4"), "unrecognized arguments: -m 4"),
         (1, ("--nics", "8"), "--nics 8 needs --link, the speed of each"),
         (2, ("-r", "2"), "-r 2 must be below 2, the ranks"),
         (2, ("-d", "f8e4m3"), "-d f8e4m3: gloo has it not, nccl has"),
-        (2, ("-o", "mulsum"), "-o mulsum: gloo has it not, nccl has"),
         (1, ("-o", "avg", "-d", "int32"), "-o avg needs a floating-point -d, not int32"),
         (2, ("-e", "900000G"), "two buffers of it do not fit into a rank's memory; at most -e"),
-        (2, ("--collective", "allreduce"), "argument --collective: invalid choice: 'allreduce'"),
         (2, ("--collective", "alltoall", "-e", "16"), "-e 16 leaves each rank of alltoall nothing"),
     ]),
 )  # fmt: skip

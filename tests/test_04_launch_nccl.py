@@ -23,7 +23,7 @@ LAUNCH = ["bash", "04-nccl-operations/launch_nccl.sh"]
             "--ifname eth0",
             "NCCL_SOCKET_IFNAME==eth0 GLOO_SOCKET_IFNAME=eth0 torchrun --nnodes=2 "
             "--nproc-per-node=8 --rdzv-id=nccl --rdzv-backend=c10d --rdzv-endpoint=n0:29500 "
-            "04-nccl-operations/doctor.py",
+            "cluster/doctor.py",
         ),
         (
             "slurm --nnodes 2 --nproc-per-node 8 --nccl-debug",
@@ -73,8 +73,8 @@ def test_the_job_file_examines_the_nodes_and_runs_the_script(tmp_path):
     )  # SLURM stops at the first command
     doctor, preflight, test = started_by(job, tmp_path)
     binding = ["--cpus-per-task=12", "--cpu-bind=cores", "--kill-on-bad-exit=1", "python"]
-    assert doctor == [*binding, "04-nccl-operations/doctor.py", "OMP=1"]
-    assert preflight == [*binding, "04-nccl-operations/preflight.py", "OMP=1"]
+    assert doctor == [*binding, "cluster/doctor.py", "OMP=1"]
+    assert preflight == [*binding, "cluster/preflight.py", "OMP=1"]
     assert test == [*binding, "04-nccl-operations/bandwidth_test.py", "-e", "8G", "OMP=1"]
 
 

@@ -13,7 +13,7 @@ from conftest import REPO
 sys.path.insert(0, str(REPO / "labs"))
 import grade
 from dist_common.cli import UsageError
-from lab_parts import cases, evidence, exam, running
+from lab_parts import cases, evidence, exam, recorder, running
 from lab_parts.holes import Answer
 from lab_parts.judging import tomllib
 
@@ -28,7 +28,7 @@ SLOW = re.compile(
     r"longer timeout|except around|barrier|rank of the evidence|on purpose|unused|averaged|alone"
 )
 needs_py_spy = pytest.mark.skipif(
-    cases.part.py_spy() is None, reason="needs py-spy: pip install py-spy"
+    recorder.py_spy() is None, reason="needs py-spy: pip install py-spy"
 )
 
 

@@ -1,4 +1,4 @@
-"""How failure_gallery.py starts a failure's ranks, as a launcher would, and looks at them."""
+"""How failure_gallery.py starts a failure's ranks, as a launcher would."""
 
 import contextlib
 import ctypes
@@ -15,20 +15,20 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 
-from dist_common import cli
 from dist_common.lab import links, ranks
-from nccl_parts.host import read_toml
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
 
 FAILURES = Path(__file__).parents[1] / "failures"
-STUCK_S = 1.0  # asleep, without a line and without CPU time, a rank counts as stuck
-WAITS = (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED, psutil.STATUS_IDLE)
 GRACE_S = 3.0  # after the first failure, until the ranks that still run are ended
 PR_SET_PTRACER, ANY = 0x59616D61, ctypes.c_ulong(-1)  # prctl(2)
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -47,14 +47,16 @@ class Failure:
     cause: str
     message: str  # a regular expression: what a rank of the broken job says; "" for silence
     ends: dict[str, str]  # regular expressions: how `culprit` and `others` of the broken job end
-    tool: str  # what finds it
-    says: str  # a regular expression: what the tool says
+    tool: str  # what tells most of it: "logs", "lines", "epochs" or "detail"
+    says: str  # a regular expression: what it says
     # "the rank", "the odd one" (of 3 or more), "the others" (and perhaps that rank), "all", "none"
     names: str
     cure: str
     nccl: str  # what is seen there instead, and the letters of the page's sources
     right: str  # what each rank of the cured job prints last; {n}: ranks, {others}: one less
+    look: str = ""  # where to look, if the ranks do not say who it is
     page: str = ""  # what the page adds
+    deadline_s: float = 15.0  # of a job, after which its ranks are ended
     ranks: int = 2  # that are started, unless --ranks says otherwise
     missing: int = 0  # ranks that WORLD_SIZE promises and nobody starts
     restarts: int = 0  # of the cured job, after a failure
@@ -74,7 +76,7 @@ class Failure:
 
 def load(name: str) -> Failure:
     """Read failures/NAME/case.toml."""
-    return Failure(name, **read_toml(FAILURES / name / "case.toml"))
+    return Failure(name, **tomllib.loads((FAILURES / name / "case.toml").read_text()))
 
 
 NAMES = sorted(folder.parent.name for folder in FAILURES.glob("*/case.toml"))
@@ -164,63 +166,6 @@ def limit(limits: dict[str, int]) -> None:
     if "memory_mib" in limits:
         most = psutil.Process().memory_info().vms + limits["memory_mib"] * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
-
-def py_spy() -> str | None:
-    """Return py-spy's path: beside this Python, or on PATH."""
-    beside = f"{Path(sys.executable).parent}:{sys.exec_prefix}/bin"
-    return shutil.which("py-spy", path=f"{beside}:{os.environ.get('PATH', os.defpath)}")
-
-
-def stack_of(pid: int) -> list[tuple[str, str, int]] | None:
-    """Return (file, function, line) of a process's main thread, innermost first, by py-spy.
-
-    Nothing of a process that is stopped (SIGSTOP); None of one that has ended.
-    """
-    command = py_spy()
-    if command is None:
-        raise cli.UsageError("this tool needs py-spy: pip install py-spy")
-    for _ in range(3):  # it may stop, or end, while py-spy reads it
-        if not runs(pid):
-            return None
-        if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-            return []  # py-spy would wait for it
-        asked = subprocess.run([command, "dump", "--json", "--pid", str(pid)], capture_output=True)
-        if asked.returncode == 0:
-            frames = main_thread(json.loads(asked.stdout), pid)
-            return [(frame["filename"], frame["name"], frame["line"]) for frame in frames]
-        time.sleep(0.1)
-    raise cli.UsageError(f"py-spy cannot read process {pid}: {asked.stderr.decode().strip()}")
-
-
-def main_thread(threads: list[dict], pid: int) -> list[dict]:
-    """Return the frames of a process's main thread, as py-spy says; it may count as a container."""
-    status = Path(f"/proc/{pid}/status")
-    inner = re.search(r"^NSpid:.*?(\d+)$", status.read_text(), re.M) if status.exists() else None
-    pids = {pid, int(inner[1])} if inner else {pid}
-    return next((one["frames"] for one in threads if one["os_thread_id"] in pids), [])
-
-
-def runs(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_until_stuck(pids: list[int], logs: list[Path]) -> list[int]:
-    """Watch logs and CPU time; once all ranks that run are stuck, end them and return which."""
-    last, since = None, time.monotonic()
-    while alive := {rank: psutil.Process(pid) for rank, pid in enumerate(pids) if runs(pid)}:
-        beats = {rank: (logs[rank].stat().st_size, round(sum(process.cpu_times()[:2]), 1))
-                 for rank, process in alive.items()}  # fmt: skip
-        # One that waits for the disk, or for its turn on a busy machine, is not stuck.
-        waits = all(process.status() in WAITS for process in alive.values())
-        if beats != last or not waits:
-            last, since = beats, time.monotonic()
-        elif time.monotonic() - since > STUCK_S:
-            for process in alive.values():
-                process.terminate()
-            return list(alive)
-        time.sleep(0.1)
-    return []
 
 
 def enter(namespaces: int, mounts: str) -> None:

@@ -1,13 +1,9 @@
-"""How the tools of failure_gallery.py judge what all ranks left, not told which one is broken."""
+"""How failure_gallery.py judges what all ranks say, without knowing which one is broken."""
 
-import linecache
 import re
 import signal
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from dist_common.lab.ranks import Rank
 
@@ -24,10 +20,7 @@ ELSEWHERE = re.compile(
 )
 # Said before the last error, and closer to the cause.
 ROOT = re.compile(r"network addresses of .* cannot be retrieved|Unable to find address|EADDRINUSE")
-LATE_S = 0.3  # behind the first in all calls together: more than a busy machine's noise
-ENOUGH_CALLS, LATE_PART = 10, 0.3  # of the time between two calls
 QUOTED = 110  # characters of an error in a verdict
-NETWORK = "look at the network: ss -tn shows bytes that no peer acknowledges"
 
 
 class Verdict(NamedTuple):
@@ -35,7 +28,6 @@ class Verdict(NamedTuple):
 
     text: str
     named: frozenset[int] = frozenset()
-    kind: str = "calls"  # "send", "order": who closes a circle; "late": who is slow
 
 
 def ranks_of(numbers) -> str:
@@ -146,60 +138,3 @@ def calls_in_detail(ranks: list[Rank]) -> dict[int, str]:
             words = re.findall(r"OpType=(\w+)|TensorShape=(\[.*?\])|TensorDtypes=(\w+)", found[1])
             calls[number] = " ".join("".join(word) for word in words)
     return calls
-
-
-def latest(at: torch.Tensor) -> Verdict | None:
-    """Name the rank that comes last to the same calls. Shapes: (ranks, calls). Units: s.
-
-    By seconds in all of them; or, in ten calls and more, by what it holds up the middle one.
-    """
-    behind, calls = at - at.amin(0), at.shape[1]
-    (most, *others), (last, *_) = map(torch.Tensor.tolist, behind.sum(1).sort(descending=True))
-    if most > LATE_S and most > 3 * max(others, default=0.0):
-        text = f"rank {last} comes last: {most:.1f} s behind the first in {calls} calls"
-        return Verdict(text, frozenset([last]), "late")
-    if calls < ENOUGH_CALLS:
-        return None
-    (most, *others), (last, *_) = map(
-        torch.Tensor.tolist, behind.median(1).values.sort(descending=True)
-    )
-    between = at.amin(0).diff().median().item()
-    if most > LATE_PART * between and most > 3 * max(others, default=0.0):
-        text = f"rank {last} comes last to every call, {most / between:.0%} of the time between two"
-        return Verdict(f"{text} after the first", frozenset([last]), "late")
-    return None
-
-
-def waits_in(frames: list[tuple[str, str, int]]) -> str | None:
-    """Return the call in which a rank waits for the others; None where its stack shows none."""
-    called = [name for file, name, _ in frames if Path(file).name == "distributed_c10d.py"]
-    if called:
-        return called[-1]
-    file, name, line = frames[0]
-    if re.search(r"torch/(autograd/graph|nn/parallel/distributed)\.py$|/_fully_shard/", file):
-        return name  # DDP and FSDP wait in C++, below these
-    return "wait" if ".wait(" in linecache.getline(file, line) else None  # C++ as well
-
-
-def judge_stacks(stacks: list[list[tuple[str, str, int]] | None], script: str) -> Verdict:
-    """Name the ranks that are in no collective while others wait in one."""
-    places, elsewhere = dict.fromkeys(range(len(stacks)), "has ended"), set()
-    for rank, frames in enumerate(stacks):
-        if frames == []:
-            places[rank] = "is stopped (SIGSTOP, or a debugger): kill -CONT lets it continue"
-            elsewhere.add(rank)
-        elif frames is not None:
-            _, function, line = next((f for f in frames if Path(f[0]).name == script), frames[-1])
-            called = waits_in(frames)
-            places[rank] = f"{function}, line {line}" + (f", in {called}" if called else "")
-            elsewhere |= set() if called else {rank}
-    if 0 < len(elsewhere) < len(stacks):
-        told = "; ".join(f"rank {rank}: {places[rank]}" for rank in sorted(elsewhere))
-        waiting = any(stacks[rank] is not None for rank in places.keys() - elsewhere)
-        rest = "wait in a collective" if waiting else "have ended"
-        return Verdict(f"{told}; all others {rest}", frozenset(elsewhere))
-    verdict = compare(places, "the stack")
-    if len(alike(places)) > 1:
-        return verdict
-    advice = "ask the recorder" + f", or {NETWORK}" * (any(stacks) and not elsewhere)
-    return Verdict(f"{verdict.text}: stacks do not tell groups and calls apart; {advice}")

@@ -3,6 +3,7 @@
 The job runs twice: as it is, while py-spy reads the stacks, and with the flight recorder in it.
 """
 
+import json
 import re
 import tempfile
 import time
@@ -11,10 +12,12 @@ from typing import Any
 
 from dist_common.cli import UsageError
 from dist_common.lab.ranks import Rank
-from lab_parts.cases import NONE, RANKS, Case, gallery, part, recorder, verdicts
+from lab_parts import recorder
+from lab_parts.cases import NONE, RANKS, Case, gallery, verdicts
 from lab_parts.holes import REPO
 from lab_parts.running import LOOPBACK
 
+STUCK_S = 1.0  # from the start of a job until its stacks are read
 DEADLINE_S = 6.0  # of each run: some end by themselves, after gloo's timeout of 2 s, some never
 ANSWERS = """\
 # Seed {seed}. Read case.txt, then evidence/.
@@ -67,7 +70,7 @@ def gather(case: Case, odd: int) -> dict[str, str]:
         environ = {"ODD_RANK": odd, "GLOO_SOCKET_IFNAME": LOOPBACK}
 
         def look(pids: list[int]) -> None:
-            time.sleep(part.STUCK_S)
+            time.sleep(STUCK_S)
             stacks.extend(map(stack_of, pids))
 
         ended = job.run(script, during=look, **environ)
@@ -75,18 +78,18 @@ def gather(case: Case, odd: int) -> dict[str, str]:
         inputs = [job.folder / f"rank-{rank}.inputs" for rank in range(RANKS)]
 
         def record(rank: int):
-            def note(call: int, tensor: Any) -> None:
+            def note(tensor: Any) -> None:
                 with inputs[rank].open("a") as file:
-                    file.write(f"{call} {int((~tensor.isfinite()).sum())}\n")
+                    file.write(f"{int((~tensor.isfinite()).sum())}\n")
 
-            recorder.around_all_reduce(before=note)
+            recorder.before_each_sum(note)
             return recorder.record(notes[rank])
 
         job.run(script, record, **environ)
         logs = {f"rank-{n}.log": log_of(rank, job.folder) for n, rank in enumerate(ended)}
         ends = [f"rank {n}: {verdicts.ending(rank)}" for n, rank in enumerate(ended)]
-        told = zip(map(recorder.notes_of, notes), inputs, strict=True)
-        calls = [calls_of(n, own, seen) for n, (own, seen) in enumerate(told)]
+        files = zip(notes, inputs, strict=True)
+        calls = [calls_of(rank, *pair) for rank, pair in enumerate(files)]
     texts = {"job.txt": ends, "stacks.txt": [f"rank {n}:\n{own}" for n, own in enumerate(stacks)]}
     return logs | {n: "\n".join(own) + "\n" for n, own in (texts | {"calls.txt": calls}).items()}
 
@@ -101,24 +104,27 @@ def log_of(rank: Rank, folder: Path) -> str:
 def stack_of(pid: int) -> str:
     """Return a rank's stack a second after the start, innermost first, down to the script."""
     try:
-        frames = part.stack_of(pid)
+        frames = recorder.stack_of(pid)
     except UsageError as error:
         return f"  {error}"
-    rows = [f"  {name}, {Path(file).name}:{line}" for file, name, line in frames or ()]
+    rows = [f"  {name}, {Path(file).name}:{line}" for file, name, line in frames]
     last = next((n for n, row in enumerate(rows) if "<module>, mine.py" in row), len(rows))
     return "\n".join(rows[: last + 1]) or "  has ended"
 
 
-def calls_of(rank: int, notes: Any, inputs: Path) -> str:
+def calls_of(rank: int, notes: Path, inputs: Path) -> str:
     """Return what the flight recorder has of a rank, and whether what it sums up is finite."""
-    lines = [f"rank {rank}: {len(notes.calls)} calls in the group of all ranks"]
-    lines += [f"  {made}" for made in notes.groups]
-    lines += [f"  {number} {call}" for number, (call, _) in enumerate(notes.calls, 1)]
-    for group, calls in notes.within.items():
-        lines += [f"  {call}, in group {notes.members[group]}" for call in calls]
+    told = json.loads(notes.read_text()) if notes.exists() else {"groups": [], "calls": []}
+    of_all = [call for call, group in told["calls"] if group is None]
+    lines = [f"rank {rank}: {len(of_all)} calls in the group of all ranks"]
+    lines += [f"  {made}" for made in told["groups"]]
+    lines += [f"  {number} {call}" for number, call in enumerate(of_all, 1)]
+    lines += [f"  {call}, in group {group}" for call, group in told["calls"] if group is not None]
     if inputs.exists():
-        summed = [line.split() for line in inputs.read_text().splitlines()]
-        bad = [f"  summand {call} has {bad} numbers that are not finite" for call, bad in summed
-               if bad != "0"]  # fmt: skip
-        lines += bad or ["  every summand is finite"]
+        counts = enumerate(inputs.read_text().split(), 1)
+        bad = [(call, count) for call, count in counts if count != "0"]
+        for call, count in bad:
+            lines.append(f"  summand {call} has {count} numbers that are not finite")
+        if not bad:
+            lines.append("  every summand is finite")
     return "\n".join(lines)

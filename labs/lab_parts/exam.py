@@ -18,8 +18,8 @@ from typing import Any
 
 from dist_common.cli import UsageError
 from dist_common.lab.ranks import Rank
-from lab_parts import evidence
-from lab_parts.cases import NONE, RANKS, Case, gallery, part, recorder, verdicts
+from lab_parts import evidence, recorder
+from lab_parts.cases import NONE, RANKS, Case, gallery, part, verdicts
 from lab_parts.holes import Answer
 from lab_parts.judging import tomllib
 from lab_parts.running import LOOPBACK, abort_stuck, hang, line_of

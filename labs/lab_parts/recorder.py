@@ -1,0 +1,120 @@
+"""What a rank of the exam's job does, seen from outside: its calls, its summands and its stack.
+
+The calls are those of PyTorch's flight recorder. Source: torch 2.14.1, FlightRecorder.hpp.
+"""
+
+import json
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_common.cli import UsageError
+
+EVERY_S = 0.1
+
+
+def noted() -> list[dict]:
+    """Return the flight recorder's notes, oldest first."""
+    # With the stacks it takes seconds, since PyTorch loads its compiler to read them.
+    dump = torch._C._distributed_c10d._dump_fr_trace
+    return pickle.loads(dump(includeStackTraces=False))["entries"]
+
+
+def record(file: Path) -> Callable[[], None]:
+    """Write this rank's calls to `file` again and again, from a thread; return what ends it."""
+    made, members, new_group = [], {}, dist.new_group
+    before = noted()  # of the process that forked this one
+    start = before[-1]["record_id"] + 1 if before else 0
+    ended = threading.Event()
+
+    def note_group(ranks=None, *args, **kwargs):
+        made.append(f"new_group {ranks}")
+        return new_group(ranks, *args, **kwargs)
+
+    def write():
+        world = dist.distributed_c10d._world
+        for group, ranks in world.pg_group_ranks.copy().items():
+            members[world.pg_names.get(group)] = sorted(ranks)
+        everybody = max(map(len, members.values()), default=0)
+        calls = []
+        for entry in noted():
+            if entry["record_id"] >= start:
+                ranks = members.get(entry["process_group"][0], ())
+                calls.append((words_of(entry), list(ranks) if len(ranks) < everybody else None))
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps({"groups": made, "calls": calls}))
+        partial.replace(file)  # whole or not at all
+
+    def run():
+        while not ended.wait(EVERY_S):
+            write()
+
+    def finish():
+        ended.set()
+        thread.join()
+        write()
+
+    dist.new_group = note_group  # PyTorch's recorder has no note of it
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return finish
+
+
+def words_of(entry: dict) -> str:
+    """Return a call's name, shape and dtype."""
+    name = entry["profiling_name"].split(":")[-1]
+    shapes = " ".join(map(str, entry["input_sizes"] or entry["output_sizes"]))
+    types = " ".join(entry["input_dtypes"] or entry["output_dtypes"])
+    return f"{name} {shapes} {types}"
+
+
+def before_each_sum(look: Callable[[torch.Tensor], None]) -> None:
+    """Call look(tensor) with what dist.all_reduce gets, and with each gradient that DDP reduces."""
+    all_reduce, make_ddp = dist.all_reduce, DistributedDataParallel.__init__
+
+    def watched(tensor, *args, **kwargs):
+        look(tensor)
+        return all_reduce(tensor, *args, **kwargs)
+
+    def make_watched(ddp, *args, **kwargs):
+        make_ddp(ddp, *args, **kwargs)
+        for weight in ddp.parameters():
+            if weight.requires_grad:
+                weight.register_hook(look)
+
+    dist.all_reduce, DistributedDataParallel.__init__ = watched, make_watched
+
+
+def py_spy() -> str | None:
+    """Return py-spy's path: next to this Python, or on PATH."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def stack_of(pid: int) -> list[tuple[str, str, int]]:
+    """Return (file, function, line) of a process's main thread, innermost first; [] if it ended."""
+    if py_spy() is None:
+        raise UsageError("this needs py-spy: pip install py-spy")
+    command = [py_spy(), "dump", "--json", "--pid", str(pid)]
+    asked = subprocess.run(command, capture_output=True, text=True)
+    if asked.returncode:
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            raise UsageError(f"py-spy cannot read process {pid}: {asked.stderr.strip()}")
+        return []
+    # In a container a process has another number inside.
+    status = Path(f"/proc/{pid}/status")
+    inner = re.findall(r"^NSpid:.*?(\d+)$", status.read_text(), re.M) if status.exists() else []
+    pids = {pid, *map(int, inner)}
+    threads = [one for one in json.loads(asked.stdout) if one["os_thread_id"] in pids]
+    frames = threads[0]["frames"] if threads else []
+    return [(frame["filename"], frame["name"], frame["line"]) for frame in frames]
