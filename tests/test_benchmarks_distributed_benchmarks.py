@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -13,20 +12,17 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from conftest import REPO, compiled, load_script, run_command
+from conftest import REPO, load_script, run_command
 from helpers_benchmarks import TOOL, asked_for, bench, fakes, runs_of  # noqa: F401
 
 from bench import launch as bench_launch
-from bench import machine as bench_machine
 from bench import points as bench_points
 from bench import search as bench_search
-from bench import settings as bench_settings
 from bench import store as bench_store
 from bench import strategies as bench_strategies
-from bench.records import FLOAT32, IN_16_BITS
+from bench.records import FLOAT32
 from bench.store import Store, load
-from dist_common import cli, models
-from dist_common.lab import links
+from dist_common import cli
 
 full = pytest.mark.full
 # pytest passes fixtures by name.
@@ -108,16 +104,6 @@ def test_before_16_bits_each_exact_strategy_is_checked_once_in_float32():
     assert ids[:2] == ["ddp.w2.32-true.check#1", "ddp.w2.bf16-mixed.check#1"] and len(ids) == 4
 
 
-def test_each_model_has_a_learning_rate_of_its_own():
-    assert set(bench_settings.LR) == set(models.PRESETS)
-    points = plan_of(("ddp",), presets=["tiny", "124m"], repeats=1)
-    rates = {point.described["preset"]: point.described["lr"] for point in points}
-    assert rates == {"tiny": 2e-3, "124m": 6e-4}
-    assert all(point.flags[point.flags.index("--lr") + 1] == point.described["lr"]
-               for point in points)  # fmt: skip
-    assert {point.described["lr"] for point in plan_of(("ddp",), lr=1e-3)} == {1e-3}
-
-
 MINE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 88, "vocab_size": 256}  # fmt: skip
 
@@ -147,19 +133,6 @@ def test_a_model_of_a_file_is_another_sweep_when_its_shape_changes(
     assert "config/mine.json: another model is called mine: rename the file" in both
 
 
-def test_models_of_files_are_named_and_rated(tmp_path):
-    folder = tmp_path / "Llama-0"
-    folder.mkdir()
-    path = folder / "config.json"
-    large = {"hidden_size": 4096, "num_hidden_layers": 30, "intermediate_size": 11008}
-    path.write_text(json.dumps(MINE | large | {"vocab_size": 32000}))
-    assert bench_settings.rate_of(str(path)) == (3e-4, "llama2-7b")
-    assert bench_strategies.model_name(str(path)) == "Llama-0"
-    assert bench_strategies.model_name(str(folder / "small.json")) == "small"
-    says = "cannot cut the 30 layers of Llama-0 into 4 parts"
-    assert says in STRATEGIES["pp-1f1b"].why_not(4, str(path), "32-true")
-
-
 def test_weak_scaling_has_a_reference_for_each_global_batch():
     points = plan_of(("ddp",), world_sizes=[2, 4], scaling="weak", repeats=1, micro_batch_size=8)
     names = ("global_batch_size", "micro_batch_size", "grad_accum_steps")
@@ -182,13 +155,6 @@ def test_shipped_sweeps_can_be_planned_and_a_dry_run_starts_nothing(bench, capsy
         re.match(r"\S+: (OMP_NUM_THREADS=1 (torchrun|python)|skipped:) ", line) for line in commands
     )
     assert not folder.exists()
-
-
-def test_a_dry_run_plans_a_link_that_this_machine_cannot_have(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(links, "why_not", lambda: "a slow link: no program ip")
-    words = ("sweep", "--links", "1gbit", "--output-dir", tmp_path / "new")
-    assert bench(*words) == "--links: a slow link: no program ip"
-    assert bench(*words, "--dry-run") == 0 and not (tmp_path / "new").exists()
 
 
 # running
@@ -244,49 +210,37 @@ def test_a_wrong_loss_is_the_sweep_s_exit_code(bench, fakes, tmp_path, capsys):
     assert re.search(said, capsys.readouterr().out, re.M)
 
 
-@pytest.mark.parametrize(("names", "rounds"), [(("train", "slow"), 3), (("train", "early"), 5)])
-def test_a_sweep_ends_when_its_order_is_decided(bench, fakes, tmp_path, capsys, names, rounds):
-    """`early` is wrong, so `train` alone is left, and one strategy has no order."""
+def test_a_sweep_ends_when_its_order_is_decided(bench, fakes, tmp_path, capsys):
     folder = tmp_path / "out"
-    words = ("sweep", "--strategies", *names, "--repeats", 5, "--output-dir", folder)
-    (tmp_path / "sweep.toml").write_text("until_decided = true\n")
-    bench(*words, "--config", tmp_path / "sweep.toml")
-    assert {record["repeat"] for record in load(folder).records} == set(range(1, rounds + 1))
+    words = ("sweep", "--strategies", "train", "slow", "--repeats", 5, "--output-dir", folder)
+    bench(*words, "--until-decided")
+    assert {record["repeat"] for record in load(folder).records} == {1, 2, 3}
     said = "no order is open after 3 rounds: the other 6 points are left out"
     printed = capsys.readouterr().out
-    assert (said in printed) == (rounds == 3) and "is the 99% interval of a ratio" in printed
-    bench(*words, "--until-decided")
-    assert {record["repeat"] for record in load(folder).records} == set(range(1, rounds + 1))
+    assert said in printed and "is the 99% interval of a ratio" in printed
 
 
 @pytest.mark.full
 def test_a_search_ends_where_memory_does_and_says_so(bench, fakes, tmp_path, capsys):
     """An answer, no error: what is larger is left out, recomputation has its own limit."""
-    words = ("sweep", "--strategies", "large", "train", "--micro-batch-sizes", 8, 1, 2, 4,
-             "--recompute", "none", "full", "--repeats", 2,
+    words = ("sweep", "--strategies", "large", "train", "--micro-batch-sizes", 8, 2, 4,
+             "--recompute", "none", "full", "--repeats", 1,
              "--output-dir", tmp_path / "out")  # fmt: skip
     assert bench(*words) == 0
     ends = {name: (record["status"], record["reason"])
             for name, record in records_of(tmp_path / "out").items()}  # fmt: skip
     said = "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"
-    for repeat in (1, 2):
-        found = {name.partition(".")[0]: end for name, end in ends.items()
-                 if name.startswith("large") and name.endswith(f"#{repeat}")}  # fmt: skip
-        assert found == {
-            "large-mb1": ("ok", None), "large-mb1-full": ("ok", None),
-            "large-mb2": ("ok", None), "large-mb2-full": ("ok", None),
-            "large-mb4": ("out of memory", said), "large-mb4-full": ("ok", None),
-            "large-mb8": ("skipped", "a micro-batch of 4 ran out of memory"),
-            "large-mb8-full": ("out of memory", said),
-        }  # fmt: skip
-    started = [name for name, rank, _ in runs_of(fakes) if name.startswith("large")]
-    assert started.count("large-mb4.w2#1") == 2 and "large-mb4.w2#2" not in started
+    found = {name.partition(".")[0]: end for name, end in ends.items() if "large" in name}
+    assert found == {
+        "large-mb2": ("ok", None), "large-mb2-full": ("ok", None),
+        "large-mb4": ("out of memory", said), "large-mb4-full": ("ok", None),
+        "large-mb8": ("skipped", "a micro-batch of 4 ran out of memory"),
+        "large-mb8-full": ("out of memory", said),
+    }  # fmt: skip
     printed = capsys.readouterr().out
     assert "train: no --recompute full, run without" in printed
     assert f"large mb8 full: out of memory: {said}" in printed and "FAILED" not in printed
     assert "large mb8: skipped: a micro-batch of 4 ran out of memory" in printed
-    single = records_of(tmp_path / "out")["single.w1#1"]["point"]
-    assert (single["micro_batch_size"], single["grad_accum_steps"]) == (1, 16)
 
 
 def test_a_search_tries_what_each_script_supports():
@@ -307,45 +261,10 @@ def test_a_search_tries_what_each_script_supports():
         bench_points.batch_sizes(replace(table["pp-1f1b mb4"], micro_batch_size=8), 2, 16, None)
 
 
-@full
-def test_what_a_search_tries_trains_to_the_loss_of_one_process(bench, tmp_path):
-    words = ("sweep", "--strategies", "fsdp-full", "pp-1f1b", "zero-2", "--seq-len", 32,
-             "--max-steps", 6, "--repeats", 1, "--micro-batch-sizes", 2,
-             "--recompute", "none", "full", "--output-dir", tmp_path / "out")  # fmt: skip
-    assert bench(*words) == 0
-    assert {record["status"] for record in records_of(tmp_path / "out").values()} == {"ok"}
-    assert len(records_of(tmp_path / "out")) == 7
-
-
 def test_a_sweep_of_which_nothing_can_run_fails(bench, tmp_path, capsys):
     words = "--strategies", "tp-pp-dp", "--no-reference", "--output-dir", tmp_path / "out"
     assert bench("sweep", *words) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED: no point can run here")
-
-
-@full
-def test_finished_points_are_not_repeated_and_failed_ones_when_asked(bench, fakes, tmp_path):
-    words = ("sweep", "--strategies", "train", "hang-once", "--repeats", 1, "--timeout", 8,
-             "--output-dir", tmp_path / "out")  # fmt: skip
-    assert bench(*words) == 1
-    first = [name for name, rank, _ in runs_of(fakes) if rank == "0"]
-    assert first == ["single.w1#1", "train.w2#1", "hang-once.w2#1"]
-    assert bench(*words) == 1, "one failed, and is not run again"
-    assert len(runs_of(fakes)) == 5
-    (fakes / "go").touch()
-    assert bench(*words, "--retry-failed") == 0
-    assert [name for name, rank, _ in runs_of(fakes)][5:] == ["hang-once.w2#1"] * 2
-
-
-@full
-def test_a_folder_of_another_sweep_is_refused(bench, fakes, tmp_path):
-    words = ("sweep", "--strategies", "train", "--repeats", 1, "--output-dir", tmp_path / "out")
-    assert bench(*words) == 0
-    before = (tmp_path / "out/results.jsonl").read_bytes()
-    refused = bench(*words, "--max-steps", 30, "--seed", 1)
-    assert "another sweep's results: max_steps (20 there, 30 here), seed (0 there" in refused
-    assert (tmp_path / "out/results.jsonl").read_bytes() == before
-    assert bench(*words, "--timeout", 50) == 0, "no result depends on it"
 
 
 SWEEP = """
@@ -360,12 +279,11 @@ distributed_benchmarks.cli.run(distributed_benchmarks.main)
 
 
 @full
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
-def test_a_killed_sweep_s_ranks_end_and_it_resumes(fakes, tmp_path, launcher):
+def test_a_killed_sweep_s_ranks_end_and_it_resumes(fakes, tmp_path):
     paths = [str(REPO / "benchmarks"), str(REPO)]
     program = SWEEP.format(paths=paths, table=str(fakes / "strategies.toml"))
     command = [sys.executable, "-c", program, "sweep", "--strategies", "train", "hang-once",
-               "--launcher", launcher, "--device", "cpu", "--repeats", "1",
+               "--launcher", "fork", "--device", "cpu", "--repeats", "1",
                "--output-dir", str(tmp_path / "out")]  # fmt: skip
 
     def kill_while_it_hangs(pid):
@@ -389,8 +307,7 @@ def test_a_killed_sweep_s_ranks_end_and_it_resumes(fakes, tmp_path, launcher):
     assert after.startswith(before) and len(after.splitlines()) == 3
 
 
-@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=full)])
-def test_no_rank_starts_when_the_sweep_is_killed_before_its_guard_is_there(tmp_path, launcher):
+def test_no_rank_starts_when_the_sweep_is_killed_before_its_guard_is_there(tmp_path):
     (tmp_path / "job.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
     program = f"""
 import contextlib, os, pathlib, signal, sys
@@ -405,12 +322,12 @@ def guarded(pids, gently=False):
     yield
 
 guard.guarded = guarded
-launch.start({launcher!r}, str(folder / "job.py"), [], 2, folder / "launch", 60)
+launch.start("fork", str(folder / "job.py"), [], 2, folder / "launch", 60)
 """
     ended = run_command([sys.executable, "-c", program], tmp_path, 60)
     assert ended.codes == [-signal.SIGKILL], ended.stderr
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == (2 if launcher == "fork" else 1) and gone(pids)
+    assert len(pids) == 2 and gone(pids)
     assert not (tmp_path / "ran").exists()
 
 
@@ -418,13 +335,11 @@ launch.start({launcher!r}, str(folder / "job.py"), [], 2, folder / "launch", 60)
 
 
 @full
-@pytest.mark.parametrize(("what", "code"), [("one dies", 1), ("hang", None)])
-def test_torchrun_starts_ranks_and_leaves_none(fakes, tmp_path, what, code):
-    words = ["--do", what, "--output-dir", str(tmp_path / "out")]
+def test_torchrun_starts_ranks_and_leaves_none(fakes, tmp_path):
+    words = ["--do", "one dies", "--output-dir", str(tmp_path / "out")]
     script = str(fakes / "fake.py")
-    timeout_s = 60 if code is not None else 20
-    ended = bench_launch.start("torchrun", script, words, 2, tmp_path / "launch", timeout_s)
-    assert ended.code == code, ended.err
+    ended = bench_launch.start("torchrun", script, words, 2, tmp_path / "launch", 100)
+    assert ended.code == 1, ended.err
     assert {rank for _, rank, _ in runs_of(fakes)} == {"0", "1"}
     assert gone([pid for _, _, pid in runs_of(fakes)])
 
@@ -440,48 +355,12 @@ wait -n; code=$?; wait; exit $code
 def test_ranks_share_the_cores_unless_the_environment_says_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(bench_launch.measure, "core_count", lambda: 24)
-    assert [bench_launch.threads("torchrun", n) for n in (1, 2, 8, 48)] == ["24", "12", "3", "1"]
-    assert bench_launch.clean_environ("torchrun", 2)["OMP_NUM_THREADS"] == "12"
+    assert [bench_launch.threads("torchrun", n) for n in (1, 2, 48)] == ["24", "12", "1"]
     assert bench_launch.threads("fork", 2) == "1"
-    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
-    assert bench_launch.threads("srun", 8) == "6"
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "5")
     assert bench_launch.threads("srun", 8) == "5"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert [bench_launch.threads(name, 8) for name in ("srun", "torchrun")] == ["7", "7"]
-    assert bench_launch.threads("fork", 8) == "1", "a fork has one, whatever is set"
-
-
-def test_gpus_that_are_hidden_do_not_count(monkeypatch, tmp_path):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: H100'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for visible, count in (("", 0), ("-1", 0), ("0,1", 2)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert bench_launch.visible_gpus() == count
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert bench_launch.visible_gpus() == 1
-
-
-def test_what_runs_here_is_described(tmp_path):
-    listed = "NVIDIA H100, 580.1\nNVIDIA H100, 580.1\nNVIDIA A100, 580.1"
-    found = bench_machine.gpus(listed)
-    assert (found["GPUs"], found["driver"]) == ("2 x NVIDIA H100 and 1 x NVIDIA A100", "580.1")
-    assert bench_machine.gpus("No devices were found") == bench_machine.gpus("") == {}
-    assert not bench_machine.commit(tmp_path), "no repository"
-
-    def git(*words):
-        names = ("-c", "user.name=x", "-c", "user.email=x@y.z")
-        subprocess.run(["git", *names, *words], cwd=tmp_path, check=True, capture_output=True)
-
-    git("init")
-    (tmp_path / "file").write_text("one")
-    git("add", "file")
-    git("commit", "-m", "one")
-    commit = bench_machine.commit(tmp_path)
-    assert re.fullmatch("[0-9a-f]{10}", commit)
-    (tmp_path / "file").write_text("two")
-    assert bench_machine.commit(tmp_path) == f"{commit} with changes"
+    assert bench_launch.threads("torchrun", 8) == "7"
 
 
 @pytest.fixture
@@ -501,14 +380,13 @@ def slurm(tmp_path, monkeypatch):
 
 def test_inside_a_slurm_job_srun_starts_the_ranks(bench, fakes, slurm, tmp_path):
     words = ("sweep", "--strategies", "train", "fail", "--repeats", 1, "--timeout", 30,
-             "--world-sizes", 2, 3, 4, 8, "--output-dir", tmp_path / "out")  # fmt: skip
+             "--world-sizes", 2, 4, 8, "--output-dir", tmp_path / "out")  # fmt: skip
     assert bench(*words) == 1
     records = records_of(tmp_path / "out")
     ended = {name: (r["status"], r["reason"]) for name, r in records.items()}
     assert ended["train.w4#1"] == ("ok", None) and ended["single.w1#1"] == ("ok", None)
     assert ended["fail.w2#1"] == ("failed", "no such luck")
     assert ended["train.w8#1"][1] == "8 ranks need as many tasks, and this SLURM job has 4"
-    assert "cannot be dealt to" in ended["train.w3#1"][1]
     line = next(line for line in slurm.read_text().splitlines() if "train.w4#1" in line)
     flags = "--nodes=2 --ntasks=4 --ntasks-per-node=2 --kill-on-bad-exit=1 --cpus-per-task=3"
     assert line.startswith(flags)
@@ -519,26 +397,20 @@ def test_inside_a_slurm_job_srun_starts_the_ranks(bench, fakes, slurm, tmp_path)
 
 
 # A launcher of one's own, of which one word is a line for another shell.
-LINE = (f"sh -c 'echo {{nodes}} nodes of {{ranks_per_node}} >> LOG; exec {sys.executable} -m "
-        "torch.distributed.run --standalone --nproc-per-node={ranks} {command}'")  # fmt: skip
+LINE = ("sh -c 'echo {nodes} nodes of {ranks_per_node} >> LOG; for n in $(seq {ranks}); do "
+        "RANK=$((n - 1)) WORLD_SIZE={ranks} {python} {command} & done; wait'")  # fmt: skip
 
 
-@full
-def test_a_line_of_one_s_own_starts_the_ranks_and_is_ended_with_them(bench, fakes, tmp_path):
+def test_a_line_of_one_s_own_starts_the_ranks(bench, fakes, tmp_path):
     line = LINE.replace("LOG", str(tmp_path / "log"))
-    words = ("sweep", "--strategies", "train", "hang", "--repeats", 1, "--timeout", 30,
+    words = ("sweep", "--strategies", "train", "--repeats", 1, "--timeout", 30,
              "--world-sizes", 2, 4, "--launcher", line, "--ranks-per-node", 2,
              "--output-dir", tmp_path / "with space")  # fmt: skip
-    assert bench(*words) == 1
-    records = records_of(tmp_path / "with space")
-    ended = {name: record["status"] for name, record in records.items()}
-    assert ended == {"single.w1#1": "ok", "train.w2#1": "ok", "train.w4#1": "ok",
-                     "hang.w2#1": "timeout", "hang.w4#1": "timeout"}  # fmt: skip
+    assert bench(*words) == 0
     assert {rank for name, rank, _ in runs_of(fakes) if name == "train.w4#1"} == set("0123")
-    assert gone([pid for _, _, pid in runs_of(fakes)])
     said = (tmp_path / "log").read_text().splitlines()
-    assert sorted(set(said)) == ["1 nodes of 1", "1 nodes of 2", "2 nodes of 2"]
-    assert records["train.w4#1"]["launcher"] == line
+    assert said == ["1 nodes of 1", "1 nodes of 2", "2 nodes of 2"]
+    assert records_of(tmp_path / "with space")["train.w4#1"]["launcher"] == line
 
 
 def test_what_a_line_starts_is_quoted_where_a_shell_reads_it(bench, fakes, tmp_path, capsys):
@@ -583,17 +455,9 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "OK: loss 3.0000 after 20 steps" and lines[-2].split()[-1] == "yes"
     assert any(line.startswith("step ") and "of 17 steps" in line for line in lines)
-    assert bench("train", "lossy") == 0
-    assert bench("train", "train", "--no-reference") == 0
-    assert "compared with no other" in capsys.readouterr().out
     assert bench("train", "wrong") == 1
     wrong = capsys.readouterr().out.splitlines()[-1]
     assert wrong == "FAILED: loss +0.5 from one process, 0.005 allowed"
-    assert bench("train", "early") == 1
-    early = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in early[-3:-1]] == ["NO", "yes"] and early[-1].startswith(
-        "FAILED: loss +0.01 from one process in the first 5 steps"
-    )
     assert bench("train", "fail") == 1
     assert capsys.readouterr().out.splitlines()[-1] == "FAILED: no such luck"
 
@@ -606,20 +470,10 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
     [
         (["train", "ddd"], "unknown strategy ddd: did you mean ddp? There are single, ddp, "),
         (["train", "ddp", "--world-size", 1], "ddp cannot use 1 rank, it needs 2 or more: one"),
-        (["train", "single"], "single cannot use 2 ranks, it needs 1: it is one process"),
-        (["train", "tp", "--world-size", 4], "tp cannot cut the 2 key and value heads of tiny"),
-        (["train", "ddp", "--world-size", 3], "16 sequences cannot be dealt to 3 data-parallel"),
-        (["train", "ddp", "--preset", "tinny"], "--preset: must be tiny, 124m, 1b, "),
-        (["sweep", "--presets", "tiny", "13b"], "a config.json of a Llama, not '13b'"),
         (["sweep", "--presets", "gone.json"], "gone.json: No such file or directory"),
-        (["sweep", "--precisions", "fp8"], "--precisions: invalid choice: 'fp8' (choose from"),
-        (["sweep", "--strategies", "fsdp-grad"], "did you mean fsdp-grad-op?"),
-        (["sweep", "--world-sizes", 0], "must be a whole number of at least 1, not '0'"),
         (["sweep", "--links", "fast"], "--links: must be like 100mbit or 1gbit, not 'fast'"),
         (["sweep", "--links", "1gbit", "--launcher", "torchrun"], "--links need --launcher fork"),
-        (["sweep", "--seq-len", 512], "--seq-len must be at most 256"),
         (["sweep", "--max-steps", 3], "--untimed-steps 3 of --max-steps 3 leave none to time"),
-        (["sweep", "--config", "gone.toml"], "gone.toml: No such file or directory"),
         (["sweep", "--launcher", "srun"], "--launcher srun works inside a SLURM job"),
         (["sweep", "--device", "cuda"], "nvidia-smi lists no GPU here: use --device cpu"),
         (["sweep", "--launcher", "fork", "--device", "cuda"], "--launcher fork is for the CPU"),
@@ -632,8 +486,6 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
             ["sweep", "--micro-batch-sizes", 2, "--micro-batch-size", 2],
             "is not allowed with --micro",
         ),
-        (["sweep", "--recompute", "all"], "--recompute: invalid choice: 'all'"),
-        (["swep"], "invalid choice: 'swep'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(bench, tmp_path, capsys, words, says):
@@ -647,13 +499,7 @@ def test_bad_input_is_refused_before_anything_starts(bench, tmp_path, capsys, wo
     [
         ("repeat = 3", "sweep.toml: unknown key repeat: did you mean repeats?"),
         ('repeats = "3"', "sweep.toml: repeats must be a whole number, not '3'"),
-        ("repeats = 0", "sweep.toml: argument --repeats: must be a whole number of at least 1"),
         ("world_sizes = 2", "sweep.toml: world_sizes must be a list, each a whole number, not 2"),
-        ('world_sizes = [2, "4"]', "world_sizes must be a list, each a whole number"),
-        ("world_sizes = []", "sweep.toml: argument --world-sizes: expected at least one argument"),
-        ("lr = nan", "sweep.toml: argument --lr: must be a number above 0, not 'nan'"),
-        ("timeout = inf", "sweep.toml: argument --timeout: must be a number above 0, not 'inf'"),
-        ("lr = true", "sweep.toml: lr must be a number, not True"),
         ('scaling = "strog"', "sweep.toml: argument --scaling: invalid choice: 'strog'"),
         ("repeats = = 3", "sweep.toml is not valid TOML: "),
         ('strategies_file = "gone.toml"', "gone.toml: No such file or directory"),
@@ -679,7 +525,6 @@ def test_flags_win_over_the_file(bench, fakes, tmp_path):
 
 
 STRATEGIES = bench_strategies.load()
-LOSSY = {"ddp-bf16"}
 # Of world size 2, but these:
 SMALLEST = {"single": 1, "fsdp-hybrid": 4, "tp-pp-dp": 8}
 
@@ -700,8 +545,8 @@ def test_every_script_accepts_the_flags_of_its_rows(name, monkeypatch):
     assert getattr(args, "eval_every", 0) == 0, "the test set's time is no step's"
 
 
-@pytest.mark.parametrize("name", ["single", "ddp-accumulate", "fsdp-hybrid", "tp-pp-dp", "pp-1f1b"])
-@pytest.mark.parametrize("largest", [None, 1, 3])
+@pytest.mark.parametrize("name", ["ddp-accumulate", "tp-pp-dp"])
+@pytest.mark.parametrize("largest", [None, 3])
 def test_micro_batch_x_accumulation_x_data_ranks_is_the_global_batch(name, largest):
     strategy = STRATEGIES[name]
     found = 0
@@ -729,27 +574,14 @@ def test_a_batch_that_cannot_be_dealt_is_said_so():
     ("name", "world_size", "preset", "precision", "says"),
     [
         ("ddp", 1, "tiny", "32-true", "cannot use 1 rank, it needs 2 or more: one rank has no"),
-        ("single", 2, "tiny", "32-true", "cannot use 2 ranks, it needs 1: it is one process"),
         ("fsdp-hybrid", 5, "tiny", "32-true", "it needs 4, 6, 8, ...: each half"),
-        ("tp-pp-dp", 4, "tiny", "32-true", "it needs 8, 12, 16, ...: each of the three"),
         ("tp", 4, "tiny", "32-true", "cannot cut the 2 key and value heads of tiny into 4"),
-        ("pp-interleaved", 4, "tiny", "32-true", "cannot cut the 4 layers of tiny into 8 parts"),
         ("tp", 2, "124m", "32-true", "cannot split 124m: its embedding is the output layer too"),
         ("fsdp-full", 2, "tiny", "16-mixed", "cannot train in 16-mixed, only in 32-true"),
     ],
 )
 def test_what_a_strategy_cannot_use_has_a_reason(name, world_size, preset, precision, says):
     assert says in STRATEGIES[name].why_not(world_size, preset, precision)
-
-
-def test_the_exact_ones_are_all_but_those_that_compress():
-    assert {name for name, row in STRATEGIES.items() if not row.exact} == LOSSY
-
-
-def test_list_shows_every_strategy(bench, capsys):
-    assert bench("list") == 0
-    printed = capsys.readouterr().out
-    assert re.findall(r"^([a-z][\w-]*)  ", printed, re.M)[1:] == list(STRATEGIES)
 
 
 # strategies of one's own
@@ -762,15 +594,9 @@ OWN = '[mine]\ndoes = "mine"\nscript = "mine.py"\n'
     [
         (OWN + "flag = 1", r"own.toml \[mine\]: unknown key flag: did you mean flags\?"),
         (OWN + 'least_ranks = "two"', "least_ranks must be a whole number, not 'two'"),
-        (OWN + "exact = 1", "exact must be true or false, not 1"),
-        (OWN + "least_ranks = 0", "least_ranks must be at least 1"),
-        (OWN + 'tp = "half"', "tp must be at least 1, or \"all\", not 'half'"),
         (OWN + 'flags = "--ranks {ranks}"', r"flags can have \{world_size\} and \{half\}"),
         (OWN.replace("mine.py", "gone.py"), "there is no script gone.py"),
-        ('[mine]\nscript = "mine.py"\n', "does is missing"),
-        ('mine = "mine.py"\n', "mine must be a table"),
         (OWN.replace("[mine]", "[ddp]"), "the name ddp is taken"),
-        (OWN + "exact = yes", r"own.toml is not valid TOML: .*line 4"),
     ],
 )
 def test_a_wrong_file_of_strategies_is_refused(tmp_path, text, says):
@@ -788,12 +614,6 @@ def test_a_script_of_one_s_own_is_beside_its_file(tmp_path):
     assert list(found) == [*STRATEGIES, "mine"]
 
 
-def test_the_nearest_name_is_named():
-    with pytest.raises(cli.UsageError, match=r"unknown strategy fsdp-ful: did you mean fsdp-full"):
-        bench_strategies.choose(["ddp", "fsdp-ful"], STRATEGIES)
-    assert bench_strategies.nearest("qqq", STRATEGIES) == "."
-
-
 # the same loss
 
 
@@ -804,28 +624,6 @@ def run_sweep(folder, *words, timeout_s=900):
     ended = run_command(command, REPO, timeout_s)
     lines = (folder / "results.jsonl").read_text().splitlines()
     return list(map(json.loads, lines)), ended
-
-
-def loss_of(record):
-    return record["results"]["metrics"]["final_loss"]
-
-
-@full
-@pytest.mark.parametrize("world_size", sorted({2, *SMALLEST.values()} - {1}))
-def test_every_strategy_trains_to_the_loss_of_one_process(tmp_path, world_size):
-    names = [name for name in STRATEGIES if SMALLEST.get(name, 2) == world_size]
-    if "zero-offload" in names and not compiled("cpu_adam"):
-        names.remove("zero-offload")  # compiling takes minutes; module 03's tests say so too
-    records, ended = run_sweep(
-        tmp_path / "out", "--strategies", *names, "--world-sizes", world_size
-    )
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert [record["point"]["strategy"] for record in records] == ["single", *names]
-    expected = loss_of(records[0])
-    for record in records:
-        difference = abs(loss_of(record) - expected)
-        assert difference < (0.02 if record["point"]["strategy"] in LOSSY else 1e-5), record["id"]
-        assert len(record["losses"]) == 5, f"{record['id']} left no losses of its steps"
 
 
 SABOTAGES = {
@@ -864,33 +662,24 @@ def furthest(record, reference):
 
 
 @full
-@pytest.mark.parametrize(("precision", "allowed", "margin"), [
-    ("32-true", FLOAT32, 5), ("bf16-mixed", IN_16_BITS, 2),  # on the text of another Python
-])  # fmt: skip
-def test_wrong_gradients_are_wrong_by_far(tmp_path, precision, allowed, margin):
+def test_wrong_gradients_are_wrong_by_far(tmp_path):
     """Rounding and the sabotages are far from the tolerance, on both sides of it."""
-    own = sabotaged(tmp_path)
-    exact = ("ddp", "fsdp-full", "zero-2", "tp", "pp-1f1b")
-    words = ("--strategies", *exact, *SABOTAGES, "--strategies-file", own)
-    # Of fewer tokens 16 bits round the mean loss by more.
-    words += ("--precisions", precision, "--seq-len", 64)
+    exact, margin = ("ddp", "fsdp-full", "zero-2", "tp", "pp-1f1b"), 5
+    words = ("--strategies", *exact, *SABOTAGES, "--strategies-file", sabotaged(tmp_path))
     records, ended = run_sweep(tmp_path / "out", *words)
     assert ended.codes == [1] and {record["status"] for record in records} == {"ok"}
-    records = [record for record in records if record["point"]["kind"] == "train"]
     single, *right, unsynchronised, halved = records
-    assert all(furthest(record, single) < allowed.early / margin for record in right)
-    assert furthest(unsynchronised, single) > margin * allowed.early
+    assert all(furthest(record, single) < FLOAT32.early / margin for record in right)
+    assert furthest(unsynchronised, single) > margin * FLOAT32.early
     norms = {record["point"]["strategy"]: record["norms"][0] for record in records}
     apart = {name: abs(norm / norms["single"] - 1) for name, norm in norms.items()}
-    assert all(apart[name] < allowed.norm / margin for name in exact)
-    assert apart["halved"] == pytest.approx(0.5, abs=allowed.norm)
+    assert all(apart[name] < FLOAT32.norm / margin for name in exact)
+    assert apart["halved"] == pytest.approx(0.5, abs=FLOAT32.norm)
     assert furthest(halved, single) < furthest(unsynchronised, single) / 4, "losses hide it"
     for name in exact:
         assert re.search(rf"^{name} .* ok$", ended.stdout, re.M), ended.stdout
     for name in SABOTAGES:
         assert re.search(rf"^{name} .* WRONG \S+$", ended.stdout, re.M), ended.stdout
-        in_float32 = f"{name}: WRONG: in float32: " in ended.stdout
-        assert in_float32 == (precision != "32-true"), ended.stdout
 
 
 # the folder of a sweep
@@ -924,9 +713,7 @@ def test_records_come_back_in_order_and_the_later_of_two_counts(store):
     ("last", "line", "damage"),
     [
         ('{"id": "c#1", "poi', 2, "truncated"),
-        ('{"id": "c#1"}\n', 2, "truncated"),
         ("null\n" + json.dumps(record("c#1")) + "\n", 2, "damaged"),
-        ("\xff\xfe\n" + json.dumps(record("c#1")) + "\n", 2, "damaged"),
     ],
 )
 def test_a_damaged_line_is_named_and_left_out(store, last, line, damage):
@@ -954,29 +741,6 @@ def test_a_killed_sweep_s_half_line_is_cut_before_the_next_one(store):
     assert [r["id"] for r in sweep.records] == ["a#1", "b#1"] and not sweep.warnings
 
 
-def test_each_machine_on_which_points_ran_is_kept(tmp_path):
-    """The one on which the folder was opened, but nothing ran, is not."""
-    one, two = {"GPUs": "8 x H100"}, {"GPUs": "8 x H200"}
-    for machine, name in ((one, "a#1"), (one, "b#1"), (two, None), (two, "c#1")):
-        store = Store(tmp_path / "sweep", {}, machine)
-        if name:
-            store.append(record(name))
-        store.close()
-        assert load(tmp_path / "sweep").machines == [one, two][: 1 + (name == "c#1")]
-    assert len(load(tmp_path / "sweep").records) == 3
-
-
-def test_a_whole_line_without_its_end_is_kept(store):
-    store.append(record("a#1"))
-    store.close()
-    path = store.folder / "results.jsonl"
-    path.write_text(path.read_text().rstrip("\n"))
-    again = Store(store.folder, store.settings)
-    again.append(record("b#1"))
-    again.close()
-    assert [r["id"] for r in load(store.folder).records] == ["a#1", "b#1"]
-
-
 def test_another_sweep_s_folder_is_refused_naming_what_differs(store):
     store.append(record("a#1"))
     store.close()
@@ -1000,24 +764,8 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_sweep_that_was_killed_before_it_wrote_its_settings_begins_anew(tmp_path):
-    for name in (bench_store.LOCK, bench_store.PARTIAL):
-        (tmp_path / name).write_text('{"sett')
-    Store(tmp_path, {"repeats": 1}).close()
-    assert load(tmp_path).settings == {"repeats": 1}
-
-
-@pytest.mark.parametrize("content", ['{"settings"', "[]", '{"settings": {}}'])
-def test_damaged_settings_are_refused(tmp_path, content):
-    (tmp_path / "sweep.json").write_text(content)
+def test_damaged_settings_are_refused(tmp_path):
+    (tmp_path / "sweep.json").write_text('{"settings"')
     for read in (load, lambda folder: Store(folder, {})):
         with pytest.raises(cli.UsageError, match=r"sweep.json is damaged"):
             read(tmp_path)
-
-
-def test_what_is_no_sweep_is_said_so(tmp_path):
-    with pytest.raises(cli.UsageError, match="holds no sweep"):
-        load(tmp_path / "nothing")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(cli.UsageError, match="cannot be written"):
-        Store(tmp_path / "file", {})
