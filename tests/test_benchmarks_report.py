@@ -12,12 +12,9 @@ import pytest
 from conftest import REPO, assert_one_line
 from helpers_benchmarks import asked_for, bench  # noqa: F401
 
-from bench import points as bench_points
 from bench import predict
 from bench import report as bench_report
-from bench import strategies as bench_strategies
-from bench import words as bench_words
-from bench.analysis import CONFIDENCE, CONFIDENCE_OF_LOOKS, analyse, decided, ratio_of
+from bench.analysis import analyse, decided, ratio_of
 from bench.baseline import compare
 from bench.store import load
 from bench.traces import split_of
@@ -129,25 +126,9 @@ def test_more_rounds_tell_more_apart():
     assert f"| sweeps that tell them apart | {row} |" in page
 
 
-@pytest.mark.parametrize("count", [2, 3, 5, 8, 10, 20])
+@pytest.mark.parametrize("count", [3, 10])
 def test_equal_strategies_are_seldom_told_apart(count):
     assert told_apart(count, 1.0) < 0.07
-
-
-@pytest.mark.parametrize("odd", [2.0, 0.5])
-def test_one_odd_round_of_ten_undoes_no_verdict(odd):
-    assert told_apart(10, 1.15, odd) > 0.95 and told_apart(10, 1.0, odd) < 0.07
-
-
-def test_whoever_looks_after_each_round_needs_a_wider_interval():
-    draw = random.Random(0)
-    sweeps = [rounds(draw, 10) for _ in range(500)]
-
-    def wrong(confidence: float) -> float:
-        looks = [[ratio_of(own[:n], confidence) for n in range(3, 11)] for own in sweeps]
-        return sum(any(found.differs for found in own) for own in looks) / len(sweeps)
-
-    assert wrong(CONFIDENCE_OF_LOOKS) < 0.07 < 0.15 < wrong(CONFIDENCE)
 
 
 NOISY = (100, 104, 97, 101, 99)  # ms
@@ -186,25 +167,11 @@ def test_places_do_not_chain(tmp_path):
     assert not decided(analysis)
 
 
-def test_an_order_is_decided_when_each_place_is_one(tmp_path):
-    lines = [*repeated("a", *NOISY), *repeated("b", *slower(2)), record("c", 1)]
-    analysis = analysis_of(tmp_path, *REFERENCE, *lines)
-    assert places_of(analysis) == {"a": "1", "b": "2", "c": ""} and decided(analysis)
-    assert not decided(analysis_of(tmp_path, *REFERENCE, record("c", 1))), "nothing has a place"
-
-
 def test_nothing_has_a_place_without_repeats(tmp_path):
     analysis = analysis_of(tmp_path, record("single", 100), record("a", 50), record("b", 500))
     assert set(places_of(analysis).values()) == {""}
     said = bench_report.text(analysis)
     assert "noise: unknown" in said and "fastest" not in said
-
-
-def test_a_strategy_that_ran_once_has_no_place_among_those_that_were_repeated(tmp_path):
-    analysis = analysis_of(
-        tmp_path, *REFERENCE, *repeated("a", 90, 91), *repeated("b", 120, 121), record("c", 50)
-    )
-    assert places_of(analysis) == {"a": "1", "b": "2", "c": ""}
 
 
 def test_warm_up_is_left_out(tmp_path):
@@ -257,17 +224,10 @@ def test_of_the_tied_the_simplest_is_taken(tmp_path):
     assert first.startswith(f"take fsdp-full on these CPUs: {tied}")
 
 
-def test_of_a_search_the_fewest_choices_of_the_simplest_strategy_are_taken(tmp_path):
-    names = ("tp mb4", "fsdp-full mb4 full", "fsdp-full mb4", "fsdp-full mb4 full compile")
-    lines = [line for name in names for line in repeated(name, *(80, 120, 90))]
-    assert answer_in(tmp_path, *lines).startswith("take fsdp-full mb4 on these CPUs: the simplest")
-
-
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
         ((4.0, 2.0, 1.0), "tp if memory is short (1.00 GiB instead of 4.00 GiB of weights, "),
-        ((4.0, 1.04, 1.0), "fsdp-full if memory is short (1.04 GiB instead of 4.00 GiB of "),
         ((4.0, 3.9, 3.7), "none needs clearly less memory; "),
     ],
 )
@@ -308,8 +268,6 @@ def test_on_gpus_the_answer_says_what_is_reserved_of_how_much(tmp_path):
     [
         ({}, "nothing ran twice, so noise is not known: use --repeats 3"),
         ({"final_loss": 9.0}, "no exact strategy has the right loss: wrong"),
-        ({"exact": False}, "no exact strategy has the right loss: lossy"),
-        ({"status": "failed", "reason": "x"}, "no exact strategy has the right loss: failed"),
         ({"preset": "small"}, "no loss to compare with: run single too, or three exact strategies"),
     ],
 )
@@ -326,14 +284,6 @@ def test_nothing_is_compared_with_itself_nor_over_two_machines(tmp_path):
     assert only.startswith("take ddp on these CPUs: the only exact one with the right loss; ")
 
 
-def test_each_group_has_an_answer(tmp_path):
-    lines = [*repeated("ddp", *NOISY), *repeated("tp", *slower(2))]
-    lines += [*repeated("ddp", *NOISY, link="1gbit"), *repeated("tp", *slower(0.5), link="1gbit")]
-    first = first_of(bench_report.text(analysis_of(tmp_path, *REFERENCE, *lines)))
-    answers = "tiny, 32-true, 2 ranks, [^:]* steps: take ddp .* link 1gbit: take tp "
-    assert re.match(answers, first)
-
-
 # where the time goes
 
 
@@ -343,27 +293,15 @@ def traced(strategy: str, **ms) -> dict:
     return line | {"id": f"{line['id']}.trace", "trace": ms}
 
 
-@pytest.mark.parametrize(
-    ("compute", "exposed", "said"),
-    [
-        (70, 20, "computing (70%), communication that nothing hides (20%), the rest: Python, "),
-        (30, 60, "communication that nothing hides (60%), computing (30%), the rest: Python, "),
-        (20, 20, "the rest: Python, launches, waiting (60%), "),
-    ],
-)
-def test_the_answer_says_where_the_time_goes(tmp_path, compute, exposed, said):
+def test_the_answer_says_where_the_time_goes(tmp_path):
     lines = [*repeated("ddp", *NOISY), *repeated("tp", *slower(2))]
-    lines.append(traced("ddp", step=100.0, compute=compute, exposed=exposed))
+    lines.append(traced("ddp", step=100.0, compute=30, exposed=60))
+    said = "communication that nothing hides (60%), computing (30%), the rest: Python, "
     assert f"; time goes to {said}" in answer_in(tmp_path, *lines)
     analysis = analysis_of(tmp_path, *REFERENCE, *lines)
     assert len(analysis.runs) == len(lines) + 1, "a trace is no repeat"
-    assert re.search(rf"^1 +ddp .* {compute}% +{exposed}% ", bench_report.text(analysis), re.M)
+    assert re.search(r"^1 +ddp .* 30% +60% ", bench_report.text(analysis), re.M)
     assert re.search(r"^2 +tp .* - +- +0\.50 GiB ", bench_report.text(analysis), re.M)
-
-
-def test_without_a_trace_the_answer_says_how_to_get_one(tmp_path):
-    lines = [*repeated("ddp", *NOISY), *repeated("tp", *slower(2))]
-    assert answer_in(tmp_path, *lines).endswith("; sweep --trace says where the time goes")
 
 
 def events(*spans: tuple[str, str, int, int]) -> list[dict]:
@@ -377,21 +315,17 @@ def events(*spans: tuple[str, str, int, int]) -> list[dict]:
 @pytest.mark.parametrize(
     ("spans", "compute", "exposed"),
     [
-        ([("cpu_op", "aten::mm", 400, 430), ("cpu_op", "aten::mul", 410, 420)], 30, 0),
         ([("cpu_op", "aten::mm", 380, 430)], 30, 0),  # half of it in the step before
         (
             [("user_annotation", "gloo:all_reduce", 420, 450), ("cpu_op", "aten::mm", 400, 430)],
             30, 20,
         ),
-        ([("user_annotation", "gloo:send", 480, 495)], 0, 15),  # while losses are read: counted
         ([("cpu_op", "c10d::allreduce_", 400, 450)], 0, 0),  # a call that waits is no computing
-        ([("kernel", "ampere_gemm", 400, 430), ("cpu_op", "aten::mm", 300, 500)], 30, 0),
         (
             [("kernel", "gemm", 400, 430), ("kernel", "ncclDevKernel_AllReduce_Sum_f32", 420, 460),
              ("kernel", "ncclKernel_Broadcast", 455, 470)],
             30, 40,
         ),
-        ([("gpu_memcpy", "Memcpy DtoH", 400, 410), ("kernel", "gemm", 405, 430)], 30, 0),
     ],
 )  # fmt: skip
 def test_a_trace_is_split_into_computing_and_exposed_communication(
@@ -407,17 +341,16 @@ def test_a_trace_is_split_into_computing_and_exposed_communication(
 
 @pytest.mark.full
 def test_a_sweep_traces_each_strategy_once(bench, tmp_path, capsys):
-    """With the real scripts, later too: what is exposed is there on two ranks, hardly on one."""
-    words = ["--strategies", "ddp", "--seq-len", 16, "--max-steps", 4, "--repeats", 2]
+    """With a real script, in a sweep that had ended without traces."""
+    words = ["--strategies", "ddp", "--seq-len", 16, "--max-steps", 4, "--repeats", 1]
     words += ["--launcher", "fork", "--output-dir", tmp_path / "sweep"]
     assert bench("sweep", *words) == 0
     assert bench("sweep", *words, "--trace") == 0
     ids = [line["id"] for line in load(tmp_path / "sweep").records]
-    assert ids == ["single.w1#1", "ddp.w2#1", "ddp.w2#2", "single.w1#2", "single.w1.trace#1",
-                   "ddp.w2.trace#1"]  # fmt: skip
-    assert "6 of 6 points" in capsys.readouterr().out
-    single, ddp = analyse(load(tmp_path / "sweep")).rows
-    assert single.share("exposed") < ddp.share("exposed") < 1 > ddp.share("compute") > 0
+    assert ids == ["single.w1#1", "ddp.w2#1", "single.w1.trace#1", "ddp.w2.trace#1"]
+    assert "4 of 4 points" in capsys.readouterr().out
+    _, ddp = analyse(load(tmp_path / "sweep")).rows
+    assert 0 < ddp.share("exposed") < 1 and 0 < ddp.share("compute") < 1
 
 
 # predictions
@@ -452,30 +385,18 @@ def asked_tools(monkeypatch, gpu: str = "", **changes) -> tuple[dict, dict[str, 
     [
         ({}, "", {"state": 4, "sent": 7}),
         ({}, "NVIDIA H100 80GB HBM3", {"state": 4, "peak": 9, "sent": 7, "step": 500}),
-        ({}, "NVIDIA A100-SXM4-80GB", {"state": 4, "peak": 9, "sent": 7, "step": 500}),
         ({}, "NVIDIA A10G", {"state": 4, "peak": 9, "sent": 7}),
-        ({"precision": "32-true"}, "NVIDIA H100 80GB HBM3", {"state": 4}),
-        ({"script": DDP_SCRIPT, "flags": [], "precision": "32-true"}, "", {"state": 4, "sent": 7}),
-        ({"script": DDP_SCRIPT, "flags": []}, "H200", {"state": 4, "sent": 7, "step": 500}),
-        ({"script": HYBRID_SCRIPT, "flags": ["--tp", "2"]}, "", {"sent": 7}),
         (
             {"script": HYBRID_SCRIPT, "flags": ["--tp", 2]}, "H200",
             {"peak": 6, "sent": 7, "step": 500},
         ),
-        ({"script": HYBRID_SCRIPT, "flags": ["--pp", "2", "--schedule", "zero-bubble"]}, "", {}),
         ({"script": DDP_SCRIPT, "flags": ["--gradient-compression", "bf16"]}, "", {}),
         ({"flags": ["--cpu-offload"]}, "", {}),
-        ({"flags": ["--sharding", "hybrid", "--shard-group-size", "2"]}, "", {"state": 4}),
         ({"script": "03-deepspeed/deepspeed_train.py", "flags": []}, "", {}),
     ],
 )  # fmt: skip
 def test_only_what_a_tool_knows_is_predicted(monkeypatch, changes, gpu, found):
     assert asked_tools(monkeypatch, gpu, **changes)[0] == found
-
-
-def test_a_tool_that_refuses_predicts_nothing(monkeypatch):
-    monkeypatch.setattr(predict, "run", lambda script, words: {})
-    assert not any(predict.predict(JOB, "NVIDIA H100 80GB HBM3").values())
 
 
 def test_tools_get_the_flags_of_the_point(monkeypatch):
@@ -494,12 +415,6 @@ def test_tools_get_the_flags_of_the_point(monkeypatch):
     )
     assert " --gpus 8 --tp 2 --pp 2 --dp 2 --zero 0 --recompute none " in asked[predict.PLANNER]
     assert predict.MEMORY not in asked
-
-
-def test_a_model_of_ones_own_is_named_by_its_file(monkeypatch):
-    _, asked = asked_tools(monkeypatch, model="configs/mine.json", preset="mine")
-    assert "--preset configs/mine.json " in asked[predict.MEMORY]
-    assert " --hf-config configs/mine.json " in asked[predict.PLANNER]
 
 
 def test_predictions_stand_beside_measurements(tmp_path):
@@ -527,13 +442,13 @@ def test_predictions_stand_beside_measurements(tmp_path):
 def test_the_real_tools_predict_what_is_measured(bench, run_script, tmp_path):
     """Bytes of state and of what is sent, in bfloat16; a second report asks no tool again."""
     folder = tmp_path / "sweep"
-    words = ["--strategies", "ddp", "fsdp-full", "fsdp-grad-op", "--precisions", "bf16-mixed",
+    words = ["--strategies", "ddp", "fsdp-full", "--precisions", "bf16-mixed",
              "--seq-len", 16, "--max-steps", 4, "--repeats", 1, "--launcher", "fork"]  # fmt: skip
     assert bench("sweep", *words, "--output-dir", folder) == 0
     ended = report(run_script, folder, "--predict")
     assert ended.codes == [0], ended.stderr
     ratios = re.findall(r"^\S+ +(?:weights, .*|sent) .* (\d\.\d\d)x$", ended.stdout, re.M)
-    assert len(ratios) == 6 and all(0.95 < float(ratio) < 1.05 for ratio in ratios), ended.stdout
+    assert len(ratios) == 4 and all(0.95 < float(ratio) < 1.05 for ratio in ratios), ended.stdout
     before = (folder / predict.KEPT).stat().st_mtime_ns
     assert report(run_script, folder, "--predict").stdout == ended.stdout
     assert (folder / predict.KEPT).stat().st_mtime_ns == before
@@ -572,32 +487,17 @@ HALF = {"precision": "bf16-mixed"}
     [
         ({"losses": early(1.9e-4)}, "ok"),
         ({"losses": early(-2.1e-4)}, "wrong"),
-        ({"losses": early(0.1, step=6)}, "ok"),
-        ({"losses": early(float("nan"))}, "wrong"),
         ({"losses": early(0.1), "exact": False}, "lossy"),
-        ({"losses": early(0.0089), **HALF}, "ok"),
         ({"losses": early(0.0091), **HALF}, "wrong"),
-        ({"losses": None, "final_loss": 3.2549}, "ok"),
         ({"norms": [8.0007, *NORMS[1:]]}, "ok"),
         ({"norms": [8.0009, *NORMS[1:]]}, "wrong"),
-        ({"norms": [norm / 2 for norm in NORMS]}, "wrong"),
-        ({"norms": [8.07, *NORMS[1:]], **HALF}, "ok"),
         ({"norms": [7.91, *NORMS[1:]], **HALF}, "wrong"),
-        ({"norms": [16.0, *NORMS[1:]], "exact": False}, "lossy"),
-        ({"norms": [float("inf"), *NORMS[1:]]}, "ok"),  # a step left out by 16-mixed
-        ({"norms": None}, "ok"),
         ({"final_loss": 3.2549}, "ok"),
         ({"final_loss": 3.2551}, "wrong"),
-        ({"final_loss": 3.54, **HALF}, "ok"),
         ({"final_loss": 3.56, **HALF}, "wrong"),
         ({"final_loss": float("nan")}, "wrong"),
-        ({"final_loss": None}, "wrong"),
-        ({"final_loss": 3.4, "exact": False}, "lossy"),
-        ({"final_loss": float("nan"), "exact": False}, "wrong"),
-        ({"preset": "small"}, "no reference"),
         ({"global_batch_size": 32}, "no reference"),
         ({"link": "100mbit"}, "ok"),
-        ({"status": "timeout", "reason": "timeout after 600 s"}, "timeout"),
         ({"status": "skipped", "reason": "2 layers for 3 stages"}, "skipped"),
     ],
 )
@@ -606,14 +506,6 @@ def test_verdicts(tmp_path, changes, kind):
     analysis = analysis_of(tmp_path, *REFERENCE, *halves, *repeated("ddp", 80, 81, **changes))
     assert verdicts_of(analysis)["ddp"][0] == kind
     bench_report.text(analysis)
-
-
-def test_a_wrong_loss_of_the_first_steps_says_so(tmp_path):
-    """However near the last loss is: another loss by rounding there is no proof of the same job."""
-    analysis = analysis_of(tmp_path, *REFERENCE, *repeated("ddp", 80, 81, losses=early(0.03)))
-    said = "loss +0.03 from one process in the first 5 steps, 0.0002 allowed"
-    assert verdicts_of(analysis)["ddp"] == ("wrong", said)
-    assert places_of(analysis) == {"ddp": ""}
 
 
 def check(strategy: str, apart: float = 0.0, **changes) -> dict:
@@ -628,9 +520,7 @@ def check(strategy: str, apart: float = 0.0, **changes) -> dict:
     ("rounding", "apart", "kind"),
     [
         (0.01, 0.029, "ok"),
-        (-0.01, -0.029, "ok"),
         (0.01, 0.031, "wrong"),
-        (0.001, 0.0089, "ok"),
         (0.001, 0.0091, "wrong"),
     ],
 )
@@ -666,14 +556,6 @@ def test_what_is_wrong_in_float32_is_wrong_in_16_bits(tmp_path, changes, said):
     assert all(row.verdict.words.startswith(said) for row in found if row.label == "ddp")
 
 
-def test_gradients_of_another_scale_say_so(tmp_path):
-    """AdamW and clipping hide it from every loss."""
-    halved = [norm / 2 for norm in NORMS]
-    analysis = analysis_of(tmp_path, *REFERENCE, *repeated("ddp", 80, 81, norms=halved))
-    said = "gradient norm 0.5 times that of one process in the first step, 0.0001 allowed"
-    assert verdicts_of(analysis)["ddp"] == ("wrong", said)
-
-
 def test_where_one_process_cannot_train_most_strategies_stand_for_it(tmp_path):
     """As for a model that fits on no single device; two strategies alone decide nothing."""
     losses = {"ddp": 3.2500, "fsdp": 3.25001, "zero": 3.25002, "sabotaged": 3.9}
@@ -699,13 +581,6 @@ def test_one_wrong_repeat_is_enough(tmp_path):
     assert kind == "wrong" and words.endswith("(1 of 2 repeats)")
 
 
-def test_a_script_that_ran_on_other_ranks_is_wrong(tmp_path):
-    line = record("ddp", 80)
-    line["results"]["world_size"] = 1
-    verdict = verdicts_of(analysis_of(tmp_path, *REFERENCE, line))["ddp"]
-    assert verdict == ("wrong", "its world size was 1 instead of 2")
-
-
 def test_failures_are_shown_with_their_reasons(tmp_path):
     reason = "fsdp.py: rank 0: not enough memory"
     analysis = analysis_of(
@@ -716,14 +591,6 @@ def test_failures_are_shown_with_their_reasons(tmp_path):
     said = bench_report.text(analysis)
     assert f"fsdp: failed: {reason}" in said and "pp: skipped: 2 layers for 3 stages" in said
     assert "5 of 9 points, 1 failed, 1 skipped" in said
-
-
-def test_a_sweep_of_failures_is_reported(tmp_path):
-    failed = {"status": "failed", "reason": "no network"}
-    analysis = analysis_of(tmp_path, record("single", 1, **failed), record("ddp", 1, **failed))
-    assert "ddp: failed: no network" in bench_report.text(analysis)
-    assert "None" not in bench_report.text(analysis)
-    assert "no network" in bench_report.render(analysis, None)
 
 
 def test_collectives_have_tables_of_their_own(run_script, tmp_path):
@@ -737,9 +604,6 @@ def test_collectives_have_tables_of_their_own(run_script, tmp_path):
     assert ended.codes == [0], ended.stderr
     assert re.search(r"^all_reduce +2 .* 12\.5 ", ended.stdout, re.M)
     assert re.search(r">12\.5[^<]*</td>", (folder / "report.html").read_text())
-    side["wrong"] = 3
-    ended = report(run_script, write(tmp_path / "wrong", [line]))
-    assert ended.codes == [1] and "WRONG" in ended.stdout
 
 
 # what the numbers are made of
@@ -751,38 +615,6 @@ def test_scaling_is_relative_to_one_process(tmp_path):
     assert scaling.efficiency == pytest.approx({1: 1.0, 2: 100 / 120, 4: 100 / 200})
     ((alone,),) = analysis_of(tmp_path, *lines).scaling
     assert alone.efficiency == pytest.approx({2: 1.0, 4: 60 * 2 / (50 * 4)})
-
-
-def test_weak_scaling_keeps_the_batch_of_a_rank(tmp_path):
-    """With the points that a sweep plans: `single` trains a rank's own batch too."""
-    table = bench_strategies.load()
-    asked = asked_for(strategies=["single", "ddp"], scaling="weak", world_sizes=[2, 4], repeats=1)
-    points = bench_points.plan(asked, bench_strategies.choose(asked.strategies, table))
-    times = {("single", 16): 100, ("ddp", 32): 125, ("ddp", 64): 200}
-    lines = []
-    for point in points:
-        name, batch = point.described["strategy"], point.described["global_batch_size"]
-        ms = times.get((name, batch), 10 * batch)
-        lines.append(record(name, ms, tokens_per_step=batch * 128) | {
-            "id": point.identity, "point": point.described})  # fmt: skip
-        lines[-1]["results"]["world_size"] = point.described["world_size"]
-    analysis = analysis_of(tmp_path, *lines, scaling="weak")
-    ((scaling,),) = analysis.scaling
-    assert scaling.row.label == "ddp" and "1 rank " in bench_report.text(analysis)
-    assert scaling.efficiency == pytest.approx({1: 1.0, 2: 0.8, 4: 0.5})
-
-
-def test_a_strategy_on_one_rank_is_measured_by_single_too(tmp_path):
-    lines = [record("fsdp", 125, world_size=1), record("fsdp", 80, world_size=2)]
-    ((scaling,),) = analysis_of(tmp_path, record("single", 100), *lines).scaling
-    assert scaling.efficiency == pytest.approx({1: 0.8, 2: 100 / 160})
-
-
-def test_memory_is_the_sum_of_its_parts(tmp_path):
-    row = analysis_of(tmp_path, record("single", 100)).rows[0]
-    assert row.memory("rest") == pytest.approx(0.05) and row.memory(
-        "weights", "gradients", "optimizer"
-    ) == pytest.approx(0.15)
 
 
 def test_a_script_of_ones_own_may_write_less(tmp_path):
@@ -799,7 +631,7 @@ def test_the_order_of_records_never_matters(run_script, tmp_path):
         *repeated("lossy", 70, 71, exact=False, final_loss=3.3),
     ]  # fmt: skip
     seen = set()
-    for seed in range(5):
+    for seed in range(3):
         random.Random(seed).shuffle(lines)
         folder = write(tmp_path / "sweep", lines)
         analysis = analyse(load(folder))
@@ -865,23 +697,6 @@ def test_a_baseline_names_other_flags_versions_bytes_and_losses(tmp_path):
     assert {name for _, name in comparison.beyond_noise} == {"sent", "loss"}
 
 
-def test_another_learning_rate_is_another_job(tmp_path):
-    old = write(tmp_path / "old", [*REFERENCE, *repeated("ddp", 80, 81)])
-    lines = [*REFERENCE, *repeated("ddp", 80, 81, final_loss=3.5)]
-    for settings in ({"lr": 1e-3}, {"warmup_steps": 9}):
-        new = write(tmp_path / "new", lines, **settings)
-        comparison = compare(*(analyse(load(folder)) for folder in (new, old)))
-        assert not comparison.pairs
-        said = bench_report.comparison_text(comparison)
-        assert "lr 0.001" in said or "9 steps of warmup" in said
-
-
-def test_without_repeats_a_baseline_flags_no_time(tmp_path):
-    folders = [write(tmp_path / name, [record("ddp", ms)]) for name, ms in (("a", 10), ("b", 99))]
-    comparison = compare(*(analyse(load(folder)) for folder in folders))
-    assert not comparison.beyond_noise
-
-
 # the command and its files
 
 
@@ -927,24 +742,11 @@ def test_a_report_replaces_a_report_and_no_other_file(run_script, tmp_path):
     assert not (out / "communication.png").exists() and (out / "my.csv").read_text() == "my own"
 
 
-def test_a_truncated_file_gives_a_warning_and_the_other_points(run_script, tmp_path):
-    folder = write(tmp_path / "sweep", [*REFERENCE, record("ddp", 80)], points=[*range(4)])
-    with (folder / "results.jsonl").open("a") as file:
-        file.write('{"id": "ddp.w2#2", "po')
-    ended = report(run_script, folder)
-    assert ended.codes == [0], ended.stderr
-    assert f"warning: {folder}/results.jsonl line 4 is truncated" in ended.stdout
-    assert "3 of 4 points" in ended.stdout
-    assert "line 4 is truncated" in (folder / "report.html").read_text()
-
-
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["none"], "none holds no sweep"),
         (["empty"], "empty has no results yet"),
         (["full", "--baseline", "none"], "none holds no sweep"),
-        (["full", "--output-dir", "full/sweep.json"], "--output-dir full/sweep.json cannot be"),
     ],
 )
 def test_bad_input_gets_one_line(run_script, tmp_path, monkeypatch, argv, says):
@@ -1002,17 +804,3 @@ def test_the_page_is_whole_loads_nothing_and_escapes(tmp_path):
     assert not re.search(r"https?://|url\(|@import", source)
     assert page.text.count(HOSTILE) >= 4, "shown as text"
     assert "prefers-color-scheme: dark" in source and 'name="viewport"' in source
-
-
-def test_the_page_says_what_the_terminal_says(tmp_path):
-    analysis = analysis_of(
-        tmp_path, *REFERENCE, *repeated("ddp", 80, 88), *repeated("fsdp", 90, 91),
-        *repeated("bad", 10, 10, final_loss=9.0),
-    )  # fmt: skip
-    page = Page(bench_report.render(analysis, None))
-    shown = " ".join(page.text.split()).lower()
-    for line in (bench_words.noise(analysis), bench_words.conclusion(analysis),
-                 bench_words.progress(analysis.sweep),
-                 "no difference beyond the noise: ddp and fsdp",
-                 "bad: WRONG: loss +5.8 from one process, 0.005 allowed"):  # fmt: skip
-        assert line.lower() in shown, line
