@@ -70,23 +70,6 @@ def test_repeats_are_one_row_with_their_median_in_any_order():
     assert len(rows_of(fit_table(runs))) == 1
 
 
-def test_rows_are_sorted_by_collective_ranks_link_and_size():
-    behind = {"kind": "comm", "collectives": ["all_reduce"], "world_size": 2, "link": "1gbit"}
-    runs = [record("all_gather"), record(ranks=10), record(point=behind), record()]
-    names = [row[:3] for row in rows_of(comm_table(runs))][::2]
-    assert names == [("all_reduce", "2", "-"), ("all_reduce", "2", "1gbit"),
-                     ("all_reduce", "10", "-"), ("all_gather", "2", "-")]  # fmt: skip
-
-
-def test_what_cannot_be_in_place_and_what_cannot_be_fitted_have_rows():
-    run = record("alltoall", sizes=((8, 10.0),))
-    metrics = run["results"]["metrics"]
-    metrics["sweeps"]["alltoall"][0]["in_place"] = None
-    metrics["alltoall alpha_us"] = None
-    assert rows_of(comm_table([run]))[0][4] == "10.0 us"
-    assert rows_of(fit_table([run]))[0][3] == bench_comm_tables.DASH
-
-
 def test_wrong_data_is_marked_whatever_its_speed():
     """Wrong on one side of one repeat is enough: sums over repeats, not medians."""
     runs = [record(repeat=1), record(repeat=2, wrong=3), record(repeat=3)]
@@ -94,9 +77,8 @@ def test_wrong_data_is_marked_whatever_its_speed():
     assert wrong_elements(runs) == 6 and wrong_elements(runs[::2]) == 0
 
 
-@pytest.mark.parametrize("results", [None, {}, {"metrics": {}}])
-def test_a_run_without_results_has_a_row_with_its_reason(results):
-    ended = {"status": "timeout", "reason": "timeout after 600 s", "results": results}
+def test_a_run_without_results_has_a_row_with_its_reason():
+    ended = {"status": "timeout", "reason": "timeout after 600 s", "results": None}
     rows = rows_of(comm_table([record(), record("broadcast", **ended)]))
     assert rows[-1][:4] == ("broadcast", "2", "-", "timeout: timeout after 600 s")
     assert len(rows_of(fit_table([record("broadcast", **ended)]))) == 0
@@ -110,12 +92,6 @@ def test_what_a_run_did_not_come_to_has_its_reason_beside_what_it_measured():
         ("all_reduce", "8", "10.0 us"), ("all_reduce", "8,192", "20.0 us"),
         ("broadcast", "timeout: timeout after 600 s", ""),
     ]  # fmt: skip
-
-
-def test_trainings_in_the_same_report_are_left_out():
-    training = {"id": "ddp.w2#1", "point": {"kind": "train"}, "status": "ok", "results": {}}
-    assert comm_table([training, record()]) == comm_table([record()])
-    assert wrong_elements([training]) == 0
 
 
 def test_the_collectives_are_those_of_the_script():
@@ -200,8 +176,6 @@ def test_wrong_data_fails_and_keeps_what_was_measured(fake, tmp_path, capsys):
     ("code", "results", "says"),
     [
         (None, None, "timeout: timeout after 600 s"),
-        (-9, None, "failed: exit code -9, without a word"),
-        (0, None, "failed: exit code 0, but it wrote no results.json with sweeps"),
         (0, {"metrics": {"final_loss": 1.0}}, "failed: exit code 0, but it wrote no results.json"),
     ],
 )
@@ -222,11 +196,9 @@ def test_a_run_that_fails_is_recorded_and_the_others_run(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--collectives", "allreduce"), "--collectives: invalid choice: 'allreduce' (choose from"),
         (("--world-sizes", 2, 1), "one rank has nobody to talk to: 2 or more"),
         (("-b", 2), "-b 2 is less than a float32 number: 4 or more"),
         (("-b", "1M", "-e", "8K"), "-b 1048576 is above -e 8192, the last size"),
-        (("--links", "1gbit", "--launcher", "torchrun"), "--links need --launcher fork"),
     ],
 )
 def test_bad_input_is_one_line(words, says):
@@ -235,7 +207,7 @@ def test_bad_input_is_one_line(words, says):
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "8X", "K", "0", "-8", "4.5K"])
+@pytest.mark.parametrize("text", ["8X", "-8"])
 def test_sizes_that_are_none_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be a size like 8, 4K"):
         cli.byte_size(text)
@@ -262,16 +234,12 @@ def test_a_dry_run_prints_commands_and_starts_nothing(fake, tmp_path, capsys):
 
 
 @full
-@pytest.mark.parametrize("link", [bench_settings.NO_LINK, "1gbit"])
-def test_it_measures_on_any_number_of_ranks(tmp_path, capsys, link):
-    if link != bench_settings.NO_LINK and links.why_not():
-        pytest.skip(links.why_not())
-    words = ("--collectives", "all_reduce", "sendrecv", "--world-sizes", 2, 3, "--links", link)
+def test_it_measures_on_any_number_of_ranks(tmp_path, capsys):
+    words = ("--collectives", "all_reduce", "sendrecv", "--world-sizes", 2, 3)
     assert comm(*words, *QUICK[2:], "--repeats", 1, "--output-dir", tmp_path / "out") == 0
     rows = rows_of(comm_table(load(tmp_path / "out").records))
-    shown = None if link == bench_settings.NO_LINK else link
     assert [row[:4] for row in rows] == [
-        (name, ranks, shown or "-", size)
+        (name, ranks, "-", size)
         for name in ("all_reduce", "sendrecv") for ranks in "23" for size in ("8", "512")
     ]  # fmt: skip
     assert all(float(row[4].split()[0].replace(",", "")) > 0 and row[-1] == "0" for row in rows)
@@ -279,19 +247,15 @@ def test_it_measures_on_any_number_of_ranks(tmp_path, capsys, link):
 
 
 @full
-@pytest.mark.parametrize(("broken", "timeout_s", "says"), [
-    ("pass", 60, WRONG),
-    ("__import__('time').sleep(600)", 5, "timeout after 5 s"),
-])  # fmt: skip
-def test_a_script_that_is_broken_is_told(monkeypatch, tmp_path, capsys, broken, timeout_s, says):
+def test_a_script_that_is_broken_is_told(monkeypatch, tmp_path, capsys):
     text = (REPO / bench_comm.SCRIPT).read_text()
     correct = "dist.all_reduce(received, call.op, group=call.group)"
     assert text.count(correct) == 1
     script = tmp_path / "bandwidth_test.py"
-    script.write_text(text.replace(correct, broken))
+    script.write_text(text.replace(correct, "pass"))
     monkeypatch.setattr(bench_comm, "SCRIPT", str(script))
-    words = ("--collectives", "broadcast", *QUICK[1:], "--repeats", 1, "--timeout", timeout_s)
+    words = ("--collectives", "broadcast", *QUICK[1:], "--repeats", 1)
     assert comm(*words, "--output-dir", tmp_path / "out") == 1
     printed = capsys.readouterr().out
-    assert says in printed
+    assert WRONG in printed
     assert re.search(r"broadcast +2 +- +8 .* 0$", printed, re.M), "what came before it is kept"
