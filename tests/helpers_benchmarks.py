@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import load_script
 
@@ -129,3 +132,15 @@ def runs_of(folder: Path) -> list[tuple[str, str, int]]:
     path = folder / "runs"
     lines = path.read_text().splitlines() if path.exists() else []
     return [(Path(output).name, rank, pid) for output, rank, pid in map(json.loads, lines)]
+
+
+def gone(pids: list[int]) -> bool:
+    """Wait until no process runs; an orphan that ended stays a zombie where nobody waits for it."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if all(process.status() == psutil.STATUS_ZOMBIE for process in left):
+                return True
+        time.sleep(0.05)
+    return False

@@ -6,7 +6,7 @@ import pytest
 from helpers_03 import SMALL_MODEL
 from helpers_benchmarks import bench  # noqa: F401
 
-from bench import bare, strategies
+from bench import bare
 from bench.analysis import analyse
 from dist_common import models
 
@@ -89,20 +89,6 @@ def test_a_run_is_named_by_its_script_and_flags(cluster):
     exact = {record["point"]["strategy"]: record["point"]["exact"]
              for record in bare.gather(folder).records}  # fmt: skip
     assert not exact["ddp-bf16"] and exact["ddp"]
-
-
-def test_what_the_sweep_starts_is_named_as_it_calls_it(cluster):
-    """Each row of strategies.toml but `ddp-accumulate`, which is `ddp` with a smaller batch."""
-    table = strategies.load()
-    for name, row in table.items():
-        ranks = next(ranks for ranks in (2, 4, 8, 1) if row.takes(ranks))
-        words = row.script_flags(ranks)
-        given = {key: (value or [True])[-1] for key, value in bare.flags_given(words).items()}
-        results = {"script": row.script, "argv": words, "world_size": ranks,
-                   "args": OF_SCRIPT.get(row.script, {}) | given}  # fmt: skip
-        found = bare.named_by(table, results, bare.flags_given(words))
-        same = {"ddp-accumulate": "ddp"}
-        assert found == (same.get(name, name), row.exact)
 
 
 def test_jobs_that_differ_are_not_compared(cluster):

@@ -1,6 +1,5 @@
 """comm: its tables say what the script measured, wrong data is never fast data, bad input."""
 
-import argparse
 import csv
 import json
 import re
@@ -15,7 +14,6 @@ from bench import settings as bench_settings
 from bench.comm_tables import WRONG, comm_table, fit_table, wrong_elements
 from bench.store import load
 from dist_common import cli
-from dist_common.lab import links
 
 full = pytest.mark.full
 QUICK = ("--collectives", "all_reduce", "-b", "8", "-e", "4K", "-f", "64", "-n", "2")
@@ -75,13 +73,6 @@ def test_wrong_data_is_marked_whatever_its_speed():
     runs = [record(repeat=1), record(repeat=2, wrong=3), record(repeat=3)]
     assert [row[-1] for row in rows_of(comm_table(runs))] == ["3 WRONG", "3 WRONG"]
     assert wrong_elements(runs) == 6 and wrong_elements(runs[::2]) == 0
-
-
-def test_a_run_without_results_has_a_row_with_its_reason():
-    ended = {"status": "timeout", "reason": "timeout after 600 s", "results": None}
-    rows = rows_of(comm_table([record(), record("broadcast", **ended)]))
-    assert rows[-1][:4] == ("broadcast", "2", "-", "timeout: timeout after 600 s")
-    assert len(rows_of(fit_table([record("broadcast", **ended)]))) == 0
 
 
 def test_what_a_run_did_not_come_to_has_its_reason_beside_what_it_measured():
@@ -205,19 +196,6 @@ def test_bad_input_is_one_line(words, says):
     with pytest.raises(cli.UsageError) as error:
         comm(*words)
     assert says in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["8X", "-8"])
-def test_sizes_that_are_none_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be a size like 8, 4K"):
-        cli.byte_size(text)
-
-
-def test_a_link_that_this_machine_cannot_have_says_why(monkeypatch):
-    monkeypatch.setattr(links, "why_not", lambda: "a slow link: no program ip")
-    with pytest.raises(cli.UsageError, match="--links: a slow link: no program ip"):
-        comm("--links", "1gbit")
-    assert comm("--links", "1gbit", "--dry-run") == 0, "what it would start, elsewhere"
 
 
 def test_a_dry_run_prints_commands_and_starts_nothing(fake, tmp_path, capsys):

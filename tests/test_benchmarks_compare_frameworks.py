@@ -1,7 +1,6 @@
 """The ports of benchmarks/frameworks train one job; the comparison says so when one does not."""
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import REPO, assert_one_line, load_script, results_of, run_command, started_here
+from helpers_benchmarks import gone
 
 sys.path += [str(REPO / "benchmarks"), str(REPO / "benchmarks" / "frameworks")]
 
@@ -23,7 +23,6 @@ from bench.ports import PORTS, Port, Run
 
 full = pytest.mark.full
 TOOL = "benchmarks/compare_frameworks.py"
-FOLDER = REPO / "benchmarks" / "frameworks"
 BARE = "benchmarks/frameworks/bare_ddp.py"
 SMALL = ("--seq-len", 16, "--micro-batch-size", 2)
 LIMIT_S = 1200  # of the whole comparison, ten times what it takes on two quiet cores
@@ -156,17 +155,6 @@ def f(x):  # counts
     assert bench_ports.count_code_lines(source) == 5
 
 
-def test_what_starts_a_port_is_what_its_file_says():
-    python = {name for name, port in PORTS.items() if port.starts_ranks}
-    assert python == {
-        "fabric_ddp", "lightning_ddp", "ray_train", "torchft_ddp", "fabric_fsdp2",
-        "lightning_fsdp2", "litgpt_fabric",
-    }  # fmt: skip
-    assert {port.path.stem for port in PORTS.values()} - {"ddp_training"} == {
-        path.stem for path in FOLDER.glob("*.py") if path.stem != "framework_job"
-    }
-
-
 # what is asked for
 
 
@@ -247,18 +235,6 @@ def test_a_port_says_when_it_found_another_world(run_script):
     assert ended.stdout.splitlines()[-1] == "FAILED: world size; steps", "it took all batches"
 
 
-def gone(pid: int) -> bool:
-    """Wait until a process has ended. An orphan's end is a zombie where nobody waits for it."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        deadline = time.monotonic() + 20
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
-    return True
-
-
 SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 
 
@@ -282,7 +258,7 @@ bench_ports.run_group([sys.executable, "-c", {rank!r}], 600)
         os.kill(pid, signal.SIGKILL)
 
     ended = run_command([sys.executable, "-c", program], tmp_path, 180, kill_when_it_trains)
-    assert ended.codes == [-signal.SIGKILL] and gone(int(file.read_text()))
+    assert ended.codes == [-signal.SIGKILL] and gone([int(file.read_text())])
 
 
 def test_a_run_that_fails_says_why(tmp_path):

@@ -10,10 +10,9 @@ import time
 from collections import Counter
 from dataclasses import replace
 
-import psutil
 import pytest
 from conftest import REPO, load_script, run_command
-from helpers_benchmarks import TOOL, asked_for, bench, fakes, runs_of  # noqa: F401
+from helpers_benchmarks import TOOL, asked_for, bench, fakes, gone, runs_of  # noqa: F401
 
 from bench import launch as bench_launch
 from bench import points as bench_points
@@ -37,24 +36,6 @@ def plan_of(names, **settings):
 
 def records_of(folder):
     return {record["id"]: record for record in load(folder).records}
-
-
-def gone(pids, seconds=20.0):
-    """Wait until none of the processes runs; return whether that came about."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if not any(map(runs, pids)):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def runs(pid):
-    """Say whether a process runs: an orphan that ended is a zombie where nobody waits for it."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 # planning
@@ -202,7 +183,6 @@ def test_whatever_becomes_of_a_point_the_sweep_goes_on(bench, fakes, tmp_path, c
 
 def test_a_wrong_loss_is_the_sweep_s_exit_code(bench, fakes, tmp_path, capsys):
     words = ("sweep", "--repeats", 1, "--strategies")
-    assert bench(*words, "train", "lossy", "--output-dir", tmp_path / "right") == 0
     assert bench(*words, "train", "wrong", "--output-dir", tmp_path / "wrong") == 1
     assert re.search(r"^wrong .* WRONG \+0\.5$", capsys.readouterr().out, re.M)
     assert bench(*words, "train", "early", "--output-dir", tmp_path / "early") == 1
@@ -253,18 +233,8 @@ def test_a_search_tries_what_each_script_supports():
     table = {row.name: row for row in rows}
     most = table["fsdp-full mb4 selective compile"]
     assert most.flags == "--sharding full --activation-checkpointing selective --compile"
-    assert bench_points.batch_sizes(most, 2, 16, 1) == (4, 2)
-    uneven = "micro-batches of 3 do not make up a rank's 8"
-    with pytest.raises(ValueError, match=f"{uneven}$"):
+    with pytest.raises(ValueError, match="micro-batches of 3 do not make up a rank's 8$"):
         bench_points.batch_sizes(replace(most, micro_batch_size=3), 2, 16, None)
-    with pytest.raises(ValueError, match="make up a rank's 16, in multiples of 4"):
-        bench_points.batch_sizes(replace(table["pp-1f1b mb4"], micro_batch_size=8), 2, 16, None)
-
-
-def test_a_sweep_of_which_nothing_can_run_fails(bench, tmp_path, capsys):
-    words = "--strategies", "tp-pp-dp", "--no-reference", "--output-dir", tmp_path / "out"
-    assert bench("sweep", *words) == 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED: no point can run here")
 
 
 SWEEP = """
@@ -305,30 +275,6 @@ def test_a_killed_sweep_s_ranks_end_and_it_resumes(fakes, tmp_path):
     assert len(records_of(tmp_path / "out")) == 3
     after = (tmp_path / "out" / "results.jsonl").read_text()
     assert after.startswith(before) and len(after.splitlines()) == 3
-
-
-def test_no_rank_starts_when_the_sweep_is_killed_before_its_guard_is_there(tmp_path):
-    (tmp_path / "job.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
-    program = f"""
-import contextlib, os, pathlib, signal, sys
-sys.path[:0] = {[str(REPO / "benchmarks"), str(REPO)]!r}
-from bench import guard, launch
-launch.REPOSITORY = folder = pathlib.Path.cwd()
-
-@contextlib.contextmanager
-def guarded(pids, gently=False):
-    (folder / "pids").write_text(" ".join(map(str, pids)))
-    os.kill(os.getpid(), signal.SIGKILL)
-    yield
-
-guard.guarded = guarded
-launch.start("fork", str(folder / "job.py"), [], 2, folder / "launch", 60)
-"""
-    ended = run_command([sys.executable, "-c", program], tmp_path, 60)
-    assert ended.codes == [-signal.SIGKILL], ended.stderr
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2 and gone(pids)
-    assert not (tmp_path / "ran").exists()
 
 
 # launchers
@@ -470,17 +416,14 @@ def test_train_prints_what_a_step_costs_beside_the_loss_of_one_process(bench, fa
     [
         (["train", "ddd"], "unknown strategy ddd: did you mean ddp? There are single, ddp, "),
         (["train", "ddp", "--world-size", 1], "ddp cannot use 1 rank, it needs 2 or more: one"),
-        (["sweep", "--presets", "gone.json"], "gone.json: No such file or directory"),
         (["sweep", "--links", "fast"], "--links: must be like 100mbit or 1gbit, not 'fast'"),
         (["sweep", "--links", "1gbit", "--launcher", "torchrun"], "--links need --launcher fork"),
         (["sweep", "--max-steps", 3], "--untimed-steps 3 of --max-steps 3 leave none to time"),
         (["sweep", "--launcher", "srun"], "--launcher srun works inside a SLURM job"),
         (["sweep", "--device", "cuda"], "nvidia-smi lists no GPU here: use --device cpu"),
-        (["sweep", "--launcher", "fork", "--device", "cuda"], "--launcher fork is for the CPU"),
         (["sweep", "--launcher", "mpi"], "must be auto, fork, torchrun, srun, or a line with {"),
         (["sweep", "--launcher", "mpirun -n {n} {command}"], "unknown {n}: there are {ranks}, {no"),
         (["sweep", "--launcher", "sh -c '{command}"], "No closing quotation in \"sh -c '{command}"),
-        (["sweep", "--launcher", "gone.sh {command}"], "there is no gone.sh here"),
         (["sweep", "--ranks-per-node", 2], "--ranks-per-node needs a line as the --launcher"),
         (
             ["sweep", "--micro-batch-sizes", 2, "--micro-batch-size", 2],
@@ -500,9 +443,7 @@ def test_bad_input_is_refused_before_anything_starts(bench, tmp_path, capsys, wo
         ("repeat = 3", "sweep.toml: unknown key repeat: did you mean repeats?"),
         ('repeats = "3"', "sweep.toml: repeats must be a whole number, not '3'"),
         ("world_sizes = 2", "sweep.toml: world_sizes must be a list, each a whole number, not 2"),
-        ('scaling = "strog"', "sweep.toml: argument --scaling: invalid choice: 'strog'"),
         ("repeats = = 3", "sweep.toml is not valid TOML: "),
-        ('strategies_file = "gone.toml"', "gone.toml: No such file or directory"),
     ],
 )
 def test_a_wrong_file_is_refused(bench, tmp_path, text, says):
@@ -568,20 +509,6 @@ def test_a_batch_that_cannot_be_dealt_is_said_so():
         bench_points.batch_sizes(STRATEGIES["ddp"], 3, 16, None)
     with pytest.raises(ValueError, match="1 data-parallel ranks x 8 micro-batches"):
         bench_points.batch_sizes(STRATEGIES["pp-1f1b"], 4, 12, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "preset", "precision", "says"),
-    [
-        ("ddp", 1, "tiny", "32-true", "cannot use 1 rank, it needs 2 or more: one rank has no"),
-        ("fsdp-hybrid", 5, "tiny", "32-true", "it needs 4, 6, 8, ...: each half"),
-        ("tp", 4, "tiny", "32-true", "cannot cut the 2 key and value heads of tiny into 4"),
-        ("tp", 2, "124m", "32-true", "cannot split 124m: its embedding is the output layer too"),
-        ("fsdp-full", 2, "tiny", "16-mixed", "cannot train in 16-mixed, only in 32-true"),
-    ],
-)
-def test_what_a_strategy_cannot_use_has_a_reason(name, world_size, preset, precision, says):
-    assert says in STRATEGIES[name].why_not(world_size, preset, precision)
 
 
 # strategies of one's own

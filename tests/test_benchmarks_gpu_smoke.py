@@ -1,7 +1,6 @@
 """gpu_smoke.py: each lesson's own line is run, and nothing that failed looks like success."""
 
 import json
-import os
 import shlex
 import sys
 
@@ -89,15 +88,6 @@ def test_what_is_left_out_says_why(line, gpus, reason):
     assert load_script(SMOKE).why_not(line, gpus) == reason
 
 
-def test_ranks_stand_in_the_place_of_gpus():
-    script = load_script(SMOKE)
-    line = "torchrun --standalone --nproc-per-node=gpu x.py"
-    lesson = "02-fsdp/fsdp_reshard.py"  # which another one saves for
-    assert [command.count("--nproc-per-node=2") for command in
-            script.commands_of(lesson, line, "/tmp/x", 1, 2)] == [1, 1]  # fmt: skip
-    assert "=gpu " in script.commands_of(lesson, line, "/tmp/x", 1)[1]
-
-
 def test_the_lines_are_the_lessons_own():
     """Each is a command of a file that exists; what the tour adds belongs to one of them."""
     script = load_script(SMOKE)
@@ -111,12 +101,3 @@ def test_the_lines_are_the_lessons_own():
         on_cpu = script.commands_of(path, lines[path], "/tmp/x", None)[-1]
         assert on_cpu.count("--preset") == lines[path].count("--preset")
     assert {*script.ADDED, *script.BEFORE} <= set(started)
-
-
-def test_the_record_names_machine_and_versions(smoke, tmp_path, capsys):
-    smoke.lesson("well")
-    smoke.tour()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["machine"] and set(found["versions"]) == {"python", "torch"}
-    assert found["lessons"][0]["command"] == "python 01-x/well.py"
-    assert os.fspath(tmp_path) not in json.dumps(found["lessons"])

@@ -275,15 +275,6 @@ def test_without_an_answer_the_first_line_says_what_is_missing(tmp_path, changes
     assert answer_in(tmp_path, record("ddp", 80, **changes)) == f"no answer yet: {said}"
 
 
-def test_nothing_is_compared_with_itself_nor_over_two_machines(tmp_path):
-    alone = "no answer yet: ddp is alone: name another one to compare"
-    assert answer_in(tmp_path, *repeated("ddp", 80, 81)) == alone
-    lines = repeated("ddp", 80, 81) + repeated("fsdp", 90, 91, launcher="srun")
-    assert "points of several machines or versions do not compare" in answer_in(tmp_path, *lines)
-    only = answer_in(tmp_path, *repeated("ddp", 80, 81), *repeated("tp", 9, 9, final_loss=9.0))
-    assert only.startswith("take ddp on these CPUs: the only exact one with the right loss; ")
-
-
 # where the time goes
 
 
@@ -354,67 +345,6 @@ def test_a_sweep_traces_each_strategy_once(bench, tmp_path, capsys):
 
 
 # predictions
-
-
-JOB = {
-    "strategy": "x", "script": "02-fsdp/fsdp_transformer.py", "flags": ["--sharding", "full"],
-    "preset": "tiny", "precision": "bf16-mixed", "seq_len": 64, "global_batch_size": 16,
-    "micro_batch_size": 8, "world_size": 2,
-}  # fmt: skip
-DDP_SCRIPT, HYBRID_SCRIPT = "01-ddp-basics/ddp_training.py", "05-advanced/hybrid_parallelism.py"
-
-
-def asked_tools(monkeypatch, gpu: str = "", **changes) -> tuple[dict, dict[str, str]]:
-    """Return what is predicted of a point, and the words with which each tool was started."""
-    asked = {}
-
-    def run(script, words):
-        asked[script] = " ".join(map(str, words))
-        return {
-            "Sharded Param_gib": 1.0, "OptState_gib": 2.0, "Total_gib": 9.0, "step_time_s": 0.5,
-            "axes": {"dp": {"step_bytes": 3.0}, "tp": {"step_bytes": 4.0}},
-            "memory_bytes": {"total": 6 * 2**30},
-        }  # fmt: skip
-
-    monkeypatch.setattr(predict, "run", run)
-    return predict.predict(JOB | changes, gpu), asked
-
-
-@pytest.mark.parametrize(
-    ("changes", "gpu", "found"),
-    [
-        ({}, "", {"state": 4, "sent": 7}),
-        ({}, "NVIDIA H100 80GB HBM3", {"state": 4, "peak": 9, "sent": 7, "step": 500}),
-        ({}, "NVIDIA A10G", {"state": 4, "peak": 9, "sent": 7}),
-        (
-            {"script": HYBRID_SCRIPT, "flags": ["--tp", 2]}, "H200",
-            {"peak": 6, "sent": 7, "step": 500},
-        ),
-        ({"script": DDP_SCRIPT, "flags": ["--gradient-compression", "bf16"]}, "", {}),
-        ({"flags": ["--cpu-offload"]}, "", {}),
-        ({"script": "03-deepspeed/deepspeed_train.py", "flags": []}, "", {}),
-    ],
-)  # fmt: skip
-def test_only_what_a_tool_knows_is_predicted(monkeypatch, changes, gpu, found):
-    assert asked_tools(monkeypatch, gpu, **changes)[0] == found
-
-
-def test_tools_get_the_flags_of_the_point(monkeypatch):
-    _, asked = asked_tools(monkeypatch, flags=["--activation-checkpointing", "full"])
-    sizes = "--seq-len 64 --global-batch-size 16 --micro-batch-size 8"
-    assert asked[predict.MEMORY] == (
-        "--activation-checkpointing full --preset tiny --precision bf16-mixed "
-        f"{sizes} --world-size 2"
-    )
-    assert asked[predict.PLANNER] == (
-        "predict --json --model tiny --gpus 2 --tp 1 --pp 1 --dp 2 --zero 3 --recompute full "
-        + sizes
-    )
-    _, asked = asked_tools(
-        monkeypatch, script=HYBRID_SCRIPT, flags=["--tp", "2", "--pp", "2"], world_size=8
-    )
-    assert " --gpus 8 --tp 2 --pp 2 --dp 2 --zero 0 --recompute none " in asked[predict.PLANNER]
-    assert predict.MEMORY not in asked
 
 
 def test_predictions_stand_beside_measurements(tmp_path):
@@ -593,19 +523,6 @@ def test_failures_are_shown_with_their_reasons(tmp_path):
     assert "5 of 9 points, 1 failed, 1 skipped" in said
 
 
-def test_collectives_have_tables_of_their_own(run_script, tmp_path):
-    side = {"size": 8, "time_us": 12.5, "p50_us": 12, "p95_us": 14, "algbw_gb_s": 0.1,
-            "busbw_gb_s": 0.1, "wrong": 0}  # fmt: skip
-    metrics = {"sweeps": {"all_reduce": [{"out_of_place": side, "in_place": side}]}}
-    line = record("comm", 1, results={"metrics": metrics, "device": "cpu"})
-    line["point"] = {"kind": "comm", "collectives": ["all_reduce"], "world_size": 2, "link": None}
-    folder = write(tmp_path / "sweep", [line])
-    ended = report(run_script, folder)
-    assert ended.codes == [0], ended.stderr
-    assert re.search(r"^all_reduce +2 .* 12\.5 ", ended.stdout, re.M)
-    assert re.search(r">12\.5[^<]*</td>", (folder / "report.html").read_text())
-
-
 # what the numbers are made of
 
 
@@ -622,21 +539,6 @@ def test_a_script_of_ones_own_may_write_less(tmp_path):
     line["results"]["metrics"] = {"final_loss": 3.25, "step_time_ms": 80.0}
     row = analysis_of(tmp_path, *REFERENCE, line).rows[-1]
     assert row.step_time_ms == 80 and row.memory("rest") is None and row.verdict.kind == "ok"
-
-
-def test_the_order_of_records_never_matters(run_script, tmp_path):
-    lines = [
-        *REFERENCE, *repeated("ddp", 80, 81), *repeated("ddp", 50, 51, world_size=4),
-        *repeated("fsdp", 90, 88, link="100mbit"), record("tp", 1, status="failed", reason="x"),
-        *repeated("lossy", 70, 71, exact=False, final_loss=3.3),
-    ]  # fmt: skip
-    seen = set()
-    for seed in range(3):
-        random.Random(seed).shuffle(lines)
-        folder = write(tmp_path / "sweep", lines)
-        analysis = analyse(load(folder))
-        seen.add((bench_report.text(analysis), bench_report.render(analysis, None)))
-    assert len(seen) == 1
 
 
 # a baseline
@@ -740,20 +642,6 @@ def test_a_report_replaces_a_report_and_no_other_file(run_script, tmp_path):
     alone = write(tmp_path / "alone", [record("single", 80)])
     assert report(run_script, alone, "--output-dir", out).codes == [0]
     assert not (out / "communication.png").exists() and (out / "my.csv").read_text() == "my own"
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (["empty"], "empty has no results yet"),
-        (["full", "--baseline", "none"], "none holds no sweep"),
-    ],
-)
-def test_bad_input_gets_one_line(run_script, tmp_path, monkeypatch, argv, says):
-    monkeypatch.chdir(tmp_path)
-    write(Path("empty"), [])
-    write(Path("full"), REFERENCE)
-    assert_one_line(report(run_script, *argv), says, "distributed_benchmarks.py")
 
 
 # the page
