@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import pickle
 import random
 import re
 import resource
@@ -15,7 +14,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -32,12 +30,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 
-from dist_common import checkpoint, cli, data, job, measure, models, runtime, tokens
+from dist_common import checkpoint, cli, data, measure, models, runtime, tokens
 from dist_common import output as folder
-from dist_common.lab import proofs, ranks, traffic
-from dist_common.lab.figure import figure
+from dist_common.lab import ranks
 from dist_common.report import Check, Report
 
 
@@ -60,22 +56,14 @@ def environ():
              "MASTER_ADDR": "a", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "x"},
             (5, 1, 8, 4),
         ),
-        ("environment", {"RANK": 1, "WORLD_SIZE": 2}, (1, 1, 2, 2)),
         (
             "srun",
             {"SLURM_PROCID": 5, "SLURM_LOCALID": 1, "SLURM_NTASKS": 8, "SLURM_STEP_NUM_TASKS": 8,
              "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]"},
             (5, 1, 8, 4),
         ),
-        ("srun", {"SLURM_PROCID": 1, "SLURM_LOCALID": 1, "SLURM_NTASKS": 2}, (1, 1, 2, 2)),
         # A batch script's own process has SLURM_PROCID too, but no other process to wait for.
         ("python", {"SLURM_PROCID": 0, "SLURM_NTASKS": 8, "ENVIRONMENT": "BATCH"}, (0, 0, 1, 1)),
-        (
-            "mpirun",
-            {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_LOCAL_RANK": 1,
-             "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2},
-            (1, 1, 2, 2),
-        ),
         # mpirun under SLURM: its processes inherit what srun told mpirun's own daemon.
         (
             "mpirun",
@@ -98,8 +86,8 @@ def test_every_launcher_is_understood(environ, launcher, variables, place):
 
 
 @pytest.mark.parametrize(("nodes", "first"), [
-    ("gpu[03-06,09]", "gpu03"), ("dgx-[001-004]-ib", "dgx-001-ib"), ("a7,b[1-2]", "a7"),
-    ("r1i[0-1]n[0-8]", "r1i0n0"), ("r[2,4-5]n[07-9],s1", "r2n07"), ("login", "login")])  # fmt: skip
+    ("dgx-[001-004]-ib", "dgx-001-ib"), ("a7,b[1-2]", "a7"), ("r[2,4-5]n[07-9],s1", "r2n07"),
+])  # fmt: skip
 def test_the_first_node_of_a_slurm_list_is_the_master(environ, nodes, first):
     environ.update(SLURM_PROCID="3", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="8",
                    SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_STEP_NODELIST=nodes)  # fmt: skip
@@ -123,14 +111,8 @@ def test_slurm_ranks_agree_on_a_port_of_their_own(environ):
     ("variables", "says"),
     [
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
-        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
         ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
-        ({"RANK": "1(x2)", "WORLD_SIZE": "2"}, r"RANK='1\(x2\)' is not a number"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "tcp://10.0.0.7:80"},
-            "MASTER_PORT='tcp://10.0.0.7:80' is not a number",
-        ),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
              "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
@@ -185,9 +167,7 @@ def test_devices(environ, monkeypatch, capsys):
     ("driver", "visible", "warned"),
     [
         (["nvidia3"], None, True),  # PyTorch without CUDA, or a driver that is too old
-        (["nvidia3"], "0,1", True),
         (["nvidia3"], "", False),  # hidden on purpose
-        (["nvidia3"], "-1", False),
         (["nvidiactl", "null"], None, False),
     ],
 )
@@ -204,30 +184,6 @@ def test_auto_says_so_where_a_gpu_is_there_and_cannot_be_used(
     assert runtime.pick_device("auto", world) == torch.device("cpu")
     says = "warning: computing on the CPU: PyTorch can use 0 GPU(s) of this machine, for 2 ranks"
     assert (says in capsys.readouterr().err) == warned
-
-
-@pytest.mark.parametrize(
-    ("device", "has_bf16", "given", "taken"),
-    [
-        ("cuda", True, None, "bf16-mixed"),
-        ("cuda", False, None, "32-true"),  # such as a V100
-        ("cuda", True, "32-true", "32-true"),
-        ("cpu", True, None, "32-true"),
-        ("cpu", True, "bf16-mixed", "bf16-mixed"),
-    ],
-)
-def test_precision_is_the_best_of_the_device_unless_it_is_given(
-    monkeypatch, tmp_path, device, has_bf16, given, taken
-):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
-    parser = cli.ArgumentParser("A script.", resumes=True)
-    job.add_flags(parser, ["tiny"])
-    argv = ["--precision", given] if given else []
-    monkeypatch.setattr(sys, "argv", ["script", *argv])
-    args = job.parse(parser)
-    Report("script", args, runtime.World(0, 0, 1, 1, "python"), torch.device(device))
-    assert args.precision == taken
-    assert checkpoint.settings_of(args, 1, "")["precision"] == taken, "what a resume compares"
 
 
 # measure: what a run leaves of its steps
@@ -248,8 +204,6 @@ def profiled(device, first, last, folder, steps):
     [
         (2, 3, range(1, 6), ["step 2", "step 3"]),
         (4, 9, range(1, 6), ["step 4", "step 5"]),  # a run that ends, or is asked to stop
-        (2, 3, range(3, 6), ["step 3"]),  # one that resumes
-        (7, 9, range(1, 6), []),
     ],
 )
 def test_a_profile_has_its_steps_and_no_others(on_ranks, tmp_path, first, last, steps, traced):
@@ -353,9 +307,9 @@ def as_node(rank):
 def test_whoever_waits_too_long_names_the_rank_that_says_nothing_and_its_machine(tmp_path):
     def main():
         as_node(os.environ["RANK"])
-        with runtime.init("cpu", timeout_s=3) as (world, _):
+        with runtime.init("cpu", timeout_s=6) as (world, _):
             if world.rank == 2:
-                time.sleep(9)
+                time.sleep(20)
                 os._exit(1)
             dist.all_reduce(torch.ones(1))
         return 0
@@ -383,41 +337,10 @@ def test_a_rank_with_another_version_than_rank_0_is_refused_with_its_machine(tmp
     assert " on node1, but torch " in line and " on node0, rank 0's: install the same" in line
 
 
-def test_a_clean_run_says_nothing_and_returns_its_code(tmp_path):
-    def main():
-        with runtime.init("cpu") as (world, device):
-            total = torch.tensor([float(world.rank)], device=device)
-            dist.all_reduce(total)
-            return 0 if total.item() == 1 else 7
-
-    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
-    assert (ended.codes, ended.stderr) == ([0, 0], "")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_end_waits_for_none_of_gloos_threads(tmp_path, fails):
-    """Freeing DDP and with it the group would: a deadlock in 1 of 20 runs with torch 2.11."""
-
-    def main():
-        atexit.register(lambda: print([path.read_text() for path in threads()]))
-        with runtime.init("cpu", timeout_s=20):
-            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-            if fails:
-                raise ValueError("no more")
-        return 0 * len(list(model.parameters()))
-
-    def threads():
-        return [path / "comm" for path in Path("/proc/self/task").iterdir()]
-
-    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
-    assert ended.codes == [int(fails)] * 2
-    assert [("gloo" in rank) for rank in ended.stdout.splitlines()] == [True] * 2, ended.stdout
-
-
 # data
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_global_batch_holds_the_same_samples_on_any_number_of_ranks(world_size):
     samplers = [data.ShardedSampler(100, rank, world_size, seed=3) for rank in range(world_size)]
     per_rank = 12 // world_size
@@ -552,32 +475,6 @@ def test_a_mixture_resumes_on_another_number_of_ranks_and_reads_nothing_twice():
     assert torch.equal(rest, torch.cat(straight[17:])[:80]), "and the order is not the batch's"
 
 
-@pytest.mark.parametrize(
-    ("weights", "sizes"),
-    [([0.1, 0.1, 0.8], SIZES), ([0.5, 0.2, 0.2, 0.1], SIZES | {"d" * 16: 20}),
-     ([0.5, 0.5], {"a" * 16: 40, "c" * 16: 90})],
-)  # fmt: skip
-def test_other_weights_go_on_from_each_sources_place(weights, sizes):
-    one = mixture()
-    before = steps_on([one], 5)
-    one.load_state_dict(one.state_dict())
-    other = mixture(weights=weights, sizes=sizes)
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    [batch] = steps_on([other], 1, size=20)
-    own = sources_of(batch, sizes).bincount(minlength=len(sizes))
-    assert all(abs(n - 20 * w) <= 1 for n, w in zip(own.tolist(), weights, strict=True))
-    starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-    for number, seen in enumerate(seen_by_source(before)):
-        name, size = list(SIZES.items())[number]
-        if name in sizes:
-            here = batch[sources_of(batch, sizes) == list(sizes).index(name)] - starts[name]
-            old = torch.tensor(seen) - sum(list(SIZES.values())[:number])
-            left = old[-(len(old) % size) :] if len(old) % size else old[:0]
-            count = min(len(here), size - len(left))
-            assert not set(here[:count].tolist()) & set(left.tolist()), "nothing twice"
-    assert set(other.state_dict()["taken"]) == set(SIZES) | set(sizes), "left out, not forgotten"
-
-
 def job_of(folders, seq_len=8, **flags):
     return Namespace(tokens=[str(folder) for folder in folders], seq_len=seq_len, seed=0,
                      document_attention=False, **flags)  # fmt: skip
@@ -603,98 +500,12 @@ def test_sequences_of_folders_have_all_tokens_but_the_tail(tmp_path):
     assert len(train) == start and train.lengths.sum() == 8 * start
 
 
-def test_the_first_token_of_a_document_is_no_target_of_the_one_before(tmp_path):
-    folder = write_folder(tmp_path / "one", [[5, 6, 7], [8], [9] * 40])
-    args = job_of([folder])
-    args.document_attention = True
-    train, _, _ = tokens.job_tokens(args, 0, 1)
-    inputs, targets = train[0]
-    assert inputs.tolist() == [5, 6, 7, 0, 8, 0, 9, 9]
-    assert targets.tolist() == [6, 7, 0, -100, 0, -100, 9, 9]
-    counted = [int((targets != data.IGNORED).sum()) for _, targets in train]
-    everything = torch.arange(len(train))
-    assert train.lengths[everything].tolist() == counted and train.lengths.sum() == sum(counted)
-    back = everything.flip(0)[:3]
-    assert train.lengths[back].tolist() == [counted[index] for index in back]
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_ranks_share_the_look_up_of_what_was_trained_on(on_ranks, tmp_path, ranks):
-    """In the middle of the first epoch of one source, and of the second of another."""
-    folders = [write_folder(tmp_path / name, words(seed, count))
-               for seed, (name, count) in enumerate((("one", 2000), ("two", 300)))]  # fmt: skip
-    args = job_of(folders)
-    args.document_attention = True
-
-    class Counted:
-        def __init__(self, lengths):
-            self.lengths, self.sum, self.pieces = lengths, lengths.sum, []
-
-        def __getitem__(self, indices):
-            self.pieces.append(len(indices))
-            return self.lengths[indices]
-
-    def look_up(rank, world_size):
-        proofs.SharedSum.PIECE = 16
-        train, _, mixed = tokens.job_tokens(args, 0, 1)
-        small = list(mixed.taken)[1]
-        mixed.taken = dict.fromkeys(mixed.taken, mixed.sizes[small] + 5)
-        counted = Counted(train.lengths)
-        total = mixed.trained(proofs.SharedSum(counted, torch.device("cpu")))
-        looked_up = 2 * (mixed.sizes[small] + 5)  # an epoch of the small one, and 5 of its next
-        assert sum(counted.pieces) <= looked_up / ranks + 3, "three times a part of them"
-        return total, mixed.trained(train.lengths), max(counted.pieces)
-
-    for total, expected, largest in on_ranks(look_up, ranks):
-        assert total == expected > 0 and largest <= 16
-
-
-def test_no_rank_reads_more_than_its_sequences(tmp_path, monkeypatch):
-    """Of 8 GB in a file without content, which takes no room on the disk."""
-    folder = write_folder(tmp_path / "large", [[5] * 9] * 4)
-    about = json.loads((folder / "manifest.json").read_text())
-    size = 4 * 2**30
-    with open(folder / "tokens.bin", "r+b") as file:
-        file.truncate(2 * size)
-    (folder / "manifest.json").write_text(json.dumps(about | {"tokens": size}))
-    read = []
-
-    class Counted:
-        def __init__(self, path, *rest, plain=np.memmap):
-            self.inner = plain(path, *rest)
-
-        def __getitem__(self, place):
-            part = self.inner[place]
-            read.append(part.nbytes)
-            return part
-
-    monkeypatch.setattr(tokens.np, "memmap", Counted)
-    args = job_of([folder], seq_len=4096)
-    train, test, mixed = tokens.job_tokens(args, 1, 2)
-    assert len(test) == tokens.TEST_TOKENS // 4096, "an evaluation stays short"
-    assert not read
-    args.__dict__ |= vars(job_args(2, 2, 2)) | {"seq_len": 4096}
-    assert len(next(data.job_batches(train, mixed, args))) == 2
-    assert sum(read) == 4 * 4097 * 2, "four sequences of uint16, each with one token more"
-
-
-def test_a_process_that_loads_data_maps_the_files_anew(tmp_path):
-    folder = tokens.Folder(write_folder(tmp_path / "one", words(0, 3000)))
-    sent = pickle.dumps(folder)
-    assert len(sent) < 500 < folder.tokens.nbytes
-    assert np.array_equal(pickle.loads(sent).tokens, folder.tokens)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"manifest.json": "{"}, "manifest.json is damaged (JSONDecodeError"),
-        ({"manifest.json": '{"dtype": "uint16"}'}, "manifest.json is damaged (KeyError: 'tokens'"),
-        ({"dtype": "float64"}, "manifest.json is damaged (KeyError: 'float64'"),
         ({"tokens.bin": "ab"}, "tokens.bin has 2 bytes, its manifest says"),
-        ({"ends.bin": ""}, "ends.bin has 0 bytes, its manifest says 80: write"),
         ({"tokens.bin": None}, "tokens.bin: No such file"),
-        ({"manifest.json": None}, "manifest.json: No such file"),
         ({"largest_id": 98}, "is too large: write the folder again"),
     ],
 )
@@ -716,12 +527,10 @@ def test_a_damaged_folder_is_refused(tmp_path, change, says):
     ("given", "says"),
     [
         (["one=0"], "one=0: a weight is a number above 0, not '0'"),
-        (["one=much"], "not 'much'"),
         (["one=1", "two"], "give a weight to each folder, or to none"),
         (["one", "copy"], "names the same tokens twice"),
         (["one", "other"], "other is of bytes, one of a tokenizer: an id"),
         (["short"], "5 tokens are fewer than two sequences of 8"),
-        (["nowhere"], "nowhere/manifest.json: No such file"),
         (["two"], "the 2 sequences of --tokens are fewer than 3 ranks"),
     ],
 )
@@ -791,10 +600,8 @@ def test_document_attention_is_each_document_alone():
 @pytest.mark.parametrize(
     ("preset", "total"),
     [
-        ("1b", 1_235_814_400),
         ("llama2-7b", 6_738_415_616),
         ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
         ("mixtral-8x7b", 46_702_792_704),
     ],
 )
@@ -837,20 +644,11 @@ def test_a_file_describes_a_shape_by_five_sizes_or_as_a_config_json(tmp_path):
     ("fields", "says"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": "64"}, "hidden_size must be a whole number of at least 1, not '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number above 0, not 0"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
         ({"hidden_size": 60}, "hidden_size is 60, no multiple of num_attention_heads, 8"),
-        ({"num_key_value_heads": 3}, "is 8, no multiple of num_key_value_heads, 3"),
         ({"hidden_size": 40}, "heads are 5 wide: rotary embeddings need an even number"),
         ({"head_dim": 16}, "head_dim is 16, not 8 as our model has it"),
         ({"model_type": "qwen2"}, "model_type is qwen2, not llama or mistral as our model has it"),
-        ({"hidden_act": "gelu"}, "hidden_act is gelu, not silu"),
-        ({"attention_bias": True}, "attention_bias is True, not False"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096, not None"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is {'type': 'linear'"),
-        ({"rope_scaling": "linear"}, "rope_scaling is linear, not {'rope_type': 'default'}"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters is {'rope_type': 'llama3'"),
         ({"num_key_value_head": 2}, "num_key_value_head: did you mean num_key_value_heads?"),
     ],
@@ -881,20 +679,9 @@ def test_a_file_that_is_no_shape_is_bad_input(tmp_path, content, says):
         models.preset_or_file(models.PRESETS, "tinny")
 
 
-@pytest.mark.parametrize(("preset", "millions"), [("tiny", 0.8), ("124m", 123.6)])
-def test_small_presets_have_the_size_of_their_name(preset, millions):
-    config = models.PRESETS[preset]
-    with torch.device("meta"):
-        total = sum(p.numel() for p in models.Transformer(config).parameters())
-    assert total == config.num_parameters() and abs(total / 1e6 - millions) < 0.05
-
-
 def test_experts_compute_the_tokens_whose_router_chose_them(in_a_fork):
     """As a loop in which every expert computes every token, and all but the k best count 0."""
     config = models.MIXTURES["tiny-moe"]
-    routers = config.num_layers * config.num_experts * config.dim
-    busy, dense = (measure.flops_per_token(each, 1) for each in (config, models.PRESETS["tiny"]))
-    assert busy == dense + 6 * routers  # two experts, half as wide
 
     def outputs():
         torch.manual_seed(0)
@@ -936,10 +723,6 @@ def test_a_transformer_from_meta_is_the_one_built_at_once():
     later.load_state_dict(at_once.state_dict())
     tokens = torch.randint(0, 256, (2, 16))
     assert torch.equal(later(tokens), at_once(tokens))
-    later.reset_parameters()
-    assert abs(later.blocks[0].gate.weight.std().item() - 0.02) < 1e-3
-    assert abs(later.blocks[0].down.weight.std().item() - 0.02 / 8**0.5) < 1e-3
-    assert (later.norm.weight == 1).all()
 
 
 def test_a_transformer_sees_the_past_and_its_distance_only():
@@ -959,8 +742,6 @@ def test_a_transformer_sees_the_past_and_its_distance_only():
         for i in (3, 20, 31)
     ]
     assert torch.allclose(torch.stack(products), products[0].expand(3), atol=1e-5)
-    with pytest.raises(ValueError, match="257 tokens are more than the model's 256"):
-        model(torch.zeros(1, 257, dtype=torch.int64))
 
 
 def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
@@ -974,7 +755,7 @@ def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
     (tmp_path / "own.txt").write_bytes(b"to be or not to be")
     assert bytes(data.load_text(str(tmp_path / "own.txt")).tolist()) == b"to be or not to be"
     (tmp_path / "empty.txt").touch()
-    for name, says in (("none.txt", "No such file"), ("empty.txt", "is empty"), ("", "directory")):
+    for name, says in (("none.txt", "No such file"), ("empty.txt", "is empty")):
         with pytest.raises(cli.UsageError, match=says):
             data.load_text(str(tmp_path / name))
     with pytest.raises(cli.UsageError, match="18 bytes are fewer than one sequence of 8"):
@@ -1082,7 +863,7 @@ def test_random_state_of_every_rank_comes_back(on_ranks, tmp_path):
     assert first != second
 
 
-def test_a_store_reads_the_parts_that_both_have_and_refuses_an_older_format(single, tmp_path):
+def test_a_store_reads_the_parts_that_both_have(single, tmp_path):
     model = nn.Linear(1, 1)
     directory = tmp_path / "ck"
     scaler = torch.amp.GradScaler("cpu")
@@ -1093,55 +874,6 @@ def test_a_store_reads_the_parts_that_both_have_and_refuses_an_older_format(sing
     nn.init.zeros_(model.weight)
     checkpoint.load(path, store)
     assert model.weight.item() == expected
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["files"]["rng.pt"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(cli.UsageError, match="of another script, or of an older version"):
-        checkpoint.find(directory, Recorder(), store)
-
-
-@pytest.mark.gpu_ready
-@pytest.mark.parametrize("gpu", [True, False])
-def test_a_save_in_the_background_copies_to_pinned_memory_where_a_gpu_does(
-    on_ranks, tmp_path, gpu
-):  # fmt: skip
-    """By one stager, which keeps the memory; and its thread's GPU is the rank's, not number 0."""
-    from torch.distributed.checkpoint import staging
-
-    def save_twice(*_):
-        made, written, chosen = [], [], []
-
-        class Stager:
-            def __init__(self, options):
-                made.append(options)
-
-            def stage(self, state):
-                return f"copy of {state}"
-
-        class Store(checkpoint.Sharded):
-            def state(self):
-                return "shards"
-
-            def write(self, folder, state=None):
-                written.append(state)
-
-        store = Store(None, None, {}, 60)
-        torch.cuda.is_available, torch.cuda.current_device = lambda: gpu, lambda: 3
-        torch.cuda.set_device = lambda index: chosen.append((index, threading.current_thread()))
-        torch.cuda.get_rng_state, staging.DefaultStager = lambda: None, Stager
-        for step in (1, 2):
-            checkpoint.save(tmp_path, step, store, {}, background=True).result()
-        in_thread = [index for index, thread in chosen if thread != threading.main_thread()]
-        return made, written, in_thread
-
-    ((made, written, chosen),) = on_ranks(save_twice, 1)
-    options, *more = made
-    assert len(more) == (torch.__version__ < checkpoint.KEEPS_STAGER)
-    assert options.use_pinned_memory == options.use_non_blocking_copy == gpu
-    assert not (options.use_async_staging or options.use_shared_memory)
-    assert written == ["copy of shards"] * 2
-    assert chosen == [3, 3] * gpu
-    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-00000001", "step-00000002"]
 
 
 def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
@@ -1174,11 +906,6 @@ def _flip_a_bit(path):
     assert loaded["model"]["bias"].tolist() != [3, 3]
 
 
-def _truncate(path):
-    content = (path / "state.pt").read_bytes()
-    (path / "state.pt").write_bytes(content[: len(content) // 2])
-
-
 def _of_the_old_format(path):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["sha256"] = manifest.pop("files")["state.pt"]
@@ -1189,10 +916,7 @@ def _of_the_old_format(path):
     ("damage", "says"),
     [
         (_flip_a_bit, "truncated or altered"),
-        (_truncate, "truncated or altered"),
-        (lambda path: (path / "state.pt").unlink(), "incomplete or damaged"),
         (lambda path: (path / "manifest.json").write_text("{"), "incomplete or damaged"),
-        (lambda path: (path / "manifest.json").write_text('{"files": 1}'), "incomplete or damaged"),
         (
             lambda path: save(path.parent, 3, nn.Linear(3, 4), keep=3),
             r"of another model \(bias is \[4\] there, \[2\] here\)",
@@ -1262,12 +986,6 @@ def _save_and_die(folder, model, after):
     os._exit(0)
 
 
-def test_a_checkpoint_that_cannot_be_written_says_why(tmp_path, single):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(cli.UsageError, match="Not a directory"):
-        save(tmp_path / "file" / "ck", 1, nn.Linear(1, 1))
-
-
 def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, single):
     """A limit on the size of files stops torch.save in the middle, as a full disk does."""
     model = nn.Linear(300, 300)
@@ -1286,21 +1004,8 @@ def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, singl
 # measure and console
 
 
-def test_collectives_that_ddp_starts_are_counted(on_ranks):
-    def body(rank, world_size):
-        model = nn.parallel.DistributedDataParallel(nn.Linear(10, 10))
-        with traffic.TrafficCounter() as counter:
-            model(torch.ones(1, 10)).sum().backward()
-        with traffic.TrafficCounter() as silent, model.no_sync():
-            model(torch.ones(1, 10)).sum().backward()
-        return counter.calls["all_reduce"], counter.nbytes["all_reduce"], silent.calls["all_reduce"]
-
-    assert on_ranks(body, 2) == [(1, 110 * 4, 0)] * 2
-
-
-@pytest.mark.parametrize("preset", ["tiny", "tiny-moe"])
-def test_flops_are_those_that_pytorch_counts(monkeypatch, in_a_fork, preset):
-    config = models.preset(preset, 64)
+def test_flops_are_those_that_pytorch_counts(monkeypatch, in_a_fork):
+    config = models.preset("tiny", 64)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
 
     def counted():
@@ -1349,19 +1054,6 @@ def test_results_have_the_documented_shape(tmp_path, capsys):
     other.start("x")
     other.finish("fine")
     assert capsys.readouterr().out == "", "only rank 0 prints"
-
-
-def test_a_rank_killed_while_it_prints_stops_no_later_rank(tmp_path):
-    def die_there(rank):
-        tqdm.get_lock().acquire()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def say(rank):
-        Report("x.py", Namespace(output_dir=None), WORLD, CPU).say("still here")
-
-    assert tqdm.get_lock(), "made before the forks, as a library that shows progress does"
-    assert fork_ranks(die_there, 1, tmp_path / "killed", 30, False).codes == [-signal.SIGKILL]
-    assert fork_ranks(say, 1, tmp_path / "later", 30, False).stdout == "still here\n"
 
 
 def test_more_than_eight_checks_are_folded_to_the_worst_of_each_kind(capsys):
@@ -1441,58 +1133,6 @@ def test_a_folder_in_use_is_refused_with_its_holder_and_taken_over_when_that_is_
     assert (took.code, took.err) == (0, ""), "taken over at once"
 
 
-@pytest.mark.parametrize("alive", [pytest.param(True, marks=pytest.mark.full), False])
-def test_on_another_machine_the_lease_decides(tmp_path, monkeypatch, alive):
-    """A holder whose pid says nothing here: the lock that it refreshes, or does not, says it."""
-    monkeypatch.setattr(folder, "LEASE_S", 3.0)
-    monkeypatch.setattr(folder, "HEARTBEAT_S", 0.3)
-    monkeypatch.setattr("filelock._identity.host_name", lambda: "elsewhere")
-    monkeypatch.setattr("filelock._marker.host_name", lambda: "elsewhere", raising=False)
-    monkeypatch.setattr("filelock._soft.host_name", lambda: "elsewhere", raising=False)
-    monkeypatch.setattr(folder.socket, "gethostname", lambda: "elsewhere")
-    path, release = tmp_path / "run", tmp_path / "release"
-    pid = hold(path, release)
-    monkeypatch.undo()
-    monkeypatch.setattr(folder, "LEASE_S", 3.0)
-    monkeypatch.setattr(folder, "HEARTBEAT_S", 0.3)
-    if not alive:
-        os.kill(pid, signal.SIGSTOP)  # it neither refreshes its lock nor ends
-    ended = ranks.fork(lambda _: folder.claim(path, True), 1, tmp_path / "log", 120)[0]
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    if alive:
-        assert f"in use by pid {pid} on elsewhere" in ended.err
-    else:
-        assert ended.code == 0, ended.err
-
-
-@pytest.mark.full
-def test_a_pid_that_another_process_has_by_now_holds_nothing(tmp_path, monkeypatch):
-    """As in a container that starts again: the host's name and the pids are those of before."""
-    monkeypatch.setattr(folder, "LEASE_S", 3.0)
-    monkeypatch.setattr(folder, "HEARTBEAT_S", 0.3)
-    path = tmp_path / "run"
-    dead = hold(path, tmp_path / "release")
-    os.kill(dead, signal.SIGKILL)
-    os.waitpid(dead, 0)
-    host, younger = folder.socket.gethostname(), os.getpid()
-    lock = (path / ".lock").read_text()
-    lock = lock.replace(f"pid={dead}\n", f"pid={younger}\n").replace(host, f"{host}?pidns-1", 1)
-    (path / ".lock").write_text(lock)
-    (path / ".holder").write_text(f"pid {younger} on {host} since 2020-01-01 00:00:00 UTC")
-    took = ranks.fork(lambda _: folder.claim(path, True), 1, tmp_path / "log", 60)[0]
-    assert took.code == 0, took.err
-    assert "waiting" in took.err, "for the lease: what runs in another container cannot be seen"
-
-
-def test_figures_are_the_same_when_drawn_again(tmp_path):
-    for name in ("a.png", "b.png"):
-        with figure(tmp_path / name, 1, 2) as (left, right):
-            left.plot([2.0, 1.0, 0.5])
-            right.plot([0.3, 0.9])
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
 # ranks
 
 
@@ -1516,9 +1156,6 @@ def test_every_way_a_rank_can_end_is_told(tmp_path):
     assert [rank.out for rank in ended] == [f"rank {number}\n" for number in range(5)]
     assert ended[0].value == 0 and "ValueError: shard 7 is empty" in ended[1].err
     assert "in body" in ended[4].err, "where it hangs"
-    # In that time the other three end on any machine.
-    ended = ranks.fork(body, 5, tmp_path, deadline_s=60, grace_s=5)
-    assert [rank.code for rank in ended] == [0, 1, -signal.SIGKILL, 7, -signal.SIGTERM]
 
 
 def test_a_fork_leaves_its_parents_finalizers_alone(tmp_path):
@@ -1526,38 +1163,6 @@ def test_a_fork_leaves_its_parents_finalizers_alone(tmp_path):
     with tempfile.TemporaryDirectory() as of_parent:
         ended = ranks.fork(lambda _: cli.run(lambda: 0), 1, tmp_path, deadline_s=60)
         assert ended[0].code == 0 and Path(of_parent).exists()
-
-
-# proofs
-
-
-def test_proofs_hold_and_can_fail(on_ranks):
-    def body(rank, world_size):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2)
-        batch = torch.randn(4, 3)
-        losses = (model(part).pow(2).mean() / 2 for part in batch.split(2))
-        alone = proofs.gradient_of_one_process(model, losses)
-        assert model.weight.grad is None
-        ddp = nn.parallel.DistributedDataParallel(model)
-        with traffic.TrafficCounter() as counter:
-            ddp(batch[2 * rank : 2 * rank + 2]).pow(2).mean().backward()
-        report = Recorder()
-        proofs.same_gradient(report, model, alone, 1e-6)
-        proofs.one_gradient_sent(report, model, counter)
-        proofs.same_weights(report, model)
-        right = [check.ok for check in report.checks]
-        if rank == 1:
-            model.weight.grad[0, 0] += 1
-            model.weight.data[0, 0] += 1e-7
-        counter.collectives += counter.collectives
-        proofs.same_gradient(report, model, alone, 1e-6)
-        proofs.one_gradient_sent(report, model, counter)
-        proofs.same_weights(report, model)
-        proofs.same_losses(report, torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), 1e-3)
-        return right, [check.ok for check in report.checks[3:]]
-
-    assert on_ranks(body, 2) == [([True] * 3, [False] * 4)] * 2
 
 
 # the one job
