@@ -110,15 +110,15 @@ def die_in(step):
     return before
 
 
-def ask_to_stop_in(step: int):
-    """Send SIGTERM from within that step: to test what follows, not when it comes."""
+def ask_to_stop_in(step: int, how: signal.Signals = signal.SIGTERM):
+    """Send a signal from within that step: to test what follows, not when it comes."""
 
     def before(script) -> None:
         record = job.Step.record
 
         def asked(self, *results, **options):
             if self.number == step:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), how)
             record(self, *results, **options)
 
         job.Step.record = asked
