@@ -1,24 +1,22 @@
-"""Each printed line that starts a large model on GPUs fits them: by that script's own step.
+"""A printed line of each launcher starts a large model that fits its GPUs.
 
 The script builds its model and takes its steps on tensors without content, as one rank of as many
 as the line starts.
 """
 
-import math
 import os
 import re
 import shlex
 import sys
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPO, load_script, results_of, run_command
-from page_reader import PAGES, read
+from conftest import REPO, load_script, results_of
+from page_reader import PAGES
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,20 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dist_common import checkpoint, data, hf, job, measure, models, report, runtime
-from planner.hardware import GPUS
-from planner.memory import memory_limit
-from planner.models import MODELS
 
-DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
-FINETUNE = "02-fsdp/fsdp_finetune.py"
 DEEPSPEED = "03-deepspeed/deepspeed_train.py"
 HYBRID = "05-advanced/hybrid_parallelism.py"
-TEMPLATES = (DDP, FSDP, FINETUNE, DEEPSPEED, HYBRID)
-GPU_GB = 80  # where the page names no other right before
+KINDS = [("torchrun", FSDP), ("sbatch", HYBRID), ("deepspeed", DEEPSPEED)]
+GPU_GB = 80  # of the GPUs that the pages mean
 OF_TENSORS = 0.9  # of a GPU's memory: the rest is the context's, kernels' and the allocator's
-# A plan says itself how much of the GPU tensors may take.
-PLANNED_GB = memory_limit(GPUS["h100"]) / OF_TENSORS / 1e9
 CPU = torch.device("cpu")
 full = pytest.mark.full
 pytestmark = pytest.mark.gpu_ready
@@ -47,11 +38,9 @@ pytestmark = pytest.mark.gpu_ready
 # lines
 
 START = re.compile(
-    r"\b(?:torchrun|sbatch|deepspeed|mpirun) [^\n`'|]*?(\d\d-[\w-]+/\w+\.py)"
-    r"([^\n`'|]* --(?:preset|model) [^\n`'|]*)"
+    r"\b(torchrun|sbatch|deepspeed) [^\n`'|]*?(\d\d-[\w-]+/\w+\.py)"
+    r"([^\n`'|]* --preset [^\n`'|]*)"
 )
-# A dry run of which a page shows a part.
-CUT = re.compile(r"^(python \S+ sweep [^|\n]*--dry-run[^|\n]*?) *\|", re.M)
 
 
 @dataclass
@@ -61,56 +50,28 @@ class Line:
     script: str
     ranks: int
     flags: list[str]
-    gpu_gb: float
-    shown_by: str | None = None  # of a line that is cut: what prints it whole
-
-    @property
-    def weights(self):
-        preset = self.flags[self.flags.index("--preset") + 1] if "--preset" in self.flags else None
-        return models.PRESETS[preset].num_parameters() if preset else math.inf
 
 
 def lines_of(text):
-    """Yield the lines in a text. `gpu` is taken for 8; fewer ranks are for this machine's CPU."""
+    """Yield (launcher, line) for the lines in a text that start 8 ranks or more."""
     text = text.replace("\\\n", " ")
     for found in START.finditer(text):
         nodes = re.search(r"--(?:nnodes|nodes)=(?:\d+:)?(\d+)", found[0])
-        on_each = re.search(
-            r"(?:--(?:nproc-per-node|ntasks-per-node|num_gpus)=|mpirun -np )(\w+)", found[0]
-        )
+        on_each = re.search(r"--(?:nproc-per-node|ntasks-per-node)=(\d+)", found[0])
         if on_each:
-            ranks = int({"gpu": 8}.get(on_each[1], on_each[1])) * int(nodes[1] if nodes else 1)
+            ranks = int(on_each[1]) * int(nodes[1] if nodes else 1)
         else:  # of --hostfile
             ranks = sum(int(slots) for slots in re.findall(r"node\d+ slots=(\d+)", text))
-        if ranks < 8 or re.search("--preset tiny|--model runs/", found[2]):
-            continue
-        gpus = re.findall(r"GPUs? of (\d+) GB", text[max(0, found.start() - 600) : found.start()])
-        flags = re.sub(r" --resume\b| --(?:output-dir|export) \S+", "", found[2])
-        room = int(gpus[-1]) if gpus else GPU_GB
-        if planned := re.findall(r"plan.py plan --model (\S+)", text[: found.start()]):
-            flags = flags.replace("MODEL_DIR", planned[-1])
-            room = room if gpus else PLANNED_GB
-        line = Line(found[1], ranks, shlex.split(flags), room)
-        if line.flags[-1] == "..." or found[0].startswith("mpirun"):
-            line.shown_by = [cut[1] for cut in CUT.finditer(text, 0, found.start())][-1]
-        # A lesson's batches are small; some hold two models, and one that neither is cut nor ends.
-        if line.script in TEMPLATES or 3 * 16 * line.weights > OF_TENSORS * line.gpu_gb * 1e9:
-            yield line
+        if ranks >= 8 and "--preset tiny" not in found[3]:
+            flags = re.sub(r" --resume\b| --output-dir \S+", "", found[3])
+            yield found[1], Line(found[2], ranks, shlex.split(flags))
 
 
-def printed_lines():
-    """Return the lines of all pages and lessons, by a name of each."""
-    texts = [(REPO / page).read_text() for page in PAGES]
-    texts += load_script("benchmarks/gpu_smoke.py").lines_of("GPU").values()
-    found = {}
-    for line in (line for text in texts for line in lines_of(text)):
-        alike = sum(name.startswith(f"{Path(line.script).stem}-{line.ranks}-") for name in found)
-        if line not in found.values():
-            found[f"{Path(line.script).stem}-{line.ranks}-{alike + 1}"] = line
-    return found
-
-
-LINES = printed_lines()
+def printed_line(launcher, script):
+    """Return the first line of this launcher that a page prints for a script."""
+    pages = ((REPO / page).read_text() for page in PAGES)
+    found = (line for text in pages for kind, line in lines_of(text) if kind == launcher)
+    return next(line for line in found if line.script == script)
 
 
 # memory
@@ -208,61 +169,7 @@ def convert_anew(self, fn, recurse=True):
     return self
 
 
-def set_up_ddp(script, args):
-    from ddp_parts import ddp_training as part
-
-    class OneOrder:
-        """A reducer that does not ask other ranks in which order gradients came."""
-
-        def __init__(self, reducer):
-            self.reducer = reducer
-
-        def __getattr__(self, name):
-            return getattr(self.reducer, name)
-
-        def _rebuild_buckets(self):
-            return False
-
-    def reduce_alone(state, bucket):
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    def wrapped(*given, **options):
-        model = wrap(*given, **options)
-        model.register_comm_hook(None, reduce_alone)
-        model.reducer = OneOrder(model.reducer)
-        return model
-
-    wrap, script.DDP = script.DDP, wrapped
-    part.proven_steps = lambda run, steps, *_: steps
-    models.Transformer._apply = convert_anew
-    torch.nn.parallel.distributed._verify_param_shape_across_processes = lambda *_: True
-    return script.set_up
-
-
-def set_up_finetune(script, args):
-    """Of Llama 2 7B or what was planned, and of answers as long as a row."""
-    from transformers import LlamaConfig
-
-    config = LlamaConfig()
-    if shape := MODELS.get(args.model):
-        config = LlamaConfig(
-            vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
-            num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads, max_position_embeddings=args.seq_len,
-        )  # fmt: skip
-    turns = [{"role": role, "content": ""} for role in ("user", "assistant")]
-    tokens = args.seq_len + 1
-    script.load = lambda args, kind, what: config if what == "config.json" else None
-    script.load_chats = lambda path: [("", turns)] * 2000
-    script.chat_ids = lambda tokenizer, messages: ([0] * tokens, [True] * tokens)
-    script.find_weights = lambda model, _: ({name: name for name in script.weights_of(model)}, {})
-    script.dcp = mock.Mock()
-    return script.set_up
-
-
-def set_up_deepspeed(script, args):
+def set_up_deepspeed(script):
     models.Transformer._apply = convert_anew
     script.draw_weights = lambda *_: None
     script.EngineFiles = lambda run: None
@@ -273,9 +180,6 @@ def set_up_deepspeed(script, args):
         return run
 
     return set_up
-
-
-SET_UP = {DDP: set_up_ddp, FINETUNE: set_up_finetune, DEEPSPEED: set_up_deepspeed}
 
 
 def peak_of_template(script, parsed, world, memory):
@@ -296,28 +200,9 @@ def peak_of_template(script, parsed, world, memory):
     torch._fused_adamw_ = lambda *_, **__: None  # has no shapes; needs no memory beside its state
     job.Job.steps = two_steps(memory)
     script.proofs = lambda: None
-    find = SET_UP.get(script.__file__.removeprefix(f"{REPO}/"), lambda script, _: script.set_up)
-    run = find(script, args)(parsed, report.Report("", args, world, CPU))
+    set_up = set_up_deepspeed(script) if hasattr(script, "EngineFiles") else script.set_up
+    run = set_up(parsed, report.Report("", args, world, CPU))
     script.train(run)
-
-
-def peak_of_lesson(script, args, world, memory):
-    """One of those that save and load: each trains what `checkpoint_job` builds, or builds it."""
-    part = script.checkpoint_job
-    the_job = mock.Mock(args=args, world=world, device=CPU)
-    the_job.config = models.preset(args.preset, part.SEQ_LEN)
-    the_job.text = data.Sequences(data.load_text(), part.SEQ_LEN)
-    part.draw_weights = lambda *_: None
-    without_content_from(part, "materialize", memory)
-    args.global_batch_size = 2 * world.world_size
-    if not hasattr(script, "start"):
-        part.build(the_job, 0, script.shard)
-        return
-    run = script.start(the_job, getattr(args, "strategy", 0))
-    run.optimizer.param_groups[0]["foreach"] = False
-    for _ in range(2):
-        memory.peak = memory.alive
-        part.train(the_job, run, 1)
 
 
 def peak_of(line, rank):
@@ -330,8 +215,7 @@ def peak_of(line, rank):
     script = load_script(line.script)
     sys.argv = [line.script, *line.flags]
     memory = Memory()
-    take = peak_of_template if line.script in TEMPLATES else peak_of_lesson
-    take(script, script.parse_args(), runtime.discover(), memory)
+    peak_of_template(script, script.parse_args(), runtime.discover(), memory)
     return memory.peak
 
 
@@ -341,70 +225,44 @@ def peak(on_ranks):
 
 
 @full
-@pytest.mark.parametrize("name", LINES)
-def test_every_printed_line_fits_its_gpus(peak, name):
-    line = LINES[name]
-    if line.shown_by:
-        whole = run_command(shlex.split(line.shown_by), REPO, 60).stdout
-        start = " ".join(line.flags[:-1])
-        line.flags = shlex.split(whole[whole.index(start) :].splitlines()[0])
+@pytest.mark.parametrize(("launcher", "script"), KINDS)
+def test_a_printed_line_fits_its_gpus(peak, launcher, script):
+    line = printed_line(launcher, script)
     # Of a pipeline the first stage holds most activations, the last one the logits.
     for rank in {0, line.ranks - 1} if "--pp" in line.flags else {0}:
-        held = peak(line, rank)
-        print(f"{held / 1e9:.1f} of {line.gpu_gb:.1f} GB on rank {rank} of {line.ranks}: {line}")
-        assert 0 < held < OF_TENSORS * line.gpu_gb * 1e9
+        assert 0 < peak(line, rank) < OF_TENSORS * GPU_GB * 1e9, f"rank {rank} of {line}"
 
 
 def test_lines_are_found():
-    found = sorted((Path(line.script).stem, line.ranks) for line in LINES.values())
-    assert found == [
-        ("ddp_training", 8),
-        ("deepspeed_train", 8), ("deepspeed_train", 16),
-        ("fsdp_checkpoint", 16),
-        ("fsdp_finetune", 8), ("fsdp_finetune", 8), ("fsdp_finetune", 8),
-        ("fsdp_reshard", 48), ("fsdp_to_hf", 16),
-        ("fsdp_transformer", 8), ("fsdp_transformer", 16),
-        ("fsdp_transformer", 64), ("fsdp_transformer", 64),
-        ("hybrid_parallelism", 8), ("hybrid_parallelism", 8),
-        ("hybrid_parallelism", 16), ("hybrid_parallelism", 64),
-    ]  # fmt: skip
-    text = (
-        "On 16 GPUs of 24 GB:\n\n    torchrun --nnodes=2 \\\n --nproc-per-node=8 {} --preset 124m"
-    )
-    assert list(lines_of(text.format(DDP))) == [Line(DDP, 16, ["--preset", "124m"], 24)]
-
-
-def test_pages_print_what_a_launcher_of_a_large_model_starts():
-    """Else its line would not be found."""
-    for page in PAGES:
-        blocks = read(page).blocks
-        for block, after in zip(blocks, [*blocks[1:], None], strict=False):
-            if re.search(r"launch_\w+\.sh .*--preset .*|launch_\w+\.sh .*--model ", block.text):
-                assert after and after.language == "text", f"{page}:{block.line}"
+    found = [printed_line(*kind) for kind in KINDS]
+    ranks = {FSDP: 16, HYBRID: 64, DEEPSPEED: 16}
+    assert {line.script: line.ranks for line in found} == ranks
+    text = "On GPUs:\n\n    torchrun --nnodes=2 \\\n --nproc-per-node=8 {} --preset 124m"
+    assert list(lines_of(text.format(FSDP))) == [("torchrun", Line(FSDP, 16, ["--preset", "124m"]))]
 
 
 @full
 def test_a_pipeline_holds_no_more_for_more_micro_batches(peak):
     """PyTorch's own stages have buffers for each of them, all the time: 19 MB more here."""
     flags = "--preset tiny --seq-len 128 --pp 2 --schedule interleaved --grad-accum-steps "
-    few, many = (peak(Line(HYBRID, 2, (flags + number).split(), GPU_GB)) for number in ("8", "32"))
+    few, many = (peak(Line(HYBRID, 2, (flags + number).split())) for number in ("8", "32"))
     assert many == few
 
 
 @full
 def test_what_does_not_fit_is_seen(peak):
-    """All states of 8 billion weights on each GPU, 16 bytes, and 4 of DDP's buckets."""
-    large = Line(DDP, 8, ["--preset", "llama3-8b", "--seq-len", "16"], GPU_GB)
-    held = peak(large)
-    assert 20 * large.weights < held < 21 * large.weights
-    assert held > OF_TENSORS * GPU_GB * 1e9
+    """An eighth of the states of 70 billion weights, 16 bytes each."""
+    flags = ["--preset", "llama3-70b", "--seq-len", "16", "--precision", "bf16-mixed"]
+    held = peak(Line(FSDP, 8, flags))
+    weights = models.PRESETS["llama3-70b"].num_parameters()
+    assert held > 16 * weights / 8 > OF_TENSORS * GPU_GB * 1e9
 
 
 @full
 def test_the_count_is_that_of_pytorchs_own_tracker(peak, run_script, tmp_path):
     flags = shlex.split("--preset 124m --seq-len 512 --activation-checkpointing full")
     flags += shlex.split("--precision bf16-mixed --micro-batch-size 2")
-    counted = peak(Line(FSDP, 8, flags, GPU_GB))
+    counted = peak(Line(FSDP, 8, flags))
     folder = tmp_path / "run"
     argv = (*flags, "--world-size", 8, "--output-dir", folder)
     ended = run_script("02-fsdp/fsdp_memory.py", *argv, environ={})
