@@ -14,7 +14,7 @@ import tabulate
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 PYODIDE = HERE / "node_modules" / "pyodide"
-TOOL = ("planner/*.py",)
+TOOL = ("planner/plan.py", "planner/*.py")
 
 
 def packed(content: bytes) -> str:
