@@ -6,7 +6,8 @@
 #   launch_nccl.sh slurm       [SCRIPT] --nnodes N --nproc-per-node N [--cpus-per-task N] ...
 #   launch_nccl.sh sbatch      [SCRIPT] [--nnodes N] [--nproc-per-node N] [--cpus-per-task N] ...
 #
-#   SCRIPT       bandwidth_test.py (default) or another one of this folder
+#   SCRIPT       bandwidth_test.py (default) or another one of this folder; cluster/README.md has
+#                the programs that check the nodes first
 #   sbatch       prints a file to adapt and to submit (2 nodes x 8 tasks x 12 cores unless said)
 #   --ifname NAME            NCCL and gloo meet at that interface, on every machine
 #   --nccl-debug             NCCL says what it finds and chooses: a file for each rank
@@ -60,7 +61,5 @@ container=(--container-image="\$image" --container-mounts="\$mounts"
 step=(srun --cpus-per-task="\$SLURM_CPUS_PER_TASK" --cpu-bind=cores --kill-on-bad-exit=1
   \${container[@]+"\${container[@]}"} python)
 
-"\${step[@]}" $here/doctor.py
-"\${step[@]}" $here/preflight.py # a node to drain ends the job
 "\${step[@]}" $(quoted "$here/$script" ${rest[@]+"${rest[@]}"})
 END

@@ -312,7 +312,7 @@ def test_healthy_large_nodes_are_quiet(dgx, number):
     ],
 )
 def test_one_odd_large_node_is_named(dgx, other, says):
-    """Faults of adapters and cards are broken in tests/test_cluster_doctor.py: one implementation."""
+    """Faults of adapters and cards are broken in the doctor's tests: one implementation."""
     (told,) = judged([dgx(n, **(other if n == 3 else {})) for n in range(5)])
     assert told.startswith(f"DRAIN dgx3: {says}"), told
 

@@ -30,13 +30,10 @@ from dist_common.lab import namespaces
 
 SCRIPT = "cluster/triage.py"
 FAILURES = REPO / "04-nccl-operations/failures"
-needs_py_spy = pytest.mark.skipif(
-    processes.py_spy() is None, reason="needs py-spy: pip install py-spy"
-)
 triage = load_script(SCRIPT)
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, which Linux has"),
-    pytest.mark.skipif(failure_gallery.py_spy() is None, reason="needs py-spy"),
+    pytest.mark.skipif(processes.py_spy() is None, reason="needs py-spy"),
 ]
 KINDS = ["loader", "order", "send", "stopped", "node"]
 CALLS = {"loader": "wait_for_storage", "order": "all_reduce in reduce_layer",
@@ -531,7 +528,6 @@ def test_who_owes_a_message_and_waits_in_a_collective_is_named():
     assert verdict.text.endswith("rank 0 has no send 3 for rank 1, only 2")
 
 
-@needs_py_spy
 def test_stacks_have_a_rank_and_no_launcher(run_script, tmp_path):
     """Two ranks, one with a loader's worker, and a shell that has the script in its command."""
     (tmp_path / "train.py").write_text(

@@ -137,6 +137,13 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path):
     assert_one_line(ask(tmp_path / "disk/mine", "up"), "File exists", "virtual_cluster.py")
 
 
+def test_a_machine_without_a_program_is_told_its_package(monkeypatch, tmp_path):
+    part = load_script("cluster/cluster_parts/virtual_cluster.py")
+    monkeypatch.setattr(part.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(cli.UsageError, match="no program ip .the package iproute2 has it"):
+        part.up(tmp_path / "cluster")
+
+
 def test_another_system_is_told_what_works_there(monkeypatch):
     main = load_script(SCRIPT).main
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -181,7 +188,7 @@ def test_a_node_has_its_own_network_name_processes_memory_disk_and_clock(cluster
         assert found["name"] == f"node{node}"
         assert found["addresses"] == ["10.77.0.1", "10.77.0.2", "10.77.1.2", "127.0.0.1"]
         assert found["cards"] == ["link0", "link1", "lo"]
-        assert found["processes"] == 3  # the first one, run's shepherd, and this
+        assert found["processes"] == 2  # the first one, and this
         assert found["shm_bytes"] == 8 << 20
         assert found["shm_full"] == found["disk_full"] == "No space left on device"
         offset = time.time() - found["seconds"]
@@ -197,7 +204,7 @@ def test_a_node_has_its_own_network_name_processes_memory_disk_and_clock(cluster
 
 
 TRAFFIC = """
-import json, socket, struct, sys, threading, time
+import json, socket, sys, threading, time
 def answer(peer):
     while data := peer.recv(1 << 20):
         if len(data) == 1:
@@ -224,8 +231,7 @@ def send(to, count, patience_s):
     peer.shutdown(socket.SHUT_WR)
     peer.recv(1)
     mbit = count * 8e-6 / (time.perf_counter() - started)
-    resent = struct.unpack_from("I", peer.getsockopt(socket.IPPROTO_TCP, 11, 104), 100)[0]
-    return {"trip_ms": min(trips), "mbit": mbit, "resent": resent}
+    return {"trip_ms": min(trips), "mbit": mbit}
 if sys.argv[1] == "serve":
     print("ready", flush=True)
     serve()
@@ -239,59 +245,36 @@ def send(cluster: Verb, count: int, to: str = "node1", patience_s: int = 60) -> 
     return json.loads(lines_of(ended, 0)[0])
 
 
-PROBES = 3  # packets that TCP sends again when an answer is late, as on a busy machine
-
-
-# On a busy machine one try may be late; none of ten is on time over a link that is still broken.
-
-
-def is_faster(cluster: Verb, mbit: float, to: str = "node1") -> None:
-    tried = []
-    while not tried or tried[-1] <= mbit:
-        assert len(tried) < 10, f"{tried} Mbit/s to {to}, not more than {mbit}"
-        tried.append(send(cluster, 500_000, to)["mbit"])
-
-
-def arrives_whole(cluster: Verb) -> None:
-    tried = []
-    while not tried or tried[-1] > PROBES:
-        assert len(tried) < 10, f"{tried} packets sent again"
-        tried.append(send(cluster, 500_000)["resent"])
+@pytest.mark.full
+@needs_nodes
+def test_each_verb_changes_the_traffic(cluster):
+    cluster("up", "--nodes", "2", "--cards", "2", "--link", "100mbit")
+    with in_background(cluster, "--on", "1", "--", "python", "-c", TRAFFIC, "serve"):
+        wait_until(lambda: "ready" in (cluster.folder / "printed").read_text())
+        assert send(cluster, 2_000_000)["mbit"] < 105  # a bucket's 32 KiB go at once
+        cluster("slow", "node1", "--card", "0", "--rate", "4mbit")
+        assert send(cluster, 500_000)["mbit"] < 6
+        assert "link0 4 Mbit/s, link1 100 Mbit/s" in cluster("status").stdout
+        cluster("cut", "1")
+        assert send(cluster, 1, patience_s=2) == {"error": "timed out"}
+        cluster("restore", "1")
+        assert send(cluster, 1)["mbit"]
+    log = [(event["event"], event.get("node")) for event in events(cluster)]
+    assert [line for line in log if line[0] not in ("run", "ended")] == [
+        ("up", None), ("slow", "node1"), ("cut", "node1"), ("restore", "node1"),
+    ]  # fmt: skip
 
 
 @pytest.mark.full
 @needs_nodes
-@pytest.mark.parametrize("link", ["100mbit", "100mbit,2ms"])
-def test_each_verb_changes_the_traffic(cluster, link):
-    cluster("up", "--nodes", "2", "--cards", "2", "--link", link)
-    with in_background(cluster, "--on", "1", "--", "python", "-c", TRAFFIC, "serve"):
-        wait_until(lambda: "ready" in (cluster.folder / "printed").read_text())
-        quick = send(cluster, 2_000_000)
-        assert quick["mbit"] < 105
-        arrives_whole(cluster)
-        if "ms" in link:
-            assert quick["trip_ms"] > 4  # 2 ms there, 2 ms back
-        cluster("slow", "node1", "--card", "0", "--rate", "4mbit")
-        slow = send(cluster, 500_000)["mbit"]
-        assert slow < 6  # a bucket's 32 KiB go at once
-        is_faster(cluster, 3 * slow, "node1-link1")
-        cluster("restore", "node1")
-        is_faster(cluster, 3 * slow)
-        cluster("lose", "1", "10%")
-        assert send(cluster, 500_000)["resent"] > PROBES + 2  # of some 350 packets
-        cluster("cut", "1")
-        assert "10% lost" in cluster("status").stdout
-        assert send(cluster, 1, patience_s=2) == {"error": "timed out"}
-        cluster("restore", "1")
-        arrives_whole(cluster)
-        cluster("kill", "0")
-        cluster("start", "0")
-        is_faster(cluster, 3 * slow)
-    log = [(event["event"], event.get("node")) for event in events(cluster)]
-    assert [line for line in log if line[0] not in ("run", "ended")] == [
-        ("up", None), ("slow", "node1"), ("restore", "node1"), ("lose", "node1"), ("cut", "node1"),
-        ("restore", "node1"), ("kill", "node0"), ("died", "node0"), ("start", "node0"),
-    ]  # fmt: skip
+def test_packets_are_lost_or_the_kernel_cannot(cluster):
+    cluster("up", "--nodes", "2")
+    ended = ask(cluster.folder, "lose", "node1", "2%")
+    if ended.codes == [0]:
+        assert "2% lost" in cluster("status").stdout
+    else:
+        says = "this kernel has no netem, which delays and loses packets (tc: "
+        assert_one_line(ended, says, "virtual_cluster.py")
 
 
 SLEEPERS = "sleep 1000 & (setsid sleep 1000 &); echo up; sleep 1000; :"
@@ -378,7 +361,7 @@ def namespaces_of(pids: list[int]) -> set[int]:
 @needs_nodes
 @pytest.mark.parametrize("killed", ["supervisor", "run", "run, gently"])
 def test_nothing_outlives_a_killed(cluster, killed):
-    cluster("up", "--nodes", "2", "--link", "100mbit,1ms")
+    cluster("up", "--nodes", "2", "--link", "100mbit")
     pids = [state(cluster)["pid"], *(node["pid"] for node in state(cluster)["nodes"])]
     spaces = namespaces_of(pids) - namespaces_of([os.getpid()])
     assert len(spaces) >= 2 * 4
@@ -434,13 +417,9 @@ DDP, FSDP = "01-ddp-basics/ddp_training.py", "02-fsdp/fsdp_transformer.py"
 HYBRID = "05-advanced/hybrid_parallelism.py"
 # name: nodes, ranks on each, script, flags. Tensor parallelism stays on a node.
 JOBS = {
-    "ddp 2": (2, 1, DDP, ""),
-    "ddp 4": (4, 1, DDP, ""),
     "full": (2, 1, FSDP, "--sharding full"),
-    "hybrid, sharded on a node": (2, 2, FSDP, "--sharding hybrid --shard-group-size 2"),
     "tp on a node, dp across": (2, 2, HYBRID, "--tp 2 --dp 2 --ranks-per-node 2"),
     "tp on a node, pp across": (2, 2, HYBRID, "--tp 2 --pp 2 --ranks-per-node 2"),
-    "pp 2 and dp 2 across": (4, 1, HYBRID, "--pp 2 --dp 2"),
 }
 # Ranks as forks of one process on each node: it imports torch once for all jobs.
 RANKS = """
@@ -486,12 +465,12 @@ def one_process(tmp_path, job, run_script) -> list[float]:
 
 @pytest.mark.full
 @needs_nodes
-def test_templates_train_on_two_and_four_nodes_to_the_losses_of_one_process(
+def test_templates_train_on_two_nodes_to_the_losses_of_one_process(
     cluster, tmp_path, job, one_process
 ):
     asked = [(nodes, ranks, script, [*job, *flags.split(), "--output-dir", f"{tmp_path}/{name}"])
              for name, (nodes, ranks, script, flags) in JOBS.items()]  # fmt: skip
-    cluster("up", "--nodes", "4", "--link", "1gbit")
+    cluster("up", "--nodes", "2", "--link", "1gbit")
     cluster("run", "--", "python", "-c", RANKS, "{node}", json.dumps(asked), timeout_s=300)
     for name, (nodes, ranks, *_) in JOBS.items():
         assert results_of(tmp_path / name)["world_size"] == nodes * ranks, name
