@@ -69,44 +69,17 @@ def test_a_step_that_does_not_send_the_gradient_fails_a_check(run_script):
     assert ended.stdout.splitlines()[-1] == "FAILED: step: bytes all-reduced"
 
 
-@full
-def test_it_says_when_cores_are_shared(run_script):
-    def one_core(script):
-        script.measure.core_count = lambda: 1
-        times = dict.fromkeys(("full", "slowest", "mean", "alone", "ideal"), 1.0)
-        found = {ranks: metrics_of(times, 1.0) for ranks in (1, 2)}
-        script.measure_all = lambda report, sizes: found
-
-    ended = run_script(BENCHMARK, before=one_core, environ={})
-    assert ended.codes == [0], ended.stderr
-    assert "more ranks than cores: they share cores, so this does not show" in ended.stdout
-
-
 @pytest.mark.parametrize(
     ("argv", "says"),
     first_is_quick([
         (["--max-ranks", 3], "--global-batch-size 8 cannot be dealt to 3 ranks"),
         (["--overhead", "--rounds", 14], "--overhead needs --rounds of at least 15"),
-        (["--buckets", 0], "--buckets: must be a number above 0"),
-        (["--model", "vgg"], "argument --model: invalid choice: 'vgg'"),
     ]),
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_writes_nothing(run_script, tmp_path, argv, says):
     ended = run_script(BENCHMARK, *argv, "--output-dir", tmp_path / "new", environ={})
     assert_one_line(ended, says, "ddp_benchmark.py")
     assert not ended.stdout and not (tmp_path / "new").exists()
-
-
-@full
-def test_a_failed_launch_is_an_error_that_says_why(run_script):
-    def fail(script):
-        script.launch = lambda *args, **options: argparse.Namespace(
-            returncode=1, stdout="", stderr="ddp_benchmark.py: rank 0: the reason"
-        )
-
-    ended = run_script(BENCHMARK, before=fail, environ={})
-    assert ended.codes == [1]
-    assert "1 ranks failed: ddp_benchmark.py: rank 0: the reason" in ended.stderr
 
 
 # buckets
@@ -179,14 +152,6 @@ def test_overhead_of_a_loop_that_trains_otherwise_fails_a_check(run_script, tmp_
     ended = quick_overhead(run_script, tmp_path / "run", other_losses)
     assert 1 in ended.codes and not set(ended.codes) - {0, 1, -signal.SIGTERM}, ended.stderr
     assert ended.stdout.splitlines()[-1] == "FAILED: largest difference of losses"
-
-
-@full
-def test_more_rounds_than_an_epoch_has_steps_are_refused(run_script):
-    ended = run_script(
-        BENCHMARK, "--overhead", "--rounds", 10**6, world_size=2, before=with_a_small_model()
-    )
-    assert_one_line(ended, "--rounds 1000000 is more than the 463 steps", "ddp_benchmark.py")
 
 
 @full

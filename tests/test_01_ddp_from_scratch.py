@@ -1,7 +1,5 @@
 """DDP from scratch: each step gives the gradient of one process, for any model."""
 
-import weakref
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +17,9 @@ EARLY = "3 buckets, overlapped: all-reduces begun before the last gradient"
 # the script
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=full)])
-def test_each_step_towards_ddp_gives_the_gradient_of_one_process(run_script, tmp_path, world_size):
-    ended = run_script(SCRATCH, *SMALL, "--output-dir", tmp_path / "run", world_size=world_size)
-    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+def test_each_step_towards_ddp_gives_the_gradient_of_one_process(run_script, tmp_path):
+    ended = run_script(SCRATCH, *SMALL, "--output-dir", tmp_path / "run", world_size=2)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
     content = results_of(tmp_path / "run")
     assert len(content["checks"]) == 13 and all(check["ok"] for check in content["checks"])
     # 39 weights: an embedding, 9 in each of 4 blocks, a norm and a head.
@@ -30,43 +27,13 @@ def test_each_step_towards_ddp_gives_the_gradient_of_one_process(run_script, tmp
     assert content["metrics"]["collectives_2"] == content["metrics"]["collectives_3"] < 10
 
 
-@full
-def test_one_large_bucket_has_nothing_to_overlap_with(run_script, tmp_path):
-    folder = tmp_path / "run"
-    arguments = (*SMALL, "--bucket-cap-mb", 100, "--output-dir", folder)
-    ended = run_script(SCRATCH, *arguments, world_size=2)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    content = results_of(folder)
-    assert [content["metrics"][f"collectives_{way}"] for way in (1, 2, 3, 4)] == [39, 1, 1, 1]
-    assert {c["name"]: c["measured"] for c in content["checks"]}[EARLY] == 0
-
-
 def skip_start_equal(script):
     script.start_equal = lambda model: None
-
-
-def forget_a_bucket(script):
-    cut = script.buckets_of
-    script.buckets_of = lambda model, size: cut(model, size)[1:]
-
-
-def forget_to_divide(script):
-    script.unpack = lambda flat, bucket: [
-        parameter.grad.copy_(part.view_as(parameter))
-        for parameter, part in zip(
-            bucket, flat.split([parameter.numel() for parameter in bucket]), strict=True
-        )
-    ]
 
 
 def start_after_backward(script):
     """Give the right gradient, but by all-reduces that no longer overlap with backward."""
     script.Overlapped.note = lambda self, parameter, index: None
-
-
-def start_with_the_first_layer(script):
-    """The first bucket is then complete last, and all the others wait for it."""
-    script.reversed = lambda parameters: parameters
 
 
 def send_twice(script):
@@ -86,16 +53,6 @@ def send_twice(script):
                             ("1 each gradient", "2 buckets", "3 buckets, overlapped")}),
         (send_twice, {"1 each gradient: bytes handed over", "2 buckets: bytes sent"}),
         (start_after_backward, {EARLY}),
-        pytest.param(start_with_the_first_layer, {EARLY}, marks=full),
-        pytest.param(
-            forget_a_bucket, {"2 buckets: gradient error", "3 buckets, overlapped: bytes sent"},
-            marks=full,
-        ),
-        pytest.param(
-            forget_to_divide,
-            {"2 buckets: gradient error", "3 buckets, overlapped: gradient error"},
-            marks=full,
-        ),
     ],
 )  # fmt: skip
 def test_sabotage_of_a_step_towards_ddp_fails_a_check(run_script, tmp_path, sabotage, failing):
@@ -123,9 +80,6 @@ def test_an_emulated_link_delays_but_does_not_change(run_script, tmp_path):
     ("argv", "says"),
     first_is_quick([
         (("--link", "fast"), "--link: must be like 100mbit or 1gbit, not 'fast'"),
-        (("--link", "0mbit"), "must be like 100mbit"),
-        (("--seq-len", 257), "--seq-len must be at most 256"),
-        (("--bucket-cap-mb", 0), "--bucket-cap-mb: must be a number above 0"),
         (("--micro-batch-size", 10**6), "fewer than one sequence"),
     ]),
 )  # fmt: skip
@@ -229,8 +183,9 @@ def own_model(rank: int, world_size: int, way: str, sabotage=lambda script: None
     return train(load_script(SCRATCH), rank, world_size, way, sabotage)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=full)])
-@pytest.mark.parametrize("way", ["each", "buckets", "overlapped"])
+@pytest.mark.parametrize(
+    ("way", "world_size"), [("each", 2), ("buckets", 2), pytest.param("overlapped", 3, marks=full)]
+)
 def test_a_model_of_ones_own_gets_the_gradient_of_one_process(on_ranks, way, world_size):
     """Frozen and tied weights, buffers, a branch of one rank, other weights at the start.
 
@@ -245,22 +200,6 @@ def test_a_model_of_ones_own_gets_the_gradient_of_one_process(on_ranks, way, wor
         # Shared weights once, frozen ones never: 160, 2 x (256 + 16), 256 + 16; in three steps.
         assert sum(sent) == 3 * (160 + 2 * 272 + 272)
     assert pairs[1][1].abs().sum() > 0
-
-
-def forget_the_buffers(script):
-    def parameters_only(model):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                dist.broadcast(parameter, src=0)
-
-    script.start_equal = parameters_only
-
-
-@pytest.mark.parametrize("sabotage", [skip_start_equal, forget_the_buffers])
-def test_ranks_that_start_with_other_tensors_get_another_gradient(on_ranks, sabotage):
-    for pairs, _, _ in on_ranks(own_model, 2, "overlapped", sabotage):
-        averaged, expected = pairs[0]
-        assert not torch.allclose(averaged, expected, rtol=0, atol=1e-3)
 
 
 def backward_twice(rank: int, world_size: int) -> str:
@@ -281,35 +220,6 @@ def test_a_second_backward_without_wait_is_refused(on_ranks):
     assert on_ranks(backward_twice, 2) == ["a second backward: call wait() after each one"] * 2
 
 
-class Handle:
-    def wait(self) -> None:
-        pass
-
-
-def handles_that_live(rank: int, world_size: int) -> list[int]:
-    script = load_script(SCRATCH)
-    model = nn.Linear(4, 4)
-    handles = weakref.WeakSet()
-
-    def all_reduce(tensor: torch.Tensor) -> Handle:
-        living.append(len(handles))
-        handles.add(handle := Handle())
-        return handle
-
-    living = []
-    overlap = script.wrap(model, 1, all_reduce)
-    for _ in range(2):
-        model(torch.ones(1, 4)).sum().backward()
-        overlap.wait()
-        living.append(len(handles))
-    return living
-
-
-def test_handles_live_until_the_next_backward(on_ranks):
-    """Dropped at once, one that gloo's thread drops last can abort the process as Python ends."""
-    assert on_ranks(handles_that_live, 1) == [[0, 1, 2, 0, 1, 2]]
-
-
 def test_buckets_of_any_size():
     script = load_script(SCRATCH)
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))  # 256 bytes each
@@ -321,31 +231,6 @@ def test_buckets_of_any_size():
 
 
 # what the page says of PyTorch's DDP
-
-
-def bucket_sizes(rank: int, world_size: int, options: dict) -> list[float]:
-    """Return the MiB of each all-reduce of a third step, of twelve layers of 0.25 MiB."""
-    sizes = []
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        sizes.append(bucket.buffer().nbytes / 2**20)
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
-    model = DistributedDataParallel(layers, **options)
-    model.register_comm_hook(None, hook)
-    for _ in range(3):
-        sizes.clear()
-        model(torch.ones(1, 256)).sum().backward()
-    return sizes
-
-
-@full
-def test_ddps_default_alone_has_a_small_first_bucket(on_ranks):
-    assert on_ranks(bucket_sizes, 2, {}) == [[1.0, 2.0]] * 2
-    assert on_ranks(bucket_sizes, 2, {"bucket_cap_mb": 25}) == [[3.0]] * 2
-    assert on_ranks(bucket_sizes, 2, {"bucket_cap_mb": 0.5}) == [[0.5] * 6] * 2
 
 
 def buffers_after_forward(rank: int, world_size: int) -> tuple[float, float]:

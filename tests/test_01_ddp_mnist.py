@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
-from helpers_01 import deal_all_ranks_the_same, newest_state, skip_all_reduce, wait_for
+from helpers_01 import newest_state, skip_all_reduce, wait_for
 from helpers_04 import first_is_quick
 from torch.utils.data import DistributedSampler
 
@@ -26,8 +26,7 @@ def losses_of(folder: Path) -> torch.Tensor:
 # the same answer
 
 
-@pytest.mark.parametrize(("ranks", "epochs"), [(2, 1), pytest.param(3, 3, marks=full)])
-def test_the_losses_are_those_of_one_process(run_script, tmp_path, ranks, epochs):
+def test_the_losses_are_those_of_one_process(run_script, tmp_path):
     """Every step's loss, for the same global batch of 48 samples in the same order.
 
     Tolerance: summing 48 fp32 terms in another order changes a loss near 2 by about 5e-7 at the
@@ -35,16 +34,16 @@ def test_the_losses_are_those_of_one_process(run_script, tmp_path, ranks, epochs
     bit flips a gradient), and over these steps the difference grows by less than a factor of 10.
     """
     curves = []
-    for world_size in (1, ranks):
+    for world_size in (1, 2):
         folder = tmp_path / f"{world_size}-ranks"
         ended = run_script(
-            MNIST, "--epochs", epochs, "--micro-batch-size", 48 // world_size,
+            MNIST, "--epochs", 1, "--micro-batch-size", 48 // world_size,
             "--output-dir", folder, world_size=world_size,
         )  # fmt: skip
         assert ended.codes == [0] * world_size, ended.stderr
         curves.append(losses_of(folder))
     alone, together = curves
-    assert len(alone) == epochs * (1437 // 48)
+    assert len(alone) == 1437 // 48
     assert alone[-1] < 0.5 * alone[0], "a loss that does not fall would prove little"
     difference = (together - alone).abs()
     assert difference[0] < 1e-6 and difference.max() < 1e-5
@@ -109,8 +108,6 @@ class Dealt:
              "distinct sets of weights over all ranks"],
         ),
         (repeat_test_samples, ["test samples counted exactly once"]),
-        pytest.param(deal_all_ranks_the_same, ["gradient: relative error against one process"],
-                     marks=full),
     ],
 )  # fmt: skip
 def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failing):
@@ -165,21 +162,13 @@ def one_training_sample(script):
     first_is_quick([
         (["--device", "cuda"], "2 ranks on this machine but 1 GPU(s): start at", fake_gpus(1)),
         (["--device", "cuda"], "--device cuda: PyTorch finds no GPU", fake_gpus(0)),
-        (["--device", "tpu"], "argument --device: invalid choice: 'tpu' (choose from", None),
-        (["--seed", "-1"], "--seed: must be a whole number of at least 0, not '-1'", None),
-        (["--timeout", "1e300"], "--timeout: must be a number above 0", None),
-        (["--micro-batch-size", "0"], "--micro-batch-size: must be a whole number of", None),
         (["--micro-batch-size", "1000"], "1000 x 2 ranks is more than the 1437 samples", None),
-        (["--lr", "nan"], "--lr: must be a number above 0, not 'nan'", None),
         (["--data-dir", "{tmp}/file"], "/file is not a folder", None),
-        (["--data-dir", "{tmp}/none"], "/none does not exist; --download", None),
         (["--data-dir", "{tmp}"], "holds no MNIST: add --download", None),
         (["--download"], "--download needs --data-dir", None),
         (["--resume"], "--resume needs --output-dir", None),
         (["--output-dir", "{tmp}/file/run"], "cannot be written: Not a directory", None),
         (["--output-dir", "{tmp}"], "is not empty: name another folder", None),
-        (["--output-dir", "{tmp}", "--resume"], "is not empty: name another folder", None),
-        (["--output-dir", "{tmp}/new", "--micro-batch-size", "999"], "999 x 2 ranks is", None),
         ([], "1 samples cannot be dealt to 2 ranks: start fewer ranks", one_training_sample),
     ]),
 )  # fmt: skip
@@ -224,24 +213,13 @@ def write_mnist(folder: Path) -> None:
 
 
 @full
-def test_mnist_is_read_from_its_folder_and_never_fetched_silently(run_script, tmp_path):
+def test_mnist_is_read_from_its_folder(run_script, tmp_path):
     write_mnist(tmp_path / "data")
     ended = run_script(
         MNIST, "--data-dir", tmp_path / "data", "--micro-batch-size", 8, "--epochs", 2, world_size=2
     )
     assert ended.codes == [0, 0], ended.stderr
     assert "MNIST: 64 to train on, 20 to test on" in ended.stdout
-
-    def nobody_answers(script):
-        from torchvision.datasets import MNIST as dataset
-
-        dataset.mirrors = ["http://127.0.0.1:9/"]
-
-    ended = run_script(
-        MNIST, "--data-dir", tmp_path / "new", "--download", world_size=2, before=nobody_answers
-    )
-    assert ended.codes[0] == 2
-    assert "--download: MNIST cannot be fetched" in ended.stderr.splitlines()[-1]
 
 
 # a rank that is lost
@@ -252,20 +230,18 @@ def ended_or_zombie(pid: int) -> bool:
 
 
 @full
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_others_at_once(run_script, tmp_path, victim):
+def test_a_killed_rank_ends_the_others_at_once(run_script, tmp_path):
     def kill(pids):
         wait_for((tmp_path / "run" / "checkpoints" / "step-00000044").exists)
-        os.kill(pids[victim], signal.SIGKILL)
+        os.kill(pids[1], signal.SIGKILL)
 
     ended = run_script(
         MNIST, "--epochs", 1000, "--output-dir", tmp_path / "run",
         world_size=2, during=kill, end_job_on_failure=False,
     )  # fmt: skip
-    survivor = 1 - victim
-    assert ended.codes[victim] == -signal.SIGKILL and ended.codes[survivor] == 1
+    assert ended.codes == [1, -signal.SIGKILL]
     (line,) = ended.stderr.splitlines()
-    assert f"rank {survivor}: lost contact with another rank (Connection" in line
+    assert "rank 0: lost contact with another rank (Connection" in line
 
 
 @full
@@ -299,22 +275,6 @@ def test_digits_split_is_fixed_and_disjoint():
     again = digits.load_digits()
     assert torch.equal(images.test.tensors[0], again.test.tensors[0])
     assert torch.equal(before, torch.get_rng_state()), "loading data must not use up randomness"
-
-
-def test_small_cnn_has_the_documented_size_and_takes_both_image_sizes():
-    model = load_script("01-ddp-basics/ddp_parts/digits.py").SmallCNN()
-    assert sum(p.numel() for p in model.parameters()) == 151_306
-    for size in (8, 28):
-        assert model(torch.zeros(2, 1, size, size)).shape == (2, 10)
-
-
-def test_distributed_sampler_repeats_samples_where_the_script_does_not():
-    for ranks in (1, 2, 3, 4, 7):
-        dealt = [torch.arange(10)[rank::ranks] for rank in range(ranks)]
-        assert sorted(torch.cat(dealt).tolist()) == list(range(10))
-        padded = [i for rank in range(ranks)
-                  for i in DistributedSampler(range(10), ranks, rank, shuffle=False)]  # fmt: skip
-        assert (sorted(padded) == list(range(10))) == (10 % ranks == 0)
 
 
 @full

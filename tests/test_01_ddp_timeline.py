@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-import torch
 from conftest import load_script, results_of
 from helpers_01 import skip_all_reduce
 
@@ -11,11 +9,10 @@ TIMELINE = "01-ddp-basics/ddp_timeline.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 2)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_timeline_is_drawn_from_a_trace_that_has_every_all_reduce(run_script, tmp_path, world_size):
+def test_timeline_is_drawn_from_a_trace_that_has_every_all_reduce(run_script, tmp_path):
     folder = tmp_path / "run"
-    ended = run_script(TIMELINE, *SMALL, "--output-dir", folder, world_size=world_size)
-    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    ended = run_script(TIMELINE, *SMALL, "--output-dir", folder, world_size=2)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
     checks = {check["name"]: check["measured"] for check in results_of(folder)["checks"]}
     for name, buckets in (("one bucket", 1), ("0.5 MiB", 6)):
         assert checks[f"{name}: numbers all-reduced"] == 803_968
@@ -26,45 +23,11 @@ def test_timeline_is_drawn_from_a_trace_that_has_every_all_reduce(run_script, tm
     assert sum(event["name"] == "gloo:all_reduce" for event in events) == 6
 
 
-def reduce_after_backward(script):
-    """Average the gradients when backward has ended, as step 2 of ddp_from_scratch.py does."""
-    take_step = script.take_step
-
-    def late(model, batch):
-        zero_grad = model.zero_grad
-
-        def average_then_zero():
-            for parameter in model.parameters():
-                torch.distributed.all_reduce(parameter.grad.flatten())
-            zero_grad()
-
-        model.zero_grad = average_then_zero
-        take_step(model, batch)
-        model.zero_grad = zero_grad
-
-    script.take_step = late
-    script.DDP = lambda model, *args, **kwargs: model
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "failed"),
-    [
-        (skip_all_reduce, "one bucket: numbers all-reduced; 0.5 MiB: numbers all-reduced"),
-        pytest.param(reduce_after_backward, "one bucket: begun before the last gradient; "
-                     "0.5 MiB: begun before the last gradient", marks=pytest.mark.full),
-    ],
-)  # fmt: skip
-def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failed):
+def test_sabotage_fails_a_check(run_script, tmp_path):
     folder = tmp_path / "run"
-    run_script(TIMELINE, *SMALL, "--output-dir", folder, world_size=2, before=sabotage)
+    run_script(TIMELINE, *SMALL, "--output-dir", folder, world_size=2, before=skip_all_reduce)
     bad = {check["name"] for check in results_of(folder)["checks"] if not check["ok"]}
-    assert set(failed.split("; ")) <= bad
-
-
-def test_what_is_hidden_is_what_lies_within_backward():
-    script = load_script(TIMELINE)
-    spans = {"backward": [(10.0, 20.0)], "all-reduce": [(5.0, 6.0), (15.0, 5.0), (29.0, 4.0)]}
-    assert script.hidden_ms(spans) == 1.0 + 5.0 + 1.0
+    assert {"one bucket: numbers all-reduced", "0.5 MiB: numbers all-reduced"} <= bad
 
 
 def event(name: str, ts: float, dur: float, kind: str = "cpu_op") -> dict:

@@ -2,17 +2,11 @@
 
 import argparse
 import functools
-import importlib.util
-import json
-import os
 import re
 import shutil
 import signal
 import sys
-import types
-from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
@@ -25,12 +19,8 @@ from helpers_01 import (
     TRAINING,
     WEIGHTS,
     ask_to_stop_in,
-    at_random_step,
-    deal_all_ranks_the_same,
-    die_in,
     largest_difference,
     newest_state,
-    skip_all_reduce,
     small_job,
     steps_in,
     with_a_small_model,
@@ -70,21 +60,20 @@ def straight(train, tmp_path):
 # the same answer
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 4), pytest.param(3, 8, marks=full)])
-def test_training_gives_the_losses_of_one_process(train, tmp_path, ranks, micro_batch):
+def test_training_gives_the_losses_of_one_process(train, tmp_path):
     """24 sequences a step in micro-batches of unequal token counts, over the end of an epoch.
 
     Tolerance: summing fp32 terms in another order changes a loss near 5 in its last bits. The model
     is smooth, so the difference stays small over 24 steps.
     """
-    for world_size, size in ((1, 8), (ranks, micro_batch)):
+    for world_size, size in ((1, 8), (2, 4)):
         ended = train(
             "--global-batch-size", 24, "--micro-batch-size", size,
             "--output-dir", tmp_path / str(world_size), ranks=world_size,
         )  # fmt: skip
         assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
         assert ended.stdout.splitlines()[-1].startswith("OK: 5 checks passed, loss ")
-    alone, together = tmp_path / "1", tmp_path / str(ranks)
+    alone, together = tmp_path / "1", tmp_path / "2"
     losses = steps_in(alone)
     assert losses[24] < 0.8 * losses[1], "a loss that does not fall would prove little"
     assert newest_state(alone)["sampler"]["epoch"] == 1, "the end of an epoch is in it"
@@ -93,51 +82,8 @@ def test_training_gives_the_losses_of_one_process(train, tmp_path, ranks, micro_
 
 
 @full
-def test_how_often_results_are_read_does_not_change_them(train, tmp_path):
-    for every in (1, 7):
-        ended = train("--log-every", every, "--output-dir", tmp_path / str(every), "--max-steps", 9)
-        assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert largest_difference(tmp_path / "1", tmp_path / "7") == 0.0
-    # It looks at steps 5 (saves), 7 and 9 (the last).
-    assert re.findall(r"^step (\d+) \| loss", ended.stdout, re.M) == ["5", "7", "9"]
-
-
-@full
-def test_the_model_is_evaluated_in_eval_mode_and_trained_in_train_mode(train):
-    seen = []
-
-    def watch(script):
-        summed = script.summed_loss
-
-        def watched(model, *rest, **options):
-            evaluating = sys._getframe(1).f_code.co_name == "evaluate"
-            assert model.training != evaluating
-            seen.append(evaluating)
-            return summed(model, *rest, **options)
-
-        script.summed_loss = watched
-
-    def say_what_was_seen(script):
-        evaluate = script.job.Job.evaluate
-
-        def told(job, *args):
-            value = evaluate(job, *args)
-            job.report.say(f"evaluated {sum(seen)} of {len(seen)} times")
-            return value
-
-        script.job.Job.evaluate = told
-
-    arguments = ("--max-steps", 4, "--eval-every", 2)
-    ended = train(*arguments, changes=[watch, say_what_was_seen])
-    assert ended.codes == [0, 0], ended.stderr
-    first, second = re.findall(r"^evaluated (\d+) of (\d+) times$", ended.stdout, re.M)
-    assert 0 < int(first[0]) < int(first[1]) and 2 * int(first[0]) == int(second[0])
-
-
-@full
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_mixed_precisions_learn_and_resume_bitwise(train, tmp_path, precision):
-    arguments = ("--max-steps", 8, "--precision", precision, "--resume", "--output-dir")
+def test_mixed_precision_learns_and_resumes_bitwise(train, tmp_path):
+    arguments = ("--max-steps", 8, "--precision", "16-mixed", "--resume", "--output-dir")
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     train(*arguments, straight)
     train(*arguments, stopped, changes=[ask_to_stop_in(4)])
@@ -147,8 +93,7 @@ def test_mixed_precisions_learn_and_resume_bitwise(train, tmp_path, precision):
     assert losses[8] < 0.95 * losses[1]
     assert largest_difference(straight, stopped) == 0.0
     assert results_of(stopped)["checks"][0]["measured"] > 1e-5, "fp32 would be more exact"
-    if precision == "16-mixed":
-        assert newest_state(stopped)["scaler"] == newest_state(straight)["scaler"]
+    assert newest_state(stopped)["scaler"] == newest_state(straight)["scaler"]
 
 
 @full
@@ -164,105 +109,14 @@ def test_tensorboard_shows_the_numbers_of_metrics_jsonl(train, tmp_path):
         assert shown == pytest.approx(steps_in(folder, name), rel=1e-6)
 
 
-def stand_in_for_wandb(script):
-    """Have `import wandb` find a module that notes in a file how it is called."""
-
-    class Run:
-        step = 0
-
-        def log(self, values, step):
-            assert step >= self.step, "wandb leaves it out, and warns"
-            self.step = step
-            note({"step": step, **values})
-
-        def finish(self):
-            note("finish")
-
-    def note(what):
-        with open(Path(options["dir"]) / "calls.jsonl", "a") as file:
-            file.write(json.dumps(what, default=str) + "\n")
-
-    def init(**given):
-        options.update(given)
-        note({name: given[name] for name in ("id", "resume", "name", "config")})
-        run = Run()
-        for line in (Path(given["dir"]) / "calls.jsonl").read_text().splitlines():
-            run.step = 1 + json.loads(line).get("step", run.step - 1)  # after what it has
-        return run
-
-    options = {}
-    module = types.ModuleType("wandb")
-    module.init, module.Settings, module.Error = init, lambda console: None, KeyError
-    sys.modules["wandb"] = module
-
-
-def test_wandb_has_one_run_of_a_job_that_resumes(train, tmp_path):
-    argv = ("--logger", "wandb", "--save-every", 3, "--resume", "--output-dir", tmp_path / "run")
-    killed = train(*argv, "--max-steps", 6, changes=[stand_in_for_wandb, die_in(6)])
-    assert killed.codes == [-signal.SIGKILL] * 2, killed.stderr
-    ended = train(*argv, "--max-steps", 6, changes=[stand_in_for_wandb])
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    calls = (tmp_path / "run" / "calls.jsonl").read_text().splitlines()
-    calls = [json.loads(call) for call in calls]  # of both starts
-    first, second = (call for call in calls if "id" in call)
-    assert first["id"] == second["id"] and first["resume"] == "allow"
-    assert first["name"] == "run" and first["config"]["max_steps"] == 6
-    steps = [call["step"] for call in calls if "loss" in call]
-    assert steps == [1, 2, 3, 4, 5, 6], "4 and 5, after the checkpoint, once"
-    assert calls[-1] == "finish"
-    shown = {call["step"]: call["loss"] for call in calls if "loss" in call}
-    assert shown == steps_in(tmp_path / "run")
-
-
 def without_wandb(script):
     sys.modules["wandb"] = None
 
 
-def refusing_wandb(script):
-    stand_in_for_wandb(script)
-
-    def init(**options):
-        raise sys.modules["wandb"].Error("no API key configured")
-
-    sys.modules["wandb"].init = init
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (without_wandb, "--logger wandb: pip install wandb first"),
-        pytest.param(
-            refusing_wandb,
-            "no API key configured'; WANDB_MODE=offline needs no account",
-            marks=full,
-        ),
-    ],
-)
-@pytest.mark.full
-def test_a_logger_that_cannot_start_ends_the_run(train, tmp_path, change, says):
-    ended = train("--logger", "wandb", "--output-dir", tmp_path / "run", changes=[change])
-    assert_one_line(ended, says, "ddp_training.py")
-
-
 @full
-@pytest.mark.skipif(
-    importlib.util.find_spec("wandb") is None,
-    reason="needs wandb: not in requirements.txt",
-)
-def test_wandb_itself_offline(train, tmp_path):
-    """Two starts leave two folders of one run, which `wandb sync` puts together."""
-    environ = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    argv = ("--logger", "wandb", "--save-every", 2, "--resume", "--output-dir", tmp_path / "run")
-
-    def offline(script):
-        os.environ.update(environ)
-
-    for steps in (3, 5):
-        ended = train(*argv, "--max-steps", steps, changes=[offline])
-        assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    (name,) = {path.name.split("-")[-1] for path in (tmp_path / "run").glob("wandb/offline-run-*")}
-    assert name == (tmp_path / "run" / "wandb-id").read_text()
-    assert len(list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))) == 2
+def test_a_logger_that_cannot_start_ends_the_run(train, tmp_path):
+    ended = train("--logger", "wandb", "--output-dir", tmp_path / "run", changes=[without_wandb])
+    assert_one_line(ended, "--logger wandb: pip install wandb first", "ddp_training.py")
 
 
 def without_cpp(script):
@@ -278,36 +132,6 @@ def test_compiling_does_not_change_the_training(train, tmp_path):
     ended = train(*arguments, folder, "--compile", changes=[without_cpp])
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
     assert largest_difference(plain, folder) < 2e-5
-
-
-@pytest.mark.gpu_ready
-@full
-def test_compiling_the_model_or_ddp_cuts_the_graph_alike(on_ranks):
-    """DDPOptimizer cuts the graph where buckets end, whichever of the two is compiled."""
-    graphs = on_ranks(count_graphs, 2)
-    assert graphs == [graphs[0]] * 2 and len(set(graphs[0])) == 1 and graphs[0][0] > 1
-
-
-def count_graphs(rank, world_size):
-    from dist_common import models
-
-    counts = []
-    for compile_model in (True, False):
-        torch._dynamo.reset()
-        graphs = []
-
-        def keep(graph, inputs, graphs=graphs):
-            graphs.append(graph)
-            return graph.forward
-
-        model = models.Transformer(models.PRESETS["tiny"])
-        if compile_model:
-            compiled = DistributedDataParallel(torch.compile(model, backend=keep))
-        else:
-            compiled = torch.compile(DistributedDataParallel(model), backend=keep)
-        compiled(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
-        counts.append(len(graphs))
-    return counts
 
 
 def test_learning_rates_scale_warm_up_and_decay():
@@ -380,8 +204,6 @@ def train_rank_1_further(script):
         (train_rank_1_further, [WEIGHTS]),
         (drop_a_micro_batch, [TRAINED]),
         (evaluate_without_the_last_batch, [TESTED]),
-        pytest.param(skip_all_reduce, [GRADIENT, BYTES], marks=full),
-        pytest.param(deal_all_ranks_the_same, [GRADIENT], marks=full),
     ],
 )
 def test_sabotage_fails_a_check(train, sabotage, failing):
@@ -390,79 +212,7 @@ def test_sabotage_fails_a_check(train, sabotage, failing):
     assert ended.stdout.splitlines()[-1] == "FAILED: " + "; ".join(failing)
 
 
-MEAN_OF_MEANS = (
-    "mean_loss = loss * dist.get_world_size() / tokens",
-    "mean_loss = loss / (targets != data.IGNORED).sum() / len(micro_batches)",
-)
-SYNC_ALWAYS = (
-    "contextlib.nullcontext() if last else ddp_model.no_sync()",
-    "contextlib.nullcontext()",
-)
-NO_FACTOR = ("loss * dist.get_world_size() / tokens", "loss / tokens")
-
-
-@pytest.mark.parametrize(
-    ("change", "flags", "ranks", "failing"),
-    [
-        (MEAN_OF_MEANS, ["--whole-lines"], 2, GRADIENT),
-        pytest.param(MEAN_OF_MEANS, [], 2, None, marks=full),
-        pytest.param(SYNC_ALWAYS, [], 2, BYTES, marks=full),
-        pytest.param(NO_FACTOR, [], 2, GRADIENT, marks=full),
-        pytest.param(NO_FACTOR, [], 1, None, marks=full),
-    ],
-)
-def test_the_exercises_of_the_page_turn_their_checks_red(
-    run_script, tmp_path, change, flags, ranks, failing
-):
-    """Edits as the page asks for; the text is its default one, in sequences of equal length."""
-    source = (REPO / TRAINING).read_text()
-    assert source.count(change[0]) == 1
-    (tmp_path / "edited.py").write_text(source.replace(*change))
-    ended = run_script(
-        str(tmp_path / "edited.py"), *flags, "--max-steps", 1, "--seq-len", 32,
-        world_size=ranks, before=with_a_small_model(),
-    )  # fmt: skip
-    last = ended.stdout.splitlines()[-1]
-    assert last == f"FAILED: {failing}" if failing else last.startswith("OK: 5 checks passed")
-
-
 # a run that is stopped
-
-
-@full
-def test_sigterm_to_a_rank_and_its_data_workers_saves_too(train, tmp_path):
-    """torchrun and SLURM signal a rank's whole process group, or all of its processes."""
-    folder = tmp_path / "run"
-
-    def act(pids):
-        for pid in pids:
-            for process in (*psutil.Process(pid).children(), psutil.Process(pid)):
-                process.terminate()
-
-    during = at_random_step(folder, act)
-    ended = train("--num-workers", 2, "--output-dir", folder, during=during)
-    assert ended.codes == [0, 0], ended.stderr
-    assert newest_state(folder)["step"] == max(steps_in(folder)) < 24
-
-
-@full
-def test_a_signal_is_noticed_at_the_next_look_and_saves(train, tmp_path):
-    folder = tmp_path / "run"
-    arguments = ("--log-every", 4, "--save-every", 100, "--output-dir", folder)
-    ended = train(*arguments, changes=[ask_to_stop_in(5)])
-    assert ended.codes == [0, 0], ended.stderr
-    assert newest_state(folder)["step"] == 8
-    assert ended.stdout.splitlines()[-1].endswith("after step 8, asked to stop, saved")
-
-
-@full
-def test_a_signal_in_the_last_step_still_evaluates_and_ends_well(train, tmp_path):
-    ended = train("--max-steps", 3, changes=[ask_to_stop_in(3)])
-    assert ended.codes == [0, 0], ended.stderr
-    assert re.fullmatch(
-        r"OK: 5 checks passed, loss \S+ after step 3, trained to the end",
-        ended.stdout.splitlines()[-1],
-    )
 
 
 @full
@@ -493,8 +243,7 @@ def test_resuming_on_other_ranks_keeps_the_data_order_and_says_what_changed(trai
 
 
 @full
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_rank(train, tmp_path, precision):
+def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_rank(train, tmp_path):
     """It is found some steps later, at the next look; no checkpoint is written in between."""
 
     def poison(script):
@@ -508,10 +257,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_rank(train, t
 
         script.summed_loss = poisoned
 
-    ended = train(
-        "--precision", precision, "--save-every", 3, "--log-every", 10,
-        "--output-dir", tmp_path / "run", changes=[poison],
-    )  # fmt: skip
+    arguments = ("--save-every", 3, "--log-every", 10, "--output-dir", tmp_path / "run")
+    ended = train(*arguments, changes=[poison])
     assert 1 in ended.codes
     (line,) = ended.stderr.splitlines()
     assert line.startswith(
@@ -538,33 +285,13 @@ def flip_a_bit_in(step):
     return before
 
 
-@pytest.mark.parametrize("every", [3, 0])
-def test_a_bit_flipped_in_one_replica_is_found_and_not_saved(train, tmp_path, every):
+def test_a_bit_flipped_in_one_replica_is_found_and_not_saved(train, tmp_path):
     """In step 4: the losses do not show it."""
-    argv = ("--check-replicas-every", every, "--save-every", 3, "--output-dir", tmp_path / "run")
+    argv = ("--check-replicas-every", 3, "--save-every", 3, "--output-dir", tmp_path / "run")
     ended = train(*argv, changes=[flip_a_bit_in(4)])
     found = "ddp_training.py: stopped: after step 6 ranks 0, 1 hold different weights, and no "
-    assert (found in ended.stderr) == bool(every), ended.stdout + ended.stderr
-    if every:
-        assert newest_state(tmp_path / "run")["step"] == 3
-    else:
-        assert "FAILED: distinct sets of weights over all ranks" in ended.stdout
-
-
-@full
-def test_a_gradient_that_is_no_number_stops_too(train):
-    def explode(script):
-        clip, calls = torch.nn.utils.clip_grad_norm_, []
-
-        def infinite(*args):
-            calls.append(1)
-            return clip(*args) * (float("inf") if len(calls) == 3 else 1.0)
-
-        torch.nn.utils.clip_grad_norm_ = infinite
-
-    ended = train(changes=[explode])
-    (line,) = ended.stderr.splitlines()
-    assert re.search(r"in step 3 the loss is [\d.]+ over all ranks, gradient norm inf", line)
+    assert found in ended.stderr, ended.stdout + ended.stderr
+    assert newest_state(tmp_path / "run")["step"] == 3
 
 
 # what it trains on
@@ -592,24 +319,15 @@ def test_whole_lines_fill_sequences_unequally_and_lose_nothing():
 @pytest.mark.parametrize(
     ("argv", "says"),
     first_is_quick([
-        (["--preset", "13b"], "llama3-70b"),  # the list of what there is
         (["--global-batch-size", 24], "24 must be --micro-batch-size 8 x 2 ranks x --grad-accum"),
-        (["--global-batch-size", 32, "--grad-accum-steps", 3],
-         "x --grad-accum-steps 3 = 48: take that, or 2 steps"),
         (["--text-file", "{tmp}/none"], "--text-file {tmp}/none: No such file"),
-        (["--text-file", "{tmp}/empty"], "--text-file {tmp}/empty is empty"),
         (["--text-file", "{tmp}/short"], "are fewer than one sequence of 128 tokens for each of 2"),
         (["--text-file", "{tmp}/lines"], "the test text's 15 bytes are fewer than one"),
-        (["--seq-len", 300], "--seq-len must be at most 256"),
         (["--logger", "tensorboard"], "--logger needs --output-dir"),
-        (["--profile", "3"], "--profile needs --output-dir"),
         (["--profile", "4-3"], "must be steps like 5-7 or 5, not '4-3'"),
-        (["--profile", "4-"], "must be steps like 5-7 or 5, not '4-'"),
-        (["--output-dir", "{tmp}/short/x"], "short/x cannot be written: Not a directory"),
     ]),
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_writes_nothing(run_script, tmp_path, argv, says):
-    (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("x" * 2000)
     (tmp_path / "lines").write_text("a line of text\n" * 21)
     filled = [str(word).format(tmp=tmp_path) for word in argv]
@@ -627,22 +345,6 @@ def stopped_early(train, tmp_path):
     return folder
 
 
-def age(folder):
-    """Make a checkpoint look as those of this guide's first version: one checksum for one file."""
-    manifest = folder / "checkpoints" / "step-00000001" / "manifest.json"
-    facts = json.loads(manifest.read_text())
-    del facts["files"]
-    manifest.write_text(json.dumps({**facts, "sha256": "0" * 64}))
-
-
-def age_by_a_version(folder):
-    """Make it look as those of the version before: the place in the data stood in another file."""
-    manifest = folder / "checkpoints" / "step-00000001" / "manifest.json"
-    facts = json.loads(manifest.read_text())
-    del facts["trained_tokens"]
-    manifest.write_text(json.dumps(facts))
-
-
 def replace_by_another_script(folder, run_script):
     shutil.rmtree(folder)
     assert run_script(MNIST, "--epochs", 1, "--output-dir", folder).codes == [0]
@@ -654,8 +356,6 @@ def replace_by_another_script(folder, run_script):
     [
         ([], None, "is not empty: name another folder, or add --resume"),
         (["--resume", "--seq-len", 64], None, "--seq-len is 64 here and 32 in the checkpoint"),
-        (["--resume"], age, "in the format of an older version of this guide: start anew"),
-        (["--resume"], age_by_a_version, "written by an older version of this guide: start anew"),
         (["--resume"], replace_by_another_script, "of another model (blocks.0.attention"),
     ],
 )
@@ -679,11 +379,8 @@ def times_of(folder):
 
 @full
 @pytest.mark.skipif(not GPUS, reason="needs a GPU")
-@pytest.mark.parametrize(
-    "flags", [["--precision", "bf16-mixed"], ["--precision", "16-mixed", "--compile"]]
-)
-def test_it_runs_on_a_gpu(flags):
-    command = ["python", TRAINING, *flags, "--device", "cuda"]
+def test_it_runs_on_a_gpu():
+    command = ["python", TRAINING, "--precision", "16-mixed", "--compile", "--device", "cuda"]
     ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
     assert ended.codes == [0], ended.stdout + ended.stderr
     assert " cuda with nccl" in ended.stdout

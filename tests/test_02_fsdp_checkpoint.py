@@ -54,10 +54,9 @@ def but_not_by_process(script):
 
 
 @full
-@pytest.mark.parametrize(("world_size", "preset"), [(2, "tied"), (3, "tiny")])
-def test_compare_on_other_numbers_of_ranks(run, world_size, preset):
-    options = ("--max-steps", 1, "--parity-steps", 4, *BATCH, "--preset", preset)
-    ended = run(CHECKPOINT, *options, world_size=world_size, before=but_not_by_process)
+def test_compare_on_three_ranks(run):
+    options = ("--max-steps", 1, "--parity-steps", 4, *BATCH, "--preset", "tied")
+    ended = run(CHECKPOINT, *options, world_size=3, before=but_not_by_process)
     assert_ok(ended, "OK: 10 checks passed")
 
 
@@ -134,21 +133,9 @@ def kill_in_the_file(script, armed):
     torch.save = killing
 
 
-def kill_before_the_manifest(script, armed):
-    gather = script.checkpoint.gather
-    script.checkpoint.gather = lambda *args: end_process() if armed else gather(*args)
-
-
 def kill_before_the_rename(script, armed):
     rename = Path.rename
     Path.rename = lambda *args: end_process() if armed else rename(*args)
-
-
-def kill_after_the_rename(script, armed):
-    flush = script.checkpoint.flush
-    script.checkpoint.flush = lambda path: (
-        end_process() if (path / NEWEST).exists() else flush(path)
-    )
 
 
 @pytest.mark.parametrize(
@@ -159,11 +146,8 @@ def kill_after_the_rename(script, armed):
             pytest.param(*case, marks=full)
             for case in (
                 ("sharded", kill_in_a_shard, "1", 1),
-                ("sharded", kill_before_the_manifest, "1", 1),
-                ("sharded", kill_after_the_rename, "0", 2),
                 ("full", kill_in_the_file, "0", 1),
                 ("async", kill_in_a_shard, "01", 1),
-                ("async", kill_before_the_rename, "0", 1),
             )
         ),
     ],
@@ -198,8 +182,7 @@ def test_a_save_that_is_killed_leaves_the_previous_checkpoint(
 
 
 @full
-@pytest.mark.parametrize("kind", ["sharded", "async", "async-process"])
-def test_a_run_killed_at_any_moment_goes_on(run, tmp_path, kind):
+def test_a_run_killed_at_any_moment_goes_on(run, tmp_path):
     folder, delay = tmp_path / "run", random.uniform(0, 0.5)
     print(f"killed {delay:.3f} s after the first checkpoint")
 
@@ -212,7 +195,7 @@ def test_a_run_killed_at_any_moment_goes_on(run, tmp_path, kind):
             os.kill(pid, signal.SIGKILL)
 
     ended = run(
-        CHECKPOINT, "save", *BATCH, "--kind", kind, "--dir", folder, "--max-steps", 500,
+        CHECKPOINT, "save", *BATCH, "--kind", "async", "--dir", folder, "--max-steps", 500,
         "--save-every", 1, world_size=2, during=kill,
     )  # fmt: skip
     assert ended.codes == [-signal.SIGKILL] * 2, ended.stderr
@@ -221,14 +204,12 @@ def test_a_run_killed_at_any_moment_goes_on(run, tmp_path, kind):
 
 
 @full
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_a_full_disk_is_one_line(run, tmp_path, kind):
+def test_a_full_disk_is_one_line(run, tmp_path):
     def before(script):
         resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
 
-    ended = run(*SAVE, "--kind", kind, "--dir", tmp_path / "run", world_size=2, before=before)
-    says = "step-00000001: File too large" if kind == "full" else "cannot write a file: is the disk"
-    assert_one_line(ended, says, "fsdp_checkpoint.py")
+    ended = run(*SAVE, "--dir", tmp_path / "run", world_size=2, before=before)
+    assert_one_line(ended, "cannot write a file: is the disk", "fsdp_checkpoint.py")
     assert not list((tmp_path / "run").glob("step-*"))
 
 
@@ -243,10 +224,7 @@ def test_a_full_disk_is_one_line(run, tmp_path, kind):
             pytest.param(*case, marks=full)
             for case in (
                 ("manifest.json", remove_half, f"{INCOMPLETE} (JSONDecodeError: "),
-                ("__0_0.distcp", remove_half, f"{ALTERED} (__0_0.distcp does not match"),
                 ("__1_0.distcp", Path.unlink, f"{INCOMPLETE} (FileNotFoundError: "),
-                (".metadata", flip_a_bit, f"{ALTERED} (.metadata does not match"),
-                ("manifest.json", Path.unlink, f"{INCOMPLETE} (FileNotFoundError: "),
             )
         ),
     ],
@@ -274,19 +252,6 @@ def test_when_all_are_damaged_each_is_named(run, saved):
         assert_one_line(ended, "no checkpoint can be used: ", Path(action[0]).name)
         assert f"{NEWEST}: {INCOMPLETE} (FileNotFoundError: " in ended.stderr
         assert f"step-00000001: {ALTERED} (__1_0.distcp does not match" in ended.stderr
-
-
-@full
-def test_dcp_itself_does_not_notice(run, saved):
-    """What the checksums are for."""
-    flip_a_bit(saved / NEWEST / "__1_0.distcp")
-
-    def before(script):
-        script.checkpoint_job.checkpoint._altered = lambda *_: None
-
-    ended = run(*LOAD, "--dir", saved, before=before)
-    assert ended.stderr == "" and f"resuming from {saved}/{NEWEST}" in ended.stdout
-    assert ended.codes in ([0], [1]), "as it happens: which bit it was decides"
 
 
 @pytest.mark.gpu_ready
@@ -318,15 +283,6 @@ def write_the_weights_twice(script):
     script.dcp.save = lambda state, **options: save(state | {"again": state["model"]}, **options)
 
 
-def leave_it_all_to_rank_0(script):
-    from torch.distributed.checkpoint import DefaultSavePlanner
-
-    save = script.dcp.save
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    script.dcp.save = lambda state, **options: save(state, planner=planner, **options)
-    script.fully_shard = lambda module: module
-
-
 def let_ranks_train_apart(script):
     script.fully_shard = lambda module: module
 
@@ -339,7 +295,6 @@ def let_ranks_train_apart(script):
             2, let_ranks_train_apart, ["never stopped: largest error of a loss"], marks=full
         ),
         pytest.param(1, copy_nothing, ["async: largest error of a loss"], marks=full),
-        pytest.param(2, leave_it_all_to_rank_0, ["sharded: MB by one rank"], marks=full),
     ],
 )
 def test_sabotage_of_compare_fails_a_check(run, tmp_path, world_size, sabotage, failing):
@@ -366,13 +321,7 @@ def test_sabotage_of_compare_fails_a_check(run, tmp_path, world_size, sabotage, 
         2,
         [
             (1, ("save",), "save needs --dir"),
-            (
-                1,
-                ("save", "--dir", "pyproject.toml"),
-                "pyproject.toml/step-00000002: Not a directory",
-            ),
             (1, ("save", "--dir", "/proc/x"), "/proc/x/step-00000002: No such file or directory"),
-            (2, ("--dir", "tests"), "--dir tests is not empty: name another folder"),
             (
                 2,
                 ("save", "--dir", "x", "--global-batch-size", 5),

@@ -1,6 +1,5 @@
 """fsdp_memory.py: what it predicts is what a real run allocates, and what each saving saves."""
 
-import random
 from functools import partial
 
 import pytest
@@ -56,38 +55,29 @@ SMALL = ("--seq-len", 40, "--micro-batch-size", 1)  # weights outweigh activatio
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "full_size"),
+    ("world_size", "options"),
     [
-        (2, LARGE, False),
+        (2, LARGE),
         *(
             pytest.param(*case, marks=full)
             for case in (
-                (2, (), True),
-                (3, (*SMALL, "--grad-accum-steps", 2), False),
-                (4, (*SMALL, "--activation-checkpointing", "2"), False),
-                (4, (*SMALL, "--sharding", "hybrid", "--shard-group-size", 2), False),
-                (2, (*SMALL, "--activation-checkpointing", "selective", "--grad-accum-steps", 3),
-                 False),
-                (2, (*LARGE, "--document-attention"), False),
-                (3, (*LARGE, "--loss-chunks", 4, "--activation-checkpointing", "full"), True),
+                (4, (*SMALL, "--sharding", "hybrid", "--shard-group-size", 2)),
+                (3, (*LARGE, "--loss-chunks", 4, "--activation-checkpointing", "full")),
                 (2, (*LARGE, "--precision", "bf16-mixed", "--grad-accum-steps", 2, "--accumulate",
-                     "gathered"), True),
+                     "gathered")),
             )
         ),
     ],
 )  # fmt: skip
 def test_the_peak_of_a_real_run_is_the_predicted_one(
-    run_script, predict, tmp_path, world_size, options, full_size
+    run_script, predict, tmp_path, world_size, options
 ):
     """On every rank; and the prediction of one process is that of the ranks."""
     ended = run_script(
         MEMORY, "--check", *options, "--output-dir", tmp_path / "run",
-        world_size=world_size, before=None if full_size else small(),
+        world_size=world_size, before=small(),
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
-    if not options:  # as on the page: a prediction without one gathered block would fail
-        block = sum(weight.numel() for weight in models.Block(models.PRESETS["tiny"]).parameters())
-        assert results_of(tmp_path / "run")["checks"][-1]["tolerance"] < 4 * block / 1e6
     if options != LARGE:
         return
     real = results_of(tmp_path / "run")["metrics"]["peak_mb"] * 1e6
@@ -105,28 +95,6 @@ def test_a_gpus_norms_keep_their_input_and_no_copies(predict):
     tokens = 8 * 128
     of_block, of_final = 6 * 2 * NARROW.dim, 6 * NARROW.dim  # per token; a block has two norms
     assert on_cpu - on_gpu == pytest.approx(tokens * (NARROW.num_layers * of_block + of_final))
-
-
-def drawn(number):
-    """Return ranks and flags of a setting that nobody chose."""
-    pick = random.Random(number).choice
-    ranks = pick([2, 3, 4])
-    flags = ["--seq-len", pick([24, 40, 72, 128]), "--micro-batch-size", pick([1, 2, 5])]
-    flags += ["--grad-accum-steps", pick([1, 2, 3]), "--precision", pick(["32-true", "bf16-mixed"])]
-    flags += ["--activation-checkpointing", pick(["none", "full", "selective", "2"])]
-    flags += ["--accumulate", pick(["sharded", "whole", "gathered"])]
-    flags += ["--loss-chunks", pick([1, 3]), "--prefetch", pick([0, 1, 2]), "--seed", number]
-    kinds = ["full", "grad-op", *(["hybrid"] if ranks == 4 else [])]
-    flags += ["--sharding", kind := pick(kinds)]
-    return ranks, flags + ["--shard-group-size", 2] * (kind == "hybrid")
-
-
-@full
-@pytest.mark.parametrize("number", range(30))
-def test_a_random_setting_peaks_where_it_was_predicted(run_script, number):
-    ranks, flags = drawn(number)
-    ended = run_script(MEMORY, "--check", *flags, world_size=ranks, before=small())
-    assert ended.codes == [0] * ranks, f"{flags}: {ended.stdout}{ended.stderr}"
 
 
 def span(name, begins, ends):
@@ -253,22 +221,12 @@ def test_a_model_sharded_over_too_few_ranks_fails(run_script, tmp_path):
         2,
         [
             (1, "--cpu-offload", "leave out --cpu-offload"),
-            (1, "--compile", "leave out --compile"),
-            (1, "--float8", "leave out --float8"),
             (2, "", "a prediction is one process: start it with python"),
-            (2, "--check --compare", "leave out --compare"),
             (
                 2,
                 "--check --preset llama3-70b",
                 "--preset llama3-70b needs 1,051.3 GiB for weights, ",
             ),
-            (1, "--seq-len 257", "--seq-len must be at most 256"),
-            (
-                1,
-                "--world-size 3 --sharding hybrid --shard-group-size 2",
-                "2 does not divide 3 ranks",
-            ),
-            (1, "--template nowhere.py", "--template nowhere.py: "),
             (1, "--template tests/conftest.py", "has no attribute 'build'"),
         ],
     ),

@@ -6,13 +6,11 @@ import pytest
 import torch
 from conftest import REPO, assert_one_line, load_script, results_of
 from helpers_02 import (
-    CHECKPOINT,
     LOAD,
     NEWEST,
     RESHARD,
     SAVE,
     assert_ok,
-    flip_a_bit,
     quick,
     runner,
     saved_copy,
@@ -44,14 +42,7 @@ def saved(run, once, tmp_path, tmp_path_factory):
     ("world_size", "kind", "loads"),
     [
         (2, "sharded", [(3, "fsdp")]),
-        *(
-            pytest.param(*case, marks=full)
-            for case in (
-                (4, "sharded", [(3, "fsdp"), (2, "ddp")]),
-                (2, "full", [(1, "ddp"), (4, "tp-fsdp")]),
-                (2, "async", [(2, "tp-fsdp")]),
-            )
-        ),
+        *(pytest.param(*case, marks=full) for case in ((2, "full", [(1, "ddp"), (4, "tp-fsdp")]),)),
     ],
 )
 def test_other_ranks_and_strategies_train_as_one_process(run, tmp_path, world_size, kind, loads):
@@ -66,12 +57,11 @@ def test_other_ranks_and_strategies_train_as_one_process(run, tmp_path, world_si
 
 
 @full
-@pytest.mark.parametrize(("world_size", "strategy", "others"), [(4, "tp-fsdp", 2), (2, "ddp", 3)])
-def test_any_strategy_saves_what_another_loads(run, saved, world_size, strategy, others):
+def test_any_strategy_saves_what_another_loads(run, saved):
     steps = (RESHARD, "--max-steps", 1, "--dir", saved)
-    assert_ok(run(*steps, "--strategy", strategy, "--save", world_size=world_size), "after step 3")
-    ended = run(*steps, world_size=others)
-    assert_ok(ended, f"step-00000003 holds {world_size} shard(s)")
+    assert_ok(run(*steps, "--strategy", "tp-fsdp", "--save", world_size=4), "after step 3")
+    ended = run(*steps, world_size=2)
+    assert_ok(ended, "step-00000003 holds 4 shard(s)")
     assert ended.stdout.splitlines()[-1].endswith("after step 4")
 
 
@@ -150,21 +140,11 @@ def read_a_shard_shifted(script):
     script.dcp.load = shifted
 
 
-def forget_the_step(script):
-    load = script.load
-
-    def forgetting(found, run):
-        load(found, run)
-        run.progress["step"] -= 1
-
-    script.load = forgetting
-
-
 @pytest.mark.parametrize(
     "sabotage",
     [
         forget_the_moments,
-        *(pytest.param(way, marks=full) for way in (read_a_shard_shifted, forget_the_step)),
+        pytest.param(read_a_shard_shifted, marks=full),
     ],
 )
 def test_sabotage_of_loading_fails_the_check(run, saved, sabotage):
@@ -191,25 +171,14 @@ def test_sabotage_of_converting_fails_the_check(run, saved, tmp_path):
         2,
         [
             (1, ("load",), "load needs --dir"),
-            (1, ("convert", "--dir", "x"), "convert needs --to"),
             (2, ("--dir", "nowhere"), "there is no checkpoint in nowhere"),
             (1, ("--dir", "SAVED", "--strategy", "tp-fsdp"), "needs an even number of ranks"),
             (2, ("--dir", "SAVED", "--preset", "124m"), "wk.weight is [64, 128] there, [768,"),
-            (2, ("--dir", "SAVED", "--preset", "four"), "(blocks.2.attention.wk.weight is mi"),
-            (2, ("--dir", "ODD"), "5 cannot be dealt evenly to 2 ranks"),
-            (1, ("convert", "--dir", "SAVED", "--to", "tests"), "--to tests is not empty"),
-            (2, ("convert", "--dir", "BROKEN", "--to", "TO"), "no checkpoint can be used: "),
         ],
     ),
 )
 def test_bad_input_is_one_line(run, saved, monkeypatch, world_size, argv, says):
     monkeypatch.chdir(Path(__file__).parent.parent)
-    if "ODD" in argv:
-        odd = ("--global-batch-size", 5, "--max-steps", 1, "--dir", saved.with_name("odd"))
-        assert_ok(run(CHECKPOINT, "save", *odd))
-    if "BROKEN" in argv:
-        for folder in saved.iterdir():
-            flip_a_bit(folder / "__1_0.distcp")
-    folders = {"SAVED": saved, "BROKEN": saved, "ODD": saved.with_name("odd"), "TO": saved / "to"}
-    ended = run(RESHARD, *(folders.get(word, word) for word in argv), world_size=world_size)
+    argv = [saved if word == "SAVED" else word for word in argv]
+    ended = run(RESHARD, *argv, world_size=world_size)
     assert_one_line(ended, says, "fsdp_reshard.py")

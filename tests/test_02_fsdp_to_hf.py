@@ -25,7 +25,6 @@ from dist_common import hf, models
 pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 
 full = pytest.mark.full
-FSDP = "02-fsdp/fsdp_transformer.py"
 
 
 @pytest.fixture
@@ -50,19 +49,12 @@ def transformers():
     return module
 
 
-@pytest.mark.parametrize(
-    ("preset", "kind"), [("tied", "full"), pytest.param("tiny", "sharded", marks=full)]
-)
-def test_hugging_face_there_and_back(run, run_script, request, tmp_path, preset, kind):
+def test_hugging_face_there_and_back(run, tmp_path):
     """To the same logits, and back to the same bits and to a fresh Adam."""
-    theirs, back = tmp_path / "theirs", tmp_path / "back"
-    chosen = ("--preset", preset)
-    if preset == "tiny":
-        ours = request.getfixturevalue("saved")
-    else:
-        ours = tmp_path / "ours"
-        options = ("--parity-steps", 0, "--kind", kind, "--dir", ours)
-        assert_ok(run(*SAVE, *chosen, *options, world_size=2))
+    theirs, back, ours = tmp_path / "theirs", tmp_path / "back", tmp_path / "ours"
+    chosen = ("--preset", "tied")
+    options = ("--parity-steps", 0, "--kind", "full", "--dir", ours)
+    assert_ok(run(*SAVE, *chosen, *options, world_size=2))
     check = ("--check-logits", *chosen)
     files = ("--to", theirs, "--max-shard-size", "500KB")
     assert_ok(run(TO_HF, "export", *check, "--dir", ours, *files, world_size=2))
@@ -73,7 +65,7 @@ def test_hugging_face_there_and_back(run, run_script, request, tmp_path, preset,
     sizes = [(theirs / name).stat().st_size for name in parts]
     assert max(sizes) < 600_000  # a header, and one weight of 180,224 bytes at most
     config = json.loads((theirs / "config.json").read_text())
-    assert config["tie_word_embeddings"] == (preset == "tied")
+    assert config["tie_word_embeddings"]
     ended = run(TO_HF, "import", *check, "--from", theirs, "--dir", back, world_size=3)
     assert_ok(ended)
     before, after = tensors_of(ours / NEWEST), tensors_of(back / "step-00000000")
@@ -82,10 +74,6 @@ def test_hugging_face_there_and_back(run, run_script, request, tmp_path, preset,
     assert {after[name].item() for name in after if name.endswith(".step")} == {0.0}
     options = ("--dir", back, "--strategy", "ddp", "--parity-steps", 2)
     assert_ok(run(*LOAD, *chosen, *options), "OK: 1 check passed, ")
-    if preset == "tiny":
-        back.rename(tmp_path / "checkpoints")  # as of a run of the template
-        ended = run_script(FSDP, "--seq-len", 32, "--resume", "--output-dir", tmp_path)
-        assert_one_line(ended, f"start with --init-from {theirs}", "fsdp_transformer.py")
 
 
 @full
@@ -101,16 +89,6 @@ def test_one_file_of_transformers_own_is_imported(run, transformers, tmp_path):
     assert (tmp_path / "theirs" / "model.safetensors").exists()
     flags = ("--from", tmp_path / "theirs", "--dir", tmp_path / "back")
     assert_ok(run(TO_HF, "import", *flags, world_size=2), "OK: 3 checks passed")
-
-
-@full
-def test_without_the_check_transformers_never_holds_the_model(run, saved, tmp_path):
-    def before(script):
-        script.part.check_logits = None
-
-    flags = ("--dir", saved, "--to", tmp_path / "theirs", "--no-check-logits")
-    ended = run(TO_HF, "export", *flags, world_size=2, before=before)
-    assert_ok(ended, "logits not compared")
 
 
 def test_names_and_config_go_there_and_back(tmp_path):
@@ -176,10 +154,6 @@ def permute_for_interleaved_rotation(script):
     hf.to_hf = permuting
 
 
-def swap_gate_and_up(script):
-    hf.HF_NAMES |= {"gate": "mlp.up_proj", "up": "mlp.gate_proj"}
-
-
 def write_zeros(script):
     save = hf.dcp.save
 
@@ -187,20 +161,6 @@ def write_zeros(script):
         save({name: torch.zeros_like(tensor) for name, tensor in named.items()}, **options)
 
     hf.dcp.save = zeroed
-
-
-def write_the_rows_of_another_rank(script):
-    """On every rank but the first, which alone would not see it."""
-    save = hf.dcp.save
-
-    def moved(named, **options):
-        if torch.distributed.get_rank():
-            named = {name: tensor.clone() for name, tensor in named.items()}  # not the model's
-            local = named["lm_head.weight"].to_local()
-            local.copy_(local.roll(1, 0))
-        save(named, **options)
-
-    hf.dcp.save = moved
 
 
 def lose_a_weight(script):
@@ -214,32 +174,22 @@ def lose_a_weight(script):
         ("export", permute_for_interleaved_rotation, "largest difference of a logit"),
         *(
             pytest.param(*case, marks=full)
-            for case in (
-                ("export", lose_a_weight, "weights missing or not expected"),
-                ("import", swap_gate_and_up, "largest difference of a logit"),
-            )
+            for case in (("export", lose_a_weight, "weights missing or not expected"),)
         ),
     ],
 )
 def test_sabotage_fails_a_check(run, saved, tmp_path, action, sabotage, failing):
     flags = ("--dir", saved, "--to", tmp_path / "to")
-    if action == "import":
-        assert_ok(run(TO_HF, "export", *flags))
-        flags = ("--from", tmp_path / "to", "--dir", tmp_path / "back")
     ended = run(TO_HF, action, *flags, "--output-dir", tmp_path / "run", before=sabotage)
     assert ended.codes == [1], ended.stdout + ended.stderr
     failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
     assert failing in failed, ended.stdout
 
 
-@pytest.mark.parametrize(
-    "sabotage",
-    [write_zeros, pytest.param(write_the_rows_of_another_rank, marks=full)],
-)
-def test_sabotage_of_a_model_that_no_process_can_hold_fails_a_check(run, saved, tmp_path, sabotage):
+def test_sabotage_of_a_model_that_no_process_can_hold_fails_a_check(run, saved, tmp_path):
     flags = ("--dir", saved, "--to", tmp_path / "to", "--no-check-logits")
     flags = (*flags, "--output-dir", tmp_path / "run")
-    ended = run(TO_HF, "export", *flags, world_size=2, before=sabotage)
+    ended = run(TO_HF, "export", *flags, world_size=2, before=write_zeros)
     assert 1 in ended.codes, ended.stdout + ended.stderr
     failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
     assert failed == ["weights equal in the files"]
@@ -253,17 +203,14 @@ def test_sabotage_of_a_model_that_no_process_can_hold_fails_a_check(run, saved, 
     quick(
         2,
         [
-            ((), "required: action"),
             (("export", "--dir", "x"), "export needs --to"),
             (("import", "--dir", "x"), "import needs --from"),
-            (("export", "--dir", "nowhere", "--to", "TO"), "there is no checkpoint in nowhere"),
-            (("import", "--from", "x", "--dir", "tests"), "--dir tests is not empty"),
         ],
     ),
 )
 def test_bad_input_is_one_line(run, tmp_path, monkeypatch, argv, says):
     monkeypatch.chdir(Path(__file__).parent.parent)
-    ended = run(TO_HF, *(tmp_path / "to" if word == "TO" else word for word in argv))
+    ended = run(TO_HF, *argv)
     assert_one_line(ended, says, "fsdp_to_hf.py")
 
 
