@@ -1,8 +1,7 @@
-"""Emulated links and hosts: right results, no sooner than the link allows, nothing left behind."""
+"""Emulated links and hosts: right results, the bytes that a formula says, nothing left behind."""
 
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import fork_ranks, free_port, load_script, results_of
+from conftest import fork_ranks, free_port
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -21,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from dist_common import cli, runtime
 from dist_common.lab import links, namespaces
 
-full = pytest.mark.full
 why_not = links.why_not()
 needs_hosts = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 RATE = 12.5e6  # bytes/s: 100 Mbit/s
@@ -35,62 +33,30 @@ prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def collectives(rank, world_size):
-    """Return the line, and for each collective whether it is right, and its seconds over minimum.
-
-    The minimum is what the link's speed allows at least; a busy machine only takes longer.
-    """
+    """Return the line of the group, and for each collective whether its result is right."""
     group, line = links.slow_group(RATE)
     found = {}
     n = world_size
     own = torch.full((COUNT,), float(rank + 1))
-    mean, whole = own.clone(), torch.empty(n * COUNT)
+    total, whole = own.clone(), torch.empty(n * COUNT)
     wide, narrow = torch.ones(n * COUNT), torch.empty(COUNT)
     ranks = torch.arange(1.0, n + 1)
-
-    def timed(name, call, result, expected, factor):
-        dist.barrier()
-        started = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - started
-        least = factor * own.nbytes / RATE
-        found[name] = torch.equal(result, expected), seconds - least
-
-    timed("all_reduce", lambda: dist.all_reduce(mean, group=group), mean,
-          ranks.sum().expand(COUNT), 2 * (n - 1) / n)  # fmt: skip
-    timed("all_gather", lambda: runtime.all_gather_single(whole, own, group=group), whole,
-          ranks.repeat_interleave(COUNT), n - 1)  # fmt: skip
-    timed("reduce_scatter", lambda: runtime.reduce_scatter_single(narrow, wide, group=group),
-          narrow, torch.full((COUNT,), float(n)), n - 1)  # fmt: skip
+    dist.all_reduce(total, group=group)
+    found["all_reduce"] = torch.equal(total, ranks.sum().expand(COUNT))
+    runtime.all_gather_single(whole, own, group=group)
+    found["all_gather"] = torch.equal(whole, ranks.repeat_interleave(COUNT))
+    runtime.reduce_scatter_single(narrow, wide, group=group)
+    found["reduce_scatter"] = torch.equal(narrow, torch.full((COUNT,), float(n)))
     handle = dist.all_reduce(own.clone(), group=group, async_op=True)
     handle.wait()
-    found["async"] = handle.is_completed(), 0.0
+    found["async"] = handle.is_completed()
     return line, found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=full)])
-def test_collectives_are_right_and_take_what_their_bytes_need(on_ranks, world_size):
-    for line, found in on_ranks(collectives, world_size):
+def test_collectives_over_a_late_group_are_right(on_ranks):
+    for line, found in on_ranks(collectives, 2):
         assert LATE in line and "100 Mbit/s" in line
-        for name, (right, over) in found.items():
-            assert right, name
-            assert over >= 0, f"{name} was {-over:.3f} s faster than the link"
-
-
-def seconds_of_small_sums(rank, world_size):
-    """Return how long ten small all-reduces take over what the speed allows."""
-    group, _ = links.slow_group(RATE)
-    numbers = torch.ones(COUNT // 50)
-    dist.barrier()
-    started = time.perf_counter()
-    for _ in range(10):
-        dist.all_reduce(numbers, group=group)
-    assert numbers[0] == world_size**10
-    least = 10 * 2 * (world_size - 1) / world_size * numbers.nbytes / RATE
-    return time.perf_counter() - started - least
-
-
-def test_small_messages_are_delayed_too(on_ranks):
-    assert all(over >= 0 for over in on_ranks(seconds_of_small_sums, 2))
+        assert all(found.values()), found
 
 
 def no_link(rank, world_size):
@@ -146,106 +112,42 @@ def test_a_lost_rank_is_told_on_a_late_group(on_ranks):
 # hosts
 
 
-def on_hosts(body, world_size, folder, rate=RATE):
-    """Call body(rank, world_size) on gloo ranks, on a host each or, without a rate, on none."""
+def on_hosts(body, world_size, folder):
+    """Call body(rank, world_size) on gloo ranks, each on a host of its own."""
     port = str(free_port())
 
     def one(rank, network):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        if network:
-            network.enter(rank)
+        network.enter(rank)
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         value = body(rank, world_size)
         dist.barrier()
         dist.destroy_process_group()
         return value
 
-    with links.hosts([rate] * world_size) if rate else contextlib.nullcontext() as network:
+    with links.hosts([RATE] * world_size) as network:
         ended = fork_ranks(lambda rank: one(rank, network), world_size, folder, 60, True)
     assert not any(ended.codes), ended.stderr
     return ended.returned
 
 
-def seconds_of_all_reduce(rank, world_size):
-    """Return the shortest of three all-reduces, what the card sent for one, and the result."""
-    seconds = []
-    for _ in range(3):
-        tensor = torch.full((2 * COUNT,), float(rank + 1))
-        dist.barrier()
-        before = psutil.net_io_counters(pernic=True)
-        started = time.perf_counter()
-        dist.all_reduce(tensor)
-        seconds.append(time.perf_counter() - started)
-    after, card = psutil.net_io_counters(pernic=True), links.CARD
-    sent = after[card].bytes_sent - before[card].bytes_sent if card in after else None
-    return min(seconds), sent, bool((tensor == sum(range(1, world_size + 1))).all())
+def sent_for_an_all_reduce(rank, world_size):
+    """Return what the card sent for one all-reduce, and whether the result is right."""
+    tensor = torch.full((2 * COUNT,), float(rank + 1))
+    dist.barrier()
+    before = psutil.net_io_counters(pernic=True)[links.CARD].bytes_sent
+    dist.all_reduce(tensor)
+    dist.barrier()  # all of it has left the card
+    sent = psutil.net_io_counters(pernic=True)[links.CARD].bytes_sent - before
+    return sent, bool((tensor == sum(range(1, world_size + 1))).all())
 
 
 @needs_hosts
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=full)])
-def test_an_all_reduce_takes_what_its_bytes_need(world_size, tmp_path):
-    sent_by_a_rank = 2 * (world_size - 1) / world_size * 2 * COUNT * 4
-    least = (sent_by_a_rank - links.BURST_BYTES) / RATE
-    for seconds, sent, right in on_hosts(seconds_of_all_reduce, world_size, tmp_path / "slow"):
+def test_an_all_reduce_sends_its_bytes_over_the_card(tmp_path):
+    expected = 2 * COUNT * 4  # 2 (N - 1) / N of the tensor
+    for sent, right in on_hosts(sent_for_an_all_reduce, 2, tmp_path):
         assert right
-        assert sent == pytest.approx(sent_by_a_rank, rel=0.1), "headers are 5 percent"
-        assert seconds > least
-
-
-@needs_hosts
-def test_what_a_card_receives_is_limited_too(tmp_path):
-    """Two ranks send to a third at once: twice as long as one of them would take."""
-
-    def send(rank, world_size):
-        tensor, other = torch.ones(COUNT), torch.empty(COUNT)
-        dist.barrier()
-        started = time.perf_counter()
-        works = [dist.isend(tensor, 0)] if rank else [dist.irecv(t, s) for t, s in
-                                                      ((tensor, 1), (other, 2))]  # fmt: skip
-        for work in works:
-            work.wait()
-        return time.perf_counter() - started
-
-    seconds = on_hosts(send, 3, tmp_path)[0]
-    assert seconds > 2 * (COUNT * 4 - links.BURST_BYTES) / RATE
-
-
-JOB = ("--seq-len 64 --global-batch-size 4 --max-steps 3 --log-every 1 --save-every 0 "
-       "--eval-every 0 --parity-steps 0 --micro-batch-size 2 --timeout 60")  # fmt: skip
-TEMPLATES = [
-    ("01-ddp-basics/ddp_training.py", "", 2.5e6),
-    ("02-fsdp/fsdp_transformer.py", "", 2.5e6),
-    ("05-advanced/hybrid_parallelism.py", "--pp 2", 0.125e6),  # sends activations: fewer bytes
-]
-
-
-@full
-@needs_hosts
-@pytest.mark.parametrize(("path", "flags", "rate"), TEMPLATES)
-def test_every_strategy_is_slowed_alike(path, flags, rate, tmp_path):
-    """A template knows nothing of the link: its steps take what their bytes need, none is lost."""
-    script, port = load_script(path), str(free_port())
-    metrics = {}
-
-    def train(rank, network, folder):
-        names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
-        os.environ.update(zip(names, map(str, (2, 2, rank, rank)), strict=True))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        if network:
-            network.enter(rank)
-        sys.argv = [path, *JOB.split(), *flags.split(), "--output-dir", str(folder)]
-        cli.run(script.main)
-
-    for name in ("slow", "quick"):
-        slow = name == "slow"
-        with links.hosts([rate] * 2) if slow else contextlib.nullcontext() as network:
-            body = functools.partial(train, network=network, folder=tmp_path / name)
-            ended = fork_ranks(body, 2, tmp_path / f"{name}-ranks", 120, True)
-        assert ended.codes == [0, 0], ended.stderr
-        metrics[name] = results_of(tmp_path / name)["metrics"]
-    assert metrics["slow"]["final_loss"] == metrics["quick"]["final_loss"]
-    least_ms = 1e3 * (metrics["quick"]["bytes_sent_per_step"] - links.BURST_BYTES) / rate
-    assert min(metrics["slow"]["step_times_ms"]) > least_ms
+        assert sent == pytest.approx(expected, rel=0.1), "headers are 5 percent"
 
 
 def as_nobody(body):
@@ -354,10 +256,6 @@ def refuse(name, *arguments):
     [
         ((sys, "platform"), "darwin", "needs network namespaces, which Linux has"),
         ((namespaces, "call"), refuse, "a slow link: unshare: Operation not permitted"),
-        pytest.param((namespaces.shutil, "which"), lambda *_, **__: None, "no program ip",
-                     marks=needs_hosts),
-        pytest.param((namespaces, "CARD"), "a name that is too long", "link: ip: ",
-                     marks=needs_hosts),
         pytest.param((namespaces, "_build"), lambda *_: os.kill(os.getpid(), 9), "was killed",
                      marks=needs_hosts),
     ],
