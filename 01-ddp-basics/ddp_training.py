@@ -8,7 +8,7 @@ losses on any number of ranks while --global-batch-size stays the same, and the 
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`evaluate`, `compile`, `gradient_compression`, `scaler`,
-`whole_lines`), each with what uses it. A test deletes each and all, and runs the rest.
+`whole_lines`), each with what uses it.
 
 Sources: Li et al., PyTorch Distributed (VLDB 2020); Goyal et al., ImageNet in 1 Hour (2017);
 Malladi et al., On the SDEs and Scaling Rules for Adaptive Gradient Algorithms (NeurIPS 2022).

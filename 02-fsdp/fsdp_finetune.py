@@ -15,7 +15,7 @@ exported files as from the shards; 16 bytes per weight, divided by the ranks.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`proofs`, `evaluate`, `export`, `add_adapters`), each with
-what uses it. A test deletes each and all, and runs the rest.
+what uses it.
 
 Sources: PyTorch documentation, fully_shard and torch.distributed.checkpoint; Taori et al., Stanford
 Alpaca (2023), for learning rate and global batch of a 7B model; Hu et al., LoRA (2022), section 4.

@@ -11,7 +11,7 @@ starts from the weights of a Hugging Face folder, --export-to writes such a fold
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`recompute`, `prefetch`, `evaluate`, `compile`, `float8`),
-each with what uses it. A test deletes each and all, and runs the rest.
+each with what uses it.
 
 Sources: Zhao et al., PyTorch FSDP (VLDB 2023); Liang et al., TorchTitan (2024), for the units;
 Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); Korthikanti et al., Reducing

@@ -11,7 +11,7 @@ the bytes per weight of the ZeRO paper.
 
 To copy: take this file, configs/ and dist_common/ without lab/, and delete the lines from "proofs"
 to "end of proofs". Delete what you do not need (`checkpoint_activations`, `evaluate`, `export`),
-each with what uses it. A test deletes each and all, and runs the rest.
+each with what uses it.
 
 Sources: Rajbhandari et al., ZeRO (SC 2020), sections 5 and 7; Lian et al., Universal Checkpointing
 (2024); deepspeed.ai, "DeepSpeed Configuration JSON".

@@ -8,12 +8,12 @@
 It does the same job as ddp_training.py of module 01, and stops, saves and resumes as that does.
 Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and the bytes that each
 axis sends (hybrid_sends.py in advanced_parts), which say what link it needs. --init-from and
---export-to are as in fsdp_transformer.py. --preset tiny-moe has experts, of which --ep N has each of
-N ranks of dp hold its own.
+--export-to work as in fsdp_transformer.py. --preset tiny-moe has experts; with --ep N each of N
+data-parallel ranks holds its own share of them.
 
 To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `split_experts`,
-`recompute`, `float8`, `evaluate`), each with what uses it. A test deletes them, and runs the rest.
+`recompute`, `float8`, `evaluate`), each with what uses it.
 
 Sources: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM (SC 2021); Liang et al., TorchTitan (2024); Grattafiori et al., The Llama 3 Herd of
