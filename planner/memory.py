@@ -7,7 +7,6 @@ there, or in the backward of the last layer, when logits are gone and a layer's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 from planner import models
@@ -135,22 +134,6 @@ def shards_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]
 def largest_part(rows: float, columns: float, ranks: int) -> float:
     """Return the numbers of a tensor on the fullest of the ranks that FSDP2 cuts its rows over."""
     return -(-rows // ranks) * columns
-
-
-def adam_bytes(width: int = FP32, master: bool = False) -> dict[str, int]:
-    """Return bytes per weight of training with Adam (ZeRO, section 3.1).
-
-    A weight and its gradient of `width`, two float32 moments, and with `master` a float32 weight.
-    """
-    return {"parameters": width, "gradients": width, "optimizer": FP32 * (3 if master else 2)}
-
-
-def per_weight(bytes_of: dict[str, float], zero: int, ranks: int) -> dict[str, float]:
-    """Return bytes per weight on each of the ranks that a stage of ZeRO shards over (figure 1)."""
-    return {
-        part: size / ranks if zero >= SHARDED_FROM[part] else size
-        for part, size in bytes_of.items()
-    }
 
 
 def state_bytes_per_weight(job: Job, zero: int) -> dict[str, float]:
@@ -343,18 +326,11 @@ def layer_gradient_bytes(job: Job, layout: Layout) -> float:
 def in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int = 1) -> float:
     """Return micro-batches whose activations a stage holds at once, in units of its layers.
 
-    1F1B (Narayanan et al., 2021, section 2.2); with several virtual stages interleaved.
+    1F1B (Narayanan et al., 2021, section 2.2). With several virtual stages interleaved: v p + p - 1
+    chunks of 1/v on stage 0 (Korthikanti et al., 2022, section 4.2.3).
     """
     if virtual_stages == 1:
         return min(micro_batches, pp - stage)
-    return interleaved_in_flight(pp, stage, micro_batches, virtual_stages)
-
-
-def interleaved_in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int) -> float:
-    """Return the same of the interleaved schedule: v p + p - 1 chunks of 1/v on stage 0.
-
-    Source: Korthikanti et al. (2022), section 4.2.3.
-    """
     chunks = 2 * (pp - stage - 1) + (virtual_stages - 1) * pp + 1
     return min(micro_batches * virtual_stages, chunks) / virtual_stages
 
@@ -424,11 +400,6 @@ def layer_weights(job: Job, layout: Layout) -> float:
     return (split + routed / layout.ep) / layout.tp + models.whole_parameters(model, 0)
 
 
-def whole_in_backward(blocks: Sequence[float], rest: float) -> float:
-    """Return the weights that FSDP holds whole in backward: the rest, a block, and the next one."""
-    return sum(sorted(blocks)[-2:]) + rest
-
-
 def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
     """Return bytes of weights and gradients that FSDP holds whole (ZeRO-3).
 
@@ -447,7 +418,7 @@ def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
     if moment == "loss":
         return number * (tables + layer)
     reduced = 0 if gradients_stay_whole(job, layout) else FP32 * layer
-    return number * (whole_in_backward((layer, layer), tables) + layer) + reduced
+    return number * (2 * layer + tables + layer) + reduced  # a block, the next one, gradients
 
 
 def buffers(job: Job, layout: Layout, stage: int) -> float:

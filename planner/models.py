@@ -71,21 +71,6 @@ _ALL = [
 MODELS: dict[str, Model] = {model.name: model for model in _ALL}
 
 
-def of_config(config) -> Model:
-    """Return the shape of a TransformerConfig (dist_common/models.py)."""
-    return Model(
-        layers=config.num_layers,
-        hidden=config.dim,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        ffn=config.ffn_dim,
-        vocab=config.vocab_size,
-        tied_embeddings=config.tied_embeddings,
-        experts=config.num_experts,
-        top_k=config.top_k if config.num_experts else 0,
-    )
-
-
 def head_width(model: Model) -> int:
     """Return the numbers of one head."""
     return model.head_dim or model.hidden // model.heads

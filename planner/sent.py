@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import lcm, prod
+from math import lcm
 
 from planner import models
 from planner.collectives import bus_factor
@@ -66,16 +65,3 @@ def bytes_of_weights(
     else:
         sent = (micro_batches if zero == 2 else 1) * reduced + forward
     return sent * bus_factor("all_gather", ranks)
-
-
-def powersgd_numbers(shapes: Iterable[Sequence[int]], rank: int) -> int:
-    """Return the numbers that PowerSGD all-reduces in place of gradients of these shapes.
-
-    A matrix (n, m) becomes P (n, r) and Q (m, r); further dimensions count as m's. Vectors (n,) are
-    sent whole. Source: Vogels et al. (2019), algorithm 1.
-    """
-    numbers = 0
-    for n, *others in shapes:
-        m = prod(others)
-        numbers += min(rank, n, m) * (n + m) if others else n
-    return numbers

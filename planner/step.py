@@ -366,18 +366,3 @@ def slower(cluster: Cluster, network: float = 1.0, matrix: float = 1.0) -> Clust
         network_scale=cluster.network_scale * network,
         matrix_scale=cluster.matrix_scale * matrix,
     )
-
-
-def survives(job: Job, layout: Layout, cluster: Cluster, choose) -> dict[str, Layout | None]:
-    """Return what `choose(job, cluster)` takes instead of a layout if the machine gives less.
-
-    Links at 80%, matrix units at 80%, both: by name the other layout, or None where the layout
-    is chosen still.
-    """
-    worse = {
-        "links -20%": slower(cluster, network=0.8),
-        "matrix units -20%": slower(cluster, matrix=0.8),
-        "both -20%": slower(cluster, network=0.8, matrix=0.8),
-    }
-    chosen = {name: choose(job, machine) for name, machine in worse.items()}
-    return {name: other if other != layout else None for name, other in chosen.items()}

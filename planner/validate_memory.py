@@ -312,17 +312,6 @@ def predict_finetune(rows: list[dict]) -> list[dict]:
     return found
 
 
-def component_rows(path: str | Path) -> list[dict]:
-    """Return id, value and error (a share of what was published) of a file of formula tables."""
-    rows = []
-    for row in read_table(Path(path)):
-        value = component_of(row)
-        told = number(row, "value")
-        error = value / told - 1 if value is not None and told else None
-        rows.append({"id": row["id"], "value": value, "error": error, "group": row["group"]})
-    return rows
-
-
 def finetune_rows(path: str | Path) -> list[dict]:
     """Return id, memory_bytes and error of a file of fine-tuning runs.
 

@@ -125,8 +125,10 @@ def runnable(command: str) -> str | None:
 def plain(command: str) -> tuple[int | None, str, list[str]] | None:
     """Take apart a command that only starts a script: ranks (None: python), script, arguments."""
     match = PLAIN.fullmatch(command)
-    # It writes to runs/ of the checkout it stands in; or leaves processes, found by environment.
-    if match and (match[2].startswith("labs/") or match[2].endswith("/virtual_cluster.py")):
+    # It writes to runs/ of the checkout it stands in; is no script of torch, and starts at once; or
+    # leaves processes, found by environment.
+    apart = ("labs/", "planner/", "cluster/virtual_cluster.py")
+    if match and match[2].startswith(apart):
         return None
     if not match or match[2] not in TRACKED or re.search(r"[|&;<>$`*~]", match[3]):
         return None

@@ -57,24 +57,18 @@ ODD = ("--layers", 4, "--hidden", 96, "--heads", 3, "--ffn", 384, "--vocab", 256
        "--global-batch", 1)  # fmt: skip
 BAD_INPUT = [
     ("plan", ("--gpu", "voodoo"), "unknown GPU 'voodoo'"),
-    ("plan", ("--gpu", "voodoo"), "known are v100, a100-40gb, a100, "),
     ("plan", ("--model", "llama9"), "--model llama9 is unknown; did you mean "),
-    ("plan", ("--model", "70B"), "is unknown; did you mean llama2-70b or llama3-70b? known are t"),
     ("plan", ("--layers", 4, "--hidden", 64), "a model of sizes lacks --heads, --ffn, --vocab"),
     ("plan", ("--model", "llama2-7b", "--heads", 33), "--heads 33 do not divide --hidden 4096"),
-    ("plan", ("--model", "llama3-8b", "--kv-heads", 5), "--kv-heads 5 do not divide --heads 32"),
     ("plan", ("--gpus", 12), "--gpus 12 must be a multiple of --gpus-per-node 8"),
     ("plan", ODD, "no layout of 5 GPUs divides the job: tp may be 1 3 (heads 3, key-value heads 3"),
     ("plan", ("--model", "llama3-405b", "--gpus", 1, "--gpu", "rtx4090"), "no layout fits: the cl"),
-    ("plan", ("--model", "llama3-405b", "--gpus", 1, "--gpu", "rtx4090"), "lacks "),
     ("plan", ("--precision", "fp8", "--gpu", "a100"), "--precision fp8: a100 has fp32, tf32, "),
     ("plan", ("--tokens", "many"), "--tokens: must be a number like 300B or 15T, not 'many'"),
     ("plan", ("--model", "llama2-7b", "--hf-config", "x"), "not allowed with argument --model"),
-    ("plan", ("--zero", 4), "--zero: invalid choice"),
     ("plan", ("--order", "tp-dp"), "--order: must name tp, cp, dp, pp once each, not 'tp-dp'"),
     ("predict", ("--gpus", 8, "--tp", 2, "--dp", 2), "tp 2 x cp 1 x pp 1 x dp 2 = 4 GPUs, but"),
     ("predict", ("--tp", 3), "tp 3 does not divide the 32 heads"),
-    ("predict", ("--model", "llama3-8b", "--tp", 16), "tp 16 is more than the 8 GPUs of a node"),
     ("predict", ("--pp", 8, "--interleave", 3), "32 layers do not make 8 x 3 equal stages"),
     ("predict", ("--pp", 64), "pp 64 leaves a stage without a layer: the model has 32"),
     ("predict", ("--cp", 3), "cp 3 leaves less than 512 of 4096 tokens, or unequal parts"),
@@ -82,14 +76,10 @@ BAD_INPUT = [
     ("predict", ("--dp", 8, "--ep", 2), "ep 2 must divide the model's 0 experts and dp x cp"),
     ("predict", ("--pp", 4, "--interleave", 2, "--global-batch", 6), "a multiple of 4 micro"),
     ("predict", ("--finetune", "lora", "--tp", 2), "tp 2: --finetune lora is planned with repl"),
-    ("plan", ("--finetune", "lora", "--tp", 2, "--gpus", 8), "tp 2: --finetune lora is planned"),
-    ("predict", ("--finetune", "lora", "--offload", "all"), "--offload all: --finetune lora is"),
     ("predict", ("--finetune", "lora", "--zero", 2, "--dp", 2), "--zero 2: --finetune lora is pla"),
-    ("predict", ("--finetune", "lora", "--recompute", "selective"), "lora has none or full"),
     ("plan", ("--finetune", "qlora", "--precision", "fp8"), "fp8: --finetune qlora computes in"),
     ("plan", ("--finetune", "lora", "--lora-rank", 9000), "--lora-rank 9000: an adapter is"),
     ("plan", ("--finetune", "lora", "--gpus", 3, "--global-batch", 8), "3 GPUs do not divide the"),
-    ("plan", ("--model", "mixtral-8x7b", "--ep", 3), "and ep the 8 experts and dp x cp"),
     ("plan", ("--lora-rank", 8), "--lora-rank needs --finetune lora or qlora"),
     ("predict", ("--dp", 8, "--zero", 3, "--shard", 3), "3 GPUs of a shard group do not"),
 ]  # fmt: skip
@@ -158,8 +148,6 @@ def test_own_hardware_replaces_the_data_sheet(say):
 EXPLAINED = [
     ("llama2-7b", Layout(dp=8, zero=3, recompute="full")),
     ("llama3-70b", Layout(tp=8, pp=4, dp=2, zero=1, virtual_stages=2)),
-    ("llama3-8b", Layout(tp=2, cp=2, dp=2, zero=2, micro_batch=2)),
-    ("gpt2-1.5b", Layout(dp=4)),
     ("mixtral-8x7b", Layout(dp=16, ep=8, zero=1)),
 ]
 
@@ -231,10 +219,10 @@ def shared(job, cluster, gpus, tp, cp, pp, micro, v, kind):
 @pytest.mark.parametrize(
     ("model", "gpus", "memory_gib", "node"),
     [
-        (SMALL, 4, 80, 8), (SMALL, 8, 6, 8), (SMALL, 8, 4, 4),
+        (SMALL, 8, 6, 8),
         (replace(SMALL, experts=4, top_k=2), 4, 9, 4),
     ],
-)  # fmt: skip
+)
 def test_the_search_finds_the_fastest_of_all_layouts(model, gpus, memory_gib, node):
     job = Job(model, 4096, 16)
     cluster = Cluster(replace(GPUS["h100"], memory_gib=memory_gib), node)
@@ -355,21 +343,13 @@ def parse_with(script: str, argv: list[str], monkeypatch) -> argparse.Namespace:
 LLAMA = models.MODELS["llama2-7b"]
 LAUNCHES = [
     (LLAMA, Layout(dp=8), "none", "ddp_training"),
-    (LLAMA, Layout(dp=8, recompute="full"), "none", "hybrid_parallelism"),
     (LLAMA, Layout(dp=8, zero=1), "none", "deepspeed_train"),
-    (LLAMA, Layout(dp=8, zero=1, recompute="selective"), "none", "hybrid_parallelism"),
     (LLAMA, Layout(dp=8, zero=2, recompute="full", micro_batch=2), "none", "fsdp_transformer"),
-    (LLAMA, Layout(dp=16, zero=3, recompute="selective"), "none", "fsdp_transformer"),
     (LLAMA, Layout(dp=16, zero=3, shard=8), "none", "fsdp_transformer"),
-    (LLAMA, Layout(dp=8, zero=2, offload="optimizer"), "none", "deepspeed_train"),
-    (LLAMA, Layout(dp=8, zero=3, offload="all"), "none", "fsdp_transformer"),
     (LLAMA, Layout(tp=2, pp=2, cp=2, dp=2, zero=3, recompute="full"), "none", "hybrid_parallelism"),
-    (LLAMA, Layout(tp=2, dp=4, zero=3), "none", "hybrid_parallelism"),
     (LLAMA, Layout(pp=4, dp=2, zero=1, virtual_stages=2), "none", "hybrid_parallelism"),
     (models.MODELS["llama3-405b"], Layout(tp=8, pp=2, dp=2), "none", "hybrid_parallelism"),
     (models.MODELS["mixtral-8x7b"], Layout(dp=8, ep=8, zero=2), "none", "hybrid_parallelism"),
-    (models.MODELS["gpt2-1.5b"], Layout(dp=4), "none", "ddp_training"),
-    (LLAMA, Layout(dp=8, zero=3), "full", "fsdp_finetune"),
     (LLAMA, Layout(dp=8, zero=3), "lora", "fsdp_finetune"),
 ]
 

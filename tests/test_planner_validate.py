@@ -76,15 +76,7 @@ def nothing(function):
 SABOTAGE = {
     # What is broken: where, how, and a band that must notice.
     "links twice as fast": (step, "seconds_of", halved, "tensor parallel"),
-    "everything hidden": (step, "exposed", nothing, "KempnerForge"),
-    "nothing hidden": (step, "exposed", lambda old: lambda sent, *_: sent, "FSDP across nodes"),
     "one gather a step too few": (step, "fsdp_seconds", halved, "ZeRO-3, tensor by tensor"),
-    "no logits": (
-        compute,
-        "head_seconds",
-        lambda old: lambda *_: compute.Seconds(0, 0, 0, 0),
-        "large vocabulary",
-    ),
     "recomputation forgotten": (
         step,
         "layers_seconds",
@@ -92,26 +84,12 @@ SABOTAGE = {
         "pipeline",
     ),
     "products twice as fast": (compute, "product_seconds", halved, "FSDP"),
-    "no tensor parallel": (step, "tensor_seconds", nothing, "tensor parallel"),
     "no experts' all-to-all": (step, "expert_seconds", nothing, "experts"),
-    "no gradients' reduction": (step, "gradient_seconds", nothing, "Megatron-LM README"),
     "attention a fifth faster": (
         compute,
         "attention_seconds",
         lambda old: lambda *args: tuple(0.8 * part for part in old(*args)),
         "sequences of 16k and longer",
-    ),
-    "memory for nothing": (compute, "memory_seconds", nothing, "FSDP"),
-    "launches for nothing": (compute, "launch_seconds", nothing, "vTrain single"),
-    "one rate for all matrices": (
-        compute,
-        "product_seconds",
-        lambda old: (
-            lambda m, n, k, job, cluster, rates: old(
-                m, n, k, job, cluster, {**rates, "matrix.side": 0.0}
-            )
-        ),
-        "large vocabulary",
     ),
 }
 
@@ -197,24 +175,15 @@ def test_a_file_with_a_mark_and_a_short_line_is_read(tmp_path, monkeypatch):
 
 SPELLED = {  # column, two ways to say one thing
     "yes": ("act_ckpt", "True", "full"),
-    "off": ("act_ckpt", "Off", "none"),
     "operators": ("act_ckpt", "selective op", "selective_op"),
     "stage": ("sharding", "ZeRO stage 3", "zero3"),
-    "distributed optimizer": ("sharding", "distributed optimizer", "distributed_optimizer"),
-    "thousands": ("global_batch", '"1,024"', "1024"),
-    "cards": ("notes", "4 x 100 Gb RoCE a node", "network_gb_s=6.25"),
     "bytes of cards": ("notes", "4 x 50 GB/s a node", "network_gb_s=25"),
-    "memory is no card": ("notes", "8 x 80 GB", "network_gb_s=50"),
     "PyTorch's names": ("sharding", "FULL_SHARD", "fsdp"),
-    "blocks": ("act_ckpt", "uniform", "full"),
-    "no stored scores": ("attn", "sdpa", "flash"),
     "stored scores": ("attn", "fused softmax", "eager"),
     "a thousand": ("seq", "8k", "8192"),
-    "counted": ("n_gpus", "64 GPUs", "64"),
     "model": ("model", "Meta-Llama-3.1-8B", "llama3-8b"),
     "GPU": ("gpu", "NVIDIA H100 (NVLink)", "H100-SXM"),
     "V100 has 16 bits": ("precision", "", "fp16", "gpu", "V100-32GB"),
-    "16 bits": ("precision", "float16", "fp16", "gpu", "V100-32GB"),
 }
 
 
