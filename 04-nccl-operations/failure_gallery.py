@@ -23,9 +23,17 @@ import torch
 
 from dist_common import cli, runtime
 from dist_common.report import Report
-from nccl_parts import verdicts
-from nccl_parts.failure_gallery import NAMES, Failure, Job, load, may_enter
-from nccl_parts.verdicts import Verdict, compare, ranks_of
+from nccl_parts import failure_gallery as part
+from nccl_parts.failure_gallery import (
+    NAMES,
+    Failure,
+    Job,
+    Verdict,
+    compare,
+    load,
+    may_enter,
+    ranks_of,
+)
 
 CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
 WIDTH = 100  # of what a rank says, in characters
@@ -35,7 +43,7 @@ WIDTH = 100  # of what a rank says, in characters
 
 def by_logs(job):
     ended = job.run("broken.py")
-    return ended, verdicts.judge_logs(ended)
+    return ended, part.judge_logs(ended)
 
 
 def by_lines(job):
@@ -63,7 +71,7 @@ def by_epochs(job):
 def by_detail(job):
     """Read what TORCH_DISTRIBUTED_DEBUG=DETAIL says each rank is about to call."""
     ended = job.run("broken.py")
-    calls = verdicts.calls_in_detail(job.run("broken.py", TORCH_DISTRIBUTED_DEBUG="DETAIL"))
+    calls = part.calls_in_detail(job.run("broken.py", TORCH_DISTRIBUTED_DEBUG="DETAIL"))
     if calls:
         return ended, compare(calls, "the collective")
     # It compares what the members of one group call, and sees no ranks that wait in several.
@@ -82,12 +90,12 @@ def show(report, title, ended, pattern):
     """Print how each rank ended, and the line of its log that tells most."""
     report.say(f"\n{title}")
     for number, rank in enumerate(ended):
-        line = verdicts.last_line(rank, pattern) or "says nothing"
+        line = part.last_line(rank, pattern) or "says nothing"
         found = re.search(pattern, line)
         if found and found.end() > WIDTH:
             line = f"... {line[found.start() :]}"
         line = line if len(line) <= WIDTH else f"{line[:WIDTH].rsplit(' ', 1)[0]} ..."
-        report.say(f"  rank {number}, {verdicts.ending(rank)}: {line}")
+        report.say(f"  rank {number}, {part.ending(rank)}: {line}")
 
 
 def result_of(job: Job) -> str:
@@ -113,12 +121,12 @@ def check(report, job, broken, verdict, cured, seconds):
     failure, source = job.failure, f"failures/{job.failure.name}/case.toml"
     right = result_of(job)
     heard = [
-        any(re.search(failure.message, line) for rank in ended for line in verdicts.lines_of(rank))
+        any(re.search(failure.message, line) for rank in ended for line in part.lines_of(rank))
         for ended in (broken, cured)
     ]
     ends = [
         re.fullmatch(failure.ends.get("culprit" if n == job.culprit else "others", ""), end)
-        for n, end in enumerate(map(verdicts.ending, broken))
+        for n, end in enumerate(map(part.ending, broken))
     ]
     sure = to_be_named(job)
     maybe = {job.culprit} if failure.names == "the others" else set()

@@ -14,7 +14,6 @@ from helpers_04 import first_is_quick, full
 
 from dist_common.lab.ranks import Rank
 from nccl_parts import failure_gallery as part
-from nccl_parts import verdicts
 
 GALLERY = "04-nccl-operations/failure_gallery.py"
 FAILURES = REPO / "04-nccl-operations/failures"
@@ -95,7 +94,7 @@ LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
     ],
 )
 def test_logs_name_the_rank_that_did_not_only_lose_another_one(texts, codes, named):
-    verdict = verdicts.judge_logs(ranks_that_say(*texts, codes=codes))
+    verdict = part.judge_logs(ranks_that_say(*texts, codes=codes))
     assert verdict.named == named, verdict
 
 
@@ -105,7 +104,7 @@ def test_detail_is_told_by_ranks_of_the_job_not_of_a_group():
         return f"{prints.format(0, own)}, but {prints.format(1, other)}."
 
     ranks = ranks_that_say("", "", says("ALLREDUCE", "BROADCAST"), says("BROADCAST", "ALLREDUCE"))
-    assert verdicts.calls_in_detail(ranks) == {2: "ALLREDUCE [1]", 3: "BROADCAST [1]"}
+    assert part.calls_in_detail(ranks) == {2: "ALLREDUCE [1]", 3: "BROADCAST [1]"}
 
 
 # Sabotage: what is broken is not, what finds it does not, what cures it does not.
@@ -140,7 +139,7 @@ def blind(module):
     for name, (look, title) in module.TOOLS.items():
 
         def looks_away(job, look=look):
-            return look(job)[0], verdicts.Verdict("nothing to see")
+            return look(job)[0], part.Verdict("nothing to see")
 
         module.TOOLS[name] = (looks_away, title)
 
@@ -154,7 +153,7 @@ def accuse_another(module):
 
         def wrong(job, look=look):
             ended, verdict = look(job)
-            return ended, verdicts.Verdict(verdict.text, frozenset([0]))
+            return ended, part.Verdict(verdict.text, frozenset([0]))
 
         module.TOOLS[name] = (wrong, title)
 

@@ -400,7 +400,7 @@ def test_what_a_cluster_refuses(cluster):
         verb, *rest = argv.split()
         assert_one_line(ask(cluster.folder, verb, *rest), says, "virtual_cluster.py")
     ended = ask(cluster.folder, "run", "--", "no-such-program")
-    assert ended.codes == [127] and "no-such-program: No such file" in ended.stderr
+    assert ended.codes == [127] and "no-such-program: not found" in ended.stderr
     assert ask(cluster.folder, "run", "--", "bash", "-c", "exit {node}").codes == [1]
 
 

@@ -148,7 +148,7 @@ def too_early(folder: str):
             if known and order.index(before) >= order.index(stem):
                 yield f"{path} wants {before}.md read first, which comes later"
         for module in re.findall(r"\]\(\.\./([\w-]+)/", wanted):
-            if modules.index(module) > modules.index(folder):
+            if module in modules and modules.index(module) > modules.index(folder):
                 yield f"{path} wants a page of {module} read first, which comes later"
 
 

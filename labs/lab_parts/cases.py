@@ -13,7 +13,6 @@ gallery = import_lesson("04-nccl-operations/failure_gallery.py")
 
 # Importing the lesson has put its folder on the path.
 from nccl_parts import failure_gallery as part  # noqa: E402
-from nccl_parts import verdicts  # noqa: E402, F401
 
 RANKS = 3  # of the job that is handed out: of two ranks that differ none can be named
 NONE = -1  # the rank at fault, where none is

@@ -13,7 +13,7 @@ from typing import Any
 from dist_common.cli import UsageError
 from dist_common.lab.ranks import Rank
 from lab_parts import recorder
-from lab_parts.cases import NONE, RANKS, Case, gallery, verdicts
+from lab_parts.cases import NONE, RANKS, Case, gallery, part
 from lab_parts.holes import REPO
 from lab_parts.running import LOOPBACK
 
@@ -87,7 +87,7 @@ def gather(case: Case, odd: int) -> dict[str, str]:
 
         job.run(script, record, **environ)
         logs = {f"rank-{n}.log": log_of(rank, job.folder) for n, rank in enumerate(ended)}
-        ends = [f"rank {n}: {verdicts.ending(rank)}" for n, rank in enumerate(ended)]
+        ends = [f"rank {n}: {part.ending(rank)}" for n, rank in enumerate(ended)]
         files = zip(notes, inputs, strict=True)
         calls = [calls_of(rank, *pair) for rank, pair in enumerate(files)]
     texts = {"job.txt": ends, "stacks.txt": [f"rank {n}:\n{own}" for n, own in enumerate(stacks)]}

@@ -19,7 +19,7 @@ from typing import Any
 from dist_common.cli import UsageError
 from dist_common.lab.ranks import Rank
 from lab_parts import evidence, recorder
-from lab_parts.cases import NONE, RANKS, Case, gallery, part, verdicts
+from lab_parts.cases import NONE, RANKS, Case, gallery, part
 from lab_parts.holes import Answer
 from lab_parts.judging import tomllib
 from lab_parts.running import LOOPBACK, abort_stuck, hang, line_of
@@ -181,8 +181,8 @@ def failed_at(rank: Rank, path: str) -> str:
 
 def error_of(rank: Rank) -> str:
     """Return the line of a rank's log that says why it ended."""
-    lines = verdicts.lines_of(rank)[::-1]
-    for wanted in (verdicts.ROOT, verdicts.VICTIM, re.compile(r"^[\w.]*(Error|Exception|Exit)\b")):
+    lines = part.lines_of(rank)[::-1]
+    for wanted in (part.ROOT, part.VICTIM, re.compile(r"^[\w.]*(Error|Exception|Exit)\b")):
         if found := next(filter(wanted.search, lines), ""):
             return found
     if (rank.code or 0) > 0 and rank.err.strip():  # queue.Empty, or the words of sys.exit
@@ -196,10 +196,10 @@ def judge_run(case: Case, ran: Ran, odd: int) -> str | None:
         return ran.hangs
     if failed := [n for n, rank in enumerate(ran.ended) if rank.code != 0]:
         told = {n: error_of(ran.ended[n]) for n in failed}
-        own = [n for n in failed if not verdicts.VICTIM.search(told[n])]
+        own = [n for n in failed if not part.VICTIM.search(told[n])]
         number = (own or failed)[0]
         rank = ran.ended[number]
-        return f"rank {number}, {verdicts.ending(rank)}: {told[number][:120]}{rank.value}"
+        return f"rank {number}, {part.ending(rank)}: {told[number][:120]}{rank.value}"
     for number, called in enumerate(ran.calls):
         needed = case.of_odd if number == odd and case.of_odd else case.calls
         for pattern, times in needed.items():
