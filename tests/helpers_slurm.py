@@ -25,8 +25,7 @@ DEADLINE_S = 300  # of what takes seconds on a quiet machine
 ENDED = "JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)"
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 
-# No cgroups: many containers have none that one may write. All timers are short. What is urgent
-# takes the nodes from what is usual, which gets 20 s to save.
+# No cgroups: many containers have none that one may write. All timers are short.
 CONF = """\
 ClusterName=guide
 SlurmctldHost=node0
@@ -52,11 +51,8 @@ ReturnToService=2
 SlurmdTimeout=5
 KillWait=5
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 {nodes}
-PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 GraceTime=20
-PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF
+PartitionName=usual Nodes=ALL Default=YES
 """
 
 

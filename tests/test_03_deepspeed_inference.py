@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,9 +56,7 @@ def folders(tmp_path_factory) -> Path:
         write("uneven", *llama, **SHAPE | UNEVEN)
         long = {"max_position_embeddings": 4096, "initializer_range": 0.2}  # it looks far
         write("long", *llama, **SHAPE | long)
-        write("qwen2", "Qwen2Config", "Qwen2ForCausalLM", **SHAPE)
         write("gpt2", "GPT2Config", "GPT2LMHeadModel", n_layer=1, n_embd=48)
-        write("no-head", "LlamaConfig", "LlamaModel", **SHAPE)
 
     ended = fork_ranks(body, 1, root / "made", 60, True)
     assert ended.codes == [0], ended.stderr
@@ -87,7 +84,7 @@ def run_quietly(run_script, *argv, world_size=2, before=once):
 
 
 @pytest.mark.parametrize(
-    ("precision", "world_size"), first_is_quick(("32-true", 2), ("bf16-true", 2), ("32-true", 1))
+    ("precision", "world_size"), first_is_quick(("32-true", 2), ("bf16-true", 2))
 )
 def test_cut_or_whole_the_same_logits(run_script, tmp_path, world_size, precision):
     run = tmp_path / "run"
@@ -132,10 +129,9 @@ def test_a_model_that_module_02_exports(run_script, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "world_size"), [("uneven", 3), ("qwen2", 2)])
-def test_other_shapes_and_families(run_script, folders, name, world_size):
+def test_sizes_that_the_ranks_do_not_divide(run_script, folders):
     """Heads and widths that the ranks do not divide, biases, a head tied to the embedding."""
-    run_quietly(run_script, "--model", folders / name, *SMALL, world_size=world_size)
+    run_quietly(run_script, "--model", folders / "uneven", *SMALL, world_size=3)
 
 
 @pytest.mark.full
@@ -157,12 +153,6 @@ def test_a_tokenizer_in_the_folder_is_used(run_script, folders, tmp_path):
 
 
 # Sabotage
-
-
-def sum_nothing(script):
-    import deepspeed
-
-    deepspeed.comm.inference_all_reduce = lambda tensor, **_: tensor
 
 
 def after_cut(change):
@@ -190,15 +180,6 @@ def shift_a_shard(engine):
     weight.copy_(weight.roll(1, 1))
 
 
-def keep_a_whole_weight_too(engine):
-    engine.module.kept = torch.nn.Parameter(torch.zeros(352, 128))
-
-
-def sum_the_logits_of_all_tokens(engine):
-    forward = engine.forward
-    engine.forward = lambda *args, logits_to_keep=0, **options: forward(*args, **options)
-
-
 def cast_buffers(engine):
     for buffer in engine.module.buffers():
         buffer.data = buffer.bfloat16()
@@ -208,18 +189,6 @@ def leave_the_head_whole(script):
     from deepspeed.module_inject.auto_tp import AutoTP
 
     AutoTP._replace_last_linear_module = lambda self, module: module
-
-
-def wide_grain(script):
-    """What a reader gets who leaves the default: 352 becomes 192 and 160."""
-    import deepspeed
-
-    made = deepspeed.init_inference
-
-    def broken(model, tensor_parallel, **options):
-        return made(model, tensor_parallel={"tp_size": tensor_parallel["tp_size"]}, **options)
-
-    deepspeed.init_inference = broken
 
 
 def after_generating(change):
@@ -260,13 +229,7 @@ LOGITS, TOKENS = "largest difference of a logit", "tokens that differ"
     ]
     + [
         pytest.param(*case, marks=pytest.mark.full)
-        for case in (
-            (after_generating(another_last_token), [TOKENS]),
-            (sum_nothing, [CALLS, SUMMED, LOGITS, TOKENS]),
-            (after_cut(keep_a_whole_weight_too), [WEIGHTS]),
-            (after_cut(sum_the_logits_of_all_tokens), [SUMMED]),
-            (wide_grain, [WEIGHTS]),
-        )
+        for case in ((after_generating(another_last_token), [TOKENS]),)
     ],
 )
 def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, failing):
@@ -306,11 +269,7 @@ def test_rounded_rotary_frequencies_fail_a_check_far_from_the_start(run_script, 
     ("world_size", "argv", "says"),
     first_is_quick(
         (3, (), "--preset tiny has 2 key-value head(s) for 3 ranks"),
-        (1, ("--max-new-tokens", 1), "--max-new-tokens: must be a whole number of at least 2"),
         (1, ("--max-new-tokens", 193), "193 after 64 of the prompt are more than the 256"),
-        (1, ("--prompt", ""), "--prompt is empty"),
-        (1, ("--preset", "llama3-70b"), "--preset llama3-70b needs "),
-        (1, ("--precision", "16-true"), "invalid choice: '16-true'"),
         (1, ("--model", "nowhere"), "--model nowhere: no config.json there"),
     ),
 )
@@ -321,10 +280,6 @@ def test_bad_flags_are_refused(run_script, world_size, argv, says):
 
 def without_a_weight(folder):
     change_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
-
-
-def with_one_more(folder):
-    change_weights(folder, lambda weights: weights.update(more=torch.zeros(1)))
 
 
 def of_another_width(folder):
@@ -344,14 +299,6 @@ def cut_short(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def without_weights(folder):
-    (folder / "model.safetensors").unlink()
-
-
-def no_json(folder):
-    (folder / "config.json").write_text("{")
-
-
 def change_config(**changes):
     def change(folder):
         path = folder / "config.json"
@@ -364,16 +311,9 @@ def change_config(**changes):
     ("name", "damage", "says"),
     first_is_quick(
         ("gpt2", None, "is of type gpt2: this script knows how AutoTP cuts llama, mistral, "),
-        ("no-head", None, "1 weight(s) missing: lm_head.weight"),
         ("llama", without_a_weight, "1 weight(s) missing: model.layers.1.mlp.up_proj.weight"),
-        ("llama", with_one_more, "1 weight(s) unexpected: more"),
         ("llama", of_another_width, "1 weight(s) mismatched: ('lm_head.weight', "),
         ("llama", cut_short, "incomplete"),
-        ("llama", without_weights, "no file named model.safetensors"),
-        ("llama", no_json, "not a valid JSON file"),
-        ("llama", change_config(model_type="t5"), "is of type t5"),
-        ("llama", change_config(model_type="nothing"), "nothing"),
-        ("llama", change_config(hidden_size=63), "63"),
         ("llama", change_config(quantization_config={"quant_method": "gptq"}), "unquantised"),
     ),
 )
@@ -384,12 +324,3 @@ def test_bad_folders_are_refused(run_script, folders, tmp_path, name, damage, sa
         damage(folder)
     ended = run_script(SCRIPT, "--model", folder, *SMALL)
     assert_one_line(ended, says, "deepspeed_inference.py")
-
-
-@pytest.mark.full
-def test_without_transformers_it_says_what_to_install(run_script):
-    def before(script):
-        sys.modules["transformers"] = None
-
-    ended = run_script(SCRIPT, before=before)
-    assert_one_line(ended, "pip install deepspeed transformers", "deepspeed_inference.py")

@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from conftest import (
@@ -15,7 +13,6 @@ from conftest import (
     assert_one_line,
     compiled,
     free_port,
-    load_script,
     results_of,
     run_command,
 )
@@ -81,8 +78,7 @@ def with_torch_adam(config: dict) -> dict:
     [(3, 3, "bf16-mixed")]
     + [
         pytest.param(*case, marks=full)
-        for case in [(2, stage, "32-true") for stage in range(4)]
-        + [(2, 1, "bf16-mixed"), (2, 2, "bf16-mixed"), (1, 2, "32-true"), (3, 2, "32-true")]
+        for case in [(2, 0, "32-true"), (2, 1, "32-true"), (2, 2, "bf16-mixed")]
     ],
 )
 def test_train_as_one_process_in_every_stage(train, tmp_path, ranks, stage, precision):
@@ -102,19 +98,6 @@ def test_train_as_one_process_in_every_stage(train, tmp_path, ranks, stage, prec
 
 
 @full
-@pytest.mark.parametrize("stage", [0, 1])
-def test_the_losses_of_ddp_training(train, run_script, tmp_path, stage):
-    """Stages 2 and 3, and the end of an epoch, are in test_one_job.py."""
-    job = (*SMALL, "--max-steps", 5, "--parity-steps", 0)
-    reference = ("--micro-batch-size", 8, "--output-dir", tmp_path / "ddp")
-    reference += ("--text-file", tmp_path / "text")
-    assert run_script("01-ddp-basics/ddp_training.py", *job, *reference, before=small).codes == [0]
-    ended = train(config_of(stage), *job, "--grad-accum-steps", 2, "--output-dir", tmp_path / "ds")
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert losses_of(tmp_path / "ds") == pytest.approx(losses_of(tmp_path / "ddp"), abs=1e-5)
-
-
-@full
 @pytest.mark.parametrize("name", FROM_THE_TRAINER_S_PAGE)
 def test_a_config_from_hugging_face_s_page_trains(train, tmp_path, name):
     """Without the op that DeepSpeed would compile for it; test_..._as_it_stands has it."""
@@ -125,26 +108,9 @@ def test_a_config_from_hugging_face_s_page_trains(train, tmp_path, name):
 
 
 @full
-@pytest.mark.parametrize("name", FROM_THE_TRAINER_S_PAGE)
-def test_a_config_from_hugging_face_s_page_as_it_stands(train, tmp_path, name):
-    if not compiled("cpu_adam"):
-        pytest.skip("DeepSpeed's cpu_adam is not compiled")
-    ended = train(FROM_THE_TRAINER_S_PAGE[name], *QUICK, "--precision",
-                  "bf16-mixed" if name == "zero3" else "32-true")  # fmt: skip
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-
-
-@full
-@pytest.mark.parametrize(
-    ("name", "adam"),
-    [("zero2_offload_cpu", True), ("zero2_offload_cpu", False), ("zero3_offload_cpu", False)],
-)
-def test_train_with_offload_to_the_cpu_resumes_bitwise(train, tmp_path, name, adam):
-    config = REPO / f"03-deepspeed/configs/{name}_config.json"
-    if adam:
-        config = with_torch_adam(json.loads(config.read_text()))
-    elif not compiled("cpu_adam"):
-        pytest.skip("DeepSpeed's cpu_adam is not compiled")
+def test_train_with_offload_to_the_cpu_resumes_bitwise(train, tmp_path):
+    config = json.loads((REPO / "03-deepspeed/configs/zero2_offload_cpu_config.json").read_text())
+    config = with_torch_adam(config)
     argv = (*QUICK, "--save-every", 2, "--output-dir", tmp_path / "r")
     ended = train(config, *argv)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
@@ -170,44 +136,24 @@ def test_without_a_compiler_pytorch_s_adam_takes_the_steps(train):
     assert "no compiler for cpu_adam; until then PyTorch's Adam takes the steps" in ended.stdout
 
 
-@full
-def test_a_large_model_is_drawn_on_the_device(train, tmp_path):
-    """With other numbers, the same in all stages; one process has them too."""
-
-    def large(script):
-        small(script)
-        models.DRAWN_AS_ONE_PROCESS = 0
-
-    first = []
-    for name, stage, before in (("2", 2, large), ("3", 3, large), ("cpu", 2, small)):
-        ended = train(config_of(stage), *QUICK, "--precision", "32-true", "--output-dir",
-                      tmp_path / name, before=before)  # fmt: skip
-        assert ended.codes == [0, 0], ended.stdout + ended.stderr
-        first.append(losses_of(tmp_path / name)[1])
-    assert first[0] == pytest.approx(first[1], abs=1e-5)
-    assert abs(first[0] - first[2]) > 1e-4
-
-
 CHECKPOINTING = {"activation_checkpointing": {"partition_activations": False}}
 
 
 @full
-@pytest.mark.parametrize(("stage", "section"), [(3, {}), (2, CHECKPOINTING), (0, {})])
-def test_recomputed_activations_change_no_loss(train, stage, section):
-    config = json.loads(config_of(stage).read_text()) | section
+def test_recomputed_activations_change_no_loss(train):
+    config = json.loads(config_of(2).read_text()) | CHECKPOINTING
     ended = train(config, *QUICK, "--activation-checkpointing")
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
 @full
-@pytest.mark.parametrize("stage", [1, 3])
-def test_tied_embeddings_stay_tied(train, tmp_path, stage):
+def test_tied_embeddings_stay_tied(train, tmp_path):
     def tied(script):
         models.PRESETS["tiny"] = models.TransformerConfig(
             256, 32, 2, 2, 1, 88, 256, tied_embeddings=True
         )
 
-    ended = train(config_of(stage), *QUICK, "--consolidate", "--output-dir", tmp_path / "run",
+    ended = train(config_of(3), *QUICK, "--consolidate", "--output-dir", tmp_path / "run",
                   before=tied)  # fmt: skip
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
@@ -217,16 +163,13 @@ PRECISE = {
     "data_types": {"grad_accum_dtype": "fp32"},
 }
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-AUTOCAST_BESIDE_BF16 = {**AUTOCAST, "bf16": {"enabled": True}}
 
 
 @full
-@pytest.mark.parametrize(
-    ("stage", "keys"), [(2, PRECISE), (3, PRECISE), (2, AUTOCAST), (2, AUTOCAST_BESIDE_BF16)]
-)
-def test_other_types_of_gradients_train_too(train, stage, keys):
+@pytest.mark.parametrize("keys", [PRECISE, AUTOCAST])
+def test_other_types_of_gradients_train_too(train, keys):
     precision = () if "torch_autocast" in keys else ("--precision", "bf16-mixed")
-    config = json.loads(config_of(stage).read_text()) | keys
+    config = json.loads(config_of(2).read_text()) | keys
     ended = train(config, *QUICK, *precision)
     assert ended.codes == [0, 0] and "bf16-mixed" in ended.stdout, ended.stdout + ended.stderr
 
@@ -242,19 +185,6 @@ def one_micro_batch_twice(script):
         take(run, step)
 
     script.train_step = broken
-
-
-def no_clipping(script):
-    started = script.start_engine
-
-    def broken(run):
-        reference = run.config["gradient_clipping"]
-        run.config["gradient_clipping"] = 1e-4
-        engine = started(run)
-        run.config["gradient_clipping"] = reference
-        return engine
-
-    script.start_engine = broken
 
 
 def half_a_loss(script):
@@ -297,29 +227,6 @@ def other_weights_on_rank_1(script):
     part.check_weights = broken
 
 
-def swapped_rows_on_rank_1(script):
-    check = part.check_weights
-
-    def broken(run):
-        weight = next(run.engine.module.parameters()).data
-        if script.dist.get_rank() == 1:
-            weight[:2] = weight[:2].flip(0)
-        check(run)
-
-    part.check_weights = broken
-
-
-def other_whole_weights_on_rank_1(script):
-    """In stage 3: a norm, which stays whole."""
-    check = part.check_weights
-
-    def broken(run):
-        run.engine.module.norm.weight.data += 0.001 * script.dist.get_rank()
-        check(run)
-
-    part.check_weights = broken
-
-
 def stage_one(script):
     examined = part.examined
 
@@ -337,10 +244,8 @@ def stage_one(script):
     [
         (altered_weights, [EXPORTED]),
         pytest.param(other_weights_on_rank_1, [WEIGHTS], marks=full),
-        pytest.param(swapped_rows_on_rank_1, [WEIGHTS], marks=full),
         (half_a_loss, [NORMS]),
         pytest.param(one_micro_batch_twice, [FIRST, NORMS], marks=full),
-        pytest.param(no_clipping, [FIRST, NORMS], marks=full),
         pytest.param(stage_one, ["bytes per weight"], marks=full),
     ],
 )
@@ -351,24 +256,6 @@ def test_sabotage_of_the_training_fails_a_check(train, tmp_path, sabotage, faili
     )  # fmt: skip
     assert ended.codes[0] == 1, ended.stdout + ended.stderr
     assert failed_checks(tmp_path / "run") == failing
-
-
-@full
-def test_sabotage_of_a_weight_that_stays_whole_in_stage_3_fails_a_check(train, tmp_path):
-    ended = train(
-        config_of(3), *QUICK, "--output-dir", tmp_path / "run",
-        before=on_small(other_whole_weights_on_rank_1), end_job_on_failure=False,
-    )  # fmt: skip
-    assert ended.codes[0] == 1, ended.stdout + ended.stderr
-    assert failed_checks(tmp_path / "run") == [WEIGHTS]
-
-
-@full
-def test_where_all_weights_are_cut_none_are_compared(train):
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    ended = train(changed(zero_optimization=zero), *QUICK)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "weights not compared" in ended.stdout and "OK: 5 checks" in ended.stdout
 
 
 @full
@@ -386,44 +273,11 @@ LONG = ("--seq-len", 32, "--max-steps", 8, "--save-every", 3, "--parity-steps", 
 
 
 @full
-def test_a_config_of_deepspeed_s_own_defaults_trains(train):
-    """Its buckets are a gigabyte, so what is held is told and not compared."""
-    optimizer = {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}
-    for stage in (2, 3):
-        config = {"optimizer": optimizer, "zero_optimization": {"stage": stage}}
-        ended = train(config, *QUICK)
-        assert ended.codes == [0, 0], ended.stdout + ended.stderr
-        assert "bytes per weight, buffers and all" in ended.stdout
-        assert "OK: 5 checks" in ended.stdout
-
-
-@full
-def test_between_stages_1_and_2_and_in_stage_0_on_other_ranks(train, tmp_path):
-    def run(folder, ranks, stage, *argv, change=small):
-        sizes = ("--micro-batch-size", 8 // ranks, "--output-dir", folder)
-        return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks, before=change)
-
-    for before, after in ((1, 2), (0, 0)):
-        folder = tmp_path / f"{before}-{after}"
-        assert run(folder, 2, before).codes == [0, 0]
-        straight = losses_of(folder)
-        shutil.rmtree(folder / "checkpoints/step-00000008")
-        argv = ("--resume", "--consolidate")
-        ended = run(folder, 4 if before == 0 else 2, after, *argv, change=on_small(never_draw))
-        assert not any(ended.codes) and "resuming from" in ended.stdout, ended.stdout + ended.stderr
-        resumed = losses_of(folder)
-        assert all(abs(resumed[step] - straight[step]) < 1e-4 for step in straight)
-
-
-@full
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_run_resumes_on_other_numbers_of_ranks(train, tmp_path, stage):
+def test_a_run_resumes_on_other_numbers_of_ranks(train, tmp_path):
     """On the same number bitwise, also when it was killed: test_templates.py."""
-    # On 4 ranks, what stage 2 keeps of weights that two ranks share is too much of a small model.
-    smaller = small if stage == 3 else lambda script: None
     folder = tmp_path / "run"
 
-    def run(folder, ranks, *argv, stage=stage, before=smaller):
+    def run(folder, ranks, *argv, stage=3, before=small):
         sizes = ("--micro-batch-size", 8 // ranks, "--output-dir", folder)
         return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks, before=before)
 
@@ -436,7 +290,7 @@ def test_a_run_resumes_on_other_numbers_of_ranks(train, tmp_path, stage):
         shutil.copytree(folder, tmp_path / f"on-{ranks}")
 
     def resumed(script):  # with two processes that convert
-        smaller(script)
+        small(script)
         never_draw(script)
         script.workers_for = lambda sizes: 2
 
@@ -451,77 +305,11 @@ def test_a_run_resumes_on_other_numbers_of_ranks(train, tmp_path, stage):
         assert not any("universal" in name or "partial" in name for name in left)
         assert (tmp_path / f"on-{ranks}/checkpoints/latest").read_text() == "step-00000008"
     refused = [
-        (("--seed", 1), stage, "--seed is 1 here and 0 in the checkpoint"),
-        (("--precision", "bf16-mixed"), stage, "saved with --precision 32-true: take that"),
+        (("--precision", "bf16-mixed"), 3, "saved with --precision 32-true: take that"),
+        ((), 2, "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot resume from it"),
     ]
-    if stage == 3:
-        says = "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot resume from it"
-        refused.append(((), 2, says))
     for argv, other, says in refused:
         assert_one_line(run(folder, 2, "--resume", *argv, stage=other), says, "deepspeed_train.py")
-
-
-@full
-def test_ranks_wait_for_a_conversion_longer_than_for_a_collective(train, tmp_path):
-    """Rank 0 sleeps for longer than --timeout, while it converts and while it consolidates."""
-
-    def slow(script):
-        small(script)
-        wait = script.EngineFiles.on_rank0
-
-        def slower(files, what, work):
-            wait(files, what, lambda: (time.sleep(12), work()))
-
-        script.EngineFiles.on_rank0 = slower
-
-    folder = tmp_path / "run"
-    argv = (*LONG, "--max-steps", 3, "--output-dir", folder)
-    assert train(config_of(2), *argv, ranks=2).codes == [0, 0]
-    argv = (*LONG, "--max-steps", 4, "--output-dir", folder, "--timeout", 8, "--resume")
-    ended = train(config_of(2), *argv, "--consolidate", ranks=3, before=slow)
-    assert ended.codes == [0, 0, 0], ended.stdout + ended.stderr
-
-
-@full
-def test_a_run_resumed_with_the_optimizer_on_a_disk_takes_other_losses(train, tmp_path):
-    """What the template refuses, done all the same: should DeepSpeed mend it, this fails."""
-    if not compiled("async_io"):
-        pytest.skip("DeepSpeed's async_io is not compiled")
-    config = json.loads(NVME.read_text())
-    config["zero_optimization"]["offload_param"]["buffer_size"] = 2**21  # as little as it takes
-    (tmp_path / "disk").mkdir()
-
-    def allow(script):
-        examined = part.examined
-
-        def without_folder(run):
-            run.args.output_dir, folder = None, run.args.output_dir
-            config = examined(run)
-            run.args.output_dir = folder
-            return config
-
-        part.examined = without_folder
-
-    def run(*more):
-        flags = ("--nvme-path", tmp_path / "disk", *LONG, "--max-steps", 6)
-        ended = train(config, *flags, "--output-dir", tmp_path / "run", *more, before=allow)
-        assert ended.codes == [0, 0], ended.stdout + ended.stderr
-        return losses_of(tmp_path / "run")
-
-    straight = run()
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000006")
-    resumed = run("--resume")
-    assert abs(resumed[6] - straight[6]) > 0.01
-
-
-def test_as_many_processes_convert_as_cores_and_memory_take(monkeypatch):
-    script = load_script(TRAIN)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    gib, free = 2**30, psutil.virtual_memory().available
-    assert script.workers_for([gib // 4] * 2) == 1, "a small one: no processes"
-    assert script.workers_for([gib] * 4 + [free]) == 1
-    assert script.workers_for([free // 5] * 8) == 2
-    assert script.workers_for([gib // 64] * 128) == 8
 
 
 @full
@@ -541,58 +329,19 @@ def test_the_config_for_a_disk_trains_as_it_stands(train, tmp_path):
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
-def one_batch_more_on_rank_0(script):
-    evaluate = script.evaluate
-
-    def broken(run):
-        measure = evaluate(run)
-
-        def uneven():
-            if script.dist.get_rank() == 0:
-                inputs = torch.zeros(1, run.args.seq_len, dtype=torch.int64)
-                with torch.no_grad():
-                    script.summed_loss(run, run.engine, inputs, inputs)
-            return measure()
-
-        return uneven
-
-    script.evaluate = broken
-
-
-@full
-def test_uneven_evaluation_hangs_in_stage_3_and_not_in_stage_2(train):
-    """In stage 3 once the model is larger than what may stay gathered, 1e9 weights by default."""
-    for stage in (2, 3):
-        zero = {"stage": stage} if stage == 2 else {
-            "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-        }  # fmt: skip
-        ended = train(
-            changed(zero_optimization=zero), *QUICK, "--parity-steps", 0, "--timeout", 10,
-            before=on_small(one_batch_more_on_rank_0),
-        )  # fmt: skip
-        assert any(ended.codes) == (stage == 3), ended.stdout + ended.stderr
-    assert "lost contact with another rank" in ended.stderr, ended.stderr
-
-
 @full
 def test_a_damaged_checkpoint_is_passed_over_and_none_at_all_is_one_line(train, tmp_path):
     def run(*argv):
         return train(config_of(2), *LONG, "--output-dir", tmp_path / "run", *argv)
 
     assert run("--max-steps", 6).codes == [0, 0]
-    for step in (6, 3):
-        folder = tmp_path / f"run/checkpoints/step-0000000{step}"
-        path = next(folder.glob("zero_pp_rank_1*"))
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-        if step == 6:
-            ended = run("--resume")
-            assert ended.codes == [0, 0] and "/step-00000003" in ended.stdout
-            assert f"altered ({path.name} does not match its checksum)" in ended.stderr
-            shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
-            shutil.copytree(folder, tmp_path / "run/checkpoints/step-00000003", dirs_exist_ok=True)
+    path = next((tmp_path / "run/checkpoints/step-00000006").glob("zero_pp_rank_1*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    ended = run("--resume")
+    assert ended.codes == [0, 0] and "/step-00000003" in ended.stdout
+    assert f"altered ({path.name} does not match its checksum)" in ended.stderr
     for path in (tmp_path / "run/checkpoints").glob("step-*/zero_pp_rank_1*"):
         path.write_bytes(path.read_bytes()[:-1000])
     assert_one_line(run("--resume"), "no checkpoint can be used", "deepspeed_train.py")
@@ -733,14 +482,6 @@ def test_a_config_that_deepspeed_would_misread_is_refused(on_ranks, tmp_path):
 
 
 @full
-def test_a_config_that_deepspeed_would_misread_is_one_line(run_script, tmp_path):
-    config, argv, says = MISREAD[0]
-    write_config(tmp_path / "own.json", config)
-    ended = run_script(TRAIN, "--deepspeed_config", tmp_path / "own.json", *argv)
-    assert_one_line(ended, says, "deepspeed_train.py")
-
-
-@full
 def test_what_deepspeed_refuses_when_the_engine_is_built_is_one_line(train):
     """PyTorch's Adam has no such argument: a TypeError, which no rule here knows of."""
     config = with_torch_adam(json.loads(config_of(2).read_text()))
@@ -771,8 +512,6 @@ BAD = [
         "DeepSpeed cannot train in float16 on this device",
         no_float16,
     ),
-    (("--consolidate",), "--consolidate needs --output-dir", None),
-    (("--seq-len", 257), "--seq-len must be at most 256", None),
     (
         ("--deepspeed_config", NVME),
         "offload_optimizer to nvme needs --nvme-path, a folder on the disk",
@@ -814,14 +553,8 @@ def test_the_launcher_prints_what_it_would_run(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (("here",), "must be local, hostfile or slurm, not 'here'"),
-        (("local", "--nproc-per-node", "0"), "local needs --nproc-per-node, a whole number"),
-        (("local", "--nnodes", "2"), "local is one machine"),
-        (("hostfile",), "hostfile needs --hostfile FILE"),
         (("hostfile", "--hostfile", "/nowhere/hosts"), "/nowhere/hosts cannot be read"),
         (("hostfile", "--hostfile", "LICENSE"), "line 1: must be 'HOST slots=N'"),
-        (("slurm", "--nproc-per-node", "8"), "slurm needs --nnodes"),
-        (("slurm", "--nnodes"), "--nnodes needs a value"),
         (
             ("slurm", "--nnodes", "1", "--nproc-per-node", "1", "--bind-cores-to-rank"),
             "slurm binds cores by --cpus-per-task",

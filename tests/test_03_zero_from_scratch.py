@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
-from helpers_03 import deepspeed_in_the_parent, first_is_quick
+from conftest import GPUS, REPO, load_script, results_of, run_command
+from helpers_03 import deepspeed_in_the_parent
 from torch import nn
 
 from deepspeed_parts import zero_from_scratch as part
@@ -30,46 +30,32 @@ def narrow(script):
 # the script
 
 
-@pytest.mark.parametrize(
-    ("world_size", "before"),
-    [(2, narrow), pytest.param(3, narrow, marks=FULL), pytest.param(2, None, marks=FULL)],
-)  # fmt: skip
-def test_zero_from_scratch_is_one_process(run_script, tmp_path, world_size, before):
+def test_zero_from_scratch_is_one_process(run_script, tmp_path):
     folder = tmp_path / "run"
-    arguments = (*SMALL, "--output-dir", folder)
-    ended = run_script(SCRATCH, *arguments, world_size=world_size, before=before)
-    assert ended.codes == [0] * world_size and not ended.stderr, ended.stdout + ended.stderr
+    ended = run_script(SCRATCH, *SMALL, "--output-dir", folder, world_size=2, before=narrow)
+    assert ended.codes == [0, 0] and not ended.stderr, ended.stdout + ended.stderr
     assert len(results_of(folder)["checks"]) == 26
 
 
 @FULL
-@pytest.mark.parametrize(
-    ("world_size", "accumulated", "reduce_dtype"),
-    [(2, 3, "weights"), (3, 1, "weights"), (2, 3, "float32")],
-)
-def test_bytes_sent_per_weight(run_script, tmp_path, world_size, accumulated, reduce_dtype):
+@pytest.mark.parametrize("reduce_dtype", ["weights", "float32"])
+def test_bytes_sent_per_weight(run_script, tmp_path, reduce_dtype):
     """ZeRO-1 4 and ZeRO-2 2m + 2 bytes in bf16, 8 and 4m + 4 in float32; 6 and 4m + 2 in bf16
     with the gradients summed in float32.
     """
-    folder = tmp_path / "run"
+    folder, accumulated = tmp_path / "run", 3
     arguments = (*SMALL, "--grad-accum-steps", accumulated, "--reduce-dtype", reduce_dtype)
-    ended = run_script(SCRATCH, *arguments, "--output-dir", folder, world_size=world_size,
-                       before=narrow)  # fmt: skip
-    assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
+    ended = run_script(SCRATCH, *arguments, "--output-dir", folder, world_size=2, before=narrow)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
     metrics = results_of(folder)["metrics"]
     in_bf16 = (4, 2 * accumulated + 2) if reduce_dtype == "weights" else (6, 4 * accumulated + 2)
     for precision, sizes in (("32-true", (8, 4 * accumulated + 4)), ("bf16-mixed", in_bf16)):
         sent = [metrics[f"sent_stage {stage}_{precision}"] for stage in STAGES]
-        share = (world_size - 1) / world_size
-        assert sent == pytest.approx([size * share for size in sizes], rel=1e-3)
+        assert sent == pytest.approx([size / 2 for size in sizes], rel=1e-3)
 
 
 def keep_own_gradient(script):
     script.reduce_scatter_single = lambda own, whole: own.copy_(part.part_of(whole))
-
-
-def never_gather(script):
-    script.Bucket.gather = lambda self: None
 
 
 def keep_the_whole_gradient(script):
@@ -95,7 +81,6 @@ WRONG = {"error of a loss", "error of a weight", "calls per step", "bytes sent p
     ("sabotage", "failing"),
     [
         (keep_own_gradient, WRONG | {"relative error of the gradient"}),
-        pytest.param(never_gather, WRONG, marks=FULL),
         pytest.param(keep_the_whole_gradient, {"bytes held per weight"}, marks=FULL),
         pytest.param(reduce_once_a_step,
                      {"bytes held per weight", "bytes sent per weight", "calls per step"},
@@ -115,21 +100,6 @@ def test_sabotage_of_zero_from_scratch_fails_a_check(run_script, tmp_path, sabot
     assert {name.rpartition(": ")[2] for name in bad} == failing
     stages = {2} if sabotage is reduce_once_a_step else {1, 2}
     assert {int(name.split(",")[0].split()[1]) for name in bad} == stages
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    first_is_quick(
-        (("--seq-len", 257), "--seq-len must be at most 256"),
-        (("--max-steps", 1), "--max-steps: must be a whole number of at least 2"),
-        (("--bucket-cap-mb", 0), "--bucket-cap-mb: must be a number above 0"),
-        (("--reduce-dtype", "fp8"), "--reduce-dtype: invalid choice: 'fp8'"),
-        (("--micro-batch-size", 10**6), "fewer than one sequence"),
-    ),
-)
-def test_zero_from_scratch_refuses_bad_input(run_script, argv, says):
-    ended = run_script(SCRATCH, *argv, world_size=2)
-    assert_one_line(ended, says, "zero_from_scratch.py")
 
 
 @FULL
@@ -199,8 +169,9 @@ def beside_deepspeed(rank: int, world_size: int, stage: int, dtype: torch.dtype)
 
 
 @FULL
-@pytest.mark.parametrize(("world_size", "stage"), [(2, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("world_size", "stage", "dtype"), [(2, 1, torch.float32), (3, 2, torch.bfloat16)]
+)
 @pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs DeepSpeed")
 def test_zero_from_scratch_is_deepspeed(on_ranks, world_size, stage, dtype):
     """Tolerance: sums in another order; AdamW divides by gradients, some of them nearly 0.
@@ -295,13 +266,9 @@ def own_models(rank: int, world_size: int, dtypes: tuple) -> dict:
             for stage in STAGES for dtype in dtypes for accumulated in (1, 3)}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("world_size", "dtypes"),
-    [(2, (torch.float32, torch.bfloat16)), pytest.param(3, (torch.float32,), marks=FULL)],
-)
-def test_a_model_of_ones_own_gets_the_gradient_of_one_process(on_ranks, world_size, dtypes):
+def test_a_model_of_ones_own_gets_the_gradient_of_one_process(on_ranks):
     """Tolerance: float32 sums of some 100 terms near 1 in another order; bf16 keeps 8 bits."""
-    for ended in on_ranks(own_models, world_size, dtypes):
+    for ended in on_ranks(own_models, 2, (torch.float32, torch.bfloat16)):
         for (stage, dtype, accumulated), (errors, calls) in ended.items():
             name = (stage, dtype, accumulated)
             assert max(errors) < (1e-5 if dtype == torch.float32 else 0.1), (name, errors)
@@ -338,9 +305,8 @@ def reload(rank: int, world_size: int, dtype: torch.dtype) -> list:
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_whole_weights_load_into_another_model_in_float32(on_ranks, dtype):
-    for losses in on_ranks(reload, 2, dtype):
+def test_whole_weights_load_into_another_model_in_float32(on_ranks):
+    for losses in on_ranks(reload, 2, torch.bfloat16):
         assert losses[0] == losses[1] and losses[2] == losses[3]
 
 

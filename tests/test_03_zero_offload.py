@@ -92,7 +92,6 @@ def failed_checks(folder: Path) -> list[str]:
     [
         (2, "bf16-mixed", 2),
         pytest.param(2, "32-true", 4, marks=pytest.mark.full),
-        pytest.param(3, "bf16-mixed", 2, marks=pytest.mark.full),
     ],
 )
 def test_offload_to_the_cpu_trains_alike(run_script, tmp_path, world_size, precision, width):
@@ -114,17 +113,10 @@ def test_offload_to_the_cpu_trains_alike(run_script, tmp_path, world_size, preci
         assert 0 < buffers < 0.4 * width, "the widest weight is 0.07 of this small model"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "precision"),
-    first_is_quick((2, "bf16-mixed"), (2, "32-true")),
-)
-def test_deepspeed_s_own_adam_trains_alike(run_script, tmp_path, cpu_adam, world_size, precision):
+def test_deepspeed_s_own_adam_trains_alike(run_script, tmp_path, cpu_adam):
     """Without offload PyTorch's Adam takes the steps: so this compares the two."""
-    ended = run_script(
-        OFFLOAD, *SMALL, "--precision", precision, "--output-dir", tmp_path / "run",
-        world_size=world_size,
-    )  # fmt: skip
-    assert ended.codes == [0] * world_size and not ended.stderr, ended.stdout + ended.stderr
+    ended = run_script(OFFLOAD, *SMALL, "--output-dir", tmp_path / "run", world_size=2)
+    assert ended.codes == [0, 0] and not ended.stderr, ended.stdout + ended.stderr
     assert len(checks_of(tmp_path / "run")) == 2 * 4
 
 
@@ -158,10 +150,6 @@ def given_to_deepspeed(change):
     return sabotage
 
 
-def leave_the_optimizer(config, zero):
-    zero.pop("offload_optimizer", None)
-
-
 def leave_the_weights_whole(config, zero):
     zero.pop("offload_param", None)
     zero["stage"] = 2
@@ -175,16 +163,6 @@ def take_longer_strides(config, zero):
     config["optimizer"]["params"]["lr"] *= 30
 
 
-def keep_the_last_weights(script):
-    step = script.train_step
-
-    def broken(engine, batch, look=None):
-        engine.kept = [weight.detach().clone() for weight in engine.parameters()]
-        return step(engine, batch, look)
-
-    script.train_step = broken
-
-
 @pytest.mark.parametrize(
     ("sabotage", "mode", "failing"),
     [
@@ -193,12 +171,7 @@ def keep_the_last_weights(script):
     ]
     + [
         pytest.param(*case, marks=pytest.mark.full)
-        for case in (
-            (given_to_deepspeed(leave_the_optimizer), "optimizer-cpu", KINDS[2:]),
-            (given_to_deepspeed(leave_the_optimizer), "all-cpu", KINDS[2:]),
-            (given_to_deepspeed(keep_a_third_moment), "all-cpu", KINDS[1:2]),
-            (keep_the_last_weights, "optimizer-cpu", KINDS[2:]),
-        )
+        for case in ((given_to_deepspeed(keep_a_third_moment), "all-cpu", KINDS[1:2]),)
     ],
 )
 def test_sabotage_of_offload_fails_a_check(run_script, tmp_path, sabotage, mode, failing):
@@ -249,17 +222,6 @@ def keep_weights_in_memory(config, zero):
     zero["offload_param"]["max_in_cpu"] = 10**9  # DeepSpeed's default; the files stay, unread
 
 
-def keep_the_optimizer_in_memory(config, zero):
-    zero["offload_optimizer"] = {"device": "cpu"}
-
-
-def forget_to_write_the_weights(script):
-    from deepspeed.runtime.swap_tensor import partitioned_param_swapper
-
-    swapper = partitioned_param_swapper.AsyncPartitionedParameterSwapper
-    swapper.swap_out_partitioned_params = lambda *_, **__: None
-
-
 def lose_a_file(script):
     counted = script.part.measured_bytes
 
@@ -277,8 +239,6 @@ def lose_a_file(script):
     ("sabotage", "failing"),
     [
         (given_to_deepspeed(keep_weights_in_memory), ["weights", *KINDS[2:], *FILES[1:]]),
-        (given_to_deepspeed(keep_the_optimizer_in_memory), [*KINDS[1:], *FILES]),
-        (forget_to_write_the_weights, ["written per step", "largest error of a loss"]),
         (lose_a_file, ["files"]),
     ],
 )
@@ -291,42 +251,20 @@ def test_sabotage_of_swapping_fails_a_check(run_script, tmp_path, disk, sabotage
     assert failed_checks(tmp_path / "run") == [f"all-nvme: {name}" for name in failing]
 
 
-def fail_in_the_third_step(script):
-    took = script.Run.step
-
-    def broken(self, batch):
-        if len(self.losses) == 2:
-            raise OSError("no such luck")
-        took(self, batch)
-
-    script.Run.step = broken
-
-
 @pytest.mark.full
-def test_swap_files_go_after_an_error(run_script, disk):
-    """Which the fixture sees."""
-    ended = run_script(
-        OFFLOAD, "--offload", "all-nvme", "--nvme-path", disk, *DISK, world_size=2,
-        before=fail_in_the_third_step,
-    )  # fmt: skip
-    assert 1 in ended.codes and "no such luck" in ended.stderr, ended.stderr
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_swap_files_go_with_a_rank_that_is_ended(run_script, disk, number):
+def test_swap_files_go_with_a_rank_that_is_killed(run_script, disk):
     def end_rank_1(pids):
         deadline = time.monotonic() + 60
         while len(list(disk.rglob("*gradient*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert list(disk.rglob("*gradient*")), "it never came to a step"
-        os.kill(pids[1], number)
+        os.kill(pids[1], signal.SIGKILL)
 
     ended = run_script(
         OFFLOAD, "--offload", "all-nvme", "--nvme-path", disk, *DISK, "--max-steps", 500,
         world_size=2, during=end_rank_1, timeout_s=200,
     )  # fmt: skip
-    assert ended.codes[1] == -number
+    assert ended.codes[1] == -signal.SIGKILL
 
 
 # What cannot be done
@@ -354,7 +292,6 @@ def no_libaio(folder):
     ("lack", "cached"),
     [
         (no_compiler, True),
-        (no_libaio, True),
         (no_libaio, False),
     ],
 )
@@ -380,13 +317,10 @@ def fill_the_disk(script):
     first_is_quick(
         (("all-nvme",), "offload_optimizer to nvme needs --nvme-path", None),
         (("all-nvme", "--nvme-path", "/nowhere"), "nvme_path /nowhere is not a folder", None),
-        (("all-nvme", "--nvme-path", "/proc"), "nvme_path /proc cannot be written", None),
         (("all-nvme", "--nvme-path", "/dev/shm"), "/dev/shm is a tmpfs, which is memory", None),
         (("all-nvme", "--nvme-path", REPO, "--dim", "448"), "swaps nothing below 1,048,576", None),
         (("all-nvme", "--nvme-path", REPO), "the files take 0.4 GiB, and 0.1", fill_the_disk),
-        (("all-disk",), "invalid choice: 'all-disk'", None),
         (("all-cpu", "--dim", "100"), "--dim must be a multiple of 64", None),
-        (("all-cpu", "--max-steps", "2"), "must be a whole number of at least 3", None),
     ),
 )
 def test_offload_refuses_bad_input(run_script, argv, says, before):

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import GPUS, REPO, assert_one_line, free_port, results_of, run_command
-from helpers_03 import SMALL, deepspeed_in_the_parent, first_is_quick, on_small, small
+from conftest import GPUS, REPO, free_port, results_of, run_command
+from helpers_03 import SMALL, deepspeed_in_the_parent, on_small, small
 
 STAGES = "03-deepspeed/zero_stages.py"
 QUICK = (*SMALL, "--max-steps", 2)
@@ -22,20 +22,13 @@ def failed_checks(folder: Path) -> list[str]:
     return [check["name"] for check in results_of(folder)["checks"] if not check["ok"]]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "accumulate", "before"),
-    [(2, 2, small)]
-    + [
-        pytest.param(*case, marks=pytest.mark.full)
-        for case in [(1, 2, small), (2, 1, small), (2, 3, small), (3, 2, None)]
-    ],
-)
 def test_every_stage_trains_as_one_process_and_holds_and_sends_what_the_paper_says(
-    run_script, tmp_path, world_size, accumulate, before
+    run_script, tmp_path
 ):
+    world_size, accumulate = 2, 2
     ended = run_script(
         STAGES, *QUICK, "--grad-accum-steps", accumulate, "--output-dir", tmp_path / "run",
-        world_size=world_size, before=before,
+        world_size=world_size, before=small,
     )  # fmt: skip
     assert ended.codes == [0] * world_size, ended.stdout + ended.stderr
     assert ended.stderr == ""
@@ -82,30 +75,6 @@ def only(name):
     return before
 
 
-def on_the_engine(change):
-    """Return a sabotage that changes each engine of DeepSpeed as soon as it is there."""
-
-    def sabotage(script):
-        start = script.start_engine
-
-        def broken(model, config):
-            engine = start(model, config)
-            change(engine)
-            return engine
-
-        script.start_engine = broken
-
-    return sabotage
-
-
-def reduce_nothing(engine):
-    engine.allreduce_gradients = lambda *args, **kwargs: None
-
-
-def keep_a_float32_copy(engine):
-    engine.kept = [weight.detach().float() for weight in engine.parameters()]
-
-
 def one_weight_off(script):
     start = script.start_engine
 
@@ -136,18 +105,6 @@ def one_stage_less(config):
     config["zero_optimization"]["stage"] -= 1
 
 
-def clip_as_by_default(config):
-    del config["gradient_clipping"]
-
-
-def without_keys(*names):
-    def change(config):
-        for name in names:
-            config["zero_optimization"].pop(name, None)
-
-    return on_the_config(change)
-
-
 def leave_the_root_whole(script):
     """FSDP2's default: embedding, norm and head are gathered once instead of twice."""
     shard = sys.modules["deepspeed_parts.zero_stages"].fully_shard
@@ -171,16 +128,8 @@ LOSS = "largest error of a loss"
     + [
         pytest.param(*case, marks=pytest.mark.full)
         for case in (
-            (on_the_engine(reduce_nothing), "stage 0", [*SENT, LOSS]),
-            (on_the_engine(keep_a_float32_copy), "stage 1", ["gradients"]),
             (on_the_config(one_stage_less), "stage 1", ["optimizer state"]),
             (on_the_config(one_stage_less), "stage 3", ["weights", *SENT]),
-            (without_keys("use_multi_rank_bucket_allreduce"), "stage 1", SENT),
-            (
-                without_keys("stage3_max_live_parameters", "stage3_max_reuse_distance"),
-                "stage 3", SENT,
-            ),
-            (on_the_config(clip_as_by_default), "stage 1", [LOSS]),
             (leave_the_root_whole, "FSDP", SENT),
         )
     ],
@@ -199,18 +148,6 @@ def test_sabotage_of_a_stage_fails_a_check(run_script, tmp_path, sabotage, name,
     assert ended.codes == [1, 1], ended.stdout + ended.stderr
     right = [f"{name}, {what}" if "sent" in what else f"{name}: {what}" for what in failing]
     assert failed_checks(tmp_path / "run") == right
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    first_is_quick(
-        (("--seq-len", 257), "--seq-len must be at most 256"),
-        (("--max-steps", 1), "--max-steps: must be a whole number of at least 2"),
-        (("--stages", 4), "--stages: invalid choice: 4"),
-    ),
-)
-def test_bad_input_is_one_line(run_script, argv, says):
-    assert_one_line(run_script(STAGES, *argv), says, "zero_stages.py")
 
 
 @pytest.mark.skipif(not GPUS, reason="no GPU on this machine")
