@@ -56,17 +56,6 @@ def test_every_case_of_the_gallery_is_drawn_or_left_out_for_a_reason():
         assert case.failure.fixed is None and not case.failure.limits and not case.failure.lowest
 
 
-def test_seeds_draw_all_cases_and_all_ranks():
-    size = len(lab.exam.cases)
-    draws = [lab.exam.draw(seed) for seed in range(3 * size)]
-    assert {case.failure.name for case, _ in draws[7 : 7 + size]} == SEEDS.keys()
-    assert {rank for _, rank in draws} == {0, 1, 2}
-    for seed in range(size):  # a second class: some have another rank
-        assert draws[seed][0] is draws[seed + size][0]
-    assert any(draws[seed][1] != draws[seed + size][1] for seed in range(size))
-    assert draws == [lab.exam.draw(seed) for seed in range(3 * size)]
-
-
 def test_a_script_says_nothing_of_the_rank_and_has_a_title_of_its_own():
     titles = Counter()
     for case in lab.exam.cases:
@@ -120,17 +109,6 @@ def test_the_evidence_tells_which_rank_is_at_fault(name, tmp_path, monkeypatch):
         assert case.failure.name not in text
 
 
-def test_what_is_handed_out_is_not_overwritten(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "gather", lambda case, odd: {"job.txt": "as it was"})
-    lab.exam.hand_out(tmp_path, 0)
-    (tmp_path / "mine.py").write_text("mine")
-    (tmp_path / "answers.toml").unlink()
-    monkeypatch.setattr(evidence, "gather", lambda case, odd: pytest.fail("gathered again"))
-    lab.exam.hand_out(tmp_path, 0)
-    assert (tmp_path / "mine.py").read_text() == "mine"
-    assert "# Seed 0." in (tmp_path / "answers.toml").read_text()
-
-
 # Right and wrong answers.
 
 
@@ -172,28 +150,12 @@ def test_a_wrong_answer_is_named(row, tmp_path, monkeypatch):
     assert said and row["says"] in said, said
 
 
-AT_ONCE = {  # broken jobs that end without a timeout
-    "batch-skipped", "different-order", "dtypes-differ", "exception-on-one-rank", "leaves-early",
-    "models-differ", "nan-on-one-rank", "shapes-differ", "unused-parameters",
-}  # fmt: skip
-
-
-@full
-@pytest.mark.parametrize("name", sorted(AT_ONCE))
-def test_a_broken_script_does_not_pass(name, tmp_path):
-    """With a change that changes nothing: what runs is the broken job."""
-    script = lab.exam.cases[SEEDS[name]].script() + "\nchanged = True\n"
-    said = judge_cure(tmp_path, name, script, 3)
-    assert said and re.match(r"on 3 ranks, with rank \d at fault: ", said), said
-
-
 ABUSE = {
     # After a second, in which the other ranks have come too: they would say that it is gone.
     "leaves without a word": (
         "import time; time.sleep(1); os._exit(0)",
         "calls all_reduce 0 times",
     ),
-    "never ends": ("while True: pass", "hangs: rank 0 is at line"),
     "waits for ever": ("import time; time.sleep(600)", "hangs: rank 0 is at line"),
     "overwrites": (
         "open('calls-0.json', 'w').write('{'); os._exit(0)",
@@ -203,7 +165,7 @@ ABUSE = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=full if "ever" in n or "never" in n else ()) for n in ABUSE]
+    "name", [pytest.param(n, marks=full if "ever" in n else ()) for n in ABUSE]
 )
 def test_a_cure_that_does_not_come_is_named(name, tmp_path, monkeypatch):
     monkeypatch.setattr(exam, "STUCK_S", 1.5)
@@ -250,9 +212,7 @@ def test_grade_draws_by_the_seed_and_writes_json(tmp_path, monkeypatch, capsys):
     [
         ("rank", "", "not answered"),
         ("rank", "two", "answers.toml has 'two': a number is needed"),
-        ("rank", True, "answers.toml has True: a number is needed"),
         ("rank", 3, "there is no rank 3: the job has ranks 0 to 2"),
-        ("cause", "", "not answered"),
         ("cause", 3, "answers.toml has 3: a name is needed"),
         ("cause", "deadlock", "there is no cause deadlock: the names are those of"),
     ],

@@ -92,14 +92,13 @@ def test_holes_that_do_not_fit_together_are_seen(tmp_path):
 
 
 @full
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", LABS)
-def test_the_lesson_passes_and_is_accused_of_nothing(name, ranks):
+def test_the_lesson_passes_and_is_accused_of_nothing(name):
     lab = grade.load(name)
     for task in lab.tasks.TASKS:
-        for seed in (0, 1 + ranks):
-            solution = next(REPO / one.path for one in lab.lessons if task in one.holes)
-            assert judge(solution, lab, task, seed, ranks) is None
+        solution = next(REPO / one.path for one in lab.lessons if task in one.holes)
+        for seed, size in ((0, 2), (4, 3)):
+            assert judge(solution, lab, task, seed, size) is None
 
 
 @pytest.mark.parametrize(("name", "row"), list(wrong_answers()))

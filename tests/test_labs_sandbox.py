@@ -4,7 +4,6 @@ import csv
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ sys.path.insert(0, str(REPO / "labs"))
 import grade
 from dist_common.cli import UsageError
 from lab_parts import sandbox
-from lab_parts.sandbox import MIB, Limits
+from lab_parts.sandbox import Limits
 
 LESSON = (REPO / "04-nccl-operations/point_to_point.py").read_text()
 HOLE = "    # lab: hole reduce_scatter\n"
@@ -46,6 +45,10 @@ def answer(line: str) -> str:
 
 # A line, and what the note says; None where the lesson's own lines then do what was asked. What a
 # hole in the sandbox would let through does no harm: forks and bytes are bounded, names reserved.
+
+
+# A line, and what the note says; None where the lesson's own lines then do what was asked. What a
+# hole in the sandbox would let through does no harm: forks are bounded, names reserved.
 TRIED = {
     "fork_bomb": (
         "for _ in range(9): os.fork()\n    time.sleep(3)",
@@ -53,9 +56,6 @@ TRIED = {
     ),
     "memory": ("torch.empty(5_000_000_000)", "you tried to allocate 20000000000 bytes"),
     "rm_rf": ("subprocess.run(['rm', '-rf', 'VICTIM'])", None),
-    "rm_home": ("shutil.rmtree(os.environ['HOME'], True)", "the grader failed: FileNotFoundError"),
-    "rm_here": ("shutil.rmtree('VICTIM')", "Read-only file system"),
-    "exit": ("os._exit(0)", "ended before the task did: exit code 0"),
     "kills": ("os.kill(os.getppid(), 9); os.kill(-1, 9)", "ended before the task did: SIGKILL"),
     "patched": (
         "import lab_parts.judging, lab_parts.running, lab_parts.holes\n"
@@ -64,18 +64,6 @@ TRIED = {
         "            if hasattr(module, name): setattr(module, name, lambda *_: None)\n"
         "    return",
         "rank 0 sends nothing",
-    ),
-    "rewritten": (
-        "open('REPO/labs/lab_parts/judging.py', 'a')",
-        "Read-only file system: 'REPO/labs/lab_parts/judging.py'",
-    ),
-    "false_result": (
-        "print('{\"task\": \"reduce_scatter\", \"wrong\": null}')\n"
-        "    for number in range(64):\n"
-        "        try: os.write(number, b'{\"task\": \"reduce_scatter\", \"wrong\": null}\\n')\n"
-        "        except OSError: pass\n"
-        "    return",
-        "another form|sends nothing|ended before",
     ),
     "false_verdict": (
         "if os.fork() == 0:\n"
@@ -90,21 +78,9 @@ TRIED = {
         "    return",
         "rank 0 sends nothing",
     ),
-    "memory_of_the_grader": ("open(f'/proc/{os.getppid()}/mem', 'r+b')", "OSError|PermissionError"),
-    "out_of_it": (
-        "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
-        "    if libc.unshare(0x10000000) and libc.umount2(b'/usr', 2) and libc.setns(3, 0):\n"
-        "        raise OSError(ctypes.get_errno(), 'all three failed')",
-        "all three failed",
-    ),
     "internet": ("socket.create_connection(('192.0.2.1', 80), 2)", "Network is unreachable"),
-    "own_machine": ("socket.create_connection(('127.0.0.1', PORT), 2)", "Connection refused"),
-    "endless": ("while True: pass", "hangs: rank 0 is at line"),
     "reads": ("open('CLASS/honest.py').read()", "No such file or directory: 'CLASS/honest.py'"),
-    "reads_runs": ("print(os.listdir('REPO/runs')[0])", "IndexError|No such file"),
     "environment": ("raise KeyError(os.environ.get('A_TOKEN'))", "KeyError: None"),
-    "fills_the_disk": ("open('full', 'wb').write(bytes(100_000_000))", "File too large"),
-    "broken": ("= 3", "broken.py, line \\d+: invalid syntax"),
 }  # fmt: skip
 
 
@@ -115,8 +91,8 @@ def graded(tmp_path_factory):
     VICTIM.mkdir(parents=True, exist_ok=True)
     (VICTIM / "thesis").write_text("three years")
     before, others = Path("/proc/self/mounts").read_text(), children()
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.MonkeyPatch.context() as patch:
-        names = {"VICTIM": VICTIM, "REPO": REPO, "CLASS": folder, "PORT": server.getsockname()[1]}
+    with pytest.MonkeyPatch.context() as patch:
+        names = {"VICTIM": VICTIM, "CLASS": folder}
         for name, (line, _) in TRIED.items():
             for word, value in names.items():
                 line = line.replace(word, str(value))
@@ -159,52 +135,6 @@ def test_others_are_graded_all_the_same_and_nothing_is_lost(graded):
     assert (VICTIM / "thesis").read_text() == "three years"
 
 
-def run_box(body, folder: Path, limits: Limits, isolated: bool = True) -> sandbox.Box:
-    box = sandbox.start(body, isolated, [], [], folder, limits)
-    while not box.over():
-        time.sleep(0.01)
-    return box
-
-
-def allocate_in_three(say) -> None:
-    for _ in range(3):
-        if os.fork() == 0:
-            own = bytearray(b"x") * (150 * MIB)
-            time.sleep(20)
-            os._exit(len(own) % 2)
-    time.sleep(20)
-
-
-@pytest.mark.parametrize(
-    ("body", "limits", "says"),
-    [
-        (allocate_in_three, Limits(memory=300 * MIB), "more than 300 MiB of memory"),
-        (lambda say: time.sleep(20), Limits(seconds=0.3), "not done after 0.3 s"),
-        (lambda say: os._exit(3), Limits(), "the grader itself, by exit code 3"),
-    ],
-    ids=["memory of all", "time", "exit code"],
-)
-def test_a_limit_ends_all_processes(body, limits, says, tmp_path):
-    others = children()
-    assert says in (run_box(body, tmp_path, limits).ended or "")
-    assert children() <= others
-
-
-@pytest.mark.parametrize("isolated", [True, False])
-def test_what_runs_on_behind_an_answer_is_ended_before_it_is_judged(isolated, tmp_path):
-    def body(say):
-        if os.fork() == 0:
-            os.setsid()
-            if os.fork() == 0:
-                time.sleep(20)
-            os._exit(0)
-        time.sleep(0.2)
-        sandbox.kill_others(isolated)
-        say(len(psutil.Process().children(recursive=True)))
-
-    assert run_box(body, tmp_path, Limits(), isolated).lines() == [0]
-
-
 def test_a_sandbox_ends_with_a_grader_that_is_killed(tmp_path):
     grader = os.fork()
     if grader == 0:
@@ -221,43 +151,6 @@ def test_a_sandbox_ends_with_a_grader_that_is_killed(tmp_path):
         os.waitpid(grader, 0)
     _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
-
-
-def test_where_there_are_no_namespaces_it_refuses_in_a_line(tmp_path, monkeypatch):
-    """Inside a sandbox there is none."""
-    (tmp_path / "alice.py").write_text(LESSON)
-
-    def body(say):
-        Path("top").mkdir()
-        grown = bytearray(8 * MIB)  # what the box inside may then take is more than it is allowed
-        say(sandbox.why_not(Path("top").resolve()))
-        del grown
-
-    (why,) = run_box(body, tmp_path, Limits()).lines()
-    assert "unshare" in why
-    monkeypatch.setattr(sandbox, "why_not", lambda top: why)
-    monkeypatch.setattr(sys, "argv", ["grade.py", *TASK, "--all", str(tmp_path)])
-    with pytest.raises(UsageError, match=f"no sandbox on this machine .{why}.; --no-sandbox"):
-        grade.main()
-
-
-@full
-def test_an_exam_s_cures_run_in_the_sandbox_each_with_the_seed_of_its_name(
-    tmp_path, monkeypatch, capsys
-):
-    lab, bomb = grade.load("exam"), "import os\nwhile True: os.fork()\n"
-    for name, seed, change in (("alice", 0, ""), ("bob", 1, ""), ("carl", 1, bomb)):
-        case, odd = lab.exam.draw(seed)
-        folder = tmp_path / f"{name}-seed-{seed}"
-        folder.mkdir()
-        (folder / "mine.py").write_text(case.script("cured.py") + change)
-        (folder / "answers.toml").write_text(f'rank = {odd}\ncause = "{case.failure.name}"\n')
-    monkeypatch.setattr(sys, "argv", ["grade.py", "8", "--all", str(tmp_path)])
-    assert grade.main() == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"^alice-seed-0 +3 of 3$", shown, re.M), shown
-    assert re.search(r"^bob-seed-1 +3 of 3$", shown, re.M), shown
-    assert re.search(r"^carl-seed-1 +2 of 3  ended: more than 64 processes", shown, re.M), shown
 
 
 def test_without_a_sandbox_a_class_is_graded_too(tmp_path, monkeypatch, capsys):
@@ -278,19 +171,14 @@ def test_without_a_sandbox_a_class_is_graded_too(tmp_path, monkeypatch, capsys):
     ("words", "says"),
     [
         (["--all", "nowhere"], "--all nowhere: there is no such folder"),
-        (["--all", "none"], "no NAME.py and no NAME/mine.py is there"),
         (["--all", "twice"], "alice.py and alice/ are there: which one?"),
-        (["--all", str(REPO)], "is in it: take a folder of answers alone"),
         (["--all", ".", "--hint"], "without --file, --json and --hint"),
         (["--no-sandbox"], "--csv and --no-sandbox belong to --all"),
-        (["--all", ".", "--csv", "no/p.csv"], "--csv no/p.csv: there is no such folder"),
-        (["--all", "twice", "--task", "x"], "--task x: lab 3-ring has reduce_scatter,"),
     ],
 )
 def test_bad_input_is_one_line(words, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("twice/alice").mkdir(parents=True)
-    Path("none").mkdir()
     Path("twice/alice.py").write_text("")
     monkeypatch.setattr(sys, "argv", ["grade.py", "3", *words])
     with pytest.raises(UsageError, match=re.escape(says)):

@@ -189,6 +189,8 @@ def test_no_serious_fault_of_accessibility(at, page, size, theme):
 
 # the planner, whose Python runs in the page
 
+PLANNER = "planner/plan.py"
+
 
 def module_in_browser():
     spec = importlib.util.spec_from_file_location("in_browser", REPO / "site/in_browser.py")
@@ -198,7 +200,7 @@ def module_in_browser():
 
 
 def from_shell(argv, folder) -> subprocess.CompletedProcess:
-    command = [sys.executable, REPO / module_in_browser().TOOL[0], *argv]
+    command = [sys.executable, REPO / PLANNER, *argv]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
@@ -211,7 +213,7 @@ def test_the_planner_needs_only_the_files_that_the_page_has(tmp_path, gpus):
         (tmp_path / name).write_text(text)
     argv = ["plan", "--json", "--gpus", str(gpus)]
     program = f"""import json, sys; sys.path.insert(0, "."); import command
-print(json.dumps(command.run({module.TOOL[0]!r}, {argv})))"""
+print(json.dumps(command.run({PLANNER!r}, {argv})))"""
     ended = subprocess.run([sys.executable, "-I", "-S", "-c", program], cwd=tmp_path,
                            capture_output=True, text=True, timeout=60)  # fmt: skip
     assert ended.returncode == 0, ended.stderr

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from dist_common.lab import ranks
-from lab_parts.holes import Answer
+from lab_parts.holes import Answer, import_lesson
 
 DEADLINE_S = 120.0  # of a task, for a hang that nothing else shows: one takes a second or so
 CPU_S = 8.0  # of a rank: more is a loop without an end
@@ -100,7 +100,10 @@ def run(
         except BaseException as error:  # SystemExit too
             return {"error": describe(error, str(answer.path))}
 
-    importlib.import_module("torch._dynamo")  # here, once: optimizers and hooks ask for it
+    # Import here, once, what each fork would have to import again.
+    importlib.import_module("torch._dynamo")
+    for lesson in answer.lessons:
+        import_lesson(lesson.path)
     aborted: list[int] = []
     all_done = multiprocessing.get_context("fork").Barrier(setting.world_size)
     try:
