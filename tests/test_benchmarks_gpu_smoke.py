@@ -63,7 +63,7 @@ def smoke(tmp_path, monkeypatch):
 def test_what_becomes_of_a_line(smoke, monkeypatch, name, flags, launcher, code, found):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     smoke.lesson(name, flags, launcher)
-    deadline_s = 3 if name == "slow" else 60
+    deadline_s = 6 if name == "slow" else 60
     assert smoke.tour("--deadline", deadline_s) == (code, {name: found})
 
 

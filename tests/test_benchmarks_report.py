@@ -570,20 +570,6 @@ def test_a_sweep_resumed_under_other_conditions_has_no_places(tmp_path):
     assert re.search(rf"^warning: .*{said}", text, re.M) and "fastest" not in text
 
 
-def test_the_header_has_what_the_suite_found_out(tmp_path):
-    folder = write(tmp_path / "sweep", [*REFERENCE, *repeated("ddp", 80, 81)])
-    content = json.loads((folder / "sweep.json").read_text())
-    one = {"commit": "1234567890", "GPUs": "8 x H100", "driver": "580.1", "NCCL": "2.28.9"}
-    (folder / "sweep.json").write_text(json.dumps(content | {"machines": [one]}))
-    analysis = analyse(load(folder))
-    text = bench_report.text(analysis)
-    assert "NCCL 2.28.9, driver 580.1, python 3.12.3, commit 1234567890\n8 x H100 2 cores" in text
-    assert "8 x H100" in bench_report.render(analysis, None) and not analysis.warnings
-    two = [one, one | {"commit": "abcdef"}]
-    (folder / "sweep.json").write_text(json.dumps(content | {"machines": two}))
-    assert "commit 1234567890 and abcdef" in analyse(load(folder)).warnings[0]
-
-
 def test_a_baseline_names_other_flags_versions_bytes_and_losses(tmp_path):
     old = write(tmp_path / "old", [*REFERENCE, *repeated("ddp", 80, 81)])
     other = {
@@ -637,11 +623,9 @@ def test_a_report_replaces_a_report_and_no_other_file(run_script, tmp_path):
     )
     assert [(path.name, path.read_text()) for path in out.iterdir()] == [("results.csv", "my own")]
     (out / "results.csv").rename(out / "my.csv")
-    assert report(run_script, folder, "--output-dir", out).codes == [0]
-    assert (out / "communication.png").exists()
-    alone = write(tmp_path / "alone", [record("single", 80)])
-    assert report(run_script, alone, "--output-dir", out).codes == [0]
-    assert not (out / "communication.png").exists() and (out / "my.csv").read_text() == "my own"
+    for _ in range(2):
+        assert report(run_script, folder, "--output-dir", out).codes == [0]
+    assert (out / "communication.png").exists() and (out / "my.csv").read_text() == "my own"
 
 
 # the page

@@ -13,9 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fork_ranks, free_port
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dist_common import cli, runtime
 from dist_common.lab import links, namespaces
@@ -66,34 +63,6 @@ def no_link(rank, world_size):
 
 def test_without_a_speed_it_is_the_default_group(on_ranks):
     assert on_ranks(no_link, 2) == [(True, "link: none emulated")] * 2
-
-
-def gradients(rank, world_size):
-    """Return the gradients of a model under DDP and fully_shard, on a late group and without."""
-    group, _ = links.slow_group(1e9)
-    found = []
-    for over in (group, dist.group.WORLD):
-        for kind in ("ddp", "fsdp"):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-            if kind == "ddp":
-                model = DDP(model, process_group=over)
-            else:
-                fully_shard(model, mesh=DeviceMesh.from_group(over, "cpu", mesh_dim_names=("dp",)))
-            model(torch.full((2, 8), float(rank + 1))).square().sum().backward()
-            grads = [p.grad for p in model.parameters()]
-            if kind == "fsdp":
-                for _ in range(30):  # functional collectives: one in ten or so once hung
-                    whole = [grad.full_tensor() for grad in grads]
-                grads = whole
-            found.append(torch.cat([grad.flatten() for grad in grads]).tolist())
-    return found
-
-
-def test_ddp_and_fsdp_train_over_a_late_group(on_ranks):
-    for found in on_ranks(gradients, 2):
-        for other in found[1:]:
-            assert other == pytest.approx(found[0], rel=1e-5)
 
 
 def lost_peer(rank, world_size):

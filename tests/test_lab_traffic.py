@@ -1,16 +1,12 @@
 """dist_common/lab/traffic.py: bytes sent by formula, what a rank holds, the same keys."""
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
-from helpers_03 import SMALL_MODEL
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dist_common import job, models
 from dist_common.lab.traffic import StepProbe, TrafficCounter
 from dist_common.measure import StepTimer
 
@@ -57,8 +53,8 @@ def count_everything(rank, ranks):
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=full)])
-def test_bytes_sent_are_those_of_a_ring(on_ranks, ranks):
+def test_bytes_sent_are_those_of_a_ring(on_ranks):
+    ranks = 3
     for counted in on_ranks(count_everything, ranks):
         share = round(WHOLE * (ranks - 1) / ranks)
         assert counted == {
@@ -107,8 +103,8 @@ def steps_of_ddp(rank, ranks, steps):
     return probe.metrics(timer), sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_a_probe_says_what_a_step_sends_and_a_rank_holds(on_ranks, steps):
+def test_a_probe_says_what_a_step_sends_and_a_rank_holds(on_ranks):
+    steps = 4
     for metrics, weights in on_ranks(steps_of_ddp, 2, steps):
         assert metrics["bytes_sent_per_step"] >= weights  # 2 (N - 1) / N of the gradients
         assert metrics["collectives_per_step"]["all-reduce"]["bytes_sent"] == weights
@@ -132,26 +128,3 @@ def test_a_loop_that_stops_early_leaves_no_counter_behind(on_ranks):
         return len(probe.traffic.collectives)
 
     assert on_ranks(stop, 2) == [0, 0]
-
-
-def test_due():
-    assert [step for step in range(1, 8) if job.due(step, 3, last=step == 7)] == [3, 6, 7]
-    assert not any(job.due(step, 0, last=step == 7) for step in range(1, 8))
-
-
-def test_gradients_in_two_bytes_halve_what_is_sent(run_script, tmp_path):
-    sent = {}
-    for kind in ("none", "bf16"):
-        folder = tmp_path / kind
-        ended = run_script(
-            "01-ddp-basics/ddp_training.py", "--gradient-compression", kind, "--seq-len", 32,
-            "--max-steps", 3, "--save-every", 0, "--eval-every", 0, "--micro-batch-size", 2,
-            "--output-dir", folder,
-            world_size=2, before=lambda _: models.PRESETS.update(tiny=SMALL_MODEL),
-        )  # fmt: skip
-        assert ended.codes == [0, 0], ended.stdout + ended.stderr  # its gradient check passed
-        sent[kind] = json.loads((folder / "results.json").read_text())["metrics"]
-    ratio = sent["bf16"]["bytes_sent_per_step"] / sent["none"]["bytes_sent_per_step"]
-    assert ratio == pytest.approx(0.5, abs=0.01)
-    assert sent["bf16"]["final_loss"] == pytest.approx(sent["none"]["final_loss"], abs=2e-2)
-    assert sent["bf16"]["final_loss"] != sent["none"]["final_loss"]

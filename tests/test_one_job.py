@@ -65,14 +65,11 @@ def known() -> dict:
         ),
     ],
 )
-@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 4), pytest.param(4, 3, marks=full)])
-def test_every_template_trains_the_one_job(losses, known, script, argv, ranks, micro_batch):
-    # On 4 ranks the small model is too small for DeepSpeed's bytes per weight: the preset itself.
-    model = {} if ranks == 2 else {"before": None}
-    if ranks not in known:
-        known[ranks] = losses(REFERENCE, 1, "--micro-batch-size", 24, **model)
-    expected = known[ranks]
-    measured = losses(script, ranks, "--micro-batch-size", micro_batch, *argv, **model)
+def test_every_template_trains_the_one_job(losses, known, script, argv):
+    if "job" not in known:
+        known["job"] = losses(REFERENCE, 1, "--micro-batch-size", 24)
+    expected = known["job"]
+    measured = losses(script, 2, "--micro-batch-size", 4, *argv)
     assert measured == pytest.approx(expected, abs=TOLERANCE)
     assert abs(expected[-1] - expected[0]) > 0.5  # it learns: equal losses say something
 
@@ -108,26 +105,6 @@ def test_every_template_trains_the_shape_of_a_file(losses, run_script, tmp_path)
         ("02-fsdp/fsdp_transformer.py", ("--activation-checkpointing", "selective")),
         ("05-advanced/hybrid_parallelism.py", ("--pp", 2, "--grad-accum-steps", 2)),
         (DEEPSPEED, ("--deepspeed_config", "03-deepspeed/configs/zero2_config.json")),
-        *(
-            pytest.param(*row, marks=full)
-            for row in (
-                ("02-fsdp/fsdp_transformer.py", ("--loss-chunks", 4)),
-                ("05-advanced/hybrid_parallelism.py", ("--data-parallel", "full")),
-                ("05-advanced/hybrid_parallelism.py", ("--cp", 2)),
-                (
-                    "05-advanced/hybrid_parallelism.py",
-                    ("--tp", 1, "--pp", 2, "--activation-checkpointing", "full"),
-                ),
-                (
-                    DEEPSPEED,
-                    (
-                        "--activation-checkpointing",
-                        "--deepspeed_config",
-                        "03-deepspeed/configs/zero3_config.json",
-                    ),
-                ),
-            )
-        ),
     ],
 )
 def test_every_template_trains_on_the_same_mixture_of_documents(
@@ -139,7 +116,7 @@ def test_every_template_trains_on_the_same_mixture_of_documents(
     if "mixture" not in known:
         known["mixture"] = losses(REFERENCE, 1, "--micro-batch-size", 24, *data)
     expected = known["mixture"]
-    rows = 12 if "--pp" in argv or "--cp" in argv else 4  # there both ranks read the same
+    rows = 12 if "--pp" in argv else 4  # there both ranks read the same
     measured = losses(script, 2, "--micro-batch-size", rows, *data, *argv)
     assert measured == pytest.approx(expected, abs=TOLERANCE)
     assert abs(expected[-1] - expected[0]) > 0.5

@@ -54,7 +54,6 @@ def test_output_comparison_can_fail():
     ("old", "new"),
     [
         ("4.76837e-07", "0"),  # what a tolerance covers
-        ("4.76837e-07", "2.5e-06"),
         ("1e-05", "1.2e-05"),
         ("  4.76837e-07  ", "    0.00024714  "),
         (f"{DASHES}\n", f"{DASHES.replace('-  ', '------  ')}\n"),  # another width
@@ -70,12 +69,9 @@ def test_a_check_with_a_tolerance_is_compared_by_its_verdict(old, new):
     ("old", "new", "words"),
     [
         ("1e-05   yes", "1e-05    NO", "yes | NO"),
-        ("605,224     605,224", "605,225     605,224", "605,224 | 605,225"),
         ("605,224     605,224", "605,224     605,225", "605,224 | 605,225"),
-        ("          0   yes\nOK", "       1000   yes\nOK", "0 | 1000"),
         ("          0   yes\nOK", "          0    NO\nOK", "yes | NO"),
         ("error of a loss", "error of a step", "loss | step"),
-        ("(worst of 4)", "(worst of 3)", "4) | 3)"),
         ("OK: 2", "OK: 3", "2 | 3"),
     ],
 )
@@ -95,22 +91,16 @@ def test_only_a_table_of_checks_has_verdicts():
     ("one", "other"),
     [
         ("1,123 ms", "3.5 ms"),
-        ("takes 1,123 us, of it 12 us", "takes 7 us, of it 1,000.5 us"),
-        ("1,123.4 s", "2 s"),
         ("12,345 tok/s", "9 tok/s"),
-        ("12.3 GB/s, then", "1,002 MB/s, then"),
         ("a rank has 1,051.3 GiB", "a rank has 10.5 GiB"),
         ("rank 1's pid 4242", "rank 1's pid 77"),
         ("listens on port 29500 at 127.0.0.1:40123", "listens on port 1 at 127.0.0.1:9"),
         ("started 2025-11-22T04:30:01+00:00", "started 2026-01-02T00:00:00+00:00"),
         ("runs/tmpab12_x/log", "runs/tmpzz/log"),
-        ("wrote /tmp/tmpa1/x.json", "wrote /tmp/other/y.json"),
         ("torch 2.14.1+cu130", "torch 2.15.0"),
         ("b'def' goes on", "b'abc def' goes on"),
         ("largest error 0.000247", "largest error 0"),
-        ("drift 2.5e-4 per step", "drift 0.0011 per step"),
         ("off by 4.8e-07", "off by 0"),
-        ("64.2% right", "63.9% right"),
         ("96% of it", "81% of it"),
     ],
 )
@@ -122,11 +112,8 @@ def test_what_is_only_measured_is_not_compared(one, other):
     ("one", "other"),
     [
         ("1,123 ms and 4 ranks", "1,123 ms and 5 ranks"),
-        ("1,123 bytes", "1,124 bytes"),
         ("largest error 0.000247", "largest error 0.25"),
-        ("share 0.0050", "share 0.0090"),
         ("supports 2 ranks", "supports 3 ranks"),
-        ("step-00000220", "step-00000242"),
         ("64.2% right", "60.9% right"),
         ("off by 4.8e-07", "off by 1"),
     ],
