@@ -5,7 +5,6 @@ The calls are those of PyTorch's flight recorder. Source: torch 2.14.1, FlightRe
 
 import json
 import pickle
-import re
 import shutil
 import subprocess
 import sys
@@ -111,10 +110,6 @@ def stack_of(pid: int) -> list[tuple[str, str, int]]:
         if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
             raise UsageError(f"py-spy cannot read process {pid}: {asked.stderr.strip()}")
         return []
-    # In a container a process has another number inside.
-    status = Path(f"/proc/{pid}/status")
-    inner = re.findall(r"^NSpid:.*?(\d+)$", status.read_text(), re.M) if status.exists() else []
-    pids = {pid, *map(int, inner)}
-    threads = [one for one in json.loads(asked.stdout) if one["os_thread_id"] in pids]
+    threads = [one for one in json.loads(asked.stdout) if one["os_thread_id"] == pid]
     frames = threads[0]["frames"] if threads else []
     return [(frame["filename"], frame["name"], frame["line"]) for frame in frames]
