@@ -123,10 +123,12 @@ def test_the_halves_are_of_each_source_and_no_row_is_in_both():
 
 
 @pytest.mark.full
-def test_the_table_holds_what_the_fit_gives():
-    found = calibrate.calibrate()
+def test_the_table_holds_what_the_fit_of_the_links_gives():
+    """The fit of the steps takes a minute and is not repeated."""
+    found = calibrate.fit_links(dict(calibrate.table.PRIORS))
     for name in RANGES:
-        assert RATES[name] == pytest.approx(found[name], rel=0.05), name
+        if name.startswith(calibrate.LINKS):
+            assert RATES[name] == pytest.approx(found[name], rel=0.01), name
 
 
 def predict_file(tmp_path, kind: str, text: str, monkeypatch) -> list[dict]:
