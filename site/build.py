@@ -144,7 +144,13 @@ def contents_of(page: str) -> str:
         return ""
     if not folder:
         below = [f"{module}/README.md" for module in PARTS]
-        below += ["planner/README.md", "labs/README.md", "TEACHING.md", "CONTRIBUTING.md"]
+        below += [
+            "planner/README.md",
+            "cluster/README.md",
+            "labs/README.md",
+            "TEACHING.md",
+            "CONTRIBUTING.md",
+        ]
         below += [
             "symptoms.md",
             "glossary.md",

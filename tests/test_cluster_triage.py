@@ -19,11 +19,11 @@ import pytest
 import torch
 from conftest import MARK, REPO, assert_one_line, load_script
 from helpers_01 import wait_for
-from helpers_04 import first_is_quick, full
+from helpers_04 import full
 from helpers_triage import BLANK
 from test_04_nccl_debugging import missing_in
 
-from cluster_parts import processes, recorder, waits
+from cluster_parts import processes, recorder
 from cluster_parts import triage as part
 from dist_common import cli
 from dist_common.lab import namespaces
@@ -173,31 +173,6 @@ def test_of_two_jobs_one_has_to_be_named():
         part.select(inside, argparse.Namespace(pid=os.getpid(), job=None))
 
 
-def test_torchrun_under_srun_is_a_launcher_and_a_child_with_its_rank_is_no_rank(tmp_path):
-    """srun gives torchrun itself a rank, which is that of one of its own ranks."""
-    starts = "import subprocess, sys, time; "
-    starts += "sys.argv[1:] and subprocess.Popen([sys.executable, '-c', {code!r}, *sys.argv[2:]]"
-    starts += ", env=eval(sys.argv[1])); open(str(time.time()), 'w'); time.sleep(60)"
-    code = "import os, time; os.fork(); open(f'seen-{os.getpid()}', 'w'); time.sleep(60)"
-    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
-    rank = slurm | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, "-c", starts.format(code=code), str(rank)]
-    launcher = subprocess.Popen(command, env=os.environ | slurm, cwd=tmp_path)
-    try:
-        wait_for(lambda: len(list(tmp_path.glob("seen-*"))) == 2)
-        ours = {launcher.pid, *(p.pid for p in psutil.Process(launcher.pid).children(True))}
-        found = [one for one in processes.find_processes() if one.pid in ours]
-    finally:
-        for child in psutil.Process(launcher.pid).children(True):
-            child.kill()
-        launcher.kill()
-        launcher.wait()
-    assert sorted((one.role, one.rank) for one in found if one.role != "launcher") == [
-        ("child", 0), ("rank", 0)
-    ]  # fmt: skip
-    assert [one.pid for one in found if one.role == "launcher"] == [launcher.pid]
-
-
 def test_a_rehearsal_that_does_not_start_says_what_its_job_said(run_script, tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("raise SystemExit('no such model')")
     monkeypatch.setattr(part, "TRIAGE", tmp_path / "train.py")
@@ -220,8 +195,6 @@ def a_job(changes=None, **other):
 
 
 XID = "[42.1] NVRM: Xid (PCI:0000:3b:00): {}, pid={}, name=python, the rest"
-SXID = "[42.1] nvidia-nvswitch0: SXid (PCI:0000:c2:00.0): 20034, {}, Link 28 LTSSM Fault Up"
-RECOVERY = "[42.1] NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x1 to {}"
 DEAD = {"rank": 3, "pid": 7, "host": "node1", "considered_dead": True}
 COUNTED = [{"rank": rank, "collective_counts": {"AllReduce": 9 - (rank == 2)}} for rank in range(4)]
 WAITS = [("x/distributed_c10d.py", "all_reduce", 9, {}), ("train.py", "train", 3, {"step": "7"})]
@@ -378,56 +351,6 @@ def test_the_recorder_runs_a_script_and_judges_its_notes(run_script, tmp_path, t
     assert judged.stdout.startswith("rank 0: no file\nrank 1: 3 calls"), judged.stdout
 
 
-CIRCLE = """
-import torch, torch.distributed as dist
-from datetime import timedelta
-dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-rank = dist.get_rank()
-groups = [dist.new_group(pair, timeout=timedelta(seconds=4)) for pair in ([0, 1], [1, 2], [0, 2])]
-dist.all_reduce(torch.ones(1), group=groups[rank])  # each calls another group first
-"""
-
-
-PIPELINE = """
-import time, torch, torch.distributed as dist
-from datetime import timedelta
-dist.init_process_group("gloo", timeout=timedelta(seconds=5))
-rank, message = dist.get_rank(), torch.ones(1)
-dist.barrier()
-for batch in range(3 if rank else 2):  # stage 0 sends one micro-batch less
-    works = [dist.P2POp(dist.irecv, message, rank - 1)] if rank else []
-    for work in dist.batch_isend_irecv(works) if works else []:
-        work.wait()
-    if rank < 2:
-        dist.send(message, rank + 1)
-time.sleep(8 if rank == 0 else 0)  # as long as the others wait for it
-"""
-
-
-NOTHING = """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    first_is_quick([
-        (CIRCLE, "wait in a circle: rank 0 waits for rank 1 in call 1"),
-        (PIPELINE, "rank 0 waits for nobody: look at rank 0"),
-        (NOTHING, "no rank called torch.distributed, or none was recorded: look at the stacks"),
-    ]),
-)  # fmt: skip
-def test_the_recorder_knows_groups_and_messages(run_script, tmp_path, source, says):
-    (tmp_path / "train.py").write_text(source)
-    ran = run_script(
-        SCRIPT, "--record", tmp_path / "notes", tmp_path / "train.py", world_size=3,
-        end_job_on_failure=False,
-    )  # fmt: skip
-    judged = run_script(SCRIPT, "--record", tmp_path / "notes", environ={})
-    assert judged.codes == [0] and says in judged.stdout, judged.stdout + ran.stderr
-
-
 def dump(folder, rank, world_size, entries):
     """Write a rank's entries as PyTorch does on NCCL: what they do not say is of an all-reduce."""
     same = {
@@ -493,39 +416,6 @@ def test_messages_in_dumps_of_pytorch_are_paired(run_script, tmp_path):
     judged = run_script(SCRIPT, "--record", tmp_path, environ={})
     says = "rank 1 waits for rank 0 in receive 2 from it; rank 0 waits for nobody: look at rank 0"
     assert judged.stdout.splitlines()[-1] == says, judged.stdout + judged.stderr
-
-
-PAIR, CALL = [0, 1], "all_reduce [1] Float"
-BEFORE = ["1", "0"] * 2  # the pair's group is called "1"
-
-
-@pytest.mark.parametrize(
-    ("order", "named", "kind"),
-    [
-        ([[*BEFORE, "1"], [*BEFORE, "0"]], {1}, "order"),  # rank 1 leaves out its pair
-        ([["1"], ["0"]], {0, 1}, "calls"),  # in the first step there is no rule yet
-    ],
-)
-def test_of_two_groups_in_inverted_order_the_one_that_breaks_its_rule_is_named(order, named, kind):
-    def notes(rank):
-        groups = order[rank]
-        started, last = {group: groups.count(group) for group in groups}, groups[-1]
-        return recorder.Notes([], members={"1": PAIR}, started=started, world_size=2, order=groups,
-                              open=[(last, started[last], CALL)])  # fmt: skip
-
-    verdict = waits.judge_waits([notes(0), notes(1)])
-    assert (verdict.named, verdict.kind) == (named, kind), verdict
-
-
-def test_who_owes_a_message_and_waits_in_a_collective_is_named():
-    """Rank 0 sent 2 times and went on; ranks 1 and 2 wait for the third message, one by one."""
-    first = recorder.Notes([], started={"0": 3}, open=[("0", 3, CALL)], sends={("send", 1): 2})
-    rest = [recorder.Notes([], started={"0": 2}, waits=[("receive", rank - 1, 3)],
-                           sends={("receive", rank - 1): 3, ("send", rank + 1): 2})
-            for rank in (1, 2)]  # fmt: skip
-    verdict = waits.judge_waits([first, *rest])
-    assert (verdict.named, verdict.kind) == ({0}, "send"), verdict
-    assert verdict.text.endswith("rank 0 has no send 3 for rank 1, only 2")
 
 
 def test_stacks_have_a_rank_and_no_launcher(run_script, tmp_path):

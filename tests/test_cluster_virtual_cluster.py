@@ -404,6 +404,26 @@ def test_what_a_cluster_refuses(cluster):
     assert ask(cluster.folder, "run", "--", "bash", "-c", "exit {node}").codes == [1]
 
 
+@pytest.mark.full
+@needs_nodes
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root already")
+def test_it_needs_no_root(tmp_path):
+    """Root that may not administer the system is a user like any other."""
+
+    def verb(name, *argv):
+        powerless = ["setpriv", "--bounding-set", "-sys_admin", sys.executable, SCRIPT, name]
+        return run_command([*powerless, "--at", str(tmp_path / "cluster"), *argv], REPO, 200)
+
+    up = verb("up")
+    if "permits no nodes" in up.stderr:
+        pytest.skip(up.stderr)
+    try:
+        assert '"user_namespace": true' in (tmp_path / "cluster/events.jsonl").read_text()
+        assert lines_of(verb("run", "--", "hostname"), 1) == ["node1"]
+    finally:
+        assert verb("down").codes == [0]
+
+
 # jobs on it
 
 SHAPE = {

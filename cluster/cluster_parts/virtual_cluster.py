@@ -31,7 +31,8 @@ CARD = "link0"  # a node's first network card
 # millisecond's bytes, so that a timer that fires late costs no speed.
 BURST_BYTES, BURST_S = 32_768, 1e-3
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
-READY = "VIRTUAL_CLUSTER_READY"  # in the supervisor: the pipe on which `up` waits
+# In the supervisor's environment: the pipe on which `up` waits; set in a user namespace.
+READY, USER = "VIRTUAL_CLUSTER_READY", "VIRTUAL_CLUSTER_USER"
 # torchrun leaves its workers 30 seconds to save after a SIGTERM.
 GRACE_S = 40
 ANSWER_S = 60
@@ -204,14 +205,15 @@ def up(folder: Path) -> str:
     for name in PACKAGES:
         program(name)
     ours, theirs = os.pipe()
-    unshare = [program("unshare")]
+    unshare, environ = [program("unshare")], os.environ | {READY: str(theirs)}
     if subprocess.run([*unshare, "--net", "true"], capture_output=True).returncode:
         unshare += ["--user", "--map-root-user"]
+        environ[USER] = "yes"
     command = [*unshare, "--pid", "--mount", "--net", "--fork", "--kill-child", sys.executable]
     with (folder / "supervisor.log").open("w") as log:
         process = subprocess.Popen(
             [*command, *sys.argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            pass_fds=[theirs], env=os.environ | {READY: str(theirs)}, start_new_session=True,
+            pass_fds=[theirs], env=environ, start_new_session=True,
         )  # fmt: skip
     os.close(theirs)
     said = os.read(ours, MESSAGE).decode()  # once: unshare keeps the pipe open
@@ -280,8 +282,7 @@ class Supervisor:
         os.close(inside)
         self.runs: dict[socket.socket, str] = {}  # connections that `run` keeps open: its name
         self.ended = False
-        uids = Path("/proc/self/uid_map").read_text().split()
-        self.user_namespace = uids[1] != "0"  # root here is another user outside
+        self.user_namespace = USER in os.environ  # root here is another user outside
         self.note("up", user_namespace=self.user_namespace)
         self.write_state()
 
