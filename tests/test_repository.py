@@ -321,10 +321,12 @@ def opened_by(script: str) -> set[str]:
 
 def training_commands(page: str) -> list[str]:
     """Return a page's commands that start ranks."""
-    starts = r"\b(torchrun|deepspeed|srun|mpirun|accelerate launch)\b|launch_\w+\.sh"
+    starts = r"(?<![\w./-])(torchrun|deepspeed|srun|mpirun|accelerate launch) |launch_\w+\.sh"
     found = [command for block in read(page).blocks if block.language == "bash"
              for _, command in commands(block)]  # fmt: skip
-    return [command for command in found if re.search(starts, command)]
+    return [
+        command for command in found if re.search(starts, command) and "--dry-run" not in command
+    ]
 
 
 def measured() -> dict[str, tuple[int, int, int]]:
