@@ -320,12 +320,13 @@ def opened_by(script: str) -> set[str]:
 
 
 def training_commands(page: str) -> list[str]:
-    """Return a page's commands that start ranks."""
+    """Return a page's commands that train: they start ranks, and do more than send messages."""
     starts = r"(?:^|\s)(?:torchrun|deepspeed|srun|mpirun|accelerate)\s|launch_\w+\.sh local"
     found = [command for block in read(page).blocks if block.language == "bash"
              for _, command in commands(block)]  # fmt: skip
-    trains = [command for command in found if re.search(starts, command)]
-    return [command for command in trains if "--dry-run" not in command]
+    started = [command for command in found if re.search(starts, command)]
+    other = r"--dry-run|04-nccl-operations/|/hello_\w+\.py"
+    return [command for command in started if not re.search(other, command)]
 
 
 def measured() -> dict[str, tuple[int, int, int]]:
