@@ -25,7 +25,7 @@ def starters():
 def main():
     for path, text in starters():
         path.write_text(text)
-        print(path.relative_to(LABS.parent))
+        print(path)
     return 0
 
 

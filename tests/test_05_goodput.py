@@ -28,7 +28,7 @@ def failing(content):
 
 
 def test_formulas_agree_with_simulated_months(run_script, tmp_path):
-    ended, content = run(run_script, tmp_path, "--months", 6, "--seed", 3)
+    ended, content = run(run_script, tmp_path, "--months", 12, "--seed", 3)
     assert ended.codes == [0], ended.stdout + ended.stderr
     assert not failing(content) and len(content["checks"]) == 19
     goodput = content["metrics"]["goodput"]
