@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import re
 import signal
 import socket
 import struct
@@ -47,20 +46,6 @@ def test_the_losses_are_those_of_one_process(run_script, tmp_path):
     assert alone[-1] < 0.5 * alone[0], "a loss that does not fall would prove little"
     difference = (together - alone).abs()
     assert difference[0] < 1e-6 and difference.max() < 1e-5
-
-
-@full
-def test_torchrun_trains_to_96_percent_and_writes_what_it_says(torchrun, tmp_path):
-    ended = torchrun(MNIST, "--output-dir", tmp_path / "run")
-    assert ended.codes == [0], ended.stderr
-    assert re.search(r"^OK: 4 checks passed, test accuracy \d\d\.\d%$", ended.stdout, re.M)
-    content = results_of(tmp_path / "run")
-    assert content["metrics"]["test_accuracy"] >= 0.96
-    assert (content["world_size"], content["launcher"]) == (2, "torchrun")
-    assert content["args"]["micro_batch_size"] == 32
-    assert [check["ok"] for check in content["checks"]] == [True] * 4
-    assert (tmp_path / "run" / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert ended.stdout.count("epoch  1 |") == 1, "one rank speaks for all"
 
 
 # checks that can fail
