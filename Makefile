@@ -29,9 +29,9 @@ help:
 	@echo "make bench        compare eight strategies on 2 processes: 2 or 3 minutes on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
 	@echo "make site         build the guide for a browser, page beside code: runs/site/index.html"
-	@echo "make test         install, lint, run the quick tests: about 5 minutes on 2 cores"
+	@echo "make test         install, lint, run the quick tests: about 4 minutes on 2 cores"
 	@echo "make gpu-ready    of these tests those that hold what a GPU would do, on a machine without one"
-	@echo "make test-all     the same, and every command of every page: what CI runs"
+	@echo "make test-all     all tests, with every command of every page: what CI runs"
 	@echo "make lint         ruff and codespell"
 
 install: $(STAMP)

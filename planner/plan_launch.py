@@ -1,7 +1,7 @@
 """The command that runs a layout of planner.py on one of this repository's templates.
 
 `launch_of` returns words where no template can: each reason is one that the template's own
-parse_args or docstring gives, and tests/test_05_planner.py feeds each line to that parser.
+parse_args or docstring gives, and tests/test_planner_plan.py feeds each line to that parser.
 """
 
 from __future__ import annotations

