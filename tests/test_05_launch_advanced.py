@@ -54,9 +54,3 @@ def test_what_it_cannot_start_gets_one_line(arguments, says):
     assert ended.codes == [2]
     (line,) = ended.stderr.splitlines()
     assert line.startswith("launch_advanced.sh: error: ") and says in line
-
-
-@pytest.mark.full
-def test_it_starts_a_lesson():
-    ended = launch("local", "tensor_minimal.py", "--nproc-per-node", "2")
-    assert ended.codes == [0] and "loss" in ended.stdout, ended.stdout + ended.stderr
