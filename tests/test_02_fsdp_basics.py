@@ -49,7 +49,7 @@ def failed_in(folder):
         *(
             pytest.param(*case, marks=full)
             for case in (
-                (2, 3, "bf16-mixed", narrow), (4, 3, "32-true", narrow),
+                (2, 3, "bf16-mixed", narrow),
             )
         ),
     ],

@@ -61,15 +61,6 @@ def test_compare_on_three_ranks(run):
 
 
 @full
-def test_a_process_writes_while_training_goes_on_and_is_resumed(torchrun, run, tmp_path):
-    options = ("--kind", "async-process", "--max-steps", 3, "--save-every", 1)
-    ended = torchrun(CHECKPOINT, "save", *options, "--dir", tmp_path / "run", timeout_s=250)
-    assert_ok(ended, "OK: 1 check passed")
-    names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert names == ["step-00000001", NEWEST, "step-00000003"]
-
-
-@full
 def test_no_rank_builds_the_whole_model(run, tmp_path):
     """Sharded, all weights and moments of a rank are half of the model's, and none was larger."""
 

@@ -92,30 +92,6 @@ def test_a_4_bit_layer_keeps_no_float_copy_for_backward(on_ranks, four_bits):
     assert error < 1e-5
 
 
-@full
-@in_4_bits
-def test_moments_in_8_bits_take_two_bytes_for_each_weight(run_script, tmp_path, four_bits):
-    """Bytes by formula; losses near those of moments in 32 bits; small shards stay in 32 bits."""
-    ended = run_script(
-        QLORA, *SMALL, "--max-steps", 4, "--ways", "full", "LoRA", "--optimizer", "adamw8bit",
-        "--output-dir", tmp_path / "run", world_size=2, before=two_layers,
-    )  # fmt: skip
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    checks = checks_in(tmp_path / "run")
-    moments, gradients = (
-        {way: checks[f"{way}: bytes of {kind}"]["measured"] for way in ("full", "LoRA")}
-        for kind in ("Adam moments", "gradients")
-    )
-    weights = gradients["full"] / 4
-    # A scale of 4 bytes for 256 numbers, twice; the five norms stay in 32 bits.
-    most = weights * (2 + 8 / 256) + 8 * 5 * 64
-    assert 2 * weights < moments["full"] <= most
-    assert moments["LoRA"] == 2 * gradients["LoRA"], "adapters are below min_8bit_size"
-    # The first two losses are equal: an update is computed before its moments are rounded.
-    name = "full: largest error of a loss, against 32-bit moments"
-    assert checks[name]["measured"] > 1e-6, "these are moments in 32 bits"
-
-
 def paged(rank, world_size):
     """Return a parameter's error after steps of AdamW8bit on shards against one on the whole."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -61,12 +61,12 @@ WAYS = [
         marks=full,
     ),
     pytest.param(
-        2, "--activation-checkpointing selective --precision bf16-mixed", marks=full
-    ),
-    pytest.param(
         2, "--cpu-offload --grad-accum-steps 2 --activation-checkpointing 2", marks=full
     ),
-    pytest.param(3, "--grad-accum-steps 3 --accumulate gathered", marks=full),
+    pytest.param(
+        3, "--grad-accum-steps 2 --accumulate gathered --activation-checkpointing selective "
+        "--precision bf16-mixed", marks=full
+    ),
     pytest.param(3, "--loss-chunks 5 --sharding grad-op", marks=full),
     pytest.param(2, "--fused-loss --loss-chunks 3 --grad-accum-steps 2", marks=[full, FUSED]),
 ]  # fmt: skip

@@ -12,7 +12,6 @@ import filelock
 import numpy as np
 import pytest
 from conftest import load_script, results_of
-from helpers_01 import ask_to_stop_in, largest_difference
 from helpers_02 import quick
 from helpers_03 import SMALL_MODEL
 from helpers_tokens import MAKE, words, write_folder
@@ -226,20 +225,6 @@ def train(run_script, tmp_path):
 
     run.folders = folders
     return run
-
-
-@pytest.mark.full
-def test_a_run_on_a_mixture_resumes_on_three_ranks(train, tmp_path):
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    argv = (FSDP, "--save-every", 5000, "--resume", "--output-dir")
-    whole = train(*argv, straight, "--num-workers", 1)
-    assert whole.codes == [0, 0], whole.stdout + whole.stderr
-    assert train(*argv, stopped, before=ask_to_stop_in(5)).codes == [0, 0]
-    again = train(*argv, stopped, ranks=3)
-    assert again.codes == [0] * 3, again.stdout + again.stderr
-    assert "/one at sample 45 of epoch 1, " in again.stdout
-    assert "/two at sample 15 of epoch 1; changed since then: grad_acc" in again.stdout
-    assert largest_difference(straight, stopped) < 1e-5
 
 
 @full

@@ -2,11 +2,10 @@
 
 import os
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import REPO, free_port, results_of, run_command
-from helpers_04 import first_is_quick, full
+from conftest import REPO, run_command
+from helpers_04 import first_is_quick
 
 LAUNCH = ["bash", "04-nccl-operations/launch_nccl.sh"]
 
@@ -84,22 +83,6 @@ def test_the_job_file_of_a_container(tmp_path):
         (mounts,) = [word for word in line if word.startswith("--container-mounts=")]
         assert mounts.startswith("--container-mounts=/shared/a guide:/shared/a guide")
     assert line[-4:] == ["04-nccl-operations/collective_ops.py", "--op", "a b", "OMP=1"]
-
-
-@full
-def test_it_starts_two_nodes_here(tmp_path):
-    """The line of two machines, run twice on one: each is a node, with a torchrun of its own."""
-    argv = [
-        *LAUNCH, "multi-node", "collective_ops.py", "--nnodes", "2", "--nproc-per-node", "2",
-        "--rdzv-endpoint", f"localhost:{free_port()}", "--ifname", "lo",
-        "--output-dir", str(tmp_path / "run"),
-    ]  # fmt: skip
-    with ThreadPoolExecutor() as pool:
-        nodes = [pool.submit(run_command, argv, REPO, 200) for _ in range(2)]
-    ended = [node.result() for node in nodes]
-    assert [node.codes for node in ended] == [[0], [0]], ended[0].stderr + ended[1].stderr
-    results = results_of(tmp_path / "run")
-    assert results["world_size"] == 4
 
 
 @pytest.mark.parametrize(

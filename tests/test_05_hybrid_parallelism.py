@@ -69,7 +69,6 @@ LAYOUTS = [
         (4, "--pp 4 --schedule gpipe", "pp"),
         (4, "--dp 2 --pp 2 --schedule interleaved --data-parallel full --precision bf16-mixed",
             "pp dp"),
-        (8, "--tp 2 --cp 2 --pp 2", "tp cp pp"),
     ),
 ]  # fmt: skip
 

@@ -368,22 +368,6 @@ def test_predictions_stand_beside_measurements(tmp_path):
     assert "153.60 MiB 153.60 MiB 1.00x" in page
 
 
-@pytest.mark.full
-def test_the_real_tools_predict_what_is_measured(bench, run_script, tmp_path):
-    """Bytes of state and of what is sent, in bfloat16; a second report asks no tool again."""
-    folder = tmp_path / "sweep"
-    words = ["--strategies", "ddp", "fsdp-full", "--precisions", "bf16-mixed",
-             "--seq-len", 16, "--max-steps", 4, "--repeats", 1, "--launcher", "fork"]  # fmt: skip
-    assert bench("sweep", *words, "--output-dir", folder) == 0
-    ended = report(run_script, folder, "--predict")
-    assert ended.codes == [0], ended.stderr
-    ratios = re.findall(r"^\S+ +(?:weights, .*|sent) .* (\d\.\d\d)x$", ended.stdout, re.M)
-    assert len(ratios) == 4 and all(0.95 < float(ratio) < 1.05 for ratio in ratios), ended.stdout
-    before = (folder / predict.KEPT).stat().st_mtime_ns
-    assert report(run_script, folder, "--predict").stdout == ended.stdout
-    assert (folder / predict.KEPT).stat().st_mtime_ns == before
-
-
 # losses
 
 

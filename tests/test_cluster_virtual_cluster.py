@@ -19,7 +19,6 @@ from conftest import (
     Ended,
     assert_one_line,
     load_script,
-    results_of,
     run_command,
     started_here,
 )
@@ -472,17 +471,3 @@ def one_process(tmp_path, job, run_script) -> list[float]:
     alone = run_script(DDP, *job, "--output-dir", tmp_path / "alone", world_size=1)
     assert alone.codes == [0], alone.stderr
     return losses_of(tmp_path / "alone")
-
-
-@pytest.mark.full
-@needs_nodes
-def test_templates_train_on_two_nodes_to_the_losses_of_one_process(
-    cluster, tmp_path, job, one_process
-):
-    asked = [(nodes, ranks, script, [*job, *flags.split(), "--output-dir", f"{tmp_path}/{name}"])
-             for name, (nodes, ranks, script, flags) in JOBS.items()]  # fmt: skip
-    cluster("up", "--nodes", "2", "--link", "1gbit")
-    cluster("run", "--", "python", "-c", RANKS, "{node}", json.dumps(asked), timeout_s=300)
-    for name, (nodes, ranks, *_) in JOBS.items():
-        assert results_of(tmp_path / name)["world_size"] == nodes * ranks, name
-        assert losses_of(tmp_path / name) == pytest.approx(one_process, rel=1e-5), name
