@@ -103,6 +103,7 @@ OF_THE_MACHINE = re.compile(
     r"(\[node\d+\] )?(\[W.*socket\.cpp.*(hostname|IPv6)|.*\d+(%\||it/s)|\s*$"
     r"|\[W.*TCPStore\.cpp.* failed on SocketImpl\(|Exception raised from (recv|send)Bytes"
     r"|frame #\d+: |<omitting python frames>|E\d{4} .*elastic/agent/server/api\.py"
+    r"|(\[rank\d+\]:)?W\d{4} .*_pytree\.py:\d+\] <enum "  # torchao's import, with torch 2.14
     r"|W\d{4} .*dynamic_rendezvous\.py:\d+\] The node .* has failed to (send a keep-alive|shutdown)"
     r")"
 )
