@@ -249,8 +249,8 @@ def fault_of_record(text: str, file: Path) -> str | None:
 def follow(path: str, copy: Path, run_script) -> None:
     """Run a page's commands and compare what they print and draw with what it shows.
 
-    A first step's first run on its own page, and what the front page shows, are launched as a
-    reader would; lessons are forked, for a third of the time.
+    The commands of the front page are launched as a reader would; scripts on other pages run on
+    forks, for a third of the time.
     """
     __tracebackhide__ = True  # the message says it all
     launched, missing = set(), set()  # scripts; folders that commands left out would have filled
@@ -269,8 +269,7 @@ def follow(path: str, copy: Path, run_script) -> None:
                 continue
             where = f"{path}:{line}: {command}\n"
             script = plain(run) and plain(run)[1]
-            first_step = script and not has_main(script) and Path(path).stem == Path(script).stem
-            fresh = first_step or path in ("README.md", FRESH)
+            fresh = path in ("README.md", FRESH)
             # Ranks of hello_*.py print in turns.
             forked = script and (script in launched or not fresh) and "/hello_" not in script
             launched.add(script)
