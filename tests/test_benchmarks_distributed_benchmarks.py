@@ -19,7 +19,6 @@ from bench import points as bench_points
 from bench import search as bench_search
 from bench import store as bench_store
 from bench import strategies as bench_strategies
-from bench.records import FLOAT32
 from bench.store import Store, load
 from dist_common import cli
 
@@ -536,71 +535,6 @@ def test_a_script_of_one_s_own_is_beside_its_file(tmp_path):
 
 
 # the same loss
-
-
-def run_sweep(folder, *words, timeout_s=900):
-    """Run a real sweep of small points; return its records, and how it ended."""
-    command = ["python", TOOL, "sweep", "--output-dir", str(folder), "--repeats", "1"]
-    command += ["--seq-len", "32", "--max-steps", "8", *map(str, words)]
-    ended = run_command(command, REPO, timeout_s)
-    lines = (folder / "results.jsonl").read_text().splitlines()
-    return list(map(json.loads, lines)), ended
-
-
-SABOTAGES = {
-    "unsynchronised": ("with contextlib.nullcontext() if last else ddp_model.no_sync():",
-                       "with ddp_model.no_sync():"),
-    "halved": ("mean_loss = loss * dist.get_world_size() / tokens", "mean_loss = loss / tokens"),
-}  # fmt: skip
-
-
-def sabotaged(folder):
-    """Write copies of ddp_training.py that check nothing themselves; return their table."""
-    whole = (REPO / "01-ddp-basics/ddp_training.py").read_text()
-    nothing, rows = "lambda: None, lambda: None", []
-    for name, sabotage in SABOTAGES.items():
-        text = whole
-        for old, new in (
-            sabotage,
-            ("part.proven_steps(run, steps, accumulate_gradient, summed_loss)",
-             "part.proofs.proven_steps(run.job, steps, run.ddp_model, run.optimizer, "
-             + nothing + ")"),
-            ("import contextlib\n", f"import sys\nsys.path.append('{REPO / '01-ddp-basics'}')\n"
-             "import contextlib\n"),
-        ):  # fmt: skip
-            assert text.count(old) == 1, old
-            text = text.replace(old, new)
-        (folder / f"{name}.py").write_text(text)
-        rows.append(f'[{name}]\ndoes = "a mistake"\nscript = "{name}.py"\n')
-    (folder / "own.toml").write_text("".join(rows))
-    return folder / "own.toml"
-
-
-def furthest(record, reference):
-    """Return the largest difference of losses in the first steps."""
-    pairs = zip(record["losses"], reference["losses"], strict=True)
-    return max(abs(own - one) for own, one in pairs)
-
-
-@full
-def test_wrong_gradients_are_wrong_by_far(tmp_path):
-    """Rounding and the sabotages are far from the tolerance, on both sides of it."""
-    exact, margin = ("ddp", "fsdp-full", "zero-2", "tp", "pp-1f1b"), 5
-    words = ("--strategies", *exact, *SABOTAGES, "--strategies-file", sabotaged(tmp_path))
-    records, ended = run_sweep(tmp_path / "out", *words)
-    assert ended.codes == [1] and {record["status"] for record in records} == {"ok"}
-    single, *right, unsynchronised, halved = records
-    assert all(furthest(record, single) < FLOAT32.early / margin for record in right)
-    assert furthest(unsynchronised, single) > margin * FLOAT32.early
-    norms = {record["point"]["strategy"]: record["norms"][0] for record in records}
-    apart = {name: abs(norm / norms["single"] - 1) for name, norm in norms.items()}
-    assert all(apart[name] < FLOAT32.norm / margin for name in exact)
-    assert apart["halved"] == pytest.approx(0.5, abs=FLOAT32.norm)
-    assert furthest(halved, single) < furthest(unsynchronised, single) / 4, "losses hide it"
-    for name in exact:
-        assert re.search(rf"^{name} .* ok$", ended.stdout, re.M), ended.stdout
-    for name in SABOTAGES:
-        assert re.search(rf"^{name} .* WRONG \S+$", ended.stdout, re.M), ended.stdout
 
 
 # the folder of a sweep

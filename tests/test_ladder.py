@@ -82,7 +82,6 @@ def test_the_losses_are_those_of_ddp_minimal_on_one_process(
         (FSDP, ("fully_shard(model[0],", EARLY + "fully_shard(model[0],")),
         (TENSOR, ("dataset, num_replicas=1, rank=0,", "dataset,")),
         (PIPELINE, ("    sampler.set_epoch", "    if rank == 1:\n        sampler.set_epoch")),
-        pytest.param(DEEPSPEED, ('    "gradient_clipping": 0.0,', ""), marks=full),
     ],
 )
 def test_what_an_exercise_breaks_changes_the_losses(run_script, tmp_path, of_ddp, path, change):
