@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_parts import ddp_benchmark as part
-from dist_common import cli, measure, runtime
-from dist_common.lab import proofs, traffic
-from dist_common.report import Report
+from legacy_common import cli, measure, runtime
+from legacy_common.lab import proofs, traffic
+from legacy_common.report import Report
 
 
 def compute(model, batch, synchronised=True):

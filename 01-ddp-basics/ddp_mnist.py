@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from ddp_parts import digits
-from dist_common import checkpoint, cli, data, measure, runtime
-from dist_common.lab import proofs, traffic
-from dist_common.lab.figure import figure
-from dist_common.report import Report
+from legacy_common import checkpoint, cli, data, measure, runtime
+from legacy_common.lab import proofs, traffic
+from legacy_common.lab.figure import figure
+from legacy_common.report import Report
 
 
 def train_one_epoch(ddp_model, optimizer, batches, device, timer):

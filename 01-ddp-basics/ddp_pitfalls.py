@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ddp_parts import digits
-from dist_common import cli, runtime
-from dist_common.lab import proofs
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.lab import proofs
+from legacy_common.report import Report
 
 MIB = 2**20  # bytes
 

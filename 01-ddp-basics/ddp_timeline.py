@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import record_function
 
-from dist_common import cli, data, models, runtime
-from dist_common.lab import traffic
-from dist_common.lab.figure import figure
-from dist_common.lab.trace import trace
-from dist_common.report import Report
+from legacy_common import cli, data, models, runtime
+from legacy_common.lab import traffic
+from legacy_common.lab.figure import figure
+from legacy_common.lab.trace import trace
+from legacy_common.report import Report
 
 WARMUP = 3  # steps: DDP settles its buckets in the first, and memory is there after the second
 PROFILED = 3  # steps: a busy machine spoils one

@@ -6,7 +6,7 @@
 With --output-dir and --resume it can be killed at any moment and started again. Look for: the same
 losses on any number of ranks while --global-batch-size stays the same, and the checks at the end.
 
-To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
+To copy: take this file and legacy_common/ without lab/; delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`evaluate`, `compile`, `gradient_compression`, `scaler`,
 `whole_lines`), each with what uses it.
 
@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import checkpoint, cli, data, job, measure, models, runtime
-from dist_common.report import Report
+from legacy_common import checkpoint, cli, data, job, measure, models, runtime
+from legacy_common.report import Report
 
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 LR_SCALING = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}

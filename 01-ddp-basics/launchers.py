@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dist_common import cli, runtime
-from dist_common.lab import ranks
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.lab import ranks
+from legacy_common.report import Report
 
 WAYS = ("python", "mp.spawn", "torchrun", "torchrun on each node", "as srun does", "as mpirun does")
 PLACES = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_\w+|SLURM_\w+|OMPI_\w+")

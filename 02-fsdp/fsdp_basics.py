@@ -19,10 +19,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import cli, models, runtime
-from dist_common.lab import proofs
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.report import Report
 from fsdp_parts.fsdp_basics import GatherLog, check_gathers, draw_timeline, weigh
 from fsdp_parts.sharding import loss_of, mesh_of, same_gradient
 from fsdp_parts.strategies import (
@@ -38,6 +34,10 @@ from fsdp_parts.strategies import (
     unit_weights,
     watch,
 )
+from legacy_common import cli, models, runtime
+from legacy_common.lab import proofs
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.report import Report
 
 
 def shard(model, sharding, mesh, group_size=1, precision="32-true"):

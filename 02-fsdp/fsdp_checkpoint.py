@@ -25,8 +25,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
-from dist_common import checkpoint, cli
-from dist_common.lab import proofs
 from fsdp_parts import checkpoint_job
 from fsdp_parts.checkpoint_job import (
     FULL,
@@ -39,6 +37,8 @@ from fsdp_parts.checkpoint_job import (
     train,
 )
 from fsdp_parts.fsdp_checkpoint import HEADERS, SavedRun, check_bytes
+from legacy_common import checkpoint, cli
+from legacy_common.lab import proofs
 
 
 def sharded(state, folder, files):

@@ -13,7 +13,7 @@ holds it whole.
 Look for: loss and gradient of one plain process, on any number of ranks; the same logits from the
 exported files as from the shards; 16 bytes per weight, divided by the ranks.
 
-To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
+To copy: take this file and legacy_common/ without lab/; delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`proofs`, `evaluate`, `export`, `add_adapters`), each with
 what uses it.
 
@@ -37,9 +37,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, hf, job, measure, models, runtime
-from dist_common.report import Report
+from legacy_common import checkpoint as checkpoints
+from legacy_common import cli, data, hf, job, measure, models, runtime
+from legacy_common.report import Report
 
 try:
     from safetensors.torch import save_file

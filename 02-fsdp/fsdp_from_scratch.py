@@ -17,9 +17,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from dist_common import cli, models, runtime
-from dist_common.report import Report
-from dist_common.runtime import all_gather_single, reduce_scatter_single
 from fsdp_parts.fsdp_from_scratch import (
     WholeBytes,
     check_one_process,
@@ -30,6 +27,9 @@ from fsdp_parts.fsdp_from_scratch import (
     train,
 )
 from fsdp_parts.strategies import Plan, print_strategies, steps_of, unit_weights
+from legacy_common import cli, models, runtime
+from legacy_common.report import Report
+from legacy_common.runtime import all_gather_single, reduce_scatter_single
 
 PRECISIONS = {"32-true": None, "bf16-mixed": torch.bfloat16}  # what weights are gathered in
 

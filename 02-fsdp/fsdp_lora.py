@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from dist_common import cli, models, runtime
-from dist_common.models import Transformer, local
-from dist_common.report import Report
 from fsdp_parts import lora_checks
 from fsdp_parts.lora_layers import layers_of
 from fsdp_parts.sharding import gathered, loss_of
+from legacy_common import cli, models, runtime
+from legacy_common.models import Transformer, local
+from legacy_common.report import Report
 
 WAYS = ("full", "LoRA", "LoRA-bf16")  # what is trained; -bf16: how frozen weights are stored
 

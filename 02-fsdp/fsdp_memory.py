@@ -22,11 +22,11 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from dist_common import cli, data, job, measure, models, runtime
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.report import Report
 from fsdp_parts.memory import allocation_peak, show_peak, show_peaks
 from fsdp_transformer import add_flags, describe, mesh_of, refuse, shards_of
+from legacy_common import cli, data, job, measure, models, runtime
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.report import Report
 
 # What --compare changes, each beside the flags as they are.
 CHOICES = {

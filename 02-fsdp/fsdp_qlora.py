@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common import cli, models, runtime
-from dist_common.models import Transformer, local
-from dist_common.report import Report
 from fsdp_lora import add_adapters, merged, shard, train
 from fsdp_parts import fsdp_qlora as part
 from fsdp_parts import lora_checks
 from fsdp_parts.fsdp_qlora import NF4_BLOCK, bitsandbytes, decode
 from fsdp_parts.lora_layers import layers_of
+from legacy_common import cli, models, runtime
+from legacy_common.models import Transformer, local
+from legacy_common.report import Report
 
 WAYS = ("full", "LoRA", "QLoRA", "QLoRA-bf16")  # -bf16: what 4-bit weights are unpacked to
 

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dist_common import checkpoint, cli
-from dist_common.cli import UsageError
 from fsdp_parts import checkpoint_job
 from fsdp_parts import fsdp_reshard as part
 from fsdp_parts.checkpoint_job import FULL, KEPT, TO_RANK0, newest, set_state, state_of
+from legacy_common import checkpoint, cli
+from legacy_common.cli import UsageError
 
 TP = {"fsdp": 1, "ddp": 1, "tp-fsdp": 2}  # strategy: ranks that share a layer's rows and columns
 PLAN = {

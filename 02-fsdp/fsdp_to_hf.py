@@ -21,11 +21,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import fully_shard
 
-from dist_common import cli, hf
-from dist_common.lab import proofs
 from fsdp_parts import checkpoint_job
 from fsdp_parts import fsdp_to_hf as part
 from fsdp_parts.checkpoint_job import FULL, newest
+from legacy_common import cli, hf
+from legacy_common.lab import proofs
 
 
 def export(job, model):

@@ -9,7 +9,7 @@ It does the same job as ddp_training.py of module 01: look for the same losses. 
 and --resume it can be killed at any moment and resumed on another number of ranks. --init-from
 starts from the weights of a Hugging Face folder, --export-to writes such a folder at the end.
 
-To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
+To copy: take this file and legacy_common/ without lab/; delete the lines from "proofs" to "end of
 proofs". Delete what you do not need (`recompute`, `prefetch`, `evaluate`, `compile`, `float8`),
 each with what uses it.
 
@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, float8, hf, job, measure, models, recompute, runtime
-from dist_common.models import Transformer
-from dist_common.report import Report
+from legacy_common import checkpoint as checkpoints
+from legacy_common import cli, data, float8, hf, job, measure, models, recompute, runtime
+from legacy_common.models import Transformer
+from legacy_common.report import Report
 
 KEEPING = ("sharded", "whole", "gathered")  # between micro-batches
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from dist_common import cli, output
-from dist_common.tokens import ENDS, ENDS_TYPE, MANIFEST, TOKENS, TYPES, Folder
+from legacy_common import cli, output
+from legacy_common.tokens import ENDS, ENDS_TYPE, MANIFEST, TOKENS, TYPES, Folder
 
 CHUNK = 2**20  # characters of whole documents that a process encodes at a time
 LARGEST = 2**28  # bytes of a document: it is in memory whole, a few times

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_parts import config_judge, config_rules, setup
-from dist_common import cli
+from legacy_common import cli
 
 # Which findings are a failure, by who reads the config.
 FAILS = {

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from deepspeed_parts import deepspeed_inference as part
 from deepspeed_parts import setup
 from deepspeed_parts.deepspeed_inference import DTYPES
-from dist_common import cli, data, measure, runtime
-from dist_common.lab import traffic
-from dist_common.models import PRESETS
-from dist_common.report import Report
+from legacy_common import cli, data, measure, runtime
+from legacy_common.lab import traffic
+from legacy_common.models import PRESETS
+from legacy_common.report import Report
 
 REPEATS = 5  # generations that are timed, after a first one that is not
 

@@ -9,7 +9,7 @@ It does the same job as ddp_training.py of module 01; torchrun and srun start it
 names stage, optimizer and what it does not leave "auto". Look for: the losses of one process, and
 the bytes per weight of the ZeRO paper.
 
-To copy: take this file, configs/ and dist_common/ without lab/, and delete the lines from "proofs"
+To copy: take this file, configs/ and legacy_common/ without lab/; delete the lines from "proofs"
 to "end of proofs". Delete what you do not need (`checkpoint_activations`, `evaluate`, `export`),
 each with what uses it.
 
@@ -38,8 +38,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from dist_common import checkpoint, cli, data, job, measure, models, runtime
-from dist_common.report import Report
+from legacy_common import checkpoint, cli, data, job, measure, models, runtime
+from legacy_common.report import Report
 
 CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
 AUTO = "auto"  # in a config: "the script shall say", by a flag, as in Hugging Face's Trainer

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from deepspeed_parts import zero_from_scratch as part
 from deepspeed_parts.zero_from_scratch import assemble, buckets_of, flatten, part_of, views_of
-from dist_common import cli, models, runtime
-from dist_common.report import Report
-from dist_common.runtime import all_gather_single, reduce_scatter_single
+from legacy_common import cli, models, runtime
+from legacy_common.report import Report
+from legacy_common.runtime import all_gather_single, reduce_scatter_single
 
 MIB = 2**20  # bytes
 PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}  # of weights and gradients

@@ -24,9 +24,9 @@ from deepspeed_parts import setup
 from deepspeed_parts import zero_offload as part
 from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
 from deepspeed_parts.zero_offload import DTYPES, KINDS, disk_traffic, target
-from dist_common import cli, data, measure, runtime
-from dist_common.models import Transformer, TransformerConfig
-from dist_common.report import Report
+from legacy_common import cli, data, measure, runtime
+from legacy_common.models import Transformer, TransformerConfig
+from legacy_common.report import Report
 
 CONFIGS = {
     "none-2": (2, "zero2_config.json"),

@@ -21,9 +21,9 @@ from deepspeed_parts import setup
 from deepspeed_parts import zero_stages as part
 from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
 from deepspeed_parts.zero_stages import OneProcess, shard_with_fsdp
-from dist_common import cli, data, models, runtime
-from dist_common.lab import traffic
-from dist_common.report import Report
+from legacy_common import cli, data, models, runtime
+from legacy_common.lab import traffic
+from legacy_common.report import Report
 
 LR = 2e-3
 PRECISIONS = ("32-true", "bf16-mixed")

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_common import cli, runtime
-from dist_common.lab import traffic
-from dist_common.report import Report
-from dist_common.runtime import all_gather_single, reduce_scatter_single
+from legacy_common import cli, runtime
+from legacy_common.lab import traffic
+from legacy_common.report import Report
+from legacy_common.runtime import all_gather_single, reduce_scatter_single
 from nccl_parts import bandwidth_test as part
 from nccl_parts import clusters, data
 from nccl_parts.clusters import NEXT, PAIRS, RING

@@ -17,9 +17,9 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from dist_common import cli, runtime
-from dist_common.report import Report
-from dist_common.runtime import all_gather_single, reduce_scatter_single
+from legacy_common import cli, runtime
+from legacy_common.report import Report
+from legacy_common.runtime import all_gather_single, reduce_scatter_single
 from nccl_parts import collective_ops as part
 
 # From one rank to all, and from all to one. `mine` is this rank's buffer: N numbers for N ranks.

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 from nccl_parts import failure_gallery as part
 from nccl_parts.failure_gallery import (
     NAMES,

@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 from nccl_parts import point_to_point as part
 
 DEADLOCK_S = 1.0  # how long two blocking sends may wait for each other

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts import across_nodes as part
-from dist_common import cli, runtime
-from dist_common.report import Report
 from gradient_compression import Half, PowerSGD
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 from local_sgd import make_outer, outer_step
 
 

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
 )
 
 from advanced_parts import activation_checkpointing as part
-from dist_common import cli, models, runtime
-from dist_common.report import Report
+from legacy_common import cli, models, runtime
+from legacy_common.report import Report
 
 PRODUCT = torch.ops.aten.mm.default
 ATTENTION = [

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from advanced_parts import expert_parallel as part
-from dist_common import cli, data, models, runtime
-from dist_common.report import Report
+from legacy_common import cli, data, models, runtime
+from legacy_common.report import Report
 
 
 class AllToAll(torch.autograd.Function):

@@ -17,8 +17,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from advanced_parts import goodput as part
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 
 DAY_S = 24 * 3600
 GPUS_PER_NODE = 8

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from advanced_parts import gradient_accumulation as part
-from dist_common import cli, data, runtime
-from dist_common.report import Report
+from legacy_common import cli, data, runtime
+from legacy_common.report import Report
 
 
 def summed_loss(model, inputs, targets):

@@ -11,8 +11,8 @@ axis sends (hybrid_sends.py in advanced_parts), which say what link it needs. --
 --export-to work as in fsdp_transformer.py. --preset tiny-moe has experts; with --ep N each of N
 data-parallel ranks holds its own share of them.
 
-To copy: take this file and dist_common/ without lab/, and delete the lines from "proofs" to "end of
-proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `split_experts`,
+To copy: take this file and legacy_common/ without lab/; delete the lines from "proofs" to
+"end of proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `split_experts`,
 `recompute`, `float8`, `evaluate`), each with what uses it.
 
 Sources: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -45,10 +45,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.attention.bias import causal_lower_right
 
-from dist_common import checkpoint as checkpoints
-from dist_common import cli, data, float8, hf, job, layout, measure, models, recompute, runtime
-from dist_common.models import local
-from dist_common.report import Report
+from legacy_common import checkpoint as checkpoints
+from legacy_common import cli, data, float8, hf, job, layout, measure, models, recompute, runtime
+from legacy_common.models import local
+from legacy_common.report import Report
 
 # In the order of ranks: the last one's are neighbours. `whole` has one rank: what replicas, which
 # keep their weights whole, shard them over.

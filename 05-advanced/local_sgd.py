@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts import local_sgd as part
-from dist_common import cli, measure, runtime
-from dist_common.lab import traffic
-from dist_common.lab.links import slow_group
-from dist_common.report import Report
+from legacy_common import cli, measure, runtime
+from legacy_common.lab import traffic
+from legacy_common.lab.links import slow_group
+from legacy_common.report import Report
 
 GENTLE = 0.5  # outer momentum that needs fewer rounds than the paper's 0.9
 TIMED = 3  # times that all settings end whole rounds, after one that does not count

@@ -23,9 +23,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from advanced_parts import pipeline_parallel as part
-from dist_common import cli, data, models, runtime
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.report import Report
+from legacy_common import cli, data, models, runtime
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.report import Report
 from pipeline_schedules import SCHEDULES, Span, build, durations, needs
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from advanced_parts import context_job
 from advanced_parts import ring_attention as part
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 
 aten = torch.ops.aten
 ALIGNMENT = 32  # the CUDA kernel rounds the length of its log-sum-exp up to a multiple

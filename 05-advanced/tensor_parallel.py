@@ -20,9 +20,9 @@ from torch import nn
 
 from advanced_parts import tensor_job
 from advanced_parts import tensor_parallel as part
-from dist_common import cli, runtime
-from dist_common.models import rotary_tables
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.models import rotary_tables
+from legacy_common.report import Report
 
 
 def same(x):

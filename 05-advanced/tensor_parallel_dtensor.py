@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from advanced_parts import tensor_job
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 
 WHOLE, TOKENS = Replicate(), Shard(1)  # of (B, T, D): all of it on each rank, T/tp of it
 

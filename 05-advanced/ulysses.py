@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from advanced_parts import context_job
 from advanced_parts import ulysses as part
-from dist_common import cli, models, runtime
-from dist_common.report import Report
+from legacy_common import cli, models, runtime
+from legacy_common.report import Report
 
 HEADS, TOKENS = 1, 2  # dims of q, k and v: (B, heads, tokens, head_dim)
 

@@ -22,8 +22,8 @@ import torch
 
 from bench.analysis import CONFIDENCE, ratio_of
 from bench.ports import ENVIRONMENT, PORTS, REPO, Port, Run, count_code_lines, run_port, versions_in
-from dist_common import cli, models, runtime
-from dist_common.report import Report
+from legacy_common import cli, models, runtime
+from legacy_common.report import Report
 
 # A framework may add up gradients in another order: float32 rounding, which grows with the steps.
 FIRST_STEPS = 10

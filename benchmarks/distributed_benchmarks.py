@@ -22,7 +22,7 @@ from tabulate import tabulate
 
 from bench import comm, report, runner, settings, strategies, train
 from bench.points import plan
-from dist_common import cli
+from legacy_common import cli
 
 
 def list_strategies(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from tabulate import tabulate
 
 from bench import guard, launch, settings
 from bench.machine import describe_machine
-from dist_common import cli
+from legacy_common import cli
 
 REPO = Path(__file__).resolve().parents[1]
 OK, FAILED, REFUSED, LATE, LEFT_OUT = "OK", "FAILED", "refused", "too late", "left out"

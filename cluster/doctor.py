@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from cluster_parts import compare, host
 from cluster_parts import doctor as part
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 
 OWN_OF_A_RANK = {"CUDA_VISIBLE_DEVICES", "NCCL_DEBUG_FILE"}
 ALONE = {"slower-ports": "port-slow"}  # is said of the host itself, with the port's name

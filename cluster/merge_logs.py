@@ -19,8 +19,8 @@ import torch
 
 from cluster_parts import merge_logs as part
 from cluster_parts.verdicts import ranks_of
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 
 COPIED_S = 60.0  # a file written so long after all that the logs tell of is a copy
 ORDER = {part.OWN: 0, part.LOST: 1, part.NOTICED: 2}

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from cluster_parts import pairwise_scan as part
 from cluster_parts.host import nodes_of
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 
 # Nothing is called slow above this part of what the fast pairs of its kind do: one pair, several.
 # What sets pairs apart in all repeats alike, as the core that a rank runs on, no repeat shows.

@@ -27,14 +27,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import dist_common
 import doctor
+import legacy_common
 from cluster_parts import host
 from cluster_parts import preflight as part
 from cluster_parts.host import nodes_of
 from cluster_parts.pairwise_scan import numbers_of
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 from pairwise_scan import meet, rounds_of
 
 ROUND_TRIPS = 10  # of which the fastest tells most of a clock
@@ -208,8 +208,8 @@ def write_through(path, text):
 def own_facts(world, args):
     """Return what doctor.py does not read: who was told what, code, the checkpoint's disk."""
     return {
-        "world_size": world.world_size, "code": part.code_of(Path(dist_common.__file__).parent),
-        "dist_common": dist_common.__version__,
+        "world_size": world.world_size, "code": part.code_of(Path(legacy_common.__file__).parent),
+        "legacy_common": legacy_common.__version__,
         "room": host.free_in(args.checkpoint_dir) if args.checkpoint_dir else None,
     }  # fmt: skip
 

@@ -32,8 +32,8 @@ from cluster_parts import triage as part
 from cluster_parts.processes import IDLE, find_processes, show_stacks
 from cluster_parts.verdicts import ranks_of
 from cluster_parts.waits import judge_recorder
-from dist_common import cli, runtime
-from dist_common.report import Report
+from legacy_common import cli, runtime
+from legacy_common.report import Report
 
 # The GPU or the node is lost: no program of its own does that. Source: NVIDIA, "Xid Errors".
 FATAL_XIDS = {48, 64, 74, 79, 95, 119, 120, 140, 154}

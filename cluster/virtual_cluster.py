@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster_parts import virtual_cluster as part
-from dist_common import cli
+from legacy_common import cli
 
 MOST_NODES, MOST_CARDS = 32, 4
 

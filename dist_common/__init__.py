@@ -1,3 +1,3 @@
-"""What the scripts share and no lesson teaches, one file per topic."""
+"""The module that the scripts share: start with runtime.py."""
 
-__version__ = "0.3.0"
+__version__ = "2.0.0"

@@ -61,9 +61,9 @@ def packages():
             other.append(f"{name} {version} (tested: {pin})")
     if wrong:
         raise Lack(f"{', '.join(wrong)}: {INSTALL}")
-    found = importlib.util.find_spec("dist_common")
+    found = importlib.util.find_spec("legacy_common")
     if found is None or REPO not in Path(found.origin).resolve().parents:
-        whose = f"dist_common is {found.origin}'s" if found else "no dist_common"
+        whose = f"legacy_common is {found.origin}'s" if found else "no legacy_common"
         raise Lack(f"{whose}: in this folder, pip install --no-deps --editable .")
     return f"{len(pins)} of labs/requirements.txt" + "".join(f", {one}" for one in other)
 
@@ -181,8 +181,8 @@ def loopback():
     import torch
     import torch.distributed as dist
 
-    from dist_common.lab import ranks
     from lab_parts.running import LOOPBACK
+    from legacy_common.lab import ranks
 
     def be(rank):
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK

@@ -22,11 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dist_common import cli
 from lab_parts import submissions
 from lab_parts.holes import REPO, TOGETHER, Answer, Lesson
 from lab_parts.judging import judge_number, read_predictions
 from lab_parts.running import Setting, Task, judge, run
+from legacy_common import cli
 
 LABS = Path(__file__).parent
 HINT = re.compile(r"<summary>Hint \d+ for `(\w+)`</summary>\n\n(.*?)\n*</details>", re.S)

@@ -5,9 +5,9 @@
 A test compares: a starter cannot differ from the lesson that solves it.
 """
 
-from dist_common import cli
 from grade import LABS, load
 from lab_parts.holes import starter_of
+from legacy_common import cli
 
 
 def starters():

@@ -10,9 +10,9 @@ import re
 import shutil
 from pathlib import Path
 
-from dist_common import cli
 from grade import Parser
 from lab_parts.holes import REPO
+from legacy_common import cli
 
 
 def copy_of(script: Path) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from planner import memory
 from planner.job import AXES, Job, Layout, Model
 
-# Names that dist_common/models.py has for shapes of planner/models.py.
+# Names that legacy_common/models.py has for shapes of planner/models.py.
 PRESETS = {
     "tiny": "tiny", "124m": "124m", "gpt2-124m": "124m", "1b": "1b", "llama3.2-1b": "1b",
     "llama2-7b": "llama2-7b", "llama3-8b": "llama3-8b",

@@ -42,7 +42,7 @@ STACKS: dict[str, Stack] = {
         rows_twice=True,
         bucket_copy=False,
         source="05-advanced/hybrid_parallelism.py: shard, PipelineStage, split_sequence; "
-        "dist_common/models.py: MoE",
+        "legacy_common/models.py: MoE",
     ),
     "megatron": Stack(
         swiglu=3,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_common import job, models
+from legacy_common import job, models
 
 MNIST = "01-ddp-basics/ddp_mnist.py"
 TRAINING = "01-ddp-basics/ddp_training.py"

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from conftest import load_script
 
-from dist_common import models
+from legacy_common import models
 
 CHECKPOINT = "02-fsdp/fsdp_checkpoint.py"
 RESHARD = "02-fsdp/fsdp_reshard.py"

@@ -18,7 +18,7 @@ from conftest import REPO, load_script, results_of
 
 from deepspeed_parts import deepspeed_train as part
 from deepspeed_parts import setup
-from dist_common import data, models
+from legacy_common import data, models
 
 TRAIN = "03-deepspeed/deepspeed_train.py"
 

@@ -15,7 +15,7 @@ from conftest import load_script
 
 from bench import settings as bench_settings
 from bench import strategies as bench_strategies
-from dist_common import cli
+from legacy_common import cli
 
 TOOL = "benchmarks/distributed_benchmarks.py"
 # Each run adds a line to the file `runs` beside the script; rank 0 writes the results.

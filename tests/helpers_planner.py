@@ -1,6 +1,6 @@
 """What tests of the planner share: the shape of a model that the templates train."""
 
-from dist_common.models import TransformerConfig
+from legacy_common.models import TransformerConfig
 from planner.job import Model
 
 

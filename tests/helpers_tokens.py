@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from conftest import load_script
 
-from dist_common import tokens
+from legacy_common import tokens
 
 MAKE = "02-fsdp/make_tokens.py"
 

@@ -76,7 +76,7 @@ def main() -> None:
     import torch
 
     import cluster_parts.recorder  # noqa: F401  here once, not in each rank
-    from dist_common.lab import namespaces
+    from legacy_common.lab import namespaces
 
     torch.set_num_threads(1)
     why_not = namespaces.why_not()

@@ -23,7 +23,7 @@ from matplotlib import image as png
 from outputs import difference
 from page_reader import FRAMEWORKS, PAGES, TRACKED, Block, Page, commands, read
 
-from dist_common.lab import namespaces
+from legacy_common.lab import namespaces
 
 DEADLINE_S = 600  # of one command, for a hang: five times what the slowest takes on a quiet machine
 

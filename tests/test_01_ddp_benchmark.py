@@ -12,8 +12,8 @@ from helpers_04 import first_is_quick
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_parts import ddp_benchmark as part
-from dist_common import models, runtime
-from dist_common.report import Report
+from legacy_common import models, runtime
+from legacy_common.report import Report
 
 full = pytest.mark.full
 

@@ -28,7 +28,7 @@ from helpers_01 import (
 from helpers_04 import first_is_quick
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_common.lab import proofs
+from legacy_common.lab import proofs
 
 full = pytest.mark.full
 

@@ -11,7 +11,7 @@ from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_c
 from helpers_02 import quick
 from torch.distributed.tensor import DTensor
 
-from dist_common import models
+from legacy_common import models
 
 BASICS = "02-fsdp/fsdp_basics.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 4, "--max-steps", 3)

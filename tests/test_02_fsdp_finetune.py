@@ -23,8 +23,8 @@ assert transformers.LlamaForCausalLM  # imported now, so that no fork has to
 from huggingface_hub import save_torch_state_dict  # noqa: E402
 from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 
-from dist_common import data  # noqa: E402
 from fsdp_parts import fsdp_finetune as part  # noqa: E402
+from legacy_common import data  # noqa: E402
 
 SCRIPT = "02-fsdp/fsdp_finetune.py"
 script = load_script(SCRIPT)

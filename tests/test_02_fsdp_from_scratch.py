@@ -7,9 +7,9 @@ from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_c
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_common import models
-from dist_common.lab import traffic
 from fsdp_parts import fsdp_from_scratch as part
+from legacy_common import models
+from legacy_common.lab import traffic
 
 SCRATCH = "02-fsdp/fsdp_from_scratch.py"
 

@@ -15,8 +15,8 @@ from helpers_02 import quick
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dist_common import models
 from fsdp_parts import lora_layers
+from legacy_common import models
 
 LORA = "02-fsdp/fsdp_lora.py"
 QLORA = "02-fsdp/fsdp_qlora.py"

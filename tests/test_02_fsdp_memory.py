@@ -6,8 +6,8 @@ import pytest
 from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 from helpers_02 import quick
 
-from dist_common import models
 from fsdp_parts.memory import peak_in
+from legacy_common import models
 
 MEMORY = "02-fsdp/fsdp_memory.py"
 NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)

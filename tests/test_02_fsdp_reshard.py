@@ -17,7 +17,7 @@ from helpers_02 import (
     tensors_of,
 )  # fmt: skip
 
-from dist_common import models
+from legacy_common import models
 
 NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 64, 64)
 full = pytest.mark.full

@@ -20,7 +20,7 @@ from helpers_02 import (
     tensors_of,
 )  # fmt: skip
 
-from dist_common import hf, models
+from legacy_common import hf, models
 
 pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
 

@@ -11,7 +11,7 @@ from conftest import GPUS, REPO, assert_one_line, results_of, run_command
 from helpers_01 import trace_without_a_compiler
 from helpers_02 import quick
 
-from dist_common import models
+from legacy_common import models
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"

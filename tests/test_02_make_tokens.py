@@ -19,8 +19,8 @@ from helpers_tokens import MAKE, words, write_folder
 transformers = pytest.importorskip("transformers")
 assert transformers.LlamaForCausalLM  # imported now, so that no fork has to
 
-from dist_common import cli, models, tokens  # noqa: E402
 from fsdp_parts import fsdp_finetune  # noqa: E402
+from legacy_common import cli, models, tokens  # noqa: E402
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"

@@ -20,8 +20,8 @@ from helpers_03 import (
 )
 
 from deepspeed_parts import config_judge, setup
-from dist_common import cli
-from dist_common.cli import UsageError
+from legacy_common import cli
+from legacy_common.cli import UsageError
 
 CHECK = "03-deepspeed/check_config.py"
 WRONG, SCRIPT, MACHINE, HINT = (

@@ -33,8 +33,8 @@ from helpers_03 import (
 )
 
 from deepspeed_parts import deepspeed_train as part
-from dist_common import models
-from dist_common.cli import UsageError
+from legacy_common import models
+from legacy_common.cli import UsageError
 
 QUICK = (*SMALL, "--max-steps", 4, "--grad-accum-steps", 2, "--eval-every", 100)
 full = pytest.mark.full

@@ -13,8 +13,8 @@ from helpers_03 import deepspeed_in_the_parent
 from torch import nn
 
 from deepspeed_parts import zero_from_scratch as part
-from dist_common import models
-from dist_common.lab import traffic
+from legacy_common import models
+from legacy_common.lab import traffic
 
 SCRATCH = "03-deepspeed/zero_from_scratch.py"
 NARROW = models.TransformerConfig(256, 32, 2, 2, 1, 88, 256)

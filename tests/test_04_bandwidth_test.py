@@ -11,7 +11,7 @@ import torch.distributed as dist
 from conftest import assert_one_line, free_port, load_script, results_of
 from helpers_04 import first_is_quick, full
 
-from dist_common import cli
+from legacy_common import cli
 from nccl_parts import bandwidth_test as part
 from nccl_parts import clusters, data
 from nccl_parts.clusters import NEXT, PAIRS, RING, Group, Links, Yardstick, yardstick

@@ -12,7 +12,7 @@ import pytest
 from conftest import REPO, assert_one_line, load_script, results_of, run_command
 from helpers_04 import first_is_quick, full
 
-from dist_common.lab.ranks import Rank
+from legacy_common.lab.ranks import Rank
 from nccl_parts import failure_gallery as part
 
 GALLERY = "04-nccl-operations/failure_gallery.py"
@@ -216,7 +216,7 @@ def test_each_script_is_short_plain_takes_its_gpu_and_names_its_broken_rank_once
             source = (FAILURES / name / script).read_text()
             lines = [line for line in source.splitlines() if line.strip()]
             assert len(lines) <= 30, f"{name}/{script}: {len(lines)} lines"
-            assert "dist_common" not in source and ast.get_docstring(ast.parse(source))
+            assert "legacy_common" not in source and ast.get_docstring(ast.parse(source))
             assert ON_ITS_GPU in source.split("dist.init_process_group(")[0], f"{name}/{script}"
         broken = (FAILURES / name / "broken.py").read_text()
         assert len(part.CULPRIT.findall(broken)) == (name not in NO_CULPRIT), name

@@ -8,7 +8,7 @@ from conftest import REPO, load_script, results_of
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from dist_common import models
+from legacy_common import models
 
 SCRIPT = "05-advanced/activation_checkpointing.py"
 SMALL = ("--train-seq-len", 16)

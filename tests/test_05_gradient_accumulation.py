@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import load_script, results_of
 
-from dist_common import data
+from legacy_common import data
 
 SCRIPT = "05-advanced/gradient_accumulation.py"
 SMALL = ("--global-batch-size", 12, "--seq-len", 8)

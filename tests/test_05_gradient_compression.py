@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_common.lab.proofs import flat
+from legacy_common.lab.proofs import flat
 
 SCRIPT = "05-advanced/gradient_compression.py"
 SMALL = ("--micro-batch-size", 8, "--max-steps", 4)

@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advanced_parts import hybrid_parallelism as part
-from dist_common import cli, float8, models
-from dist_common.job import Step
+from legacy_common import cli, float8, models
+from legacy_common.job import Step
 
 HYBRID = "05-advanced/hybrid_parallelism.py"
 SMALL = ("--micro-batch-size", 2, "--seq-len", 32, "--max-steps", 2, "--warmup-steps", 0)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from conftest import REPO, load_script, results_of
 
-from dist_common import models
-from dist_common.lab import proofs
+from legacy_common import models
+from legacy_common.lab import proofs
 
 LOCAL = "05-advanced/local_sgd.py"
 SMALL = ("--max-steps", 6, "--seq-len", 16, "--micro-batch-size", 1)

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from advanced_parts import low_precision as part
-from dist_common import cli, models
-from dist_common.lab import proofs
-from dist_common.lab.traffic import TrafficCounter
+from legacy_common import cli, models
+from legacy_common.lab import proofs
+from legacy_common.lab.traffic import TrafficCounter
 
 SCRIPT = "05-advanced/low_precision.py"
 FULL = pytest.mark.full

@@ -6,7 +6,7 @@ import pytest
 from conftest import assert_one_line, load_script, results_of
 
 from advanced_parts import pipeline_schedules as formulas
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 SCRIPT = "05-advanced/pipeline_schedules.py"
 FULL = pytest.mark.full

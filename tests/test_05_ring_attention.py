@@ -8,7 +8,7 @@ from conftest import assert_one_line, load_script, results_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from advanced_parts import ring_attention as part
-from dist_common import models
+from legacy_common import models
 
 SCRIPT = "05-advanced/ring_attention.py"
 SMALL = ("--seq-len", 48, "--batch-size", 1, "--memory-tokens", 16)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from advanced_parts import tensor_job
-from dist_common.lab.traffic import TrafficCounter
+from legacy_common.lab.traffic import TrafficCounter
 
 SCRIPT = "05-advanced/tensor_parallel_dtensor.py"
 FULL = pytest.mark.full

@@ -9,7 +9,7 @@ from conftest import REPO, assert_one_line, load_script, results_of
 
 from advanced_parts import ring_attention
 from advanced_parts import ulysses as part
-from dist_common import models
+from legacy_common import models
 
 RING, SCRIPT = "05-advanced/ring_attention.py", "05-advanced/ulysses.py"
 SMALL = ("--seq-len", 48, "--batch-size", 1)

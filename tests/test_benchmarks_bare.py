@@ -8,7 +8,7 @@ from helpers_benchmarks import bench  # noqa: F401
 
 from bench import bare
 from bench.analysis import analyse
-from dist_common import models
+from legacy_common import models
 
 # pytest passes fixtures by name.
 # ruff: noqa: F811

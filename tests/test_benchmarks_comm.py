@@ -13,7 +13,7 @@ from bench import launch as bench_launch
 from bench import settings as bench_settings
 from bench.comm_tables import WRONG, comm_table, fit_table, wrong_elements
 from bench.store import load
-from dist_common import cli
+from legacy_common import cli
 
 full = pytest.mark.full
 QUICK = ("--collectives", "all_reduce", "-b", "8", "-e", "4K", "-f", "64", "-n", "2")

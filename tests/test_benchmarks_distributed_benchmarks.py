@@ -20,7 +20,7 @@ from bench import search as bench_search
 from bench import store as bench_store
 from bench import strategies as bench_strategies
 from bench.store import Store, load
-from dist_common import cli
+from legacy_common import cli
 
 full = pytest.mark.full
 # pytest passes fixtures by name.

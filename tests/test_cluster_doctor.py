@@ -22,7 +22,7 @@ from helpers_dgx import GOOD_HCA, facts_of_dgx, plant, plant_dgx
 
 from cluster_parts import compare, host
 from cluster_parts import doctor as part
-from dist_common import cli, runtime
+from legacy_common import cli, runtime
 
 DOCTOR = "cluster/doctor.py"
 PAGE = REPO / "04-nccl-operations/variables.md"

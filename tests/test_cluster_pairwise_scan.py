@@ -10,7 +10,7 @@ from helpers_04 import first_is_quick, full
 
 from cluster_parts import pairwise_scan as part
 from cluster_parts.pairwise_scan import ACROSS, BOTH, RECEIVES, SENDS, WITHIN, Scan
-from dist_common.lab import links
+from legacy_common.lab import links
 
 SCAN = "cluster/pairwise_scan.py"
 script = load_script(SCAN)

@@ -17,7 +17,7 @@ from helpers_04 import first_is_quick
 from helpers_dgx import facts_of_dgx, plant_dgx
 
 from cluster_parts import preflight as part
-from dist_common.lab import links
+from legacy_common.lab import links
 
 PREFLIGHT = "cluster/preflight.py"
 script = load_script(PREFLIGHT)
@@ -275,7 +275,7 @@ def dgx(tmp_path_factory):
 
     def node(number, **other):
         own = facts_of_dgx(root, number) | {
-            "world_size": 5, "dist_common": "1.0", "code": "c0de", "room": None,
+            "world_size": 5, "legacy_common": "1.0", "code": "c0de", "room": None,
         }  # fmt: skip
         for key, value in other.items():
             own[key] = own[key] | value if isinstance(value, dict) else value
@@ -297,8 +297,8 @@ def test_healthy_large_nodes_are_quiet(dgx, number):
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        ({"code": "bad"}, "the code of dist_common is bad, others have c0de"),
-        ({"dist_common": "0.9"}, "the version of dist_common is 0.9, others have 1.0"),
+        ({"code": "bad"}, "the code of legacy_common is bad, others have c0de"),
+        ({"legacy_common": "0.9"}, "the version of legacy_common is 0.9, others have 1.0"),
         ({"world_size": 4}, "WORLD_SIZE is 4, others have 5"),
         ({"driver": "550.1"}, "NVIDIA's driver is 550.1, others have 570.86.15"),
         ({"versions": {"NCCL": "2.29.1"}}, "NCCL is 2.29.1, others have 2.30.7"),

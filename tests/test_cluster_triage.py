@@ -25,8 +25,8 @@ from test_04_nccl_debugging import missing_in
 
 from cluster_parts import processes, recorder
 from cluster_parts import triage as part
-from dist_common import cli
-from dist_common.lab import namespaces
+from legacy_common import cli
+from legacy_common.lab import namespaces
 
 SCRIPT = "cluster/triage.py"
 FAILURES = REPO / "04-nccl-operations/failures"

@@ -23,8 +23,8 @@ from conftest import (
     started_here,
 )
 
-from dist_common import cli
-from dist_common.lab import namespaces
+from legacy_common import cli
+from legacy_common.lab import namespaces
 
 SCRIPT = "cluster/virtual_cluster.py"
 needs_nodes = pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))

@@ -31,10 +31,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_common import checkpoint, cli, data, measure, models, runtime, tokens
-from dist_common import output as folder
-from dist_common.lab import ranks
-from dist_common.report import Check, Report
+from legacy_common import checkpoint, cli, data, measure, models, runtime, tokens
+from legacy_common import output as folder
+from legacy_common.lab import ranks
+from legacy_common.report import Check, Report
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_the_context_manager_ends_the_others_and_tells_once(tmp_path):
     ended = _on_ranks_with_run(main, 3, tmp_path, end_job_on_failure=False)
     assert ended.codes == [1, 1, 1]
     (line,) = ended.stderr.splitlines()
-    assert "rank 1: ValueError: shard 7 is empty (test_dist_common.py:" in line
+    assert "rank 1: ValueError: shard 7 is empty (test_legacy_common.py:" in line
 
 
 @pytest.mark.gpu_ready
@@ -333,7 +333,7 @@ def test_a_rank_with_another_version_than_rank_0_is_refused_with_its_machine(tmp
     ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
     assert ended.codes[1] == 2
     (line,) = ended.stderr.splitlines()
-    assert "error: torch 2.9.0, dist_common " in line
+    assert "error: torch 2.9.0, legacy_common " in line
     assert " on node1, but torch " in line and " on node0, rank 0's: install the same" in line
 
 

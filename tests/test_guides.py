@@ -15,7 +15,7 @@
   ", times differ" before the colon, it may differ as much as measured times do. Or by
   <!-- drawn on PAGE -->, which has it with its command.
 - A ```python, ```json or ```yaml block stands, word for word, in a file of the page's folder or
-  dist_common.
+  legacy_common.
 - A ```tree block lists paths that exist, first word of each line.
 - A ```diff block follows <!-- diff: FILE FUNCTION, FILE FUNCTION --> and is the difference between
   the two functions of the page's folder, without comments; without FUNCTION, between the files.
@@ -125,7 +125,7 @@ def test_code_on_a_page_is_the_code_that_runs(path, block):
     ending = ENDINGS[block.language]
     texts = [unindented((REPO / file).read_text()) for file in sources_of(path, ending)]
     folder = (REPO / path).parent.name
-    where = f"{path}:{block.line}: no file of {folder}/ or dist_common/ has these lines"
+    where = f"{path}:{block.line}: no file of {folder}/ or legacy_common/ has these lines"
     assert any(unindented(block.text) in text for text in texts), where
 
 
@@ -194,7 +194,7 @@ def flags_for(script: str) -> set[str]:
         p for p in TRACKED if p.startswith(f"{folder}/") and p.endswith(".py")
         and (not pages.has_main(p) or re.search(rf"^from {Path(p).stem} import", source, re.M))
     ]  # fmt: skip
-    shared = [p for p in TRACKED if p.startswith("dist_common/") and p.endswith(".py")]
+    shared = [p for p in TRACKED if p.startswith("legacy_common/") and p.endswith(".py")]
     return set().union(*map(flags_of, [script, *helpers, *shared]))
 
 

@@ -12,10 +12,10 @@ from conftest import REPO
 
 sys.path.insert(0, str(REPO / "labs"))
 import grade
-from dist_common.cli import UsageError
 from lab_parts import cases, evidence, exam, recorder, running
 from lab_parts.holes import Answer
 from lab_parts.judging import tomllib
+from legacy_common.cli import UsageError
 
 lab = grade.load("exam")
 SEEDS = {case.failure.name: seed for seed, case in enumerate(lab.exam.cases)}  # one for each case

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from conftest import fork_ranks, free_port
 
-from dist_common import cli, runtime
-from dist_common.lab import links, namespaces
+from legacy_common import cli, runtime
+from legacy_common.lab import links, namespaces
 
 why_not = links.why_not()
 needs_hosts = pytest.mark.skipif(why_not is not None, reason=str(why_not))

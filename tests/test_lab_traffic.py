@@ -1,4 +1,4 @@
-"""dist_common/lab/traffic.py: bytes sent by formula, what a rank holds, the same keys."""
+"""legacy_common/lab/traffic.py: bytes sent by formula, what a rank holds, the same keys."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dist_common.lab.traffic import StepProbe, TrafficCounter
-from dist_common.measure import StepTimer
+from legacy_common.lab.traffic import StepProbe, TrafficCounter
+from legacy_common.measure import StepTimer
 
 SIZE = 24  # numbers of 4 bytes, which 2, 3 and 4 ranks can share
 WHOLE = 4 * SIZE

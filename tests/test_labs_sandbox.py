@@ -14,9 +14,9 @@ from conftest import REPO
 
 sys.path.insert(0, str(REPO / "labs"))
 import grade
-from dist_common.cli import UsageError
 from lab_parts import sandbox
 from lab_parts.sandbox import Limits
+from legacy_common.cli import UsageError
 
 LESSON = (REPO / "04-nccl-operations/point_to_point.py").read_text()
 HOLE = "    # lab: hole reduce_scatter\n"

@@ -146,11 +146,11 @@ LACKS = [
 
 @pytest.mark.parametrize(("breaks", "check", "says"), LACKS, ids=[row[0].__name__ for row in LACKS])
 def test_the_doctor_names_what_is_missing(breaks, check, says, tmp_path, monkeypatch):
-    for name in ("labs/requirements.txt", "pyproject.toml", "dist_common/__init__.py"):
+    for name in ("labs/requirements.txt", "pyproject.toml", "legacy_common/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
     monkeypatch.setattr(doctor, "REPO", tmp_path)
-    here = type("Spec", (), {"origin": str(tmp_path / "dist_common/__init__.py")})
+    here = type("Spec", (), {"origin": str(tmp_path / "legacy_common/__init__.py")})
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: here)
     getattr(doctor, check)()  # nothing is missing yet
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)
@@ -175,7 +175,7 @@ def test_the_container_gets_what_its_file_copies():
     target = re.search(r"^RUN make (\S+) TORCH_BACKEND=", text, re.M)[1]
     # What is copied by then is enough for the target.
     before = text.split("RUN make")[0]
-    for name in ("Makefile", "pyproject.toml", "labs/requirements.txt", "dist_common"):
+    for name in ("Makefile", "pyproject.toml", "labs/requirements.txt", "legacy_common"):
         assert re.search(rf"^COPY .*\b{re.escape(name)}\b", before, re.M), name
     planned = run_command(["make", "--dry-run", "--always-make", target], REPO, 60)
     assert "--requirement labs/requirements.txt" in planned.stdout, planned.stderr

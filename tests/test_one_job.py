@@ -6,7 +6,7 @@ import pytest
 from conftest import assert_one_line
 from helpers_03 import SMALL_MODEL, deepspeed_in_the_parent
 
-from dist_common import models
+from legacy_common import models
 
 REFERENCE = "01-ddp-basics/ddp_training.py"
 # In float32; 18 sequences of the text are left over at the end of an epoch.

@@ -8,7 +8,7 @@ from helpers_planner import model_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from advanced_parts.kept_bytes import as_on_a_gpu, kept_for_backward
-from dist_common import models as torch_models
+from legacy_common import models as torch_models
 from planner import compute, memory, models
 from planner.axes import axes_of
 from planner.hardware import GPUS, Cluster

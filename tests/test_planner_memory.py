@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pipeline_schedules
-from dist_common import models as torch_models
-from dist_common.models import local
+from legacy_common import models as torch_models
+from legacy_common.models import local
 from planner import finetune, memory, models, validate_memory
 from planner.hardware import GPUS
 from planner.job import Job, Layout

@@ -11,10 +11,10 @@ from fsspec.implementations.local import LocalFileSystem
 from helpers_01 import largest_difference
 from helpers_03 import SMALL_MODEL
 from helpers_tokens import words, write_folder
-from test_dist_common import Recorder, group_of_one
+from test_legacy_common import Recorder, group_of_one
 
-from dist_common import checkpoint, models
-from dist_common.stores import Remote, remove, sizes_in
+from legacy_common import checkpoint, models
+from legacy_common.stores import Remote, remove, sizes_in
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"

@@ -1,4 +1,4 @@
-"""The five templates: each stops, saves and resumes alike, and is copied with dist_common alone."""
+"""The five templates: each stops, saves and resumes alike, and copied with legacy_common alone."""
 
 import argparse
 import errno
@@ -25,7 +25,7 @@ from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_common import checkpoint, cli, data, job, models, report
+from legacy_common import checkpoint, cli, data, job, models, report
 
 DDP = "01-ddp-basics/ddp_training.py"
 FSDP = "02-fsdp/fsdp_transformer.py"
@@ -549,40 +549,40 @@ class RefuseProofs(importlib.abc.MetaPathFinder):
     """Let no import find what a copy does without."""
 
     def find_spec(self, name, path, target=None):
-        if name.startswith("dist_common.lab") or name.split(".")[0].endswith("_parts"):
+        if name.startswith("legacy_common.lab") or name.split(".")[0].endswith("_parts"):
             raise ImportError(f"a copied template imports {name}")
 
 
 def refuse_proofs(_):
     for name in list(sys.modules):
-        if name.startswith("dist_common.lab") or name.split(".")[0].endswith("_parts"):
+        if name.startswith("legacy_common.lab") or name.split(".")[0].endswith("_parts"):
             del sys.modules[name]
     sys.meta_path.insert(0, RefuseProofs())
 
 
-# main of a module that stands for a copy: the copy is to find its own dist_common, and no other
+# main of a module that stands for a copy: the copy is to find its own legacy_common, and no other
 AS_COPY = """
 import runpy, sys
 
 def main():
-    for name in [name for name in sys.modules if name.split(".")[0] == "dist_common"]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "legacy_common"]:
         del sys.modules[name]
     sys.path.insert(0, {folder!r})
-    import dist_common
-    assert dist_common.__file__.startswith({folder!r}), dist_common.__file__
+    import legacy_common
+    assert legacy_common.__file__.startswith({folder!r}), legacy_common.__file__
     runpy.run_path({copy!r}, run_name="__main__")
 """
 
 
 @full
 @pytest.mark.parametrize("template", [DDP, FSDP])
-def test_a_copy_with_dist_common_trains_is_killed_and_resumes(
+def test_a_copy_with_legacy_common_trains_is_killed_and_resumes(
     run_script, tmp_path, template, request
 ):
     """In an empty folder, without lab/ and the proofs."""
     folder = tmp_path / "empty"
     copy = folder / Path(template).name
-    shutil.copytree(REPO / "dist_common", folder / "dist_common",
+    shutil.copytree(REPO / "legacy_common", folder / "legacy_common",
                     ignore=shutil.ignore_patterns("lab", "__pycache__"))  # fmt: skip
     copy.write_text(without_proofs(template))
     if (REPO / template).with_name("configs").is_dir():

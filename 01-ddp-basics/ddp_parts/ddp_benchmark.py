@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import ddp_training as template
-from dist_common import cli, data, job, measure, models, runtime
-from dist_common.lab.figure import figure
-from dist_common.report import Report
+from legacy_common import cli, data, job, measure, models, runtime
+from legacy_common.lab.figure import figure
+from legacy_common.report import Report
 
 TIMES = ("full", "slowest", "mean", "alone", "ideal")
 PARTS = ("ideal", "small batch", "shared cores", "stragglers", "communication")

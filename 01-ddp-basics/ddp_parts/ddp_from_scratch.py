@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dist_common.lab import proofs, traffic
+from legacy_common.lab import proofs, traffic
 
 
 def loss_of(model, batch):

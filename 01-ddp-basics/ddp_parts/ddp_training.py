@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 
-from dist_common import data
-from dist_common.job import Step
-from dist_common.lab import proofs, traffic
+from legacy_common import data
+from legacy_common.job import Step
+from legacy_common.lab import proofs, traffic
 
 # Relative. fp32 sums in another order differ in the last bits; the others keep 8 and 11 bits.
 GRADIENT_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2, "16-mixed": 1e-2}

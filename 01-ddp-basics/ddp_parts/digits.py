@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 
 class SmallCNN(nn.Module):

@@ -19,13 +19,13 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_common import checkpoint, cli, data, models, runtime
-from dist_common.cli import UsageError
-from dist_common.lab import proofs
-from dist_common.models import PRESETS, Transformer
-from dist_common.report import Report
-from dist_common.runtime import from_rank0
 from fsdp_parts.sharding import draw_weights, materialize
+from legacy_common import checkpoint, cli, data, models, runtime
+from legacy_common.cli import UsageError
+from legacy_common.lab import proofs
+from legacy_common.models import PRESETS, Transformer
+from legacy_common.report import Report
+from legacy_common.runtime import from_rank0
 
 FULL = "full.pt"
 KEPT = sys.maxsize  # checkpoints in a folder: all

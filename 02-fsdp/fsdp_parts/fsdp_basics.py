@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from dist_common import models, runtime
-from dist_common.cli import UsageError
-from dist_common.lab.figure import figure
-from dist_common.measure import GIB
-from dist_common.report import Report
 from fsdp_parts.strategies import NAMES, Plan, held_per_weight, unit_weights, whole_at_once
+from legacy_common import models, runtime
+from legacy_common.cli import UsageError
+from legacy_common.lab.figure import figure
+from legacy_common.measure import GIB
+from legacy_common.report import Report
 
 SHARDED, LARGER, GATHERING, WHOLE = range(4)
 PALETTE = ("#b5cbe0", "#7fa7cc", "#f2b263", "#2f6690")  # of these four

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from dist_common.report import Report
 from fsdp_parts.checkpoint_job import train
+from legacy_common.report import Report
 
 HEADERS = ("kind", "training stood still", "until on disk", "to load", "MB in all", "by one rank")
 

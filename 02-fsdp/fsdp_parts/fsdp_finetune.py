@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from dist_common import cli, data, output, runtime
-from dist_common.cli import UsageError
-from dist_common.job import Step
-from dist_common.lab import proofs
-from dist_common.lab.figure import figure
-from dist_common.lab.proofs import TOLERANCE, count_equal_in_files
-from dist_common.measure import GIB
 from fsdp_parts.fsdp_transformer import compare_with_one_process, micro_batches_of
 from fsdp_parts.sharding import gathered, held_bytes, put
+from legacy_common import cli, data, output, runtime
+from legacy_common.cli import UsageError
+from legacy_common.job import Step
+from legacy_common.lab import proofs
+from legacy_common.lab.figure import figure
+from legacy_common.lab.proofs import TOLERANCE, count_equal_in_files
+from legacy_common.measure import GIB
 
 with contextlib.suppress(ImportError):  # fsdp_finetune.py says what to install
     import huggingface_hub

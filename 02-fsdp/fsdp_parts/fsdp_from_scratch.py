@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common.lab import proofs
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.report import Report
-from dist_common.runtime import all_gather_single
 from fsdp_basics import accumulate
 from fsdp_parts.strategies import LOSS_TOLERANCE, Plan, check_step
+from legacy_common.lab import proofs
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.report import Report
+from legacy_common.runtime import all_gather_single
 
 
 def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

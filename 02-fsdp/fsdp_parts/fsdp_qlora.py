@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dist_common import cli
-from dist_common.models import local
 from fsdp_parts.lora_layers import LAYERS, layers_of
 from fsdp_parts.sharding import gathered, put
+from legacy_common import cli
+from legacy_common.models import local
 
 NF4_BLOCK = 64  # weights that share a scale (Dettmers et al., 2023, section 3)
 NF4_HALF_GAP = 0.152  # of a block's largest weight: the widest gap is from -1 to -0.696

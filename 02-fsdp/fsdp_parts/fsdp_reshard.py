@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dist_common.runtime import gather
 from fsdp_parts.checkpoint_job import FULL, load_alone
+from legacy_common.runtime import gather
 
 
 def names_of(found: SimpleNamespace) -> list[str]:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dist_common.report import Report
-from dist_common.runtime import from_rank0
+from legacy_common.report import Report
+from legacy_common.runtime import from_rank0
 
 
 def size_of(text: str) -> int:

@@ -7,10 +7,10 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from dist_common import data
-from dist_common.job import Job, Step
-from dist_common.lab import proofs, traffic
-from dist_common.models import TransformerConfig
+from legacy_common import data
+from legacy_common.job import Job, Step
+from legacy_common.lab import proofs, traffic
+from legacy_common.models import TransformerConfig
 
 
 def expected_collectives(

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dist_common import cli, data, measure, models
-from dist_common.lab import proofs, traffic
-from dist_common.lab.traffic import RING_FACTOR
-from dist_common.models import local
-from dist_common.report import Report
-from dist_common.runtime import gather
 from fsdp_parts import lora_layers, sharding
 from fsdp_parts.fsdp_qlora import NF4_BLOCK, NF4_HALF_GAP, fill_4bit, rounding_of, rows_of
 from fsdp_parts.lora_layers import LAYERS, fill, layers_of, load_adapters, save_adapters
 from fsdp_parts.sharding import gathered, held_bytes, loss_of, put
+from legacy_common import cli, data, measure, models
+from legacy_common.lab import proofs, traffic
+from legacy_common.lab.traffic import RING_FACTOR
+from legacy_common.models import local
+from legacy_common.report import Report
+from legacy_common.runtime import gather
 
 STATE_BLOCK = 256  # numbers of 8-bit optimizer state that share a scale
 NF4 = 0.5 + 4 / NF4_BLOCK  # half a byte, and a float32 scale for a block

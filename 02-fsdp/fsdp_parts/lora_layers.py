@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dist_common import cli, models
-from dist_common.models import local
 from fsdp_parts.sharding import gathered, put
+from legacy_common import cli, models
+from legacy_common.models import local
 
 LAYERS = ("wq", "wk", "wv", "wo", "gate", "up", "down")  # the linear layers of a block
 WEIGHTS_FILE = "adapter_model.safetensors"  # as peft names it

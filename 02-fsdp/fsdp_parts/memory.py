@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from dist_common.lab.trace import quiet_log
-from dist_common.measure import GIB
-from dist_common.report import Report
+from legacy_common.lab.trace import quiet_log
+from legacy_common.measure import GIB
+from legacy_common.report import Report
 
 # What the classes of PyTorch's FSDPMemTracker are, in the table of several choices.
 CLASSES = {

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from dist_common.lab import proofs
-from dist_common.models import cut_like, local
-from dist_common.report import Report
+from legacy_common.lab import proofs
+from legacy_common.models import cut_like, local
+from legacy_common.report import Report
 
 
 def mesh_of(shards: int, device: torch.device) -> DeviceMesh:

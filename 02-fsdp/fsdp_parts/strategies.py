@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dist_common import data, runtime
-from dist_common.cli import UsageError
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.models import local
-from dist_common.report import Report
 from fsdp_parts.sharding import held_bytes
+from legacy_common import data, runtime
+from legacy_common.cli import UsageError
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.models import local
+from legacy_common.report import Report
 
 # What --sharding takes, and FSDP1's names of it.
 NAMES = {"full": "FULL_SHARD", "grad-op": "SHARD_GRAD_OP", "hybrid": "HYBRID_SHARD",

@@ -13,7 +13,7 @@ from typing import Any
 
 from deepspeed_parts import config_rules as rules
 from deepspeed_parts.config_rules import AUTO, IGNORED, RULES, SIZES, STOPS, WRONG, Finding
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 UNFILLED = "auto!"  # what stands for an "auto" that nobody fills in
 SWITCHES = ("stage", "type")  # what another key is wrong for: seldom at fault themselves

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed_parts.setup import ADAMS
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 try:
     import tomllib

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dist_common import measure, runtime
-from dist_common.cli import UsageError
-from dist_common.models import PRESETS
-from dist_common.report import Report
-from dist_common.runtime import World
+from legacy_common import measure, runtime
+from legacy_common.cli import UsageError
+from legacy_common.models import PRESETS
+from legacy_common.report import Report
+from legacy_common.runtime import World
 
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma")  # whose layers have Llama's names

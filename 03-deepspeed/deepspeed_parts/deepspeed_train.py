@@ -15,11 +15,11 @@ from deepspeed_parts import config_judge, config_rules, setup
 from deepspeed_parts.config_rules import offloads, part_of
 from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
 from deepspeed_parts.zero_stages import held_per_weight, sizes_of
-from dist_common import data, job, models, runtime
-from dist_common.cli import UsageError
-from dist_common.job import Step
-from dist_common.lab.proofs import documents_alone, every_token_once, same_losses, same_weights
-from dist_common.lab.traffic import StepProbe
+from legacy_common import data, job, models, runtime
+from legacy_common.cli import UsageError
+from legacy_common.job import Step
+from legacy_common.lab.proofs import documents_alone, every_token_once, same_losses, same_weights
+from legacy_common.lab.traffic import StepProbe
 
 # Of losses near 5. float32 sums in another order; bf16 rounds sums of gradients to 8 bits.
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-3, "16-mixed": 2e-3}

@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from dist_common import runtime
-from dist_common.cli import UsageError
-from dist_common.report import Report
+from legacy_common import runtime
+from legacy_common.cli import UsageError
+from legacy_common.report import Report
 
 ADAMS = {"adam", "adamw"}
 
@@ -93,7 +93,7 @@ def build_ops(names: list[str], report: Report) -> None:
     store = dist.group.WORLD.get_group_store()
     world = report.world
     for name in names:
-        built = f"dist_common/{name}/{world.rank - world.local_rank}"  # on this machine
+        built = f"legacy_common/{name}/{world.rank - world.local_rank}"  # on this machine
         if world.local_rank == 0:
             _build(name, report)
             store.set(built, "yes")

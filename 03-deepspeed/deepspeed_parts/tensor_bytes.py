@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from dist_common.models import local
+from legacy_common.models import local
 
 
 def live_bytes() -> Counter[str]:

@@ -11,11 +11,11 @@ from torch import nn
 
 from deepspeed_parts.tensor_bytes import live_bytes
 from deepspeed_parts.zero_stages import in_rings, sharded
-from dist_common import data, runtime
-from dist_common.lab.proofs import flat, same_losses
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.report import Report
-from dist_common.runtime import all_gather_single
+from legacy_common import data, runtime
+from legacy_common.lab.proofs import flat, same_losses
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.report import Report
+from legacy_common.runtime import all_gather_single
 from zero_stages import loss_of
 
 # Of losses near 5 and, relative to the largest number, of gradients. In float32 sums of some 1,000

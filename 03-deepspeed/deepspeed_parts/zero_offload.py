@@ -15,11 +15,11 @@ import torch
 import check_config
 import deepspeed_train
 from deepspeed_parts import config_judge, config_rules, setup
-from dist_common import cli, measure, runtime
-from dist_common.lab.proofs import same_losses
-from dist_common.models import TransformerConfig
-from dist_common.report import Report
-from dist_common.runtime import World
+from legacy_common import cli, measure, runtime
+from legacy_common.lab.proofs import same_losses
+from legacy_common.models import TransformerConfig
+from legacy_common.report import Report
+from legacy_common.runtime import World
 
 KINDS = ("weights", "optimizer state", "gradients and buffers")
 DISK = ("files", "read per step", "written per step")

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from dist_common.lab.proofs import same_losses
-from dist_common.models import Transformer, TransformerConfig
-from dist_common.report import Report
+from legacy_common.lab.proofs import same_losses
+from legacy_common.models import Transformer, TransformerConfig
+from legacy_common.report import Report
 
 BF16, FP32 = 2, 4  # bytes of a number
 KINDS = ("weights", "gradients", "optimizer state")

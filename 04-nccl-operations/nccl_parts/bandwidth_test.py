@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from dist_common import cli
-from dist_common.lab.figure import figure
-from dist_common.report import Report
+from legacy_common import cli
+from legacy_common.lab.figure import figure
+from legacy_common.report import Report
 from nccl_parts.clusters import Group, Yardstick
 from nccl_parts.measurement import gb_per_s
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from dist_common import runtime
-from dist_common.report import Report
+from legacy_common import runtime
+from legacy_common.report import Report
 
 # How a collective's bytes cross the border of a node.
 RING = "ring"  # each ring enters and leaves a node once

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dist_common.lab.figure import figure
+from legacy_common.lab.figure import figure
 
 LACKING = {  # by backend; the other one has it
     "gloo": ("all_reduce PREMUL_SUM",),

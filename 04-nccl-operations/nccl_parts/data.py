@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_common import cli
+from legacy_common import cli
 from nccl_parts.measurement import refuse_size
 
 PERIOD = 4099  # numbers repeat after so many: a prime, so that two parts in wrong places differ

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import psutil
 import torch.distributed as dist
 
-from dist_common.lab import links, ranks
+from legacy_common.lab import links, ranks
 
 try:
     import tomllib

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from dist_common import cli, measure, runtime
+from legacy_common import cli, measure, runtime
 
 CLOCK_S = 5e-7  # what a CUDA event can tell apart: a time of 0 is shorter than this
 # Shorter than the 30 s after which torchrun kills a process that it has passed the signal on to.

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_common import runtime
-from dist_common.lab import traffic
-from dist_common.lab.figure import figure
+from legacy_common import runtime
+from legacy_common.lab import traffic
+from legacy_common.lab.figure import figure
 
 SMALL = 64  # numbers in a message that is all latency: 256 bytes
 WARM_UP, ROUNDS = 2, 10  # of each timed operation; the median counts

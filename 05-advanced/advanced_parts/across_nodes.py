@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dist_common import cli
-from dist_common.lab import proofs
-from dist_common.report import Report
-from dist_common.runtime import gather, seed_everything
+from legacy_common import cli
+from legacy_common.lab import proofs
+from legacy_common.report import Report
+from legacy_common.runtime import gather, seed_everything
 
 MIB = 2**20  # bytes
 RANK = 2  # of PowerSGD's matrices

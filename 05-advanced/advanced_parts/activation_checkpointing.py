@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.flop_counter import FlopCounterMode
 
 from advanced_parts.kept_bytes import LiveBytes, as_on_a_gpu, kept_for_backward
-from dist_common import data, models, runtime
-from dist_common.cli import UsageError
-from dist_common.lab import proofs
-from dist_common.lab.figure import figure
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.measure import GIB
-from dist_common.models import cut_like
+from legacy_common import data, models, runtime
+from legacy_common.cli import UsageError
+from legacy_common.lab import proofs
+from legacy_common.lab.figure import figure
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.measure import GIB
+from legacy_common.models import cut_like
 
 # float32 keeps 1.2e-7 of a number; sums of a few hundred terms, in another order.
 TOLERANCE = 1e-5

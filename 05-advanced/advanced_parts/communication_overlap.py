@@ -16,15 +16,15 @@ from matplotlib.patches import Patch
 from torch import nn
 from torch.profiler import record_function
 
-from dist_common import cli
-from dist_common.lab import proofs
-from dist_common.lab.figure import figure
-from dist_common.lab.links import LateGroup
-from dist_common.lab.trace import trace
-from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
-from dist_common.models import cut_like
-from dist_common.report import Report
-from dist_common.runtime import gather
+from legacy_common import cli
+from legacy_common.lab import proofs
+from legacy_common.lab.figure import figure
+from legacy_common.lab.links import LateGroup
+from legacy_common.lab.trace import trace
+from legacy_common.lab.traffic import RING_FACTOR, TrafficCounter
+from legacy_common.models import cut_like
+from legacy_common.report import Report
+from legacy_common.runtime import gather
 
 # the prediction
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dist_common import data, models, runtime
-from dist_common.cli import UsageError
-from dist_common.lab import proofs
-from dist_common.lab.traffic import TrafficCounter
+from legacy_common import data, models, runtime
+from legacy_common.cli import UsageError
+from legacy_common.lab import proofs
+from legacy_common.lab.traffic import TrafficCounter
 
 # float32 keeps 1.2e-7 of a number; sums of a few hundred terms, in another order.
 TOLERANCE = 1e-5

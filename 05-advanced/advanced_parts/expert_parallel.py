@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common import runtime
-from dist_common.cli import UsageError
-from dist_common.lab import proofs, traffic
+from legacy_common import runtime
+from legacy_common.cli import UsageError
+from legacy_common.lab import proofs, traffic
 
 # float32 sums over tokens and experts in another order, through a few blocks and three steps.
 TOLERANCE = 1e-5

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 
-from dist_common import cli
-from dist_common.lab.figure import figure
-from dist_common.report import Report
+from legacy_common import cli
+from legacy_common.lab.figure import figure
+from legacy_common.report import Report
 
 PUBLISHED = json.loads(Path(__file__).with_name("goodput_published.json").read_text())
 LLAMA3_RATE = 419 / 54 / 2048  # unexpected interruptions, days, nodes of 8 GPUs

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts.kept_bytes import kept_for_backward
-from dist_common import data, models, runtime
-from dist_common.lab import proofs
-from dist_common.lab.links import slow_group
-from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
-from dist_common.measure import StepTimer
+from legacy_common import data, models, runtime
+from legacy_common.lab import proofs
+from legacy_common.lab.links import slow_group
+from legacy_common.lab.traffic import RING_FACTOR, TrafficCounter
+from legacy_common.measure import StepTimer
 
 MODEL = dataclasses.replace(models.PRESETS["tiny"], num_layers=2)
 BUCKET_MIB = 0.25  # several buckets for a model as small as this

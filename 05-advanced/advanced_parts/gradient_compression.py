@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common import cli, data, measure, runtime
-from dist_common.lab import proofs, traffic
-from dist_common.report import Report
+from legacy_common import cli, data, measure, runtime
+from legacy_common.lab import proofs, traffic
+from legacy_common.report import Report
 
 CONTEXT = 16  # bytes that the model reads to predict the next one
 TEST_SAMPLES = 2000

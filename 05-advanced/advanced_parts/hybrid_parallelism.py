@@ -18,11 +18,11 @@ from advanced_parts.hybrid_sends import (
     choices,
     sums_begun,
 )
-from dist_common import data, models, runtime
-from dist_common.job import Step, lr_at
-from dist_common.lab import proofs
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.models import local
+from legacy_common import data, models, runtime
+from legacy_common.job import Step, lr_at
+from legacy_common.lab import proofs
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.models import local
 
 # Relative, after AdamW's first step: it turns the rounding of a gradient's smallest numbers into
 # whole steps of the learning rate. Another batch or rate changes loss or norm by percents.

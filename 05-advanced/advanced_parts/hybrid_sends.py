@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor
 
-from dist_common import runtime
-from dist_common.lab.traffic import RING_FACTOR, TrafficCounter
-from dist_common.layout import SPLIT_BACKWARD
-from dist_common.models import local
+from legacy_common import runtime
+from legacy_common.lab.traffic import RING_FACTOR, TrafficCounter
+from legacy_common.layout import SPLIT_BACKWARD
+from legacy_common.models import local
 
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_common.models import Block, norms_of_a_gpu
+from legacy_common.models import Block, norms_of_a_gpu
 
 
 def storages(values) -> dict[int, torch.UntypedStorage]:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.nn.utils import vector_to_parameters
 from torch.utils.data import Subset
 
-from dist_common import data, measure, models, runtime
-from dist_common.cli import UsageError
-from dist_common.lab import proofs, traffic
+from legacy_common import data, measure, models, runtime
+from legacy_common.cli import UsageError
+from legacy_common.lab import proofs, traffic
 
 HELD_OUT = 20  # every 20th sequence of the text is for testing
 # float32 keeps 1.2e-7 of a number; sums of a few hundred, in another order, over some rounds.

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from advanced_parts.kept_bytes import kept_for_backward, storages
-from dist_common import cli, data, models, runtime
-from dist_common.lab import proofs
-from dist_common.lab.figure import figure
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.report import Report
+from legacy_common import cli, data, models, runtime
+from legacy_common.lab import proofs
+from legacy_common.lab.figure import figure
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.report import Report
 
 SHOWN_STEPS = 3  # compared with one process
 MANY = 50  # steps in which lost updates would have added up

@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from advanced_parts.pipeline_schedules import SOURCE, bubble_formula, draw, peak_formula
-from dist_common.lab import proofs
-from dist_common.report import Report
-from dist_common.runtime import gather
+from legacy_common.lab import proofs
+from legacy_common.report import Report
+from legacy_common.runtime import gather
 from pipeline_schedules import bubble, durations, simulate, violations
 
 # float32 sums of some thousand terms, added micro-batch by micro-batch: relative, as seen 1e-6

@@ -5,8 +5,8 @@
 
 from pathlib import Path
 
-from dist_common.lab.figure import figure
-from dist_common.report import Report
+from legacy_common.lab.figure import figure
+from legacy_common.report import Report
 
 COLOURS = {"F": "#4c78a8", "B": "#f58518", "I": "#f58518", "W": "#54a24b"}
 LEGEND = {"F": "F forward", "B": "B backward, I input gradient", "W": "W weight gradient"}

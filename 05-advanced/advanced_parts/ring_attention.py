@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from advanced_parts.context_job import batch_of, build, set_attention, sharded_loss
 from advanced_parts.kept_bytes import LiveBytes, kept_for_backward
-from dist_common import runtime
-from dist_common.lab.figure import figure
+from legacy_common import runtime
+from legacy_common.lab.figure import figure
 
 FP32 = 4  # bytes of a number
 

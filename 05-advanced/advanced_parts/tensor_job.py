@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common import cli, data, models, runtime
-from dist_common.lab import proofs
-from dist_common.lab.traffic import Collective, TrafficCounter
-from dist_common.report import Report
+from legacy_common import cli, data, models, runtime
+from legacy_common.lab import proofs
+from legacy_common.lab.traffic import Collective, TrafficCounter
+from legacy_common.report import Report
 
 RING_KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 HEADERS = ("all-reduces", "all-gathers", "reduce-scatters", "bytes sent")

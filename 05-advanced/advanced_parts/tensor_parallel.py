@@ -10,10 +10,10 @@ from torch import nn
 
 from advanced_parts import tensor_job
 from advanced_parts.kept_bytes import kept_for_backward
-from dist_common import models
-from dist_common.lab.figure import figure
-from dist_common.lab.traffic import TrafficCounter
-from dist_common.report import Report
+from legacy_common import models
+from legacy_common.lab.figure import figure
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.report import Report
 
 TOLERANCE = 1e-5  # relative: float32 sums of a few hundred terms in another order
 ROWS, WIDTH = 8, 16  # of the input; columns of the cut layer on each rank

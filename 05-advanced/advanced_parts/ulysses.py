@@ -3,7 +3,7 @@
 from math import lcm
 
 from advanced_parts.ring_attention import FP32, ring_bytes
-from dist_common.models import PRESETS
+from legacy_common.models import PRESETS
 
 BF16 = 2  # bytes of a number
 COMPARED = ("llama2-7b", "llama3-8b", "llama3-70b")  # presets

@@ -13,7 +13,7 @@ from bench.points import early_steps
 from bench.search import options
 from bench.store import FAILED, OK, Sweep
 from bench.strategies import Strategy, model_name
-from dist_common import cli
+from legacy_common import cli
 
 RESULTS = "results.json"
 # Of its `args`: what strategies must have in common to be compared, and the rest of the one job.

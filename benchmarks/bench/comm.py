@@ -9,7 +9,7 @@ from pathlib import Path
 from bench import launch, points, runner, settings
 from bench.comm_tables import COLLECTIVES
 from bench.settings import NO_LINK
-from dist_common import cli
+from legacy_common import cli
 
 SCRIPT = "04-nccl-operations/bandwidth_test.py"
 SIZES = ("minbytes", "maxbytes", "stepfactor", "iters")

@@ -8,8 +8,8 @@ from bench import words
 from bench.analysis import Analysis, Row
 from bench.records import LOSSY, PARTS, UNCOMPARED, WRONG
 from bench.store import OK
-from dist_common.lab.figure import figure
-from dist_common.measure import GIB
+from legacy_common.lab.figure import figure
+from legacy_common.measure import GIB
 
 NAMES = ("speed.png", "memory.png", "communication.png")
 MIB = 2**20  # bytes

@@ -22,8 +22,8 @@ from pathlib import Path
 from bench import guard, template
 from bench.strategies import REPOSITORY
 from bench.template import Template
-from dist_common import cli, measure
-from dist_common.lab import links, ranks
+from legacy_common import cli, measure
+from legacy_common.lab import links, ranks
 
 AUTO, FORK, TORCHRUN, SRUN = LAUNCHERS = ("auto", "fork", "torchrun", "srun")
 GRACE_S = 1.0  # from a rank's failure to the end of the others: it may have more to say
@@ -126,7 +126,7 @@ def command(
 
 def threads(launcher: str, world_size: int) -> str:
     """Return OMP_NUM_THREADS of each rank: its share of the cores, if this process has no say."""
-    if launcher == FORK:  # has one thread, whatever is set (dist_common.lab.ranks)
+    if launcher == FORK:  # has one thread, whatever is set (legacy_common.lab.ranks)
         return "1"
     per_task = os.environ.get("SLURM_CPUS_PER_TASK") if launcher == SRUN else None
     if asked := os.environ.get("OMP_NUM_THREADS") or per_task:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench import guard
 from bench.strategies import REPOSITORY as REPO
-from dist_common import cli
+from legacy_common import cli
 
 FOLDER = REPO / "benchmarks" / "frameworks"
 ENVIRONMENT = Path(".venv-frameworks", "bin", "python")  # what `make frameworks` installs

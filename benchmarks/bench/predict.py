@@ -20,7 +20,7 @@ from bench.analysis import Analysis, Row
 from bench.answer import STATE
 from bench.store import OK
 from bench.strategies import FLOAT, REFERENCE, REPOSITORY
-from dist_common.measure import GIB
+from legacy_common.measure import GIB
 
 KEPT = "predictions.json"
 MEMORY, PLANNER = "02-fsdp/fsdp_memory.py", "planner/plan.py"

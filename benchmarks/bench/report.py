@@ -17,7 +17,7 @@ from bench.baseline import Comparison, compare
 from bench.comm_tables import Table, comm_table, fit_table, lines_of, wrong_elements
 from bench.records import PARTS, WRONG, Run
 from bench.store import SETTINGS, Sweep, load
-from dist_common import cli
+from legacy_common import cli
 
 PAGE, TRAININGS, COLLECTIVES = "report.html", "results.csv", "collectives.csv"
 FILES = (PAGE, TRAININGS, COLLECTIVES, *figures.NAMES)

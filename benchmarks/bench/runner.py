@@ -21,7 +21,7 @@ from bench.points import Point
 from bench.search import NO_MEMORY, known_end
 from bench.store import FAILED, OK, OUT_OF_MEMORY, SKIPPED, TIMEOUT, Store, now
 from bench.strategies import REPOSITORY, from_repository, model_name
-from dist_common import cli
+from legacy_common import cli
 
 LEAST_ROUNDS = 3  # before --until-decided ends a sweep
 LAUNCH = ".launch"  # beside a point's folder, which the script wants to make itself

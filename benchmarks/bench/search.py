@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.store import OUT_OF_MEMORY, SKIPPED
 from bench.strategies import REFERENCE, Strategy
-from dist_common import cli
+from legacy_common import cli
 
 NONE, OFF, ON = "none", "off", "on"
 RECOMPUTE = (NONE, "selective", FULL := "full")

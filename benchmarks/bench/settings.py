@@ -9,8 +9,8 @@ from typing import Any
 from bench import launch, search, strategies
 from bench.strategies import PRECISIONS, REFERENCE, Strategy
 from bench.template import Template
-from dist_common import cli, models
-from dist_common.lab import links
+from legacy_common import cli, models
+from legacy_common.lab import links
 
 NO_LINK = "none"
 WARMUP_STEPS = 2  # unless asked for

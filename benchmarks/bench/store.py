@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from dist_common import cli
+from legacy_common import cli
 
 # Of a point.
 OK, FAILED, TIMEOUT, SKIPPED, OUT_OF_MEMORY = STATUSES = (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from dist_common import cli, models
+from legacy_common import cli, models
 
 try:
     import tomllib

@@ -13,8 +13,8 @@ from bench.records import PARTS, WRONG, Run, memory_parts
 from bench.store import OK
 from bench.strategies import PRECISIONS
 from bench.verdicts import norms_apart
-from dist_common import cli
-from dist_common.measure import GIB
+from legacy_common import cli
+from legacy_common.measure import GIB
 
 RANKS_SHOWN = 8
 

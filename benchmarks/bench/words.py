@@ -13,7 +13,7 @@ from bench.records import LOSSY, UNCOMPARED, WRONG, Group, median
 from bench.settings import LR, WARMUP_STEPS
 from bench.store import OK, Sweep
 from bench.strategies import FLOAT
-from dist_common.measure import GIB
+from legacy_common.measure import GIB
 
 DASH = "-"
 # Of what there are predictions.

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 def train(args):

@@ -12,7 +12,7 @@ import deepspeed
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 def train(args):

@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 def train(args):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 def shard(model, mesh):

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset, Subset
 
-from dist_common import cli, data, job, measure, models, runtime
-from dist_common.report import Report
+from legacy_common import cli, data, job, measure, models, runtime
+from legacy_common.report import Report
 
 MAX_NORM = 1.0  # longer gradients are clipped, as the template does
 LOOK_EVERY = 10  # steps between two looks at the losses, as the template does

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 try:
     import horovod.torch as hvd

@@ -10,7 +10,7 @@ import lightning as L
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 class Job(L.LightningModule):

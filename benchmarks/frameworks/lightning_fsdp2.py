@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 class Job(L.LightningModule):

@@ -15,7 +15,7 @@ from torch import cat
 from torch.utils.data import DataLoader
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 def build_model(args):

@@ -17,7 +17,7 @@ from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch.utils.data import DataLoader
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 def train(config):

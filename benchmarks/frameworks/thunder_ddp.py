@@ -19,7 +19,7 @@ from thunder.distributed import ddp
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from dist_common import cli
+from legacy_common import cli
 
 
 def attend(q, k, v):

@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dist_common import cli, runtime
+from legacy_common import cli, runtime
 
 try:
     import tomllib

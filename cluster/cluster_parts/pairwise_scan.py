@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 import torch
 
-from dist_common import cli, measure, runtime
-from dist_common.report import Report
+from legacy_common import cli, measure, runtime
+from legacy_common.report import Report
 
 PERIOD = 4099  # numbers repeat after so many: a prime, so that shifted data differ
 CLOCK_S = 5e-7  # what a CUDA event can tell apart: a time of 0 is shorter than this

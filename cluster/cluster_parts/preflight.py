@@ -27,8 +27,8 @@ from cluster_parts.compare import (
 from cluster_parts.doctor import wrong_limits
 from cluster_parts.host import addresses_of, read_interfaces
 from cluster_parts.verdicts import VICTIM, ranks_of
-from dist_common import cli
-from dist_common.report import Report
+from legacy_common import cli
+from legacy_common.report import Report
 
 MESSAGE = {"cpu": 256 * 2**10, "cuda": 64 * 2**20}  # bytes, between nodes
 SLOW_RANK = 0.6  # one of several that share a network card, not quite fairly
@@ -118,7 +118,7 @@ def cannot_meet(ranks: list[dict]) -> bool:
     """Say whether a process group of these ranks is refused, or would wait for its timeout."""
     told = [one for one in ranks if "versions" in one]
     sizes = {one["world_size"] for one in told}
-    versions = {(one["versions"]["Python"], one["versions"]["torch"], one["dist_common"])
+    versions = {(one["versions"]["Python"], one["versions"]["torch"], one["legacy_common"])
                 for one in told}  # fmt: skip
     return len(sizes) > 1 or len(versions) > 1 or bool([*problems(nodes_by_name(ranks))])
 
@@ -148,9 +148,9 @@ def by_facts(nodes: dict[str, list[dict]]) -> Iterator[Finding]:
     def of(key: str) -> dict[str, Any]:
         return {name: here[0][key] for name, here in told.items()}
 
-    yield from differing("", "the version of dist_common", of("dist_common"))
-    if len({*of("dist_common").values()}) == 1:
-        yield from differing("", "the code of dist_common", of("code"))
+    yield from differing("", "the version of legacy_common", of("legacy_common"))
+    if len({*of("legacy_common").values()}) == 1:
+        yield from differing("", "the code of legacy_common", of("code"))
     yield from differing("", "WORLD_SIZE", of("world_size"))
     counts = {name: len(here) for name, here in told.items()}
     yield from lacking("", "ranks", counts, count, 1.0)

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from cluster_parts.verdicts import waits_in
-from dist_common import cli
+from legacy_common import cli
 
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun's ranks have the last too
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")

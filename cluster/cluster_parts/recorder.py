@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from cluster_parts.verdicts import Verdict, ranks_of
-from dist_common import cli, runtime
+from legacy_common import cli, runtime
 
 EVERY_S = 0.02
 MESSAGES = {"send": "send", "isend": "send", "recv": "receive", "irecv": "receive"}

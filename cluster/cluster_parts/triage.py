@@ -24,8 +24,8 @@ import psutil
 
 from cluster_parts import recorder
 from cluster_parts.processes import Process, file_of, look_twice, paths_of
-from dist_common import cli
-from dist_common.lab import namespaces
+from legacy_common import cli
+from legacy_common.lab import namespaces
 
 RAS = "localhost:28028"  # unless NCCL_RAS_ADDR says otherwise
 RAS_S, TOOL_S = 15.0, 30.0  # the longest wait for an answer: RAS itself waits 5 s and more

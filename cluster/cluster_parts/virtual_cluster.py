@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from dist_common import cli
+from legacy_common import cli
 
 CARD = "link0"  # a node's first network card
 # What a bucket lets through at once: few KB, so that short messages are slowed too, but a

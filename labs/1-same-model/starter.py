@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 
 class ShardedSampler(Sampler[int]):

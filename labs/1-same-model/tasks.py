@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dist_common import data
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
+from legacy_common import data
 
 LESSONS = {
-    "dist_common/data.py": (
+    "legacy_common/data.py": (
         "ShardedSampler", "-ShardedSampler.advance", "-ShardedSampler.place",
         "-ShardedSampler.at_start", "-ShardedSampler.ahead", "-ShardedSampler.trained",
         "-ShardedSampler.state_dict", "-ShardedSampler.load_state_dict",

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dist_common import models
 from lab_parts.judging import Question, differs, named, numbers, same
 from lab_parts.running import OTHER_FORM, Setting, Task
+from legacy_common import models
 
 LESSONS = {
     "01-ddp-basics/ddp_from_scratch.py": (

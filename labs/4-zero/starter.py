@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_parts.zero_from_scratch import buckets_of, flatten, part_of, views_of
-from dist_common.runtime import all_gather_single, reduce_scatter_single
+from legacy_common.runtime import all_gather_single, reduce_scatter_single
 
 MIB = 2**20  # bytes
 

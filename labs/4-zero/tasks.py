@@ -6,10 +6,10 @@ import torch
 import torch._dynamo  # an optimizer imports it: once here, not for seconds in each rank
 from torch import nn
 
-from dist_common.lab.traffic import TrafficCounter
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
 from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
+from legacy_common.lab.traffic import TrafficCounter
 
 LESSONS = {"03-deepspeed/zero_from_scratch.py": ("MIB", "Bucket", "Zero")}
 TITLE = "Lab 4: fill the holes until `python labs/grade.py 4` says right everywhere."

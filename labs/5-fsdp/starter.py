@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from dist_common.runtime import all_gather_single, reduce_scatter_single
 from fsdp_parts.fsdp_from_scratch import flatten, groups_of, part_of
+from legacy_common.runtime import all_gather_single, reduce_scatter_single
 
 
 class Unit:

@@ -5,8 +5,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common import runtime
-from dist_common.models import rotary_tables
+from legacy_common import runtime
+from legacy_common.models import rotary_tables
 
 
 def same(x):

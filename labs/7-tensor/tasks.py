@@ -8,9 +8,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common import models
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
+from legacy_common import models
 
 LESSONS = {
     "05-advanced/tensor_parallel.py": (

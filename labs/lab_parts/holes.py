@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 REPO = Path(__file__).parents[2]
 TOGETHER = "together"

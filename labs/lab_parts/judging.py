@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 EVERY_S = 0.1
 

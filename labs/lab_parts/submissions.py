@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_common.cli import UsageError
 from lab_parts import sandbox
+from legacy_common.cli import UsageError
 
 LARGEST = 2**20  # bytes of a file: an answer has some thousand
 LONGEST = 300  # letters of a note

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_common.cli import UsageError, node
-from dist_common.report import Report
-from dist_common.runtime import from_rank0, gather
-from dist_common.stores import AnyPath, remove, sizes_in
+from legacy_common.cli import UsageError, node
+from legacy_common.report import Report
+from legacy_common.runtime import from_rank0, gather
+from legacy_common.stores import AnyPath, remove, sizes_in
 
 # What the order of the data depends on, and what counts of it.
 KEEPS_STAGER = "2.13"  # of torch: until then a stager can copy once

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from dist_common.cli import UsageError
-from dist_common.data import IGNORED
-from dist_common.stores import Ranges, Remote, sizes_in
+from legacy_common.cli import UsageError
+from legacy_common.data import IGNORED
+from legacy_common.stores import Ranges, Remote, sizes_in
 
 # A folder: all documents one after another, each ended by one token; the places right after these;
 # and what they are. Little-endian.

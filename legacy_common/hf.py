@@ -16,10 +16,10 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dist_common import models, output, shapes
-from dist_common.cli import UsageError
-from dist_common.job import Job
-from dist_common.models import TransformerConfig
+from legacy_common import models, output, shapes
+from legacy_common.cli import UsageError
+from legacy_common.job import Job
+from legacy_common.models import TransformerConfig
 
 HF_NAMES = {
     "embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
@@ -30,7 +30,7 @@ HF_NAMES = {
 }  # fmt: skip
 OTHER_FILES = (".json", ".txt", ".model", ".jinja", ".py")  # of a folder: the tokenizer's
 INDEX = "model.safetensors.index.json"
-MARK = {"exported_by": "dist_common"}  # in the index: of whom the folder is
+MARK = {"exported_by": "legacy_common"}  # in the index: of whom the folder is
 
 
 def hf_name(name: str) -> str:

@@ -130,8 +130,8 @@ def tell(error: BaseException) -> None:
     if dist and dist.is_initialized():
         with contextlib.suppress(RuntimeError):  # the store died with its rank: this rank prints
             store = dist.group.WORLD.get_group_store()
-            store.set(f"dist_common/ended/{rank}", "")
-            if store.add("dist_common/told", 1) > 1:
+            store.set(f"legacy_common/ended/{rank}", "")
+            if store.add("legacy_common/told", 1) > 1:
                 time.sleep(GRACE_S)
                 return
             if isinstance(cause, LostRank) and node():
@@ -161,8 +161,8 @@ def _silent_ranks(store: Any) -> str:
     """
     time.sleep(SILENT_S)
     ranks = map(str, range(int(os.environ["WORLD_SIZE"])))
-    silent = [rank for rank in ranks if not store.check([f"dist_common/ended/{rank}"])]
-    machines = {store.get(f"dist_common/node/{rank}").decode() for rank in silent}
+    silent = [rank for rank in ranks if not store.check([f"legacy_common/ended/{rank}"])]
+    machines = {store.get(f"legacy_common/node/{rank}").decode() for rank in silent}
     if len(machines) != 1:
         return ""
     return f"no word from rank {', '.join(silent[:8])} ({machines.pop()}); "

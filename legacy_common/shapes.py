@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 HF_SHAPE = {
     "vocab_size": "vocab_size", "hidden_size": "dim", "intermediate_size": "ffn_dim",

@@ -17,9 +17,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dist_common.cli import UsageError
-from dist_common.models import TransformerConfig
-from dist_common.runtime import World, gather
+from legacy_common.cli import UsageError
+from legacy_common.models import TransformerConfig
+from legacy_common.runtime import World, gather
 
 GIB = 2**30  # bytes
 # Peaks in TFLOP/s, without sparsity: of 16 bits, and of float32. Source: the vendors' data sheets.

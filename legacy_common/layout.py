@@ -7,10 +7,10 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 
-from dist_common import hf, models
-from dist_common.cli import UsageError
-from dist_common.models import TransformerConfig
-from dist_common.runtime import World
+from legacy_common import hf, models
+from legacy_common.cli import UsageError
+from legacy_common.models import TransformerConfig
+from legacy_common.runtime import World
 
 STAGES = {  # of each rank of --pp, by --schedule, where --virtual-stages does not say
     "gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 2, "zbv": 2, "dualpipev": 2

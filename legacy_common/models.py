@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_common import shapes
-from dist_common.cli import UsageError
+from legacy_common import shapes
+from legacy_common.cli import UsageError
 
 # Drawing as one process does is a job of the CPU: beyond this, of more than ten minutes.
 DRAWN_AS_ONE_PROCESS = 10e9  # weights

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tabulate import tabulate
 from tqdm import tqdm
 
-import dist_common
-from dist_common import cli, measure, output
-from dist_common.runtime import World, default_precision
+import legacy_common
+from legacy_common import cli, measure, output
+from legacy_common.runtime import World, default_precision
 
 ROWS = 8  # of checks on the screen; results.json has them all
 # tqdm's own lock is one semaphore for a process and all of its forks: a rank that is killed while
@@ -134,8 +134,8 @@ class Report:
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             machine |= {"gpu": gpu.name, "gpu_memory_gib": round(gpu.total_memory / measure.GIB, 2)}
-        loaded = {"dist_common": dist_common, **sys.modules}
-        names = [name for name in ("torch", "dist_common", "deepspeed") if name in loaded]
+        loaded = {"legacy_common": legacy_common, **sys.modules}
+        names = [name for name in ("torch", "legacy_common", "deepspeed") if name in loaded]
         content = {
             "script": self.script,
             "args": vars(self.args),

@@ -6,7 +6,7 @@ import logging
 import torch
 from torch import nn
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 CAPABILITY = (8, 9)  # of a GPU: Ada, Hopper and later
 TILE = 16  # which its kernel needs to divide every side of a matrix

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from dist_common.lab.namespaces import BURST_BYTES, CARD, Network, hosts, why_not  # noqa: F401
-from dist_common.lab.traffic import RING_FACTOR, bytes_of
+from legacy_common.lab.namespaces import BURST_BYTES, CARD, Network, hosts, why_not  # noqa: F401
+from legacy_common.lab.traffic import RING_FACTOR, bytes_of
 
 
 def slow_group(bytes_per_second: float) -> tuple[dist.ProcessGroup, str]:

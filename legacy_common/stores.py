@@ -9,7 +9,7 @@ from typing import IO
 import numpy as np
 from fsspec.core import url_to_fs  # one driver per process: looked up anew, as none survives a fork
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 warnings.filterwarnings("ignore", "fsync not supported")  # PyTorch's, of each file in a store
 

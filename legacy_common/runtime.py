@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import dist_common
-from dist_common.cli import UsageError, tear_down, tell
+import legacy_common
+from legacy_common.cli import UsageError, tear_down, tell
 
 # torch 2.13 gave them these names; until then they were all_gather_into_tensor and so on.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -209,10 +209,10 @@ def introduce(world: World) -> None:
 
     Raises: UsageError on a rank whose versions are not rank 0's, naming both machines.
     """
-    store, key = dist.group.WORLD.get_group_store(), "dist_common/versions"
+    store, key = dist.group.WORLD.get_group_store(), "legacy_common/versions"
     own = socket.gethostname()
-    store.set(f"dist_common/node/{world.rank}", own)
-    versions = f"torch {torch.__version__}, dist_common {dist_common.__version__}"
+    store.set(f"legacy_common/node/{world.rank}", own)
+    versions = f"torch {torch.__version__}, legacy_common {legacy_common.__version__}"
     if world.is_rank0:
         store.set(key, f"{versions} on {own}")
     others, _, node = store.get(key).decode().rpartition(" on ")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dist_common.measure import quiet_log
+from legacy_common.measure import quiet_log
 
 
 def trace(step: Callable[[], object], device: torch.device, path: Path | None = None) -> list[dict]:

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from dist_common import float8, hf
-from dist_common.data import collate
-from dist_common.job import Job, Step
-from dist_common.lab.traffic import StepProbe, TrafficCounter
-from dist_common.models import Transformer, cut_like, local
-from dist_common.report import Report
-from dist_common.runtime import gather, seed_everything
+from legacy_common import float8, hf
+from legacy_common.data import collate
+from legacy_common.job import Job, Step
+from legacy_common.lab.traffic import StepProbe, TrafficCounter
+from legacy_common.models import Transformer, cut_like, local
+from legacy_common.report import Report
+from legacy_common.runtime import gather, seed_everything
 
 # Relative. fp32 sums in another order differ in the last bits; bfloat16 keeps 8 bits.
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}

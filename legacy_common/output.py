@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from filelock import SoftFileLease, Timeout
 
-from dist_common import cli
+from legacy_common import cli
 
 HEARTBEAT_S, LEASE_S = 10.0, 60.0  # a lock is refreshed so often; it lapses when it is not
 LOCK, HOLDER = ".lock", ".holder"

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dist_common.measure import GIB, StepTimer, memory_in_use, peak_memory_gib
-from dist_common.models import local
-from dist_common.runtime import gather
+from legacy_common.measure import GIB, StepTimer, memory_in_use, peak_memory_gib
+from legacy_common.models import local
+from legacy_common.runtime import gather
 
 # Bytes that a rank sends per byte of the whole tensor, by algorithms that send no more than a ring.
 # Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce (2009).

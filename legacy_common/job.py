@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_common import checkpoint, data, measure, models, tokens
-from dist_common.cli import (
+from legacy_common import checkpoint, data, measure, models, tokens
+from legacy_common.cli import (
     ArgumentParser,
     UsageError,
     node,
@@ -27,10 +27,10 @@ from dist_common.cli import (
     positive_int,
     whole_number,
 )
-from dist_common.models import TransformerConfig
-from dist_common.report import Report
-from dist_common.runtime import gather
-from dist_common.stores import AnyPath, Remote, sizes_in
+from legacy_common.models import TransformerConfig
+from legacy_common.report import Report
+from legacy_common.runtime import gather
+from legacy_common.stores import AnyPath, Remote, sizes_in
 
 
 def add_flags(parser: ArgumentParser, presets: Collection[str], folders: bool = False) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dist_common.cli import UsageError
+from legacy_common.cli import UsageError
 
 IGNORED = -100  # a target that no loss counts: the default ignore_index of cross_entropy
 
