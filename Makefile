@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make quickstart   install, train on real digits with 2 processes, show the result"
 	@echo "make labs         install what labs/ needs, without CUDA, and say what this machine lacks"
-	@echo "make bench        compare eight strategies on 2 processes: 2 or 3 minutes on 2 cores"
+	@echo "make bench        compare seven strategies on 2 processes: 2 or 3 minutes on 2 cores"
 	@echo "make frameworks   install Lightning, Accelerate, Ray and others, compare them: some minutes"
 	@echo "make site         build the guide for a browser, page beside code: runs/site/index.html"
 	@echo "make test         install, lint, run the quick tests: about 4 minutes on 2 cores"

@@ -146,7 +146,7 @@ need_folder() {
 batch() {
   local job_file="$here/../launch.sbatch" resume=()
   [[ $here == *[/.]* ]] || job_file=launch.sbatch
-  if grep -q resumes=True "$2"; then
+  if grep -qE "resumes=True|add_training_flags" "$2"; then
     need_folder
     [[ " ${rest[*]-} " == *" --resume "* ]] || resume=(--resume)
   fi

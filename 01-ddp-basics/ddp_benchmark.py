@@ -1,4 +1,4 @@
-"""Measure how DDP scales and where the time goes; or what the template costs over bare DDP.
+"""Measure how DDP scales and where the time goes.
 
     CPU   python 01-ddp-basics/ddp_benchmark.py
     GPU   the same: one process for each GPU, as far as --max-ranks goes
@@ -8,7 +8,6 @@ ranks only.) Look for: what a step loses, part by part, and the efficiency that 
 
     --model resnet50     instead of the transformer
     --buckets 0.1 1 25   compare sizes of DDP's buckets, in MiB, on --max-ranks ranks
-    --overhead           ddp_training.py's step against the same loop in bare DDP
 
 Sources: Amdahl (1967) and Gustafson (1988) for strong and weak scaling; Li et al., PyTorch
 Distributed (VLDB 2020), section 5, for what is measured.
@@ -156,14 +155,9 @@ def parse_args():
         help="most processes to start (one per GPU; without a GPU 2)")  # fmt: skip
     add("--global-batch-size", type=positive, default=8,
         help="samples per step in strong scaling, per rank in weak scaling (8)")  # fmt: skip
-    add("--rounds", type=positive, help="times that each thing is measured (8; --overhead 60)")
+    add("--rounds", type=positive, default=8, help="times that each thing is measured (8)")
     add("--buckets", type=cli.positive_float, nargs="+", metavar="MIB", help="sizes to compare")
-    add("--overhead", action="store_true", help="of ddp_training.py over bare DDP")
-    args = parser.parse_args()
-    args.rounds = args.rounds or (60 if args.overhead else 8)
-    if args.overhead and args.rounds < 3 * part.BLOCK:
-        parser.error(f"--overhead needs --rounds of at least {3 * part.BLOCK}")
-    return args
+    return parser.parse_args()
 
 
 def launch(ranks, *flags, **options):
@@ -202,7 +196,7 @@ def main():
     args = parse_args()
     world = runtime.discover()
     alone = world.launcher == "python"
-    if alone and (args.overhead or args.buckets):
+    if alone and args.buckets:
         return launch(args.max_ranks).returncode  # it prints itself what it finds
     if alone:
         ranks = args.max_ranks
@@ -215,9 +209,7 @@ def main():
     with runtime.init(args.device, args.timeout) as (world, device):
         report = Report("01-ddp-basics/ddp_benchmark.py", args, world, device)
         start(report, args, world.world_size)
-        if args.overhead:
-            part.measure_overhead(report, args.rounds)
-        elif args.buckets:
+        if args.buckets:
             compare_buckets(report, args)
         else:
             measure_this_world(report, args)

@@ -4,8 +4,8 @@
     CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_memory.py --check
     GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_memory.py --check
 
-It takes two steps of fsdp_transformer.py, or of your copy of it (--template), with tensors that
-have shapes and no content. Flags are the template's. Look for: which class is the largest; with
+It takes two steps of fsdp_parts/fsdp_memory.py, or of your copy of it (--template), with tensors
+that have shapes and no content. Look for: which class is the largest; with
 --compare how the choices change it; with --check the peak of two real steps against the prediction.
 
 Sources: Rajbhandari et al., ZeRO (SC 2020), section 3.1; PyTorch's FSDPMemTracker.
@@ -22,8 +22,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from fsdp_parts.fsdp_memory import add_flags, describe, mesh_of, refuse, shards_of
 from fsdp_parts.memory import allocation_peak, show_peak, show_peaks
-from fsdp_transformer import add_flags, describe, mesh_of, refuse, shards_of
 from legacy_common import cli, data, job, measure, models, runtime
 from legacy_common.lab.traffic import TrafficCounter
 from legacy_common.report import Report
@@ -182,19 +182,17 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__)
     job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --seq-len, ...
     add_flags(parser)  # --sharding, --activation-checkpointing, --loss-chunks, ...
-    parser.set_defaults(init_from=None)  # which the template asks for: here the shape is a preset's
     add = parser.add_argument
-    template = Path(__file__).with_name("fsdp_transformer.py")
-    add("--template", metavar="FILE", default=template, help="the script (fsdp_transformer.py)")
+    template = Path(__file__).with_name("fsdp_parts") / "fsdp_memory.py"
+    add("--template", metavar="FILE", default=template, help="the model and its step")
     add("--world-size", type=cli.positive_int, default=8, help="ranks, 8 on a machine (8)")
     add("--compare", action="store_true", help="predict for several choices")
     add("--check", action="store_true", help="take two real steps on the ranks started, compare")
     args = parser.parse_args()
     if args.cpu_offload:
         parser.error("a prediction knows one kind of memory only: leave out --cpu-offload")
-    for flag in ("compile", "float8"):
-        if getattr(args, flag):
-            parser.error(f"a prediction calls PyTorch's own operations: leave out --{flag}")
+    if args.compile:
+        parser.error("a prediction calls PyTorch's own operations: leave out --compile")
     if not args.check:
         args.precision = args.precision or "bf16-mixed"  # as on the GPUs that it asks about
     if args.check and args.compare:

@@ -1,361 +1,248 @@
-"""Train a transformer that fits on no single device, under FSDP2: a template to copy and cut down.
+"""Train a transformer that fits on no single device, with FSDP2: a template.
+
+Copy this file and dist_common, then change both.
 
     CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_transformer.py
     GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_transformer.py \
-              --preset llama3-8b --seq-len 4096 --micro-batch-size 1 --precision bf16-mixed \
-              --activation-checkpointing full --loss-chunks 8
+              --preset llama3-8b --seq-len 4096 --micro-batch-size 1 \
+              --activation-checkpointing full
 
-It does the same job as ddp_training.py of module 01: look for the same losses. With --output-dir
-and --resume it can be killed at any moment and resumed on another number of ranks. --init-from
-starts from the weights of a Hugging Face folder, --export-to writes such a folder at the end.
+It does the same job as ddp_training.py of module 01: expect the same losses. With
+--output-dir and --resume the run can be killed at any moment and started again, on any
+number of ranks. --self-check compares two steps with one process.
 
-To copy: take this file and legacy_common/ without lab/; delete the lines from "proofs" to "end of
-proofs". Delete what you do not need (`recompute`, `prefetch`, `evaluate`, `compile`, `float8`),
-each with what uses it.
-
-Sources: Zhao et al., PyTorch FSDP (VLDB 2023); Liang et al., TorchTitan (2024), for the units;
-Chen et al., Training Deep Nets with Sublinear Memory Cost (2016); Korthikanti et al., Reducing
-Activation Recomputation (2022), section 5.
+Sources: Zhao et al., PyTorch FSDP (VLDB 2023); Liang et al., TorchTitan (2024); Chen et
+al., Training Deep Nets with Sublinear Memory Cost (2016).
 """
-
-import argparse
-import functools
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from legacy_common import checkpoint as checkpoints
-from legacy_common import cli, data, float8, hf, job, measure, models, recompute, runtime
-from legacy_common.models import Transformer
-from legacy_common.report import Report
-
-KEEPING = ("sharded", "whole", "gathered")  # between micro-batches
+from dist_common import check, cli, data, runtime, train
+from dist_common.checkpoint import Checkpoints
+from dist_common.model import PRESETS, Transformer, init_weights, load_config
+from dist_common.report import Report
+from dist_common.train import every, lr_at, set_lr
 
 
-@dataclass
-class Run:
-    """What the functions of this script share."""
+def build_mesh(args, run):
+    """Return how the ranks share the model: each row of the mesh shards one replica.
 
-    args: argparse.Namespace
-    device: torch.device
-    config: models.TransformerConfig
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    job: job.Job  # data, and the place in them
-    shards: int  # over how many ranks the model is sharded
-
-
-def shards_of(sharding, group_size, world):
-    """Return over how many ranks the model is sharded; hybrid: those of a machine by default."""
-    size = min(group_size or world.local_world_size, world.world_size)
-    if sharding == "hybrid" and world.world_size % size:
+    Hybrid sharding has a replica per machine: only gradients cross between machines.
+    """
+    if args.sharding != "hybrid":
+        return init_device_mesh(run.device.type, (run.world_size,))
+    group_size = args.shard_group_size or run.local_world_size
+    if run.world_size % group_size:
         raise cli.UsageError(
-            f"--sharding hybrid: --shard-group-size {size} does not divide {world.world_size} ranks"
+            f"--shard-group-size {group_size} does not divide {run.world_size} ranks"
         )
-    return size if sharding == "hybrid" else world.world_size
-
-
-def mesh_of(shards, device):
-    """Arrange all ranks: a row shards one replica of the model, a column holds the same shard."""
-    ranks = dist.get_world_size()
-    if shards == ranks:
-        return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-    shape = (ranks // shards, shards)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def build(args, config, mesh, device):
-    """Build the model on no device, shard it there, and only then give each rank its memory."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    # The loss multiplies by the head's weight itself: then it may do so slice by slice.
-    model.head.forward = lambda hidden: hidden
-    if args.float8:  # matrix products read float8; weights stay as they are
-        float8.convert(model.blocks, args.float8)
-    kind = args.activation_checkpointing
-    every = int(kind) if kind.isdecimal() else 1  # of each k-th block
-    recompute.checkpoint_activations(model.blocks[::every], kind)
-    if args.compile:
-        for block in model.blocks:
-            block.compile()  # one block is translated, and serves for all
-    shard(model, mesh, args)
-    prefetch(model.blocks, args.prefetch)
-
-    model.to_empty(device="cpu" if args.cpu_offload else device)
-
-    if config.tied_embeddings:
-        model.head.weight = model.embedding.weight  # to_empty has made two of it
-    return model
-
-
-def shard(model, mesh, args):
-    """Make a unit of FSDP of the embedding, of each block, and of norm and head together."""
-    options = {"mesh": mesh}
-    if args.precision == "bf16-mixed":
-        # Gathered and computed with in bfloat16, added up over ranks in float32. The rotary tables
-        # stay float32: inputs are not cast.
-        options["mp_policy"] = MixedPrecisionPolicy(
-            torch.bfloat16, torch.float32, cast_forward_inputs=False
-        )
-    if args.cpu_offload:  # to pinned memory, which a GPU reads by itself, where there is a GPU
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    free_after_forward = args.sharding != "grad-op"
-    for block in model.blocks:
-        fully_shard(block, reshard_after_forward=free_after_forward, **options)
-
-    last = [model.norm, model.head]
-    if model.config.tied_embeddings:  # one weight is in one unit
-        last.append(model.embedding)
-    else:
-        fully_shard(model.embedding, reshard_after_forward=free_after_forward, **options)
-    # Backward begins with these: freed after forward they would be gathered again at once.
-    fully_shard(last, reshard_after_forward=False, **options)
-    fully_shard(model, **options)  # the root, which has no weights left
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            # Add up gradients over ranks instead of their mean: the loss is divided already, by
-            # the tokens of all ranks. As a plain sum, which every backend has.
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-
-
-def prefetch(blocks, ahead):
-    """Have each block start the all-gathers of the next ones, in forward and in backward."""
-    for index, block in enumerate(blocks if ahead else []):
-        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + ahead]))
-        earlier = list(blocks[max(0, index - ahead) : index])
-        block.set_modules_to_backward_prefetch(earlier[::-1])
-
-
-def make_optimizer(model, args):
-    """Return the job's AdamW, made of the shards. Fused, it needs no memory beside its state."""
-    return torch.optim.AdamW(model.parameters(), args.lr, (0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def cross_entropy(hidden, weight, targets):
-    """Return the loss, summed over tokens. Shapes: (tokens, D), (V, D), (tokens,)."""
-    logits = F.linear(hidden, weight).float()  # (tokens, V)
-    return F.cross_entropy(logits, targets, reduction="sum")
-
-
-def summed_loss(model, inputs, targets, args):
-    """Return a micro-batch's cross-entropy, summed over tokens. Shapes: (B, T) both."""
-    hidden, targets = model(inputs).flatten(0, 1), targets.flatten()  # (B T, D), (B T,)
-    weight = model.head.weight  # (V, D): FSDP has gathered it, and keeps it until backward
-    if args.fused_loss:
-        rows = -(-len(hidden) // args.loss_chunks)
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
-        return F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=options)
-    if args.loss_chunks == 1:
-        return cross_entropy(hidden, weight, targets)
-    # Backward computes the logits of a slice again: no more than one slice of them is ever there.
-    slices = zip(hidden.chunk(args.loss_chunks), targets.chunk(args.loss_chunks), strict=True)
-    return sum(
-        checkpoint(cross_entropy, part, weight, of_part, use_reentrant=False)
-        for part, of_part in slices
+    return init_device_mesh(
+        run.device.type,
+        (run.world_size // group_size, group_size),
+        mesh_dim_names=("replicate", "shard"),
     )
 
 
-def synchronise(model, accumulate, last):
-    """Say what FSDP does with gradients and weights after the backward of a micro-batch."""
-    if accumulate == "sharded":
-        model.set_requires_all_reduce(last)  # of hybrid: between the groups once per step
-        return
+def build_model(config, args, mesh, device):
+    """Build the model without memory, shard it, then give each rank its shards."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    for block in model.blocks:
+        block.activation_checkpointing = args.activation_checkpointing
+        if args.compile:
+            block.compile()  # all blocks share the compiled code of the first
+    shard_model(model, mesh, args)
+    model.to_empty(device=device)
+    if config.tied_embeddings:  # to_empty made two tensors of one
+        model.head.weight = model.embedding.weight
+    init_weights(model, args.seed)
+    return model
 
-    model.set_requires_gradient_sync(last)  # until then this rank keeps a whole gradient
 
-    if accumulate == "gathered":
-        model.set_reshard_after_backward(last)
+def shard_model(model, mesh, args):
+    """Shard the embedding, each block, and norm and head as units of their own."""
+    options = {"mesh": mesh}
+    if args.precision == "bf16-mixed":
+        # Gather and compute in bfloat16, add up gradients in float32. The rotary tables
+        # are inputs of a block and stay float32.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, cast_forward_inputs=False
+        )
+    # grad-op (ZeRO-2) keeps the gathered weights from forward to backward.
+    reshard = args.sharding != "grad-op"
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    last_unit = [model.norm, model.head]
+    if model.config.tied_embeddings:  # a weight belongs to one unit
+        last_unit.append(model.embedding)
+    else:
+        fully_shard(model.embedding, reshard_after_forward=reshard, **options)
+    # Backward starts with these: it would gather them again at once.
+    fully_shard(last_unit, reshard_after_forward=False, **options)
+    fully_shard(model, **options)  # the root: starts the gathers of the units
 
 
-def accumulate_gradient(run, micro_batches, tokens):
-    """Leave the shards of the mean gradient over the global batch's `tokens` in the model.
+def build_optimizer(model, args):
+    """Return AdamW on this rank's shards."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
-    Return this rank's sum of losses, still on the device.
-    Shapes: a micro-batch is inputs and targets, (B, T) each.
+
+def summed_loss(model, inputs, targets):
+    """Return the cross-entropy summed over tokens. Shapes: inputs, targets (B, T)."""
+    logits = model(inputs)  # (B, T, V)
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+
+
+def accumulate_gradient(model, micro_batches, device):
+    """Leave the shards of the mean gradient over all tokens of the global batch.
+
+    Returns: this rank's sum of losses, and the number of tokens of all ranks.
     """
-    device = run.device
+    counts = [(targets != data.IGNORED).sum() for _, targets in micro_batches]
+    num_tokens = sum(counts).to(device, non_blocking=True)
+    dist.all_reduce(num_tokens)
     loss_sum = torch.zeros((), device=device)
     for number, (inputs, targets) in enumerate(micro_batches, 1):
-        synchronise(run.model, run.args.accumulate, number == len(micro_batches))
         inputs = inputs.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
-        loss = summed_loss(run.model, inputs, targets, run.args)
-
-        (loss / tokens).backward()  # by the tokens of all ranks: each counts alike
-
+        # Each backward reduce-scatters, so that gradients stay sharded. The replicas
+        # of hybrid sharding all-reduce only the sum.
+        model.set_requires_all_reduce(number == len(micro_batches))
+        loss = summed_loss(model, inputs, targets)
+        # FSDP averages over ranks, but we divide by the tokens of all ranks: undo the
+        # average.
+        (loss * dist.get_world_size() / num_tokens).backward()
         loss_sum += loss.detach()
-    return loss_sum
+    return loss_sum, num_tokens
 
 
-def update(run, lr):
-    """Clip the gradient, step the optimizer on the shards; return the norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.args.max_grad_norm)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return norm.full_tensor()  # a DTensor: each rank has the norm of its own part
-
-
-def count_tokens(micro_batches, device):
-    """Return how many tokens of all ranks the loss counts, still on the device."""
-    own = sum(int((targets != data.IGNORED).sum()) for _, targets in micro_batches)
-    tokens = torch.full((), own, device=device)
-    dist.all_reduce(tokens)
-    return tokens
-
-
-def train(run):
-    """Take the steps that are left. The job evaluates, saves and stops between them."""
-    steps = run.job.steps(evaluate=evaluate(run))
-    if part := proofs():
-        steps = part.proven_steps(run, steps, accumulate_gradient)
-    for step in steps:
-        tokens = count_tokens(step.micro_batches, run.device)
-        loss_sum = accumulate_gradient(run, step.micro_batches, tokens)
-        step.record(loss_sum, tokens, update(run, step.lr))
-
-
-def evaluate(run):
-    """Return what measures the test loss: each forward gathers weights, so all ranks take part."""
-    loss_of = functools.partial(summed_loss, run.model, args=run.args)
-
-    def test_loss():
-        loss = run.job.evaluate(run.model, loss_of)
-        for unit in run.model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # what forward keeps for a backward that does not come here
-        return loss
-
-    return test_loss
-
-
-def export(run):
-    """Write the weights to --export-to, in files that transformers loads."""
-    args, group = run.args, run.job.store.group
-    hf.export(run.model, run.config, args.export_to, group, like=args.init_from)
-    if part := proofs():
-        part.check_files(run, args.export_to, "exported ")
-    run.job.report.say(f"exported to {args.export_to}")
-
-
-def proofs():
-    """Return what proves this script, or None."""
-    # proofs: a copy deletes these lines
-    from fsdp_parts import fsdp_transformer as part
-
-    return part
-    # end of proofs
+@torch.no_grad()
+def evaluate(model, test_set, args, run):
+    """Return the mean loss per token of the test set; the ranks share its batches."""
+    runtime.sync_buffers(model)
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
+    for inputs, targets in data.evaluation_batches(test_set, args, run):
+        inputs = inputs.to(run.device)
+        targets = targets.to(run.device)
+        sums[0] += summed_loss(model, inputs, targets)
+        sums[1] += (targets != data.IGNORED).sum()
+    model.train()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()  # forward keeps some weights for a backward
+    dist.all_reduce(sums)
+    means = (sums / sums[1]).tolist()
+    return {"test_loss": means[0]}
 
 
 def parse_args():
-    parser = cli.ArgumentParser(__doc__, resumes=True)
-    # --init-from, --export-to, --preset, --micro-batch-size, --lr, --save-every, ...
-    job.add_flags(parser, models.PRESETS, folders=True)
-    add_flags(parser)
-    return job.parse(parser)
-
-
-def add_flags(parser):
-    """Add the flags that say how the model is sharded and what saves memory."""
-    add, positive = parser.add_argument, cli.positive_int
-    add("--sharding", choices=("full", "grad-op", "hybrid"), default="full", help="(full)")
-    add("--shard-group-size", type=positive, help="of hybrid (the ranks of one machine)")
-    kinds = "none, full, selective, or k for each k-th block (none)"
-    add("--activation-checkpointing", type=parse_kind, default="none", metavar="KIND", help=kinds)
-    between = "keep gradients sharded, whole, or whole and weights gathered too (sharded)"
-    add("--accumulate", choices=KEEPING, default="sharded", help=f"between micro-batches {between}")
-    add("--loss-chunks", type=positive, default=1,
-        help="slices of tokens whose logits are computed one after the other (1)")  # fmt: skip
-    add("--fused-loss", action="store_true", help="take PyTorch's linear_cross_entropy for it")
-    add("--prefetch", type=cli.whole_number, default=0, help="blocks gathered ahead (0)")
-    add("--cpu-offload", action="store_true", help="keep shards and optimizer in host memory")
-    add("--compile", action="store_true", help="translate each block by torch.compile")
-    float8.add_flag(parser)
-
-
-def parse_kind(text):
-    """Parse --activation-checkpointing."""
-    if text in ("none", "full", "selective") or (text.isdecimal() and int(text) > 1):
-        return text
-    allowed = "none, full, selective, or k of at least 2 for each k-th block"
-    raise argparse.ArgumentTypeError(f"must be {allowed}, not {text!r}")
-
-
-# what is refused, before anything is allocated
-
-
-def refuse(args, config, shards, world, device):
-    """Stop before anything is allocated when this cannot work: UsageError. A collective."""
-    if args.precision == "16-mixed":
-        raise cli.UsageError("--precision 16-mixed needs a loss scaler over shards: use bf16-mixed")
-    tokens = args.micro_batch_size * args.seq_len
-    if args.loss_chunks > tokens:
-        raise cli.UsageError(f"--loss-chunks must be at most the {tokens} tokens of a micro-batch")
-    if args.fused_loss and not hasattr(F, "linear_cross_entropy"):
-        raise cli.UsageError(
-            f"--fused-loss needs F.linear_cross_entropy, of PyTorch 2.14; this is "
-            f"{torch.__version__}: use --loss-chunks N"
-        )
-    float8.refuse(args, config, device)
-    where = torch.device("cpu") if args.cpu_offload else device
-    # 4 + 4 + 8 bytes: float32 weight, gradient and Adam's two moments
-    needed = 16 * config.num_parameters()
-    measure.require_memory(hf.flag_of(args), needed, shards, where, world)
-
-
-# the run
-
-
-def describe(args, config):
-    """Return in one line what is trained, and how."""
-    size = f"{args.init_from or args.preset}: {config.num_parameters():,} weights"
-    recomputed = f"activation checkpointing {args.activation_checkpointing}"
-    precision = args.precision
-    if args.float8:
-        precision += f" and float8 ({args.float8})"
-    return f"{size}; {args.sharding} sharding, {precision}, {recomputed}"
-
-
-def set_up(args, report):
-    """Return the run: model, optimizer, data and its place in it, ready for the first step."""
-    world, device = report.world, report.device
-    config = hf.settle_shape(args)
-    shards = shards_of(args.sharding, args.shard_group_size, world)
-    the_job, identity = job.on_text(args, report, world.rank, world.world_size)
-    config = the_job.fitted(config)
-    the_job.flops_per_token = measure.flops_per_token(config, args.seq_len)
-    refuse(args, config, shards, world, device)
-    report.start(describe(args, config), identity)
-    model = build(args, config, mesh_of(shards, device), device)
-    optimizer = make_optimizer(model, args)
-    with torch.device("meta"):  # names and shapes of the whole model
-        whole = Transformer(config).state_dict()
-    the_job.store = checkpoints.Sharded(model, optimizer, whole, args.timeout)
-    hf.first_weights(the_job, model, config)
-    return Run(args, device, config, model, optimizer, the_job, shards)
+    parser = cli.ArgumentParser(__doc__)
+    cli.add_training_flags(parser, PRESETS, precisions=("32-true", "bf16-mixed"))
+    add = parser.add_argument
+    add("--sharding", choices=("full", "grad-op", "hybrid"), default="full")
+    add(
+        "--shard-group-size",
+        type=cli.positive_int,
+        help="ranks that share a replica of hybrid sharding (those of a machine)",
+    )
+    add(
+        "--activation-checkpointing",
+        choices=("none", "full", "selective"),
+        default="none",
+        help="what backward computes again (none)",
+    )
+    add("--async-save", action="store_true", help="train on while a save is written")
+    args = parser.parse_args()
+    cli.validate_training_args(args)
+    return args
 
 
 def main():
     args = parse_args()
-    # With offload the norm of the gradients is added up in host memory.
-    with runtime.init(args.device, args.timeout, cpu_tensors=args.cpu_offload) as (world, device):
-        report = Report("02-fsdp/fsdp_transformer.py", args, world, device)
-        run = set_up(args, report)
-        if run.job.done and hf.exported(args.export_to):
-            report.say(hf.nothing_to_do(run.job, args.export_to))
-            return 0
-        train(run)
-        if args.export_to and run.job.done and not report.failed:
-            export(run)
-        return report.finish(run.job.summary)
+    with runtime.init(args.device, args.timeout) as run:
+        args.precision = args.precision or runtime.default_precision(run.device)
+        mesh = build_mesh(args, run)
+        train_set, test_set, args.data, vocab_size = data.load_sequences(args)
+        config = load_config(args.preset, args.seq_len, vocab_size)
+        report = Report("02-fsdp/fsdp_transformer.py", args, run)
+        train.require_memory(config.num_parameters(), mesh.size(-1), run)
+        model = build_model(config, args, mesh, run.device)
+        run.print0(f"{args.preset}: {config.num_parameters():,} weights")
+        optimizer = build_optimizer(model, args)
+        runtime.seed_everything(args.seed, run.rank)
+
+        checkpoints, saved = None, None
+        if args.output_dir:
+            folder = args.output_dir / "checkpoints"
+            checkpoints = Checkpoints(
+                run, folder, model, optimizer, args.keep, args.timeout
+            )
+            saved = checkpoints.find(args.resume_step) if args.resume else None
+        train.settle_batch_size(args, run, saved)
+        batches = data.GlobalBatches(train_set, args, run)
+        first_step = 1
+        if saved:
+            first_step = saved["step"] + 1
+            train.compare_settings(args, run, saved["settings"], first_step)
+            checkpoints.load(saved)
+            batches.samples_seen = saved["samples_seen"]
+
+        counter = check.CollectiveCounter()
+        flops = config.flops_per_token(args.seq_len)
+        log = train.Log(run, args, first_step, flops, counter)
+        stop = train.StopSignal(run.cpu_group)
+
+        for step in range(first_step, args.max_steps + 1):
+            with log.step(step):
+                loss_sum, num_tokens = accumulate_gradient(
+                    model, next(batches), run.device
+                )
+                grad_norm = torch.nn.utils.clip_grad_norm_(
+                    model.parameters(), args.max_grad_norm
+                )
+                set_lr(optimizer, lr_at(step, args))
+                optimizer.step()
+                optimizer.zero_grad()
+            log.add(step, loss_sum, num_tokens, grad_norm)
+            if args.self_check and step == 2 and not saved:
+                check.first_two_steps(
+                    report,
+                    args,
+                    log,
+                    model,
+                    optimizer,
+                    train_set,
+                    lambda: check.build_transformer(config, args.seed),
+                )
+            if every(step, args.eval_every, args.max_steps):
+                log.evaluation(step, evaluate(model, test_set, args, run))
+            stopping = stop.requested()
+            if checkpoints and (
+                stopping or every(step, args.save_every, args.max_steps)
+            ):
+                log.flush()  # stops the run if the loss is not a number
+                facts = {
+                    "samples_seen": batches.samples_seen,
+                    "settings": train.settings_of(args),
+                }
+                checkpoints.save(step, facts, background=args.async_save)
+            if stopping:
+                run.print0(f"stopped by a signal after step {step}")
+                break
+
+        if checkpoints:
+            checkpoints.wait()
+        report.metrics |= log.finish()
+        return report.finish(log.summary())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 source "$(dirname "$0")/../launch.sh"
 
 read_mode "local, multi-node, slurm or predict" "$@"
-read_script fsdp_transformer.py "^To copy:" "${@:2}"
+read_script fsdp_transformer.py "^(To copy:|Copy this file)" "${@:2}"
 check_counts
 compose "${script%.py}" "$here/$script"
 case "$mode" in

@@ -7,9 +7,9 @@
 
 It does the same job as ddp_training.py of module 01, and stops, saves and resumes as that does.
 Look for: the same losses as there, whatever --dp, --tp, --pp and --cp are, and the bytes that each
-axis sends (hybrid_sends.py in advanced_parts), which say what link it needs. --init-from and
---export-to work as in fsdp_transformer.py. --preset tiny-moe has experts; with --ep N each of N
-data-parallel ranks holds its own share of them.
+axis sends (hybrid_sends.py in advanced_parts), which say what link it needs. --init-from
+reads a Hugging Face folder, and --export-to writes one. --preset tiny-moe has experts; with --ep N
+each of N data-parallel ranks holds its own share of them.
 
 To copy: take this file and legacy_common/ without lab/; delete the lines from "proofs" to
 "end of proofs". Delete what you do not need (`split_tensors`, `split_sequence`, `split_experts`,

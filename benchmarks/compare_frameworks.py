@@ -22,7 +22,8 @@ import torch
 
 from bench.analysis import CONFIDENCE, ratio_of
 from bench.ports import ENVIRONMENT, PORTS, REPO, Port, Run, count_code_lines, run_port, versions_in
-from legacy_common import cli, models, runtime
+from dist_common.model import PRESETS
+from legacy_common import cli, runtime
 from legacy_common.report import Report
 
 # A framework may add up gradients in another order: float32 rounding, which grows with the steps.
@@ -163,7 +164,7 @@ def parse_args():
         help=f"of {', '.join(PORTS)}; or a file of your own (all)")  # fmt: skip
     add("--repeats", type=positive, default=3, help="runs of each, in turn (3)")
     add("--world-size", type=positive, default=2, help="ranks of each run (2)")
-    add("--preset", choices=models.PRESETS, default="tiny", help="size of the model (tiny)")
+    add("--preset", choices=PRESETS, default="tiny", help="size of the model (tiny)")
     add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
     add("--micro-batch-size", type=positive, default=8, help="sequences per rank and step (8)")
     add("--max-steps", type=positive, default=40,

@@ -29,14 +29,14 @@ from legacy_common.stores import AnyPath, remove, sizes_in
 
 # What the order of the data depends on, and what counts of it.
 KEEPS_STAGER = "2.13"  # of torch: until then a stager can copy once
-SAME_DATA = ("text_file", "seq_len", "whole_lines", "seed", "document_attention")
+SAME_DATA = ("text_file", "seq_len", "seed", "document_attention")
 OLD_FORMAT = "in the format of an older version of this guide: start anew"
 NO_TEMPLATE = "of another script, or of an older version of this guide: start anew"
 # Flags that do not change the weights: a resumed run may change them without a word. (Of the last
 # two what they lead to is compared.)
 FREE = {"device", "timeout", "output_dir", "resume", "num_workers", "logger", "log_every",
         "eval_every", "save_every", "parity_steps", "export_to", "profile", "async_save",
-        "checkpoints", "tokens", "document_attention", "check_replicas_every"}  # fmt: skip
+        "checkpoints", "tokens", "document_attention"}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from legacy_common.cli import UsageError
 
+TEXT = Path(__file__).parent.parent / "dist_common" / "text.txt"
 IGNORED = -100  # a target that no loss counts: the default ignore_index of cross_entropy
 
 
@@ -152,12 +153,12 @@ class ShardedSampler(Sampler[int]):
         vars(self).update(state)
 
 
-def job_text(args, ranks: int, kind=Sequences) -> tuple[Sequences, Sequences, str]:
+def job_text(args, ranks: int) -> tuple[Sequences, Sequences, str]:
     """Return sequences to train on and to test on (the last twentieth), and the text's checksum."""
-    text = load_text(args.text_file, max_bytes=1_000_000)
+    text = load_text(args.text_file or str(TEXT))
     cut = len(text) - len(text) // 20
-    train = kind(text[:cut], args.seq_len, ranks, "training text")
-    test = kind(text[cut:], args.seq_len, ranks, "test text")
+    train = Sequences(text[:cut], args.seq_len, ranks, "training text")
+    test = Sequences(text[cut:], args.seq_len, ranks, "test text")
     return train, test, hashlib.sha256(text.numpy()).hexdigest()[:8]
 
 

@@ -59,7 +59,7 @@ def add_task_flags(
     model.add_argument("--preset", type=functools.partial(models.preset_or_file, presets),
         action=Shape, default="tiny", metavar="NAME",
         help=f"{', '.join(presets)}, or a config.json of a Llama (tiny)")  # fmt: skip
-    add("--text-file", help="train on its bytes (without: the sources of Python's own library)")
+    add("--text-file", help="train on its bytes (dist_common/text.txt)")
     add("--seq-len", type=positive, default=128, help="tokens per sequence (128)")
     add("--micro-batch-size", type=positive, default=8, help="sequences per rank at a time (8)")
     add("--grad-accum-steps", type=positive, help="micro-batches per rank and step (1)")
@@ -452,7 +452,7 @@ def due(step: int, every: int, last: bool) -> bool:
 
 
 def on_text(
-    args: argparse.Namespace, report: Report, dp_rank: int, dp_ranks: int, kind=data.Sequences
+    args: argparse.Namespace, report: Report, dp_rank: int, dp_ranks: int
 ) -> tuple[Job, str]:
     """Return the job of the flags' text or tokens, and its batch sizes in words.
 
@@ -460,12 +460,12 @@ def on_text(
     """
     identity = data.settle_batch_sizes(args, dp_ranks)
     if args.tokens:
-        if args.text_file or kind is not data.Sequences:
-            raise UsageError("--tokens: not allowed with --text-file or --whole-lines")
+        if args.text_file:
+            raise UsageError("--tokens: not allowed with --text-file")
         train_set, test_set, mixture = tokens.job_tokens(args, dp_rank, dp_ranks)
         job = Job(args, report, train_set, test_set, None, dp_rank, dp_ranks, sampler=mixture)
         return job, identity
     if args.document_attention:
         raise UsageError("--document-attention needs --tokens, which say where a document ends")
-    train_set, test_set, checksum = data.job_text(args, dp_ranks, kind)
+    train_set, test_set, checksum = data.job_text(args, dp_ranks)
     return Job(args, report, train_set, test_set, checksum, dp_rank, dp_ranks), identity

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from planner import memory
 from planner.job import AXES, Job, Layout, Model
 
-# Names that legacy_common/models.py has for shapes of planner/models.py.
+# The templates' names for shapes of planner/models.py.
 PRESETS = {
     "tiny": "tiny", "124m": "124m", "gpt2-124m": "124m", "1b": "1b", "llama3.2-1b": "1b",
     "llama2-7b": "llama2-7b", "llama3-8b": "llama3-8b",
@@ -78,7 +78,8 @@ def precision_of(job: Job) -> str:
 
 def template_of(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     """Return a template, the flags of the layout's axes, and remarks; no template: the reason."""
-    if layout.tp == layout.cp == layout.pp == layout.ep == 1 and not job.model.experts:
+    plain = layout.tp == layout.cp == layout.pp == layout.ep == 1 and not job.model.experts
+    if plain and job.precision != "fp8":
         found = of_replicas(job, layout)
         if found:
             return found
@@ -88,20 +89,23 @@ def template_of(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
 def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | None:
     """Return the template of module 01, 02 or 03 that shards as the layout does, if one does."""
     again = layout.recompute
-    kept = [] if again == "none" else [f"--activation-checkpointing {again}"]
-    if layout.zero == 0 and again == "none" and job.precision != "fp8":
+    # ddp_training.py and fsdp_transformer.py take no file with another shape.
+    known = job.model.name in PRESETS
+    if layout.zero == 0 and again == "none" and known:
         return "01-ddp-basics/ddp_training.py", [], []
     config = ZERO_CONFIGS.get((layout.zero, layout.offload))
-    if config and again != "selective" and job.precision != "fp8":
+    if config and again != "selective":
         flags = [f"--deepspeed_config 03-deepspeed/configs/{config}"]
         flags += ["--activation-checkpointing"] * (again == "full")
         return "03-deepspeed/deepspeed_train.py", flags, []
-    if layout.zero >= 2 and layout.offload != "optimizer":
+    known = known and job.precision != "fp16" and layout.offload == "none"
+    if layout.zero >= 2 and known:
         flags = [f"--sharding {'grad-op' if layout.zero == 2 else 'full'}"]
         if layout.zero == 3 and 0 < layout.shard < layout.replicas:
             flags = [f"--sharding hybrid --shard-group-size {layout.shard}"]
-        flags += ["--cpu-offload"] * (layout.offload == "all")
-        return "02-fsdp/fsdp_transformer.py", flags + kept, []
+        if again != "none":
+            flags.append(f"--activation-checkpointing {again}")
+        return "02-fsdp/fsdp_transformer.py", flags, []
     return None
 
 
@@ -116,7 +120,7 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     if layout.zero == 3 and 0 < layout.shard < layout.replicas:
         refused.append("HSDP beside other axes")
     if layout.offload != "none":
-        refused.append("offload beside other axes")
+        refused.append(f"--offload {layout.offload} with these axes")
     if refused:
         return "", [], [f"none has {' or '.join(refused)}"]
     if layout.zero == 1:

@@ -321,7 +321,7 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
             if before:
                 before(script)
             dist.destroy_process_group = after_a_look_at_timeouts(dist.destroy_process_group)
-            cli.run(script.main)
+            getattr(script, "cli", cli).run(script.main)
 
         folder = tmp_path / f"launch-{time.monotonic_ns()}"
         return fork_ranks(body, world_size, folder, timeout_s, end_job_on_failure, during)

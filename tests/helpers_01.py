@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import sys
 import time
@@ -17,22 +16,15 @@ MNIST = "01-ddp-basics/ddp_mnist.py"
 TRAINING = "01-ddp-basics/ddp_training.py"
 BENCHMARK = "01-ddp-basics/ddp_benchmark.py"
 
-# What ddp_training.py checks.
-GRADIENT = "gradient: relative error against one process"
-BYTES = "bytes all-reduced per step"
-WEIGHTS = "distinct sets of weights over all ranks"
-TRAINED = "tokens trained on, from step 1"
-TESTED = "test tokens counted"
-
 
 def small_job(folder: Path) -> tuple:
-    """Return arguments of ddp_training.py: 24 short steps on 12 kB of text, in unequal sequences.
+    """Return arguments of ddp_training.py: 24 short steps on 12 kB of text.
 
     Every step writes its line to metrics.jsonl at once, so a test can wait for a step.
     """
     text = (Path(os.__file__).parent / "argparse.py").read_bytes()[:12_000]
     (folder / "text").write_bytes(text)
-    fixed = ("--text-file", folder / "text", "--seq-len", 32, "--whole-lines", "--log-every", 1)
+    fixed = ("--text-file", folder / "text", "--seq-len", 32, "--log-every", 1)
     return (*fixed, "--max-steps", 24, "--warmup-steps", 4, "--save-every", 5, "--lr", 1e-2)
 
 
@@ -79,19 +71,6 @@ def wait_for(condition, timeout_s: float = 200) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def at_random_step(folder: Path, act):
-    """Return what to do `during` a run: act(pids) once it has taken a random number of steps."""
-    wanted = random.randint(1, 20)
-    print(f"to be stopped after step {wanted}")  # which pytest shows where the test fails
-
-    def wait_and_act(pids) -> None:
-        metrics = folder / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= wanted)
-        act(pids)
-
-    return wait_and_act
 
 
 def die_in(step):
@@ -144,16 +123,6 @@ def _leave_bucket_alone(
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def deal_all_ranks_the_same(script) -> None:
-    sampler = script.data.ShardedSampler
-    original = sampler.__init__
-
-    def as_rank_0(self, num_samples, rank, world_size, seed):
-        original(self, num_samples, 0, world_size, seed)
-
-    sampler.__init__ = as_rank_0
 
 
 def trace_without_a_compiler(script):

@@ -104,8 +104,8 @@ def unindented(text: str) -> str:
 
 
 def sources_of(page: str, ending: str) -> list[str]:
-    """Return the files that a page's code can be from: those of its folder, and legacy_common."""
-    near = Path(page).parent, Path("legacy_common")
+    """Return the files that a page's code can be from: its folder's and the shared packages'."""
+    near = Path(page).parent, Path("dist_common"), Path("legacy_common")
     return [path for path in TRACKED if path.endswith(ending)
             and any(Path(path).is_relative_to(folder) for folder in near)]  # fmt: skip
 

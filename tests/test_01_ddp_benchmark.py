@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import signal
 
 import pytest
 import torch
@@ -73,7 +72,6 @@ def test_a_step_that_does_not_send_the_gradient_fails_a_check(run_script):
     ("argv", "says"),
     first_is_quick([
         (["--max-ranks", 3], "--global-batch-size 8 cannot be dealt to 3 ranks"),
-        (["--overhead", "--rounds", 14], "--overhead needs --rounds of at least 15"),
     ]),
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_writes_nothing(run_script, tmp_path, argv, says):
@@ -122,36 +120,6 @@ def bytes_of_buckets(rank, world_size):
             model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
         found.append(sizes)
     return found
-
-
-# the template's overhead
-
-
-def quick_overhead(run_script, folder, *changes):
-    return run_script(
-        BENCHMARK, "--overhead", "--rounds", 15, "--output-dir", folder, world_size=2,
-        before=with_a_small_model(*changes),
-    )  # fmt: skip
-
-
-@full
-def test_overhead_compares_loops_that_train_alike(run_script, tmp_path):
-    ended = quick_overhead(run_script, tmp_path / "run")
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    content = results_of(tmp_path / "run")
-    assert [check["ok"] for check in content["checks"]] == [True]
-    ratios = ("overhead_ratio", "overhead_ratio_wall", "bare_ratio", "bare_ratio_wall")
-    assert set(content["metrics"]) == set(ratios)
-
-
-def test_overhead_of_a_loop_that_trains_otherwise_fails_a_check(run_script, tmp_path):
-    def other_losses(script):
-        step = part.BareLoop.step
-        part.BareLoop.step = lambda self: step(self) + 1e-3
-
-    ended = quick_overhead(run_script, tmp_path / "run", other_losses)
-    assert 1 in ended.codes and not set(ended.codes) - {0, 1, -signal.SIGTERM}, ended.stderr
-    assert ended.stdout.splitlines()[-1] == "FAILED: largest difference of losses"
 
 
 @full

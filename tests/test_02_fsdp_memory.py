@@ -145,7 +145,7 @@ def test_each_saving_saves(run_script, tmp_path):
 @full
 def test_a_changed_copy_of_the_template_is_predicted(run_script, tmp_path):
     """One that keeps all that was gathered holds more."""
-    source = (REPO / "02-fsdp" / "fsdp_transformer.py").read_text()
+    source = (REPO / "02-fsdp" / "fsdp_parts" / "fsdp_memory.py").read_text()
     line = 'free_after_forward = args.sharding != "grad-op"'
     assert line in source
     (tmp_path / "job.py").write_text(source.replace(line, "free_after_forward = False"))

@@ -5,26 +5,19 @@ import itertools
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import filelock
-import numpy as np
 import pytest
-from conftest import load_script, results_of
-from helpers_02 import quick
-from helpers_03 import SMALL_MODEL
+from conftest import assert_one_line, load_script
+from helpers_templates import DDP, FSDP, rows_of, small_model
 from helpers_tokens import MAKE, words, write_folder
 
 transformers = pytest.importorskip("transformers")
 assert transformers.LlamaForCausalLM  # imported now, so that no fork has to
 
 from fsdp_parts import fsdp_finetune  # noqa: E402
-from legacy_common import cli, models, tokens  # noqa: E402
-
-DDP = "01-ddp-basics/ddp_training.py"
-FSDP = "02-fsdp/fsdp_transformer.py"
-
+from legacy_common import cli, tokens  # noqa: E402
 
 script = load_script(MAKE)
 full = pytest.mark.full
@@ -204,108 +197,55 @@ def test_verify_finds_what_is_not_as_it_was_written(tmp_path, monkeypatch, damag
         make(monkeypatch, "--verify", folder)
 
 
-# trained on
+# Training on a folder
 
 
 @pytest.fixture
 def train(run_script, tmp_path):
-    """Train a template on two folders of short documents, by weights."""
-    folders = [f"{write_folder(tmp_path / name, words(seed, 300))}={weight}"
-               for seed, (name, weight) in enumerate((("one", 3), ("two", 1)))]  # fmt: skip
+    """Train a template on a folder of short documents."""
+    folder = write_folder(tmp_path / "one", words(0, 300))
 
-    def run(template, *argv, ranks=2, before=lambda script: None, sources=folders):
-        def change(module):
-            models.PRESETS["tiny"] = SMALL_MODEL
-            before(module)
+    def run(template, *argv, ranks=2):
+        job = ["--global-batch-size", 12, "--micro-batch-size", 2, "--seq-len", 32, "--max-steps",
+               4, "--warmup-steps", 2, "--log-every", 1, "--tokens", folder]  # fmt: skip
+        return run_script(template, *job, *argv, world_size=ranks, before=small_model())
 
-        arguments = ["--tokens", *sources, "--document-attention", "--global-batch-size", 12,
-                     "--micro-batch-size", 2, "--seq-len", 32, "--max-steps", 12, "--lr", 1e-2,
-                     "--warmup-steps", 2, "--log-every", 1]  # fmt: skip
-        return run_script(template, *arguments, *argv, world_size=ranks, before=change)
-
-    run.folders = folders
+    run.folder = folder
     return run
 
 
-@full
-def test_from_a_folder_of_transformers_with_its_tokens(train, tmp_path, tiny):
-    """Compared with transformers' own model, which reads each document alone."""
-    documents = [[ids % 200 for ids in document] for document in words(5, 200)]
-    folder = write_folder(tmp_path / "ids", documents, end=256, vocab_size=257)
-    argv = ("--init-from", tiny, "--max-steps", 2, "--parity-steps", 1)
-    output = tmp_path / "run"
-    ended = train(FSDP, *argv, "--output-dir", output, sources=[str(folder)])
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert GRADIENT in {check["name"] for check in results_of(output)["checks"]}
+@pytest.mark.parametrize("template", [DDP, pytest.param(FSDP, marks=full)])
+def test_a_template_trains_on_a_folder_and_resumes_on_other_ranks(train, tmp_path, template):
+    straight, moved = tmp_path / "a", tmp_path / "b"
+    ended = train(template, "--output-dir", straight)
+    assert ended.codes == [0, 0] and "checks passed" in ended.stdout, ended.stderr
+    words = ("--resume", "--save-every", 2, "--output-dir", moved)
+    assert train(template, *words, "--max-steps", 2).codes == [0, 0]
+    ended = train(template, *words, "--max-steps", 4, ranks=3)
+    assert ended.codes == [0] * 3, ended.stderr
+    assert rows_of(moved)[3] == pytest.approx(rows_of(straight)[3], abs=2e-2)
+    train(template, "--output-dir", tmp_path / "c", "--seed", 1)
+    assert rows_of(tmp_path / "c")[3] != pytest.approx(rows_of(straight)[3], abs=1e-4)
 
 
-GRADIENT = "gradient: relative error against one process"
-COUNTED = "tokens trained on, from step 1"
+def cut_short(folder):
+    path = folder / "tokens.bin"
+    path.write_bytes(path.read_bytes()[:-2])
 
 
-def forget_the_mask(module):
-    models.document_mask = lambda documents, positions: models.torch.ones(
-        len(documents), 1, len(positions), documents.shape[1], dtype=models.torch.bool
-    ).tril(int(positions[0]))
-
-
-def count_targets_across_documents(module):
-    plain = tokens.TokenSequences.__getitem__
-
-    def across(self, index):
-        end, self.document_end = self.document_end, None
-        item = plain(self, index)
-        self.document_end = end
-        return item
-
-    tokens.TokenSequences.__getitem__ = across
+def name_a_larger_id(folder):
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"largest_id": 300}))
 
 
 @pytest.mark.parametrize(
-    ("template", "sabotage", "failing"),
-    quick(2, [
-        (FSDP, forget_the_mask, {GRADIENT, "loss", "gradient norm"}),
-        (DDP, count_targets_across_documents, {COUNTED, "test tokens counted"}),
-    ]),
-)  # fmt: skip
-def test_sabotage_fails_its_check(train, tmp_path, template, sabotage, failing):
-    parity = 1 if GRADIENT in failing else 0  # it would end before the others are looked at
-    argv = ("--max-steps", 2, "--output-dir", tmp_path / "run", "--parity-steps", parity)
-    ended = train(template, *argv, before=sabotage)
-    assert 1 in ended.codes, ended.stdout + ended.stderr
-    failed = {check["name"] for check in results_of(tmp_path / "run")["checks"] if not check["ok"]}
-    assert failed == failing, ended.stdout
-
-
-@pytest.mark.parametrize(
-    ("template", "argv", "says"),
-    quick(2, [
-        (DDP, "--text-file a", "--tokens: not allowed with --text-file or --whole-lines"),
-        (FSDP, "--preset tiny", "--preset tiny: vocab_size is 100: an id in --tokens is 122"),
-    ]),
-)  # fmt: skip
-def test_what_cannot_be_trained_on_is_refused(train, template, argv, says):
-    def narrow(module):
-        models.PRESETS["tiny"] = replace(SMALL_MODEL, vocab_size=100)
-
-    ended = train(
-        template, *argv.split(), ranks=1, before=narrow if "--preset" in argv else lambda _: None
-    )
-    assert 2 in ended.codes and says in ended.stderr, ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-
-
-def test_document_attention_needs_tokens(run_script):
-    ended = run_script(DDP, "--document-attention")
-    assert 2 in ended.codes and "--document-attention needs --tokens" in ended.stderr
-
-
-def test_a_wrong_token_ends_the_run_in_one_line(train, tmp_path):
-    """Not as a GPU would: by an assertion in a kernel, some steps later."""
-    path = Path(train.folders[0].split("=")[0]) / "tokens.bin"
-    content = np.fromfile(path, "<u2")
-    content[:] = 300
-    content.tofile(path)
-    ended = train(DDP, "--parity-steps", 0)
-    assert 2 in ended.codes and "token 300 in tokens.bin" in ended.stderr, ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
+    ("damage", "says"),
+    [
+        (cut_short, "tokens, its manifest says"),
+        (name_a_larger_id, "--preset tiny has 256 tokens, the data 301"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "one: damaged ('dtype')"),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_on_is_refused(train, damage, says):
+    damage(train.folder)
+    assert_one_line(train(DDP), says, "ddp_training.py")

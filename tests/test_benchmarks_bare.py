@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from helpers_03 import SMALL_MODEL
 from helpers_benchmarks import bench  # noqa: F401
+from helpers_templates import small_model
 
 from bench import bare
 from bench.analysis import analyse
-from legacy_common import models
 
 # pytest passes fixtures by name.
 # ruff: noqa: F811
@@ -17,13 +16,14 @@ DEEPSPEED = "03-deepspeed/deepspeed_train.py"
 ARGS = {
     "preset": "tiny", "precision": "32-true", "seq_len": 32, "global_batch_size": 16,
     "max_steps": 8, "seed": 0, "lr": 2e-3, "warmup_steps": 2, "micro_batch_size": 8,
-    "grad_accum_steps": 1, "text_file": None, "output_dir": "x", "log_every": 1,
+    "text_file": None, "output_dir": "x", "log_every": 1,
 }  # fmt: skip
 OF_SCRIPT = {
-    DDP: {"gradient_compression": "none", "compile": False},
+    DDP: {"self_check": False, "compile": False},
     FSDP: {"sharding": "full", "shard_group_size": None, "activation_checkpointing": "none",
-           "cpu_offload": False, "compile": False, "loss_chunks": 1},
-    DEEPSPEED: {"deepspeed_config": "03-deepspeed/configs/zero1_config.json"},
+           "self_check": False, "keep": 2, "compile": False},
+    DEEPSPEED: {"deepspeed_config": "03-deepspeed/configs/zero1_config.json", "parity_steps": 0,
+                "grad_accum_steps": 1},
 }  # fmt: skip
 
 
@@ -64,13 +64,13 @@ def test_runs_of_templates_are_compared_as_a_sweep_s_points_are(cluster, bench, 
         add(f"node1/one-{number}", DDP, ranks=1, ms=2 * ms)
         add(f"ddp-{number}", DDP, ms=ms)
         add(f"sharded-{number}", FSDP, ms=1.5 * ms)
-    add("slices-1", FSDP, argv=("--loss-chunks", "4"), loss_chunks=4, loss=3.1)
+    add("groups-1", FSDP, argv=("--shard-group-size", "4"), shard_group_size=4, loss=3.1)
     assert bench("report", folder) == 1
     printed = capsys.readouterr().out
     assert "10 points; started 2026-11-26 10:00" in printed
     assert "tiny, 32-true, 2 ranks, global batch 16 x 32 tokens, 8 steps" in printed
     assert "fastest beyond the noise: ddp" in printed and "±0%" in printed, "paired by number"
-    assert "fsdp-full --loss-chunks 4: WRONG: loss +0.1 from one process, 0.005 all" in printed
+    assert "fsdp-full --shard-group-size 4: WRONG: loss +0.1 from one process, 0.00" in printed
     assert (folder / "report.html").exists() and bench("report", folder) == 1
 
 
@@ -78,17 +78,15 @@ def test_a_run_is_named_by_its_script_and_flags(cluster):
     add, folder = cluster
     zero2 = "/other/03-deepspeed/configs/zero2_config.json"
     add("a", DDP, ranks=1)
-    add("b", DDP, argv=("--lr", "2e-3", "--seq-len=32"))
-    add("c", DDP, argv=("--gradient-compression", "bf16"), gradient_compression="bf16")
+    add("b", DDP, argv=("--lr", "2e-3", "--seq-len=32", "--no-self-check"))
+    add("c", FSDP, argv=("--self-check", "--keep", "3"), self_check=True, keep=3)
     add("d", FSDP, argv=("--sharding", "grad-op", "--compile"), sharding="grad-op", compile=True)
     add("e", FSDP, argv=("--activation-checkpointing", "full"), activation_checkpointing="full")
-    add("f", DEEPSPEED, argv=("--deepspeed_config", zero2), deepspeed_config=zero2)
+    accumulated = ("--deepspeed_config", zero2, "--grad-accum-steps", "2", "--parity-steps", "0")
+    add("f", DEEPSPEED, argv=accumulated, deepspeed_config=zero2, grad_accum_steps=2)
     add("eight-11", FSDP, argv=("--sharding", "hybrid"), sharding="hybrid", shard_group_size=8)
-    names = ("single", "ddp", "ddp-bf16", "fsdp-grad-op compile", "fsdp-checkpointing", "zero-2")
+    names = ("single", "ddp", "fsdp-full", "fsdp-grad-op compile", "fsdp-checkpointing", "zero-2")
     assert named(folder) == dict(zip("abcdef", names, strict=True)) | {"eight-11": "eight"}
-    exact = {record["point"]["strategy"]: record["point"]["exact"]
-             for record in bare.gather(folder).records}  # fmt: skip
-    assert not exact["ddp-bf16"] and exact["ddp"]
 
 
 def test_jobs_that_differ_are_not_compared(cluster):
@@ -96,8 +94,8 @@ def test_jobs_that_differ_are_not_compared(cluster):
     shape = {"dim": 32, "num_layers": 2}
     add("a", FSDP)
     add("b", FSDP, lr=1e-3)
-    add("c", FSDP, preset="x/mine.json", shape=shape)
-    add("d", FSDP, preset="y/mine.json", shape=shape | {"num_layers": 3})
+    add("c", DEEPSPEED, preset="x/mine.json", shape=shape)
+    add("d", DEEPSPEED, preset="y/mine.json", shape=shape | {"num_layers": 3})
     add("e", FSDP, argv=("--text-file", "corpus"), text_file="corpus")
     models = [group[0].group.preset for group in analyse(bare.gather(folder)).groups]
     assert sorted(models) == ["mine", "mine (2)", "tiny", "tiny", "tiny, --text-file corpus"]
@@ -128,11 +126,8 @@ def test_what_is_damaged_or_no_training_is_named_and_left_out(cluster, bench, ca
 
 
 def test_what_was_given_is_in_results_json(run_script, tmp_path):
-    def small(script):
-        models.PRESETS["tiny"] = SMALL_MODEL
-
     flags = ("--max-steps", 2, "--seq-len", 16, "--save-every", 0, "--output-dir", tmp_path / "out")
-    ended = run_script(DDP, *flags, "--parity-steps", 0, world_size=1, before=small)
+    ended = run_script(DDP, *flags, "--no-self-check", world_size=1, before=small_model())
     assert ended.codes == [0], ended.stderr
     (record,) = bare.gather(tmp_path).records
     assert record["point"]["strategy"] == "single" and record["losses"]

@@ -69,9 +69,10 @@ def test_ids_name_what_differs_and_nothing_else():
 
 
 def test_before_16_bits_each_exact_strategy_is_checked_once_in_float32():
-    names, changes = ("ddp", "ddp-bf16"), {"precisions": ["bf16-mixed"], "repeats": 2}
-    points = plan_of(names, **changes, links=["none", "1gbit"], max_steps=40)
-    alike = ["single.w1#1", "ddp.w2#1", "ddp-bf16.w2#1", "ddp.w2.1gbit#1", "ddp-bf16.w2.1gbit#1"]
+    asked = asked_for(precisions=["bf16-mixed"], repeats=2, links=["none", "1gbit"], max_steps=40)
+    lossy = replace(STRATEGIES["ddp"], name="lossy", exact=False)
+    points = bench_points.plan(asked, [STRATEGIES["single"], STRATEGIES["ddp"], lossy])
+    alike = ["single.w1#1", "ddp.w2#1", "lossy.w2#1", "ddp.w2.1gbit#1", "lossy.w2.1gbit#1"]
     checks = ["single.w1.32-true.check#1", "single.w1.bf16-mixed.check#1", "ddp.w2.32-true.check#1"]
     ids = [point.identity for point in points]
     again = [name.replace("#1", "#2") for name in alike[::-1]]
@@ -475,7 +476,8 @@ def test_every_script_accepts_the_flags_of_its_rows(name, monkeypatch):
     monkeypatch.chdir(REPO)
     parsed = load_script(STRATEGIES[name].script).parse_args()
     args = parsed[0] if isinstance(parsed, tuple) else parsed
-    assert (args.parity_steps, args.log_every, args.save_every) == (0, 1, 0)
+    assert not (args.self_check if "self_check" in args else args.parity_steps)
+    assert (args.log_every, args.save_every) == (1, 0)
     assert getattr(args, "eval_every", 0) == 0, "the test set's time is no step's"
 
 

@@ -241,26 +241,21 @@ def test_the_leanest_is_named_if_it_takes_clearly_less(tmp_path, sizes, said):
     assert first.startswith("take ddp ") and f"; {said}" in first
 
 
-def test_on_gpus_the_answer_says_what_is_reserved_of_how_much(tmp_path):
-    peaks = {"peak_memory_reserved_gib": 61.0, "peak_memory_reserved_gib_per_rank": [60.0, 61.0]}
-    lines = repeated("ddp", *NOISY, **GPU) + repeated("fsdp-full", *slower(2), **GPU)
-    for line in lines:
-        own = {"peak_memory_reserved_gib": 23.0} if "fsdp" in line["id"] else peaks
-        line["results"]["metrics"] |= own
-    lines += repeated("tp", *slower(3), **GPU, **state(0.1))  # which does not say what it reserves
+def test_on_gpus_the_answer_says_the_peak_of_how_much(tmp_path):
+    peaks = {"peak_memory_gib": 61.0, "peak_memory_gib_per_rank": [60.0, 61.0]}
+    lines = repeated("ddp", *NOISY, **GPU, **peaks)
+    lines += repeated("fsdp-full", *slower(2), **GPU, peak_memory_gib=23.0)
     lines += [line | {"results": line["results"] | GPU} for line in REFERENCE]
     analysis = analysis_of(tmp_path, *lines)
     text = bench_report.text(analysis)
     assert first_of(text).startswith(
         "take ddp: fits (61.0 of 79.1 GiB, rank 1), the fastest beyond the noise; fsdp-full if "
-        "memory is short (23.00 GiB reserved instead of 61.00 GiB)"
+        "memory is short (23.00 GiB at the peak instead of 61.00 GiB)"
     )
-    assert re.search(r"^place .* memory +reserved +sent ", text, re.M)
-    assert re.search(r"^1 +ddp .* 0\.50 GiB +61\.00 GiB ", text, re.M)
     bench_report.write(tmp_path, analysis, None)
     with (tmp_path / "results.csv").open() as file:
         ddp = next(row for row in csv.DictReader(file) if row["strategy"] == "ddp")
-    assert ddp["peak_memory_reserved_gib"] == "61.0" and ddp["gpu_memory_gib"] == "79.11"
+    assert ddp["peak_memory_gib"] == "61.0" and ddp["gpu_memory_gib"] == "79.11"
 
 
 @pytest.mark.parametrize(

@@ -1,1214 +1,450 @@
-"""The shared module: what it promises, and what it does when things go wrong."""
+"""dist_common: ranks and devices, data, model, checkpoints' parts, checks, results."""
 
 import argparse
-import atexit
-import contextlib
-import itertools
+import hashlib
 import json
 import os
 import random
-import re
-import resource
-import shutil
-import signal
-import socket
-import sys
-import tempfile
-import time
-from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
-from unittest import mock
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import fork_ranks, free_port, timeouts_of_groups
-from helpers_tokens import words, write_folder
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from conftest import results_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from legacy_common import checkpoint, cli, data, measure, models, runtime, tokens
-from legacy_common import output as folder
-from legacy_common.lab import ranks
-from legacy_common.report import Check, Report
+from dist_common import check, cli, data, model, runtime, train
+from dist_common.report import Check, Report
+
+CPU = torch.device("cpu")
+
+# Ranks and devices
+
+LAUNCHES = [
+    ({}, ("python", 0, 0, 1, 1)),
+    (
+        {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4,
+         "MASTER_ADDR": "node0", "TORCHELASTIC_RUN_ID": "x"},
+        ("torchrun", 5, 1, 8, 4),
+    ),
+    (
+        {"RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2, "LOCAL_SIZE": 2},
+        ("deepspeed", 1, 1, 2, 2),
+    ),
+    (
+        {"SLURM_PROCID": 3, "SLURM_LOCALID": 1, "SLURM_NTASKS": 4, "SLURM_STEP_ID": 0,
+         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[07-08]",
+         "SLURM_JOB_ID": 77},
+        ("srun", 3, 1, 4, 2),
+    ),
+    ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4}, ("python", 0, 0, 1, 1)),
+    (
+        {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_LOCAL_RANK": 1,
+         "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2},
+        ("mpirun", 1, 1, 2, 2),
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture
-def environ():
-    with mock.patch.dict(os.environ):
-        yield os.environ
+def environ(monkeypatch):
+    """Set a launcher's variables, and remove what find_ranks exports."""
+    names = (*runtime.TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
+
+    def set_all(variables):
+        for name in names:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return set_all
 
 
-# runtime: who am I
-
-
-@pytest.mark.parametrize(
-    ("launcher", "variables", "place"),
-    [
-        ("python", {}, (0, 0, 1, 1)),
-        (
-            "torchrun",
-            {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4,
-             "MASTER_ADDR": "a", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "x"},
-            (5, 1, 8, 4),
-        ),
-        (
-            "srun",
-            {"SLURM_PROCID": 5, "SLURM_LOCALID": 1, "SLURM_NTASKS": 8, "SLURM_STEP_NUM_TASKS": 8,
-             "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]"},
-            (5, 1, 8, 4),
-        ),
-        # A batch script's own process has SLURM_PROCID too, but no other process to wait for.
-        ("python", {"SLURM_PROCID": 0, "SLURM_NTASKS": 8, "ENVIRONMENT": "BATCH"}, (0, 0, 1, 1)),
-        # mpirun under SLURM: its processes inherit what srun told mpirun's own daemon.
-        (
-            "mpirun",
-            {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "SLURM_PROCID": 0,
-             "SLURM_STEP_NUM_TASKS": 1},
-            (1, 1, 2, 2),
-        ),
-    ],
-)  # fmt: skip
-def test_every_launcher_is_understood(environ, launcher, variables, place):
-    environ.update({name: str(value) for name, value in variables.items()})
-    world = runtime.discover()
-    assert world.launcher == launcher
-    assert (world.rank, world.local_rank, world.world_size, world.local_world_size) == place
-    exported = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    assert tuple(int(environ[name]) for name in exported) == place
-    assert environ["MASTER_ADDR"] == {"torchrun": "a"}.get(
-        launcher, "gpu03" if "SLURM_STEP_NODELIST" in variables else "127.0.0.1"
-    )
-
-
-@pytest.mark.parametrize(("nodes", "first"), [
-    ("dgx-[001-004]-ib", "dgx-001-ib"), ("a7,b[1-2]", "a7"), ("r[2,4-5]n[07-9],s1", "r2n07"),
-])  # fmt: skip
-def test_the_first_node_of_a_slurm_list_is_the_master(environ, nodes, first):
-    environ.update(SLURM_PROCID="3", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="8",
-                   SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_STEP_NODELIST=nodes)  # fmt: skip
-    runtime.discover()
-    assert environ["MASTER_ADDR"] == first
-
-
-def test_slurm_ranks_agree_on_a_port_of_their_own(environ):
-    ports = set()
-    for job_id in range(100, 110):
-        for rank in (0, 1):
-            with mock.patch.dict(os.environ):
-                environ.update(SLURM_JOB_ID=str(job_id), SLURM_PROCID=str(rank), SLURM_NTASKS="2")
-                runtime.discover()
-                ports.add((job_id, environ["MASTER_PORT"]))
-    assert len(ports) == 10, "both ranks of a job must compute the same port"
-    assert len({port for _, port in ports}) == 10, "jobs on one machine must not collide"
+@pytest.mark.parametrize(("variables", "found"), LAUNCHES)
+def test_every_launcher_is_understood(environ, variables, found):
+    environ(variables)
+    assert runtime.find_ranks() == found
+    expected = {"torchrun": "node0", "srun": "gpu07"}.get(found[0], "127.0.0.1")
+    assert os.environ["MASTER_ADDR"] == expected
+    assert os.environ["RANK"] == str(found[1])
 
 
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
+        ({"RANK": 0}, "RANK is set but WORLD_SIZE is not"),
+        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": 2}, "RANK='x' is not a number"),
         (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-             "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1},
             "MASTER_ADDR is not set",
         ),
+        (
+            {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": "tcp://10.0.0.1:80"},
+            "MASTER_PORT='tcp://10.0.0.1:80' is not a number",
+        ),
     ],
-)  # fmt: skip
-def test_a_half_set_environment_is_refused(environ, variables, says):
-    environ.update(variables)
-    with pytest.raises(cli.UsageError, match=says):
-        runtime.discover()
-
-
-def test_devices(environ, monkeypatch, capsys):
-    def gpus(count):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-
-    world = runtime.World(3, 3, 4, 4, "torchrun")
-    gpus(4)
-    torch.set_float32_matmul_precision("high")  # as an image of NVIDIA has it
-    assert runtime.pick_device("auto", world) == torch.device("cuda", 3)
-    assert torch.get_float32_matmul_precision() == "highest"
-    assert not torch.backends.cudnn.allow_tf32
-    assert runtime.pick_device("cpu", world) == torch.device("cpu")
-    gpus(1)
-    # All ranks of the machine decide alike, whatever their own number.
-    for rank in range(4):
-        own = runtime.World(rank, rank, 4, 4, "torchrun")
-        assert runtime.pick_device("auto", own) == torch.device("cpu")
-    (line,) = capsys.readouterr().err.splitlines()  # one of them says so
-    assert "on the CPU: PyTorch can use 1 GPU(s) of this machine, for 4 ranks" in line
-    with pytest.raises(cli.UsageError, match=r"4 ranks.*1 GPU.*--nproc-per-node=1"):
-        runtime.pick_device("cuda", world)
-    assert environ["CUDA_VISIBLE_DEVICES"] == ""  # so that no library takes one unasked
-    environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    gpus(2)
-    assert [runtime.pick_device("auto", runtime.World(rank, rank, 4, 4, "torchrun")).index
-            for rank in range(4)] == [0, 1, 0, 1]  # fmt: skip
-    gpus(1)
-    del environ["NCCL_MULTI_RANK_GPU_ENABLE"]
-    environ["SLURM_GPUS_PER_TASK"] = "1"
-    bound = runtime.World(3, 3, 4, 4, "srun")
-    assert runtime.pick_device("auto", bound) == torch.device("cuda", 0)
-    gpus(0)
-    with pytest.raises(cli.UsageError, match="no GPU"):
-        runtime.pick_device("cuda", world)
+)
+def test_a_wrong_environment_is_refused(environ, variables, says):
+    environ(variables)
+    with pytest.raises(cli.UsageError) as refused:
+        runtime.find_ranks()
+    assert says in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("driver", "visible", "warned"),
+    ("name", "gpus", "local", "expected"),
     [
-        (["nvidia3"], None, True),  # PyTorch without CUDA, or a driver that is too old
-        (["nvidia3"], "", False),  # hidden on purpose
-        (["nvidiactl", "null"], None, False),
+        ("auto", 0, (0, 2), "cpu"),
+        ("auto", 1, (0, 2), "cpu"),
+        ("auto", 2, (1, 2), "cuda:1"),
+        ("cpu", 2, (1, 2), "cpu"),
+        ("cuda", 8, (7, 8), "cuda:7"),
     ],
 )
-def test_auto_says_so_where_a_gpu_is_there_and_cannot_be_used(
-    environ, monkeypatch, capsys, tmp_path, driver, visible, warned
-):  # fmt: skip
-    for name in driver:
-        (tmp_path / name).touch()
-    monkeypatch.setattr(runtime, "Path", {"/dev": tmp_path}.get)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    environ.pop("CUDA_VISIBLE_DEVICES", None)
-    environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    world = runtime.World(0, 0, 2, 2, "torchrun")
-    assert runtime.pick_device("auto", world) == torch.device("cpu")
-    says = "warning: computing on the CPU: PyTorch can use 0 GPU(s) of this machine, for 2 ranks"
-    assert (says in capsys.readouterr().err) == warned
+def test_a_rank_gets_its_own_gpu(monkeypatch, name, gpus, local, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    device = runtime.choose_device(name, "torchrun", *local)
+    assert device == torch.device(expected)
 
 
-# measure: what a run leaves of its steps
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(cli.UsageError, match="2 ranks on this machine but 1 GPUs"):
+        runtime.choose_device("cuda", "torchrun", 0, 2)
 
 
-def profiled(device, first, last, folder, steps):
-    profile = measure.Profile(folder, (first, last), torch.device(device))
-    for number in steps:
-        with profile.step(number):
-            torch.ones(2).add(number)
-        if number >= last:
-            profile.stop()
-    profile.stop()
+def test_data_parallel_ranks_draw_differently_and_resume_where_they_were():
+    drawn = []
+    for rank in (0, 0, 1):
+        runtime.seed_everything(5, rank)
+        state = runtime.rng_state()
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        runtime.set_rng_state(state)
+        again = (random.random(), np.random.rand(), torch.rand(()).item())
+        assert again == drawn[-1]
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_buffers_of_all_ranks_become_those_of_rank_0(on_ranks):
+    def evaluate(rank, world_size):
+        norm = torch.nn.BatchNorm1d(2)
+        norm.running_mean += rank
+        before = norm.running_mean.tolist()
+        runtime.sync_buffers(norm)
+        return before, norm.running_mean.tolist()
+
+    assert on_ranks(evaluate, 2) == [([0, 0], [0, 0]), ([1, 1], [0, 0])]
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "steps", "traced"),
+    ("restarts", "says"),
     [
-        (2, 3, range(1, 6), ["step 2", "step 3"]),
-        (4, 9, range(1, 6), ["step 4", "step 5"]),  # a run that ends, or is asked to stop
+        ("0", "was each of them started"),
+        ("2", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
     ],
 )
-def test_a_profile_has_its_steps_and_no_others(on_ranks, tmp_path, first, last, steps, traced):
-    on_ranks(lambda *_: profiled("cpu", first, last, tmp_path / "profile", steps), 1)
-    names = []
-    for path in tmp_path.glob("profile/*"):
-        assert path.name == "trace-rank0.json"
-        events = json.loads(path.read_text())["traceEvents"]
-        names += [event["name"] for event in events if event["name"].startswith("step ")]
-        assert sum(event["name"] == "aten::add" for event in events) == len(traced)
-    assert sorted(names) == traced
-
-
-def test_a_gpu_s_profile_has_a_snapshot_of_its_memory(on_ranks, tmp_path):
-    def run(*_):
-        calls = []
-        torch.cuda.synchronize = lambda device: calls.append("synchronize")
-        torch.cuda.memory._record_memory_history = lambda *_, **options: calls.append(options)
-        torch.cuda.memory._dump_snapshot = lambda path: calls.append(path)
-        profiled("cuda", 2, 3, tmp_path, range(1, 6))
-        return calls
-
-    (calls,) = on_ranks(run, 1)
-    snapshot = str(tmp_path / "memory-rank0.pickle")
-    assert calls == ["synchronize", {"max_entries": 1_000_000}, snapshot, {"enabled": None}]
-
-
-def test_peak_memory_of_a_gpu_is_what_tensors_need_and_what_pytorch_took(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4 * 2**30)
-    peak = measure.peak_memory(torch.device("cuda"))
-    assert peak == {"peak_memory_gib": 3, "peak_memory_reserved_gib": 4}
-    assert list(measure.peak_memory(torch.device("cpu"))) == ["peak_memory_gib"]
-
-
-# runtime: how a script fails and ends
-
-
-def _on_ranks_with_run(main, world_size, tmp_path, **options):
-    def body(rank):
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = port
-        cli.GRACE_S = 1.0
-        cli.run(main)
-
-    port = str(free_port())
-    return fork_ranks(body, world_size, tmp_path / "run", 300, **options)
-
-
-def test_the_context_manager_ends_the_others_and_tells_once(tmp_path):
-    def main():
-        with runtime.init("cpu", timeout_s=600) as (world, _):  # the deadline is shorter
-            if world.rank == 1:
-                raise ValueError("shard 7 is\nempty")
-            dist.all_reduce(torch.ones(1))  # waits for rank 1
-        return 0
-
-    ended = _on_ranks_with_run(main, 3, tmp_path, end_job_on_failure=False)
-    assert ended.codes == [1, 1, 1]
-    (line,) = ended.stderr.splitlines()
-    assert "rank 1: ValueError: shard 7 is empty (test_legacy_common.py:" in line
-
-
-@pytest.mark.gpu_ready
-def test_every_group_takes_the_timeout(tmp_path):
-    """PyTorch gives 30 minutes to a group that was not told, a mesh's groups among them."""
-
-    def main():
-        with runtime.init("cpu", timeout_s=20):
-            dist.new_group()
-            dist.new_subgroups(1)
-            init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
-            print(sorted(timeouts_of_groups()))
-        return 0
-
-    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=True)
-    assert ended.codes == [0, 0], ended.stderr
-    assert ended.stdout == "[20.0]\n" * 2
-
-
-def test_a_usage_error_on_one_rank_after_init_ends_all_with_one_line(tmp_path):
-    def main():
-        with runtime.init("cpu", timeout_s=20) as (world, _):
-            if world.rank == 0:
-                raise cli.UsageError("--text-file nowhere.txt does not exist")
-            dist.barrier()
-        return 0
-
-    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
-    assert ended.codes == [2, 1]
-    assert ended.stderr.count("\n") == 1 and "--text-file nowhere.txt" in ended.stderr
-
-
-def as_node(rank):
-    """Have a rank believe that it is alone on a machine of its own."""
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    socket.gethostname = lambda: f"node{rank}"
-
-
-@pytest.mark.full
-def test_whoever_waits_too_long_names_the_rank_that_says_nothing_and_its_machine(tmp_path):
-    def main():
-        as_node(os.environ["RANK"])
-        with runtime.init("cpu", timeout_s=6) as (world, _):
-            if world.rank == 2:
-                time.sleep(20)
-                os._exit(1)
-            dist.all_reduce(torch.ones(1))
-        return 0
-
-    ended = _on_ranks_with_run(main, 3, tmp_path, end_job_on_failure=False)
-    assert ended.codes == [1, 1, 1]
-    (line,) = ended.stderr.splitlines()
-    says = r"rank [01] \(node[01]\): no word from rank 2 \(node2\); lost contact .*\(Timed out\)"
-    assert re.search(says, line), line
-
-
-def test_a_rank_with_another_version_than_rank_0_is_refused_with_its_machine(tmp_path):
-    def main():
-        as_node(os.environ["RANK"])
-        if os.environ["RANK"] == "1":
-            torch.__version__ = "2.9.0"
-        with runtime.init("cpu", timeout_s=20):
-            dist.barrier()
-        return 0
-
-    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
-    assert ended.codes[1] == 2
-    (line,) = ended.stderr.splitlines()
-    assert "error: torch 2.9.0, legacy_common " in line
-    assert " on node1, but torch " in line and " on node0, rank 0's: install the same" in line
-
-
-# data
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_global_batch_holds_the_same_samples_on_any_number_of_ranks(world_size):
-    samplers = [data.ShardedSampler(100, rank, world_size, seed=3) for rank in range(world_size)]
-    per_rank = 12 // world_size
-    for epoch in (0, 1):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        dealt = [list(sampler) for sampler in samplers]
-        order = samplers[0].global_order().tolist()
-        for step in range(8):
-            start = step * per_rank
-            batch = [i for indices in dealt for i in indices[start : start + per_rank]]
-            assert sorted(batch) == sorted(order[step * 12 : step * 12 + 12])
-        assert len({len(indices) for indices in dealt}) == 1
-    samplers[0].set_epoch(0)
-    assert samplers[0].global_order().tolist() != order, "an epoch must have an order of its own"
-
-
-def test_a_sampler_resumes_mid_epoch_on_another_number_of_ranks():
-    straight = data.ShardedSampler(100, 0, 1)
-    straight.set_epoch(4)
-    expected = list(straight)
-
-    first = [data.ShardedSampler(100, rank, 2) for rank in range(2)]
-    seen = []
-    for sampler in first:
-        sampler.set_epoch(4)
-    for pair in list(zip(*first, strict=True))[:15]:
-        seen += pair
-        for sampler in first:
-            sampler.advance(2)
-    second = [data.ShardedSampler(100, rank, 5) for rank in range(5)]
-    for sampler in second:
-        sampler.load_state_dict(json.loads(json.dumps(first[0].state_dict())))
-        sampler.set_epoch(4)
-    for five in zip(*second, strict=True):
-        seen += five
-    assert seen == expected
-    second[0].set_epoch(5)
-    assert len(second[0]) == 20, "the next epoch starts from its beginning"
-
-
-def test_more_ranks_than_samples_is_refused():
-    with pytest.raises(cli.UsageError, match="3 samples cannot be dealt to 4 ranks"):
-        data.ShardedSampler(3, 0, 4)
-
-
-# tokens: folders, mixed
-
-
-WEIGHTS = [0.5, 0.3, 0.2]
-SIZES = {"a" * 16: 40, "b" * 16: 7, "c" * 16: 90}
-
-
-def mixture(rank=0, world_size=1, weights=WEIGHTS, sizes=SIZES):
-    return tokens.Mixture(sizes, weights, rank, world_size, seed=3)
-
-
-def sources_of(batch, sizes=SIZES):
-    ends = torch.tensor(list(sizes.values())).cumsum(0)
-    return torch.bucketize(batch, ends, right=True)
-
-
-def test_each_batch_has_its_share_of_each_source():
-    counts = torch.zeros(3, dtype=torch.int64)
-    for number, batch in enumerate(itertools.islice(mixture().ahead(12), 50), 1):
-        own = sources_of(batch).bincount(minlength=3)
-        counts += own
-        for share, here, so_far in zip(WEIGHTS, own.tolist(), counts.tolist(), strict=True):
-            assert abs(here - 12 * share) < 1, "up to whole samples"
-            assert abs(so_far - 12 * number * share) < 1, "and no rounding adds up"
-
-
-def seen_by_source(batches):
-    """Return the samples of each source in the order in which they were dealt."""
-    dealt = torch.cat(list(batches))
-    return [dealt[sources_of(dealt) == number].tolist() for number in range(3)]
-
-
-def each_epoch_once(seen, first, size):
-    whole = list(range(first, first + size))
-    epochs = [seen[start : start + size] for start in range(0, len(seen), size)]
-    for epoch in epochs[:-1]:
-        assert sorted(epoch) == whole, "each once in an epoch"
-    assert len(set(epochs[-1])) == len(epochs[-1])
-    orders = [tuple(epoch) for epoch in epochs[:-1]]
-    assert len(set(orders)) == len(orders), "an epoch has an order of its own"
-
-
-def ranks_of(count, state, **options):
-    ranks = [mixture(rank, count, **options) for rank in range(count)]
-    for each in ranks if state else ():
-        each.load_state_dict(json.loads(json.dumps(state)))
-    return ranks
-
-
-def steps_on(ranks, steps, size=12):
-    """Deal global batches as job_batches does; return them as they were put together."""
-    batches = []
-    ahead = [each.ahead(size) for each in ranks]
-    for _ in range(steps):
-        batch = torch.empty(size, dtype=torch.int64)
-        for each, own in zip(ranks, ahead, strict=True):
-            batch[each.rank :: each.world_size] = next(own)[each.rank :: each.world_size]
-            each.advance(size)
-        batches.append(batch)
-    return batches
-
-
-def test_the_place_of_a_checkpoint_stays_while_training_goes_on():
-    """A save in the background writes it some steps later."""
-    one = mixture()
-    state = one.state_dict()
-    then = json.dumps(state)
-    steps_on([one], 3)
-    assert json.dumps(state) == then and json.dumps(one.state_dict()) != then
-
-
-def test_a_mixture_resumes_on_another_number_of_ranks_and_reads_nothing_twice():
-    straight = steps_on(ranks_of(1, None), 40)
-    two = ranks_of(2, None)
-    before = steps_on(two, 17)
-    three = ranks_of(3, two[0].state_dict())
-    dealt = before + steps_on(three, 23)
-    assert all(map(torch.equal, dealt, straight)), "the same global batches"
-    first = 0
-    for seen, size in zip(seen_by_source(dealt), SIZES.values(), strict=True):
-        assert len(seen) > size, "into a second epoch"
-        each_epoch_once(seen, first, size)
-        first += size
-    other_size = ranks_of(1, two[0].state_dict())
-    rest = torch.cat(steps_on(other_size, 10, size=8))
-    assert torch.equal(rest, torch.cat(straight[17:])[:80]), "and the order is not the batch's"
-
-
-def job_of(folders, seq_len=8, **flags):
-    return Namespace(tokens=[str(folder) for folder in folders], seq_len=seq_len, seed=0,
-                     document_attention=False, **flags)  # fmt: skip
-
-
-def test_sequences_of_folders_have_all_tokens_but_the_tail(tmp_path):
-    folders = [write_folder(tmp_path / name, words(seed, count))
-               for seed, (name, count) in enumerate((("one", 60), ("two", 21)))]  # fmt: skip
-    train, test, _ = tokens.job_tokens(job_of(folders), 0, 1)
-    read, start = [], 0
-    for path, of_train, of_test in zip(folders, train.parts, test.parts, strict=True):
-        whole = np.fromfile(path / "tokens.bin", "<u2").astype(int).tolist()
-        items = [train[start + k] for k in range(len(of_train))]
-        after = sum(len(part) for part in test.parts[: len(read)])
-        items += [test[after + k] for k in range(len(of_test))]
-        start += len(of_train)
-        inputs = torch.cat([inputs for inputs, _ in items]).tolist()
-        targets = torch.cat([targets for _, targets in items]).tolist()
-        assert inputs == whole[: len(inputs)] and targets == whole[1 : len(targets) + 1]
-        assert 0 <= len(whole) - 1 - len(inputs) < 8, "the tail alone is left out"
-        assert len(of_test) == max(1, (len(whole) - 1) // 8 // 20)
-        read.append(inputs)
-    assert len(train) == start and train.lengths.sum() == 8 * start
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"manifest.json": "{"}, "manifest.json is damaged (JSONDecodeError"),
-        ({"tokens.bin": "ab"}, "tokens.bin has 2 bytes, its manifest says"),
-        ({"tokens.bin": None}, "tokens.bin: No such file"),
-        ({"largest_id": 98}, "is too large: write the folder again"),
-    ],
-)
-def test_a_damaged_folder_is_refused(tmp_path, change, says):
-    folder = write_folder(tmp_path / "one", words(0, 10))
-    for name, content in change.items():
-        if content is None:
-            (folder / name).unlink()
-        elif "." in name:
-            (folder / name).write_text(content)
-        else:
-            about = json.loads((folder / "manifest.json").read_text())
-            (folder / "manifest.json").write_text(json.dumps(about | change))
-    with pytest.raises(cli.UsageError, match=re.escape(says)):
-        list(tokens.job_tokens(job_of([folder]), 0, 1)[0])
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (["one=0"], "one=0: a weight is a number above 0, not '0'"),
-        (["one=1", "two"], "give a weight to each folder, or to none"),
-        (["one", "copy"], "names the same tokens twice"),
-        (["one", "other"], "other is of bytes, one of a tokenizer: an id"),
-        (["short"], "5 tokens are fewer than two sequences of 8"),
-        (["two"], "the 2 sequences of --tokens are fewer than 3 ranks"),
-    ],
-)
-def test_sources_that_cannot_be_mixed_are_refused(tmp_path, monkeypatch, given, says):
-    monkeypatch.chdir(tmp_path)
-    one = write_folder(Path("one"), words(0, 10), tokenizer="a tokenizer")
-    shutil.copytree(one, "copy")
-    write_folder(Path("two"), [[1] * 30], tokenizer="a tokenizer")
-    write_folder(Path("other"), words(1, 10))
-    write_folder(Path("short"), [[1] * 4])
-    with pytest.raises(cli.UsageError, match=re.escape(says)):
-        tokens.job_tokens(job_of(given), 0, 3)
+def test_ranks_that_do_not_meet_are_told_what_to_do(monkeypatch, restarts, says):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    lost = cli.lost_rank(RuntimeError("Gloo connectFullMesh: Connection refused"))
+    assert lost.startswith("not all 2 ranks met at ") and says in lost
+    assert cli.lost_rank(RuntimeError("shape mismatch")) is None
+    assert cli.lost_rank(KeyError("timeout")) is None
+
+
+# Data
+
+
+def test_the_text_is_fixed_and_has_its_licence():
+    text = data.TEXT.read_bytes()
+    assert len(text) <= 1_000_000
+    digest = "f0629bfb"
+    assert hashlib.sha256(text).hexdigest().startswith(digest)
+    licence = data.TEXT.with_name("text.LICENSE.txt").read_text()
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in licence
+
+
+def test_targets_are_the_inputs_one_token_further():
+    tokens = np.arange(20, dtype=np.uint8)
+    sequences = data.Sequences(tokens, 6)
+    assert len(sequences) == 3
+    for index, (inputs, targets) in enumerate(sequences):
+        assert inputs.tolist() == list(range(6 * index, 6 * index + 6))
+        assert targets.tolist() == [token + 1 for token in inputs.tolist()]
+        if index == 2:
+            break
+
+
+def batches(dataset, rank, ranks, *, seed=0, seen=0, batch=7, micro=2, workers=0):
+    args = argparse.Namespace(
+        seed=seed, global_batch_size=batch, micro_batch_size=micro, num_workers=workers
+    )
+    run = SimpleNamespace(rank=rank, world_size=ranks, device=CPU)
+    return data.GlobalBatches(dataset, args, run, seen)
+
+
+def samples_of(batch):
+    return [int(inputs[0]) for micro in batch for inputs in micro[0]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_global_batches_are_the_same_on_any_number_of_ranks(ranks):
+    """Over three epochs of 17 samples; every rank has equally many micro-batches."""
+    sequences = data.Sequences(np.arange(35), 2)
+    alone = batches(sequences, 0, 1)
+    together = [batches(sequences, rank, ranks) for rank in range(ranks)]
+    epoch = []
+    for _ in range(9):
+        expected = samples_of(next(alone))
+        parts = [next(each) for each in together]
+        assert len({len(part) for part in parts}) == 1
+        assert sorted(sum(map(samples_of, parts), [])) == sorted(expected)
+        epoch += expected
+    for start in (0, 17, 34):
+        assert sorted(epoch[start : start + 17]) == list(range(0, 34, 2))
+    assert epoch[:17] != epoch[17:34], "each epoch has its own order"
+    assert alone.samples_seen == 51
+
+
+def test_a_position_resumes_in_the_middle_of_an_epoch():
+    sequences = data.Sequences(np.arange(35), 2)
+    straight = batches(sequences, 0, 1)
+    for _ in range(4):
+        next(straight)
+    resumed = batches(sequences, 0, 1, seen=straight.samples_seen, workers=1)
+    for _ in range(4):
+        assert samples_of(next(straight)) == samples_of(next(resumed))
+
+
+def test_a_large_data_set_is_permuted_by_blocks(monkeypatch):
+    monkeypatch.setattr(data, "ORDER_BLOCK", 10)
+    order = list(data.global_order(47, 0, 0, 0))
+    assert sorted(order) == list(range(47))
+    assert {index // 10 for index in order[:10]} != set(range(5))
+    assert list(data.global_order(47, 0, 0, 23)) == order[23:]
+    assert list(data.global_order(47, 0, 1, 0)) != order
+
+
+class Augmented(Dataset):
+    """Samples with one random number of each generator."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+        return torch.tensor(drawn), torch.tensor(index)
+
+
+def test_loader_processes_draw_other_numbers_for_each_rank_epoch_and_seed():
+    runs = [
+        batches(Augmented(), 0, 2, batch=8, micro=4, workers=1),
+        batches(Augmented(), 1, 2, batch=8, micro=4, workers=1),
+        batches(Augmented(), 0, 2, batch=8, micro=4, workers=1, seed=1),
+    ]
+    drawn = [next(run)[0][0] for run in runs]
+    drawn.append(next(runs[0])[0][0])  # the next epoch
+    for generator in range(3):
+        numbers = torch.cat([batch[:, generator] for batch in drawn])
+        assert len(set(numbers.tolist())) == 16
+
+
+def test_no_samples_are_a_batch_without_rows():
+    sequences = data.Sequences(np.arange(9), 4)
+    inputs, targets = data.collate([], sequences)
+    assert inputs.shape == targets.shape == (0, 4)
+    parts = list(data.evaluation_batches(
+        sequences, argparse.Namespace(micro_batch_size=2),
+        SimpleNamespace(rank=3, world_size=4),
+    ))  # fmt: skip
+    assert [len(inputs) for inputs, _ in parts] == [0]
+
+
+def test_digits_are_images_and_labels():
+    train_set, test_set = data.load_digits()
+    image, label = train_set[0]
+    assert image.shape == (1, 8, 8) and image.min() >= 0 and image.max() <= 1
+    assert label.dtype == torch.int64 and len(train_set) + len(test_set) == 1797
+
+
+# The model
+
+# Sources: the models' papers.
+PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "1b": 1_235_814_400,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_number_of_weights(name):
+    config = model.PRESETS[name]
+    with torch.device("meta"):
+        built = model.Transformer(config)
+    assert config.num_parameters() == PUBLISHED[name]
+    assert sum(weight.numel() for weight in built.parameters()) == PUBLISHED[name]
+
+
+def test_flops_are_those_that_pytorch_counts(in_a_fork):
+    config = model.Config(256, 64, 2, 4, 4, 96, 64)
+
+    def count():
+        built = model.Transformer(config)
+        # The CPU's flash kernel is not counted.
+        plain = sdpa_kernel(SDPBackend.MATH)
+        with plain, FlopCounterMode(display=False) as counter:
+            built(torch.zeros(1, 64, dtype=torch.int64)).sum().backward()
+        return counter.get_total_flops()
+
+    # The formula counts the norms' weights too.
+    assert config.flops_per_token(64) == pytest.approx(in_a_fork(count) / 64, rel=5e-3)
+
+
+def test_a_model_from_meta_is_the_one_that_is_built_at_once():
+    config = model.Config(256, 64, 2, 4, 2, 96, 64, tied_embeddings=True)
+    torch.manual_seed(3)
+    at_once = model.Transformer(config)
+    with torch.device("meta"):
+        later = model.Transformer(config)
+    later.to_empty(device="cpu")
+    later.head.weight = later.embedding.weight
+    model.init_weights(later, seed=3)
+    for name, weight in at_once.named_parameters():
+        assert torch.equal(weight, later.get_parameter(name)), name
 
 
 @torch.no_grad()
-def losses_of_each_document(model, row, end):
-    """Return the losses of a row's documents, each read by a model alone."""
-    losses, document = [], []
-    for token in row.tolist():
-        document.append(token)
-        if token == end:
-            losses += loss_of(model, torch.tensor(document))
-            document = []
-    return losses + loss_of(model, torch.tensor(document))
-
-
-def loss_of(model, document):
-    if len(document) < 2:
-        return []
-    logits = model(document[None, :-1])[0]
-    return nn.functional.cross_entropy(logits, document[1:], reduction="none").tolist()
-
-
-def test_document_attention_is_each_document_alone():
+def test_a_token_sees_the_past_only():
     torch.manual_seed(0)
-    plain = models.Transformer(models.PRESETS["tiny"])
-    for weight in plain.parameters():
-        weight.data *= 5  # so that a token that sees too much shows
-    config = replace(models.PRESETS["tiny"], document_end=0)
-    packed = models.Transformer(config)
-    packed.load_state_dict(plain.state_dict())
-    row = torch.tensor([3, 4, 5, 0, 6, 0, 0, 7, 8, 9, 10, 0, 11, 12, 13, 14, 15])
-    inputs, targets = row[:-1], row[1:].clone()
-    targets[inputs == 0] = data.IGNORED
-    expected = losses_of_each_document(plain, row, 0)
-
-    def losses(model):
-        with torch.no_grad():
-            logits = model(inputs[None])[0]
-        each = nn.functional.cross_entropy(logits, targets, reduction="none")
-        return each[targets != data.IGNORED].tolist()
-
-    assert losses(packed) == pytest.approx(expected, rel=1e-5)
-    assert losses(plain) != pytest.approx(expected, abs=1e-2), "the mask matters"
-    one_off = models.document_of_each  # a document's end would be the next one's
-    models.document_of_each = lambda tokens, end: (tokens == end).cumsum(1)
-    try:
-        assert losses(packed) != pytest.approx(expected, abs=1e-2)
-    finally:
-        models.document_of_each = one_off
-
-
-# models
-
-
-# Published totals: the papers and model cards named beside PRESETS.
-@pytest.mark.parametrize(
-    ("preset", "total"),
-    [
-        ("llama2-7b", 6_738_415_616),
-        ("llama3-8b", 8_030_261_248),
-        ("mixtral-8x7b", 46_702_792_704),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(preset, total):
-    config = models.preset(preset, 1)
-    assert config.num_parameters() == total
-    with torch.device("meta"):
-        model = models.Transformer(config)
-    assert sum(p.numel() for p in model.parameters()) == total
-    assert not list(model.buffers())
-
-
-FIVE_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
-         "intermediate_size": 96, "vocab_size": 300}  # fmt: skip
-
-
-def described(folder, **fields):
-    path = folder / "mine.json"
-    path.write_text(json.dumps(FIVE_SIZES | fields))
-    return str(path)
-
-
-def test_a_file_describes_a_shape_by_five_sizes_or_as_a_config_json(tmp_path):
-    five = models.TransformerConfig(300, 64, 2, 8, 8, 96, 2048, norm_eps=1e-6)
-    assert models.preset(described(tmp_path), 2048) == five
-    of_llama = {"model_type": "llama", "num_key_value_heads": 2, "max_position_embeddings": 512,
-                "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
-                "head_dim": 8, "attention_bias": False, "architectures": ["LlamaForCausalLM"],
-                "torch_dtype": "bfloat16", "pretraining_tp": 1}  # fmt: skip
-    before_5 = {"rope_scaling": None, "rope_theta": 5e5}
-    since_5 = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    for rope in (before_5, since_5):
-        shape = models.preset(described(tmp_path, **of_llama, **rope), 512)
-        assert shape == models.TransformerConfig(300, 64, 2, 8, 2, 96, 512, 5e5, 1e-5, True)
-    mistral = {"model_type": "mistral", "sliding_window": None}
-    assert models.shape_of(described(tmp_path, **mistral)) == five
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
-        ({"hidden_size": 60}, "hidden_size is 60, no multiple of num_attention_heads, 8"),
-        ({"hidden_size": 40}, "heads are 5 wide: rotary embeddings need an even number"),
-        ({"head_dim": 16}, "head_dim is 16, not 8 as our model has it"),
-        ({"model_type": "qwen2"}, "model_type is qwen2, not llama or mistral as our model has it"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters is {'rope_type': 'llama3'"),
-        ({"num_key_value_head": 2}, "num_key_value_head: did you mean num_key_value_heads?"),
-    ],
-)
-def test_a_file_that_our_model_cannot_be_is_refused(tmp_path, fields, says):
-    path = described(tmp_path, **fields)
-    with pytest.raises(cli.UsageError, match=f"^{re.escape(path)}: .*{re.escape(says)}"):
-        models.shape_of(path)
+    built = model.Transformer(model.Config(256, 64, 2, 4, 2, 96, 64))
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] += 1
+    differ = (built(tokens) != built(changed)).any(-1)[0]
+    assert differ.tolist() == [False] * 10 + [True] * 6
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "mine.json: No such file or directory"),
-        ("{", "mine.json is no JSON: "),
-        ("[]", "mine.json describes no Llama: it has to be an object, {...}"),
-    ],
-)
-def test_a_file_that_is_no_shape_is_bad_input(tmp_path, content, says):
-    path = tmp_path / "mine.json"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(cli.UsageError, match=re.escape(says)):
-        models.preset_or_file(models.PRESETS, str(path))
-    with pytest.raises(cli.UsageError, match="--seq-len must be at most 2048"):
-        models.preset(described(tmp_path), 2049)
-    with pytest.raises(argparse.ArgumentTypeError, match="must be tiny, .*, not 'tinny'"):
-        models.preset_or_file(models.PRESETS, "tinny")
-
-
-def test_experts_compute_the_tokens_whose_router_chose_them(in_a_fork):
-    """As a loop in which every expert computes every token, and all but the k best count 0."""
-    config = models.MIXTURES["tiny-moe"]
-
-    def outputs():
-        torch.manual_seed(0)
-        moe, x = models.MoE(config), torch.randn(2, 16, config.dim)
-        for weight in moe.parameters():
-            torch.nn.init.normal_(weight, std=0.1)
-        scores = (x @ moe.router.weight.T).exp()
-        least = scores.sort(dim=-1).values[..., -config.top_k, None]
-        shares = torch.where(scores < least, 0.0, scores)
-        shares = shares / shares.sum(-1, keepdim=True)
-        expected = torch.zeros_like(x)
-        weights = zip(moe.experts.gate, moe.experts.up, moe.experts.down, strict=True)
-        for share, (gate, up, down) in zip(shares.unbind(-1), weights, strict=True):
-            gated = x @ gate.T
-            expected += share[..., None] * ((gated * gated.sigmoid() * (x @ up.T)) @ down.T)
-        return (moe(x) - expected).abs().max().item(), expected.abs().max().item()
-
-    error, largest = in_a_fork(outputs)
-    assert error < 1e-5 * largest
-
-
-def test_a_frequent_word_gets_its_whole_gradient_in_bfloat16(in_a_fork):
-    def gradient(kind):
-        embedding = kind(4, 2).to(torch.bfloat16)
-        embedding(torch.zeros(1, 5000, dtype=torch.long)).sum().backward()
-        return embedding.weight.grad[0].tolist()
-
-    assert in_a_fork(lambda: gradient(models.Embedding)) == pytest.approx([5000, 5000], rel=2**-8)
-    # As hybrid_parallelism.md says. Once PyTorch's is right, LookUp can go.
-    assert in_a_fork(lambda: gradient(torch.nn.Embedding)) == [256, 256]
-
-
-def test_a_transformer_from_meta_is_the_one_built_at_once():
-    torch.manual_seed(1)
-    at_once = models.Transformer(models.PRESETS["tiny"])
-    with torch.device("meta"):
-        later = models.Transformer(models.PRESETS["tiny"])
-    later.to_empty(device="cpu")
-    later.load_state_dict(at_once.state_dict())
-    tokens = torch.randint(0, 256, (2, 16))
-    assert torch.equal(later(tokens), at_once(tokens))
-
-
-def test_a_transformer_sees_the_past_and_its_distance_only():
-    torch.manual_seed(0)
-    config = models.PRESETS["tiny"]
-    model = models.Transformer(config).eval()
-    tokens = torch.randint(0, 256, (1, 12))
-    changed = tokens.clone()
-    changed[0, 8] = (changed[0, 8] + 1) % 256
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[0, :8], after[0, :8]) and not torch.equal(before[0, 8:], after[0, 8:])
-    # Rotary positions: only the distance between query and key enters their product.
-    cos, sin = models.rotary_tables(torch.arange(32), 16, 10_000.0)
-    q, k = torch.randn(16), torch.randn(16)
-    products = [
-        models.rotate(q, cos[i], sin[i]) @ models.rotate(k, cos[i - 3], sin[i - 3])
-        for i in (3, 20, 31)
-    ]
-    assert torch.allclose(torch.stack(products), products[0].expand(3), atol=1e-5)
-
-
-def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
-    text = data.load_text(max_bytes=100_000)
-    assert text.shape == (100_000,) and b"import" in bytes(text.tolist())
-    sequences = data.Sequences(text, seq_len=64)
-    assert len(sequences) == 99_999 // 64
-    inputs, targets = sequences[5]
-    assert torch.equal(inputs[1:], targets[:-1]) and targets[-1] == sequences[6][0][0]
-
-    (tmp_path / "own.txt").write_bytes(b"to be or not to be")
-    assert bytes(data.load_text(str(tmp_path / "own.txt")).tolist()) == b"to be or not to be"
-    (tmp_path / "empty.txt").touch()
-    for name, says in (("none.txt", "No such file"), ("empty.txt", "is empty")):
-        with pytest.raises(cli.UsageError, match=says):
-            data.load_text(str(tmp_path / name))
-    with pytest.raises(cli.UsageError, match="18 bytes are fewer than one sequence of 8"):
-        data.Sequences(data.load_text(str(tmp_path / "own.txt")), seq_len=8, world_size=3)
-
-
-# checkpoint
-
-
-WORLD = runtime.World(0, 0, 1, 1, "python")
-CPU = torch.device("cpu")
-
-
-class Recorder(Report):
-    """A report that keeps its lines instead of printing them."""
-
-    def __init__(self, output_dir=None):
-        super().__init__("x.py", Namespace(output_dir=output_dir), WORLD, CPU)
-        self.said, self.warned = [], []
-
-    def say(self, line=""):
-        self.said.append(line)
-
-    def warn(self, line):
-        self.warned.append(line)
-
-
-@contextlib.contextmanager
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def single():
-    with group_of_one():
-        yield
-
-
-def save(directory, number, model, keep=2, **state):
-    """Write a checkpoint as the scripts of module 01 do."""
-    facts = {"tensors": checkpoint.shapes_of(model.state_dict())}
-    with (
-        checkpoint.sealed(directory, number, facts, keep, alone=True) as inside,
-        open(inside / "state.pt", "wb") as file,
-    ):
-        torch.save({"model": model.state_dict(), **state}, file)
-
-
-def load(directory, model, report=None):
-    """Return the newest usable state."""
-
-    def problem(facts):
-        return checkpoint.other_model(facts, model.state_dict())
-
-    found = checkpoint.newest(directory, report or Recorder(), problem)
-    return found and torch.load(found[0] / "state.pt", weights_only=True)
-
-
-@pytest.fixture
-def saved(tmp_path, single):
-    """Three checkpoints of one model; its bias holds the step."""
-    model = nn.Linear(3, 2)
-    for step in (1, 2, 3):
-        nn.init.constant_(model.bias, step)
-        save(tmp_path / "ck", step, model, keep=3, step=step)
-    return tmp_path / "ck", model
-
-
-def test_the_newest_checkpoint_is_loaded_and_old_ones_are_dropped(saved):
-    folder, model = saved
-    assert load(folder, model)["model"]["bias"].tolist() == [3, 3]
-    save(folder, 4, model)
-    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000003", "step-00000004"]
-    save(folder, 4, model, again=True)
-    assert load(folder, model)["again"]
-    # What is newer than the checkpoint just written, or not ours, is not counted and not removed.
-    for other in ("step-00000009", "step-00000010", "step-00000001-copy"):
-        (folder / other).mkdir()
-    save(folder, 5, model)
-    left = ["step-00000001-copy", *(f"step-000000{step:02d}" for step in (4, 5, 9, 10))]
-    assert [path.name for path in sorted(folder.iterdir())] == left
-    assert load(folder / "none", model) is None
-
-
-def test_random_state_of_every_rank_comes_back(on_ranks, tmp_path):
-    def draw():
-        return torch.rand(1).item(), float(np.random.rand()), random.random()
-
-    def body(rank, world_size):
-        model = nn.Linear(1, 1)
-        store = checkpoint.Replicated(model)
-        runtime.seed_everything(rank)
-        draw()
-        checkpoint.save(tmp_path / "ck", 1, store, {})
-        expected = draw()
-        runtime.seed_everything(99)
-        path, _ = checkpoint.find(tmp_path / "ck", Recorder(), store)
-        checkpoint.set_rng_state(checkpoint.load(path, store))
-        assert draw() == expected
-        return expected
-
-    first, second = on_ranks(body, 2)
-    assert first != second
-
-
-def test_a_store_reads_the_parts_that_both_have(single, tmp_path):
-    model = nn.Linear(1, 1)
-    directory = tmp_path / "ck"
-    scaler = torch.amp.GradScaler("cpu")
-    checkpoint.save(directory, 1, checkpoint.Replicated(model, scaler=scaler), {})
-    store = checkpoint.Replicated(model, optimizer=torch.optim.SGD(model.parameters()))
-    path, _ = checkpoint.find(directory, Recorder(), store)  # with another precision
-    expected = model.weight.item()
-    nn.init.zeros_(model.weight)
-    checkpoint.load(path, store)
-    assert model.weight.item() == expected
-
-
-def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
-    def body(rank, world_size):
-        with checkpoint.sealed(tmp_path / "ck", 7, {"note": "kept"}) as inside:
-            (inside / f"part-{rank}").write_text(str(rank))
-        report = Recorder()
-        whole = checkpoint.newest(tmp_path / "ck", report)
-        dist.barrier()
-        if rank == 0:
-            (tmp_path / "ck" / "step-00000007" / "part-1").write_text("altered")
-        dist.barrier()
-        try:
-            checkpoint.newest(tmp_path / "ck", report)
-        except cli.UsageError as error:
-            return whole[0].name, whole[1]["note"], sorted(whole[1]["files"]), str(error)
-
-    for name, note, files, error in on_ranks(body, 2):
-        assert (name, note, files) == ("step-00000007", "kept", ["part-0", "part-1"])
-        assert "part-1 does not match its checksum" in error
-
-
-def _flip_a_bit(path):
-    content = bytearray((path / "state.pt").read_bytes())
-    weights = content.index(torch.full((2,), 3.0).numpy().tobytes())
-    content[weights + 3] ^= 1
-    (path / "state.pt").write_bytes(content)
-    # PyTorch itself does not notice, which is why there is a checksum:
-    loaded = torch.load(path / "state.pt", weights_only=True)
-    assert loaded["model"]["bias"].tolist() != [3, 3]
-
-
-def _of_the_old_format(path):
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["sha256"] = manifest.pop("files")["state.pt"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (_flip_a_bit, "truncated or altered"),
-        (lambda path: (path / "manifest.json").write_text("{"), "incomplete or damaged"),
+        ("{", "not the config.json of a Llama"),
         (
-            lambda path: save(path.parent, 3, nn.Linear(3, 4), keep=3),
-            r"of another model \(bias is \[4\] there, \[2\] here\)",
+            '{"hidden_size": 32}',
+            "not the config.json of a Llama ('num_attention_heads')",
         ),
-        (_of_the_old_format, "in the format of an older version of this guide"),
     ],
 )
-def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(saved, damage, says):
-    folder, model = saved
-    damage(folder / "step-00000003")
-    recorder = Recorder()
-    assert load(folder, model, recorder)["step"] == 2
-    (line,) = recorder.warned
-    assert "step-00000003" in line and re.search(says, line)
-
-    for step in (1, 2):
-        (folder / f"step-0000000{step}" / "manifest.json").unlink()
-    before = sorted(folder.rglob("*"))
-    with pytest.raises(cli.UsageError, match=says) as refused:
-        load(folder, model)
-    assert all(f"step-0000000{step}" in str(refused.value) for step in (1, 2, 3))
-    assert sorted(folder.rglob("*")) == before, "nothing may be removed"
+def test_a_file_that_is_not_a_config_is_refused(tmp_path, content, says):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(cli.UsageError) as refused:
+        model.load_config(str(path), 16, 256)
+    assert says in str(refused.value)
 
 
-def test_a_save_killed_at_any_moment_leaves_the_checkpoint_before(tmp_path):
-    """Kill the writer at each file operation of a save in turn; it forks without a group."""
-    model = nn.Linear(3, 2)
-
-    def step_loaded():
-        with group_of_one():
-            return load(tmp_path / "ck", model)["step"]
-
-    with group_of_one():
-        save(tmp_path / "ck", 1, model, step=1)
-    operations = 0
-    while True:
-        pid = os.fork()
-        if pid == 0:
-            with group_of_one():
-                _save_and_die(tmp_path / "ck", model, operations)
-        _, status = os.waitpid(pid, 0)
-        if os.waitstatus_to_exitcode(status) == 0:
-            break  # it got through: there were no more moments to die at
-        assert step_loaded() in (1, 2)
-        operations += 1
-    assert operations >= 6
-    assert step_loaded() == 2
-
-
-def _save_and_die(folder, model, after):
-    left = [after]
-
-    def counted(function):
-        def wrapper(*args, **kwargs):
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    torch.save = counted(torch.save)
-    checkpoint.flush = counted(checkpoint.flush)
-    checkpoint.Path.rename = counted(checkpoint.Path.rename)
-    shutil.rmtree = counted(shutil.rmtree)
-    save(folder, 2, model, step=2)
-    os._exit(0)
-
-
-def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, single):
-    """A limit on the size of files stops torch.save in the middle, as a full disk does."""
-    model = nn.Linear(300, 300)
-    save(tmp_path / "ck", 1, model, step=1)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
-    try:
-        with pytest.raises(cli.UsageError, match="step-00000002: File too large$"):
-            save(tmp_path / "ck", 2, model, step=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000001"]
-    assert load(tmp_path / "ck", model)["step"] == 1
-
-
-# measure and console
-
-
-def test_flops_are_those_that_pytorch_counts(monkeypatch, in_a_fork):
-    config = models.preset("tiny", 64)
-    tokens = torch.zeros(2, 64, dtype=torch.int64)
-
-    def counted():
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            models.Transformer(config)(tokens).sum().backward()
-        return counter.get_total_flops()
-
-    # 1-D weights (norms) are in the formula, but multiply no matrix.
-    expected = measure.flops_per_token(config, 64) - 6 * (2 * config.num_layers + 1) * config.dim
-    assert in_a_fork(counted) == tokens.numel() * expected
-
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert measure.mfu(1e12, cpu, "32-true") is None
-    for name, expected in (("NVIDIA H200", 0.5), ("Some GPU", None)):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert measure.mfu(494.7e12, gpu, "bf16-mixed") == expected
+# Checks and results
 
 
 def test_a_check_fails_when_it_should():
-    ok = [Check("", *values, "").ok for values in ((1, 1, 0), (1.1, 1, 0.2))]
-    bad = [Check("", *values, "").ok for values in ((2, 1, 0), (float("nan"), 1, 9))]
-    assert ok == [True, True] and bad == [False, False]
+    assert Check("", 1.0, 1.1, 0.2).ok and not Check("", 1.0, 1.3, 0.2).ok
+    assert not Check("", float("nan"), 1.0, 10.0).ok
 
 
-def test_results_have_the_documented_shape(tmp_path, capsys):
-    report = Report("x.py", Namespace(lr=0.1, output_dir=tmp_path / "run"), WORLD, CPU)
-    report.start("a line of the script")
-    report.metrics = {"final_loss": 1.5}
-    report.check("loss equals single process", 2.3021, 2.3021, 1e-5, "somewhere")
-    assert report.finish("fine") == 0
-    content = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert list(content) == [
-        "script", "args", "argv", "started", "seconds", "world_size", "device", "backend",
-        "launcher", "versions", "machine", "metrics", "checks",
-    ]  # fmt: skip
-    assert content["checks"][0] == {
-        "name": "loss equals single process", "measured": 2.3021, "expected": 2.3021,
-        "tolerance": 1e-5, "source": "somewhere", "ok": True,
-    }  # fmt: skip
-    report.check("broken", 1, 2, 0, "nowhere")
-    assert report.finish("fine") == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[1] == "a line of the script"
-    assert "OK: 1 check passed, fine" in said and said[-1] == "FAILED: broken"
-    other = Report("x.py", Namespace(output_dir=None), runtime.World(1, 1, 2, 2, "python"), CPU)
-    other.start("x")
-    other.finish("fine")
-    assert capsys.readouterr().out == "", "only rank 0 prints"
-
-
-def test_more_than_eight_checks_are_folded_to_the_worst_of_each_kind(capsys):
-    report = Report("x.py", Namespace(output_dir=None), WORLD, CPU)
-    for number in range(5):
-        report.check(f"way {number}: error", number * 1e-6, 0, 1e-5, "")
-        report.check(f"way {number}: bytes", 8, 8, 0, "")
-    report.check("alone", 1, 1, 0, "")
-    assert report.finish("fine") == 0
-    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert rows == [
-        "error (worst of 5)",
-        "bytes (worst of 5)",
-        "alone",
-        "OK: 11 checks passed, fine",
-    ]
-    report.checks[7].measured = 9
-    assert report.finish("fine") == 1
-    out = capsys.readouterr().out
-    assert "way 3: bytes" in out and "4e-06" in out and "FAILED: way 3: bytes" in out
-
-
-# the output folder
-
-
-def test_output_folders_are_claimed_without_losing_anything(tmp_path):
-    def claim(path, resume=None):
-        """Claim a folder as a process of its own, which gives it back when it ends."""
-
-        def body(_):
-            folder.claim(path, resume)
-            atexit._run_exitfuncs()
-
-        return ranks.fork(body, 1, tmp_path / "log", 60)[0].err
-
-    run, resumable = tmp_path / "a" / "b", tmp_path / "c"
-    assert claim(run) == ""
-    (run / "results.json").write_text("{}")
-    for resume in (None, False, True):
-        assert "is not empty: name another folder\n" in claim(run, resume)
-    for _ in range(2):  # the second time as if the run had been killed before its first checkpoint
-        assert claim(resumable, resume=True) == ""
-    (run / "checkpoints").mkdir()
-    assert "is not empty" in claim(run, False) and "--resume" in claim(run, False)
-    assert claim(run, True) == ""
-    assert "cannot be written: Not a directory" in claim(run / "results.json" / "x")
-    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "results.json"]
-
-
-def hold(path, release):
-    """Hold a folder in a process of its own until `release` is there."""
-
-    def body(rank):
-        folder.claim(path, True)
-        (path / "held").touch()
-        while not release.exists():
-            time.sleep(0.02)
-        return 0
-
-    pid = os.fork()
-    if pid == 0:
-        body(0)
-        os._exit(0)  # without giving it back, as when a process is killed
-    while not (path / "held").exists():
-        time.sleep(0.02)
-    return pid
-
-
-def test_a_folder_in_use_is_refused_with_its_holder_and_taken_over_when_that_is_dead(tmp_path):
-    path = tmp_path / "run"
-    pid = hold(path, tmp_path / "release")
-    with pytest.raises(cli.UsageError, match=rf"in use by pid {pid} on .* since 20\d\d-.* UTC: "):
-        folder.claim(path, True)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    took = ranks.fork(lambda _: folder.claim(path, True), 1, tmp_path / "log", 60)[0]
-    assert (took.code, took.err) == (0, ""), "taken over at once"
-
-
-# ranks
-
-
-@pytest.mark.full
-def test_every_way_a_rank_can_end_is_told(tmp_path):
-    def body(rank):
-        print("rank", rank)
+def test_a_flipped_bit_is_another_replica(on_ranks):
+    def count(rank, world_size):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4)
+        same = check.count_distinct_replicas(layer, None)
         if rank == 1:
-            raise ValueError("shard 7 is empty")
-        if rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 3:
-            sys.exit(7)
-        if rank == 4:
-            time.sleep(600)
-        return rank
+            layer.weight.data.view(torch.int32)[2, 3] ^= 1
+        return same, check.count_distinct_replicas(layer, None)
 
-    ended = ranks.fork(body, 5, tmp_path, deadline_s=10)
-    words = ["exit code 0", "exit code 1", "SIGKILL", "exit code 7", "hangs"]
-    assert [rank.ended for rank in ended] == words
-    assert [rank.out for rank in ended] == [f"rank {number}\n" for number in range(5)]
-    assert ended[0].value == 0 and "ValueError: shard 7 is empty" in ended[1].err
-    assert "in body" in ended[4].err, "where it hangs"
+    assert on_ranks(count, 3) == [(1, 2)] * 3
 
 
-def test_a_fork_leaves_its_parents_finalizers_alone(tmp_path):
-    """A script's end runs what is to run at exit: of this process, not of the one before."""
-    with tempfile.TemporaryDirectory() as of_parent:
-        ended = ranks.fork(lambda _: cli.run(lambda: 0), 1, tmp_path, deadline_s=60)
-        assert ended[0].code == 0 and Path(of_parent).exists()
+def test_collectives_are_counted_with_their_bytes(on_ranks):
+    def count(rank, world_size):
+        with check.CollectiveCounter() as counter:
+            dist.all_reduce(torch.zeros(30))
+            parts = [torch.zeros(4) for _ in range(world_size)]
+            dist.all_gather(parts, torch.zeros(4))
+        return dict(counter.calls), dict(counter.bytes_sent)
+
+    calls, sent = on_ranks(count, 3)[0]
+    assert calls == {"all_reduce": 1, "all_gather": 1}
+    # Rings of three: an all-reduce sends 4/3 of 120 bytes, an all-gather 2/3 of 48.
+    assert sent["all_reduce"] == pytest.approx(160) and sent["all_gather"] == 32
 
 
-# the one job
+@pytest.fixture
+def report_of(on_ranks):
+    """Return a function that makes a Report on one rank, and says what it raised."""
+
+    def make(folder, resume=False, checks=()):
+        def body(rank, world_size):
+            device, group = CPU, dist.group.WORLD
+            run = runtime.Run(0, 0, 1, 1, "python", device, group)
+            args = argparse.Namespace(output_dir=folder, resume=resume)
+            try:
+                report = Report("a/script.py", args, run)
+            except cli.UsageError as error:
+                return str(error)
+            for given in checks:
+                report.check(*given)
+            return report.finish("done")
+
+        return on_ranks(body, 1)[0]
+
+    return make
 
 
-def job_args(micro, accum, ranks):
-    return Namespace(micro_batch_size=micro, grad_accum_steps=accum, seq_len=4,
-                     global_batch_size=micro * accum * ranks)  # fmt: skip
+def test_results_have_the_documented_shape(report_of, tmp_path):
+    checks = [("loss", 2.0, 2.1, 0.01), ("count", 3, 3, 0)]
+    assert report_of(tmp_path / "run", checks=checks) == cli.FAILED
+    content = results_of(tmp_path / "run")
+    assert set(content) == set(
+        ["script", "args", "argv", "started", "seconds", "world_size", "device"]
+        + ["backend", "launcher", "versions", "machine", "metrics", "checks"]
+    )
+    assert [row["ok"] for row in content["checks"]] == [False, True]
+    assert content["checks"][0]["tolerance"] == 0.01
+    assert report_of(tmp_path / "other", checks=checks[1:]) == 0
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_job_has_the_same_global_batches_however_it_is_cut(workers):
-    text = torch.arange(4 * 26 + 1, dtype=torch.uint8)
-    sequences = data.Sequences(text, 4)  # 26: a third step of 12 is short
+def test_a_folder_that_is_used_is_refused(report_of, tmp_path, monkeypatch):
+    from filelock import FileLock
 
-    def steps(micro, accum, ranks):
-        dealt = []
-        for rank in range(ranks):
-            sampler = data.ShardedSampler(26, rank, ranks, seed=1)
-            batches = data.job_batches(sequences, sampler, job_args(micro, accum, ranks), workers)
-            own = []
-            for _ in range(4):  # the fourth is of the next epoch
-                step = next(batches)
-                assert len(step) == accum and all(x.shape == (micro, 4) for x, _ in step)
-                sampler.advance(min(12, 26 - sampler.position))
-                own.append([int(x[0]) for part in step for x in part[0][part[1][:, 0] >= 0]])
-            dealt.append(own)
-        return [sorted(sum(parts, [])) for parts in zip(*dealt, strict=True)]
+    from dist_common import report
 
-    whole = steps(12, 1, 1)
-    assert [len(step) for step in whole] == [12, 12, 2, 12]
-    assert sorted(sum(whole[:3], [])) == [4 * i for i in range(26)], "each sequence once"
-    for cut in ((6, 2, 1), (3, 2, 2), (4, 1, 3)):
-        assert steps(*cut) == whole
+    monkeypatch.setattr(report, "LOCK_WAIT_S", 0.1)
+    folder = tmp_path / "run"
+    assert report_of(folder) == 0
+    assert "is not empty" in report_of(folder)
+    assert report_of(folder, resume=True) == 0
+    with FileLock(folder / ".lock"):
+        assert "is in use by another run" in report_of(folder, resume=True)
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in report_of(Path(tmp_path / "file" / "run"))
 
 
-def test_batch_sizes_follow_from_one_another():
-    for total, accum, settled in ((None, None, (16, 1)), (None, 3, (48, 3)), (32, None, (32, 2))):
-        args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)
-        line = data.settle_batch_sizes(args, dp_ranks=2)
-        assert (args.global_batch_size, args.grad_accum_steps) == settled
-        assert line.startswith(f"global batch {settled[0]} = 8 per rank x {settled[1]} micro")
-    for total, accum, says in (
-        (24, None, "24 must be --"),
-        (32, 3, "32 is not .* = 48: take that"),
-    ):
-        args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)
-        with pytest.raises(cli.UsageError, match=says):
-            data.settle_batch_sizes(args, dp_ranks=2)
+def test_metrics_of_steps_after_the_checkpoint_are_dropped(tmp_path):
+    rows = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, '{"step": 4, "lo']))
+    args = argparse.Namespace(output_dir=tmp_path, tensorboard=False, profile=None)
+    run = SimpleNamespace(rank=0, device=CPU)
+    log = train.Log(run, args, first_step=3)
+    log.write(3, loss=2.0)
+    log.file.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in lines] == [1.0, 1.0, 2.0]

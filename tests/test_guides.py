@@ -125,12 +125,14 @@ def test_code_on_a_page_is_the_code_that_runs(path, block):
     ending = ENDINGS[block.language]
     texts = [unindented((REPO / file).read_text()) for file in sources_of(path, ending)]
     folder = (REPO / path).parent.name
-    where = f"{path}:{block.line}: no file of {folder}/ or legacy_common/ has these lines"
+    where = f"{path}:{block.line}: no file of {folder}/ or the shared packages has these lines"
     assert any(unindented(block.text) in text for text in texts), where
 
 
 @pytest.mark.parametrize(("path", "block"), all_of("diff"))
 def test_a_diff_on_a_page_is_the_difference(path, block):
+    if block.text.startswith("--- a/"):  # a patch, which a test of its script applies
+        return
     named = DIFF.search(block.lead)
     assert named, f"{path}:{block.line}: which functions?"
     fresh = diff_of((REPO / path).parent, *named.groups())
@@ -183,7 +185,10 @@ def flags_of(path: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             values = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
-            known |= {v for v in values if isinstance(v, str) and re.match(r"--[a-z]", v)}
+            flags = {v for v in values if isinstance(v, str) and re.match(r"--[a-z]", v)}
+            if "BooleanOptionalAction" in ast.unparse(node):
+                flags |= {flag.replace("--", "--no-", 1) for flag in flags}
+            known |= flags
     return known
 
 
@@ -194,7 +199,7 @@ def flags_for(script: str) -> set[str]:
         p for p in TRACKED if p.startswith(f"{folder}/") and p.endswith(".py")
         and (not pages.has_main(p) or re.search(rf"^from {Path(p).stem} import", source, re.M))
     ]  # fmt: skip
-    shared = [p for p in TRACKED if p.startswith("legacy_common/") and p.endswith(".py")]
+    shared = [p for p in TRACKED if re.match(r"(dist|legacy)_common/.*\.py", p)]
     return set().union(*map(flags_of, [script, *helpers, *shared]))
 
 

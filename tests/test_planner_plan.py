@@ -346,12 +346,18 @@ LAUNCHES = [
     (LLAMA, Layout(dp=8, zero=1), "none", "deepspeed_train"),
     (LLAMA, Layout(dp=8, zero=2, recompute="full", micro_batch=2), "none", "fsdp_transformer"),
     (LLAMA, Layout(dp=16, zero=3, shard=8), "none", "fsdp_transformer"),
+    (models.MODELS["llama2-70b"], Layout(dp=16, zero=3), "none", "hybrid_parallelism"),
     (LLAMA, Layout(tp=2, pp=2, cp=2, dp=2, zero=3, recompute="full"), "none", "hybrid_parallelism"),
     (LLAMA, Layout(pp=4, dp=2, zero=1, virtual_stages=2), "none", "hybrid_parallelism"),
     (models.MODELS["llama3-405b"], Layout(tp=8, pp=2, dp=2), "none", "hybrid_parallelism"),
     (models.MODELS["mixtral-8x7b"], Layout(dp=8, ep=8, zero=2), "none", "hybrid_parallelism"),
     (LLAMA, Layout(dp=8, zero=3), "lora", "fsdp_finetune"),
 ]
+
+
+def test_float8_needs_the_template_that_has_it():
+    launch = plan_launch.launch_of(Job(LLAMA, 4096, 64, precision="fp8"), Layout(dp=8, zero=1), 8)
+    assert "/hybrid_parallelism.py" in launch.script and launch.commands[-1].endswith(" --float8")
 
 
 @pytest.mark.parametrize(("model", "layout", "finetune", "script"), LAUNCHES)
@@ -384,7 +390,8 @@ def test_a_template_takes_its_launch_line(model, layout, finetune, script, monke
     ("layout", "finetune", "says"),
     [
         (Layout(tp=2, dp=8, zero=3, shard=4), "none", "HSDP beside other axes"),
-        (Layout(tp=2, dp=8, zero=3, offload="all"), "none", "offload beside other axes"),
+        (Layout(tp=2, dp=8, zero=3, offload="all"), "none", "has --offload all with these axes"),
+        (Layout(dp=8, zero=3, offload="all"), "none", "has --offload all with these axes"),
         (Layout(dp=4, zero=3), "qlora", "fsdp_qlora.py has the layer"),
         (Layout(tp=2, dp=4, zero=3), "lora", "has FSDP alone"),
     ],

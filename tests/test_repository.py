@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+import tomllib
+from conftest import REPO, run_command
 from page_reader import PAGES, PARTS, TRACKED, commands, lessons_in_order, read
 
 # Folders beside the lessons.
@@ -75,7 +76,8 @@ def unstarted(folder: str):
 def untested(folder: str):
     """A lesson's tests stand in a file named after it."""
     number = folder[:2] if folder[0] == "0" else "benchmarks"
-    for lesson in set(scripts(folder)) - FIRST_STEPS:
+    tested_together = {"ddp_training", "fsdp_transformer"}  # tests/test_templates.py
+    for lesson in set(scripts(folder)) - FIRST_STEPS - tested_together:
         if f"tests/test_{number}_{lesson}.py" not in TRACKED:
             yield f"{folder}/{lesson}.py: no tests/test_{number}_{lesson}.py"
 
@@ -226,6 +228,16 @@ def test_legacy_common_imports_downward():
                 assert not any(name.startswith("legacy_common.lab") for name in imports(path)), path
 
 
+def test_moved_files_have_88_columns():
+    """In folders whose other files have 100 columns, ruff leaves them to this test."""
+    settings = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["ruff"]
+    moved = [path for path in settings["extend-exclude"] if path.endswith(".py")]
+    for command in (["check"], ["format", "--check"]):
+        words = [*command, "--config", "dist_common/ruff.toml", *moved]
+        ended = run_command([sys.executable, "-m", "ruff", *words], REPO, 60)
+        assert ended.codes == [0], ended.stdout
+
+
 def test_launchers_take_their_lessons_from_the_folder():
     for path in TRACKED:
         if re.fullmatch(r".*/launch_\w+\.sh", path):
@@ -238,9 +250,9 @@ def test_launchers_take_their_lessons_from_the_folder():
 # 88 columns, whatever the formatting. The limit is today's size: a change may lower it, never
 # raise it. The budget is the size that the folder has to reach.
 LIMITS_AND_BUDGETS = {
-    "dist_common": (0, 1_600),
-    "legacy_common": (3_854, 0),
-    "01-ddp-basics": (1_927, 1_500),
+    "dist_common": (1_503, 1_600),
+    "legacy_common": (3_853, 0),
+    "01-ddp-basics": (1_686, 1_500),
     "02-fsdp": (4_889, 2_300),
     "03-deepspeed": (2_903, 1_600),
     "04-nccl-operations": (3_373, 2_300),
@@ -254,17 +266,17 @@ LIMITS_AND_BUDGETS = {
 }
 # What a reader of a template has to open, with everything that it imports from here.
 FILES_AND_SIZES = {
-    "01-ddp-basics/ddp_training.py": (18, 3_629),
-    "02-fsdp/fsdp_transformer.py": (19, 3_783),
-    "02-fsdp/fsdp_finetune.py": (21, 4_709),
-    "03-deepspeed/deepspeed_train.py": (24, 5_007),
-    "05-advanced/hybrid_parallelism.py": (21, 4_430),
+    "01-ddp-basics/ddp_training.py": (9, 1_670),
+    "02-fsdp/fsdp_transformer.py": (9, 1_691),
+    "02-fsdp/fsdp_finetune.py": (20, 4_617),
+    "03-deepspeed/deepspeed_train.py": (24, 5_006),
+    "05-advanced/hybrid_parallelism.py": (21, 4_429),
 }
 BUDGET_OF_FILES, BUDGET_OF_SIZE = 10, 1_700
 # Pages of modules, programs and benchmarks; words and commands of all pages.
 PAGES_LIMIT, PAGES_BUDGET = 87, 75
-WORDS_LIMIT, WORDS_BUDGET = 180_300, 100_000
-COMMANDS_LIMIT, COMMANDS_BUDGET = 350, 200
+WORDS_LIMIT, WORDS_BUDGET = 178_700, 100_000
+COMMANDS_LIMIT, COMMANDS_BUDGET = 341, 200
 TRAINING_COMMANDS_OF_A_PAGE = 4
 
 LAYOUT_TOKENS = {

@@ -29,6 +29,6 @@ def test_a_job_whose_time_is_up_saves_and_queues_itself_and_resumes(slurm, tmp_p
     said = slurm.output(job)
     assert said.count("2 ranks started by srun") == 2, said
     assert re.search(
-        r"asked to stop, saved.*queued again: its time is up.*resuming from", said, re.S
+        r"stopped by a signal.*queued again: its time is up.*resuming from", said, re.S
     )
     assert list(steps_in(tmp_path / "run")) == list(range(1, 25))

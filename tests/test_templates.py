@@ -1,614 +1,650 @@
-"""The five templates: each stops, saves and resumes alike, and copied with legacy_common alone."""
+"""The templates: one process's training, stops, kills and resumes, clear errors."""
 
 import argparse
-import errno
-import importlib.abc
 import json
+import math
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
-import threading
-import time
-import traceback
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
+import helpers_templates as broken
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from conftest import REPO, assert_one_line, fork_ranks, load_script, results_of
-from helpers_01 import ask_to_stop_in, die_in, largest_difference, steps_in, wait_for
-from helpers_03 import SMALL_MODEL, config_of, deepspeed_in_the_parent
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from legacy_common import checkpoint, cli, data, job, models, report
-
-DDP = "01-ddp-basics/ddp_training.py"
-FSDP = "02-fsdp/fsdp_transformer.py"
-FINETUNE = "02-fsdp/fsdp_finetune.py"
-DEEPSPEED = "03-deepspeed/deepspeed_train.py"
-HYBRID = "05-advanced/hybrid_parallelism.py"
-SHARDED = [FSDP, FINETUNE, HYBRID]
-KEYS = {
-    "final_loss", "step_time_ms", "step_times_ms", "tokens_per_second", "tokens_per_step", "mfu",
-    "cpu_time_per_step_ms", "memory_gib", "memory_gib_per_rank", "peak_memory_gib",
-    "peak_memory_gib_per_rank", "collectives_per_step", "bytes_sent_per_step",
-}  # fmt: skip
-PROOFS = re.compile(
-    r"^ *# proofs: a copy deletes these lines\n.*?^ *# end of proofs\n", re.M | re.S
+from conftest import GPUS, REPO, assert_one_line, results_of, run_command
+from helpers_01 import wait_for
+from helpers_templates import (
+    DDP,
+    FSDP,
+    SMALL_JOB,
+    checkpoints_in,
+    kill_in,
+    kill_in_save,
+    loop_of,
+    rows_of,
+    small_model,
+    stop_in,
+    write_text,
 )
-full, gpu_ready = pytest.mark.full, pytest.mark.gpu_ready
-NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 64)
 
+from dist_common import checkpoint, data, train
 
-@pytest.fixture(scope="module", autouse=True)
-def deepspeed_is_imported():
-    with deepspeed_in_the_parent():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """A tiny model in Hugging Face's files, which fsdp_finetune.py starts from."""
-    import transformers
-
-    assert transformers.LlamaForCausalLM  # imported now, so that no fork has to
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    script = load_script(FINETUNE)
-
-    def make(rank):
-        sys.argv = [FINETUNE, "--make-tiny", str(folder)]
-        cli.run(script.main)
-
-    made = fork_ranks(make, 1, folder.with_name("fork"), 120, True)
-    assert made.codes == [0], made.stderr
-    pairs = [{"prompt": f"{n}?", "answer": "abcdefghij"[: 2 + n % 9]} for n in range(60)]
-    folder.with_name("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    return folder
-
-
-def model_and_pairs(request) -> list[str]:
-    folder = request.getfixturevalue("model_folder")
-    return ["--model", str(folder), "--data", str(folder.with_name("pairs.jsonl"))]
+TEMPLATES = [DDP, FSDP]
+full = pytest.mark.full
+QUICK_DDP = [DDP, pytest.param(FSDP, marks=full)]
 
 
 @pytest.fixture
-def train(run_script, tmp_path, request):
-    """Train a template, or a file cut down from it, on a small model: 12 steps by default."""
-    text = tmp_path / "text"
-    text.write_bytes(bytes(range(97, 123)) * 120)
+def run_template(run_script, tmp_path):
+    """Run a template on the small job; return how it ended."""
+    text = write_text(tmp_path)
 
-    def run(template, *argv, script=None, changes=(), ranks=2, **options):
-        def before(module):
-            models.PRESETS["tiny"] = SMALL_MODEL
-            for change in changes:
-                change(module)
-
-        arguments = ["--micro-batch-size", 2, "--seq-len", 32, "--max-steps", 12, "--lr", 1e-2,
-                     "--warmup-steps", 2, "--log-every", 1]  # fmt: skip
-        if template == FINETUNE:
-            arguments += model_and_pairs(request)
-        elif "--tokens" not in argv:
-            arguments += ["--text-file", text]
-        if template == DEEPSPEED:  # a file that was cut down stands elsewhere
-            arguments += ["--deepspeed_config", config_of(2)]
-        path = str(script or template)
-        return run_script(path, *arguments, *argv, world_size=ranks, before=before, **options)
+    def run(script, *argv, ranks=2, changes=(), **options):
+        options.setdefault("before", small_model(*changes))
+        words = ("--text-file", text, *SMALL_JOB, *argv)
+        return run_script(script, *words, world_size=ranks, **options)
 
     return run
 
 
-# a step, as a GPU would see it
-
-
-class HostReads(TorchDispatchMode):
-    """Count what makes the host wait for a device: numbers and sizes that leave a tensor."""
-
-    KINDS = (
-        torch.ops.aten._local_scalar_dense.default,  # item(), float(), `if tensor`
-        torch.ops.aten.nonzero.default,  # and so masks in brackets
-        torch.ops.aten.equal.default,
-    )
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func in self.KINDS:
-            callers = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)}
-            # A mesh's table of ranks lies on the host.
-            self.count += not any(name.endswith("/device_mesh.py") for name in callers)
-        return func(*args, **(kwargs or {}))
-
-
-class OnHost(torch.Tensor):
-    """A batch in the host's pinned memory: it moves as it is, without a wait, or the test fails.
-
-    Of what an operation makes of it no GPU could copy in the background: the memory is another, or
-    not in one piece. And no operation takes it together with what is on the device.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        to = [*args[1:], kwargs.get("device")]
-        if func is torch.Tensor.cuda or (
-            func is torch.Tensor.to and any(isinstance(x, torch.device | str) for x in to)
-        ):
-            assert hasattr(args[0], "pinned"), "not as the loader has pinned it"
-            assert kwargs.get("non_blocking"), "the host waits for this copy"
-            return args[0].as_subclass(torch.Tensor)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        assert all(isinstance(x, cls) for x in given), f"{func} of host and device"
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-def pinned(tensor):
-    on_host = tensor.as_subclass(OnHost)
-    on_host.pinned = True
-    return on_host
-
-
-def read_no_more_than(per_micro_batch):
-    """Return what fails a run whose steps read more, the optimizer's part included.
-
-    Or that copy a batch with a wait. None: the reads are not this script's own.
-    """
-
-    def watch(script):
-        steps = job.Job.steps
-
-        def watched(self, *args, **options):
-            for step in steps(self, *args, **options):
-                step.micro_batches = [[*map(pinned, batch)] for batch in step.micro_batches]
-                with HostReads() as reads:
-                    yield step
-                counted = len(step.micro_batches) * (per_micro_batch or 0)
-                assert per_micro_batch is None or reads.count == counted
-
-        job.Job.steps = watched
-
-    return watch
-
-
-@gpu_ready
-@pytest.mark.parametrize(
-    ("template", "per_micro_batch"),
-    # On the host, before a micro-batch leaves it: its tokens are counted, and where pairs differ in
-    # length it is cut to the longest. DeepSpeed's engine reads more, by itself.
-    [(DDP, 1), (FSDP, 1), (HYBRID, 0), (FINETUNE, 4), (DEEPSPEED, None)],
-)  # fmt: skip
-def test_a_step_waits_for_nothing_that_the_device_does(train, template, per_micro_batch):
-    change = read_no_more_than(per_micro_batch)
-    flags = ("--grad-accum-steps", 3, "--max-steps", 2, "--parity-steps", 0)
-    ended = train(template, *flags, changes=[change])
-    assert ended.codes == [0, 0], ended.stderr
-
-
-@gpu_ready
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_batches_are_pinned_where_a_gpu_fetches_them(monkeypatch, kind):
-    monkeypatch.setattr(job.dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(job, "measure", mock.Mock())
-    monkeypatch.setattr(data, "job_batches", lambda *given: given[-1])
-    args = argparse.Namespace(seed=0, log_every=10, num_workers=0, checkpoints=None, resume=False)
-    report = SimpleNamespace(device=torch.device(kind), output=None)
-    made = job.Job(args, report, range(4), None, None)
-    assert made.batches == (kind == "cuda")
-
-
-# what a GPU computes in
-
-
-def on_a_gpu_that_has_bf16(script):
-    """Have the device be one where bf16-mixed is taken; bfloat16 computes on a CPU too."""
-    script.runtime.default_precision = report.default_precision = lambda device: "bf16-mixed"
-
-
-@pytest.mark.parametrize(
-    ("template", "argv", "taken"),
-    [
-        (FSDP, (), "bf16-mixed"),
-        (DEEPSPEED, (), "bf16-mixed"),
-        (DEEPSPEED, ("--deepspeed_config", {"bf16": {"enabled": False}}), "32-true"),
-    ],
-)
-def test_the_device_chooses_the_precision_that_nobody_did(
-    train, tmp_path, template, argv, taken
-):  # fmt: skip
-    """Once, before anything is made: said, proven and written as if it had been given."""
-    *flags, own = argv or [None]
-    if isinstance(own, dict):
-        config = json.loads(Path(config_of(2)).read_text()) | own
-        own = tmp_path / "config.json"
-        own.write_text(json.dumps(config))
-    argv = ("--max-steps", 2, "--eval-every", 0, *flags, *([own] if own else []))
-    ended = train(
-        template, *argv, "--output-dir", tmp_path / "run", changes=[on_a_gpu_that_has_bf16]
-    )
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert taken in ended.stdout.splitlines()[1]
-    assert results_of(tmp_path / "run")["args"]["precision"] == taken
-    manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
-    assert json.loads(manifest.read_text())["settings"]["precision"] == taken
-
-
-# stopped, and resumed: one job's loop is everybody's, so two of the five are quick
-
-
-@pytest.mark.parametrize(
-    "template", [DDP, DEEPSPEED, *(pytest.param(t, marks=full) for t in (FSDP, FINETUNE, HYBRID))]
-)
-def test_a_run_that_is_stopped_or_killed_resumes_bitwise(train, tmp_path, template):
-    """SIGTERM and SIGUSR1 to one rank alone, no checkpoint due; then SIGKILL to all ranks."""
-    straight, stopped, killed = (tmp_path / name for name in ("straight", "stopped", "killed"))
-    arguments = ("--max-steps", 8, "--eval-every", 4, "--num-workers", 1, "--resume",
-                 "--output-dir")  # fmt: skip
-    seldom = ("--save-every", 5000)
-    looks = ("--logger", "tensorboard", "--profile", "3-4")
-    whole = train(template, *seldom, *looks, *arguments, straight)
-    assert whole.codes == [0, 0], whole.stdout + whole.stderr
-    assert "no checkpoint in" in whole.stdout, "--resume in a new folder starts at the start"
-    slow = [("--async-save",), [write_slowly]] if template in SHARDED else [(), []]
-    for step, stop in ((3, signal.SIGTERM), (6, signal.SIGUSR1)):
-        changes = [on_rank(1, ask_to_stop_in(step, stop)), *slow[1]]
-        asked = train(template, *seldom, *slow[0], *arguments, stopped, changes=changes)
-        assert asked.codes == [0, 0], asked.stdout + asked.stderr
-        assert asked.stdout.splitlines()[-1].endswith(f"after step {step}, asked to stop, saved")
-    again = train(template, *seldom, *arguments, stopped)
-    assert again.codes == [0, 0], again.stdout + again.stderr
-    often = ("--save-every", 3)
-    ended = train(template, *often, *arguments, killed, changes=[die_in(5)])
-    assert ended.codes == [-signal.SIGKILL] * 2, ended.stdout + ended.stderr
-    again = train(template, *often, *arguments, killed)
-    assert again.codes == [0, 0] and "at step 3," in again.stdout, again.stdout + again.stderr
-    for run in (stopped, killed):
-        assert largest_difference(straight, run) == 0.0, "bitwise"
-        assert steps_in(straight, "test_loss") == steps_in(run, "test_loss")
-    assert sorted(steps_in(straight, "test_loss")) == [4, 8]
-    finished = train(template, *often, *arguments, killed)
-    assert finished.codes == [0, 0] and "has all 8 steps: nothing to do" in finished.stdout
-    assert any((straight / "tensorboard").iterdir())
-    for rank in range(2):
-        trace = json.loads((straight / "profile" / f"trace-rank{rank}.json").read_text())
-        traced = {event["name"] for event in trace["traceEvents"]}
-        assert {name for name in traced if name.startswith("step ")} == {"step 3", "step 4"}
-        assert "gloo:all_reduce" in traced or "c10d::allreduce_" in traced, "what a step calls"
-    metrics = results_of(straight)["metrics"]
-    assert set(metrics) >= KEYS, KEYS - set(metrics)
-    assert set(metrics["memory_gib"]) == {"before", "weights", "gradients", "optimizer"}
-
-
-def write_slowly(script):
-    """In the background, what a run that ends has to wait for."""
-    write = checkpoint.Sharded.write
-
-    def slow(self, folder, state=None):
-        time.sleep(1)
-        write(self, folder, state)
-
-    checkpoint.Sharded.write = slow
-
-
-def write_between_steps(script):
-    """Write in the step after the copy, and let go of it for the seal in the step after that."""
-    write, record, taken, written = checkpoint.Sharded.write, job.Step.record, [], []
-
-    def noted(self, *results):
-        record(self, *results)
-        taken.append(self.number)
-        if self.number in (4, 7, 10) and taken[0] < self.number:
-            wait_for(lambda: self.number - 1 in written)
-
-    def held(self, folder, state=None):
-        saved = int(folder.name.removeprefix(".partial-"))
-        if saved < 12:  # after the last step training waits
-            wait_for(lambda: taken[-1] > saved)
-        write(self, folder, state)
-        written.append(saved)
-        if saved < 12:
-            wait_for(lambda: taken[-1] > saved + 1)
-
-    job.Step.record, checkpoint.Sharded.write = noted, held
-
-
-def seal_before_the_write_has_ended(script):
-    write = checkpoint.Sharded.write
-
-    def handed_on(self, *args, **state):
-        threading.Thread(target=write, args=(self, *args), kwargs=state, daemon=True).start()
-
-    checkpoint.Sharded.write = handed_on
-
-
-def kill_while_it_writes_and_resume(train, tmp_path, template, *sabotage):
-    """SIGKILL to all when step 6 is written and not sealed, in step 8; step 3 is whole."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    argv = ("--save-every", 3, "--eval-every", 0, "--resume", "--output-dir")
-    assert train(template, *argv, straight).codes == [0, 0]
-    changes = [die_in(8), write_between_steps, *sabotage]
-    ended = train(template, *argv, killed, "--async-save", changes=changes)
-    assert ended.codes == [-signal.SIGKILL] * 2, ended.stdout + ended.stderr
-    assert 7 in steps_in(killed), "trained on"
-    names = {path.name for path in (killed / "checkpoints").iterdir()}
-    assert names == {"step-00000003", ".partial-00000006"}
-    assert list((killed / "checkpoints" / ".partial-00000006").glob("*.distcp"))
-    again = train(template, *argv, killed, "--async-save", changes=[write_between_steps])
-    assert again.codes == [0, 0], again.stdout + again.stderr
-    assert "resuming from" in again.stdout and "at step 3," in again.stdout
-    assert largest_difference(straight, killed) == 0.0, "bitwise"
-    names = {path.name for path in (killed / "checkpoints").iterdir()}
-    assert names == {"step-00000009", "step-00000012"}
-
-
-def test_training_goes_on_while_shards_are_written_and_a_kill_loses_no_checkpoint(train, tmp_path):
-    kill_while_it_writes_and_resume(train, tmp_path, FSDP)
-
-
-@full
-def test_sabotage_of_a_save_in_the_background_is_found(train, tmp_path):
-    with pytest.raises(AssertionError):
-        kill_while_it_writes_and_resume(train, tmp_path, FSDP, seal_before_the_write_has_ended)
-
-
-def fill_the_disk(script):
-    def full_disk(self, plan, planner):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    dcp.FileSystemWriter.write_data = full_disk
-
-
-@full
-def test_a_disk_that_is_full_ends_a_run_that_saves_shards(train, tmp_path):
-    folder = tmp_path / "run"
-    argv = ("--save-every", 3, "--async-save", "--output-dir", folder)
-    ended = train(FSDP, *argv, changes=[on_rank(1, fill_the_disk)])
-    says = f"cannot write the checkpoint {folder}/checkpoints/step-00000003: No space left on"
-    assert_one_line(ended, says, "fsdp_transformer.py")
-    assert not checkpoint.found(folder / "checkpoints")
-
-
-def on_rank(number, change):
-    """Make a change on one rank alone."""
-    return lambda script: change(script) if os.environ["RANK"] == str(number) else None
-
-
-# from a folder of transformers to a folder of transformers
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A folder that transformers wrote: bfloat16, several files, nothing as our presets have it."""
-    import transformers
-
-    shape = transformers_shape(NARROW)
-    rotary = {"rope_type": "default", "rope_theta": 5e5}
-    config = transformers.LlamaConfig(**shape, rope_parameters=rotary, rms_norm_eps=1e-3)
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = transformers.LlamaForCausalLM(config)
-        for weight in model.parameters():  # large enough for a loss to show what is mixed up
-            if weight.dim() > 1:
-                torch.nn.init.normal_(weight, std=0.2)
-            else:
-                torch.nn.init.uniform_(weight, 0.5, 1.5)
-    folder = tmp_path_factory.mktemp("llama")
-    model.bfloat16().save_pretrained(folder, max_shard_size="20KB")
-    (folder / "tokenizer_config.json").write_text("{}")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    return folder
-
-
-@torch.no_grad()
-def shift(weights):
-    """Move the rows of shards by one, on rank 1 alone."""
-    for weight in weights.values() if os.environ["RANK"] == "1" else []:
-        shard = models.local(weight)
-        shard.copy_(shard.roll(1, 0))
-
-
-def shift_what_is_loaded(script):
-    load = script.hf.load
-
-    def shifted(model, *args):
-        load(model, *args)
-        shift(dict(model.named_parameters()))
-
-    script.hf.load = shifted
-
-
-def shift_what_is_exported(script):
-    plain = script.hf.dcp.save
-
-    def shifted(named, storage_writer, **options):
-        named = {name: weight.clone() for name, weight in named.items()}
-        shift(named)
-        plain(named, storage_writer=storage_writer, **options)
-
-    script.hf.dcp.save = shifted
-
-
-def mix_up_two_names(script):
-    """A round trip would not see it, nor files that are read again."""
-    script.hf.HF_NAMES |= {"gate": "mlp.up_proj", "up": "mlp.gate_proj"}
-
-
-GRADIENT = "gradient: relative error against one process"
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "failing"),
-    [
-        (shift_what_is_loaded, {"weights equal in the files", GRADIENT, "loss"}),
-        pytest.param(mix_up_two_names, {GRADIENT, "loss"}, marks=full),
-        pytest.param(shift_what_is_exported, {"exported weights equal in the files"}, marks=full),
-    ],
-)
-def test_sabotage_of_a_folder_fails_a_check(train, tmp_path, llama, sabotage, failing):
-    argv = ("--init-from", llama, "--export-to", tmp_path / "there", "--max-steps", 1,
-            "--parity-steps", 1, "--save-every", 0, "--output-dir", tmp_path / "run")  # fmt: skip
-    ended = train(FSDP, *argv, changes=[sabotage])
-    assert 1 in ended.codes, ended.stdout + ended.stderr
-    failed = {check["name"] for check in results_of(tmp_path / "run")["checks"] if not check["ok"]}
-    assert failed - {"gradient norm"} == failing, ended.stdout
-
-
-def config_with(**fields):
-    def change(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | fields))
-
-    return change
-
-
-def damaged(folder):
-    path = min(folder.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:100])
-
-
-@pytest.mark.parametrize(
-    ("change", "argv", "says"),
-    [
-        (config_with(head_dim=16), "", "head_dim is 16, not 8 as our model has it"),
-        *(
-            pytest.param(*row, marks=full)
-            for row in (
-                (config_with(quantization_config={"bits": 4}), "", "quantization_config is"),
-                (config_with(vocab_size=255), "", "vocab_size is 255: a token here is a"),
-                (config_with(num_hidden_layers=3), "", "Missing key in checkpoint"),
-                (config_with(intermediate_size=96), "", "Size mismatch between saved"),
-                (damaged, "", "/folder: rank 0: "),
-                (config_with(), "--preset 1b", "--preset: not allowed with argument"),
-                (config_with(), "--export-to tests", "--export-to tests is not empty"),
-            )
-        ),
-    ],
-)
-def test_a_folder_that_cannot_be_taken_is_refused(
-    train, tmp_path, llama, monkeypatch, change, argv, says
-):  # fmt: skip
-    monkeypatch.chdir(REPO)
-    shutil.copytree(llama, tmp_path / "folder")
-    change(tmp_path / "folder")
-    ended = train(FSDP, "--init-from", tmp_path / "folder", *argv.split(), ranks=1)
-    assert_one_line(ended, says, "fsdp_transformer.py")
-
-
-@full
-def test_a_resumed_run_keeps_its_shape(train, tmp_path, llama):
-    """Rotations and the norms' epsilon have no tensor that a checkpoint would refuse."""
-    argv = (FSDP, "--max-steps", 1, "--output-dir", tmp_path / "run")
-    assert train(*argv, "--init-from", llama, ranks=1).codes == [0]
-    ended = train(*argv, "--resume", ranks=1)
-    says = f"--preset is tiny here and {llama} in the checkpoint, and their shapes differ"
-    assert_one_line(ended, says, "fsdp_transformer.py")
-
-
-QWEN2 = models.TransformerConfig(257, 40, 2, 4, 2, 92, 256)  # 3 divides no size
-
-
-def transformers_shape(config):
-    return {
-        "vocab_size": config.vocab_size, "hidden_size": config.dim,
-        "intermediate_size": config.ffn_dim, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": config.max_seq_len, "attn_implementation": "sdpa",
-    }  # fmt: skip
-
-
-@full
-@pytest.mark.parametrize(
-    ("template", "ranks", "seed", "lr", "layout"),
-    [
-        (DDP, 3, 5, 1e-2, ""),
-        (FSDP, 3, 7, 1e-2, ""),
-        (FINETUNE, 3, 9, 1e-3, ""),
-        (DEEPSPEED, 3, 5, 1e-3, ""),
-        (HYBRID, 6, 7, 1e-3, "--dp 3 --pp 2 --data-parallel full"),
-    ],
-)
-def test_a_right_run_passes(train, template, ranks, seed, lr, layout):
-    """Where ranks divide no size evenly, from other weights, at other learning rates."""
-    argv = ["--max-steps", 2, "--seq-len", 16, "--seed", seed, "--lr", lr, *layout.split()]
-    ended = train(template, *argv, ranks=ranks)
-    assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
-
-
-# a copy
-
-
-def without_proofs(template):
-    source, blocks = PROOFS.subn("", (REPO / template).read_text())
-    assert blocks == 1, "one block of proofs, between its two comments"
-    return source
-
-
-class RefuseProofs(importlib.abc.MetaPathFinder):
-    """Let no import find what a copy does without."""
-
-    def find_spec(self, name, path, target=None):
-        if name.startswith("legacy_common.lab") or name.split(".")[0].endswith("_parts"):
-            raise ImportError(f"a copied template imports {name}")
-
-
-def refuse_proofs(_):
-    for name in list(sys.modules):
-        if name.startswith("legacy_common.lab") or name.split(".")[0].endswith("_parts"):
-            del sys.modules[name]
-    sys.meta_path.insert(0, RefuseProofs())
-
-
-# main of a module that stands for a copy: the copy is to find its own legacy_common, and no other
-AS_COPY = """
-import runpy, sys
-
-def main():
-    for name in [name for name in sys.modules if name.split(".")[0] == "legacy_common"]:
-        del sys.modules[name]
-    sys.path.insert(0, {folder!r})
-    import legacy_common
-    assert legacy_common.__file__.startswith({folder!r}), legacy_common.__file__
-    runpy.run_path({copy!r}, run_name="__main__")
-"""
-
-
-@full
-@pytest.mark.parametrize("template", [DDP, FSDP])
-def test_a_copy_with_legacy_common_trains_is_killed_and_resumes(
-    run_script, tmp_path, template, request
+def assert_ok(ended):
+    assert not any(ended.codes), ended.stdout + ended.stderr
+    return ended
+
+
+# The same training as one process
+
+ROWS = [
+    (DDP, broken.optimize_a_copy, "", "weight change"),
+    (DDP, broken.forget_zero_grad, "", "gradient norm"),
+    (DDP, broken.decay_weights_by_10, "", "weight change"),
+    (DDP, broken.clip_nothing, "", "clipped gradient"),
+    (DDP, broken.clip_before_unscaling, "--precision 16-mixed", "clipped gradient"),
+    (DDP, broken.count_the_schedule_by_micro_batches, "", "weight change"),
+    (DDP, broken.set_the_rate_after_the_step, "", "weight change"),
+    (DDP, broken.shift_no_targets, "", "loss"),
+    (DDP, broken.count_local_tokens, "", "loss"),
+    (DDP, broken.average_the_averages, "--global-batch-size 3", "gradient norm"),
+    (DDP, broken.synchronise_nothing, "", "gradient norm"),
+    (DDP, broken.deal_rank_0_s_samples_to_all, "", "loss"),
+    (DDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss"),
+    (FSDP, broken.optimize_a_copy, "", "weight change"),
+    (FSDP, broken.forget_zero_grad, "", "gradient norm"),
+    (FSDP, broken.clip_by_the_local_norm, "", "clipped gradient"),
+    (FSDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss"),
+    (
+        FSDP,
+        broken.all_reduce_nothing_between_replicas,
+        "--sharding hybrid --shard-group-size 1",
+        "gradient norm",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "change", "flags", "error"), ROWS)
+def test_sabotage_fails_the_self_check(
+    run_template, tmp_path, script, change, flags, error
 ):
-    """In an empty folder, without lab/ and the proofs."""
-    folder = tmp_path / "empty"
-    copy = folder / Path(template).name
-    shutil.copytree(REPO / "legacy_common", folder / "legacy_common",
-                    ignore=shutil.ignore_patterns("lab", "__pycache__"))  # fmt: skip
-    copy.write_text(without_proofs(template))
-    if (REPO / template).with_name("configs").is_dir():
-        shutil.copytree((REPO / template).with_name("configs"), folder / "configs")
-    stand_in = tmp_path / "stand_in.py"
-    stand_in.write_text(AS_COPY.format(folder=str(folder), copy=str(copy)))
-    arguments = ["--max-steps", 14, "--seq-len", 32, "--micro-batch-size", 2, "--log-every", 1]
-    arguments += ["--save-every", 2, "--eval-every", 0, "--resume", "--output-dir", "run"]
-    if template == FINETUNE:
-        arguments += model_and_pairs(request)
+    words = ("--max-steps", 2, *flags.split(), "--output-dir", tmp_path / "run")
+    ended = run_template(script, *words, changes=[change])
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    assert ended.stderr.startswith(f"{Path(script).name}: self-check failed"), (
+        ended.stderr
+    )
+    found = re.search(rf"\b{error} ([\d.e+-]+)", ended.stderr)
+    tolerances = {"loss": 1e-5, "gradient norm": 1e-4, "clipped gradient": 1e-3}
+    assert float(found[1]) > 10 * tolerances.get(error, 0.01), ended.stderr
 
-    def enter(module):
-        os.chdir(folder)
-        refuse_proofs(module)
 
-    def kill(pids):
-        metrics = folder / "run" / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 5)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+WAYS = [
+    (DDP, 3, "--global-batch-size 7 --seed 3"),
+    (DDP, 2, "--precision bf16-mixed"),
+    (DDP, 2, "--precision 16-mixed"),
+    (FSDP, 3, "--global-batch-size 7 --seed 3"),
+    (FSDP, 2, "--activation-checkpointing full --sharding grad-op"),
+    (FSDP, 2, "--activation-checkpointing selective --precision bf16-mixed"),
+    (FSDP, 4, "--sharding hybrid --shard-group-size 2 --global-batch-size 15"),
+    pytest.param(DDP, 6, "--global-batch-size 16 --lr 0.1", marks=full),
+    pytest.param(FSDP, 6, "--global-batch-size 4", marks=full),
+]
 
-    options = {"world_size": 2, "before": enter}
-    killed = run_script(str(stand_in), *arguments, **options, during=kill)
-    assert killed.codes == [-signal.SIGKILL] * 2, killed.stdout + killed.stderr
-    ended = run_script(str(stand_in), *arguments, **options)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "resuming from run/checkpoints/step-" in ended.stdout
-    assert sorted(steps_in(folder / "run")) == list(range(1, 15))
-    assert results_of(folder / "run")["metrics"]["peak_memory_gib"] > 0
+
+@pytest.mark.parametrize(("script", "ranks", "flags"), WAYS)
+def test_a_right_run_passes(run_template, script, ranks, flags):
+    """Also where ranks divide nothing evenly, and where a rank has no sample."""
+    ended = assert_ok(
+        run_template(script, "--max-steps", 3, *flags.split(), ranks=ranks)
+    )
+    assert not ended.stderr
+    assert re.search(r"^OK: [45] checks passed, loss ", ended.stdout, re.M)
+
+
+@full
+@pytest.mark.parametrize("script", TEMPLATES)
+def test_the_losses_of_one_process(run_template, tmp_path, script):
+    """12 sequences a step, over the end of an epoch, on 1 and on 3 ranks."""
+    losses = []
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        words = ("--global-batch-size", 12, "--output-dir", folder)
+        assert_ok(run_template(script, *words, ranks=ranks))
+        losses.append(rows_of(folder))
+    assert losses[0].keys() == losses[1].keys() == set(range(1, 9))
+    assert losses[0][8] < 0.8 * losses[0][1]
+    for step, loss in losses[0].items():
+        assert losses[1][step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_self_check_leaves_the_random_state(run_template, tmp_path):
+    """With dropout on, a check that drew numbers would change the later losses."""
+
+    def add_dropout(script):
+        script.Transformer.forward = with_dropout(script.Transformer.forward)
+
+    def with_dropout(forward):
+        def dropped(self, tokens):
+            logits = forward(self, tokens)
+            if train_step[0] > 2:
+                logits = torch.nn.functional.dropout(logits, 0.1)
+            return logits
+
+        return dropped
+
+    train_step = [0]
+
+    def count_steps(script):
+        step = train.Log.step
+
+        def counted(self, number):
+            train_step[0] = number
+            return step(self, number)
+
+        train.Log.step = counted
+
+    for flag in ("--self-check", "--no-self-check"):
+        words = ("--max-steps", 5, flag, "--output-dir", tmp_path / flag)
+        assert_ok(run_template(DDP, *words, changes=[add_dropout, count_steps]))
+    checked, unchecked = (
+        rows_of(tmp_path / flag) for flag in ("--self-check", "--no-self-check")
+    )
+    assert checked == unchecked
+
+
+def test_all_loops_have_the_same_skeleton():
+    first = {"step", "next", "accumulate_gradient", "clip_grad_norm_", "set_lr"}
+    then = {"zero_grad", "add", "first_two_steps", "evaluation", "requested"}
+    shared = first | then | {"flush", "save"}
+    loops = [[name for name in loop_of(path) if name in shared] for path in TEMPLATES]
+    scaled = [name for name in loop_of(DDP) if name in ("unscale_", "update")]
+    assert loops[0] == loops[1] and scaled == ["unscale_", "update"]
+    assert set(loops[0]) == shared
+
+
+def test_learning_rates_warm_up_and_decay():
+    args = argparse.Namespace(lr=1.0, warmup_steps=4, max_steps=12)
+    rates = [train.lr_at(step, args) for step in range(1, 13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[7] == pytest.approx(0.55) and rates[11] == pytest.approx(0.1)
+
+
+# Stop, kill, resume
+
+
+def straight_run(run_template, script, folder, *flags):
+    words = ("--global-batch-size", 12, "--eval-every", 4, "--save-every", 2)
+    return assert_ok(run_template(script, *words, *flags, "--output-dir", folder))
+
+
+@pytest.mark.parametrize("script", QUICK_DDP)
+def test_a_run_that_is_stopped_or_killed_resumes_bitwise(
+    run_template, tmp_path, script
+):
+    """Three signals to one rank; kills in a step, in a save, and twice in a row."""
+    straight, stopped, killed = (tmp_path / name for name in ("a", "b", "c"))
+    straight_run(run_template, script, straight, "--num-workers", 1)
+    words = ("--global-batch-size", 12, "--eval-every", 4, "--resume")
+    background = ("--async-save",) if script == FSDP else ()
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    for step, number in zip((1, 3, 6), signals, strict=True):
+        flags = (*words, *background, "--log-every", 50, "--save-every", 5000)
+        ended = assert_ok(
+            run_template(
+                script, *flags, "--output-dir", stopped, changes=[stop_in(step, number)]
+            )
+        )
+        assert f"after step {step}, stopped" in ended.stdout
+        assert max(rows_of(stopped)) == step, "the last steps are logged"
+    assert_ok(run_template(script, *words, "--output-dir", stopped))
+    flags = (*words, "--save-every", 2, *background, "--output-dir", killed)
+    for change in (kill_in(1), kill_in(5), kill_in_save(6), kill_in_save(6)):
+        ended = run_template(script, *flags, changes=[change])
+        assert set(ended.codes) <= {-signal.SIGKILL, -signal.SIGTERM}, ended.stderr
+    assert checkpoints_in(killed)[-1] == "step-00000004"
+    ended = assert_ok(run_template(script, *flags))
+    assert f"resuming from {killed}/checkpoints/step-00000004" in ended.stdout
+    assert checkpoints_in(killed) == ["step-00000006", "step-00000008"]
+    for folder in (stopped, killed):
+        assert rows_of(folder) == rows_of(straight), "bitwise"
+        assert rows_of(folder, "test_loss") == rows_of(straight, "test_loss")
+    ended = assert_ok(run_template(script, *flags))
+    assert "nothing to do: the checkpoint has step 8" in ended.stdout
+
+
+@pytest.mark.parametrize("script", QUICK_DDP)
+def test_forgotten_moments_change_the_losses_of_a_resumed_run(
+    run_template, tmp_path, script
+):
+    straight, stopped = tmp_path / "a", tmp_path / "b"
+    straight_run(run_template, script, straight)
+    words = ("--global-batch-size", 12, "--save-every", 2, "--resume")
+    words += ("--output-dir", stopped)
+    assert_ok(run_template(script, *words, changes=[stop_in(4)]))
+    assert_ok(run_template(script, *words, changes=[broken.forget_the_moments]))
+    assert rows_of(stopped)[8] != rows_of(straight)[8]
+
+
+@pytest.mark.parametrize("script", QUICK_DDP)
+def test_another_number_of_ranks_resumes_with_the_same_batch(
+    run_template, tmp_path, script
+):
+    straight, moved = tmp_path / "a", tmp_path / "b"
+    straight_run(run_template, script, straight)
+    words = ("--save-every", 2, "--resume", "--output-dir", moved)
+    given = ("--global-batch-size", 12)
+    assert_ok(run_template(script, *words, *given, changes=[stop_in(2)]))
+    ended = assert_ok(run_template(script, *words, ranks=1, changes=[stop_in(5)]))
+    assert "global batch 12 = 2 per micro-batch x 6 micro-batches x 1 rank" in (
+        ended.stdout
+    )
+    assert_ok(run_template(script, *words, ranks=3))
+    for step, loss in rows_of(straight).items():
+        assert rows_of(moved)[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_longer_run_says_how_the_learning_rate_changes(run_template, tmp_path):
+    words = ("--save-every", 2, "--resume", "--output-dir", tmp_path / "run")
+    assert_ok(run_template(DDP, *words, "--max-steps", 4))
+    ended = assert_ok(run_template(DDP, *words, "--max-steps", 6))
+    assert "changed since the checkpoint: max_steps 4 -> 6" in ended.stdout
+    line = "warning: the learning rate of step 5 changes from 0.001 to 0.0033"
+    assert line in ended.stdout, ended.stdout
+
+
+def test_going_back_to_a_step_replaces_what_came_after(run_template, tmp_path):
+    folder = tmp_path / "run"
+    words = ("--save-every", 2, "--keep", 3, "--output-dir", folder)
+    assert_ok(run_template(DDP, *words))
+    names = ["step-00000004", "step-00000006", "step-00000008"]
+    assert checkpoints_in(folder) == names
+    before = rows_of(folder)
+    back = ("--resume-step", 4, "--max-steps", 6, "--lr", 1e-3)
+    assert_ok(run_template(DDP, *words, *back))
+    assert checkpoints_in(folder) == names[:2]
+    after = rows_of(folder)
+    assert [step for step in after if after[step] != before[step]] == [6]
+    ended = run_template(DDP, *words, "--resume-step", 5)
+    assert_one_line(ended, "--resume-step 5: ", "ddp_training.py")
+    assert "has 4, 6" in ended.stderr
+
+
+@full
+@pytest.mark.parametrize("script", TEMPLATES)
+def test_a_copy_with_dist_common_trains_is_killed_and_resumes(tmp_path, script):
+    """In an empty folder, in a fresh interpreter."""
+    shutil.copytree(
+        REPO / "dist_common",
+        tmp_path / "dist_common",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    shutil.copy(REPO / script, tmp_path)
+    words = ["--max-steps", "6", "--save-every", "2", "--eval-every", "0", "--resume"]
+    words += ["--output-dir", "run", "--micro-batch-size", "2", "--seq-len", "16"]
+    copied = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    copied += ["--nproc-per-node=2", Path(script).name, *words]
+    kill = f"""
+import os, signal, sys
+from dist_common import train
+add = train.Log.add
+def add_and_die(self, step, *results):
+    add(self, step, *results)
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+train.Log.add = add_and_die
+import runpy
+runpy.run_path("{Path(script).name}", run_name="__main__")
+"""
+    (tmp_path / "killed.py").write_text(kill)
+    killed = [word.replace(Path(script).name, "killed.py") for word in copied]
+    path = {"PYTHONPATH": str(tmp_path)}
+    ended = run_command(killed, tmp_path, 300, **path)
+    assert ended.codes != [0]
+    assert checkpoints_in(tmp_path / "run") == ["step-00000002", "step-00000004"]
+    ended = run_command(copied, tmp_path, 300, **path)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "resuming from run/checkpoints/step-00000004" in ended.stdout
+    assert list(rows_of(tmp_path / "run")) == list(range(1, 7))
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def stopped_run(run_template, tmp_path):
+    """Return a function that trains 4 steps and returns its folder."""
+
+    def run(script):
+        folder = tmp_path / "run"
+        words = ("--save-every", 2, "--max-steps", 4, "--output-dir", folder)
+        assert_ok(run_template(script, *words))
+        return folder
+
+    return run
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = [
+    ("__1_0.distcp", Path.unlink, "__1_0.distcp is missing or damaged"),
+    ("__0_0.distcp", flip_a_bit, "__0_0.distcp is missing or damaged"),
+    ("rng-1.pt", Path.unlink, "rng-1.pt is missing or damaged"),
+    ("manifest.json", flip_a_bit, "its manifest does not match its own checksum"),
+    ("manifest.json", Path.unlink, "its manifest is missing or damaged"),
+]
+
+
+@pytest.mark.parametrize("script", TEMPLATES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    run_template, stopped_run, tmp_path, script
+):
+    folder = stopped_run(script)
+    checkpoints = folder / "checkpoints"
+    shutil.copytree(checkpoints, tmp_path / "whole")
+    words = ("--max-steps", 4, "--resume", "--output-dir", folder)
+    for file, damage, says in DAMAGES if script == FSDP else DAMAGES[:1]:
+        shutil.rmtree(checkpoints)
+        shutil.copytree(tmp_path / "whole", checkpoints)
+        damage(checkpoints / "step-00000004" / file)
+        ended = assert_ok(run_template(script, *words))
+        assert f"step-00000004 is skipped: {says}" in ended.stdout
+        assert "resuming from" in ended.stdout and list(rows_of(folder)) == [1, 2, 3, 4]
+    for path in checkpoints.iterdir():
+        (path / "rng-0.pt").unlink()
+    ended = run_template(script, *words)
+    assert_one_line(ended, "no checkpoint in", Path(script).name)
+
+
+def test_disks_that_are_not_shared_are_refused(run_template, tmp_path):
+    def own_folder(script):
+        parse = script.parse_args
+
+        def parse_for_rank():
+            args = parse()
+            args.output_dir = tmp_path / f"disk-{os.environ['RANK']}"
+            args.output_dir.mkdir()
+            (args.output_dir / "checkpoints").mkdir()
+            return args
+
+        script.parse_args = parse_for_rank
+
+    words = ("--resume", "--output-dir", tmp_path / "run")
+    ended = run_template(DDP, *words, changes=[own_folder])
+    assert_one_line(
+        ended, "not on a shared disk: ranks 1 do not see", "ddp_training.py"
+    )
+
+
+@pytest.mark.parametrize(("script", "flags"), [(DDP, ()), (FSDP, ("--async-save",))])
+def test_a_full_disk_ends_the_run_in_one_line(run_template, tmp_path, script, flags):
+    """Rank 1 cannot write more than 20 kB; rank 0 does not wait for it."""
+
+    def limit_files(script):
+        write = checkpoint.Checkpoints.write
+
+        def write_little(self, step, *parts):
+            if step == 4 and self.run.rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+            write(self, step, *parts)
+
+        checkpoint.Checkpoints.write = write_little
+
+    folder = tmp_path / "run"
+    words = ("--save-every", 2, "--output-dir", folder, *flags)
+    ended = run_template(script, *words, changes=[limit_files])
+    says = "checkpoints/step-00000004 (rank 1): File too large"
+    assert_one_line(ended, says, Path(script).name)
+    assert checkpoints_in(folder) == ["step-00000002"]
+
+
+def test_a_failing_write_on_rank_0_ends_all_ranks(run_template, tmp_path):
+    def fail(script):
+        def publish(self, *given):
+            raise OSError(5, "Input/output error")
+
+        checkpoint.Checkpoints.publish = publish
+
+    words = ("--save-every", 2, "--output-dir", tmp_path / "run")
+    ended = run_template(DDP, *words, changes=[fail])
+    assert_one_line(ended, "(rank 0): Input/output error", "ddp_training.py")
+    assert checkpoints_in(tmp_path / "run") == []
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(run_template, tmp_path):
+    """The write of step 2 ends only after step 3; its content is that of step 2."""
+    straight, folder = tmp_path / "straight", tmp_path / "run"
+    straight_run(run_template, FSDP, straight)
+
+    def write_late(script):
+        write, steps = checkpoint.Checkpoints.write, []
+
+        def late(self, step, *parts):
+            wait_for(lambda: step == 8 or step + 1 in steps)
+            write(self, step, *parts)
+
+        def note(self, step, *results):
+            add(self, step, *results)
+            steps.append(step)
+
+        add = train.Log.add
+        checkpoint.Checkpoints.write, train.Log.add = late, note
+
+    words = ("--global-batch-size", 12, "--save-every", 2, "--resume")
+    words += ("--output-dir", folder, "--async-save")
+    ended = run_template(FSDP, *words, changes=[write_late, kill_in(5)])
+    assert set(ended.codes) == {-signal.SIGKILL}, ended.stderr
+    assert_ok(run_template(FSDP, *words))
+    assert rows_of(folder) == rows_of(straight), "bitwise"
+
+
+# Clear errors
+
+USAGE = [
+    (["--resume"], "--resume needs --output-dir"),
+    (["--profile", "4-3"], "must be steps like 5-7 or 5, not '4-3'"),
+    (["--seq-len", "512"], "--seq-len must be at most 256"),
+    (["--text-file", "none"], "--text-file none: No such file"),
+    (["--text-file", __file__, "--tokens", "folder"], "not allowed with argument"),
+    (["--tokens", "none"], "--tokens none: No such file"),
+    (["--preset", "huge"], "--preset must be tiny, 124m, 1b, llama2-7b, llama3-8b"),
+    (["--preset", "none.json"], "--preset none.json: No such file"),
+]
+
+
+@pytest.mark.parametrize(("argv", "says"), USAGE)
+def test_wrong_usage_gets_one_line(run_script, argv, says):
+    ended = run_script(DDP, *argv, world_size=2, end_job_on_failure=False)
+    assert_one_line(ended, says, "ddp_training.py")
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "says"),
+    [
+        (FSDP, ["--precision", "16-mixed"], "invalid choice: '16-mixed'"),
+        (
+            FSDP,
+            ["--sharding", "hybrid", "--shard-group-size", "3"],
+            "--shard-group-size 3 does not divide 2 ranks",
+        ),
+        (FSDP, ["--preset", "llama3-70b"], "525.7 GiB on each of 2 ranks"),
+        (DDP, ["--seq-len", "200"], "the test data has 150 tokens, less than a"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused(run_template, script, argv, says):
+    assert_one_line(run_template(script, *argv), says, Path(script).name)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "is not empty: name another folder, or continue the run with --resume"),
+        (["--resume", "--seq-len", 16], "--seq-len is 16, the checkpoint's run had 32"),
+        (["--resume", "--seed", 1], "--seed is 1, the checkpoint's run had 0"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(run_template, stopped_run, argv, says):
+    folder = stopped_run(DDP)
+    ended = run_template(DDP, "--output-dir", folder, *argv)
+    assert_one_line(ended, says, "ddp_training.py")
+
+
+def test_a_bug_shows_its_traceback(run_template):
+    def fail(script):
+        def broken_loss(*given):
+            raise KeyError("a bug of the user")
+
+        script.summed_loss = broken_loss
+
+    ended = run_template(DDP, changes=[fail])
+    assert 1 in ended.codes
+    assert "Traceback (most recent call last)" in ended.stderr
+    assert "broken_loss" in ended.stderr and "KeyError" in ended.stderr
+
+
+def test_a_loss_that_is_not_a_number_stops_all_ranks_before_a_save(
+    run_template, tmp_path
+):
+    """Lines are due every 10 steps, but a save reads the losses first."""
+
+    def poison(script):
+        loss, calls = script.summed_loss, []
+
+        def poisoned(*given):
+            calls.append(given)
+            bad = script.dist.get_rank() == 1 and len(calls) == 3
+            return loss(*given) * (math.nan if bad else 1.0)
+
+        script.summed_loss = poisoned
+
+    words = ("--no-self-check", "--save-every", 2, "--log-every", 10)
+    ended = run_template(
+        DDP, *words, "--output-dir", tmp_path / "run", changes=[poison]
+    )
+    line = "ddp_training.py: stopped: in step 3 the loss is nan on rank 1 of 2"
+    assert ended.stderr.startswith(line), ended.stderr
+    assert checkpoints_in(tmp_path / "run") == ["step-00000002"]
+
+
+@pytest.mark.parametrize("script", TEMPLATES)
+def test_the_time_of_a_step_leaves_out_evaluation_saving_and_the_check(
+    run_template, tmp_path, script
+):
+    """On a clock that stands still but for what is not a step."""
+
+    def stop_the_clock(script):
+        now = [0.0]
+        train.time.perf_counter = lambda: now[0]
+
+        def takes_an_hour(function):
+            def slow(*given, **more):
+                now[0] += 3600.0
+                return function(*given, **more)
+
+            return slow
+
+        script.evaluate = takes_an_hour(script.evaluate)
+        script.check.first_two_steps = takes_an_hour(script.check.first_two_steps)
+        save = checkpoint.Checkpoints.save
+        checkpoint.Checkpoints.save = takes_an_hour(save)
+        next_batch = data.GlobalBatches.__next__
+
+        def take_a_second(self):
+            now[0] += 1.0
+            return next_batch(self)
+
+        data.GlobalBatches.__next__ = take_a_second
+
+    folder = tmp_path / "run"
+    words = ("--save-every", 2, "--eval-every", 2, "--output-dir", folder)
+    assert_ok(run_template(script, *words, changes=[stop_the_clock]))
+    assert results_of(folder)["metrics"]["step_times_ms"] == [1000.0] * 8
+
+
+def test_a_run_leaves_what_the_page_says(run_template, tmp_path):
+    folder = tmp_path / "run"
+    words = ("--tensorboard", "--profile", "3-4", "--save-every", 4, "--eval-every", 4)
+    assert_ok(run_template(FSDP, *words, "--output-dir", folder))
+    names = ["checkpoints", "metrics.jsonl", "profile", "results.json", "tensorboard"]
+    assert sorted(path.name for path in folder.glob("[!.]*")) == names
+    for rank in (0, 1):
+        trace = json.loads((folder / "profile" / f"trace-rank{rank}.json").read_text())
+        names = {event["name"] for event in trace["traceEvents"]}
+        assert {n for n in names if n.startswith("step ")} == {"step 3", "step 4"}
+    metrics = results_of(folder)["metrics"]
+    assert metrics["peak_memory_gib"] > 0 and metrics["mfu"] is None
+    counted = metrics["collectives_per_step"]
+    # Two blocks, the embedding, and norm with head: gathered for forward, and all but
+    # the last again for backward.
+    assert counted["all-gather"]["calls"] == 4 + 3
+    assert counted["reduce-scatter"]["calls"] == 4
+
+
+def test_ddp_sends_one_gradient_per_step(run_template, tmp_path):
+    """However many micro-batches; 8 more bytes for the number of tokens."""
+    folder = tmp_path / "run"
+    words = ("--global-batch-size", 12, "--output-dir", folder)
+    assert_ok(run_template(DDP, *words))
+    sent = results_of(folder)["metrics"]["collectives_per_step"]["all-reduce"]
+    extra = sent["bytes_sent"] - 4 * broken.NARROW.num_parameters()
+    assert 0 <= extra <= 16, "a ring of two ranks sends what it reduces"
+
+
+@full
+@pytest.mark.skipif(not GPUS, reason="needs a GPU")
+@pytest.mark.parametrize("script", TEMPLATES)
+def test_it_runs_on_a_gpu(script):
+    command = [sys.executable, script, "--compile", "--device", "cuda"]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "1 rank started by python, cuda with " in ended.stdout
+
+
+# Your own model
+
+
+@full
+def test_the_diff_of_the_page_trains_another_model(tmp_path):
+    page = (REPO / "01-ddp-basics" / "ddp_training.md").read_text()
+    diffs = re.findall(r"```diff\n(--- .*?)```", page, re.S)
+    assert len(diffs) == 1
+    changed = [
+        line for line in diffs[0].splitlines() if re.match(r"[+-](?![+-]{2})", line)
+    ]
+    assert len(changed) <= 40
+    shutil.copytree(REPO / "dist_common", tmp_path / "dist_common")
+    (tmp_path / "01-ddp-basics").mkdir()
+    shutil.copy(REPO / DDP, tmp_path / DDP)
+    (tmp_path / "own.patch").write_text(diffs[0])
+    patched = run_command(["patch", "-p1", "-i", "own.patch"], tmp_path, 60)
+    assert patched.codes == [0], patched.stdout
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", DDP, "--max-steps", "20", "--self-check"]
+    ended = run_command(command, tmp_path, 300, PYTHONPATH=str(tmp_path))
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "relative error of weight change" in ended.stdout
+    assert re.search(r"test loss [\d.]+ \| (test )?accuracy [\d.]+", ended.stdout)

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
-from fsdp_parts.fsdp_transformer import compare_with_one_process, micro_batches_of
 from fsdp_parts.sharding import gathered, held_bytes, put
 from legacy_common import cli, data, output, runtime
 from legacy_common.cli import UsageError
@@ -186,7 +185,7 @@ def say_needs(args, model) -> None:
     print(tabulate(rows, ("one rank", "GiB"), floatfmt=".2f"))
     if max(held, key=lambda row: row[1]) == held[-1]:
         print("the logits are the largest: lower --micro-batch-size or --seq-len, or compute the "
-              "loss in slices as summed_loss of fsdp_transformer.py does")  # fmt: skip
+              "loss in slices as summed_loss of fsdp_parts/fsdp_memory.py does")  # fmt: skip
     print(f"on disk: {12 * trained / GIB:.1f} GiB for a checkpoint")
 
 
@@ -373,3 +372,20 @@ def draw_batch(run) -> None:
         axes.hlines([per_rank * rank - 0.5 for rank in range(1, ranks)], *axes.get_xlim(), "black")
         axes.set_xlabel("position in the sequence")
         axes.set_title("light blue: a prompt; dark: its answer, which counts; white: padding")
+
+
+def micro_batches_of(job, items: list) -> list:
+    """Deal a global batch to this rank as data.job_batches does."""
+    size, length = job.args.micro_batch_size, job.args.seq_len
+    own = items[job.sampler.rank :: job.sampler.world_size]
+    starts = range(0, size * job.args.grad_accum_steps, size)
+    return [data.collate(size, length, own[start : start + size]) for start in starts]
+
+
+def compare_with_one_process(job, model, alone, items, tokens, loss: torch.Tensor) -> None:
+    """Hold loss, norm and every rank's part of the gradient against a plain model's."""
+    gradient = proofs.same_as_one_process(job, model, alone, items, loss, tokens)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).full_tensor()
+    expected = gradient.double().norm().item()  # in float32 it loses four digits
+    tolerance, source = proofs.tolerance_of(job.args), "one process on the same global batch"
+    job.report.check("gradient norm", norm.item(), expected, tolerance * expected, source)

@@ -78,17 +78,16 @@ def leaner(row: Row, simplest_first: Sequence[Row]) -> Row | None:
     return next(other for other, size in known if size <= AS_LITTLE * least)
 
 
-def is_reserved(row: Row) -> bool:
-    """Say whether a GPU's reserved memory is known of a row."""
-    return row.median("peak_memory_reserved_gib") is not None
+def is_on_gpu(row: Row) -> bool:
+    return row.median("gpu_memory_gib") is not None
 
 
 def memory_of(row: Row) -> Callable[[Row], float | None]:
     """Return how memory is compared with a row's, in GiB on the rank with most.
 
-    On a GPU by what PyTorch reserved; on the CPU by weights, gradients and optimizer state, since
-    what a process holds there is mostly its libraries.
+    On a GPU by the peak; on the CPU by weights, gradients and optimizer state, since what a process
+    holds there is mostly its libraries.
     """
-    if is_reserved(row):
-        return lambda other: other.median("peak_memory_reserved_gib")
+    if is_on_gpu(row):
+        return lambda other: other.median("peak_memory_gib")
     return lambda other: other.memory(*STATE)

@@ -18,12 +18,13 @@ from legacy_common import cli
 RESULTS = "results.json"
 # Of its `args`: what strategies must have in common to be compared, and the rest of the one job.
 JOB = ("precision", "seq_len", "global_batch_size", "max_steps", "seed", "lr", "warmup_steps")
-BATCH = ("micro_batch_size", "grad_accum_steps")
 # Which data, and what else decides a loss; they stand beside the model's name.
-DATA = ("text_file", "tokens", "document_attention", "max_grad_norm", "whole_lines")
-# Neither a strategy nor a job: how a run is logged, saved, checked, started.
-LOOP = ("preset", "init_from", "parity_steps", "log_every", "save_every", "eval_every", "timeout",
-        "device", "output_dir", "resume", "checkpoints", "async_save", "num_workers", "logger",
+DATA = ("text_file", "tokens", "document_attention", "max_grad_norm")
+# Neither a strategy nor a job: how a run is divided, logged, saved, checked, started. Legacy are
+# init_from, grad_accum_steps, parity_steps, checkpoints, logger, export_to.
+LOOP = ("preset", "init_from", "micro_batch_size", "grad_accum_steps", "parity_steps", "self_check",
+        "log_every", "save_every", "eval_every", "timeout", "device", "output_dir", "resume",
+        "resume_step", "keep", "checkpoints", "async_save", "num_workers", "logger", "tensorboard",
         "profile", "export_to", "consolidate", "local_rank")  # fmt: skip
 Given = dict[str, list[str]]  # by flag the words after it
 
@@ -71,7 +72,7 @@ def record_of(
     point = {"kind": "train", "strategy": name, "exact": exact, "script": results["script"],
              "world_size": ranks, "preset": model_of(args, given, shapes), "link": None,
              "flags": results.get("argv") or []}  # fmt: skip
-    point |= {key: args[key] for key in (*JOB, *BATCH)}
+    point |= {key: args[key] for key in (*JOB, "micro_batch_size")}
     return {
         "id": str(path.parent), "point": point, "repeat": 1, "started": results["started"],
         "launcher": results["launcher"], "status": FAILED if failed else OK, "reason": reason,
@@ -139,7 +140,7 @@ def named_by(
             words.append(word)
             own |= added
     more = [said(flag, args) for flag in given
-            if flag in args and flag not in (*own, *JOB, *BATCH, *DATA, *LOOP)]  # fmt: skip
+            if flag in args and flag not in (*own, *JOB, *DATA, *LOOP)]  # fmt: skip
     return " ".join([*words, *more]), strategy.exact
 
 

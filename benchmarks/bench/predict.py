@@ -19,7 +19,7 @@ from bench import launch
 from bench.analysis import Analysis, Row
 from bench.answer import STATE
 from bench.store import OK
-from bench.strategies import FLOAT, REFERENCE, REPOSITORY
+from bench.strategies import REFERENCE, REPOSITORY
 from legacy_common.measure import GIB
 
 KEPT = "predictions.json"
@@ -71,15 +71,15 @@ def fill(analysis: Analysis) -> None:
 def compared(rows: Sequence[Row], kept: dict[str, dict[str, float]]) -> list[Prediction]:
     """Return what was measured beside what was predicted: like with like.
 
-    On a GPU the whole peak of the tensors; on the CPU, where a process also holds its libraries,
-    what weights, gradients and optimizer state take.
+    Of memory on a GPU the peak of the tensors. Older sweeps on the CPU have predictions of weights,
+    gradients and optimizer state.
     """
     found = []
     for row in rows:
-        before, peak = row.memory("before"), row.median("peak_memory_gib")
+        before, peak = row.memory("before") or 0.0, row.median("peak_memory_gib")
         measured = {
             "state": row.memory(*STATE),
-            "peak": peak - before if None not in (peak, before) else None,
+            "peak": peak and peak - before,
             "sent": row.median("bytes_sent_per_step"),
             "step": row.step_time_ms,
         }
@@ -126,21 +126,14 @@ def flags_of(point: dict[str, Any]) -> argparse.Namespace | None:
 
 
 def of_memory_tool(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
-    """Return GiB of weights, gradients and optimizer state, and on a GPU of the peak."""
-    own = {FSDP: point.get("flags"), DDP: ["--sharding", "hybrid", "--shard-group-size", "1"]}
-    if point["script"] not in own or point["precision"] == "16-mixed":
+    """Return GiB of the peak of FSDP's tensors on a GPU, without flash attention in float32."""
+    if not gpu or point["script"] != FSDP or point["precision"] != PLANNED_PRECISION:
         return {}
     job = ("precision", "seq_len", "global_batch_size", "micro_batch_size", "world_size")
     words = ["--preset", model_of(point)]
     words += [word for name in job for word in (f"--{name.replace('_', '-')}", point[name])]
-    metrics = run(MEMORY, [*own[point["script"]], *words])
-    if "Total_gib" not in metrics:
-        return {}
-    # A gradient is as large as its weight: float32, in the same shards.
-    found = {"state": 2 * metrics["Sharded Param_gib"] + metrics["OptState_gib"]}
-    # DDP gathers nothing, and has buckets. In float32 a GPU has no flash attention.
-    whole = gpu and point["script"] == FSDP and point["precision"] != FLOAT
-    return found | ({"peak": metrics["Total_gib"]} if whole else {})
+    metrics = run(MEMORY, [*(point.get("flags") or ()), *words])
+    return {"peak": metrics["Total_gib"]} if "Total_gib" in metrics else {}
 
 
 def model_of(point: dict[str, Any]) -> str:

@@ -78,7 +78,6 @@ class Run:
     mfu: float | None = None
     cpu_time_per_step_ms: float | None = None
     peak_memory_gib: float | None = None
-    peak_memory_reserved_gib: float | None = None  # of a GPU
     gpu_memory_gib: float | None = None  # that it has
     fullest_rank: int | None = None  # the one that holds most
     memory_gib: dict[str, float] = field(default_factory=dict)  # by PARTS
@@ -131,12 +130,10 @@ def read_run(record: dict[str, Any], sweep: Sweep) -> Run:
         run.p10_ms, run.p90_ms = map(float, np.percentile(run.times_ms, (10, 90)))
         tokens = number(metrics.get("tokens_per_step"))
         run.tokens_per_second = tokens and tokens / run.step_time_ms * 1e3
-    for name in ("mfu", "cpu_time_per_step_ms", "bytes_sent_per_step", "peak_memory_gib",
-                 "peak_memory_reserved_gib"):  # fmt: skip
+    for name in ("mfu", "cpu_time_per_step_ms", "bytes_sent_per_step", "peak_memory_gib"):
         setattr(run, name, number(metrics.get(name)))
     run.gpu_memory_gib = number((record["results"].get("machine") or {}).get("gpu_memory_gib"))
-    peaks = (metrics.get("peak_memory_reserved_gib_per_rank")
-             or metrics.get("peak_memory_gib_per_rank") or [])  # fmt: skip
+    peaks = metrics.get("peak_memory_gib_per_rank") or []
     run.fullest_rank = peaks.index(max(peaks)) if peaks else None
     counted = metrics.get("collectives_per_step")
     if isinstance(counted, dict):

@@ -24,10 +24,10 @@ FILES = (PAGE, TRAININGS, COLLECTIVES, *figures.NAMES)
 WIDTH = 118  # characters of an answer's lines
 TITLE = "<title>Benchmark report: "  # by which a page is known as a report's
 COLUMNS = ("place", "strategy", "step", "p10", "p90", "tokens/s", "ddp", "mfu", "compute",
-           "exposed", "memory", "reserved", "sent", "calls", "loss", "verdict")  # fmt: skip
+           "exposed", "memory", "sent", "calls", "loss", "verdict")  # fmt: skip
 # Of the page: the verdict beside the name, since phones show a few columns.
-PAGE_COLUMNS = ("place", "strategy", "verdict", "step", "p10", "p90", "CPU", "tokens/s", "ddp",
-                "mfu", "compute", "exposed", "memory", "reserved", "state", "sent", "calls",
+PAGE_COLUMNS = ("place", "strategy", "verdict", "step", "p10", "p90", "CPU", "tokens/s",
+                "ddp", "mfu", "compute", "exposed", "memory", "state", "sent", "calls",
                 "loss")  # fmt: skip
 
 
@@ -151,7 +151,6 @@ def cells(row: Row) -> dict[str, str]:
         "compute": words.percent(row.share("compute")),
         "exposed": words.percent(row.share("exposed")),
         "memory": words.gib(row.median("peak_memory_gib")),
-        "reserved": words.gib(row.median("peak_memory_reserved_gib")),
         "state": words.tensors(state),
         "sent": words.size(row.median("bytes_sent_per_step")),
         "calls": words.count(row.median("calls_per_step")),

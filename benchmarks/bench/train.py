@@ -9,12 +9,11 @@ from tabulate import tabulate
 from bench import runner, settings, words
 from bench.analysis import analyse
 from bench.points import CHECK, plan
-from bench.records import PARTS, WRONG, Run, memory_parts
+from bench.records import WRONG, Run
 from bench.store import OK
 from bench.strategies import PRECISIONS
 from bench.verdicts import norms_apart
 from legacy_common import cli
-from legacy_common.measure import GIB
 
 RANKS_SHOWN = 8
 
@@ -67,7 +66,7 @@ def train(args: argparse.Namespace) -> int:
 
 
 def show_step(run: Run) -> None:
-    """Print what a step costs in time, communication and memory, on RANKS_SHOWN at most."""
+    """Print what a step costs in time, communication and memory: RANKS_SHOWN ranks at most."""
     times = [words.ms(value) for value in (run.step_time_ms, run.p10_ms, run.p90_ms)]
     mfu = "n/a" if run.mfu is None else f"{run.mfu:.1%}"
     rows = [
@@ -78,18 +77,11 @@ def show_step(run: Run) -> None:
     for kind, counted in (run.metrics.get("collectives_per_step") or {}).items():
         calls = f"{counted['calls']} call{'s' * (counted['calls'] != 1)}"
         rows.append((f"  {kind}", f"{calls}, {words.size(counted['bytes_sent'])}"))
+    peaks = run.metrics.get("peak_memory_gib_per_rank") or []
+    fullest = sorted(range(len(peaks)), key=lambda rank: -peaks[rank])[:RANKS_SHOWN]
+    for rank in sorted(fullest):
+        rows.append((f"peak memory of rank {rank}", words.gib(peaks[rank])))
     print(tabulate(rows, tablefmt="plain", disable_numparse=True, preserve_whitespace=True))
-    held = run.metrics.get("memory_gib_per_rank") or []
-    peaks = run.metrics.get("peak_memory_gib_per_rank") or [run.peak_memory_gib] * len(held)
-    lines = []
-    for rank in sorted(sorted(range(len(held)), key=lambda rank: -peaks[rank])[:RANKS_SHOWN]):
-        parts = memory_parts({"peak_memory_gib": peaks[rank], "memory_gib": held[rank]})
-        # Tensors to the KiB, the process as a whole roughly.
-        sizes = [words.gib(gib) if part in ("before", "rest") else words.size(gib * GIB)
-                 for part, gib in parts.items()]  # fmt: skip
-        lines.append((f"rank {rank}", words.gib(peaks[rank]), *sizes))
-    if lines:
-        print(tabulate(lines, ("memory", "peak", *PARTS), disable_numparse=True))
 
 
 def show_loss(run: Run, reference: Run | None) -> int:

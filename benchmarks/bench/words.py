@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from bench.analysis import Analysis, Ratio, Row
-from bench.answer import Answer, is_reserved, memory_of
+from bench.answer import Answer, is_on_gpu, memory_of
 from bench.baseline import Change
 from bench.predict import FAR, Prediction
 from bench.records import LOSSY, UNCOMPARED, WRONG, Group, median
@@ -169,7 +169,7 @@ def answer(found: Answer, analysis: Analysis) -> str:
     if lean:
         less, more = tensors(memory(lean)), tensors(memory(row))
         state = f"{less} instead of {more} of weights, gradients and optimizer state"
-        by = f"{less} reserved instead of {more}" if is_reserved(row) else state
+        by = f"{less} at the peak instead of {more}" if is_on_gpu(row) else state
         parts.append(f"{lean.label} if memory is short ({by})")
     elif memory(row) is not None:
         parts.append("none needs clearly less memory")
@@ -188,13 +188,13 @@ def time_of(row: Row) -> str:
 
 
 def fits(row: Row) -> str:
-    """Say how much of the GPU's memory PyTorch reserved on the rank with most, if it is known."""
-    known = [run for run in row.runs if run.peak_memory_reserved_gib and run.gpu_memory_gib]
+    """Say how much of the GPU's memory the rank with most allocated, if it is known."""
+    known = [run for run in row.runs if run.peak_memory_gib and run.gpu_memory_gib]
     if not known:
         return ""
-    most = max(known, key=lambda run: run.peak_memory_reserved_gib)
+    most = max(known, key=lambda run: run.peak_memory_gib)
     where = "" if most.fullest_rank is None else f", rank {most.fullest_rank}"
-    return f"fits ({most.peak_memory_reserved_gib:.1f} of {most.gpu_memory_gib:.1f} GiB{where})"
+    return f"fits ({most.peak_memory_gib:.1f} of {most.gpu_memory_gib:.1f} GiB{where})"
 
 
 def predictions(found: Sequence[Prediction]) -> tuple[list[str], list[list[str]]]:

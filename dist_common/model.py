@@ -1,0 +1,274 @@
+"""The transformer that the scripts train: Llama-style, five presets from 1M to 70B."""
+
+import json
+import math
+import zlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from dist_common.cli import UsageError
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a Llama-style decoder."""
+
+    vocab_size: int  # V
+    dim: int  # D, the width
+    num_layers: int  # L
+    num_heads: int  # H, each D / H wide
+    num_kv_heads: int  # H / num_kv_heads query heads share a key and a value head
+    ffn_dim: int  # hidden width of the feed-forward
+    max_seq_len: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False  # the output layer is the embedding, transposed
+
+    def num_parameters(self):
+        """Return the number of weights by formula, without building the model."""
+        D = self.dim
+        kv_dim = self.num_kv_heads * D // self.num_heads
+        block = 2 * D * D + 2 * D * kv_dim + 3 * D * self.ffn_dim + 2 * D
+        tables = self.vocab_size * D * (1 if self.tied_embeddings else 2)
+        return self.num_layers * block + tables + D
+
+    def flops_per_token(self, seq_len):
+        """Return the FLOPs of forward and backward per token (PaLM, 2022, appendix B).
+
+        6 per weight of a matrix product, and 12 T D per layer for attention.
+        """
+        lookups = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        attention = 12 * self.num_layers * self.dim * seq_len
+        return 6 * (self.num_parameters() - lookups) + attention
+
+
+# Sources: Grattafiori et al., The Llama 3 Herd of Models (2024), table 3, and each
+# model's config.json. 1b is Llama 3.2 1B; 124m has the shape of GPT-2 small.
+PRESETS = {
+    "tiny": Config(256, 128, 4, 4, 2, 352, 256),
+    "124m": Config(50_257, 768, 12, 12, 12, 2048, 1024, tied_embeddings=True),
+    "1b": Config(128_256, 2048, 16, 32, 8, 8192, 131_072, 5e5, tied_embeddings=True),
+    "llama2-7b": Config(32_000, 4096, 32, 32, 32, 11_008, 4096),
+    "llama3-8b": Config(128_256, 4096, 32, 32, 8, 14_336, 8192, 5e5),
+    "llama3-70b": Config(128_256, 8192, 80, 64, 8, 28_672, 8192, 5e5),
+}
+
+
+# The names of Hugging Face's config.json.
+HF_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "intermediate_size": "ffn_dim",
+    "max_position_embeddings": "max_seq_len",
+    "rope_theta": "rope_theta",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
+}
+
+
+def load_config(name, seq_len, vocab_size):
+    """Return the shape of a preset, or of the config.json of a Llama.
+
+    Raises: UsageError when it cannot read --seq-len tokens or lacks tokens of the data.
+    """
+    if name.endswith(".json"):
+        config = read_config(name)
+    elif name in PRESETS:
+        config = PRESETS[name]
+    else:
+        known = ", ".join(PRESETS)
+        raise UsageError(f"--preset must be {known}, or a .json file, not {name!r}")
+    if seq_len > config.max_seq_len:
+        raise UsageError(f"--seq-len must be at most {config.max_seq_len}")
+    if vocab_size > config.vocab_size:
+        raise UsageError(
+            f"--preset {name} has {config.vocab_size} tokens, the data {vocab_size}"
+        )
+    return config
+
+
+def read_config(path):
+    """Read a shape by Hugging Face's names; missing ones get LlamaConfig's defaults."""
+    try:
+        given = json.loads(Path(path).read_text())
+        defaults = {
+            "num_key_value_heads": given["num_attention_heads"],
+            "max_position_embeddings": 2048,
+            "rope_theta": 1e4,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        }
+        found = defaults | given
+        return Config(**{ours: found[theirs] for theirs, ours in HF_NAMES.items()})
+    except OSError as error:
+        raise UsageError(f"--preset {path}: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        line = f"--preset {path}: not the config.json of a Llama ({error})"
+        raise UsageError(line) from error
+
+
+def rotary_tables(T, head_dim, theta, device):
+    """Return cosines and sines of positions 0 .. T-1. Shapes: (T, head_dim / 2)."""
+    pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
+    positions = torch.arange(T, device=device).float()
+    angles = torch.outer(positions, theta ** (-pairs / head_dim))
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, cos, sin):
+    """Rotate dims i and i + head_dim / 2 (Su et al., 2021). x: (B, H, T, head_dim)."""
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(rotated, dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal attention; several query heads share a key and value head."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.dim // config.num_heads
+        kv_dim = config.num_kv_heads * self.head_dim
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x, cos, sin):
+        heads = (-1, self.head_dim)
+        q = self.wq(x).unflatten(-1, heads).transpose(1, 2)  # (B, H, T, D/H)
+        k = self.wk(x).unflatten(-1, heads).transpose(1, 2)
+        v = self.wv(x).unflatten(-1, heads).transpose(1, 2)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+        return self.wo(attended.transpose(1, 2).flatten(2))  # (B, T, D)
+
+
+# What selective checkpointing keeps: matrix products and attention, which take the
+# time. Source: Korthikanti et al., Reducing Activation Recomputation (2022), section 5.
+KEPT_OPS = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+
+
+class Block(nn.Module):
+    """Attention, then a SwiGLU feed-forward, each on an RMSNorm of its input.
+
+    activation_checkpointing: what backward computes again: none, full, selective.
+    """
+
+    activation_checkpointing = "none"
+
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x, cos, sin):
+        """Shapes: x (B, T, D) -> (B, T, D)."""
+        if self.activation_checkpointing == "none":
+            return self.compute(x, cos, sin)
+        keep = noop_context_fn
+        if self.activation_checkpointing == "selective":
+            keep = partial(create_selective_checkpoint_contexts, KEPT_OPS)
+        # Inside the FSDP unit: when backward gets here, its weights are gathered.
+        return checkpoint(
+            self.compute, x, cos, sin, use_reentrant=False, context_fn=keep
+        )
+
+    def compute(self, x, cos, sin):
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        h = self.ffn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))  # (B, T, D)
+
+
+class Transformer(nn.Module):
+    """A Llama-style decoder without buffers. Build it on any device, `meta` too.
+
+    Shapes: tokens (B, T) int64 -> logits (B, T, V); T is at most max_seq_len.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied_embeddings:
+            self.head.weight = self.embedding.weight
+        for name, weight in self.named_parameters():
+            init_weight(name, weight, config.num_layers)
+
+    def forward(self, tokens):
+        T = tokens.shape[1]
+        head_dim = self.config.dim // self.config.num_heads
+        cos, sin = rotary_tables(T, head_dim, self.config.rope_theta, tokens.device)
+        x = self.embedding(tokens)  # (B, T, D)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x))  # (B, T, V)
+
+
+@torch.no_grad()
+def init_weight(name, weight, num_layers, generator=None):
+    """Fill a weight: norms with 1, matrices from a normal (GPT-2, section 2.3)."""
+    if weight.dim() == 1:
+        weight.fill_(1.0)
+        return
+    into_residual = name.endswith(("wo.weight", "down.weight"))
+    scale = 1 / math.sqrt(2 * num_layers) if into_residual else 1.0
+    weight.normal_(std=0.02 * scale, generator=generator)
+
+
+@torch.no_grad()
+def init_weights(model, seed):
+    """Give a model, sharded or not, the weights that one process would draw.
+
+    On a CPU each rank draws the whole model. On a GPU it draws one tensor at a time, so
+    it needs memory for its own shards and one whole tensor.
+    """
+    config = model.config
+    weights = dict(model.named_parameters())
+    device = next(iter(weights.values())).device
+    if device.type == "cpu":
+        torch.manual_seed(seed)
+        drawn = dict(Transformer(config).named_parameters())
+    for name, weight in weights.items():
+        if device.type == "cpu":
+            whole = drawn[name].detach()
+        else:
+            generator = torch.Generator(device)
+            generator.manual_seed(seed + zlib.crc32(name.encode()))
+            whole = torch.empty(weight.shape, device=device)
+            init_weight(name, whole, config.num_layers, generator)
+        if isinstance(weight, DTensor):  # keep this rank's shard; nothing is sent
+            whole = distribute_tensor(
+                whole, weight.device_mesh, weight.placements, src_data_rank=None
+            )
+        weight.copy_(whole)

@@ -1,0 +1,821 @@
+"""The shared module: what it promises, and what it does when things go wrong."""
+
+import argparse
+import atexit
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import fork_ranks, free_port, timeouts_of_groups
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from legacy_common import checkpoint, cli, data, models, runtime
+from legacy_common import output as folder
+from legacy_common.lab import ranks
+from legacy_common.report import Check, Report
+
+
+@pytest.fixture
+def environ():
+    with mock.patch.dict(os.environ):
+        yield os.environ
+
+
+# runtime: who am I
+
+
+@pytest.mark.parametrize(
+    ("launcher", "variables", "place"),
+    [
+        ("python", {}, (0, 0, 1, 1)),
+        (
+            "torchrun",
+            {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4,
+             "MASTER_ADDR": "a", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "x"},
+            (5, 1, 8, 4),
+        ),
+        (
+            "srun",
+            {"SLURM_PROCID": 5, "SLURM_LOCALID": 1, "SLURM_NTASKS": 8, "SLURM_STEP_NUM_TASKS": 8,
+             "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]"},
+            (5, 1, 8, 4),
+        ),
+        # A batch script's own process has SLURM_PROCID too, but no other process to wait for.
+        ("python", {"SLURM_PROCID": 0, "SLURM_NTASKS": 8, "ENVIRONMENT": "BATCH"}, (0, 0, 1, 1)),
+        # mpirun under SLURM: its processes inherit what srun told mpirun's own daemon.
+        (
+            "mpirun",
+            {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_SIZE": 2, "SLURM_PROCID": 0,
+             "SLURM_STEP_NUM_TASKS": 1},
+            (1, 1, 2, 2),
+        ),
+    ],
+)  # fmt: skip
+def test_every_launcher_is_understood(environ, launcher, variables, place):
+    environ.update({name: str(value) for name, value in variables.items()})
+    world = runtime.discover()
+    assert world.launcher == launcher
+    assert (world.rank, world.local_rank, world.world_size, world.local_world_size) == place
+    exported = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    assert tuple(int(environ[name]) for name in exported) == place
+    assert environ["MASTER_ADDR"] == {"torchrun": "a"}.get(
+        launcher, "gpu03" if "SLURM_STEP_NODELIST" in variables else "127.0.0.1"
+    )
+
+
+@pytest.mark.parametrize(("nodes", "first"), [
+    ("dgx-[001-004]-ib", "dgx-001-ib"), ("a7,b[1-2]", "a7"), ("r[2,4-5]n[07-9],s1", "r2n07"),
+])  # fmt: skip
+def test_the_first_node_of_a_slurm_list_is_the_master(environ, nodes, first):
+    environ.update(SLURM_PROCID="3", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="8",
+                   SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_STEP_NODELIST=nodes)  # fmt: skip
+    runtime.discover()
+    assert environ["MASTER_ADDR"] == first
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+             "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            "MASTER_ADDR is not set",
+        ),
+    ],
+)  # fmt: skip
+def test_a_half_set_environment_is_refused(environ, variables, says):
+    environ.update(variables)
+    with pytest.raises(cli.UsageError, match=says):
+        runtime.discover()
+
+
+def test_devices(environ, monkeypatch, capsys):
+    def gpus(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    world = runtime.World(3, 3, 4, 4, "torchrun")
+    gpus(4)
+    torch.set_float32_matmul_precision("high")  # as an image of NVIDIA has it
+    assert runtime.pick_device("auto", world) == torch.device("cuda", 3)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cudnn.allow_tf32
+    assert runtime.pick_device("cpu", world) == torch.device("cpu")
+    gpus(1)
+    # All ranks of the machine decide alike, whatever their own number.
+    for rank in range(4):
+        own = runtime.World(rank, rank, 4, 4, "torchrun")
+        assert runtime.pick_device("auto", own) == torch.device("cpu")
+    (line,) = capsys.readouterr().err.splitlines()  # one of them says so
+    assert "on the CPU: PyTorch can use 1 GPU(s) of this machine, for 4 ranks" in line
+    with pytest.raises(cli.UsageError, match=r"4 ranks.*1 GPU.*--nproc-per-node=1"):
+        runtime.pick_device("cuda", world)
+    assert environ["CUDA_VISIBLE_DEVICES"] == ""  # so that no library takes one unasked
+    environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    gpus(2)
+    assert [runtime.pick_device("auto", runtime.World(rank, rank, 4, 4, "torchrun")).index
+            for rank in range(4)] == [0, 1, 0, 1]  # fmt: skip
+    gpus(1)
+    del environ["NCCL_MULTI_RANK_GPU_ENABLE"]
+    environ["SLURM_GPUS_PER_TASK"] = "1"
+    bound = runtime.World(3, 3, 4, 4, "srun")
+    assert runtime.pick_device("auto", bound) == torch.device("cuda", 0)
+    gpus(0)
+    with pytest.raises(cli.UsageError, match="no GPU"):
+        runtime.pick_device("cuda", world)
+
+
+# measure: what a run leaves of its steps
+
+
+# runtime: how a script fails and ends
+
+
+def _on_ranks_with_run(main, world_size, tmp_path, **options):
+    def body(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = port
+        cli.GRACE_S = 1.0
+        cli.run(main)
+
+    port = str(free_port())
+    return fork_ranks(body, world_size, tmp_path / "run", 300, **options)
+
+
+def test_the_context_manager_ends_the_others_and_tells_once(tmp_path):
+    def main():
+        with runtime.init("cpu", timeout_s=600) as (world, _):  # the deadline is shorter
+            if world.rank == 1:
+                raise ValueError("shard 7 is\nempty")
+            dist.all_reduce(torch.ones(1))  # waits for rank 1
+        return 0
+
+    ended = _on_ranks_with_run(main, 3, tmp_path, end_job_on_failure=False)
+    assert ended.codes == [1, 1, 1]
+    (line,) = ended.stderr.splitlines()
+    assert "rank 1: ValueError: shard 7 is empty (test_legacy_common.py:" in line
+
+
+@pytest.mark.gpu_ready
+def test_every_group_takes_the_timeout(tmp_path):
+    """PyTorch gives 30 minutes to a group that was not told, a mesh's groups among them."""
+
+    def main():
+        with runtime.init("cpu", timeout_s=20):
+            dist.new_group()
+            dist.new_subgroups(1)
+            init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+            print(sorted(timeouts_of_groups()))
+        return 0
+
+    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=True)
+    assert ended.codes == [0, 0], ended.stderr
+    assert ended.stdout == "[20.0]\n" * 2
+
+
+def test_a_usage_error_on_one_rank_after_init_ends_all_with_one_line(tmp_path):
+    def main():
+        with runtime.init("cpu", timeout_s=20) as (world, _):
+            if world.rank == 0:
+                raise cli.UsageError("--text-file nowhere.txt does not exist")
+            dist.barrier()
+        return 0
+
+    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
+    assert ended.codes == [2, 1]
+    assert ended.stderr.count("\n") == 1 and "--text-file nowhere.txt" in ended.stderr
+
+
+def as_node(rank):
+    """Have a rank believe that it is alone on a machine of its own."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    socket.gethostname = lambda: f"node{rank}"
+
+
+@pytest.mark.full
+def test_whoever_waits_too_long_names_the_rank_that_says_nothing_and_its_machine(tmp_path):
+    def main():
+        as_node(os.environ["RANK"])
+        with runtime.init("cpu", timeout_s=6) as (world, _):
+            if world.rank == 2:
+                time.sleep(20)
+                os._exit(1)
+            dist.all_reduce(torch.ones(1))
+        return 0
+
+    ended = _on_ranks_with_run(main, 3, tmp_path, end_job_on_failure=False)
+    assert ended.codes == [1, 1, 1]
+    (line,) = ended.stderr.splitlines()
+    says = r"rank [01] \(node[01]\): no word from rank 2 \(node2\); lost contact .*\(Timed out\)"
+    assert re.search(says, line), line
+
+
+def test_a_rank_with_another_version_than_rank_0_is_refused_with_its_machine(tmp_path):
+    def main():
+        as_node(os.environ["RANK"])
+        if os.environ["RANK"] == "1":
+            torch.__version__ = "2.9.0"
+        with runtime.init("cpu", timeout_s=20):
+            dist.barrier()
+        return 0
+
+    ended = _on_ranks_with_run(main, 2, tmp_path, end_job_on_failure=False)
+    assert ended.codes[1] == 2
+    (line,) = ended.stderr.splitlines()
+    assert "error: torch 2.9.0, legacy_common " in line
+    assert " on node1, but torch " in line and " on node0, rank 0's: install the same" in line
+
+
+# data
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_global_batch_holds_the_same_samples_on_any_number_of_ranks(world_size):
+    samplers = [data.ShardedSampler(100, rank, world_size, seed=3) for rank in range(world_size)]
+    per_rank = 12 // world_size
+    for epoch in (0, 1):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        dealt = [list(sampler) for sampler in samplers]
+        order = samplers[0].global_order().tolist()
+        for step in range(8):
+            start = step * per_rank
+            batch = [i for indices in dealt for i in indices[start : start + per_rank]]
+            assert sorted(batch) == sorted(order[step * 12 : step * 12 + 12])
+        assert len({len(indices) for indices in dealt}) == 1
+    samplers[0].set_epoch(0)
+    assert samplers[0].global_order().tolist() != order, "an epoch must have an order of its own"
+
+
+def test_a_sampler_resumes_mid_epoch_on_another_number_of_ranks():
+    straight = data.ShardedSampler(100, 0, 1)
+    straight.set_epoch(4)
+    expected = list(straight)
+
+    first = [data.ShardedSampler(100, rank, 2) for rank in range(2)]
+    seen = []
+    for sampler in first:
+        sampler.set_epoch(4)
+    for pair in list(zip(*first, strict=True))[:15]:
+        seen += pair
+        for sampler in first:
+            sampler.advance(2)
+    second = [data.ShardedSampler(100, rank, 5) for rank in range(5)]
+    for sampler in second:
+        sampler.load_state_dict(json.loads(json.dumps(first[0].state_dict())))
+        sampler.set_epoch(4)
+    for five in zip(*second, strict=True):
+        seen += five
+    assert seen == expected
+    second[0].set_epoch(5)
+    assert len(second[0]) == 20, "the next epoch starts from its beginning"
+
+
+def test_more_ranks_than_samples_is_refused():
+    with pytest.raises(cli.UsageError, match="3 samples cannot be dealt to 4 ranks"):
+        data.ShardedSampler(3, 0, 4)
+
+
+# tokens: folders, mixed
+
+
+WEIGHTS = [0.5, 0.3, 0.2]
+SIZES = {"a" * 16: 40, "b" * 16: 7, "c" * 16: 90}
+
+
+# models
+
+
+# Published totals: the papers and model cards named beside PRESETS.
+FIVE_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8,
+         "intermediate_size": 96, "vocab_size": 300}  # fmt: skip
+
+
+def described(folder, **fields):
+    path = folder / "mine.json"
+    path.write_text(json.dumps(FIVE_SIZES | fields))
+    return str(path)
+
+
+def test_a_file_describes_a_shape_by_five_sizes_or_as_a_config_json(tmp_path):
+    five = models.TransformerConfig(300, 64, 2, 8, 8, 96, 2048, norm_eps=1e-6)
+    assert models.preset(described(tmp_path), 2048) == five
+    of_llama = {"model_type": "llama", "num_key_value_heads": 2, "max_position_embeddings": 512,
+                "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "hidden_act": "silu",
+                "head_dim": 8, "attention_bias": False, "architectures": ["LlamaForCausalLM"],
+                "torch_dtype": "bfloat16", "pretraining_tp": 1}  # fmt: skip
+    before_5 = {"rope_scaling": None, "rope_theta": 5e5}
+    since_5 = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for rope in (before_5, since_5):
+        shape = models.preset(described(tmp_path, **of_llama, **rope), 512)
+        assert shape == models.TransformerConfig(300, 64, 2, 8, 2, 96, 512, 5e5, 1e-5, True)
+    mistral = {"model_type": "mistral", "sliding_window": None}
+    assert models.shape_of(described(tmp_path, **mistral)) == five
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
+        ({"hidden_size": 60}, "hidden_size is 60, no multiple of num_attention_heads, 8"),
+        ({"hidden_size": 40}, "heads are 5 wide: rotary embeddings need an even number"),
+        ({"head_dim": 16}, "head_dim is 16, not 8 as our model has it"),
+        ({"model_type": "qwen2"}, "model_type is qwen2, not llama or mistral as our model has it"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters is {'rope_type': 'llama3'"),
+        ({"num_key_value_head": 2}, "num_key_value_head: did you mean num_key_value_heads?"),
+    ],
+)
+def test_a_file_that_our_model_cannot_be_is_refused(tmp_path, fields, says):
+    path = described(tmp_path, **fields)
+    with pytest.raises(cli.UsageError, match=f"^{re.escape(path)}: .*{re.escape(says)}"):
+        models.shape_of(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "mine.json: No such file or directory"),
+        ("{", "mine.json is no JSON: "),
+        ("[]", "mine.json describes no Llama: it has to be an object, {...}"),
+    ],
+)
+def test_a_file_that_is_no_shape_is_bad_input(tmp_path, content, says):
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(cli.UsageError, match=re.escape(says)):
+        models.preset_or_file(models.PRESETS, str(path))
+    with pytest.raises(cli.UsageError, match="--seq-len must be at most 2048"):
+        models.preset(described(tmp_path), 2049)
+    with pytest.raises(argparse.ArgumentTypeError, match="must be tiny, .*, not 'tinny'"):
+        models.preset_or_file(models.PRESETS, "tinny")
+
+
+def test_experts_compute_the_tokens_whose_router_chose_them(in_a_fork):
+    """As a loop in which every expert computes every token, and all but the k best count 0."""
+    config = models.MIXTURES["tiny-moe"]
+
+    def outputs():
+        torch.manual_seed(0)
+        moe, x = models.MoE(config), torch.randn(2, 16, config.dim)
+        for weight in moe.parameters():
+            torch.nn.init.normal_(weight, std=0.1)
+        scores = (x @ moe.router.weight.T).exp()
+        least = scores.sort(dim=-1).values[..., -config.top_k, None]
+        shares = torch.where(scores < least, 0.0, scores)
+        shares = shares / shares.sum(-1, keepdim=True)
+        expected = torch.zeros_like(x)
+        weights = zip(moe.experts.gate, moe.experts.up, moe.experts.down, strict=True)
+        for share, (gate, up, down) in zip(shares.unbind(-1), weights, strict=True):
+            gated = x @ gate.T
+            expected += share[..., None] * ((gated * gated.sigmoid() * (x @ up.T)) @ down.T)
+        return (moe(x) - expected).abs().max().item(), expected.abs().max().item()
+
+    error, largest = in_a_fork(outputs)
+    assert error < 1e-5 * largest
+
+
+def test_a_transformer_from_meta_is_the_one_built_at_once():
+    torch.manual_seed(1)
+    at_once = models.Transformer(models.PRESETS["tiny"])
+    with torch.device("meta"):
+        later = models.Transformer(models.PRESETS["tiny"])
+    later.to_empty(device="cpu")
+    later.load_state_dict(at_once.state_dict())
+    tokens = torch.randint(0, 256, (2, 16))
+    assert torch.equal(later(tokens), at_once(tokens))
+
+
+def test_a_transformer_sees_the_past_and_its_distance_only():
+    torch.manual_seed(0)
+    config = models.PRESETS["tiny"]
+    model = models.Transformer(config).eval()
+    tokens = torch.randint(0, 256, (1, 12))
+    changed = tokens.clone()
+    changed[0, 8] = (changed[0, 8] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :8], after[0, :8]) and not torch.equal(before[0, 8:], after[0, 8:])
+    # Rotary positions: only the distance between query and key enters their product.
+    cos, sin = models.rotary_tables(torch.arange(32), 16, 10_000.0)
+    q, k = torch.randn(16), torch.randn(16)
+    products = [
+        models.rotate(q, cos[i], sin[i]) @ models.rotate(k, cos[i - 3], sin[i - 3])
+        for i in (3, 20, 31)
+    ]
+    assert torch.allclose(torch.stack(products), products[0].expand(3), atol=1e-5)
+
+
+def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
+    text = data.load_text(max_bytes=100_000)
+    assert text.shape == (100_000,) and b"import" in bytes(text.tolist())
+    sequences = data.Sequences(text, seq_len=64)
+    assert len(sequences) == 99_999 // 64
+    inputs, targets = sequences[5]
+    assert torch.equal(inputs[1:], targets[:-1]) and targets[-1] == sequences[6][0][0]
+
+    (tmp_path / "own.txt").write_bytes(b"to be or not to be")
+    assert bytes(data.load_text(str(tmp_path / "own.txt")).tolist()) == b"to be or not to be"
+    (tmp_path / "empty.txt").touch()
+    for name, says in (("none.txt", "No such file"), ("empty.txt", "is empty")):
+        with pytest.raises(cli.UsageError, match=says):
+            data.load_text(str(tmp_path / name))
+    with pytest.raises(cli.UsageError, match="18 bytes are fewer than one sequence of 8"):
+        data.Sequences(data.load_text(str(tmp_path / "own.txt")), seq_len=8, world_size=3)
+
+
+# checkpoint
+
+
+WORLD = runtime.World(0, 0, 1, 1, "python")
+CPU = torch.device("cpu")
+
+
+class Recorder(Report):
+    """A report that keeps its lines instead of printing them."""
+
+    def __init__(self, output_dir=None):
+        super().__init__("x.py", Namespace(output_dir=output_dir), WORLD, CPU)
+        self.said, self.warned = [], []
+
+    def say(self, line=""):
+        self.said.append(line)
+
+    def warn(self, line):
+        self.warned.append(line)
+
+
+@contextlib.contextmanager
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def single():
+    with group_of_one():
+        yield
+
+
+def save(directory, number, model, keep=2, **state):
+    """Write a checkpoint as the scripts of module 01 do."""
+    facts = {"tensors": checkpoint.shapes_of(model.state_dict())}
+    with (
+        checkpoint.sealed(directory, number, facts, keep, alone=True) as inside,
+        open(inside / "state.pt", "wb") as file,
+    ):
+        torch.save({"model": model.state_dict(), **state}, file)
+
+
+def load(directory, model, report=None):
+    """Return the newest usable state."""
+
+    def problem(facts):
+        return checkpoint.other_model(facts, model.state_dict())
+
+    found = checkpoint.newest(directory, report or Recorder(), problem)
+    return found and torch.load(found[0] / "state.pt", weights_only=True)
+
+
+@pytest.fixture
+def saved(tmp_path, single):
+    """Three checkpoints of one model; its bias holds the step."""
+    model = nn.Linear(3, 2)
+    for step in (1, 2, 3):
+        nn.init.constant_(model.bias, step)
+        save(tmp_path / "ck", step, model, keep=3, step=step)
+    return tmp_path / "ck", model
+
+
+def test_the_newest_checkpoint_is_loaded_and_old_ones_are_dropped(saved):
+    folder, model = saved
+    assert load(folder, model)["model"]["bias"].tolist() == [3, 3]
+    save(folder, 4, model)
+    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000003", "step-00000004"]
+    save(folder, 4, model, again=True)
+    assert load(folder, model)["again"]
+    # What is newer than the checkpoint just written, or not ours, is not counted and not removed.
+    for other in ("step-00000009", "step-00000010", "step-00000001-copy"):
+        (folder / other).mkdir()
+    save(folder, 5, model)
+    left = ["step-00000001-copy", *(f"step-000000{step:02d}" for step in (4, 5, 9, 10))]
+    assert [path.name for path in sorted(folder.iterdir())] == left
+    assert load(folder / "none", model) is None
+
+
+def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
+    def body(rank, world_size):
+        with checkpoint.sealed(tmp_path / "ck", 7, {"note": "kept"}) as inside:
+            (inside / f"part-{rank}").write_text(str(rank))
+        report = Recorder()
+        whole = checkpoint.newest(tmp_path / "ck", report)
+        dist.barrier()
+        if rank == 0:
+            (tmp_path / "ck" / "step-00000007" / "part-1").write_text("altered")
+        dist.barrier()
+        try:
+            checkpoint.newest(tmp_path / "ck", report)
+        except cli.UsageError as error:
+            return whole[0].name, whole[1]["note"], sorted(whole[1]["files"]), str(error)
+
+    for name, note, files, error in on_ranks(body, 2):
+        assert (name, note, files) == ("step-00000007", "kept", ["part-0", "part-1"])
+        assert "part-1 does not match its checksum" in error
+
+
+def _flip_a_bit(path):
+    content = bytearray((path / "state.pt").read_bytes())
+    weights = content.index(torch.full((2,), 3.0).numpy().tobytes())
+    content[weights + 3] ^= 1
+    (path / "state.pt").write_bytes(content)
+    # PyTorch itself does not notice, which is why there is a checksum:
+    loaded = torch.load(path / "state.pt", weights_only=True)
+    assert loaded["model"]["bias"].tolist() != [3, 3]
+
+
+def _of_the_old_format(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["sha256"] = manifest.pop("files")["state.pt"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_flip_a_bit, "truncated or altered"),
+        (lambda path: (path / "manifest.json").write_text("{"), "incomplete or damaged"),
+        (
+            lambda path: save(path.parent, 3, nn.Linear(3, 4), keep=3),
+            r"of another model \(bias is \[4\] there, \[2\] here\)",
+        ),
+        (_of_the_old_format, "in the format of an older version of this guide"),
+    ],
+)
+def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(saved, damage, says):
+    folder, model = saved
+    damage(folder / "step-00000003")
+    recorder = Recorder()
+    assert load(folder, model, recorder)["step"] == 2
+    (line,) = recorder.warned
+    assert "step-00000003" in line and re.search(says, line)
+
+    for step in (1, 2):
+        (folder / f"step-0000000{step}" / "manifest.json").unlink()
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(cli.UsageError, match=says) as refused:
+        load(folder, model)
+    assert all(f"step-0000000{step}" in str(refused.value) for step in (1, 2, 3))
+    assert sorted(folder.rglob("*")) == before, "nothing may be removed"
+
+
+def test_a_save_killed_at_any_moment_leaves_the_checkpoint_before(tmp_path):
+    """Kill the writer at each file operation of a save in turn; it forks without a group."""
+    model = nn.Linear(3, 2)
+
+    def step_loaded():
+        with group_of_one():
+            return load(tmp_path / "ck", model)["step"]
+
+    with group_of_one():
+        save(tmp_path / "ck", 1, model, step=1)
+    operations = 0
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            with group_of_one():
+                _save_and_die(tmp_path / "ck", model, operations)
+        _, status = os.waitpid(pid, 0)
+        if os.waitstatus_to_exitcode(status) == 0:
+            break  # it got through: there were no more moments to die at
+        assert step_loaded() in (1, 2)
+        operations += 1
+    assert operations >= 6
+    assert step_loaded() == 2
+
+
+def _save_and_die(folder, model, after):
+    left = [after]
+
+    def counted(function):
+        def wrapper(*args, **kwargs):
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    torch.save = counted(torch.save)
+    checkpoint.flush = counted(checkpoint.flush)
+    checkpoint.Path.rename = counted(checkpoint.Path.rename)
+    shutil.rmtree = counted(shutil.rmtree)
+    save(folder, 2, model, step=2)
+    os._exit(0)
+
+
+def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, single):
+    """A limit on the size of files stops torch.save in the middle, as a full disk does."""
+    model = nn.Linear(300, 300)
+    save(tmp_path / "ck", 1, model, step=1)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
+    try:
+        with pytest.raises(cli.UsageError, match="step-00000002: File too large$"):
+            save(tmp_path / "ck", 2, model, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000001"]
+    assert load(tmp_path / "ck", model)["step"] == 1
+
+
+# measure and console
+
+
+def test_a_check_fails_when_it_should():
+    ok = [Check("", *values, "").ok for values in ((1, 1, 0), (1.1, 1, 0.2))]
+    bad = [Check("", *values, "").ok for values in ((2, 1, 0), (float("nan"), 1, 9))]
+    assert ok == [True, True] and bad == [False, False]
+
+
+def test_results_have_the_documented_shape(tmp_path, capsys):
+    report = Report("x.py", Namespace(lr=0.1, output_dir=tmp_path / "run"), WORLD, CPU)
+    report.start("a line of the script")
+    report.metrics = {"final_loss": 1.5}
+    report.check("loss equals single process", 2.3021, 2.3021, 1e-5, "somewhere")
+    assert report.finish("fine") == 0
+    content = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert list(content) == [
+        "script", "args", "argv", "started", "seconds", "world_size", "device", "backend",
+        "launcher", "versions", "machine", "metrics", "checks",
+    ]  # fmt: skip
+    assert content["checks"][0] == {
+        "name": "loss equals single process", "measured": 2.3021, "expected": 2.3021,
+        "tolerance": 1e-5, "source": "somewhere", "ok": True,
+    }  # fmt: skip
+    report.check("broken", 1, 2, 0, "nowhere")
+    assert report.finish("fine") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "a line of the script"
+    assert "OK: 1 check passed, fine" in said and said[-1] == "FAILED: broken"
+    other = Report("x.py", Namespace(output_dir=None), runtime.World(1, 1, 2, 2, "python"), CPU)
+    other.start("x")
+    other.finish("fine")
+    assert capsys.readouterr().out == "", "only rank 0 prints"
+
+
+# the output folder
+
+
+def test_output_folders_are_claimed_without_losing_anything(tmp_path):
+    def claim(path, resume=None):
+        """Claim a folder as a process of its own, which gives it back when it ends."""
+
+        def body(_):
+            folder.claim(path, resume)
+            atexit._run_exitfuncs()
+
+        return ranks.fork(body, 1, tmp_path / "log", 60)[0].err
+
+    run, resumable = tmp_path / "a" / "b", tmp_path / "c"
+    assert claim(run) == ""
+    (run / "results.json").write_text("{}")
+    for resume in (None, False, True):
+        assert "is not empty: name another folder\n" in claim(run, resume)
+    for _ in range(2):  # the second time as if the run had been killed before its first checkpoint
+        assert claim(resumable, resume=True) == ""
+    (run / "checkpoints").mkdir()
+    assert "is not empty" in claim(run, False) and "--resume" in claim(run, False)
+    assert claim(run, True) == ""
+    assert "cannot be written: Not a directory" in claim(run / "results.json" / "x")
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "results.json"]
+
+
+def hold(path, release):
+    """Hold a folder in a process of its own until `release` is there."""
+
+    def body(rank):
+        folder.claim(path, True)
+        (path / "held").touch()
+        while not release.exists():
+            time.sleep(0.02)
+        return 0
+
+    pid = os.fork()
+    if pid == 0:
+        body(0)
+        os._exit(0)  # without giving it back, as when a process is killed
+    while not (path / "held").exists():
+        time.sleep(0.02)
+    return pid
+
+
+def test_a_folder_in_use_is_refused_with_its_holder_and_taken_over_when_that_is_dead(tmp_path):
+    path = tmp_path / "run"
+    pid = hold(path, tmp_path / "release")
+    with pytest.raises(cli.UsageError, match=rf"in use by pid {pid} on .* since 20\d\d-.* UTC: "):
+        folder.claim(path, True)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    took = ranks.fork(lambda _: folder.claim(path, True), 1, tmp_path / "log", 60)[0]
+    assert (took.code, took.err) == (0, ""), "taken over at once"
+
+
+# ranks
+
+
+@pytest.mark.full
+def test_every_way_a_rank_can_end_is_told(tmp_path):
+    def body(rank):
+        print("rank", rank)
+        if rank == 1:
+            raise ValueError("shard 7 is empty")
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 3:
+            sys.exit(7)
+        if rank == 4:
+            time.sleep(600)
+        return rank
+
+    ended = ranks.fork(body, 5, tmp_path, deadline_s=10)
+    words = ["exit code 0", "exit code 1", "SIGKILL", "exit code 7", "hangs"]
+    assert [rank.ended for rank in ended] == words
+    assert [rank.out for rank in ended] == [f"rank {number}\n" for number in range(5)]
+    assert ended[0].value == 0 and "ValueError: shard 7 is empty" in ended[1].err
+    assert "in body" in ended[4].err, "where it hangs"
+
+
+def test_a_fork_leaves_its_parents_finalizers_alone(tmp_path):
+    """A script's end runs what is to run at exit: of this process, not of the one before."""
+    with tempfile.TemporaryDirectory() as of_parent:
+        ended = ranks.fork(lambda _: cli.run(lambda: 0), 1, tmp_path, deadline_s=60)
+        assert ended[0].code == 0 and Path(of_parent).exists()
+
+
+# the one job
+
+
+def job_args(micro, accum, ranks):
+    return Namespace(micro_batch_size=micro, grad_accum_steps=accum, seq_len=4,
+                     global_batch_size=micro * accum * ranks)  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_job_has_the_same_global_batches_however_it_is_cut(workers):
+    text = torch.arange(4 * 26 + 1, dtype=torch.uint8)
+    sequences = data.Sequences(text, 4)  # 26: a third step of 12 is short
+
+    def steps(micro, accum, ranks):
+        dealt = []
+        for rank in range(ranks):
+            sampler = data.ShardedSampler(26, rank, ranks, seed=1)
+            batches = data.job_batches(sequences, sampler, job_args(micro, accum, ranks), workers)
+            own = []
+            for _ in range(4):  # the fourth is of the next epoch
+                step = next(batches)
+                assert len(step) == accum and all(x.shape == (micro, 4) for x, _ in step)
+                sampler.advance(min(12, 26 - sampler.position))
+                own.append([int(x[0]) for part in step for x in part[0][part[1][:, 0] >= 0]])
+            dealt.append(own)
+        return [sorted(sum(parts, [])) for parts in zip(*dealt, strict=True)]
+
+    whole = steps(12, 1, 1)
+    assert [len(step) for step in whole] == [12, 12, 2, 12]
+    assert sorted(sum(whole[:3], [])) == [4 * i for i in range(26)], "each sequence once"
+    for cut in ((6, 2, 1), (3, 2, 2), (4, 1, 3)):
+        assert steps(*cut) == whole
+
+
+def test_batch_sizes_follow_from_one_another():
+    for total, accum, settled in ((None, None, (16, 1)), (None, 3, (48, 3)), (32, None, (32, 2))):
+        args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)
+        line = data.settle_batch_sizes(args, dp_ranks=2)
+        assert (args.global_batch_size, args.grad_accum_steps) == settled
+        assert line.startswith(f"global batch {settled[0]} = 8 per rank x {settled[1]} micro")
+    for total, accum, says in (
+        (24, None, "24 must be --"),
+        (32, 3, "32 is not .* = 48: take that"),
+    ):
+        args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)
+        with pytest.raises(cli.UsageError, match=says):
+            data.settle_batch_sizes(args, dp_ranks=2)
