@@ -76,6 +76,17 @@ def pytest_collection() -> Any:
         gc.enable()
 
 
+# Labs, the site and the programs: `make test` leaves their tests to `make test-all`.
+NOT_LESSONS = ("lab", "site", "benchmarks", "cluster", "planner")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of everything that is not a lesson as full."""
+    for item in items:
+        if item.path.name.removeprefix("test_").startswith(NOT_LESSONS):
+            item.add_marker(pytest.mark.full)
+
+
 def pytest_collection_finish() -> None:
     """Import what no fork shall have to: in workers, not in the process above them."""
     for name in ("sklearn.datasets", "torchvision.datasets", "matplotlib.pyplot"):

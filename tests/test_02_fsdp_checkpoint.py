@@ -207,6 +207,7 @@ def test_a_full_disk_is_one_line(run, tmp_path):
 # Damaged
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "damage", "says"),
     [

@@ -167,6 +167,7 @@ def test_it_trains_as_one_process_does(finetune, tmp_path, flags):
     assert checks["weights: bytes on the fullest rank"]["measured"] == 4 * 62_752
 
 
+@pytest.mark.full
 def test_peft_loads_the_trained_adapters_beside_the_exported_base(finetune, tiny, tmp_path):
     """Its gradient before, and its logits after training are ours; the base is as it was."""
     tuned = tmp_path / "tuned"
@@ -261,6 +262,7 @@ QUICK = {"Mixtral", "Gemma 3 with images"}
 LOADED = ("Llama", "Mixtral", "DeepSeek-V3", "gpt-oss", "GPT-2")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "lora"),
     [pytest.param(family, (), marks=() if family in QUICK else FULL) for family in LOADED]

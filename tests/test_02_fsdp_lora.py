@@ -74,6 +74,7 @@ def narrow(script):
     models.PRESETS["tiny"] = models.TransformerConfig(256, 32, 2, 4, 2, 88, 256)
 
 
+@pytest.mark.full
 def test_lora_trains_as_one_process(run_script, tmp_path):
     """Losses, gradients, bytes held and sent, file, merge; the checks state the tolerances."""
     flags = (*SMALL, "--output-dir", tmp_path / "run")

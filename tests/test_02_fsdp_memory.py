@@ -54,6 +54,7 @@ LARGE = ("--seq-len", 128, "--micro-batch-size", 8)
 SMALL = ("--seq-len", 40, "--micro-batch-size", 1)  # weights outweigh activations
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
@@ -85,6 +86,7 @@ def test_the_peak_of_a_real_run_is_the_predicted_one(
     assert abs(predicted / real - 1) < 0.01
 
 
+@pytest.mark.full
 def test_a_gpus_norms_keep_their_input_and_no_copies(predict):
     """The CPU keeps two copies too, in float32 and in bfloat16: 6 bytes per number."""
     on_gpu, on_cpu = (

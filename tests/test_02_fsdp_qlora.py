@@ -43,6 +43,7 @@ def four_bits(on_ranks):
         pytest.skip(f"bitsandbytes does not run here: {reason}")
 
 
+@pytest.mark.full
 @in_4_bits
 def test_qlora_trains_as_one_process(run_script, tmp_path, four_bits):
     """As LoRA; the frozen layers take 4 bits and 1/64 of a float32 for each weight."""

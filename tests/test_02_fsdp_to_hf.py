@@ -49,6 +49,7 @@ def transformers():
     return module
 
 
+@pytest.mark.full
 def test_hugging_face_there_and_back(run, tmp_path):
     """To the same logits, and back to the same bits and to a fresh Adam."""
     theirs, back, ours = tmp_path / "theirs", tmp_path / "back", tmp_path / "ours"

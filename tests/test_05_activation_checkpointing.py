@@ -39,6 +39,7 @@ def per_token(metrics, tokens: int) -> dict[str, float]:
     return {row["way"]: row["kept_gib"] * 2**30 / 32 / tokens for row in metrics["at scale"]}
 
 
+@pytest.mark.full
 def test_each_way_gives_the_gradient_of_no_checkpointing(run_script, tmp_path):
     """Bit by bit alone; 1e-5 on ranks: float32 sums of a few hundred terms, in another order."""
     folder = tmp_path / "run"

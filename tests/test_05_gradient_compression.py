@@ -91,6 +91,7 @@ def send_indices_twice(script):
     script.TopK.gather = twice
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "failing"),
     [

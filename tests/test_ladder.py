@@ -75,6 +75,7 @@ def test_the_losses_are_those_of_ddp_minimal_on_one_process(
     assert (tmp_path / SAVED.get(path, "")).exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "change"),
     [

@@ -78,35 +78,6 @@ def test_every_launcher_is_understood(environ, launcher, variables, place):
     )
 
 
-@pytest.mark.parametrize(("nodes", "first"), [
-    ("dgx-[001-004]-ib", "dgx-001-ib"), ("a7,b[1-2]", "a7"), ("r[2,4-5]n[07-9],s1", "r2n07"),
-])  # fmt: skip
-def test_the_first_node_of_a_slurm_list_is_the_master(environ, nodes, first):
-    environ.update(SLURM_PROCID="3", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="8",
-                   SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_STEP_NODELIST=nodes)  # fmt: skip
-    runtime.discover()
-    assert environ["MASTER_ADDR"] == first
-
-
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set but RANK is not"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be below WORLD_SIZE=2"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-             "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-            "MASTER_ADDR is not set",
-        ),
-    ],
-)  # fmt: skip
-def test_a_half_set_environment_is_refused(environ, variables, says):
-    environ.update(variables)
-    with pytest.raises(cli.UsageError, match=says):
-        runtime.discover()
-
-
 def test_devices(environ, monkeypatch, capsys):
     def gpus(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -288,11 +259,6 @@ def test_a_sampler_resumes_mid_epoch_on_another_number_of_ranks():
     assert seen == expected
     second[0].set_epoch(5)
     assert len(second[0]) == 20, "the next epoch starts from its beginning"
-
-
-def test_more_ranks_than_samples_is_refused():
-    with pytest.raises(cli.UsageError, match="3 samples cannot be dealt to 4 ranks"):
-        data.ShardedSampler(3, 0, 4)
 
 
 # tokens: folders, mixed

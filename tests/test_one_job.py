@@ -82,6 +82,7 @@ FIVE_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 
               "intermediate_size": 88, "vocab_size": 256}  # fmt: skip
 
 
+@pytest.mark.full
 def test_every_template_trains_the_shape_of_a_file(losses, run_script, tmp_path):
     """The same losses in each, which are no preset's; and who resumes looks at the file again."""
     path = tmp_path / "mine.json"

@@ -370,6 +370,7 @@ needs_python_3_11 = pytest.mark.skipif(
 
 
 @needs_python_3_11
+@pytest.mark.xdist_group("budgets")
 def test_nothing_grows():
     grown = [f"{name}: {now:,}, the limit is {limit:,}"
              for name, (now, limit, _) in measured().items() if now > limit]  # fmt: skip
@@ -377,6 +378,7 @@ def test_nothing_grows():
 
 
 @needs_python_3_11
+@pytest.mark.xdist_group("budgets")
 def test_limits_are_lowered_with_the_size():
     """Keep the ratchet tight: a limit far above the size would allow growth."""
     loose = [f"{name}: {now:,}, the limit is {limit:,}"

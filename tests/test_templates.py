@@ -233,6 +233,7 @@ def test_a_run_that_is_stopped_or_killed_resumes_bitwise(
     assert "nothing to do: the checkpoint has step 8" in ended.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", QUICK_DDP)
 def test_forgotten_moments_change_the_losses_of_a_resumed_run(
     run_template, tmp_path, script
@@ -435,6 +436,7 @@ def test_a_failing_write_on_rank_0_ends_all_ranks(run_template, tmp_path):
     assert checkpoints_in(tmp_path / "run") == []
 
 
+@pytest.mark.full
 def test_training_goes_on_while_a_checkpoint_is_written(run_template, tmp_path):
     """The write of step 2 ends only after step 3; its content is that of step 2."""
     straight, folder = tmp_path / "straight", tmp_path / "run"
@@ -550,6 +552,7 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_before_a_save(
     assert checkpoints_in(tmp_path / "run") == ["step-00000002"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", TEMPLATES)
 def test_the_time_of_a_step_leaves_out_evaluation_saving_and_the_check(
     run_template, tmp_path, script
