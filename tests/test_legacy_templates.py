@@ -2,10 +2,8 @@
 
 import argparse
 import errno
-import importlib.abc
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -36,9 +34,6 @@ KEYS = {
     "cpu_time_per_step_ms", "memory_gib", "memory_gib_per_rank", "peak_memory_gib",
     "peak_memory_gib_per_rank", "collectives_per_step", "bytes_sent_per_step",
 }  # fmt: skip
-PROOFS = re.compile(
-    r"^ *# proofs: a copy deletes these lines\n.*?^ *# end of proofs\n", re.M | re.S
-)
 full, gpu_ready = pytest.mark.full, pytest.mark.gpu_ready
 NARROW = models.TransformerConfig(256, 32, 2, 4, 2, 88, 64)
 
@@ -479,7 +474,6 @@ def damaged(folder):
                 (config_with(num_hidden_layers=3), "", "Missing key in checkpoint"),
                 (config_with(intermediate_size=96), "", "Size mismatch between saved"),
                 (damaged, "", "/folder: rank 0: "),
-                (config_with(), "--preset 1b", "--preset: not allowed with argument"),
                 (config_with(), "--export-to tests", "--export-to tests is not empty"),
             )
         ),
@@ -503,9 +497,6 @@ def test_a_resumed_run_keeps_its_shape(train, tmp_path, llama):
     ended = train(*argv, "--resume", ranks=1)
     says = f"--preset is tiny here and {llama} in the checkpoint, and their shapes differ"
     assert_one_line(ended, says, "hybrid_parallelism.py")
-
-
-QWEN2 = models.TransformerConfig(257, 40, 2, 4, 2, 92, 256)  # 3 divides no size
 
 
 def transformers_shape(config):
@@ -536,76 +527,4 @@ def test_a_right_run_passes(train, template, ranks, seed, lr, layout):
 # a copy
 
 
-def without_proofs(template):
-    source, blocks = PROOFS.subn("", (REPO / template).read_text())
-    assert blocks == 1, "one block of proofs, between its two comments"
-    return source
-
-
-class RefuseProofs(importlib.abc.MetaPathFinder):
-    """Let no import find what a copy does without."""
-
-    def find_spec(self, name, path, target=None):
-        if name.startswith("legacy_common.lab") or name.split(".")[0].endswith("_parts"):
-            raise ImportError(f"a copied template imports {name}")
-
-
-def refuse_proofs(_):
-    for name in list(sys.modules):
-        if name.startswith("legacy_common.lab") or name.split(".")[0].endswith("_parts"):
-            del sys.modules[name]
-    sys.meta_path.insert(0, RefuseProofs())
-
-
 # main of a module that stands for a copy: the copy is to find its own legacy_common, and no other
-AS_COPY = """
-import runpy, sys
-
-def main():
-    for name in [name for name in sys.modules if name.split(".")[0] == "legacy_common"]:
-        del sys.modules[name]
-    sys.path.insert(0, {folder!r})
-    import legacy_common
-    assert legacy_common.__file__.startswith({folder!r}), legacy_common.__file__
-    runpy.run_path({copy!r}, run_name="__main__")
-"""
-
-
-@full
-@pytest.mark.parametrize("template", [HYBRID])
-def test_a_copy_with_legacy_common_trains_is_killed_and_resumes(
-    run_script, tmp_path, template, request
-):
-    """In an empty folder, without lab/ and the proofs."""
-    folder = tmp_path / "empty"
-    copy = folder / Path(template).name
-    shutil.copytree(REPO / "legacy_common", folder / "legacy_common",
-                    ignore=shutil.ignore_patterns("lab", "__pycache__"))  # fmt: skip
-    copy.write_text(without_proofs(template))
-    if (REPO / template).with_name("configs").is_dir():
-        shutil.copytree((REPO / template).with_name("configs"), folder / "configs")
-    stand_in = tmp_path / "stand_in.py"
-    stand_in.write_text(AS_COPY.format(folder=str(folder), copy=str(copy)))
-    arguments = ["--max-steps", 14, "--seq-len", 32, "--micro-batch-size", 2, "--log-every", 1]
-    arguments += ["--save-every", 2, "--eval-every", 0, "--resume", "--output-dir", "run"]
-    if template == FINETUNE:
-        arguments += model_and_pairs(request)
-
-    def enter(module):
-        os.chdir(folder)
-        refuse_proofs(module)
-
-    def kill(pids):
-        metrics = folder / "run" / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 5)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    options = {"world_size": 2, "before": enter}
-    killed = run_script(str(stand_in), *arguments, **options, during=kill)
-    assert killed.codes == [-signal.SIGKILL] * 2, killed.stdout + killed.stderr
-    ended = run_script(str(stand_in), *arguments, **options)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "resuming from run/checkpoints/step-" in ended.stdout
-    assert sorted(steps_in(folder / "run")) == list(range(1, 15))
-    assert results_of(folder / "run")["metrics"]["peak_memory_gib"] > 0

@@ -62,7 +62,7 @@ def known() -> dict:
     ("script", "argv"),
     [
         ("02-fsdp/fsdp_transformer.py", ()),
-        ("05-advanced/hybrid_parallelism.py", ("--data-parallel", "full")),
+        pytest.param("05-advanced/hybrid_parallelism.py", ("--data-parallel", "full"), marks=full),
         (DEEPSPEED, ("--deepspeed_config", "03-deepspeed/configs/zero2_config.json")),
         pytest.param(
             DEEPSPEED, ("--deepspeed_config", "03-deepspeed/configs/zero3_config.json"), marks=full

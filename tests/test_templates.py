@@ -72,9 +72,11 @@ ROWS = [
     (DDP, broken.deal_rank_0_s_samples_to_all, "", "loss"),
     (DDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss"),
     (FSDP, broken.optimize_a_copy, "", "weight change"),
-    (FSDP, broken.forget_zero_grad, "", "gradient norm"),
+    pytest.param(FSDP, broken.forget_zero_grad, "", "gradient norm", marks=full),
     (FSDP, broken.clip_by_the_local_norm, "", "clipped gradient"),
-    (FSDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss"),
+    pytest.param(
+        FSDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss", marks=full
+    ),
     (
         FSDP,
         broken.all_reduce_nothing_between_replicas,
@@ -102,9 +104,11 @@ def test_sabotage_fails_the_self_check(
 WAYS = [
     (DDP, 3, "--global-batch-size 7 --seed 3"),
     (DDP, 2, "--precision bf16-mixed"),
-    (DDP, 2, "--precision 16-mixed"),
+    pytest.param(DDP, 2, "--precision 16-mixed", marks=full),
     (FSDP, 3, "--global-batch-size 7 --seed 3"),
-    (FSDP, 2, "--activation-checkpointing full --sharding grad-op"),
+    pytest.param(
+        FSDP, 2, "--activation-checkpointing full --sharding grad-op", marks=full
+    ),
     (FSDP, 2, "--activation-checkpointing selective --precision bf16-mixed"),
     (FSDP, 4, "--sharding hybrid --shard-group-size 2 --global-batch-size 15"),
     pytest.param(DDP, 6, "--global-batch-size 16 --lr 0.1", marks=full),
@@ -360,7 +364,7 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize("script", TEMPLATES)
+@pytest.mark.parametrize("script", QUICK_DDP)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     run_template, stopped_run, tmp_path, script
 ):
