@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_parts import ddp_from_scratch as part
+from dist_common.links import slow_group
 from legacy_common import cli, data, models, runtime
 from legacy_common.lab import proofs
-from legacy_common.lab.links import slow_group
 from legacy_common.report import Report
 
 MIB = 2**20  # bytes

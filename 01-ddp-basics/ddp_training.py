@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dist_common import check, cli, data, runtime, train
 from dist_common.checkpoint import Checkpoints
-from dist_common.model import PRESETS, Transformer, init_weights, load_config
+from dist_common.model import PRESETS, build_transformer, load_config
 from dist_common.report import Report
 from dist_common.train import every, lr_at, set_lr
 
@@ -32,13 +32,7 @@ AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.flo
 
 def build_model(config, seed, device):
     """Return the model with its first weights, the same ones on every rank."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    model.to_empty(device=device)
-    if config.tied_embeddings:  # to_empty made two tensors of one
-        model.head.weight = model.embedding.weight
-    init_weights(model, seed)
-    return model
+    return build_transformer(config, seed, device)
 
 
 def build_optimizer(model, args):
@@ -97,6 +91,15 @@ def evaluate(model, test_set, args, run):
     dist.all_reduce(sums)
     means = (sums / sums[1]).tolist()
     return {"test_loss": means[0]}
+
+
+def count_distinct_replicas(model, group):
+    """Return how many different sets of weights the ranks hold, bit by bit."""
+    total = torch.zeros((), dtype=torch.int64)
+    for number, weight in enumerate(model.parameters(), 1):
+        bits = weight.detach().view(torch.int32)
+        total += number * bits.sum(dtype=torch.int64).cpu()  # any flipped bit counts
+    return len(set(runtime.gather(total.item(), group)))
 
 
 def parse_args():
@@ -171,7 +174,7 @@ def main():
                     model,
                     optimizer,
                     train_set,
-                    lambda: check.build_transformer(config, args.seed),
+                    lambda: build_model(config, args.seed, run.device),
                 )
             if every(step, args.eval_every, args.max_steps):
                 log.evaluation(step, evaluate(model, test_set, args, run))
@@ -191,7 +194,7 @@ def main():
                 break
 
         report.metrics |= log.finish()
-        replicas = check.count_distinct_replicas(model, run.cpu_group)
+        replicas = count_distinct_replicas(model, run.cpu_group)
         report.check("distinct sets of weights over all ranks", replicas, 1, 0)
         return report.finish(log.summary())
 

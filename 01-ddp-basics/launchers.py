@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from dist_common import ranks
 from legacy_common import cli, runtime
-from legacy_common.lab import ranks
 from legacy_common.report import Report
 
 WAYS = ("python", "mp.spawn", "torchrun", "torchrun on each node", "as srun does", "as mpirun does")

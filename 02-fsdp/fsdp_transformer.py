@@ -23,7 +23,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dist_common import check, cli, data, runtime, train
 from dist_common.checkpoint import Checkpoints
-from dist_common.model import PRESETS, Transformer, init_weights, load_config
+from dist_common.model import (
+    PRESETS,
+    Transformer,
+    build_transformer,
+    init_weights,
+    load_config,
+)
 from dist_common.report import Report
 from dist_common.train import every, lr_at, set_lr
 
@@ -174,7 +180,6 @@ def main():
         train_set, test_set, args.data, vocab_size = data.load_sequences(args)
         config = load_config(args.preset, args.seq_len, vocab_size)
         report = Report("02-fsdp/fsdp_transformer.py", args, run)
-        train.require_memory(config.num_parameters(), mesh.size(-1), run)
         model = build_model(config, args, mesh, run.device)
         run.print0(f"{args.preset}: {config.num_parameters():,} weights")
         optimizer = build_optimizer(model, args)
@@ -221,7 +226,7 @@ def main():
                     model,
                     optimizer,
                     train_set,
-                    lambda: check.build_transformer(config, args.seed),
+                    lambda: build_transformer(config, args.seed, run.device),
                 )
             if every(step, args.eval_every, args.max_steps):
                 log.evaluation(step, evaluate(model, test_set, args, run))

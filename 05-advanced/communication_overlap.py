@@ -22,9 +22,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts import communication_overlap as part
+from dist_common.links import slow_group
 from legacy_common import cli, data, models, runtime
 from legacy_common.lab import proofs
-from legacy_common.lab.links import slow_group
 from legacy_common.report import Report
 
 MIB = 2**20  # bytes

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts import gradient_compression as part
+from dist_common.links import slow_group
 from legacy_common import cli, runtime
-from legacy_common.lab.links import slow_group
 from legacy_common.report import Report
 
 

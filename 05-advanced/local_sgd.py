@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts import local_sgd as part
+from dist_common.links import slow_group
 from legacy_common import cli, measure, runtime
 from legacy_common.lab import traffic
-from legacy_common.lab.links import slow_group
 from legacy_common.report import Report
 
 GENTLE = 0.5  # outer momentum that needs fewer rounds than the paper's 0.9

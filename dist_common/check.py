@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented, not ye
 from torch.utils.data import default_collate
 
 from dist_common.cli import CheckError
-from dist_common.model import Transformer
-from dist_common.runtime import from_rank0, gather
+from dist_common.runtime import from_rank0
 from dist_common.train import lr_at
 
 # AdamW of all templates, written here again: the reference shares no optimizer code.
@@ -33,12 +32,6 @@ def language_loss(model, inputs, targets):
     return F.cross_entropy(
         model(inputs).float().flatten(0, 1), targets.flatten(), reduction="sum"
     )
-
-
-def build_transformer(config, seed):
-    """Return the model as one process draws it."""
-    torch.manual_seed(seed)
-    return Transformer(config)
 
 
 def first_two_steps(
@@ -147,37 +140,34 @@ def relative_distance(ours, expected, start=None):
     return (distance / length) ** 0.5
 
 
-def count_distinct_replicas(model, group):
-    """Return how many different sets of weights the ranks hold, bit by bit."""
-    total = torch.zeros((), dtype=torch.int64)
-    for number, weight in enumerate(model.parameters(), 1):
-        bits = weight.detach().view(torch.int32)
-        total += number * bits.sum(dtype=torch.int64).cpu()  # any flipped bit counts
-    return len(set(gather(total.item(), group)))
-
-
 # The bytes that a rank sends per byte of the whole tensor, in a ring of n ranks.
 # Source: Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms (2009).
 RING_FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,
     "send": lambda n: 1,
-}
+} | dict.fromkeys(
+    ("all_gather", "reduce_scatter", "all_to_all", "broadcast"), lambda n: (n - 1) / n
+)
+
+
+def kind_of(operator):
+    """Return the kind of collective of an operator, such as all_reduce, or None."""
+    plain = operator.replace("_", "")
+    for kind in RING_FACTORS:
+        if plain.startswith(kind.replace("_", "")):
+            return kind
+    return None
 
 
 class CollectiveCounter(TorchDispatchMode):
     """Count the collectives that this rank starts, those of DDP and FSDP too.
 
-    calls: by kind. nbytes: of the whole tensors. bytes_sent: by this rank, in a ring.
+    calls and bytes_sent (by this rank, in a ring) are counted by kind.
     """
 
     def __init__(self):
         super().__init__()
         self.calls = Counter()
-        self.nbytes = Counter()
         self.bytes_sent = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -188,28 +178,22 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, operator, args):
-        plain = operator.replace("_", "")
-        kinds = [k for k in RING_FACTORS if plain.startswith(k.replace("_", ""))]
-        if not kinds:
-            return  # it waits or receives
-        kind = kinds[0]
-        ranks = group_size(args)
+        kind = kind_of(operator)
+        ranks = group_size(args) if kind else 1
+        if ranks == 1:
+            return  # it waits or receives, or sends to no one
         sizes = [num_bytes(value) for value in args]  # the whole and this rank's part
         if operator == "all_gather_into_tensor":  # of functional collectives: the part
             sizes.append(max(sizes) * ranks)
-        if ranks > 1:
-            self.calls[kind] += 1
-            self.nbytes[kind] += max(sizes)
-            self.bytes_sent[kind] += RING_FACTORS[kind](ranks) * max(sizes)
+        self.calls[kind] += 1
+        self.bytes_sent[kind] += RING_FACTORS[kind](ranks) * max(sizes)
 
     def metrics(self):
         """Return calls and bytes by kind, and all bytes that this rank sends."""
         return {
             "collectives_per_step": {
-                kind.replace("_", "-"): {"calls": calls, "bytes_sent": round(sent)}
-                for (kind, calls), sent in zip(
-                    self.calls.items(), self.bytes_sent.values(), strict=True
-                )
+                kind: {"calls": calls, "bytes_sent": round(self.bytes_sent[kind])}
+                for kind, calls in self.calls.items()
             },
             "bytes_sent_per_step": round(sum(self.bytes_sent.values())),
         }

@@ -237,7 +237,7 @@ class Checkpoints:
         )
         path = folder / f"rng-{self.run.rank}.pt"
         if path.exists():
-            runtime.set_rng_state(torch.load(path, weights_only=True))
+            runtime.set_rng_state(torch.load(path, weights_only=False))
 
 
 def find_reason(error, rank):

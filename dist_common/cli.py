@@ -86,7 +86,7 @@ def step_range(text):
 def add_training_flags(parser, presets, precisions=PRECISIONS):
     """Add the flags that the templates share: one job, whatever the strategy."""
     add = parser.add_argument
-    add("--preset", default="tiny", help=f"{', '.join(presets)}, or a .json (tiny)")
+    add("--preset", choices=presets, default="tiny", help="the model's shape (tiny)")
     data = parser.add_mutually_exclusive_group()
     data.add_argument("--text-file", help="train on its bytes (dist_common/text.txt)")
     data.add_argument("--tokens", metavar="FOLDER", help="train on make_tokens.py's")

@@ -1,11 +1,9 @@
 """The transformer that the scripts train: Llama-style, five presets from 1M to 70B."""
 
-import json
 import math
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -65,33 +63,12 @@ PRESETS = {
 }
 
 
-# The names of Hugging Face's config.json.
-HF_NAMES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "intermediate_size": "ffn_dim",
-    "max_position_embeddings": "max_seq_len",
-    "rope_theta": "rope_theta",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tied_embeddings",
-}
-
-
 def load_config(name, seq_len, vocab_size):
-    """Return the shape of a preset, or of the config.json of a Llama.
+    """Return the shape of a preset.
 
     Raises: UsageError when it cannot read --seq-len tokens or lacks tokens of the data.
     """
-    if name.endswith(".json"):
-        config = read_config(name)
-    elif name in PRESETS:
-        config = PRESETS[name]
-    else:
-        known = ", ".join(PRESETS)
-        raise UsageError(f"--preset must be {known}, or a .json file, not {name!r}")
+    config = PRESETS[name]
     if seq_len > config.max_seq_len:
         raise UsageError(f"--seq-len must be at most {config.max_seq_len}")
     if vocab_size > config.vocab_size:
@@ -99,26 +76,6 @@ def load_config(name, seq_len, vocab_size):
             f"--preset {name} has {config.vocab_size} tokens, the data {vocab_size}"
         )
     return config
-
-
-def read_config(path):
-    """Read a shape by Hugging Face's names; missing ones get LlamaConfig's defaults."""
-    try:
-        given = json.loads(Path(path).read_text())
-        defaults = {
-            "num_key_value_heads": given["num_attention_heads"],
-            "max_position_embeddings": 2048,
-            "rope_theta": 1e4,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-        }
-        found = defaults | given
-        return Config(**{ours: found[theirs] for theirs, ours in HF_NAMES.items()})
-    except OSError as error:
-        raise UsageError(f"--preset {path}: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        line = f"--preset {path}: not the config.json of a Llama ({error})"
-        raise UsageError(line) from error
 
 
 def rotary_tables(T, head_dim, theta, device):
@@ -272,3 +229,14 @@ def init_weights(model, seed):
                 whole, weight.device_mesh, weight.placements, src_data_rank=None
             )
         weight.copy_(whole)
+
+
+def build_transformer(config, seed, device):
+    """Return the whole model with its first weights, the same ones on every rank."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to_empty(device=device)
+    if config.tied_embeddings:  # to_empty made two tensors of one
+        model.head.weight = model.embedding.weight
+    init_weights(model, seed)
+    return model

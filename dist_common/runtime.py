@@ -211,11 +211,10 @@ def seed_everything(seed, rank=0):
 
 
 def rng_state():
-    """Return this rank's random state, in types that torch.load accepts as data."""
-    name, keys, *rest = np.random.get_state()
+    """Return this rank's random state."""
     state = {
         "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *rest),
+        "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -226,8 +225,7 @@ def rng_state():
 def set_rng_state(state):
     """Restore what `rng_state` returned."""
     random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -8,9 +8,7 @@ import signal
 import statistics
 import sys
 import time
-from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -51,23 +49,6 @@ def every(step, interval, last_step):
     return interval > 0 and (step % interval == 0 or step == last_step)
 
 
-def require_memory(num_weights, shards, run):
-    """Raise UsageError on all ranks if one cannot hold its 16 bytes per weight."""
-    # 4 + 4 + 8 bytes: float32 weight, gradient, and Adam's two moments.
-    needed = 16 * num_weights / shards
-    if run.device.type == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = psutil.virtual_memory().available / run.local_world_size
-    least = min(gather(free, run.cpu_group))
-    if needed > least:
-        raise UsageError(
-            f"the model needs {needed / GIB:,.1f} GiB on each of {shards} ranks for "
-            "weights, gradients and optimizer state, and more for activations; a rank "
-            f"has {least / GIB:,.1f} GiB: use more ranks, or a smaller --preset"
-        )
-
-
 def settle_batch_size(args, run, saved=None):
     """Set --global-batch-size if it is not given; print how it is divided.
 
@@ -80,15 +61,13 @@ def settle_batch_size(args, run, saved=None):
     share = -(-args.global_batch_size // run.world_size)
     micro_batches = -(-share // args.micro_batch_size)
     rows = min(share, args.micro_batch_size)
-    run.print0(
+    line = (
         f"global batch {args.global_batch_size} = {rows} per micro-batch x "
         f"{micro_batches} micro-batches x {run.world_size} ranks"
-        + (
-            ""
-            if rows * micro_batches * run.world_size == args.global_batch_size
-            else ", some of them smaller"
-        )
     )
+    if rows * micro_batches * run.world_size > args.global_batch_size:
+        line += ", some of them smaller"
+    run.print0(line)
 
 
 def compare_settings(args, run, saved, next_step):
@@ -120,10 +99,7 @@ def settings_of(args):
     """Return the flags that the weights depend on, for a checkpoint."""
     names = (*SAME_RUN, "global_batch_size", "max_steps", "lr", "warmup_steps")
     names += ("max_grad_norm", "precision")
-    settings = {name: getattr(args, name) for name in names}
-    if args.preset.endswith(".json"):  # the file may change
-        settings["preset"] = Path(args.preset).read_text()
-    return settings
+    return {name: getattr(args, name) for name in names}
 
 
 class StopSignal:
@@ -166,6 +142,7 @@ class Log:
         self.args = args
         self.first_step = first_step
         self.flops_per_token = flops_per_token
+        self.counter = counter
         self.unit = unit
         self.unread = []
         self.losses = {}  # by step
@@ -176,29 +153,27 @@ class Log:
         self.cpu_times_ms = []
         self.window_s = 0.0  # of the unread steps
         self.window_cpu_s = 0.0
-        self.counter = counter
         self.profiler = None
         self.file = None
         self.tensorboard = None
-        self.open(first_step)
+        if args.output_dir and run.rank == 0:
+            self.open(args.output_dir)
 
-    def open(self, first_step):
+    def open(self, folder):
         """Open metrics.jsonl; drop what an earlier run wrote after its checkpoint."""
-        if not self.args.output_dir or self.run.rank > 0:
-            return
-        path = self.args.output_dir / "metrics.jsonl"
+        path = folder / "metrics.jsonl"
         kept = []
         for line in path.read_text().splitlines() if path.exists() else []:
             with contextlib.suppress(ValueError):  # the last line of a killed run
-                if json.loads(line)["step"] < first_step:
+                if json.loads(line)["step"] < self.first_step:
                     kept.append(f"{line}\n")
         path.write_text("".join(kept))
-        self.file = path.open("a")
+        self.file = path.open("a", buffering=1)
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder = self.args.output_dir / "tensorboard"
-            self.tensorboard = SummaryWriter(folder, purge_step=first_step)
+            folder = folder / "tensorboard"
+            self.tensorboard = SummaryWriter(folder, purge_step=self.first_step)
 
     @contextlib.contextmanager
     def step(self, step):
@@ -207,30 +182,27 @@ class Log:
         if first <= step <= last and self.profiler is None:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
-        is_second = (
-            len(self.times_ms) + len(self.unread) == 1
-        )  # the first sets things up
+        counted = step == self.first_step + 1  # the first step sets things up
+        count = self.counter and counted and not self.args.compile
         started = time.perf_counter()
         cpu_started = time.process_time()
-        with contextlib.ExitStack() as stack:
-            if self.counter and is_second and not self.args.compile:
-                stack.enter_context(self.counter)
-            if self.profiler:
-                stack.enter_context(torch.profiler.record_function(f"step {step}"))
+        span = torch.profiler.record_function(f"step {step}")
+        with self.counter if count else contextlib.nullcontext(), span:
             yield
         self.window_s += time.perf_counter() - started
         self.window_cpu_s += time.process_time() - cpu_started
-        if self.profiler and step == last:
-            self.stop_profiler()
+        if step == last:
+            self.write_profile()
 
-    def stop_profiler(self):
+    def write_profile(self):
         """Write the trace of this rank, for perfetto.dev."""
-        self.profiler.stop()
-        folder = self.args.output_dir / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"trace-rank{self.run.rank}.json"
-        self.profiler.export_chrome_trace(str(path))
-        self.profiler = None
+        if self.profiler:
+            self.profiler.stop()
+            folder = self.args.output_dir / "profile"
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"trace-rank{self.run.rank}.json"
+            self.profiler.export_chrome_trace(str(path))
+            self.profiler = None
 
     def add(self, step, loss_sum, num_tokens, grad_norm):
         """Keep the results of a step; print when a line is due.
@@ -253,46 +225,46 @@ class Log:
         own = torch.stack([loss_sum.double() for _, loss_sum, _, _ in self.unread])
         sums = own.clone()
         dist.all_reduce(sums)
-        time_ms = (self.window_s + time.perf_counter() - started) * 1e3
-        time_ms /= len(self.unread)
-        cpu_ms = self.window_cpu_s * 1e3 / len(self.unread)
-        for (step, loss_sum, num_tokens, norm), total in zip(
+        window_s = self.window_s + time.perf_counter() - started
+        time_ms = window_s * 1e3 / len(self.unread)
+        cpu_time_ms = self.window_cpu_s * 1e3 / len(self.unread)
+        for (step, own_sum, num_tokens, norm), total in zip(
             self.unread, sums.tolist(), strict=True
         ):
-            loss = total / float(num_tokens)
-            self.require_finite(step, loss, loss_sum, float(norm))
             self.num_tokens = float(num_tokens)
-            self.losses[step] = loss
+            self.losses[step] = total / self.num_tokens
             self.norms[step] = float(norm)
+            self.require_finite(step, own_sum)
             self.times_ms.append(time_ms)
-            self.cpu_times_ms.append(cpu_ms)
+            self.cpu_times_ms.append(cpu_time_ms)
             speed = self.num_tokens / time_ms * 1e3
             self.write(
                 step,
-                loss=loss,
+                loss=self.losses[step],
                 grad_norm=self.norms[step],
                 lr=lr_at(step, self.args),
                 tokens_per_second=speed,
             )
-        line = f"step {step} | loss {loss:.4f} | {time_ms:.1f} ms | {speed:,.0f} "
-        line += f"{self.unit} | mem {peak_memory_gib(self.run.device):.2f} GiB"
+        line = f"step {step} | loss {self.losses[step]:.4f} | {time_ms:.1f} ms"
+        line += f" | {speed:,.0f} {self.unit}"
+        line += f" | mem {peak_memory_gib(self.run.device):.2f} GiB"
         if mfu := self.mfu(speed):
             line += f" | mfu {mfu:.1%}"
         self.run.print0(line)
         self.unread.clear()
         self.window_s = self.window_cpu_s = 0.0
 
-    def require_finite(self, step, loss, own_sum, norm):
+    def require_finite(self, step, own_sum):
         """Stop all ranks if a number is not finite, and name the rank where it began.
 
         In float16 a norm may be infinite: the loss scaler skips such a step.
         """
+        loss, norm = self.losses[step], self.norms[step]
         may_overflow = self.args.precision == "16-mixed"
         if math.isfinite(loss) and (may_overflow or math.isfinite(norm)):
             return
-        finite = gather(math.isfinite(float(own_sum)), self.run.cpu_group)
-        ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
-        where = f" on rank {', '.join(ranks)} of {len(finite)}" if ranks else ""
+        finite = gather(math.isfinite(own_sum), self.run.cpu_group)
+        where = f" on rank {finite.index(False)}" if False in finite else ""
         raise FloatingPointError(
             f"stopped: in step {step} the loss is {loss:.4g}{where}, gradient norm "
             f"{norm:.4g}: try a lower --lr, or look at that rank's data"
@@ -302,7 +274,6 @@ class Log:
         """Write numbers to metrics.jsonl and TensorBoard."""
         if self.file:
             self.file.write(json.dumps({"step": step, **values}) + "\n")
-            self.file.flush()
         if self.tensorboard:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
@@ -329,20 +300,21 @@ class Log:
 
     def mfu(self, tokens_per_second):
         """Return the share of the GPU's peak that the model uses; None if unknown."""
-        if self.run.device.type != "cuda" or not self.flops_per_token:
+        if self.run.device.type != "cuda":
             return None
-        name = torch.cuda.get_device_name(self.run.device)
-        peaks = [peaks for gpu, peaks in PEAK_TFLOPS.items() if gpu in name]
-        if not peaks:
-            return None
-        flops = tokens_per_second * self.flops_per_token / self.run.world_size
-        return flops / (peaks[0][self.args.precision == "32-true"] * 1e12)
+        gpu = torch.cuda.get_device_name(self.run.device)
+        for name, (peak_16_bit, peak_float32) in PEAK_TFLOPS.items():
+            if name in gpu:
+                is_float32 = self.args.precision == "32-true"
+                peak = (peak_float32 if is_float32 else peak_16_bit) * 1e12
+                flops = tokens_per_second * self.flops_per_token
+                return flops / self.run.world_size / peak or None
+        return None
 
     def finish(self):
         """Read the last steps and return the metrics of results.json. A collective."""
         self.flush()
-        if self.profiler:  # the run stopped earlier
-            self.stop_profiler()
+        self.write_profile()  # of a run that was stopped earlier
         if self.file:
             self.file.close()
         if self.tensorboard:

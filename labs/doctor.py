@@ -181,8 +181,8 @@ def loopback():
     import torch
     import torch.distributed as dist
 
+    from dist_common import ranks
     from lab_parts.running import LOOPBACK
-    from legacy_common.lab import ranks
 
     def be(rank):
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK

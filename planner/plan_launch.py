@@ -6,7 +6,6 @@ parse_args or docstring gives, and tests/test_planner_plan.py feeds each line to
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from planner import memory
@@ -153,15 +152,12 @@ def shape_of(model: Model) -> tuple[str, list[str], str]:
         return "", [], "the templates know no mixture of experts but mixtral-8x7b"
     if model.head_dim and model.head_dim * model.heads != model.hidden:
         return "", [], "the templates' heads are hidden / heads wide"
-    config = {
-        "model_type": "llama", "vocab_size": model.vocab, "hidden_size": model.hidden,
-        "intermediate_size": model.ffn if model.gated else round(2 / 3 * model.ffn),
-        "num_hidden_layers": model.layers, "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads, "max_position_embeddings": 131_072,
-        "tie_word_embeddings": model.tied_embeddings,
-    }  # fmt: skip
-    file = f"{(model.name or 'model').replace('/', '-')}.json"
-    return f"--preset {file}", [f"echo '{json.dumps(config)}' > {file}"], about
+    ffn = model.ffn if model.gated else round(2 / 3 * model.ffn)
+    shape = (model.vocab, model.hidden, model.layers, model.heads, model.kv_heads, ffn, 131_072)
+    tied = ", tied_embeddings=True" if model.tied_embeddings else ""
+    name = (model.name or "model").replace("/", "-")
+    row = f'"{name}": Config({", ".join(map(str, shape))}{tied})'
+    return f"--preset {name}", [f"# first add {row} to PRESETS in dist_common/model.py"], about
 
 
 FSDP_ALONE = "--zero 3 --tp 1 --cp 1 --pp 1 --ep 1 --offload none"

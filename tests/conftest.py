@@ -34,8 +34,8 @@ import torch.distributed as dist
 from site_browser import at, browser, built, tab  # noqa: F401  for the tests of the site
 from torch.utils._pytree import tree_leaves
 
+from dist_common import ranks
 from legacy_common import cli
-from legacy_common.lab import ranks
 
 REPO = Path(__file__).resolve().parent.parent
 # A script finds the helper files of its folder there; their names are unique in the repository.

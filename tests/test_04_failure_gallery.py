@@ -12,7 +12,7 @@ import pytest
 from conftest import REPO, assert_one_line, load_script, results_of, run_command
 from helpers_04 import first_is_quick, full
 
-from legacy_common.lab.ranks import Rank
+from dist_common.ranks import Rank
 from nccl_parts import failure_gallery as part
 
 GALLERY = "04-nccl-operations/failure_gallery.py"
@@ -71,7 +71,7 @@ def test_of_three_ranks_the_odd_one_is_named(run_script, tmp_path, name):
 
 def ranks_that_say(*texts, codes=None):
     codes = codes or [1] * len(texts)
-    return [Rank(code, 0.1, "", text, None) for code, text in zip(codes, texts, strict=True)]
+    return [Rank(code, "", text) for code, text in zip(codes, texts, strict=True)]
 
 
 LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"

@@ -81,33 +81,6 @@ def test_before_16_bits_each_exact_strategy_is_checked_once_in_float32():
     assert [name for name, own in zip(ids, steps, strict=True) if own == 5] == checks
 
 
-MINE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 88, "vocab_size": 256}  # fmt: skip
-
-
-def test_a_model_of_a_file_is_another_sweep_when_its_shape_changes(
-    bench, fakes, tmp_path, capsys, monkeypatch
-):
-    """It has the learning rate of the preset nearest in size; where the file is does not matter."""
-    out = ("--strategies", "train", "--repeats", 1, "--output-dir", tmp_path / "out")
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "mine.json").write_text(json.dumps(MINE))
-    (tmp_path / "config" / "sweep.toml").write_text('presets = ["tiny", "mine.json"]')
-    assert bench("sweep", *out, "--config", tmp_path / "config" / "sweep.toml") == 0
-    printed = capsys.readouterr().out
-    assert "mine: --lr 0.002, that of tiny, the preset nearest in size" in printed
-    assert "\nmine, 32-true, 2 ranks, global batch 16 x 128 tokens" in printed
-    record = records_of(tmp_path / "out")["train.w2.mine#1"]
-    assert f"--preset {tmp_path}/config/mine.json " in record["command"]
-    (tmp_path / "mine.json").write_text(json.dumps(MINE))
-    monkeypatch.chdir(tmp_path)
-    assert bench("sweep", *out, "--presets", "tiny", "mine.json") == 0
-    assert "0 to go" in capsys.readouterr().out
-    (tmp_path / "mine.json").write_text(json.dumps(MINE | {"num_hidden_layers": 3}))
-    refused = bench("sweep", *out, "--presets", "tiny", "mine.json")
-    assert "holds another sweep's results: mine.num_layers (2 there, 3 here): name" in refused
-
-
 def test_weak_scaling_has_a_reference_for_each_global_batch():
     points = plan_of(("ddp",), world_sizes=[2, 4], scaling="weak", repeats=1, micro_batch_size=8)
     names = ("global_batch_size", "micro_batch_size", "grad_accum_steps")

@@ -10,14 +10,14 @@ from helpers_04 import first_is_quick, full
 
 from cluster_parts import pairwise_scan as part
 from cluster_parts.pairwise_scan import ACROSS, BOTH, RECEIVES, SENDS, WITHIN, Scan
-from legacy_common.lab import links
+from legacy_common.lab import namespaces
 
 SCAN = "cluster/pairwise_scan.py"
 script = load_script(SCAN)
 find_slow = script.find_slow
 PACED = "cluster/cluster_parts/pairwise_scan.py"
 QUICK = ("-b", "64K", "-n", 2)
-why_not = links.why_not()
+why_not = namespaces.why_not()
 # who meets whom
 
 

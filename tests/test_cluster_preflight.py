@@ -17,12 +17,12 @@ from helpers_04 import first_is_quick
 from helpers_dgx import facts_of_dgx, plant_dgx
 
 from cluster_parts import preflight as part
-from legacy_common.lab import links
+from legacy_common.lab import namespaces
 
 PREFLIGHT = "cluster/preflight.py"
 script = load_script(PREFLIGHT)
 GIB, MIB = 2**30, 2**20
-why_not = links.why_not()
+why_not = namespaces.why_not()
 needs_hosts = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 HEALTHY = 125e6  # bytes/s: 1 Gbit/s
 
@@ -50,7 +50,7 @@ def on_nodes(run_script, folder, nodes, *argv, each=1, fault=None, rates=None, e
                "LOCAL_WORLD_SIZE": each, "GROUP_RANK": rank // each}  # fmt: skip
         return own | (environ(rank) if environ else {})
 
-    with links.hosts(rates or [HEALTHY] * nodes) as network:
+    with namespaces.hosts(rates or [HEALTHY] * nodes) as network:
         return run_script(
             PREFLIGHT, "--output-dir", folder, *argv, world_size=nodes * each,
             before=before, environ=launched, end_job_on_failure=False,
@@ -91,7 +91,9 @@ def everything_is_odd(node):
 
     shutil.disk_usage = usage
     path = os.environ["PATH"] + ":/usr/sbin:/sbin"
-    subprocess.run(["ip", "link", "set", links.CARD, "mtu", "1400"], check=True, env={"PATH": path})
+    subprocess.run(
+        ["ip", "link", "set", namespaces.CARD, "mtu", "1400"], check=True, env={"PATH": path}
+    )
     sys.argv[sys.argv.index("--checkpoint-dir") + 1] += "/elsewhere"
 
 

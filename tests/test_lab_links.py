@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from conftest import fork_ranks, free_port
 
+from dist_common import links
 from legacy_common import cli, runtime
-from legacy_common.lab import links, namespaces
+from legacy_common.lab import namespaces
 
-why_not = links.why_not()
+why_not = namespaces.why_not()
 needs_hosts = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 RATE = 12.5e6  # bytes/s: 100 Mbit/s
 COUNT = 250_000  # numbers: 1 MB, so that what a bucket lets through at once is a small part
-LATE = "by collectives that complete late"
+LATE = "by collectives that end late"
 NOBODY = 65534
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
 prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -94,7 +95,7 @@ def on_hosts(body, world_size, folder):
         dist.destroy_process_group()
         return value
 
-    with links.hosts([RATE] * world_size) as network:
+    with namespaces.hosts([RATE] * world_size) as network:
         ended = fork_ranks(lambda rank: one(rank, network), world_size, folder, 60, True)
     assert not any(ended.codes), ended.stderr
     return ended.returned
@@ -104,10 +105,10 @@ def sent_for_an_all_reduce(rank, world_size):
     """Return what the card sent for one all-reduce, and whether the result is right."""
     tensor = torch.full((2 * COUNT,), float(rank + 1))
     dist.barrier()
-    before = psutil.net_io_counters(pernic=True)[links.CARD].bytes_sent
+    before = psutil.net_io_counters(pernic=True)[namespaces.CARD].bytes_sent
     dist.all_reduce(tensor)
     dist.barrier()  # all of it has left the card
-    sent = psutil.net_io_counters(pernic=True)[links.CARD].bytes_sent - before
+    sent = psutil.net_io_counters(pernic=True)[namespaces.CARD].bytes_sent - before
     return sent, bool((tensor == sum(range(1, world_size + 1))).all())
 
 
@@ -143,17 +144,17 @@ def as_nobody(body):
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without root already")
 def test_hosts_need_no_root():
     def enter_and_look():
-        links.why_not.cache_clear()
-        if links.why_not():
-            return links.why_not()
-        with links.hosts([RATE] * 2) as network:
+        namespaces.why_not.cache_clear()
+        if namespaces.why_not():
+            return namespaces.why_not()
+        with namespaces.hosts([RATE] * 2) as network:
             network.enter(1)
             return f"user {os.geteuid()}, {sorted(psutil.net_if_addrs())}"
 
     said = as_nobody(enter_and_look)
     if "not permitted" in said or "No space" in said:
         pytest.skip(f"user namespaces: {said}")
-    assert said == f"user 0, {[links.CARD, 'lo']}"
+    assert said == f"user 0, {[namespaces.CARD, 'lo']}"
 
 
 # nothing is left
@@ -180,7 +181,7 @@ def inodes_of(network):
 def test_nothing_is_left_of_it():
     """Neither at the end of the context, nor when an error ends it, nor names for anybody."""
     cards, names = set(psutil.net_if_addrs()), sorted(Path("/run").glob("netns/*"))
-    with contextlib.suppress(KeyError), links.hosts([RATE] * 2) as network:
+    with contextlib.suppress(KeyError), namespaces.hosts([RATE] * 2) as network:
         inodes = inodes_of(network)
         assert held(inodes), "the scan below finds what is there"
         assert (set(psutil.net_if_addrs()), sorted(Path("/run").glob("netns/*"))) == (cards, names)
@@ -194,7 +195,7 @@ def test_nothing_is_left_when_the_program_is_killed(tmp_path):
     reader, writer = os.pipe()
     program = os.fork()
     if program == 0:
-        with links.hosts([RATE] * 2) as network:
+        with namespaces.hosts([RATE] * 2) as network:
             if os.fork() == 0:
                 network.enter(0)
                 prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -231,14 +232,14 @@ def refuse(name, *arguments):
 )  # fmt: skip
 def test_it_says_in_one_line_why_it_cannot(monkeypatch, name, value, says):
     monkeypatch.setattr(*name, value)
-    links.why_not.cache_clear()
+    namespaces.why_not.cache_clear()
     try:
-        reason = links.why_not()
+        reason = namespaces.why_not()
     finally:
-        links.why_not.cache_clear()
+        namespaces.why_not.cache_clear()
     assert says in reason and "\n" not in reason
 
 
 def test_more_hosts_than_it_can_connect_are_refused():
     with pytest.raises(cli.UsageError, match="250 ranks at most, not 251"):
-        links.hosts([RATE] * 251).__enter__()
+        namespaces.hosts([RATE] * 251).__enter__()

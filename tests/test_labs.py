@@ -13,11 +13,11 @@ from conftest import REPO, assert_one_line, load_script, run_command
 
 sys.path.insert(0, str(REPO / "labs"))
 import grade
+from dist_common import ranks
 from lab_parts.holes import Answer
 from lab_parts.judging import judge_number, tomllib
 from lab_parts.running import MISREAD, Setting, run
 from legacy_common.cli import UsageError
-from legacy_common.lab import ranks
 from make_starters import starters
 
 LABS = [path.parent.name for path in sorted((REPO / "labs").glob("*/starter.py"))]  # no exam

@@ -24,9 +24,9 @@ from conftest import fork_ranks, free_port, timeouts_of_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from dist_common import ranks
 from legacy_common import checkpoint, cli, data, models, runtime
 from legacy_common import output as folder
-from legacy_common.lab import ranks
 from legacy_common.report import Check, Report
 
 

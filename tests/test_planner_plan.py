@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from conftest import REPO, load_script, run_command
 
+from dist_common import model as template_model
 from planner import (
     cli,
     memory,
@@ -366,9 +367,11 @@ def test_a_template_takes_its_launch_line(model, layout, finetune, script, monke
     job = Job(model, 4096, 64)
     launch = plan_launch.launch_of(job, layout, 8, finetune)
     assert f"/{script}.py" in launch.script, launch
-    for command in launch.commands[:-1]:  # the shape, written to a file
-        text, _, file = command.removeprefix("echo ").rpartition(" > ")
-        (tmp_path / file).write_text(shlex.split(text)[0])
+    for command in launch.commands[:-1]:  # "# first add "NAME": Config(...) to PRESETS ..."
+        row = re.search(r'"[^"]+": Config\(.*\)', command)[0]
+        rows = eval(f"{{{row}}}", {"Config": template_model.Config})
+        for name, config in rows.items():
+            monkeypatch.setitem(template_model.PRESETS, name, config)
     line = shlex.split(launch.commands[-1])
     after = line.index(launch.script) + 1
     args = parse_with(launch.script, line[after:], monkeypatch)

@@ -30,7 +30,7 @@ from helpers_templates import (
     write_text,
 )
 
-from dist_common import checkpoint, data, train
+from dist_common import checkpoint, data, model, train
 
 TEMPLATES = [DDP, FSDP]
 full = pytest.mark.full
@@ -146,7 +146,7 @@ def test_the_self_check_leaves_the_random_state(run_template, tmp_path):
     """With dropout on, a check that drew numbers would change the later losses."""
 
     def add_dropout(script):
-        script.Transformer.forward = with_dropout(script.Transformer.forward)
+        model.Transformer.forward = with_dropout(model.Transformer.forward)
 
     def with_dropout(forward):
         def dropped(self, tokens):
@@ -477,8 +477,7 @@ USAGE = [
     (["--text-file", "none"], "--text-file none: No such file"),
     (["--text-file", __file__, "--tokens", "folder"], "not allowed with argument"),
     (["--tokens", "none"], "--tokens none: No such file"),
-    (["--preset", "huge"], "--preset must be tiny, 124m, 1b, llama2-7b, llama3-8b"),
-    (["--preset", "none.json"], "--preset none.json: No such file"),
+    (["--preset", "huge"], "invalid choice: 'huge' (choose from 'tiny', '124m'"),
 ]
 
 
@@ -497,7 +496,6 @@ def test_wrong_usage_gets_one_line(run_script, argv, says):
             ["--sharding", "hybrid", "--shard-group-size", "3"],
             "--shard-group-size 3 does not divide 2 ranks",
         ),
-        (FSDP, ["--preset", "llama3-70b"], "525.7 GiB on each of 2 ranks"),
         (DDP, ["--seq-len", "200"], "the test data has 150 tokens, less than a"),
     ],
 )
@@ -551,7 +549,7 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_before_a_save(
     ended = run_template(
         DDP, *words, "--output-dir", tmp_path / "run", changes=[poison]
     )
-    line = "ddp_training.py: stopped: in step 3 the loss is nan on rank 1 of 2"
+    line = "ddp_training.py: stopped: in step 3 the loss is nan on rank 1,"
     assert ended.stderr.startswith(line), ended.stderr
     assert checkpoints_in(tmp_path / "run") == ["step-00000002"]
 
@@ -607,8 +605,8 @@ def test_a_run_leaves_what_the_page_says(run_template, tmp_path):
     counted = metrics["collectives_per_step"]
     # Two blocks, the embedding, and norm with head: gathered for forward, and all but
     # the last again for backward.
-    assert counted["all-gather"]["calls"] == 4 + 3
-    assert counted["reduce-scatter"]["calls"] == 4
+    assert counted["all_gather"]["calls"] == 4 + 3
+    assert counted["reduce_scatter"]["calls"] == 4
 
 
 def test_ddp_sends_one_gradient_per_step(run_template, tmp_path):
@@ -616,7 +614,7 @@ def test_ddp_sends_one_gradient_per_step(run_template, tmp_path):
     folder = tmp_path / "run"
     words = ("--global-batch-size", 12, "--output-dir", folder)
     assert_ok(run_template(DDP, *words))
-    sent = results_of(folder)["metrics"]["collectives_per_step"]["all-reduce"]
+    sent = results_of(folder)["metrics"]["collectives_per_step"]["all_reduce"]
     extra = sent["bytes_sent"] - 4 * broken.NARROW.num_parameters()
     assert 0 <= extra <= 16, "a ring of two ranks sends what it reduces"
 

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import psutil
 import torch.distributed as dist
 
-from legacy_common.lab import links, ranks
+from dist_common import ranks
+from legacy_common.lab import namespaces
 
 try:
     import tomllib
@@ -108,7 +109,7 @@ class Job:
         if re.search("DistributedDataParallel|fully_shard", source):
             importlib.import_module("torch._dynamo")  # here once, not in each rank: it is slow
         apart = "host" in self.failure.limits
-        with links.hosts([1e9] * n) if apart else contextlib.nullcontext() as network:
+        with namespaces.hosts([1e9] * n) if apart else contextlib.nullcontext() as network:
             for attempt in range(1 if broken else 1 + self.failure.restarts):
                 launched = {
                     "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "OMP_NUM_THREADS": 1,
@@ -186,11 +187,15 @@ def may_enter() -> bool:
     return bool(tool) and subprocess.run(command, capture_output=True).returncode == 0
 
 
-def be_a_host(network: links.Network, rank: int, address: str = "127.0.1.1") -> None:
+def be_a_host(network: namespaces.Network, rank: int, address: str = "127.0.1.1") -> None:
     """Make this process a machine of its own; in /etc/hosts its name has the address of Debian."""
     network.enter(rank)
     del os.environ["GLOO_SOCKET_IFNAME"]  # a machine has none
-    for command in (f"set {links.CARD} down", f"set {links.CARD} name eth0", "set eth0 up"):
+    for command in (
+        f"set {namespaces.CARD} down",
+        f"set {namespaces.CARD} name eth0",
+        "set eth0 up",
+    ):
         subprocess.run(["ip", "link", *command.split()], check=True)
     Path(f"hosts-{rank}").write_text(f"127.0.0.1 localhost\n{address} node-{rank}\n")
     enter(NEW_MOUNTS | NEW_NAME, f"--bind hosts-{rank} /etc/hosts")

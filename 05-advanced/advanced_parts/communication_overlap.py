@@ -16,10 +16,10 @@ from matplotlib.patches import Patch
 from torch import nn
 from torch.profiler import record_function
 
+from dist_common.links import SlowGroup
 from legacy_common import cli
 from legacy_common.lab import proofs
 from legacy_common.lab.figure import figure
-from legacy_common.lab.links import LateGroup
 from legacy_common.lab.trace import trace
 from legacy_common.lab.traffic import RING_FACTOR, TrafficCounter
 from legacy_common.models import cut_like
@@ -73,7 +73,7 @@ class Job:
 
     def ms(self, kind: str, tensor_bytes: int) -> float:
         """Return how long the link takes for a collective of a whole tensor, in ms."""
-        if kind == "reduce_scatter" and not isinstance(self.group, LateGroup):
+        if kind == "reduce_scatter" and not isinstance(self.group, SlowGroup):
             kind = "all_reduce"  # gloo sends as much for both
         return RING_FACTOR[kind](self.ranks) * tensor_bytes / self.rate * 1e3
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from advanced_parts.kept_bytes import kept_for_backward
+from dist_common.links import slow_group
 from legacy_common import data, models, runtime
 from legacy_common.lab import proofs
-from legacy_common.lab.links import slow_group
 from legacy_common.lab.traffic import RING_FACTOR, TrafficCounter
 from legacy_common.measure import StepTimer
 

@@ -12,7 +12,7 @@ from bench import strategies
 from bench.points import early_steps
 from bench.search import options
 from bench.store import FAILED, OK, Sweep
-from bench.strategies import Strategy, model_name
+from bench.strategies import Strategy
 from legacy_common import cli
 
 RESULTS = "results.json"
@@ -38,11 +38,10 @@ def gather(folder: str | Path) -> Sweep:
     paths = sorted(folder.rglob(RESULTS))
     sweep = Sweep(folder, {}, "")
     table = strategies.load()
-    shapes: dict[str, list[Any]] = defaultdict(list)
     for path in paths:
         try:
             results = json.loads(path.read_text())
-            record = record_of(path, results, table, shapes)
+            record = record_of(path, results, table)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             missing = f" ({error})" * isinstance(error, KeyError)
             said = f"{path} is damaged, or of no training{missing}: left out"
@@ -58,9 +57,7 @@ def gather(folder: str | Path) -> Sweep:
     return sweep
 
 
-def record_of(
-    path: Path, results: dict[str, Any], table: dict[str, Strategy], shapes: dict[str, list[Any]]
-) -> dict[str, Any]:
+def record_of(path: Path, results: dict[str, Any], table: dict[str, Strategy]) -> dict[str, Any]:
     """Return what a sweep would have recorded. Raises: KeyError for what a training has."""
     args, ranks = results["args"], results["world_size"]
     results["metrics"]["final_loss"]
@@ -70,7 +67,7 @@ def record_of(
     failed = [check["name"] for check in results.get("checks") or [] if not check["ok"]]
     reason = f"its own check failed: {'; '.join(failed)}" if failed else None
     point = {"kind": "train", "strategy": name, "exact": exact, "script": results["script"],
-             "world_size": ranks, "preset": model_of(args, given, shapes), "link": None,
+             "world_size": ranks, "preset": model_of(args, given), "link": None,
              "flags": results.get("argv") or []}  # fmt: skip
     point |= {key: args[key] for key in (*JOB, "micro_batch_size")}
     return {
@@ -81,14 +78,9 @@ def record_of(
     }  # fmt: skip
 
 
-def model_of(args: dict[str, Any], given: Given, shapes: dict[str, list[Any]]) -> str:
-    """Return the name of a model, and of data other than the default; equal names get a number."""
-    name = model_name(str(args["preset"] or Path(args["init_from"]).name))
-    if shape := args.get("shape"):
-        if shape not in shapes[name]:
-            shapes[name].append(shape)
-        number = shapes[name].index(shape) + 1
-        name += f" ({number})" * (number > 1)
+def model_of(args: dict[str, Any], given: Given) -> str:
+    """Return the name of a model, and of data other than the default."""
+    name = str(args["preset"] or Path(args["init_from"]).name)
     return ", ".join([name, *(said(flag, args) for flag in DATA if flag in given)])
 
 

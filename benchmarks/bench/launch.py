@@ -22,8 +22,9 @@ from pathlib import Path
 from bench import guard, template
 from bench.strategies import REPOSITORY
 from bench.template import Template
+from dist_common import ranks
 from legacy_common import cli, measure
-from legacy_common.lab import links, ranks
+from legacy_common.lab import namespaces
 
 AUTO, FORK, TORCHRUN, SRUN = LAUNCHERS = ("auto", "fork", "torchrun", "srun")
 GRACE_S = 1.0  # from a rank's failure to the end of the others: it may have more to say
@@ -126,7 +127,7 @@ def command(
 
 def threads(launcher: str, world_size: int) -> str:
     """Return OMP_NUM_THREADS of each rank: its share of the cores, if this process has no say."""
-    if launcher == FORK:  # has one thread, whatever is set (legacy_common.lab.ranks)
+    if launcher == FORK:  # has one thread, whatever is set (dist_common.ranks)
         return "1"
     per_task = os.environ.get("SLURM_CPUS_PER_TASK") if launcher == SRUN else None
     if asked := os.environ.get("OMP_NUM_THREADS") or per_task:
@@ -191,10 +192,10 @@ def _fork(script, arguments, world_size, folder, timeout_s, link) -> int | None:
 
     with contextlib.ExitStack() as stack:
         rates = [cli.link_rate(link)] * world_size if link else []
-        network = stack.enter_context(links.hosts(rates)) if link else None
+        network = stack.enter_context(namespaces.hosts(rates)) if link else None
         ended = ranks.fork(
             body, world_size, folder, timeout_s, GRACE_S,
-            guard=lambda pids: stack.enter_context(guard.guarded(pids)),
+            during=lambda pids: stack.enter_context(guard.guarded(pids)),
         )  # fmt: skip
     # A rank that was ended because another one failed has a signal's code, below 0.
     codes = [rank.code for rank in ended if rank.code]

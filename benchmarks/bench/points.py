@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import launch, traces
-from bench.settings import NO_LINK, rate_of
-from bench.strategies import FLOAT, REFERENCE, Strategy, from_repository, model_name
+from bench.settings import LR, NO_LINK
+from bench.strategies import FLOAT, REFERENCE, Strategy
 
 EARLY_STEPS = 5  # whose losses are compared, each with that of the same step
 CHECK = "check"  # a kind of point: the first steps, for their losses alone
@@ -100,19 +100,16 @@ def training(
     except ValueError as error:
         reason = str(error)
     job = {
-        "world_size": ranks, "preset": model_name(preset), "precision": precision, "link": link,
+        "world_size": ranks, "preset": preset, "precision": precision, "link": link,
         "global_batch_size": batch, "micro_batch_size": sizes[0], "grad_accum_steps": sizes[1],
-        "seq_len": args.seq_len, "seed": args.seed, "lr": args.lr or rate_of(preset)[0],
+        "seq_len": args.seq_len, "seed": args.seed, "lr": args.lr or LR[preset],
         "max_steps": {CHECK: EARLY_STEPS, TRACE: traces.STEPS[1]}.get(kind, args.max_steps),
     }  # fmt: skip
     own = strategy.script_flags(ranks)
     values = vars(args) | job | {"timeout": patience(args.timeout)}
-    if preset != job["preset"]:
-        values["preset"] = from_repository(preset)
     words = itertools.chain.from_iterable((f"--{n.replace('_', '-')}", values[n]) for n in JOB)
     which = {"kind": kind, "strategy": strategy.name, "exact": strategy.exact}
     described = which | {"script": strategy.script} | job | {"flags": own}
-    described |= {"model": str(values["preset"])}  # with its path, where it is a file
     # Strategy and ranks, and whatever else differs.
     parts = [strategy.name.replace(" ", "-"), f"w{ranks}"]
     parts += [job["preset"]] if len(args.presets) > 1 else []

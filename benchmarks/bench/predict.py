@@ -130,15 +130,10 @@ def of_memory_tool(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
     if not gpu or point["script"] != FSDP or point["precision"] != PLANNED_PRECISION:
         return {}
     job = ("precision", "seq_len", "global_batch_size", "micro_batch_size", "world_size")
-    words = ["--preset", model_of(point)]
+    words = ["--preset", point["preset"]]
     words += [word for name in job for word in (f"--{name.replace('_', '-')}", point[name])]
     metrics = run(MEMORY, [*(point.get("flags") or ()), *words])
     return {"peak": metrics["Total_gib"]} if "Total_gib" in metrics else {}
-
-
-def model_of(point: dict[str, Any]) -> str:
-    """Return a preset or the path of a model's file; older sweeps have presets alone."""
-    return point.get("model") or point["preset"]
 
 
 def of_planner(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
@@ -152,8 +147,7 @@ def of_planner(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
     # Asked about bfloat16 alone; DDP sends float32 gradients in either precision.
     if zero is None or (point["precision"] != PLANNED_PRECISION and script != DDP):
         return {}
-    model = model_of(point)
-    words = ["--hf-config" if model.endswith(".json") else "--model", model, "--gpus", ranks]
+    words = ["--model", point["preset"], "--gpus", ranks]
     words += ["--tp", flags.tp, "--pp", flags.pp, "--dp", ranks // (flags.tp * flags.pp)]
     words += ["--zero", zero, "--recompute", flags.activation_checkpointing]
     words += ["--interleave", 2] * (flags.schedule == "interleaved")

@@ -20,7 +20,7 @@ from bench.machine import describe_machine
 from bench.points import Point
 from bench.search import NO_MEMORY, known_end
 from bench.store import FAILED, OK, OUT_OF_MEMORY, SKIPPED, TIMEOUT, Store, now
-from bench.strategies import REPOSITORY, from_repository, model_name
+from bench.strategies import REPOSITORY, from_repository
 from legacy_common import cli
 
 LEAST_ROUNDS = 3  # before --until-decided ends a sweep
@@ -58,8 +58,6 @@ def run(points: Sequence[Point], args: argparse.Namespace) -> int:
 def open_store(points: Sequence[Point], args: argparse.Namespace) -> Store:
     """Make or continue the sweep's folder; keep in it what was asked for, but what is no matter."""
     asked = {name: value for name, value in vars(args).items() if name not in NOT_COMPARED}
-    if "presets" in asked:  # of a file its shape is compared, not where it is
-        asked["presets"] = list(map(model_name, args.presets))
     planned = [point.identity for point in points]
     return Store(args.output_dir, asked | {"points": planned}, describe_machine(args.launcher))
 

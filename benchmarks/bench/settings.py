@@ -1,16 +1,15 @@
 """What a sweep is asked for: flags over a TOML file over defaults, checked before it starts."""
 
 import argparse
-import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import launch, search, strategies
 from bench.strategies import PRECISIONS, REFERENCE, Strategy
 from bench.template import Template
-from legacy_common import cli, models
-from legacy_common.lab import links
+from dist_common.model import PRESETS
+from legacy_common import cli
+from legacy_common.lab import namespaces
 
 NO_LINK = "none"
 WARMUP_STEPS = 2  # unless asked for
@@ -20,7 +19,6 @@ LR = {
     "tiny": 2e-3, "124m": 6e-4, "1b": 2e-4, "llama2-7b": 3e-4, "llama3-8b": 3e-4,
     "llama3-70b": 1.5e-4,
 }  # fmt: skip
-MODELS = f"{', '.join(models.PRESETS)}, or a config.json of a Llama (tiny)"
 # What has no default in the flags, as what it would be.
 EXAMPLES = {"micro_batch_size": 1, "strategies_file": "", "lr": 1.0, "ranks_per_node": 1,
             "micro_batch_sizes": [1], "recompute": [""], "compile": [""]}  # fmt: skip
@@ -33,23 +31,11 @@ class Parser(argparse.ArgumentParser):
         raise cli.UsageError(message)
 
 
-model = partial(models.preset_or_file, models.PRESETS)  # parses --preset
-
-
 def link(text: str) -> str:
     """Check the speed of a link, such as 100mbit."""
     if text != NO_LINK:
         cli.link_rate(text)
     return text
-
-
-def rate_of(preset: str) -> tuple[float, str]:
-    """Return a model's peak learning rate, and the preset whose it is: the nearest in size."""
-    if preset in LR:
-        return LR[preset], preset
-    size = math.log(models.shape_of(preset).num_parameters())
-    nearest = min(LR, key=lambda name: abs(math.log(models.PRESETS[name].num_parameters()) - size))
-    return LR[nearest], nearest
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, output_dir: str | None) -> None:
@@ -102,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--strategies", nargs="+", default=["ddp", "fsdp-full"], metavar="NAME",
         help="see `list` (ddp fsdp-full)")  # fmt: skip
-    add("--presets", nargs="+", type=model, default=["tiny"], metavar="NAME", help=MODELS)
+    add("--presets", nargs="+", choices=PRESETS, default=["tiny"], help="(tiny)")
     add("--precisions", nargs="+", choices=PRECISIONS, default=["32-true"], help="(32-true)")
     add("--scaling", choices=("strong", "weak"), default="strong",
         help="same global batch on all world sizes, or weak: times ranks (strong)")  # fmt: skip
@@ -122,10 +108,6 @@ def read_file(path: str) -> dict[str, Any]:
     add_arguments(parser)
     known = vars(parser.parse_args([])) | EXAMPLES
     table = strategies.load_toml(path)
-    if isinstance(table.get("presets"), list):  # files are relative to this one
-        beside = Path(path).parent
-        table["presets"] = [str(beside / name) if str(name).endswith(".json") else name
-                            for name in table["presets"]]  # fmt: skip
     words = []
     for key, value in table.items():
         strategies.check_kind(path, key, value, known)
@@ -162,21 +144,12 @@ def settle(args: argparse.Namespace) -> list[Strategy]:
 
 
 def settle_models(args: argparse.Namespace) -> None:
-    """Check the models; keep what files describe, as NAME.FIELD. Raises: UsageError."""
+    """Check that the models can read --seq-len tokens. Raises: UsageError."""
     args.presets = list(dict.fromkeys(args.presets))
-    taken = set(models.PRESETS)
-    for given in args.presets:
-        name, config = strategies.model_name(given), models.preset(given, args.seq_len)
-        if name == given:
-            continue
-        if name in taken:
-            raise cli.UsageError(f"{given}: another model is called {name}: rename the file")
-        taken.add(name)
-        facts = models.facts_of(config).items()
-        vars(args).update({f"{name}.{field}": value for field, value in facts})
-        rate, whose = rate_of(given)
-        if not args.lr:
-            print(f"{name}: --lr {rate:g}, that of {whose}, the preset nearest in size")
+    for name in args.presets:
+        longest = PRESETS[name].max_seq_len
+        if args.seq_len > longest:
+            raise cli.UsageError(f"--seq-len must be at most {longest}, which {name} can read")
 
 
 def settle_launch(args: argparse.Namespace) -> None:
@@ -195,5 +168,5 @@ def settle_launch(args: argparse.Namespace) -> None:
     if args.dry_run:
         return
     launch.require(args.launcher, args.device)
-    if slow and (reason := links.why_not()):
+    if slow and (reason := namespaces.why_not()):
         raise cli.UsageError(f"--links: {reason}")

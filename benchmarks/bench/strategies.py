@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from legacy_common import cli, models
+from dist_common.model import PRESETS
+from legacy_common import cli
 
 try:
     import tomllib
@@ -108,8 +109,7 @@ class Strategy:
         return math.lcm(self.multiple_of, math.prod(fixed))
 
     def _why_not_this_model(self, world_size: int, preset: str) -> str | None:
-        config = models.shape_of(preset)
-        preset = model_name(preset)
+        config = PRESETS[preset]
         if self.untied and config.tied_embeddings:
             return f"{self.name} cannot split {preset}: its embedding is the output layer too"
         tp, stages = self.ranks_of("tp", world_size), self.ranks_of("pp", world_size) * self.stages
@@ -123,14 +123,6 @@ class Strategy:
         uneven = (f"{self.name} cannot cut the {whole} {what} of {preset} into {parts} parts"
                   for parts, whole, what in cuts if whole % parts)  # fmt: skip
         return next(uneven, None)
-
-
-def model_name(preset: str) -> str:
-    """Return a model's name in reports: a preset's; a file's stem; of X/config.json it is X."""
-    path = Path(preset)
-    if path.suffix != ".json":
-        return preset
-    return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
 def from_repository(path: str | Path) -> str:

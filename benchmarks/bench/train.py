@@ -13,6 +13,7 @@ from bench.records import WRONG, Run
 from bench.store import OK
 from bench.strategies import PRECISIONS
 from bench.verdicts import norms_apart
+from dist_common.model import PRESETS
 from legacy_common import cli
 
 RANKS_SHOWN = 8
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("strategy", help="its name, see `list`")
     add("--world-size", type=cli.positive_int, default=2, metavar="N", help="ranks (2)")
-    add("--preset", type=settings.model, default="tiny", metavar="NAME", help=settings.MODELS)
+    add("--preset", choices=PRESETS, default="tiny", help="(tiny)")
     add("--precision", choices=PRECISIONS, default="32-true", help="(32-true)")
     add("--link", type=settings.link, default=settings.NO_LINK, metavar="RATE",
         help="speed of every rank's link, such as 100mbit (as it is)")  # fmt: skip

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dist_common.ranks import Rank
 from lab_parts import recorder
 from lab_parts.cases import NONE, RANKS, Case, gallery, part
 from lab_parts.holes import REPO
 from lab_parts.running import LOOPBACK
 from legacy_common.cli import UsageError
-from legacy_common.lab.ranks import Rank
 
 STUCK_S = 1.0  # from the start of a job until its stacks are read
 DEADLINE_S = 6.0  # of each run: some end by themselves, after gloo's timeout of 2 s, some never

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_common.ranks import Rank
 from lab_parts import evidence, recorder
 from lab_parts.cases import NONE, RANKS, Case, gallery, part
 from lab_parts.holes import Answer
 from lab_parts.judging import tomllib
 from lab_parts.running import LOOPBACK, abort_stuck, hang, line_of
 from legacy_common.cli import UsageError
-from legacy_common.lab.ranks import Rank
 
 DEADLINE_S = 15.0  # of a cure, for a hang that nothing else shows: one takes a second
 STUCK_S = 4.0  # a job hangs when all its ranks sleep for as long: gloo's timeout is 2 s there

@@ -25,8 +25,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from dist_common import ranks
 from lab_parts.holes import Answer, import_lesson
-from legacy_common.lab import ranks
 
 DEADLINE_S = 120.0  # of a task, for a hang that nothing else shows: one takes a second or so
 CPU_S = 8.0  # of a rank: more is a loop without an end
