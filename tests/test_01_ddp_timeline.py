@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from conftest import load_script, results_of
 from helpers_01 import skip_all_reduce
 
@@ -9,6 +10,7 @@ TIMELINE = "01-ddp-basics/ddp_timeline.py"
 SMALL = ("--seq-len", 32, "--micro-batch-size", 2)
 
 
+@pytest.mark.full
 def test_timeline_is_drawn_from_a_trace_that_has_every_all_reduce(run_script, tmp_path):
     folder = tmp_path / "run"
     ended = run_script(TIMELINE, *SMALL, "--output-dir", folder, world_size=2)
@@ -23,6 +25,7 @@ def test_timeline_is_drawn_from_a_trace_that_has_every_all_reduce(run_script, tm
     assert sum(event["name"] == "gloo:all_reduce" for event in events) == 6
 
 
+@pytest.mark.full
 def test_sabotage_fails_a_check(run_script, tmp_path):
     folder = tmp_path / "run"
     run_script(TIMELINE, *SMALL, "--output-dir", folder, world_size=2, before=skip_all_reduce)

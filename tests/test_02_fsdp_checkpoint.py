@@ -129,6 +129,7 @@ def kill_before_the_rename(script, armed):
     Path.rename = lambda *args: end_process() if armed else rename(*args)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "kill", "ranks", "left"),
     [

@@ -27,6 +27,7 @@ def narrow(script):
 # the script
 
 
+@pytest.mark.full
 def test_fsdp_from_scratch_is_fully_shard(run_script, tmp_path):
     folder = tmp_path / "run"
     ended = run_script(SCRATCH, *SMALL, "--output-dir", folder, world_size=2, before=narrow)

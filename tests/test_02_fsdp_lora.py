@@ -310,6 +310,7 @@ MERGED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "world_size", "failing"),
     quick(2, [

@@ -175,6 +175,7 @@ def forget_activation_checkpointing(script):
     script.predict = broken
 
 
+@pytest.mark.full
 def test_a_prediction_that_forgets_something_fails(run_script, tmp_path):
     ended = run_script(
         MEMORY, "--check", *LARGE, "--activation-checkpointing", "full",

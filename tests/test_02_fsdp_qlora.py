@@ -163,6 +163,7 @@ def forget_small_shards(script):
 
 
 @in_4_bits
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "options", "failing"),
     [

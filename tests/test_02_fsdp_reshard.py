@@ -38,6 +38,7 @@ def saved(run, once, tmp_path, tmp_path_factory):
     return saved_copy(run, once, tmp_path, tmp_path_factory)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "kind", "loads"),
     [

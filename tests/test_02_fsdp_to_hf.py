@@ -169,6 +169,7 @@ def lose_a_weight(script):
     hf.to_hf = lambda *args: {k: v for k, v in to_hf(*args).items() if k != "lm_head.weight"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("action", "sabotage", "failing"),
     [

@@ -145,6 +145,7 @@ TRUTH = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reader", ["own", "trainer", "template"])
 def test_the_verdict_is_deepspeed_s(check, tmp_path, reader):
     """False alarms and misses that configs of others brought to light, one row each."""

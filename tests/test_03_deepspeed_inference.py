@@ -220,6 +220,7 @@ WEIGHTS, CACHE, CALLS, SUMMED = (
 LOGITS, TOKENS = "largest difference of a logit", "tokens that differ"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "failing"),
     [

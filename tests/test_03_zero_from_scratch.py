@@ -77,6 +77,7 @@ def reduce_once_a_step(script):
 WRONG = {"error of a loss", "error of a weight", "calls per step", "bytes sent per weight"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "failing"),
     [

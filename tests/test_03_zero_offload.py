@@ -163,6 +163,7 @@ def take_longer_strides(config, zero):
     config["optimizer"]["params"]["lr"] *= 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "mode", "failing"),
     [

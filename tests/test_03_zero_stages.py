@@ -119,6 +119,7 @@ SENT = [f"{precision}: bytes sent" for precision in ("32-true", "bf16-mixed")]
 LOSS = "largest error of a loss"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "name", "failing"),
     [

@@ -56,6 +56,7 @@ def test_a_failure_breaks_is_found_and_cured(run_script, tmp_path, name):
 ODD = [name for name in NAMES if load(name).names == "the odd one"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [marked(name) for name in ODD])
 def test_of_three_ranks_the_odd_one_is_named(run_script, tmp_path, name):
     """Of two ranks that differ nobody can tell which one is wrong."""

@@ -133,6 +133,7 @@ def fading(forward):
     return faded
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "failing", "right"),
     [

@@ -117,6 +117,7 @@ EARLY = {"5 FSDP, prefetch: gathers begun before the block before computes"}
 LATE = {"5 FSDP, prefetch: gathers begun after the block before has ended"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotages", "failing"),
     [

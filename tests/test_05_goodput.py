@@ -147,6 +147,7 @@ SABOTAGE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sabotage", "flags", "check"), SABOTAGE)
 def test_sabotage_fails_a_check(run_script, tmp_path, sabotage, flags, check):
     ended, content = run(run_script, tmp_path, *flags, "--months", 4, before=sabotage)

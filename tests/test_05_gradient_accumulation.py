@@ -145,6 +145,7 @@ SABOTAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "parts", "failing"),
     [pytest.param(*case[:3], marks=case[3]) for case in SABOTAGES],

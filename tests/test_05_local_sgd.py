@@ -112,6 +112,7 @@ SABOTAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "failing"),
     [pytest.param(*case[:2], marks=case[2]) for case in SABOTAGES],
@@ -136,6 +137,7 @@ def test_sabotage_of_local_sgd_fails_a_check(run_script, tmp_path, sabotage, fai
 # bad input
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

@@ -224,6 +224,7 @@ def keep_rounding_copies(script):
     script.RoundedAdamW.step = step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "precision", "failing"),
     [

@@ -146,6 +146,7 @@ def one_f_one_b_that_starts_late(rank, p, m):
     return lesson.naive(rank, p, m)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("broken", "failing"),
     [

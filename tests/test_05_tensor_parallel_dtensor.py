@@ -50,6 +50,7 @@ def take_the_dearer_plan(script):
     script.PLANS["by input"] = (script.plan_by_matrix, *rest)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sabotage", "red"),
     [

