@@ -1,519 +1,325 @@
-"""Train a transformer on text with DeepSpeed as a real job does: a template to copy and cut down.
+"""Train a transformer with DeepSpeed's ZeRO, stages 1 to 3: a template.
 
-    CPU   deepspeed --num_gpus=2 03-deepspeed/deepspeed_train.py
-    GPU   deepspeed --num_gpus=8 03-deepspeed/deepspeed_train.py --preset llama3-8b --seq-len 4096 \
-              --deepspeed_config 03-deepspeed/configs/zero3_config.json --precision bf16-mixed \
-              --activation-checkpointing --micro-batch-size 1
+Copy this file and dist_common, then change both.
 
-It does the same job as ddp_training.py of module 01; torchrun and srun start it as well. The config
-names stage, optimizer and what it does not leave "auto". Look for: the losses of one process, and
-the bytes per weight of the ZeRO paper.
+    CPU   deepspeed --num_gpus=2 03-deepspeed/deepspeed_train.py --deepspeed \
+              --deepspeed_config 03-deepspeed/configs/zero2_config.json
+    GPU   deepspeed --num_gpus=8 03-deepspeed/deepspeed_train.py --preset llama3-8b \
+              --deepspeed_config 03-deepspeed/configs/zero3_config.json \
+              --seq-len 4096 --micro-batch-size 1 --activation-checkpointing full
 
-To copy: take this file, configs/ and legacy_common/ without lab/; delete the lines from "proofs"
-to "end of proofs". Delete what you do not need (`checkpoint_activations`, `evaluate`, `export`),
-each with what uses it.
+torchrun and srun start it too. It does the same job as ddp_training.py of module 01:
+expect the same losses. With --output-dir and --resume the run can be killed at any
+moment and started again, on any number of ranks and in another stage. --self-check
+compares two steps with one process.
 
-Sources: Rajbhandari et al., ZeRO (SC 2020), sections 5 and 7; Lian et al., Universal Checkpointing
-(2024); deepspeed.ai, "DeepSpeed Configuration JSON".
+Sources: Rajbhandari et al., ZeRO (SC 2020); DeepSpeed's documentation, "Configuration
+JSON" and "ZeRO".
 """
 
-import argparse
-import contextlib
-import functools
-import io
-import json
-import logging
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from legacy_common import checkpoint, cli, data, job, measure, models, runtime
-from legacy_common.report import Report
+from dist_common import check, cli, data, runtime, train
+from dist_common.checkpoint import Checkpoints
+from dist_common.deepspeed import (
+    MOMENTS,
+    gather_whole,
+    import_deepspeed,
+    read_config,
+    set_whole,
+    start_engine,
+)
+from dist_common.model import (
+    PRESETS,
+    Transformer,
+    build_transformer,
+    init_weights,
+    load_config,
+)
+from dist_common.report import Report
+from dist_common.train import every, lr_at, set_lr
 
 CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
-AUTO = "auto"  # in a config: "the script shall say", by a flag, as in Hugging Face's Trainer
-FLAG_OF = {
-    "train_batch_size": "global_batch_size",
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "gradient_accumulation_steps": "grad_accum_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "lr",
-    "scheduler.params.warmup_max_lr": "lr",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
-}
-HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # sections of a config
-CONVERTS = ({1}, {2}, {1, 2}, {3})  # stages between which universal checkpoints go
-PARALLEL_FROM = 2**30  # bytes: a smaller checkpoint is converted before processes have started
-PATIENCE = timedelta(days=7)  # for what rank 0 does alone: no --timeout of a collective ends it
 
 
-@dataclass
-class Run:
-    """What the functions of this script share. Those without a value here come from `set_up`."""
+def read_engine_config(args, dim, run):
+    """Return --deepspeed_config with the values of this run.
 
-    args: argparse.Namespace
-    given: set[str]  # the names of the flags on the command line
-    report: Report
-    config: dict | None = None  # what --deepspeed_config says
-    proven: Callable = lambda run, steps: steps  # the proofs look on at the steps
-    shape: models.TransformerConfig | None = None
-    stage: int = 0
-    dtype: torch.dtype = torch.float32  # of the weights
-    autocast: torch.dtype | None = None
-    job: "job.Job | None" = None
-    engine: object = None
+    Raises: UsageError for settings that this script cannot use or has flags for.
+    """
+    fixed = {
+        "train_batch_size": args.micro_batch_size * run.world_size,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": 1,  # accumulate_gradient counts them itself
+        "gradient_clipping": args.max_grad_norm,
+        "bf16.enabled": args.precision == "bf16-mixed",
+        "fp16.enabled": False,
+        "torch_autocast.enabled": False,
+        # Allow PyTorch's AdamW with offload; fused, it is as fast as DeepSpeed's.
+        "zero_force_ds_cpu_optimizer": False,
+        # With it DeepSpeed's functions find weights and moments at the wrong place.
+        "zero_optimization.round_robin_gradients": False,
+    }
+    defaults = {  # numbers of elements, as in Hugging Face's Trainer
+        "zero_optimization.reduce_bucket_size": dim * dim,
+        "zero_optimization.stage3_prefetch_bucket_size": dim * dim * 9 // 10,
+        "zero_optimization.stage3_param_persistence_threshold": 10 * dim,
+    }
+    config = read_config(args.deepspeed_config, defaults, fixed)
+    zero = config["zero_optimization"]
+    parts = ("offload_optimizer", "offload_param")
+    targets = [zero.get(part, {}).get("device") for part in parts]
+    if zero.get("stage") not in (1, 2, 3) or "nvme" in targets:
+        raise cli.UsageError(
+            f"{args.deepspeed_config}: this script trains in the stages 1, 2 and 3, "
+            "with offload to cpu or none"
+        )
+    for section in ("optimizer", "scheduler"):
+        if config.pop(section, None):
+            run.print0(f"the config's {section} is not used: the script has its own")
+    return config
 
 
-def build(run):
-    """Return the model, its weights drawn; in stage 3 no rank ever holds it whole."""
-    import deepspeed  # not before `prepare` has said for which device
-
-    if run.stage == 3:
-        with deepspeed.zero.Init(config_dict_or_path=run.config):
-            model = models.Transformer(run.shape)  # each layer is cut into shards once it is made
+def build_model(config, args, deepspeed, engine_config, run):
+    """Return the model with its first weights; in stage 3 each rank has its shards."""
+    if engine_config["zero_optimization"]["stage"] < 3:
+        model = build_transformer(config, args.seed, run.device)
     else:
-        with torch.device("meta"):  # shapes only: room is taken once, on the device
-            model = models.Transformer(run.shape).to(run.dtype)
-        model.to_empty(device=run.report.device)
-        if run.shape.tied_embeddings:
-            model.head.weight = model.embedding.weight
-    if not run.job.found:  # a resumed run loads instead
-        draw_weights(model, run.args.seed, run.report.device)
-    if run.args.activation_checkpointing:
-        checkpoint_activations(model, run.config)
+        with deepspeed.zero.Init(config_dict_or_path=engine_config):
+            model = Transformer(config)  # shards each layer when it is complete
+        weights = list(model.parameters())
+        with deepspeed.zero.GatheredParameters(weights, modifier_rank=0):
+            init_weights(model, args.seed)
+    for block in model.blocks:
+        block.activation_checkpointing = args.activation_checkpointing
     return model
 
 
-@torch.no_grad()
-def draw_weights(model, seed, device):
-    """Draw each weight whole, as one process would, and keep this rank's part: all, or a shard."""
-    import deepspeed
-
-    own = dict(model.named_parameters())
-    for name, drawn in models.drawn_weights(model.config, seed, device):
-        sharded = hasattr(own[name], "ds_id")
-        with deepspeed.zero.GatheredParameters(own[name], modifier_rank=0, enabled=sharded):
-            own[name].copy_(drawn)
+def build_optimizer(model, args):
+    """Return AdamW; the engine gives it this rank's shards."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
 
-def checkpoint_activations(model, config):
-    """Keep each block's input only; backward computes the rest again. DeepSpeed's, or PyTorch's."""
-    import deepspeed
-
-    recompute = functools.partial(torch_checkpoint, use_reentrant=False)
-    if "activation_checkpointing" in config:  # it can also shard what is kept, or move it
-        deepspeed.checkpointing.configure(None, deepspeed_config=config)
-        recompute = deepspeed.checkpointing.checkpoint
-    for block in model.blocks:
-        block.forward = functools.partial(recompute, block.forward)
+def summed_loss(model, inputs, targets):
+    """Return the cross-entropy summed over tokens. Shapes: inputs, targets (B, T)."""
+    logits = model(inputs)  # (B, T, V)
+    return F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
+    )
 
 
-def start_engine(run):
-    """Return DeepSpeed's engine: model, optimizer, gradients and communication in one."""
-    import deepspeed
+def accumulate_gradient(engine, micro_batches, device):
+    """Leave the mean gradient over all tokens of the global batch with the engine.
 
-    model = build(run)
-
-    try:
-        engine, *_ = deepspeed.initialize(model=model, config=run.config)
-    except (AssertionError, TypeError, ValueError) as error:  # so DeepSpeed refuses a config
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise cli.UsageError(f"{run.args.deepspeed_config}: DeepSpeed says: {why}") from error
-
-    return engine
-
-
-def summed_loss(run, model, inputs, targets):
-    """Return the cross-entropy, summed over tokens. Shapes: inputs and targets (B, T)."""
-    with torch.autocast(inputs.device.type, run.autocast, enabled=run.autocast is not None):
-        logits = model(inputs)  # (B, T, V)
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-
-
-def train_step(run, step):
-    """Take one step, and leave its results with the job."""
-    engine, device = run.engine, run.report.device
-    if "scheduler" not in run.config:  # the job's schedule, then, not the config's
-        for group in engine.basic_optimizer.param_groups:
-            group["lr"] = step.lr
-    lr = engine.get_lr()[0]
-    own = sum(int((targets != data.IGNORED).sum()) for _, targets in step.micro_batches)
-    tokens = torch.full((), own, device=device)
-    counting = dist.all_reduce(tokens, async_op=True)  # while forward computes
-    loss_sum = torch.zeros((), device=device)
-    for batch in step.micro_batches:
-        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in batch)
-        loss = summed_loss(run, engine, inputs, targets)
-        counting.wait()
-        # Divided by the tokens of all ranks: each token counts alike, whichever micro-batch it is
-        # in. DeepSpeed takes the mean over ranks where a sum is meant, hence the factor.
-        mean_loss = loss * dist.get_world_size() / tokens
-
-        engine.backward(mean_loss, scale_wrt_gas=False)  # adds up and reduces, as the stage says
-        engine.step()  # acts after the last micro-batch only: clips and updates
-
-        loss_sum += loss.detach()
-    # Stage 0 in float32 keeps no norm: None.
-    step.record(loss_sum, tokens, engine.get_global_grad_norm(), lr)
-
-
-def train(run):
-    """Take the steps that are left. The job evaluates, saves and stops between them."""
-    steps = run.job.steps(evaluate=evaluate(run))
-    for step in run.proven(run, steps):
-        train_step(run, step)
-
-
-def evaluate(run):
-    """Return what measures the test loss: in stage 3 each forward gathers, so all take part."""
-    loss_of = functools.partial(summed_loss, run, run.engine)
-    return functools.partial(run.job.evaluate, run.engine, loss_of)
-
-
-def export(run):
-    """Write float32 weights for a plain model to weights-fp32/; check that it computes with them.
-
-    In files of 5 GB at most, one of them in memory at a time; in stage 0 in one file.
+    Returns: this rank's sum of losses, and the number of tokens of all ranks.
     """
-    from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-
-    output, args = run.report.output, run.args
-    folder, partial = output / "weights-fp32", output / "weights-fp32.partial"
-
-    def write():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        if run.stage == 0:
-            weights = run.engine.module.state_dict()
-            whole = {name: tensor.float().cpu() for name, tensor in weights.items()}
-            torch.save(whole, partial / "pytorch_model.bin")
-        else:
-            tag = f"step-{run.job.step:08d}"
-            # safetensors holds no tied weights.
-            options = {"max_shard_size": "5GB", "safe_serialization": not run.shape.tied_embeddings}
-            said = io.StringIO()  # what it says of each file
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                convert_zero_checkpoint_to_fp32_state_dict(
-                    str(output / "checkpoints"), str(partial), tag=tag, **options
-                )
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-
-    run.job.store.on_rank0("the weights cannot be written", write)
-    if not args.parity_steps or run.job.test_loss is None:  # no rank may have room for all of it
-        run.report.say(f"{folder} not loaded into a plain model")
-        return
-    plain = models.Transformer(run.shape)
-    plain.load_state_dict(load_weights(folder))
-    plain.to(run.report.device)
-    loss = run.job.evaluate(plain, functools.partial(summed_loss, run, plain))
-    tolerance = 1e-5 if args.precision == "32-true" else 2e-3  # the engine's weights are rounded
-    name = f"test loss of {folder.name}, in a plain model"
-    run.report.check(name, loss, run.job.test_loss, tolerance, "the engine's")
+    counts = [(targets != data.IGNORED).sum() for _, targets in micro_batches]
+    num_tokens = sum(counts).to(device, non_blocking=True)
+    dist.all_reduce(num_tokens)
+    loss_sum = torch.zeros((), device=device)
+    for number, (inputs, targets) in enumerate(micro_batches, 1):
+        inputs = inputs.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
+        # Stages 2 and 3 reduce in each backward, stage 1 only in the last.
+        engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+        loss = summed_loss(engine, inputs, targets)
+        # DeepSpeed averages over ranks, but we divide by the tokens of all ranks: undo
+        # the average.
+        mean_loss = loss * dist.get_world_size() / num_tokens
+        engine.backward(mean_loss, scale_wrt_gas=False)
+        loss_sum += loss.detach()
+    return loss_sum, num_tokens
 
 
-def load_weights(folder):
-    """Read the weights that `export` wrote, by name."""
-    from safetensors.torch import load_file
+@torch.no_grad()
+def evaluate(model, test_set, args, run):
+    """Return the mean loss per token of the test set; the ranks share its batches."""
+    runtime.sync_buffers(model)
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
+    for inputs, targets in data.evaluation_batches(test_set, args, run):
+        inputs = inputs.to(run.device)
+        targets = targets.to(run.device)
+        sums[0] += summed_loss(model, inputs, targets)
+        sums[1] += (targets != data.IGNORED).sum()
+    model.train()
+    dist.all_reduce(sums)
+    means = (sums / sums[1]).tolist()
+    return {"test_loss": means[0]}
 
-    weights = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        weights |= load_file(path)
-    for path in sorted(folder.glob("*.bin")):
-        weights |= torch.load(path, map_location="cpu", weights_only=True)
-    return weights
+
+def whole_model(engine):
+    """Return the whole weights and moments as `check.first_two_steps` reads them."""
+    weights, state = {}, {}
+    for name, weight in engine.module.named_parameters():
+        weights[name], exp_avg, _ = gather_whole(weight)
+        state[weights[name]] = {"exp_avg": exp_avg}
+    model = SimpleNamespace(named_parameters=weights.items)
+    return model, SimpleNamespace(state=state)
+
+
+class EngineCheckpoints(Checkpoints):
+    """Checkpoints of whole tensors: they fit any number of ranks and any stage.
+
+    The files of DeepSpeed's own save_checkpoint fit only the same ranks and stage.
+    """
+
+    def state(self, offload=False):
+        """Return every N-th weight with its moments, on N ranks, in host memory."""
+        part = {}
+        weights = self.model.module.named_parameters()
+        for number, (name, weight) in enumerate(weights):
+            tensors = gather_whole(weight)
+            if number % self.run.world_size == self.run.rank:
+                values = [tensor.cpu() for tensor in tensors]
+                part |= zip(names_in_checkpoint(name), values, strict=True)
+        return part
+
+    def load_state(self, folder, facts):
+        """Give each rank its part of the weights and moments, one weight at a time.
+
+        Raises: CheckError if the engine's weights then differ from the checkpoint's.
+        """
+        import deepspeed
+
+        weights = dict(self.model.module.named_parameters())
+        for name, weight in weights.items():
+            saved, *_ = self.read_whole(folder, name, weight)
+            set_whole(weight, saved)
+        # A step at rate 0 creates the moments, and DeepSpeed copies the float32
+        # weights to those that the model computes with.
+        tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.run.device)
+        self.model.backward(self.model(tokens).sum() * 0.0)
+        set_lr(self.optimizer, 0.0)
+        self.model.step()
+        for state in self.optimizer.state.values():
+            state["step"].fill_(facts["step"])
+        for name, weight in weights.items():
+            saved, *moments = self.read_whole(folder, name, weight)
+            for key, moment in zip(MOMENTS, moments, strict=True):
+                set_whole(weight, moment, key)
+            with deepspeed.zero.GatheredParameters(weight):
+                loaded = weight.detach().cpu()
+            if not torch.equal(loaded, saved.to(loaded.dtype)):  # on all ranks
+                raise cli.CheckError(f"{name} differs from {folder} after loading")
+
+    def read_whole(self, folder, name, weight):
+        """Return a weight and its moments from a checkpoint, in host memory."""
+        shape = getattr(weight, "ds_shape", weight.shape)  # a shard of stage 3 is flat
+        state = {key: torch.empty(shape) for key in names_in_checkpoint(name)}
+        self.read(folder, state)
+        return list(state.values())
+
+
+def names_in_checkpoint(name):
+    """Return the names of a weight and its moments, the same as in other templates."""
+    return [f"model.{name}", *(f"optimizer.state.{name}.{key}" for key in MOMENTS)]
 
 
 def parse_args():
-    parser = cli.ArgumentParser(__doc__, resumes=True)
-    job.add_flags(parser, models.PRESETS)  # --preset, --micro-batch-size, --lr, --save-every, ...
+    parser = cli.ArgumentParser(__doc__)
+    precisions = ("32-true", "bf16-mixed")
+    cli.add_training_flags(parser, PRESETS, precisions, without=("--compile",))
     add = parser.add_argument
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    add("--deepspeed_config", "--deepspeed-config", type=Path, default=CONFIG, metavar="FILE",
-        help=f"({CONFIG.name})")  # fmt: skip
-    add("--nvme-path", type=Path, metavar="DIR", help="a folder on a fast disk, to offload to")
-    add("--activation-checkpointing", action="store_true", help="keep blocks' inputs only")
-    add("--consolidate", action="store_true", help="write float32 weights to --output-dir at last")
-    args = job.parse(parser, parity_steps=2)
-    if args.checkpoints:
-        parser.error("--checkpoints: DeepSpeed's engine saves to --output-dir alone: leave it out")
-    if args.consolidate and not (args.output_dir and args.save_every):
-        parser.error("--consolidate needs --output-dir, and the checkpoint that is saved there")
-    for action in parser._actions:  # without defaults only what is on the command line is left
-        action.default = argparse.SUPPRESS
-    given = set(vars(argparse.ArgumentParser.parse_args(parser)))
-    del args.local_rank
-    return args, given
-
-
-# the config and the flags: one value of each
-
-
-def take_values(config, args, given):
-    """Have the flags take what a config states. Raises: UsageError where one given says another."""
-    params = config["optimizer"].setdefault("params", {})
-    params.setdefault("lr", AUTO if "lr" in given else 1e-3)  # DeepSpeed's own default
-    for key, flag in FLAG_OF.items():
-        section, name = section_of(config, key)
-        stated = section.get(name, AUTO)
-        if stated != AUTO:
-            if flag in given and getattr(args, flag) != stated:
-                raise contradiction(args, flag, f"{key} {stated}")
-            setattr(args, flag, stated)
-
-
-def settle_precision(config, args, given):
-    """Bring flag and config to one precision; return the types of weights and of autocast."""
-    enabled = {name: config.get(part, {}).get("enabled", False) for name, part in HALVES.items()}
-    on = {name: f"{HALVES[name]}.enabled true" for name, value in enabled.items() if value is True}
-    autocast = config.get("torch_autocast", {})
-    if autocast.get("enabled"):
-        kind = str(autocast["dtype"])
-        on = {"bf16-mixed" if "b" in kind else "16-mixed": f"torch_autocast.dtype {kind}"}
-    for name, stated in on.items():
-        if "precision" in given and args.precision != name:
-            raise contradiction(args, "precision", stated)
-        args.precision = name
-    if not on and "precision" not in given and enabled.get(args.precision) is False:
-        args.precision = "32-true"  # the device's best, but the config leaves it out
-    for name, part in HALVES.items():
-        want = name == args.precision
-        if enabled[name] is True and not want:  # beside autocast to another type
-            raise contradiction(args, "precision", f"{part}.enabled true")
-        if autocast.get("enabled"):  # of float32 weights, unless the config halves them too
-            want = want and enabled[name] is True
-        if want and enabled[name] is False:
-            raise contradiction(args, "precision", f"{part}.enabled false")
-        if part in config:
-            config[part]["enabled"] = want
-    half = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(args.precision)
-    halved = config.get(HALVES.get(args.precision), {}).get("enabled")
-    weights = half if halved or not autocast.get("enabled") else None
-    return weights or torch.float32, half if autocast.get("enabled") else None
-
-
-def fill(config, args, dim):
-    """Put values in place of each "auto": the flags', or those of the other templates."""
-    for key in FLAG_OF:
-        if "." not in key:
-            config.setdefault(key, AUTO)
-    values = {key: getattr(args, flag) for key, flag in FLAG_OF.items()} | {
-        "optimizer.params.betas": [0.9, 0.95],
-        "optimizer.params.eps": 1e-8,
-        "optimizer.params.weight_decay": 0.1,
-        "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_num_steps": max(1, args.warmup_steps),  # DeepSpeed takes no 0
-        "zero_optimization.reduce_bucket_size": dim * dim,  # elements
-        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * dim * dim),
-        "zero_optimization.stage3_param_persistence_threshold": 10 * dim,
-        "zero_optimization.offload_optimizer.nvme_path": str(args.nvme_path),
-        "zero_optimization.offload_param.nvme_path": str(args.nvme_path),
-    }
-    for key, value in values.items():
-        section, name = section_of(config, key)
-        if section.get(name) == AUTO:
-            section[name] = value
-
-
-def section_of(config, key):
-    """Return the section that a key such as optimizer.params.lr is in, and its name there."""
-    *sections, name = key.split(".")
-    for section in sections:
-        config = config.get(section) or {}
-    return config, name
-
-
-def contradiction(args, flag, stated):
-    """Return the error of a flag that was given and a config that says another."""
-    return cli.UsageError(
-        f"--{flag.replace('_', '-')} {getattr(args, flag)}, but {args.deepspeed_config} has "
-        f'{stated}: change one, or write "{AUTO}" there'
+    add(
+        "--deepspeed_config",
+        type=Path,
+        default=CONFIG,
+        metavar="FILE",
+        help=f"({CONFIG.name})",
     )
-
-
-# the engine's files, and how other numbers of ranks read them
-
-
-class EngineFiles(checkpoint.Store):
-    """The engine's own checkpoint: each rank writes what it holds. Other ranks have it converted.
-
-    DeepSpeed's universal format holds whole tensors, which any number of ranks cuts up anew.
-    """
-
-    def __init__(self, run):
-        self.run = run
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        with torch.device("meta"):
-            self.whole = models.Transformer(run.shape).state_dict()
-
-    def tensors(self):
-        return self.whole
-
-    def facts(self):
-        return {"stage": self.run.stage}
-
-    def problem(self, facts):
-        if why := super().problem(facts):
-            return why
-        args, stage, ranks = self.run.args, self.run.stage, dist.get_world_size()
-        precision = facts["settings"]["precision"]
-        if precision != args.precision:
-            return f"saved with --precision {precision}: take that"
-        if not self.fits(facts) and {stage, facts["stage"]} not in CONVERTS:
-            return (
-                f"saved by {facts['settings']['ranks']} ranks in stage {facts['stage']}: {ranks} "
-                f"ranks in stage {stage} cannot resume from it. DeepSpeed converts between numbers "
-                "of ranks in stages 1 to 3, and between stages 1 and 2"
-            )
-        return None
-
-    def fits(self, facts):
-        """Say whether these ranks can load a checkpoint as it stands."""
-        if self.run.stage == facts["stage"] == 0 and self.run.args.precision == "32-true":
-            return True  # the whole state, in one file
-        same_ranks = facts["settings"]["ranks"] == dist.get_world_size()
-        return same_ranks and facts["stage"] == self.run.stage
-
-    def write(self, folder):
-        self.run.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
-        if dist.get_rank() == 0:  # where DeepSpeed's own tools look; soon its name
-            (folder.parent / "latest").write_text(folder.name.replace(".partial", "step"))
-
-    def prepare(self, path, facts):
-        """Convert a checkpoint that does not fit, before the engine is made. A collective."""
-        self.tag = path.name
-        if self.fits(facts):
-            return
-        universal = path.with_name(f".universal-{path.name}")
-        self.on_rank0(f"{path} cannot be converted", lambda: convert(path, universal))
-        section = self.run.config.setdefault("checkpoint", {})
-        section["load_universal"] = True
-        self.tag = universal.name
-
-    def read(self, path):
-        # The job's schedule follows the flags of this run; a config's has a state.
-        schedule = "scheduler" in self.run.config
-        self.run.engine.load_checkpoint(
-            str(path.parent), tag=self.tag, load_lr_scheduler_states=schedule
-        )
-        dist.barrier(self.group)  # all have read it
-        if dist.get_rank() == 0:
-            path.with_name("latest").write_text(path.name)  # not one that a kill left half-written
-            if self.tag != path.name:
-                shutil.rmtree(path.with_name(self.tag))
-                path.with_name("latest_universal").unlink()
-
-    def on_rank0(self, what, work):
-        """Have rank 0 work while the others wait. Raises: UsageError on all ranks if it fails."""
-        failure = None
-        if dist.get_rank() == 0:
-            try:
-                work()
-            except Exception as error:
-                failure = str(error) or type(error).__name__
-        if failure := runtime.from_rank0(failure, self.group):
-            raise cli.UsageError(f"{what}: {failure}")
-
-
-def convert(path, universal):
-    """Write a checkpoint anew as whole tensors. Raises: RuntimeError with the tool's last line."""
-    workers = workers_for([file.stat().st_size for file in path.glob("*optim_states.pt")])
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-    command += [f"--num_extract_workers={workers}", f"--num_merge_workers={workers}"]
-    command += ["--inject_missing_state", f"--input_folder={path}", f"--output_folder={universal}"]
-    for stale in path.parent.glob(".universal-*"):  # of a run that was killed
-        shutil.rmtree(stale)
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise RuntimeError((ended.stderr.strip().splitlines() or ["it was killed"])[-1])
-
-
-def workers_for(sizes):
-    """Return how many processes convert files of these sizes: each has one, twice, in memory."""
-    if sum(sizes) < PARALLEL_FROM:
-        return 1
-    fitting = psutil.virtual_memory().available // (2 * max(sizes))
-    return max(1, min(fitting, os.cpu_count() // 2))
-
-
-# the run
-
-
-def prepare(device):
-    """Make `import deepspeed` fit the device, and be quiet; call it before that import."""
-    os.environ["DS_ACCELERATOR"] = device.type  # it would take GPUs where it finds any
-    if device.index is not None:  # it sets the device by this; srun may show each rank one GPU
-        os.environ["LOCAL_RANK"] = str(device.index)
-    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-    import deepspeed
-
-    deepspeed.logger.setLevel(logging.ERROR)
-    vars(deepspeed.ops)["__compatible_ops__"] = {}  # else it compiles what training never calls
-    deepspeed.init_distributed()
-
-
-def set_up(run):
-    """Settle config and flags, find the place in the data, and start the engine there."""
-    args, report = run.args, run.report
-    prepare(report.device)
-    if run.config is None:
-        run.config = json.loads(args.deepspeed_config.read_text())
-    config = run.config
-    run.shape = models.preset(args.preset, args.seq_len)
-    run.stage = int(config.setdefault("zero_optimization", {}).get("stage", 0))
-    take_values(config, args, run.given)
-    run.dtype, run.autocast = settle_precision(config, args, run.given)
-    checkpoint.FREE.update({"deepspeed_config", "nvme_path", "consolidate"})
-    run.job, identity = job.on_text(args, report, report.world.rank, report.world.world_size)
-    run.shape = run.job.fitted(run.shape)
-    run.job.flops_per_token = measure.flops_per_token(run.shape, args.seq_len)
-    fill(config, args, run.shape.dim)
-    report.start(
-        f"{args.deepspeed_config.name}: stage {run.stage}, {args.precision}; {args.preset}: "
-        f"{run.shape.num_parameters():,} weights",
-        identity,
+    add("--deepspeed", action="store_true", help="no effect: many commands have it")
+    add("--local_rank", help="no effect: the deepspeed launcher passes it")
+    add(
+        "--activation-checkpointing",
+        choices=("none", "full", "selective"),
+        default="none",
+        help="what backward computes again (none)",
     )
-    run.job.store = EngineFiles(run)
-    if args.resume and run.job.find() and not run.job.done:
-        run.job.store.prepare(*run.job.found)
-    if not run.job.done:
-        run.engine = start_engine(run)
-        if run.job.found:
-            run.job.load()
+    args = parser.parse_args()
+    cli.validate_training_args(args)
+    return args
 
 
 def main():
-    args, given = parse_args()
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("03-deepspeed/deepspeed_train.py", args, world, device)
-        run = Run(args, given, report)
-        # proofs: a copy deletes these lines
-        from deepspeed_parts import deepspeed_train as part
+    args = parse_args()
+    with runtime.init(args.device, args.timeout) as run:
+        args.precision = args.precision or runtime.default_precision(run.device)
+        train_set, test_set, args.data, vocab_size = data.load_sequences(args)
+        config = load_config(args.preset, args.seq_len, vocab_size)
+        report = Report("03-deepspeed/deepspeed_train.py", args, run)
+        engine_config = read_engine_config(args, config.dim, run)
+        deepspeed = import_deepspeed(run, engine_config)
+        model = build_model(config, args, deepspeed, engine_config, run)
+        run.print0(f"{args.preset}: {config.num_parameters():,} weights")
+        optimizer = build_optimizer(model, args)
+        engine = start_engine(deepspeed, model, optimizer, engine_config, args.timeout)
+        runtime.seed_everything(args.seed, run.rank)
 
-        run.config = part.examined(run)  # refuses what DeepSpeed would misread; compiles its ops
-        run.proven = part.proven_steps
-        # end of proofs
-        set_up(run)
-        if run.job.done:
-            report.say(f"{report.output} has all {args.max_steps} steps: nothing to do")
-            return 0
-        train(run)
-        if args.consolidate and run.job.done and not report.failed:
-            export(run)
-        return report.finish(run.job.summary)
+        checkpoints, saved = None, None
+        if args.output_dir:
+            folder = args.output_dir / "checkpoints"
+            checkpoints = EngineCheckpoints(
+                run, folder, engine, optimizer, args.keep, args.timeout
+            )
+            saved = checkpoints.find(args.resume_step) if args.resume else None
+        train.settle_batch_size(args, run, saved)
+        batches = data.GlobalBatches(train_set, args, run)
+        first_step = 1
+        if saved:
+            first_step = saved["step"] + 1
+            train.compare_settings(args, run, saved["settings"], first_step)
+            checkpoints.load(saved)
+            batches.samples_seen = saved["samples_seen"]
+
+        counter = check.CollectiveCounter()
+        flops = config.flops_per_token(args.seq_len)
+        log = train.Log(run, args, first_step, flops, counter)
+        stop = train.StopSignal(run.cpu_group)
+
+        for step in range(first_step, args.max_steps + 1):
+            with log.step(step):
+                loss_sum, num_tokens = accumulate_gradient(
+                    engine, next(batches), run.device
+                )
+                set_lr(optimizer, lr_at(step, args))
+                engine.step()  # clip, update the weights, clear the gradient
+                grad_norm = engine.get_global_grad_norm()
+            log.add(step, loss_sum, num_tokens, grad_norm)
+            if args.self_check and step == 2 and not saved:
+                check.first_two_steps(
+                    report,
+                    args,
+                    log,
+                    *whole_model(engine),
+                    train_set,
+                    lambda: build_transformer(config, args.seed, run.device),
+                )
+            if every(step, args.eval_every, args.max_steps):
+                log.evaluation(step, evaluate(engine, test_set, args, run))
+            stopping = stop.requested()
+            if checkpoints and (
+                stopping or every(step, args.save_every, args.max_steps)
+            ):
+                log.flush()  # stops the run if the loss is not a number
+                facts = {
+                    "samples_seen": batches.samples_seen,
+                    "settings": train.settings_of(args),
+                }
+                checkpoints.save(step, facts)
+            if stopping:
+                run.print0(f"stopped by a signal after step {step}")
+                break
+
+        report.metrics |= log.finish()
+        return report.finish(log.summary())
 
 
 if __name__ == "__main__":

@@ -44,14 +44,14 @@ ADDED = {
 # What makes the folder that a line reads.
 SAVE = "torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_checkpoint.py save --dir runs/ckpt"
 BEFORE = {
-    "02-fsdp/fsdp_finetune.py": "python 02-fsdp/fsdp_finetune.py --make-tiny runs/tiny-llama",
+    "02-fsdp/fsdp_finetune.py": "python 02-fsdp/make_tiny_llama.py runs/tiny-llama",
     "02-fsdp/fsdp_reshard.py": SAVE,
     "02-fsdp/fsdp_to_hf.py": SAVE,
 }
 # What stands for something of the reader's.
 IN_PLACE_OF = {
-    "--model DIR": "--model runs/tiny-llama",
-    "--data pairs": "--data runs/tiny-llama/pairs",
+    "--init-from DIR": "--init-from runs/tiny-llama",
+    "--data chats.jsonl": "--data runs/tiny-llama/chats.jsonl",
 }
 
 

@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented, not ye
 from torch.utils.data import default_collate
 
 from dist_common.cli import CheckError
-from dist_common.runtime import from_rank0
+from dist_common.data import IGNORED
+from dist_common.runtime import from_rank0, gather
 from dist_common.train import lr_at
 
 # AdamW of all templates, written here again: the reference shares no optimizer code.
@@ -29,20 +30,31 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 def language_loss(model, inputs, targets):
     """Return the cross-entropy summed over tokens. Shapes: inputs, targets (B, T)."""
+    logits = model(inputs)
+    logits = getattr(logits, "logits", logits)  # of a Hugging Face model
     return F.cross_entropy(
-        model(inputs).float().flatten(0, 1), targets.flatten(), reduction="sum"
+        logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
     )
 
 
 def first_two_steps(
-    report, args, log, model, optimizer, dataset, make_model, loss=language_loss
+    report,
+    args,
+    log,
+    model,
+    optimizer,
+    dataset,
+    make_model,
+    loss=language_loss,
+    stages=None,
 ):
     """Compare two steps of training with one process on rank 0. A collective.
 
     It compares losses, gradient norms, Adam's first moments (they show the gradient
     after clipping) and how far the weights moved, so that a small learning rate hides
-    nothing. `make_model()` returns the model with its first weights. The random state
-    stays as it was. Raises: CheckError on all ranks, which says what differs.
+    nothing. `make_model()` returns the model with its first weights. `stages` is the
+    group of a pipeline, whose ranks have different weights. The random state stays as
+    it was. Raises: CheckError on all ranks, which says what differs.
     """
     log.flush()
     weights, moments = {}, {}
@@ -50,6 +62,8 @@ def first_two_steps(
         weights[name] = whole(weight)
         state = optimizer.state.get(weight, {})
         moments[name] = whole(state.get("exp_avg", weight * 0))
+    if stages:
+        weights, moments = (gather_names(named, stages) for named in (weights, moments))
     errors = None
     if report.run.rank == 0:
         devices = [report.run.device] if report.run.device.type == "cuda" else []
@@ -90,7 +104,8 @@ def train_alone(args, dataset, make_model, loss_function, device):
     scale = 2.0**16 if dtype == torch.float16 else 1.0  # small gradients round to 0
     losses, norms = [], []
     for step, batch in enumerate(order.split(args.global_batch_size)[:2], 1):
-        num_targets = sum(dataset[index][1].numel() for index in batch)
+        targets = [dataset[index][1] for index in batch]
+        num_targets = int(sum((part != IGNORED).sum() for part in targets))
         loss_sum = 0.0
         for chunk in batch.split(args.micro_batch_size):
             inputs, targets = default_collate([dataset[index] for index in chunk])
@@ -118,6 +133,13 @@ def whole(tensor):
     """Return a tensor with all ranks' parts of it. A collective for sharded tensors."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_names(named, group):
+    """Return the named tensors of all ranks of a group. A collective."""
+    device = next(iter(named.values())).device
+    parts = gather({name: tensor.cpu() for name, tensor in named.items()}, group)
+    return {name: tensor.to(device) for part in parts for name, tensor in part.items()}
 
 
 def relative_error(ours, expected):

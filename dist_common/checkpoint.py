@@ -218,16 +218,19 @@ class Checkpoints:
         A rank that did not exist before keeps its own random state.
         """
         folder = self.folder / f"step-{facts['step']:08}"
-        state = self.state()
         try:
-            dcp.load(
-                state,
-                storage_reader=dcp.FileSystemReader(folder),
-                process_group=self.group,
-            )
+            self.load_state(folder, facts)
         except CheckpointException as error:  # not an Exception
             reason = find_reason(error, self.run.rank)
             raise UsageError(f"{folder} is of another model {reason}") from error
+        path = folder / f"rng-{self.run.rank}.pt"
+        if path.exists():
+            runtime.set_rng_state(torch.load(path, weights_only=False))
+
+    def load_state(self, folder, facts):
+        """Give the model and the optimizer the tensors of a checkpoint."""
+        state = self.state()
+        self.read(folder, state)
         set_state_dict(
             self.model,
             self.optimizer,
@@ -235,9 +238,11 @@ class Checkpoints:
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(flatten_optimizer_state_dict=True),
         )
-        path = folder / f"rng-{self.run.rank}.pt"
-        if path.exists():
-            runtime.set_rng_state(torch.load(path, weights_only=False))
+
+    def read(self, folder, state):
+        """Fill the tensors of `state`, a dict by name. Raises: CheckpointException."""
+        reader = dcp.FileSystemReader(folder)
+        dcp.load(state, storage_reader=reader, process_group=self.group)
 
 
 def find_reason(error, rank):

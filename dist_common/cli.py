@@ -83,9 +83,19 @@ def step_range(text):
     return steps
 
 
-def add_training_flags(parser, presets, precisions=PRECISIONS):
-    """Add the flags that the templates share: one job, whatever the strategy."""
-    add = parser.add_argument
+def add_training_flags(parser, presets, precisions=PRECISIONS, without=()):
+    """Add the flags that the templates share: one job, whatever the strategy.
+
+    `without` names flags that a template leaves out: they keep their defaults.
+    """
+
+    def add(flag, **options):
+        if flag in without:
+            name = flag.removeprefix("--").replace("-", "_")
+            parser.set_defaults(**{name: options.get("default")})
+        else:
+            parser.add_argument(flag, **options)
+
     add("--preset", choices=presets, default="tiny", help="the model's shape (tiny)")
     data = parser.add_mutually_exclusive_group()
     data.add_argument("--text-file", help="train on its bytes (dist_common/text.txt)")

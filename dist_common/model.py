@@ -9,11 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import (
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dist_common.cli import UsageError
 
@@ -78,11 +74,10 @@ def load_config(name, seq_len, vocab_size):
     return config
 
 
-def rotary_tables(T, head_dim, theta, device):
-    """Return cosines and sines of positions 0 .. T-1. Shapes: (T, head_dim / 2)."""
-    pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
-    positions = torch.arange(T, device=device).float()
-    angles = torch.outer(positions, theta ** (-pairs / head_dim))
+def rotary_tables(positions, head_dim, theta):
+    """Return cosines and sines. Shapes: positions (T,) -> (T, head_dim / 2) each."""
+    pairs = torch.arange(0, head_dim, 2, device=positions.device).float()
+    angles = torch.outer(positions.float(), theta ** (-pairs / head_dim))
     return angles.cos(), angles.sin()
 
 
@@ -93,8 +88,18 @@ def rotate(x, cos, sin):
     return torch.cat(rotated, dim=-1).type_as(x)
 
 
+def attend_causally(q, k, v):
+    """Shapes: q (B, H, T, D/H), k and v with fewer heads -> (B, H, T, D/H)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
-    """Causal attention; several query heads share a key and value head."""
+    """Causal attention; several query heads share a key and value head.
+
+    attend: the function of q, k and v; context parallelism has its own.
+    """
+
+    attend = staticmethod(attend_causally)
 
     def __init__(self, config):
         super().__init__()
@@ -112,9 +117,7 @@ class Attention(nn.Module):
         v = self.wv(x).unflatten(-1, heads).transpose(1, 2)
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=True
-        )
+        attended = self.attend(q, k, v)
         return self.wo(attended.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
@@ -150,13 +153,12 @@ class Block(nn.Module):
         """Shapes: x (B, T, D) -> (B, T, D)."""
         if self.activation_checkpointing == "none":
             return self.compute(x, cos, sin)
-        keep = noop_context_fn
+        options = {"use_reentrant": False}
         if self.activation_checkpointing == "selective":
             keep = partial(create_selective_checkpoint_contexts, KEPT_OPS)
+            options["context_fn"] = keep
         # Inside the FSDP unit: when backward gets here, its weights are gathered.
-        return checkpoint(
-            self.compute, x, cos, sin, use_reentrant=False, context_fn=keep
-        )
+        return checkpoint(self.compute, x, cos, sin, **options)
 
     def compute(self, x, cos, sin):
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -185,7 +187,8 @@ class Transformer(nn.Module):
     def forward(self, tokens):
         T = tokens.shape[1]
         head_dim = self.config.dim // self.config.num_heads
-        cos, sin = rotary_tables(T, head_dim, self.config.rope_theta, tokens.device)
+        positions = torch.arange(T, device=tokens.device)
+        cos, sin = rotary_tables(positions, head_dim, self.config.rope_theta)
         x = self.embedding(tokens)  # (B, T, D)
         for block in self.blocks:
             x = block(x, cos, sin)

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import sys
-import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -98,7 +97,10 @@ def find_ranks():
     if "MASTER_ADDR" not in os.environ:
         one_machine = local_world_size == world_size
         os.environ["MASTER_ADDR"] = find_master(launcher, one_machine)
-    port = os.environ.setdefault("MASTER_PORT", str(choose_port(launcher, world_size)))
+    # The jobs of a cluster have numbers of their own; one process takes any free port.
+    number = 29500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000
+    default = str(number if world_size > 1 else 0)
+    port = os.environ.setdefault("MASTER_PORT", default)
     if not port.isdecimal():  # Kubernetes sets it for a service called "master"
         raise UsageError(f"MASTER_PORT={port!r} is not a number")
     return launcher, *numbers
@@ -108,12 +110,9 @@ def find_launcher():
     """Return the launcher's name and the names of its four variables."""
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
-        for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        for name in ("RANK", "WORLD_SIZE"):
             if name not in env:
-                raise UsageError(
-                    f"{other} is set but {name} is not: start with torchrun, which "
-                    f"sets both, or unset {other}"
-                )
+                raise UsageError(f"{name} is not set: start with torchrun, which does")
         if "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env:
             return "deepspeed", DEEPSPEED
         started_by_torchrun = "TORCHELASTIC_RUN_ID" in env
@@ -147,18 +146,6 @@ def find_master(launcher, one_machine):
         "MASTER_ADDR is not set: export the name of rank 0's machine "
         "(mpirun -x MASTER_ADDR=...), or start with torchrun"
     )
-
-
-def choose_port(launcher, world_size):
-    """Return a port that all ranks of this job choose, and other jobs do not."""
-    if world_size == 1:
-        return 0  # any free port
-    names = {
-        "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        "mpirun": ("PMIX_NAMESPACE",),
-    }.get(launcher, ())
-    job = " ".join(os.environ[name] for name in names if name in os.environ)
-    return 15000 + zlib.crc32(job.encode()) % 16000 if job else 29500
 
 
 def choose_device(name, launcher, local_rank, local_world_size):

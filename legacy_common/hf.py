@@ -95,23 +95,6 @@ def config_of(folder: Path, expected: TransformerConfig | None = None) -> Transf
     return config
 
 
-def flag_of(args) -> str:
-    """Return the flag that says the model's shape."""
-    return f"--init-from {args.init_from}" if args.init_from else f"--preset {args.preset}"
-
-
-def settle_shape(args) -> TransformerConfig:
-    """Return the config of --init-from's folder, or of --preset; `args` get the folder's shape.
-
-    Raises: UsageError when it cannot be read, or cannot read --seq-len tokens.
-    """
-    if not args.init_from:
-        return models.preset(args.preset, args.seq_len)
-    config = config_of(args.init_from)
-    args.preset, args.shape = None, models.facts_of(config)
-    return models.able_to_read(config, args.seq_len)
-
-
 def load(model: torch.nn.Module, config: TransformerConfig, folder, group) -> None:
     """Fill a model from a folder's safetensors files, each rank its own shards. A collective.
 
@@ -142,22 +125,6 @@ def file_of_each(named: Mapping[str, torch.Tensor], max_shard_bytes: int) -> dic
     return files
 
 
-def first_weights(job: Job, model: torch.nn.Module, config: TransformerConfig) -> None:
-    """Fill a sharded model: from its own checkpoint, from --init-from, or drawn by --seed.
-
-    And claim --export-to's folder, unless this run has ended and filled it. A collective.
-    """
-    args = job.args
-    resumed = job.resume()
-    claim(job, args.export_to, "--export-to")
-    if resumed:
-        return
-    if args.init_from:
-        load(model, config, args.init_from, job.store.group)
-    else:
-        models.draw_weights(model, config, args.seed)
-
-
 def claim(job: Job, folder: str | None, flag: str) -> None:
     """Make the folder to export to, unless the run has ended and filled it. Raises: UsageError."""
     if folder and not (job.done and exported(folder)):
@@ -176,12 +143,6 @@ def exported(folder: str | None) -> bool:
         )
     except (OSError, ValueError, KeyError):
         return False
-
-
-def nothing_to_do(job: Job, folder: str | None) -> str:
-    """Return what a run says that has ended before, and has exported where it was asked to."""
-    there = f", and {folder} has a model" if folder else ""
-    return f"{job.report.output} has all {job.args.max_steps} steps{there}: nothing to do"
 
 
 def export(

@@ -54,8 +54,6 @@ def launch_of(
     batch = f"--global-batch-size {job.global_batch} --micro-batch-size {layout.micro_batch}"
     common = f"{shape} --seq-len {job.seq_len} {batch} --precision {precision_of(job)}"
     line = f"{torchrun(layout.gpus, gpus_per_node)} {script} {common} {' '.join(flags)}".strip()
-    if job.precision == "fp8":
-        line += " --float8"
     return Launch([*written, line], remarks)
 
 
@@ -69,7 +67,7 @@ def torchrun(gpus: int, gpus_per_node: int) -> str:
 
 
 def precision_of(job: Job) -> str:
-    """Return the templates' name: fp8 multiplies in float8 beside bfloat16."""
+    """Return the templates' name of a precision."""
     return {"fp32": "32-true", "tf32": "32-true", "fp16": "16-mixed"}.get(
         job.precision, "bf16-mixed"
     )
@@ -78,27 +76,23 @@ def precision_of(job: Job) -> str:
 def template_of(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     """Return a template, the flags of the layout's axes, and remarks; no template: the reason."""
     plain = layout.tp == layout.cp == layout.pp == layout.ep == 1 and not job.model.experts
-    if plain and job.precision != "fp8":
-        found = of_replicas(job, layout)
-        if found:
-            return found
-    return of_axes(job, layout)
+    if job.precision == "fp8":
+        return "", [], ["no template multiplies in float8: see 05-advanced/low_precision.py"]
+    found = of_replicas(job, layout) if plain else None
+    return found or of_axes(job, layout)
 
 
 def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | None:
     """Return the template of module 01, 02 or 03 that shards as the layout does, if one does."""
     again = layout.recompute
-    # ddp_training.py and fsdp_transformer.py take no file with another shape.
-    known = job.model.name in PRESETS
-    if layout.zero == 0 and again == "none" and known:
+    if layout.zero == 0 and again == "none":
         return "01-ddp-basics/ddp_training.py", [], []
     config = ZERO_CONFIGS.get((layout.zero, layout.offload))
-    if config and again != "selective":
+    if config and job.precision != "fp16":
         flags = [f"--deepspeed_config 03-deepspeed/configs/{config}"]
-        flags += ["--activation-checkpointing"] * (again == "full")
+        flags += [f"--activation-checkpointing {again}"] * (again != "none")
         return "03-deepspeed/deepspeed_train.py", flags, []
-    known = known and job.precision != "fp16" and layout.offload == "none"
-    if layout.zero >= 2 and known:
+    if layout.zero >= 2 and job.precision != "fp16" and layout.offload == "none":
         flags = [f"--sharding {'grad-op' if layout.zero == 2 else 'full'}"]
         if layout.zero == 3 and 0 < layout.shard < layout.replicas:
             flags = [f"--sharding hybrid --shard-group-size {layout.shard}"]
@@ -116,8 +110,10 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
         refused.append(f"{model.layers} layers in {parts} unequal stages")
     if model.tied_embeddings:
         refused.append("one table for tokens and logits, which pp and FSDP's units would split")
-    if layout.zero == 3 and 0 < layout.shard < layout.replicas:
-        refused.append("HSDP beside other axes")
+    if model.experts:
+        refused.append("experts (05-advanced/expert_parallel.py is the lesson)")
+    if stages > 2:
+        refused.append(f"{stages} stages per rank")
     if layout.offload != "none":
         refused.append(f"--offload {layout.offload} with these axes")
     if refused:
@@ -131,12 +127,13 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     kind = ("replicate", "grad-op", "grad-op", "full")[layout.zero]
     if memory.gathers_once(job, layout):
         kind = "grad-op"  # its full frees a stage's weights in each micro-batch
-    axes = [f"--{axis} {getattr(layout, axis)}" for axis in ("dp", "tp", "cp", "pp", "ep")
-            if axis == "dp" or getattr(layout, axis) > 1]  # fmt: skip
-    flags = [*axes, f"--data-parallel {kind}"]
+    if layout.zero == 3 and 0 < layout.shard < layout.replicas:
+        kind = f"hybrid --shard-group-size {layout.shard}"
+    axes = [f"--{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "pp")
+            if getattr(layout, axis) > 1]  # fmt: skip
+    flags = [*axes, f"--sharding {kind}"]
     if layout.pp > 1:
-        schedule = "1f1b" if stages == 1 else f"interleaved --virtual-stages {stages}"
-        flags.append(f"--schedule {schedule}")
+        flags.append(f"--schedule {'1f1b' if stages == 1 else 'interleaved'}")
     if layout.recompute != "none":
         flags.append(f"--activation-checkpointing {layout.recompute}")
     return "05-advanced/hybrid_parallelism.py", flags, remarks
@@ -172,13 +169,15 @@ def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str, r
     if not plain or layout.shard not in (0, layout.replicas) or layout.offload != "none":
         return Launch([], [f"02-fsdp/fsdp_finetune.py has FSDP alone: give {FSDP_ALONE}"])
     remarks = ["it shards as ZeRO-3 does"] * (layout.zero != 3 and layout.gpus > 1)
-    if layout.recompute != "full":
-        remarks.append("it recomputes every layer: fewer bytes, a longer step")
+    again = "none" if layout.recompute == "none" else "full"
+    if again != layout.recompute:
+        remarks.append("it recomputes whole layers: fewer bytes, a longer step")
     if finetune == "lora":
         remarks.append("its frozen weights are float32, 4 bytes each")
-    data = "--model MODEL_DIR --data pairs.jsonl"
+    data = "--init-from MODEL_DIR --data chats.jsonl"
     batch = f"--global-batch-size {job.global_batch} --micro-batch-size {layout.micro_batch}"
     adapters = f" --lora-rank {rank}" if finetune == "lora" else ""
     line = f"{torchrun(layout.gpus, gpus_per_node)} 02-fsdp/fsdp_finetune.py {data}"
     line += f" --seq-len {job.seq_len} {batch} --precision bf16-mixed{adapters}"
+    line += f" --activation-checkpointing {again}" * (again == "full")
     return Launch([line], remarks)

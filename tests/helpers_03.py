@@ -6,21 +6,14 @@ import contextlib
 import importlib
 import json
 import os
-import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from conftest import REPO, load_script, results_of
+from conftest import REPO
 
-from deepspeed_parts import deepspeed_train as part
-from deepspeed_parts import setup
-from legacy_common import data, models
-
-TRAIN = "03-deepspeed/deepspeed_train.py"
+from legacy_common import models
 
 # Two layers, so that two ranks' parts meet between them: in stage 2 DeepSpeed keeps the whole
 # gradient of a weight that lies in both parts, which a model as small as this would show.
@@ -66,33 +59,6 @@ CONFIGS = sorted((REPO / "03-deepspeed/configs").glob("*.json"))
 def config_of(stage: int) -> Path:
     """Return the shipped config of a stage without offload."""
     return REPO / f"03-deepspeed/configs/zero{stage}_config.json"
-
-
-def failed_checks(folder: Path) -> list[str]:
-    return [check["name"] for check in results_of(folder)["checks"] if not check["ok"]]
-
-
-def losses_of(folder: Path) -> dict[int, float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-
-def settled(path: Path, *words: object, ranks: int = 2) -> tuple[dict, Namespace]:
-    """Bring a config and flags to one, as the template does; in a fork: it changes the environment.
-
-    Raises: UsageError.
-    """
-    script = load_script(TRAIN)
-    sys.argv = [TRAIN, "--deepspeed_config", str(path), *map(str, words)]
-    setup.prepare(torch.device("cpu"))
-    args, given = script.parse_args()
-    shape = models.PRESETS["tiny"]
-    config = part.checked_config(args, given, shape, ranks)
-    script.take_values(config, args, given)
-    script.settle_precision(config, args, given)
-    data.settle_batch_sizes(args, ranks)
-    script.fill(config, args, shape.dim)
-    return config, args
 
 
 def places(part: dict, above: tuple = ()) -> list[tuple]:

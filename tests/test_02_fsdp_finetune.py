@@ -1,580 +1,189 @@
-"""The whole workflow: Hugging Face files, shards, a kill, a resume, Hugging Face files again."""
+"""fsdp_finetune.py: one process's training, answers only, families, stops and kills."""
 
-import argparse
-import functools
 import json
-import math
 import os
 import re
 import shutil
 import signal
-import time
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import helpers_templates as broken
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import GPUS, REPO, assert_one_line, load_script, results_of, run_command
-from helpers_02 import quick
+from helpers_templates import (
+    FSDP,
+    checkpoints_in,
+    kill_in,
+    kill_in_save,
+    loop_of,
+    rows_of,
+    stop_in,
+)
 
 transformers = pytest.importorskip("transformers")
 assert transformers.LlamaForCausalLM  # imported now, so that no fork has to
 
 from huggingface_hub import save_torch_state_dict  # noqa: E402
-from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
+from tokenizers.processors import TemplateProcessing  # noqa: E402
 
-from fsdp_parts import fsdp_finetune as part  # noqa: E402
-from legacy_common import data  # noqa: E402
+from dist_common import cli, data, hf  # noqa: E402
+from make_tiny_llama import build_tokenizer, make_tiny_llama  # noqa: E402
 
 SCRIPT = "02-fsdp/fsdp_finetune.py"
 script = load_script(SCRIPT)
-FULL = pytest.mark.full
+full = pytest.mark.full
 pytestmark = pytest.mark.xdist_group("transformers")  # one worker imports it
-# Two micro-batches of two pairs on 2 ranks, four of one pair on 3: the global batch is 12.
-BATCH = ("--global-batch-size", 12, "--micro-batch-size", 2)
-SHORT = (*BATCH, "--lr", 1e-2, "--max-steps", 3)
-PAIRS, CHATS = "pairs.jsonl", "chats.jsonl"  # which --make-tiny writes beside the model
-LORA = ("--lora-rank", 4, "--lora-alpha", 12)
-PACKING = ("--packing", "--seq-len", 192)  # about three pairs in a row
-
-
-@pytest.fixture(scope="module", autouse=True)
-def peft():
-    """Hugging Face's library, imported now, so that no fork has to."""
-    return part.peft()
+SMALL_JOB = (
+    *("--micro-batch-size", 2, "--global-batch-size", 12, "--max-steps", 8),
+    *("--warmup-steps", 3, "--lr", 1e-2, "--log-every", 1, "--eval-every", 0),
+    *("--save-every", 0),
+)
+LORA = ("--lora-rank", 4)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    folder.mkdir()
-    part.make_tiny(str(folder), seed=0)
+    make_tiny_llama(folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tiny):
-    return transformers.AutoTokenizer.from_pretrained(tiny)
-
-
 @pytest.fixture
-def finetune(run_script, tiny, tmp_path):
-    """Run the script on the tiny model, with --output-dir run; return how it ended."""
+def finetune(run_script, tiny, tmp_path, monkeypatch):
+    """Run the script on the tiny model, or on another; return how it ended."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
-    def run(*argv, model=tiny, world_size=2, **options):
-        flags = ("--model", model, "--data", tiny / PAIRS, "--output-dir", tmp_path / "run")
-        return run_script(SCRIPT, *flags, *argv, world_size=world_size, **options)
+    def run(*argv, model=tiny, ranks=2, changes=(), **options):
+        def before(script):
+            for change in changes:
+                change(script)
+
+        words = ("--init-from", model, "--data", tiny / "chats.jsonl", *SMALL_JOB)
+        return run_script(
+            SCRIPT, *words, *argv, world_size=ranks, before=before, **options
+        )
 
     return run
 
 
-def checks_of(folder: Path) -> dict[str, dict]:
-    return {check["name"]: check for check in results_of(folder)["checks"]}
-
-
-def losses_of(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
-
-
-def assert_ok(ended) -> None:
+def assert_ok(ended):
     assert not any(ended.codes), ended.stdout + ended.stderr
-    assert not ended.stderr, "no warnings"
+    return ended
 
 
-# the whole way
+def edit_json(path: Path, **values) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def kill_after_a_save(folder: Path):
-    """Return what kills all ranks by SIGKILL as soon as a checkpoint stands in a folder."""
-
-    def during(pids: list[int]) -> None:
-        deadline = time.monotonic() + 60
-        while not list(folder.glob("checkpoints/step-*")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    return during
-
-
-def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Load a model, and an adapter beside it by peft."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    if (folder / "adapter").exists():
-        model = part.peft().PeftModel.from_pretrained(model, folder / "adapter").base_model.model
-    return {name.replace("base_layer.", ""): w for name, w in model.state_dict().items()}
-
-
-@FULL
-def test_the_whole_workflow(run_script, finetune, tmp_path):
-    """Make, train, kill, resume on other ranks, export, generate; all as if never stopped.
-
-    On the same ranks it resumes bitwise: test_templates.py.
-    """
-    model, tuned, run, other = (tmp_path / name for name in ("model", "tuned", "run", "other"))
-    assert_ok(run_script(SCRIPT, "--make-tiny", model, environ={}))
-    assert len(list(model.glob("*.safetensors"))) == 3
-    flags = (*BATCH, "--lr", 1e-2, "--max-steps", 6, "--save-every", 2)
-    killed = finetune(*flags, model=model, world_size=2, during=kill_after_a_save(run))
-    assert killed.codes == [-signal.SIGKILL] * 2, killed.stdout + killed.stderr
-    left = tmp_path / "tuned.partial" / "half.safetensors"  # by an export that was killed
-    left.parent.mkdir()
-    left.write_text("half")
-    resumed = finetune(*flags, "--resume", "--export", tuned, model=model, world_size=3)
-    assert_ok(resumed)
-    assert re.search(r"resuming from .*step-0000000[24]", resumed.stdout)
-    expected = {"relative error of an exported model's logit", "tokens generated by transformers"}
-    checks = checks_of(run)
-    assert expected <= checks.keys() and all(check["ok"] for check in checks.values())
-    files = {path.name for path in model.iterdir()} - {PAIRS, CHATS}
-    assert {path.name for path in tuned.iterdir()} == files and not left.parent.exists()
-
-    same = ("--export", tmp_path / "same", "--parity-steps", 0)
-    options = ("--model", model, "--data", model / PAIRS, *flags, "--output-dir", other, *same)
-    assert_ok(run_script(SCRIPT, *options, world_size=1))  # losses and weights of one process
-    # Tolerance: float32 sums of other parts, over six steps of at most 0.01 a weight.
-    assert losses_of(run) == pytest.approx(losses_of(other), abs=1e-5)
-    assert losses_of(run)[-1] < 0.8 * losses_of(run)[0]
-    one, two = (weights_in(folder) for folder in (tuned, tmp_path / "same"))
-    assert all(torch.allclose(one[name], two[name], rtol=0, atol=1e-4) for name in one)
-
-    ask = ("--model", tuned, "--ask", "What does str.upper do?", "--max-new-tokens", 8)
-    asked = run_script(SCRIPT, *ask, environ={})
-    assert_ok(asked)
-    assert asked.stdout.strip()
-
-
-# equal to one process
-
-NAMES = {
-    "loss", "gradient: relative error against one process", "gradient norm",
-    "tokens trained on, from step 1", "test tokens counted", "weights: bytes on the fullest rank",
-    "gradients: bytes on the fullest rank", "Adam's moments: bytes on the fullest rank",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("flags", [(), PACKING])
-def test_it_trains_as_one_process_does(finetune, tmp_path, flags):
-    """Loss, gradient and norm; tokens once each; 16 bytes per weight over the ranks.
-
-    Packed chats are compared with each of them alone.
-    """
-    assert_ok(finetune(*SHORT, *flags))
-    checks = checks_of(tmp_path / "run")
-    assert checks.keys() == NAMES and all(check["ok"] for check in checks.values())
-    # 257 rows of 64 in embedding and output layer; 2 layers.
-    assert checks["weights: bytes on the fullest rank"]["measured"] == 4 * 62_752
-
-
-@pytest.mark.full
-def test_peft_loads_the_trained_adapters_beside_the_exported_base(finetune, tiny, tmp_path):
-    """Its gradient before, and its logits after training are ours; the base is as it was."""
-    tuned = tmp_path / "tuned"
-    assert_ok(finetune(*SHORT, *LORA, "--target-modules", "q_proj", "up_proj", "--export", tuned))
-    checks = checks_of(tmp_path / "run")
-    assert checks.keys() > {*NAMES, LOGITS} and all(check["ok"] for check in checks.values())
-    trained = 2 * 4 * (64 + 64 + 64 + 176)  # 2 layers; r = 4; both sides of both weights
-    assert checks["weights that are trained"]["measured"] == trained
-    held = {"weights": 4 * (125_376 + trained), "gradients": 4 * trained,
-            "Adam's moments": 8 * trained}  # fmt: skip
-    for kind, size in held.items():
-        name = f"{kind}: bytes on the fullest rank"
-        assert checks[name]["measured"] == pytest.approx(size / 2, rel=0.01)  # 257 rows are odd
-    before, after = weights_in(tiny), weights_in(tuned)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    added = {name: weight for name, weight in after.items() if name not in before}
-    assert len(added) == 8 and all(weight.any() for weight in added.values()), "B was trained"
-    saved = torch.distributed.checkpoint.FileSystemReader(
-        tmp_path / "run/checkpoints/step-00000003"
-    )
-    names = saved.read_metadata().state_dict_metadata
-    assert all("lora_" in name or name.startswith("optimizer.param_groups") for name in names)
-
-
-SHAPE = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "eos_token_id": 256,
-         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-         "max_position_embeddings": 256, "bos_token_id": None, "pad_token_id": 256}  # fmt: skip
-
-
-LATENT = {"num_key_value_heads": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-          "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0,
-          "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-          "v_head_dim": 16}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 4.0, "beta_fast": 32.0,
-        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64}  # fmt: skip
-
-
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-          "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
-BOTH_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
-              "sliding_window": 64}  # fmt: skip
-# Of a family: its type in config.json, and a shape.
-FAMILIES = {
-    "Llama": ("llama", {"tie_word_embeddings": True}),
-    "Mixtral": ("mixtral", {"num_local_experts": 3}),
-    "Gemma 3": ("gemma3_text", {"head_dim": 16, **BOTH_KINDS}),
-    "DeepSeek-V3": ("deepseek_v3", LATENT),
-    "gpt-oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 3, "num_experts_per_tok": 2,
-                            "rope_parameters": YARN, **BOTH_KINDS}),
-    "GPT-2": ("gpt2", {"n_positions": 256, "n_inner": 48}),
-    "Gemma 3 with images": ("gemma3", {"text_config": {"model_type": "gemma3_text", **SHAPE},
-                                        "vision_config": VISION}),
-    "gpt-oss in MXFP4": ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"},
-                                     "rope_parameters": YARN}),
-}  # fmt: skip
-
-
-def make(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write a tiny model of a family as transformers does, with the tiny model's tokenizer."""
-    folder.mkdir()
-    part.make_tiny(str(folder), seed=0)
-    for path in folder.glob("model*"):
-        path.unlink()
-    kind, shape = FAMILIES[family]
-    plain = {} if kind == "gemma3" else SHAPE
-    content = {"model_type": kind, **plain, **shape, "dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(content))
-    if "quantization_config" in content:
-        return folder
-    config = transformers.AutoConfig.from_pretrained(folder)
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not tensor.any():  # biases and the like: what stays zero could be lost unseen
-                tensor.normal_(std=0.02)
-    state = {n: w for n, w in model.state_dict().items() if n not in model.all_tied_weights_keys}
-    state = revert_weight_conversion(model, state)  # as save_pretrained would
-    without = "transformer." if kind == "gpt2" else ""  # as GPT-2's own files
-    state = {name.removeprefix(without): weight.clone() for name, weight in state.items()}
-    save_torch_state_dict(state, str(folder), max_shard_size="20KB")
-    return folder
-
-
-REFUSED = {
-    "Gemma 3 with images": "reads more than text, and this trains on text: save its language model",
-    "gpt-oss in MXFP4": "in quantized files cannot be trained: take its folder in bfloat16",
-}
-QUICK = {"Mixtral", "Gemma 3 with images"}
-# One for each way in which files differ from Llama's: tied weights, one file per expert, a buffer
-# in the files, rotary embeddings of their own, matrices that are transposed.
-LOADED = ("Llama", "Mixtral", "DeepSeek-V3", "gpt-oss", "GPT-2")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("family", "lora"),
-    [pytest.param(family, (), marks=() if family in QUICK else FULL) for family in LOADED]
-    + [pytest.param("Mixtral", LORA, marks=FULL)],
-)  # fmt: skip
-def test_a_family(finetune, tmp_path, family, lora):
-    """Loaded as shards, trained as by one process, exported; transformers has the same logits.
-
-    Adapters are loaded by peft, and their base is the one that was read.
-    """
-    model, tuned = make(family, tmp_path / "model"), tmp_path / "tuned"
-    flags = (*BATCH, *lora, "--lr", 1e-3, "--max-new-tokens", 8, "--max-steps")
-    if not lora and family in {"Llama", "DeepSeek-V3"}:  # a tied weight, a buffer in the files
-        assert_ok(finetune(*flags, 1, model=model, world_size=3))
-    ended = finetune(*flags, 2, "--resume", "--export", tuned, model=model)
-    assert_ok(ended)
-    assert LOGITS in checks_of(tmp_path / "run")
-    assert ("none in the experts" in ended.stdout) == (family == "Mixtral" and bool(lora))
-    before, after = weights_in(model), weights_in(tuned)
-    assert {name for name in after if "lora_" not in name} == before.keys()
-    kept = {name for name in before if torch.equal(before[name], after[name])}
-    assert kept == (before.keys() if lora else {n for n in before if "correction_bias" in n})
-    assert (model / "config.json").read_text() == (tuned / "config.json").read_text()
-
-
-def draw_nothing(script):
-    script.shard = None
+# The same training as one process
 
 
 @pytest.mark.parametrize(
-    ("family", "flags", "says"),
-    [("Gemma 3 with images", (), REFUSED["Gemma 3 with images"]),
-     pytest.param("gpt-oss in MXFP4", (), REFUSED["gpt-oss in MXFP4"], marks=FULL),
-     pytest.param("GPT-2", LORA, "--lora-rank: GPT2LMHeadModel has no linear", marks=FULL)],
-)  # fmt: skip
-def test_a_family_is_refused_by_name(finetune, tmp_path, family, flags, says):
-    """Before any weight is drawn."""
-    model = make(family, tmp_path / "model")
-    ended = finetune(*SHORT, *flags, model=model, before=draw_nothing)
-    assert_one_line(ended, says, "fsdp_finetune.py")
-
-
-def test_an_expert_that_is_missing_is_named():
-    config = transformers.MixtralConfig(**SHAPE, num_local_experts=3)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    files = [name for name in revert_weight_conversion(model, model.state_dict())
-             if not name.endswith("2.w3.weight")]  # fmt: skip
-    says = "experts.gate_up_proj has experts of which the files miss"
-    with pytest.raises(script.cli.UsageError, match=says):
-        script.names_in_files(model, script.weights_of(model), files)
-
-
-@FULL
-def test_a_model_in_bfloat16_comes_out_in_bfloat16(finetune, tmp_path):
-    """It is trained on in float32, whatever its files hold."""
-    model, tuned = make("Llama", tmp_path / "model", torch.bfloat16), tmp_path / "tuned"
-    assert_ok(finetune(*SHORT, "--precision", "bf16-mixed", "--export", tuned, model=model))
-    assert {weight.dtype for weight in weights_in(tuned).values()} == {torch.bfloat16}
-    checks = checks_of(tmp_path / "run")
-    assert checks["weights: bytes on the fullest rank"]["ok"]  # 4 bytes each
-    assert "relative error of an exported model's logit" in checks
-
-
-def rows_read(rank: int, world_size: int, folder: str) -> tuple[int, int, int]:
-    """Return the numbers that a rank reads of the files, those of its shards, and of all."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    read, process = [], script.dcp.HuggingFaceStorageReader._process_read_request
-
-    def counting(self, file, request, planner):
-        read.append(math.prod(request.lengths))
-        process(self, file, request, planner)
-
-    script.dcp.HuggingFaceStorageReader._process_read_request = counting
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
-    flags = {"seq_len": 8, "precision": "32-true", "lora_rank": None, "seed": 0, "packing": False}
-    args = argparse.Namespace(model=folder, **flags)
-    mesh = init_device_mesh("cpu", (world_size,))
-    model, names, _ = script.build(args, mesh, torch.device("cpu"))
-    weights = script.as_in_files(script.weights_of(model), names)
-    script.dcp.load(weights, storage_reader=script.dcp.HuggingFaceStorageReader(folder))
-    own = sum(weight.to_local().numel() for weight in model.parameters())
-    return sum(read), own, sum(weight.numel() for weight in model.parameters())
-
-
-@FULL
-def test_each_rank_reads_its_own_rows_only(on_ranks, tmp_path):
-    """Of experts that the files hold one by one, its own."""
-    ended = on_ranks(rows_read, 3, str(make("Mixtral", tmp_path / "model")))
-    assert all(read == own < 0.35 * whole for read, own, whole in ended)
-    assert sum(read for read, _, _ in ended) == ended[0][2]
-
-
-# sabotage
-
-
-def mean_of_each_rank(script):
-    """Each rank takes the mean over its own tokens, and ranks the mean of those."""
-    right = script.accumulate_gradient
-
-    def wrong(model, micro_batches, device):
-        own = sum(int((targets != data.IGNORED).sum()) for _, targets in micro_batches)
-        tokens = torch.tensor(own)
-        script.dist.all_reduce(tokens)
-        summed = script.summed_loss
-
-        def weighted(*batch):
-            loss = summed(*batch)
-            by_rank = tokens / (own * script.dist.get_world_size())
-            return loss.detach() + (loss - loss.detach()) * by_rank  # the same loss, as is logged
-
-        script.summed_loss = weighted
-        sums = right(model, micro_batches, device)
-        script.summed_loss = summed
-        return sums
-
-    script.accumulate_gradient = wrong
-
-
-def skip_pairs(script):
-    advance = data.ShardedSampler.advance
-    data.ShardedSampler.advance = lambda self, samples: advance(self, samples - 1)
-
-
-def a_third_moment(script):
-    script.torch.optim.AdamW = functools.partial(torch.optim.AdamW, amsgrad=True)
-
-
-def swap_two_weights(script):
-    save, one, two = script.dcp.save, "gate_proj", "up_proj"
-
-    def swapped(weights, **options):
-        names = {name: name.replace(one, two) if one in name else name.replace(two, one)
-                 for name in weights}  # fmt: skip
-        save({names[name]: weight for name, weight in weights.items()}, **options)
-
-    script.dcp.save = swapped
-
-
-def export_in_16_bits(script):
-    save = script.dcp.save
-
-    def rounded(weights, **options):
-        if "storage_writer" in options:  # of the export, not of a checkpoint
-            weights = {name: weight.bfloat16() for name, weight in weights.items()}
-        save(weights, **options)
-
-    script.dcp.save = rounded
-
-
-def drop_the_last_rows(script):
-    """Write an adapter's file without what the last rank holds."""
-    save = script.save_file
-
-    def dropped(whole, path):
-        for weight in whole.values():
-            weight[len(weight) // 2 :] = 0
-        save(whole, path)
-
-    script.save_file = dropped
-
-
-def train_the_base_too(script):
-    adapt = script.add_adapters
-    script.add_adapters = lambda model, args: (adapt(model, args), model.requires_grad_(True))
-
-
-GRADIENT = {"gradient: relative error against one process", "gradient norm"}
-TYPES, VALUES = "tensors of another file, shape or type", "weights equal in the files"
-LOGITS, ADAPTER = (
-    "relative error of an exported model's logit",
-    "A and B equal in the adapter's file",
-)
-ADAPTED = (*LORA, "--export", "E")
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "failing", "flags"),
+    ("ranks", "flags"),
     [
-        (mean_of_each_rank, GRADIENT, ()),
-        (
-            swap_two_weights,
-            {VALUES, LOGITS},
-            ("--export", "E"),
-        ),
-        pytest.param(drop_the_last_rows, {ADAPTER, LOGITS}, ADAPTED, marks=FULL),
-        pytest.param(
-            train_the_base_too,
-            {"weights that are trained", "frozen weights equal in the files"},
-            (*LORA, "--parity-steps", 0),
-            marks=FULL,
-        ),
-        pytest.param(
-            a_third_moment,
-            {"Adam's moments: bytes on the fullest rank"},
-            ("--parity-steps", 0),
-            marks=FULL,
-        ),
-        pytest.param(
-            export_in_16_bits, {TYPES}, ("--export", "E", "--parity-steps", 0), marks=FULL
-        ),
-        pytest.param(
-            skip_pairs, {"tokens trained on, from step 1"}, ("--parity-steps", 0), marks=FULL
-        ),
+        (3, "--global-batch-size 7 --seed 3"),
+        (2, "--lora-rank 4 --activation-checkpointing full"),
+        pytest.param(2, "--activation-checkpointing full", marks=full),
+        pytest.param(2, "--precision bf16-mixed", marks=full),
+        pytest.param(2, "--precision bf16-mixed --lora-rank 4", marks=full),
+        pytest.param(4, "--global-batch-size 3", marks=full),
     ],
 )
-def test_sabotage_fails_a_check(finetune, tmp_path, sabotage, failing, flags):
-    flags = [tmp_path / flag if flag == "E" else flag for flag in flags]
-    ended = finetune(*SHORT, *flags, before=sabotage)
+def test_a_right_run_passes(finetune, ranks, flags):
+    """Also where ranks divide nothing evenly, and where a rank has no chat."""
+    words = ("--self-check", "--max-steps", 3, *flags.split())
+    ended = assert_ok(finetune(*words, ranks=ranks))
+    assert re.search(r"^OK: 4 checks passed, loss ", ended.stdout, re.M)
+    trained = "9,344" if "lora" in flags else "125,376"
+    assert f"llama: {trained} weights are trained" in ended.stdout
+
+
+def train_on_questions(script):
+    """Count every token, not only the tokens of answers."""
+    loss = script.summed_loss
+
+    def count_all(model, inputs, targets):
+        following = F.pad(inputs[:, 1:], (0, 1), value=data.IGNORED)
+        targets = torch.where(targets == data.IGNORED, following, targets)
+        return loss(model, inputs, targets)
+
+    script.summed_loss = count_all
+
+
+def count_local_tokens(script):
+    script.dist = SimpleNamespace(
+        all_reduce=lambda tensor: None,
+        get_world_size=dist.get_world_size,
+        barrier=dist.barrier,
+    )
+
+
+def leave_b_out(script):
+    """Train only one of an adapter's two matrices."""
+    build = script.build_optimizer
+
+    def build_without(model, args):
+        kept = [w for name, w in model.named_parameters() if "lora_B" not in name]
+        return build(SimpleNamespace(parameters=lambda: kept), args)
+
+    script.build_optimizer = build_without
+
+
+def lose_the_buffers(script):
+    """Leave the frequencies of the rotary embeddings at 0."""
+    build = script.build_model
+
+    def build_and_lose(config, args, run):
+        model = build(config, args, run)
+        for buffer in model.buffers():
+            buffer.zero_()
+        return model
+
+    script.build_model = build_and_lose
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "error"),
+    [
+        (train_on_questions, (), "loss"),
+        (leave_b_out, LORA, "weight change"),
+        pytest.param(broken.shift_no_targets, (), "loss", marks=full),
+        pytest.param(count_local_tokens, (), "loss", marks=full),
+        pytest.param(broken.drop_a_micro_batch, (), "loss", marks=full),
+        pytest.param(broken.optimize_a_copy, (), "weight change", marks=full),
+        pytest.param(broken.optimize_a_copy, LORA, "weight change", marks=full),
+        pytest.param(broken.forget_zero_grad, (), "gradient norm", marks=full),
+        pytest.param(broken.clip_by_the_local_norm, (), "clipped gradient", marks=full),
+        pytest.param(lose_the_buffers, (), "loss", marks=full),
+    ],
+)
+def test_sabotage_fails_the_self_check(finetune, tmp_path, change, flags, error):
+    words = ("--self-check", "--max-steps", 2, *flags)
+    ended = finetune(*words, "--output-dir", tmp_path / "run", changes=[change])
     assert 1 in ended.codes, ended.stdout + ended.stderr
-    bad = {name for name, check in checks_of(tmp_path / "run").items() if not check["ok"]}
-    assert failing <= bad, ended.stdout
-    untrained = not GRADIENT.isdisjoint(bad)  # these are checked before the first step
-    assert ("not trained: mend what fails, or compare no gradient" in ended.stdout) == untrained
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("fsdp_finetune.py: self-check failed"), ended.stderr
+    found = re.search(rf"\b{error} ([\d.e+-]+)", line)
+    tolerances = {"loss": 1e-5, "gradient norm": 1e-4, "clipped gradient": 1e-3}
+    assert float(found[1]) > 10 * tolerances.get(error, 0.01), line
 
 
-# the data
-
-
-def pairs_of(*pairs):
-    """Return chats of two turns, as load_chats does."""
-    return [
-        (f"pair {number}", [{"role": "user", "content": p}, {"role": "assistant", "content": a}])
-        for number, (p, a) in enumerate(pairs)
+def test_the_loop_has_the_skeleton_of_the_other_templates():
+    ours, theirs = loop_of(SCRIPT), loop_of(FSDP)
+    other_models = {"build_reference", "build_transformer"}
+    assert [name for name in ours if name not in other_models] == [
+        name for name in theirs if name not in other_models
     ]
 
 
-def test_only_answers_count(tokenizer):
-    pairs = pairs_of(("a?", "bc"), ("abcd?", "e"), ("x" * 9, "y"))
-    answers = script.Answers(pairs, tokenizer, seq_len=8, ranks=1)
-    text = [tokenizer.decode(tokens) for tokens in answers.tokens]
-    assert text == ["a?\nbc</s>", "abcd?\ne</s>"]
-    inputs, targets = answers[0]
-    ignored = data.IGNORED
-    assert inputs.tolist() == [*answers.tokens[0][:-1], 0, 0, 0]
-    assert targets.tolist() == [ignored, ignored, *answers.tokens[0][3:], *[ignored] * 3]
-    assert answers.lengths.tolist() == [3, 2]
-    for index in range(2):
-        assert (answers[index][1] != ignored).sum() == answers.lengths[index]
+# Which tokens are trained
 
-
-@torch.no_grad()
-def test_padding_counts_nowhere(tokenizer, tiny):
-    """A batch has the same loss trimmed and padded by other tokens, and a mask changes no logit."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
-    answers = script.Answers(pairs_of(("a?", "bc"), ("abcd?", "e")), tokenizer, seq_len=16, ranks=1)
-    inputs, targets = (torch.stack(part) for part in zip(answers[0], answers[1], strict=True))
-    trimmed = script.trim("cpu", inputs, targets)
-    assert trimmed[0].shape == (2, 7), "the longer pair has 5 + 1 + 1 tokens before its last"
-    more = F.pad(inputs, (0, 8), value=1), F.pad(targets, (0, 8), value=data.IGNORED)
-    losses = [script.summed_loss(model, *batch).item() for batch in (trimmed, more)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    mask = (torch.arange(24) < torch.tensor([[5], [7]])).long()
-    masked = model(input_ids=more[0], attention_mask=mask).logits
-    assert torch.allclose(masked[1, :7], model(input_ids=more[0]).logits[1, :7], atol=1e-5)
-
-
-# packing
-
-
-def test_packed_rows_have_each_chat_once(tokenizer, tiny):
-    """In the same rows each time, none longer than --seq-len, and few of them."""
-    chats = script.load_chats(tiny / PAIRS)
-    one, two = (script.Answers(chats, tokenizer, 192, 1, packing=True) for _ in range(2))
-    assert one.rows == two.rows
-    assert sorted(chat for row in one.rows for chat in row) == list(range(len(chats)))
-    space = [192 - sum(one.sizes[chat] for chat in row) for row in one.rows]
-    assert min(space) >= 0 and sum(one.sizes) > 0.9 * 192 * (len(one) - 1)
-    for index, row in enumerate(one.rows):
-        inputs, targets, positions = one[index]
-        assert inputs.shape == targets.shape == positions.shape == (192,)
-        assert (targets != data.IGNORED).sum() == one.lengths[index]
-        expected = [n for chat in row for n in range(one.sizes[chat])] + [0] * space[index]
-        assert positions.tolist() == expected
-        assert inputs.tolist()[: 192 - space[index]] == [
-            token for chat in row for token in one.tokens[chat][:-1]
-        ]
-    assert script.pack([5, 3, 3, 2, 1, 1], 6) == [[0, 4], [1, 2], [3, 5]]
-
-
-@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
-def test_packed_chats_compute_as_each_alone(in_a_fork, tokenizer, tmp_path, family):
-    """Their loss and gradient; the gradient of positions that run on differs.
-
-    Tolerance: float32 sums in another order.
-    """
-    model = transformers.AutoModelForCausalLM.from_pretrained(make(family, tmp_path / "model"))
-    chats = script.load_chats(tmp_path / "model" / PAIRS)[:12]
-    answers = script.Answers(chats, tokenizer, 250, 1, packing=True)
-    alone = [answers.row([chat])[:2] for chat in range(len(chats))]
-
-    def loss_and_gradient(rows):
-        model.zero_grad()
-        losses = [script.summed_loss(model, *(part[None] for part in row)) for row in rows]
-        sum(losses).backward()
-        gradient = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
-        return sum(losses).item(), gradient
-
-    def errors(*batches):
-        expected, right = loss_and_gradient(alone)
-        for rows in batches:
-            loss, gradient = loss_and_gradient(rows)
-            yield abs(loss / expected - 1), ((gradient - right).norm() / right.norm()).item()
-
-    assert len(answers) <= len(chats) / 2
-    packed, run_on = in_a_fork(lambda: list(errors(answers, [row[:2] for row in answers])))
-    assert run_on[1] > 1e-3
-    assert max(packed) < 1e-5
-
-
-# As ChatML has it, with and without marks around what is trained on
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 ASKED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = f"{{% for m in messages %}}{TURN}{{% endfor %}}{ASKED}"
@@ -583,237 +192,536 @@ MARKED = (
     "{%- generation -%}{{ m.content }}<|im_end|>{%- endgeneration %}{% else %}"
     "{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}" + ASKED
 )
-# As Qwen 3's, which writes thoughts before the last answer alone
-FORGETFUL = CHATML.replace("{{ m.content }}", "{{ '<think></think>' if loop.last and m.role == "
-                           "'assistant' else '' }}{{ m.content }}")  # fmt: skip
-
-
+# Like the template of Qwen 3: the question changes once its answer follows.
+FORGETFUL = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ loop.length }}")
 TALK = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "Grüß Gott"},
     {"role": "assistant", "content": "Servus, größter"},
-    {"role": "assistant", "content": "I mean: Hi"},
-    {"role": "user", "content": " Bye \n"},
+    {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "Ciao"},
-    {"role": "user", "content": "And?"},
 ]
 
 
 @pytest.fixture
-def chatty(tiny):
+def chatty():
     """A tokenizer with the special tokens of ChatML."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer = build_tokenizer()
+    special = ["<s>", "<|im_start|>", "<|im_end|>"]
+    tokenizer.add_special_tokens({"extra_special_tokens": special, "bos_token": "<s>"})
     return tokenizer
 
 
-def test_every_answer_of_a_chat_counts_with_the_token_that_ends_it(chatty):
-    """By the template's beginnings as by its marks; the marks are transformers' own mask."""
-    found = []
-    for chatty.chat_template in (CHATML, MARKED):
-        tokens, counted = script.chat_ids(chatty, TALK)
-        found.append((tokens, counted))
-        parts = [[t for t, c in zip(tokens, counted, strict=True) if c]]
-        text = chatty.decode(parts[0])
-        assert text == "Servus, größter<|im_end|>I mean: Hi<|im_end|>Ciao<|im_end|>"
-        assert chatty.decode(tokens).endswith("Ciao<|im_end|>"), "what follows teaches nothing"
-        for end in (2, 3, 5):  # asked in the same format, the model reads the same
-            asked = script.rendered(chatty, TALK[:end], add_generation_prompt=True)
-            assert tokens[: len(asked)] == asked and counted[len(asked)]
-    assert found[0] == found[1]
-    options = {"return_assistant_tokens_mask": True, "return_dict": True}
-    theirs = chatty.apply_chat_template(TALK, **options)
-    assert theirs["input_ids"][: len(tokens)] == tokens
-    assert theirs["assistant_masks"] == [*map(int, counted)] + [0] * (
-        len(theirs["input_ids"]) - len(tokens)
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [
+        (MARKED, "Servus, größter<|im_end|>Ciao<|im_end|>"),
+        (CHATML, "Ciao<|im_end|>\n"),
+        (hf.PLAIN_TEMPLATE, "Servus, größter</s>Ciao</s>"),
+    ],
+)
+def test_only_answers_are_trained(chatty, template, answers):
+    """All marked answers, or the last one, each with the token that ends it."""
+    chatty.chat_template = template
+    inputs, targets = script.render(chatty, TALK)
+    assert inputs[1:][targets[:-1] != data.IGNORED].tolist() == (
+        targets[:-1][targets[:-1] != data.IGNORED].tolist()
+    ), "each target is the next input"
+    assert chatty.decode(targets[targets != data.IGNORED].tolist()) == answers
+
+
+@pytest.mark.parametrize(
+    ("around", "start"), [("$A </s>", ""), ("<s> $A </s>", "<s>"), ("<s> $A", "<s>")]
+)
+def test_a_tokenizer_that_ends_every_text_ends_the_answer_alone(
+    chatty, tmp_path, tiny, around, start
+):
+    """Without a chat template; a first token stays."""
+    shutil.copytree(tiny, tmp_path / "model")
+    special = [(text, chatty.convert_tokens_to_ids(text)) for text in ("<s>", "</s>")]
+    chatty.backend_tokenizer.post_processor = TemplateProcessing(
+        single=around, special_tokens=special
+    )
+    chatty.chat_template = None
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    chatty.save_pretrained(tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", vocab_size=300)
+    _, tokenizer = hf.load_config(tmp_path / "model", seq_len=8)
+    messages = script.parse_line('{"prompt": "Who?", "answer": "Me."}')
+    inputs, targets = script.render(tokenizer, messages)
+    assert tokenizer.decode(inputs.tolist()) == f"{start}Who?\nMe."
+    trained = targets[targets != data.IGNORED]
+    assert tokenizer.decode(trained.tolist()) == "Me.</s>"
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "says"),
+    [
+        (MARKED, '{"prompt": "a", "answer": "x</s>y"}', "special token </s>"),
+        (MARKED, '{"prompt": "<|im_end|>", "answer": "x"}', "special token <|im_end|>"),
+        (FORGETFUL, '{"prompt": "a", "answer": "x"}', "changes the question when"),
+        (MARKED, '{"messages": [{"role": "user", "content": "a"}]}', "has no answer"),
+        ("{{ raise_exception('odd') }}", '{"prompt": "a", "answer": "b"}', "odd"),
+        (MARKED, "{'prompt': 1}", "Expecting property name"),
+        (MARKED, '{"prompt": "a"}', "KeyError('answer')"),
+        (MARKED, '{"prompt": 1, "answer": "b"}', "not iterable"),
+        (MARKED, "[]", "list indices"),
+    ],
+)
+def test_a_line_that_cannot_be_trained_is_refused_by_its_number(
+    chatty, tmp_path, template, line, says
+):
+    chatty.chat_template = template
+    path = tmp_path / "chats.jsonl"
+    good = ['{"prompt": "a", "answer": "b"}'] if template == MARKED else []
+    path.write_text("\n".join([*good, line]))
+    with pytest.raises(cli.UsageError) as refused:
+        script.render_file(path, chatty, tmp_path / "chats.pt")
+    where = f"--data {path}, line {len(good) + 1}: "
+    assert str(refused.value).startswith(where)
+    assert says in str(refused.value)
+
+
+def test_padding_and_empty_batches_add_nothing_to_the_loss(tiny):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    chats = [torch.tensor([[1, 2, 3], [-100, 3, 4]], dtype=torch.int32)]
+    inputs, targets = script.Chats(chats, 9)[0]
+    assert inputs.shape == targets.shape == (9,)
+    with torch.no_grad():
+        padded = script.summed_loss(model, inputs[None], targets[None])
+        trimmed = script.trim(inputs[None], targets[None], "cpu")
+        assert trimmed[0].shape == (1, 3)
+        assert padded.item() == pytest.approx(
+            script.summed_loss(model, *trimmed).item(), rel=1e-5
+        )
+        empty = script.trim(inputs[None][:0], targets[None][:0], "cpu")
+        assert script.summed_loss(model, *empty).item() == 0
+
+
+# Stop, kill, resume
+
+
+def straight_run(finetune, folder, *flags):
+    words = ("--eval-every", 4, "--save-every", 2, "--output-dir", folder)
+    return assert_ok(finetune(*words, *flags))
+
+
+def render_nothing(script):
+    script.render_file = None  # the file of an earlier start is there
+
+
+@full
+@pytest.mark.parametrize("flags", [(), LORA])
+def test_a_run_that_is_stopped_or_killed_resumes_bitwise(finetune, tmp_path, flags):
+    """Three signals to one rank; kills in a step, in a save, and twice in a row."""
+    straight, stopped, killed = (tmp_path / name for name in ("a", "b", "c"))
+    straight_run(finetune, straight, "--num-workers", 1, *flags)
+    words = ("--eval-every", 4, "--resume", *flags)
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    for step, number in zip((1, 3, 6), signals, strict=True):
+        late = ("--async-save", "--log-every", 50, "--output-dir", stopped)
+        ended = assert_ok(finetune(*words, *late, changes=[stop_in(step, number)]))
+        assert f"after step {step}, stopped" in ended.stdout
+    assert_ok(finetune(*words, "--output-dir", stopped, changes=[render_nothing]))
+    words += ("--save-every", 2, "--async-save", "--output-dir", killed)
+    for change in (kill_in(1), kill_in(5), kill_in_save(6), kill_in_save(6)):
+        ended = finetune(*words, changes=[change])
+        assert set(ended.codes) <= {-signal.SIGKILL, -signal.SIGTERM}, ended.stderr
+    assert checkpoints_in(killed)[-1] == "step-00000004"
+    assert_ok(finetune(*words, changes=[render_nothing]))
+    for folder in (stopped, killed):
+        assert rows_of(folder) == rows_of(straight), "bitwise"
+        assert rows_of(folder, "test_loss") == rows_of(straight, "test_loss")
+
+
+@full
+@pytest.mark.parametrize("flags", [(), LORA])
+def test_another_number_of_ranks_resumes_with_the_same_batch(finetune, tmp_path, flags):
+    straight, moved = tmp_path / "a", tmp_path / "b"
+    straight_run(finetune, straight, *flags)
+    words = ("--resume", "--output-dir", moved, *flags)
+    for ranks, step in ((2, 2), (1, 5)):
+        assert_ok(finetune(*words, ranks=ranks, changes=[stop_in(step)]))
+    assert_ok(finetune(*words, ranks=3))
+    assert list(rows_of(moved)) == list(range(1, 9))
+    assert list(rows_of(moved).values()) == pytest.approx(
+        list(rows_of(straight).values()), rel=1e-5
     )
 
 
+@full
+def test_forgotten_moments_change_the_losses_of_a_resumed_run(finetune, tmp_path):
+    straight, stopped = tmp_path / "a", tmp_path / "b"
+    straight_run(finetune, straight)
+    words = ("--resume", "--output-dir", stopped)
+    assert_ok(finetune(*words, changes=[stop_in(4)]))
+    assert_ok(finetune(*words, changes=[broken.forget_the_moments]))
+    assert rows_of(stopped)[8] != rows_of(straight)[8]
+
+
+def kill_before_the_export(script):
+    script.hf.write = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+
+@full
+def test_a_run_killed_before_its_export_exports_when_it_resumes(finetune, tmp_path):
+    folder, tuned = tmp_path / "run", tmp_path / "tuned"
+    words = ("--max-steps", 2, "--save-every", 2, "--export", tuned)
+    words += ("--output-dir", folder, "--resume")
+    (tmp_path / "tuned.partial").mkdir()  # what an earlier kill left
+    ended = finetune(*words, changes=[kill_before_the_export])
+    assert set(ended.codes) <= {-signal.SIGKILL, -signal.SIGTERM}, ended.stderr
+    assert not tuned.exists() and not (folder / "results.json").exists()
+    ended = assert_ok(finetune(*words))
+    assert "nothing to do: the checkpoint has step 2" in ended.stdout
+    assert f"exported to {tuned}" in ended.stdout and results_of(folder)
+    assert transformers.AutoModelForCausalLM.from_pretrained(tuned)
+    assert not (tmp_path / "tuned.partial").exists()
+    ended = assert_ok(finetune(*words))
+    assert "exported" not in ended.stdout, "it is there"
+    ended = finetune(*words, "--max-steps", 3)
+    assert_one_line(ended, f"--export {tuned} exists", "fsdp_finetune.py")
+
+
+@full
 @pytest.mark.parametrize(
-    ("template", "turns", "says"),
+    ("file", "flags", "says"),
     [
-        (None, TALK, "the tokenizer of --model has no chat template: give pairs"),
-        (FORGETFUL, TALK, "message 3, or those before it, otherwise when more follows: mark"),
-        (CHATML.replace("<|im_end|>", ""), TALK, "no special token ends an answer"),
+        ("chats.jsonl", (), "the run cannot continue on other data or with another"),
+        ("config.json", (), "the run cannot continue on other data or with another"),
+        (None, LORA, "is of another model"),
     ],
 )
-def test_a_template_that_hides_an_answer_is_refused(chatty, template, turns, says):
-    """With the place of the chat; thoughts that stand before the last answer alone are no fault."""
-    chatty.chat_template = template
-    with pytest.raises(script.cli.UsageError, match=f"^here: .*{re.escape(says)}"):
-        script.Answers([("here", turns)], chatty, seq_len=999, ranks=1)
-    if template == FORGETFUL:
-        tokens, counted = script.chat_ids(chatty, TALK[:3])
-        assert sum(counted) == len(chatty("<think></think>Servus, größter<|im_end|>").input_ids)
-        assert counted[-1] and tokens
+def test_a_run_on_other_data_or_another_model_is_refused(
+    run_script, tiny, tmp_path, file, flags, says
+):
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    words = ("--init-from", model, "--data", model / "chats.jsonl", *SMALL_JOB)
+    words += ("--save-every", 2, "--output-dir", tmp_path / "run")
+    assert_ok(run_script(SCRIPT, *words, "--max-steps", 2))
+    if file:
+        (model / file).write_text((model / file).read_text() + "\n ")
+        if file == "chats.jsonl":
+            lines = (tiny / file).read_text().splitlines()
+            (model / file).write_text("\n".join(lines[1:]))
+    ended = run_script(SCRIPT, *words, "--resume", *flags)
+    assert_one_line(ended, says, "fsdp_finetune.py")
 
 
-def test_the_chats_of_a_file(tiny, tmp_path):
-    file = tmp_path / "chats.jsonl"
-    pairs = pairs_of(("Who?", "Me."), ("Wie groß?", "So."))
-    lines = [
-        json.dumps({"prompt": p["content"], "answer": a["content"], "source": "me"})
-        for _, (p, a) in pairs
-    ]
-    file.write_text("\n\n".join([*lines, json.dumps({"messages": TALK})]) + "\n")
-    found = script.load_chats(file)
-    assert [messages for _, messages in found] == [*(messages for _, messages in pairs), TALK]
-    assert [where for where, _ in found] == [f"--data {file}, line {n}" for n in (1, 3, 5)]
-    assert len(script.load_chats(tiny / PAIRS)) == len(script.load_chats(tiny / CHATS)) > 40
+# Families, and what an export holds
+
+SHAPE = {
+    "vocab_size": 263,  # odd: the ranks' shards are of different sizes
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "eos_token_id": 256,
+    "bos_token_id": None,
+    "pad_token_id": 256,
+}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3_text": {"head_dim": 16},
+    "phi3": {},
+    "olmo2": {},
+    "granite": {},
+    "smollm3": {},
+    "starcoder2": {},
+    "glm4": {},
+}
+LATENT = {
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+CONVERTED = {
+    "mixtral": {"num_local_experts": 3},
+    "gpt_neox": {"num_key_value_heads": 2},
+    "deepseek_v3": LATENT,
+}
 
 
-GOOD = '{"prompt": "a", "answer": "b"}\n'
+def make_family(kind: str, tiny: Path, folder: Path, dtype=torch.float32):
+    """Write a tiny model of a family with the tokenizer of the tiny Llama."""
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("model*", "config*"))
+    shape = SHAPE | (FAMILIES | CONVERTED)[kind]
+    config = transformers.AutoConfig.for_model(kind, **shape)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if not tensor.any():  # what stays zero could be lost unseen
+                tensor.normal_(std=0.02)
+    if kind in FAMILIES:
+        config.save_pretrained(folder)
+        tied = model.all_tied_weights_keys
+        weights = {n: w for n, w in model.state_dict().items() if n not in tied}
+        save_torch_state_dict(weights, folder, max_shard_size="20KB")
+    return model
 
 
-def chat(*turns):
-    """Return the line of a chat of some (role, content)."""
-    return json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]})
+def assert_export_is_what_was_trained(tuned: Path, tiny: Path, run: Path):
+    """transformers finds the script's test loss again, from files with known names."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tuned)
+    model = model.float()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)
+    lines = (tiny / "chats.jsonl").read_text().splitlines()[::20]
+    loss_sum, num_tokens = 0.0, 0
+    with torch.no_grad():
+        for line in lines:
+            prompt, answer = json.loads(line).values()
+            prompt = tokenizer(f"{prompt}\n").input_ids
+            answer = tokenizer(f"{answer}</s>").input_ids
+            labels = torch.tensor([[-100] * len(prompt) + answer])
+            ids = torch.tensor([prompt + answer])
+            loss_sum += len(answer) * model(ids, labels=labels).loss.item()
+            num_tokens += len(answer)
+    expected = results_of(run)["metrics"]["test_loss"]
+    return loss_sum / num_tokens, expected
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (GOOD + "{'prompt': 1}", "line 2: not JSON"),
-        (GOOD + '{"prompt": "a"}', 'line 2: "answer" is missing, empty or not text'),
-        (chat(("user", "a"), ("tool", "b")), "line 1: message 2: \"role\" is 'tool'; system, user"),
-        (chat(("assistant", "a"), ("user", "b")), "line 1: no assistant's message after a user's"),
-        ("\n \n", "has no pair of a prompt and an answer"),
-    ],
-)
-def test_a_bad_line_is_refused_with_its_number(tmp_path, content, says):
-    file = tmp_path / "chats.jsonl"
-    file.write_text(content)
-    with pytest.raises(script.cli.UsageError) as refused:
-        script.load_chats(file)
-    assert f"--data {file}" in str(refused.value) and says in str(refused.value)
+@full
+@pytest.mark.parametrize("flags", [(), LORA])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_family_trains_and_exports(finetune, tiny, tmp_path, kind, flags):
+    """As one process trains it; transformers loads names and weights of the export."""
+    folder, tuned, run = (tmp_path / name for name in ("model", "tuned", "run"))
+    make_family(kind, tiny, folder)
+    words = ("--self-check", "--max-steps", 3, "--eval-every", 3, "--lr", 1e-3, *flags)
+    words += ("--output-dir", run, "--export", tuned)
+    assert_ok(finetune(*words, model=folder))
+    loss, expected = assert_export_is_what_was_trained(tuned, tiny, run)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert hf.find_weights(tuned) == hf.find_weights(folder)
+    assert (tuned / "config.json").read_text() == (folder / "config.json").read_text()
 
 
-# bad input
+@full
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_a_family_whose_files_have_other_names_trains_once_converted(
+    finetune, tiny, tmp_path, kind
+):
+    folder, converted, tuned, run = (tmp_path / n for n in ("a", "b", "tuned", "run"))
+    make_family(kind, tiny, folder).save_pretrained(folder)
+    ended = finetune(model=folder)
+    assert_one_line(ended, "save_pretrained(DIR, save_original_format=False)", FILE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(converted, save_original_format=False)
+    build_tokenizer().save_pretrained(converted)
+    words = ("--self-check", "--max-steps", 3, "--eval-every", 3, "--lr", 1e-3)
+    words += ("--output-dir", run, "--export", tuned)
+    assert_ok(finetune(*words, model=converted))
+    loss, expected = assert_export_is_what_was_trained(tuned, tiny, run)
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
-def damage(folder: Path, how: str) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    one = sorted(folder.glob("*.safetensors"))[0]
-    if how == "no weights":
-        for path in folder.glob("*.safetensors"):
+FILE = "fsdp_finetune.py"
+
+
+@full
+def test_a_model_in_bfloat16_comes_out_in_bfloat16(finetune, tiny, tmp_path):
+    folder, tuned = tmp_path / "model", tmp_path / "tuned"
+    make_family("mistral", tiny, folder, torch.bfloat16)
+    assert_ok(finetune("--max-steps", 2, "--export", tuned, model=folder))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tuned, dtype="auto")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+def swap_two_weights(script):
+    save = script.hf.dcp.save
+    one, two = "gate_proj", "up_proj"
+
+    def swapped(weights, **options):
+        if any(one in name for name in weights):  # of the export
+            names = [n.replace(one, "x").replace(two, one) for n in weights]
+            names = [name.replace(".x.", f".{two}.") for name in names]
+            weights = dict(zip(names, weights.values(), strict=True))
+        save(weights, **options)
+
+    script.hf.dcp.save = swapped
+
+
+@full
+def test_an_export_with_swapped_weights_is_seen(finetune, tiny, tmp_path):
+    """The test loss of transformers, which the rows of families compare, differs."""
+    tuned, run = tmp_path / "tuned", tmp_path / "run"
+    words = ("--max-steps", 3, "--eval-every", 3, "--output-dir", run)
+    words += ("--export", tuned)
+    assert_ok(finetune(*words, changes=[swap_two_weights]))
+    loss, expected = assert_export_is_what_was_trained(tuned, tiny, run)
+    assert abs(loss / expected - 1) > 1e-3
+
+
+@full
+def test_lora_leaves_everything_but_the_linear_layers(finetune, tiny, tmp_path):
+    assert_ok(finetune("--max-steps", 3, *LORA, "--export", tmp_path / "tuned"))
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (tiny, tmp_path / "tuned")
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "_proj" in name}
+
+
+# The files that transformers takes
+
+
+def add_consolidated(folder, weights):
+    """Add what Mistral's folders have: all weights again, by other names."""
+    renamed = {name.removeprefix("model."): w for name, w in weights.items()}
+    save_torch_state_dict(
+        renamed, folder, filename_pattern="consolidated{suffix}.safetensors"
+    )
+
+
+def add_stray_shard(folder, weights):
+    zeros = {name: torch.zeros_like(w) for name, w in weights.items()}
+    save_torch_state_dict(zeros, folder, filename_pattern="old{suffix}.safetensors")
+
+
+@full
+@pytest.mark.parametrize("add", [add_consolidated, add_stray_shard])
+def test_files_that_the_index_does_not_list_are_named_and_ignored(
+    finetune, tiny, tmp_path, add
+):
+    folder, tuned, run = (tmp_path / name for name in ("model", "tuned", "run"))
+    model = make_family("mistral", tiny, folder)
+    index = (folder / hf.INDEX).read_text()
+    add(folder, dict(model.named_parameters()))
+    (folder / hf.INDEX).write_text(index)
+    words = ("--self-check", "--max-steps", 2, "--eval-every", 2)
+    words += ("--output-dir", run, "--export", tuned)
+    ended = assert_ok(finetune(*words, model=folder))
+    name = {add_consolidated: "consolidated", add_stray_shard: "old"}[add]
+    assert f"as transformers does: ['{name}.safetensors']" in ended.stdout
+    assert json.loads((tuned / hf.INDEX).read_text())["weight_map"].keys() == (
+        json.loads(index)["weight_map"].keys()
+    )
+    loss, expected = assert_export_is_what_was_trained(tuned, tiny, run)
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [0.0, pytest.param(1.0, marks=full)])
+def test_a_head_that_the_configuration_ties_has_to_equal_the_embedding(
+    finetune, tiny, tmp_path, change
+):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder, ignore=shutil.ignore_patterns("model*"))
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    weights = dict(model.named_parameters())
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + change
+    save_torch_state_dict(weights, folder)
+    ended = finetune("--max-steps", 1, model=folder)
+    if change:
+        says = "ties lm_head.weight to model.embed_tokens.weight, but the files hold"
+        assert_one_line(ended, says, FILE)
+    else:
+        assert_ok(ended)
+
+
+# Clear errors
+
+
+def break_folder(folder, how):
+    files = sorted(folder.glob("*.safetensors"))
+    if how == "no config":
+        (folder / "config.json").unlink()
+    elif how == "not a model":
+        edit_json(folder / "config.json", model_type="nonsense")
+    elif how == "no end":
+        edit_json(folder / "tokenizer_config.json", eos_token=None)
+        (folder / "chat_template.jinja").unlink()
+    elif how == "vocabulary":
+        edit_json(folder / "config.json", vocab_size=250)
+    elif how == "shape":
+        edit_json(folder / "config.json", intermediate_size=99)
+    elif how == "layers":
+        edit_json(folder / "config.json", num_hidden_layers=3)
+    elif how == "no weights":
+        for path in [*files, folder / hf.INDEX]:
             path.unlink()
     elif how == "half a file":
-        one.write_bytes(one.read_bytes()[:100])
-    elif how == "another shape":
-        config["intermediate_size"] = 99
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+        files[0].write_bytes(files[0].read_bytes()[:100])
+    elif how == "no file":
+        files[0].unlink()
+    elif how == "index":
+        (folder / hf.INDEX).write_text("{}")
 
 
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("no weights", "no *.safetensors in it"),
-        pytest.param("half a file", "a safetensors file is damaged", marks=FULL),
-        (
-            "another shape",
-            "down_proj.weight is [64, 176] there, [64, 99] here)",
-        ),
+        ("vocabulary", "has 257 tokens, but vocab_size in config.json is 250"),
+        ("no end", "the tokenizer has no token that ends an answer: set eos_token"),
+        ("no config", "has no config.json"),
+        ("not a model", "nonsense"),
     ],
 )
-def test_a_damaged_folder_is_refused(finetune, tiny, tmp_path, how, says):
-    folder = damage(Path(shutil.copytree(tiny, tmp_path / "model")), how)
-    ended = finetune(*SHORT, model=folder)
-    assert_one_line(ended, says, "fsdp_finetune.py")
-    assert not (tmp_path / "run").exists()
+def test_a_folder_that_transformers_could_not_use_is_refused(tiny, tmp_path, how, says):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    break_folder(folder, how)
+    with pytest.raises(cli.UsageError, match=re.escape(says)):
+        hf.load_config(folder, seq_len=8)
 
 
-GIVEN = ("--model", "TINY", "--data", "PAIRS")
+@full
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("shape", "gate_proj.weight is [99, 64] in the model, and [176, 64] in the"),
+        ("layers", "model.layers.2.self_attn.q_proj.weight is [64, 64] in the model"),
+        ("no weights", "has neither model.safetensors nor model.safetensors.index"),
+        ("half a file", "cannot read"),
+        ("no file", "No such file or directory"),
+        ("index", "KeyError: 'weight_map'"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(finetune, tiny, tmp_path, how, says):
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    break_folder(folder, how)
+    assert_one_line(finetune(model=folder), says, FILE)
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    quick(
-        2,
-        [
-            ((), "--model is missing: a Hugging Face folder; --make-tiny DIR writes a tiny one"),
-            ((*GIVEN, "--model", "nowhere"), "--model nowhere: no config.json in it"),
-            (("--model", "TINY"), "--data is missing: lines of prompts and answers"),
-            ((*GIVEN, "--export", "TINY"), "is not empty: name another folder"),
-            (("--make-tiny", "TINY"), "--make-tiny is one process: start it with python"),
-            ((*GIVEN, "--seq-len", 9), "0 of 45 pairs fit into --seq-len 9, fewer than"),
-            ((*GIVEN, "--lora-alpha", 8), "--lora-alpha and --target-modules need --lora-rank"),
-            (
-                (*GIVEN, *LORA, "--target-modules", "q_proj", "wq"),
-                "has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, not wq",
-            ),
-        ],
-    ),
+    [
+        (["--seq-len", 9], "0 of 40 chats fit into --seq-len 9: raise it, or add"),
+        pytest.param(["--seq-len", 512], "--seq-len must be at most 256", marks=full),
+        pytest.param(["--data", "none"], "cannot read --data", marks=full),
+        pytest.param(["--export", REPO], f"--export {REPO} exists", marks=full),
+    ],
 )
-def test_bad_input_is_one_line(run_script, tiny, monkeypatch, argv, says):
-    monkeypatch.chdir(REPO)
-    argv = [{"TINY": tiny, "PAIRS": tiny / PAIRS}.get(word, word) for word in argv]
-    ended = run_script(SCRIPT, *argv, world_size=2)
-    pairs = len(script.load_chats(tiny / PAIRS))  # which differs between versions of Python
-    says = says.replace("45 pairs", f"{pairs - pairs // 20} pairs")
-    assert_one_line(ended, says, "fsdp_finetune.py")
+def test_a_job_that_cannot_run_is_refused(finetune, argv, says):
+    assert_one_line(finetune(*argv), says, FILE)
 
 
-@FULL
-def test_a_model_that_cannot_fit_is_refused(finetune, tiny, tmp_path):
-    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 10**3}
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 2**15, "head_dim": 16}))
-    ended = finetune(*SHORT, model=folder)
-    assert_one_line(ended, "GiB for weights, gradients and optimizer state", "fsdp_finetune.py")
+def test_missing_flags_are_named(run_script):
+    ended = run_script(SCRIPT, world_size=1)
+    assert_one_line(ended, "are required: --init-from, --data", FILE)
 
 
-@FULL
-def test_adapters_are_resumed_beside_their_own_base_and_scale(finetune, tiny, tmp_path):
-    flags = (*BATCH, *LORA, "--max-steps", 1, "--parity-steps", 0)
-    assert_ok(finetune(*flags))
-    ended = finetune(*flags, "--resume", "--lora-alpha", 24)
-    says = "--lora-alpha is 24 here and 12 in the checkpoint: its adapters fit that one alone"
-    assert_one_line(ended, says, "fsdp_finetune.py")
-    other = Path(shutil.copytree(tiny, tmp_path / "other"))
-    weights = next(other.glob("*.safetensors"))
-    *before, last = weights.read_bytes()
-    weights.write_bytes(bytes([*before, last ^ 1]))
-    ended = finetune(*flags, "--resume", model=other)
-    assert_one_line(ended, "its adapters fit that one alone", "fsdp_finetune.py")
-
-
-@FULL
-def test_a_resumed_run_needs_its_own_data_and_model(finetune, tiny, tmp_path):
-    flags = (*BATCH, "--max-steps", 1, "--parity-steps", 0)
-    assert_ok(finetune(*flags))
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text(GOOD * 4)
-    ended = finetune(*flags, "--resume", "--data", pairs)
-    assert_one_line(ended, "its place in the data would mean nothing", "fsdp_finetune.py")
-    ended = finetune(*flags, "--resume", model=make("Llama", tmp_path / "tied"))
-    assert_one_line(ended, "(lm_head.weight is [257, 64] there, missing here)", "fsdp_finetune.py")
-
-
-# what a large model needs
-
-
-def test_the_dry_run_of_a_7b_model(run_script, tmp_path):
-    """Llama 2 7B has 6,738,415,616 weights: 2 bytes each in Meta's own files of 13.5 GB."""
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # whose defaults are its shape
-    flags = ("--model", tmp_path, "--dry-run", "--precision", "bf16-mixed", "--seq-len", 2048)
-    ended = run_script(SCRIPT, *flags, "--micro-batch-size", 1, environ={})
-    assert_ok(ended)
-    rows = dict(re.findall(r"^(\S.*?) {2,}([\d.]+)$", ended.stdout, re.M))
-    held = 4 * 6_738_415_616 / 8 / 2**30
-    assert float(rows["weights, float32"]) == pytest.approx(held, abs=0.01)
-    assert float(rows["Adam's two moments, float32"]) == pytest.approx(2 * held, abs=0.01)
-    assert float(rows["activations kept: one per layer"]) == 0.5  # 2 x 32 x 2048 x 4096 bytes
-    assert float(rows["all of it at once"]) < 80
-    assert "the logits are the largest" not in ended.stdout
-
-
-@FULL
+@full
 @pytest.mark.skipif(not GPUS, reason="needs a GPU")
-def test_it_runs_on_a_gpu(tiny, tmp_path):
-    command = ["python", SCRIPT, "--model", str(tiny), "--data", str(tiny / PAIRS)]
-    more = ["--precision", "bf16-mixed", "--device", "cuda", "--max-steps", "4"]
-    more += ["--export", str(tmp_path / "tuned")]
-    ended = run_command([*command, *more], REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
+@pytest.mark.parametrize("flags", [[], ["--lora-rank", "4"]])
+def test_it_runs_on_a_gpu(tiny, flags):
+    command = [sys.executable, SCRIPT, "--init-from", str(tiny), "--self-check"]
+    command += ["--data", str(tiny / "chats.jsonl"), "--device", "cuda", *flags]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS)
     assert ended.codes == [0], ended.stdout + ended.stderr
-    assert " cuda with nccl" in ended.stdout

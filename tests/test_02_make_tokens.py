@@ -16,8 +16,8 @@ from helpers_tokens import MAKE, words, write_folder
 transformers = pytest.importorskip("transformers")
 assert transformers.LlamaForCausalLM  # imported now, so that no fork has to
 
-from fsdp_parts import fsdp_finetune  # noqa: E402
 from legacy_common import cli, tokens  # noqa: E402
+from make_tiny_llama import make_tiny_llama  # noqa: E402
 
 script = load_script(MAKE)
 full = pytest.mark.full
@@ -50,7 +50,7 @@ def texts(tmp_path, monkeypatch):
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "model"
     folder.mkdir()
-    fsdp_finetune.make_tiny(str(folder), seed=0)
+    make_tiny_llama(str(folder))
     return folder
 
 

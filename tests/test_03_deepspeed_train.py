@@ -1,553 +1,527 @@
-"""Module 03: the template trains the one job in each stage, resumes anywhere, exports weights."""
+"""deepspeed_train.py: one process's training, stop and resume, configs it refuses."""
 
+import dataclasses
 import json
-import os
-import shutil
-from pathlib import Path
+import re
+import resource
+import signal
 
+import helpers_templates as broken
 import pytest
-import torch
 from conftest import (
     GPUS,
     REPO,
     assert_one_line,
-    compiled,
     free_port,
     results_of,
     run_command,
+    timeouts_of_groups,
 )
-from helpers_03 import (
-    FROM_THE_TRAINER_S_PAGE,
-    MISREAD,
-    SMALL,
-    TRAIN,
-    changed,
-    config_of,
-    deepspeed_in_the_parent,
-    failed_checks,
-    losses_of,
-    on_small,
-    settled,
-    small,
-    write_config,
+from helpers_03 import deepspeed_in_the_parent
+from helpers_templates import (
+    DDP,
+    SMALL_JOB,
+    checkpoints_in,
+    in_step,
+    kill_in,
+    kill_in_save,
+    loop_of,
+    rows_of,
+    small_model,
+    stop_in,
+    write_text,
 )
 
-from deepspeed_parts import deepspeed_train as part
-from legacy_common import models
-from legacy_common.cli import UsageError
+from dist_common import checkpoint, model
 
-QUICK = (*SMALL, "--max-steps", 4, "--grad-accum-steps", 2, "--eval-every", 100)
+SCRIPT = "03-deepspeed/deepspeed_train.py"
+NAME = "deepspeed_train.py"
 full = pytest.mark.full
-FIRST = "largest error of the first 2 losses"
-NORMS = "relative error of the first 2 gradient norms"
-WEIGHTS = "distinct sets of weights over all ranks"
-EXPORTED = "test loss of weights-fp32, in a plain model"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported():
-    with deepspeed_in_the_parent("deepspeed.utils.zero_to_fp32", "safetensors.torch"):
+def deepspeed_is_imported():
+    """Each fork would import it otherwise, for seconds."""
+    with deepspeed_in_the_parent("deepspeed.runtime.zero.muon.original_muon"):
         yield
 
 
 @pytest.fixture
 def train(run_script, tmp_path):
-    """Run the template on a small model and a short text; `config` is a dict, or a path."""
-    text = tmp_path / "text"
-    text.write_bytes((Path(os.__file__).parent / "argparse.py").read_bytes()[:12_000])
+    """Return a function that trains the small job with a config, a dict or its text."""
+    text = write_text(tmp_path)
 
-    def run(config, *argv, ranks=2, before=small, **options):
-        path = config
-        if isinstance(config, dict):
-            path = tmp_path / "own.json"
-            path.write_text(json.dumps(config))
-        flags = ("--deepspeed_config", path, "--text-file", text, *argv)
-        return run_script(TRAIN, *flags, world_size=ranks, before=before, **options)
+    def run(config, *argv, ranks=2, changes=(), script=SCRIPT, **options):
+        words = ("--text-file", text, *SMALL_JOB, *argv)
+        if config is not None:
+            path = tmp_path / f"config-{len(list(tmp_path.glob('config-*')))}.json"
+            text_of = config if isinstance(config, str) else json.dumps(config)
+            path.write_text(text_of)
+            words += ("--deepspeed_config", path)
+        options.setdefault("before", small_model(*changes))
+        return run_script(script, *words, world_size=ranks, **options)
 
     return run
 
 
-def with_torch_adam(config: dict) -> dict:
-    """Return a config that needs no compiled op."""
-    params = {**config["optimizer"]["params"], "torch_adam": True}
-    return {**config, "optimizer": {**config["optimizer"], "params": params}}
+def stage(number, **keys):
+    return {"zero_optimization": {"stage": number, **keys}}
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+OFFLOAD_ALL = OFFLOAD | {"offload_param": {"device": "cpu"}}
+
+
+def assert_ok(ended):
+    assert not any(ended.codes), ended.stdout + ended.stderr
+    return ended
+
+
+# The same training as one process
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "precision"),
-    [(3, 3, "bf16-mixed")]
-    + [
-        pytest.param(*case, marks=full)
-        for case in [(2, 0, "32-true"), (2, 1, "32-true"), (2, 2, "bf16-mixed")]
+    ("config", "ranks", "flags"),
+    [
+        (stage(2), 3, "--global-batch-size 7 --seed 3"),
+        pytest.param(stage(3), 3, "--global-batch-size 2", marks=full),
+        pytest.param(stage(1), 2, "--global-batch-size 16", marks=full),
+        pytest.param(stage(2), 2, "--precision bf16-mixed", marks=full),
+        pytest.param(
+            stage(3),
+            2,
+            "--precision bf16-mixed --activation-checkpointing full",
+            marks=full,
+        ),
+        pytest.param(stage(3), 2, "--activation-checkpointing selective", marks=full),
+        pytest.param(stage(2, **OFFLOAD), 2, "--global-batch-size 8", marks=full),
+        pytest.param(stage(3, **OFFLOAD_ALL), 2, "--global-batch-size 8", marks=full),
+        pytest.param(stage(3), 1, "", marks=full),
     ],
 )
-def test_train_as_one_process_in_every_stage(train, tmp_path, ranks, stage, precision):
-    """Losses and norms with accumulation, clipping and schedule, bytes held, exported weights."""
-    ended = train(
-        config_of(stage), "--precision", precision, *QUICK, "--consolidate",
-        "--output-dir", tmp_path / "run", ranks=ranks,
-    )  # fmt: skip
-    assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
-    results = results_of(tmp_path / "run")
-    # Stage 0 in float32 keeps no gradient norm.
-    assert ended.stderr == "" and len(results["checks"]) == (7 if stage else 6)
-    assert results["metrics"]["final_loss"] < 5.6, "it starts at ln 256 = 5.55"
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    rates = [json.loads(line)["lr"] for line in lines[:4]]
-    assert rates == pytest.approx([0.0002, 0.0004, 0.0006, 0.0008])  # as ddp_training.py's
+def test_a_right_run_passes(train, config, ranks, flags):
+    """Also where ranks divide nothing evenly, and where a rank has no sample."""
+    ended = assert_ok(train(config, "--max-steps", 3, *flags.split(), ranks=ranks))
+    assert not ended.stderr
+    assert re.search(r"^OK: 4 checks passed, loss ", ended.stdout, re.M)
 
 
 @full
-@pytest.mark.parametrize("name", FROM_THE_TRAINER_S_PAGE)
-def test_a_config_from_hugging_face_s_page_trains(train, tmp_path, name):
-    """Without the op that DeepSpeed would compile for it; test_..._as_it_stands has it."""
-    config = with_torch_adam(FROM_THE_TRAINER_S_PAGE[name])
-    ended = train(config, *QUICK, "--output-dir", tmp_path / "run")
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    assert "bytes per weight, buffers and all" in ended.stdout and "OK: 5 checks" in ended.stdout
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_the_losses_of_ddp_over_20_steps(train, tmp_path, number):
+    words = ("--global-batch-size", 12, "--max-steps", 20, "--no-self-check")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert_ok(train(stage(number), *words, "--output-dir", ours))
+    assert_ok(train(None, *words, "--output-dir", theirs, script=DDP))
+    assert rows_of(ours) == pytest.approx(rows_of(theirs), abs=1e-5)
+    assert rows_of(ours)[20] < 0.7 * rows_of(ours)[1]
+
+
+def reduce_after_each_micro_batch(script):
+    """Say in stage 1 that each micro-batch is the last one of its step."""
+    from deepspeed import DeepSpeedEngine
+
+    original = DeepSpeedEngine.set_gradient_accumulation_boundary
+    DeepSpeedEngine.set_gradient_accumulation_boundary = lambda self, _: original(
+        self, True
+    )
+
+
+def divide_by_the_micro_batches_again(script):
+    from deepspeed import DeepSpeedEngine
+
+    backward = DeepSpeedEngine.backward
+    DeepSpeedEngine.backward = lambda self, loss, **more: backward(self, loss / 2)
+
+
+def leave_out_clipping(script):
+    read = script.read_config
+    script.read_config = lambda *given: read(*given) | {"gradient_clipping": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "flags", "error"),
+    [
+        (2, leave_out_clipping, "", "clipped gradient"),
+        (2, divide_by_the_micro_batches_again, "", "gradient norm"),
+        pytest.param(
+            1,
+            reduce_after_each_micro_batch,
+            "--global-batch-size 8",
+            "gradient norm",
+            marks=full,
+        ),
+        pytest.param(3, broken.decay_weights_by_10, "", "weight change", marks=full),
+        (2, broken.count_the_schedule_by_micro_batches, "", "weight change"),
+        pytest.param(
+            2, broken.set_the_rate_after_the_step, "", "weight change", marks=full
+        ),
+        pytest.param(2, broken.shift_no_targets, "", "loss", marks=full),
+        (2, broken.count_local_tokens, "", "loss"),
+        pytest.param(
+            2,
+            broken.average_the_averages,
+            "--global-batch-size 3",
+            "gradient norm",
+            marks=full,
+        ),
+        pytest.param(2, broken.deal_rank_0_s_samples_to_all, "", "loss", marks=full),
+        pytest.param(
+            3, broken.drop_a_micro_batch, "--global-batch-size 8", "loss", marks=full
+        ),
+    ],
+)
+def test_sabotage_fails_the_self_check(train, number, change, flags, error):
+    ended = train(stage(number), "--max-steps", 2, *flags.split(), changes=[change])
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    assert ended.stderr.startswith(f"{NAME}: self-check failed"), ended.stderr
+    found = re.search(rf"\b{error} ([\d.e+-]+)", ended.stderr)
+    tolerances = {"loss": 1e-5, "gradient norm": 1e-4, "clipped gradient": 1e-3}
+    assert float(found[1]) > 10 * tolerances.get(error, 0.01), ended.stderr
+
+
+def test_its_loop_has_the_skeleton_of_ddp():
+    """DeepSpeed's step also clips the gradient, updates the weights and clears it."""
+    shared = {"range", "step", "next", "accumulate_gradient", "set_lr", "lr_at", "add"}
+    shared |= {"first_two_steps", "every", "evaluate", "evaluation", "requested"}
+    shared |= {"flush", "settings_of", "save"}
+    ours, theirs = (
+        [name for name in loop_of(path) if name in shared] for path in (SCRIPT, DDP)
+    )
+    assert ours == theirs and set(ours) == shared
+
+
+# Stop, kill, resume
+
+
+def straight_run(train, config, folder, *flags):
+    words = ("--global-batch-size", 12, "--eval-every", 4, "--save-every", 2)
+    return assert_ok(train(config, *words, *flags, "--output-dir", folder))
 
 
 @full
-def test_train_with_offload_to_the_cpu_resumes_bitwise(train, tmp_path):
-    config = json.loads((REPO / "03-deepspeed/configs/zero2_offload_cpu_config.json").read_text())
-    config = with_torch_adam(config)
-    argv = (*QUICK, "--save-every", 2, "--output-dir", tmp_path / "r")
-    ended = train(config, *argv)
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
-    straight = losses_of(tmp_path / "r")
-    shutil.rmtree(tmp_path / "r/checkpoints/step-00000004")
-    ended = train(config, *argv, "--resume")
-    assert ended.codes == [0, 0] and "resuming from" in ended.stdout, ended.stdout + ended.stderr
-    assert losses_of(tmp_path / "r") == straight
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        (stage(2), ()),
+        (stage(3), ("--precision", "bf16-mixed")),
+        (stage(1), ("--precision", "bf16-mixed")),
+        (stage(2, **OFFLOAD), ()),
+    ],
+)
+def test_a_run_that_is_stopped_or_killed_resumes_bitwise(
+    train, tmp_path, config, flags
+):
+    """Three signals to one rank; kills in a step, in a save, and twice in a row."""
+    straight, stopped, killed = (tmp_path / name for name in ("a", "b", "c"))
+    straight_run(train, config, straight, *flags)
+    words = ("--global-batch-size", 12, "--eval-every", 4, "--resume", *flags)
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    for step, number in zip((1, 3, 6), signals, strict=True):
+        change = stop_in(step, number)
+        more = ("--log-every", 50, "--save-every", 5000, "--output-dir", stopped)
+        ended = assert_ok(train(config, *words, *more, changes=[change]))
+        assert f"after step {step}, stopped" in ended.stdout
+    assert_ok(train(config, *words, "--output-dir", stopped))
+    more = ("--save-every", 2, "--output-dir", killed)
+    for change in (kill_in(1), kill_in(5), kill_in_save(6), kill_in_save(6)):
+        ended = train(config, *words, *more, changes=[change])
+        assert set(ended.codes) <= {-signal.SIGKILL, -signal.SIGTERM}, ended.stderr
+    assert checkpoints_in(killed)[-1] == "step-00000004"
+    ended = assert_ok(train(config, *words, *more))
+    assert f"resuming from {killed}/checkpoints/step-00000004" in ended.stdout
+    assert checkpoints_in(killed) == ["step-00000006", "step-00000008"]
+    for folder in (stopped, killed):
+        assert rows_of(folder) == rows_of(straight), "bitwise"
+        assert rows_of(folder, "test_loss") == rows_of(straight, "test_loss")
+
+
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (stage(2), [(stage(2), 3)]),
+        pytest.param(
+            stage(1), [(stage(1), 3), (stage(2), 1), (stage(2), 2)], marks=full
+        ),
+        pytest.param(
+            stage(2), [(stage(2), 1), (stage(3), 3), (stage(3), 2)], marks=full
+        ),
+        pytest.param(
+            stage(3),
+            [(stage(3), 3), (stage(3), 1), (stage(2, **OFFLOAD), 2)],
+            marks=full,
+        ),
+    ],
+)
+def test_other_ranks_and_stages_resume(train, tmp_path, first, later):
+    """Also 3 ranks, which do not divide the weights."""
+    straight, moved = tmp_path / "a", tmp_path / "b"
+    straight_run(train, first, straight)
+    words = ("--save-every", 2, "--resume", "--output-dir", moved)
+    given = ("--global-batch-size", 12)
+    assert_ok(train(first, *words, *given, changes=[stop_in(2)]))
+    for number, (config, ranks) in enumerate(later, 2):
+        changes = [stop_in(2 * number)] if number <= len(later) else []
+        assert_ok(train(config, *words, ranks=ranks, changes=changes))
+    for step, loss in rows_of(straight).items():
+        assert rows_of(moved)[step] == pytest.approx(loss, rel=1e-5)
 
 
 @full
-def test_without_a_compiler_pytorch_s_adam_takes_the_steps(train):
-    """On all ranks, if one lacks it."""
+@pytest.mark.parametrize("number", [2, 3])
+def test_tied_embeddings_train_and_resume(train, tmp_path, number):
+    def tie(script):
+        tied = dataclasses.replace(broken.NARROW, tied_embeddings=True)
+        model.PRESETS["tiny"] = tied
 
-    def lacking(script):
-        small(script)
-        if os.environ["RANK"] == "1":
-            part.setup.missing_for = lambda op: f"no compiler for {op}"
-
-    config = REPO / "03-deepspeed/configs/zero2_offload_cpu_config.json"
-    ended = train(config, *QUICK, "--parity-steps", 0, before=lacking)
-    assert ended.codes == [0, 0] and not ended.stderr, ended.stdout + ended.stderr
-    assert "no compiler for cpu_adam; until then PyTorch's Adam takes the steps" in ended.stdout
-
-
-CHECKPOINTING = {"activation_checkpointing": {"partition_activations": False}}
-
-
-@full
-def test_recomputed_activations_change_no_loss(train):
-    config = json.loads(config_of(2).read_text()) | CHECKPOINTING
-    ended = train(config, *QUICK, "--activation-checkpointing")
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+    straight, moved = tmp_path / "a", tmp_path / "b"
+    words = ("--global-batch-size", 12, "--save-every", 2, "--resume")
+    words += ("--output-dir",)
+    ended = assert_ok(train(stage(number), *words, straight, changes=[tie]))
+    assert "OK: 4 checks passed" in ended.stdout
+    assert_ok(train(stage(number), *words, moved, changes=[tie, stop_in(4)]))
+    assert_ok(train(stage(number), *words, moved, ranks=3, changes=[tie]))
+    for step, loss in rows_of(straight).items():
+        assert rows_of(moved)[step] == pytest.approx(loss, rel=1e-5)
 
 
 @full
-def test_tied_embeddings_stay_tied(train, tmp_path):
-    def tied(script):
-        models.PRESETS["tiny"] = models.TransformerConfig(
-            256, 32, 2, 2, 1, 88, 256, tied_embeddings=True
-        )
+def test_it_continues_what_ddp_saved(train, tmp_path):
+    straight, moved = tmp_path / "a", tmp_path / "b"
+    straight_run(train, stage(3), straight)
+    words = ("--global-batch-size", 12, "--save-every", 2, "--output-dir", moved)
+    assert_ok(train(None, *words, script=DDP, changes=[stop_in(4)]))
+    assert_ok(train(stage(3), *words, "--resume", ranks=3))
+    for step, loss in rows_of(straight).items():
+        assert rows_of(moved)[step] == pytest.approx(loss, rel=1e-5)
 
-    ended = train(config_of(3), *QUICK, "--consolidate", "--output-dir", tmp_path / "run",
-                  before=tied)  # fmt: skip
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+
+def forget_the_moments(script):
+    set_whole = script.set_whole
+
+    def set_weights_only(weight, value, moment=None):
+        if not moment:
+            set_whole(weight, value)
+
+    script.set_whole = set_weights_only
 
 
-PRECISE = {
-    "communication_data_type": "fp32",
-    "data_types": {"grad_accum_dtype": "fp32"},
-}
-AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+def forget_the_step_count(script):
+    load = script.EngineCheckpoints.load_state
+    script.EngineCheckpoints.load_state = lambda self, folder, facts: load(
+        self, folder, facts | {"step": 1}
+    )
 
 
 @full
-@pytest.mark.parametrize("keys", [PRECISE, AUTOCAST])
-def test_other_types_of_gradients_train_too(train, keys):
-    precision = () if "torch_autocast" in keys else ("--precision", "bf16-mixed")
-    config = json.loads(config_of(2).read_text()) | keys
-    ended = train(config, *QUICK, *precision)
-    assert ended.codes == [0, 0] and "bf16-mixed" in ended.stdout, ended.stdout + ended.stderr
+@pytest.mark.parametrize("change", [forget_the_moments, forget_the_step_count])
+def test_forgotten_state_changes_the_losses_of_a_resumed_run(train, tmp_path, change):
+    straight, stopped = tmp_path / "a", tmp_path / "b"
+    straight_run(train, stage(2), straight)
+    words = ("--global-batch-size", 12, "--save-every", 2, "--resume")
+    words += ("--output-dir", stopped)
+    assert_ok(train(stage(2), *words, changes=[stop_in(4)]))
+    assert_ok(train(stage(2), *words, changes=[change]))
+    assert abs(rows_of(stopped)[8] - rows_of(straight)[8]) > 1e-3
 
 
-# Sabotage
+def allow_round_robin(script):
+    read = script.read_config
 
-
-def one_micro_batch_twice(script):
-    take = script.train_step
-
-    def broken(run, step):
-        step.micro_batches = [step.micro_batches[0]] * 2
-        take(run, step)
-
-    script.train_step = broken
-
-
-def half_a_loss(script):
-    started = script.start_engine
-
-    def broken(run):
-        engine = started(run)
-        backward = engine.backward
-        engine.backward = lambda loss, **keywords: backward(loss / 2, **keywords)
-        return engine
-
-    script.start_engine = broken
-
-
-def never_draw(script):
-    def refuse(*_):
-        raise AssertionError("weights were drawn that a checkpoint has")
-
-    script.draw_weights = refuse
-
-
-def altered_weights(script):
-    exported = script.load_weights
-
-    def broken(folder):
-        weights = exported(folder)
-        weights["head.weight"] = weights["head.weight"].roll(1, 0)
-        return weights
-
-    script.load_weights = broken
-
-
-def other_weights_on_rank_1(script):
-    check = part.check_weights
-
-    def broken(run):
-        next(run.engine.module.parameters()).data += 0.001 * script.dist.get_rank()
-        check(run)
-
-    part.check_weights = broken
-
-
-def stage_one(script):
-    examined = part.examined
-
-    def broken(run):
-        config = examined(run)
-        config["zero_optimization"]["stage"] = 1
+    def read_and_set(*given):
+        config = read(*given)
+        config["zero_optimization"]["round_robin_gradients"] = True
         return config
 
-    part.examined = broken
-    part.bytes_per_weight = lambda run: 4 + 4 / 2 + 12 / 2  # of stage 2
+    script.read_config = read_and_set
 
 
-@pytest.mark.parametrize(
-    ("sabotage", "failing"),
-    [
-        (altered_weights, [EXPORTED]),
-        pytest.param(other_weights_on_rank_1, [WEIGHTS], marks=full),
-        (half_a_loss, [NORMS]),
-        pytest.param(one_micro_batch_twice, [FIRST, NORMS], marks=full),
-        pytest.param(stage_one, ["bytes per weight"], marks=full),
-    ],
-)
-def test_sabotage_of_the_training_fails_a_check(train, tmp_path, sabotage, failing):
+def test_weights_that_land_at_the_wrong_place_end_a_resumed_run(train, tmp_path):
+    """Round robin orders a rank's weights differently than DeepSpeed's functions do."""
+    words = ("--global-batch-size", 12, "--save-every", 2, "--resume", "--max-steps", 2)
+    words += ("--output-dir", tmp_path / "run", "--no-self-check")
+    assert_ok(train(stage(2), *words))
     ended = train(
-        config_of(2), *QUICK, "--consolidate", "--output-dir", tmp_path / "run",
-        before=on_small(sabotage), end_job_on_failure=False,
-    )  # fmt: skip
-    assert ended.codes[0] == 1, ended.stdout + ended.stderr
-    assert failed_checks(tmp_path / "run") == failing
+        stage(2), *words, "--max-steps", 3, ranks=3, changes=[allow_round_robin]
+    )
+    assert 1 in ended.codes
+    assert re.match(rf"{NAME}: \S+ differs from .*step-00000002 after", ended.stderr)
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 
 @full
-def test_stage_0_in_bf16_is_no_baseline(train, tmp_path):
-    """To make Adam's moments, DeepSpeed takes a step on zero gradients: its decay and its count."""
-    ended = train(
-        config_of(0), "--precision", "bf16-mixed", *QUICK, "--lr", 0.01, "--warmup-steps", 1,
-        "--output-dir", tmp_path / "run", end_job_on_failure=False,
-    )  # fmt: skip
-    assert ended.codes == [1, 1] and FIRST in failed_checks(tmp_path / "run")
+def test_a_full_disk_ends_the_run_in_one_line(train, tmp_path):
+    """Rank 1 can write only 20 kB. Rank 0 does not wait for rank 1."""
 
+    def limit_files(script):
+        write = checkpoint.Checkpoints.write
 
-LONG = ("--seq-len", 32, "--max-steps", 8, "--save-every", 3, "--parity-steps", 0,
-        "--eval-every", 100)  # fmt: skip
+        def write_little(self, step, *parts):
+            if step == 4 and self.run.rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+            write(self, step, *parts)
 
+        checkpoint.Checkpoints.write = write_little
 
-@full
-def test_a_run_resumes_on_other_numbers_of_ranks(train, tmp_path):
-    """On the same number bitwise, also when it was killed: test_templates.py."""
     folder = tmp_path / "run"
+    words = ("--save-every", 2, "--output-dir", folder)
+    ended = train(stage(2), *words, changes=[limit_files])
+    assert_one_line(ended, "checkpoints/step-00000004 (rank 1): File too large", NAME)
+    assert checkpoints_in(folder) == ["step-00000002"]
 
-    def run(folder, ranks, *argv, stage=3, before=small):
-        sizes = ("--micro-batch-size", 8 // ranks, "--output-dir", folder)
-        return train(config_of(stage), *LONG, *sizes, *argv, ranks=ranks, before=before)
 
-    assert run(folder, 2).codes == [0, 0]
-    straight = losses_of(folder)
-    done = run(folder, 2, "--resume")
-    assert done.codes == [0, 0] and "nothing to do" in done.stdout
-    shutil.rmtree(folder / "checkpoints/step-00000008")
-    for ranks in (4, 1):
-        shutil.copytree(folder, tmp_path / f"on-{ranks}")
+# Config
 
-    def resumed(script):  # with two processes that convert
-        small(script)
-        never_draw(script)
-        script.workers_for = lambda sizes: 2
 
-    for ranks in (4, 1):
-        argv = ("--resume", "--consolidate")
-        other = run(tmp_path / f"on-{ranks}", ranks, *argv, before=resumed)
-        assert other.codes == [0] * ranks and other.stderr == "", other.stdout + other.stderr
-        losses = losses_of(tmp_path / f"on-{ranks}")
-        assert losses.keys() == straight.keys()
-        assert all(abs(losses[step] - straight[step]) < 1e-5 for step in straight)
-        left = [path.name for path in (tmp_path / f"on-{ranks}/checkpoints").iterdir()]
-        assert not any("universal" in name or "partial" in name for name in left)
-        assert (tmp_path / f"on-{ranks}/checkpoints/latest").read_text() == "step-00000008"
-    refused = [
-        (("--precision", "bf16-mixed"), 3, "saved with --precision 32-true: take that"),
-        ((), 2, "saved by 2 ranks in stage 3: 2 ranks in stage 2 cannot resume from it"),
-    ]
-    for argv, other, says in refused:
-        assert_one_line(run(folder, 2, "--resume", *argv, stage=other), says, "deepspeed_train.py")
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=full)])
+def test_the_timeout_reaches_all_groups(train, tmp_path, number):
+    def note_timeouts(script):
+        in_step(2, lambda: print("timeouts", timeouts_of_groups()))(script)
+
+    words = ("--timeout", 77, "--output-dir", tmp_path / "run")
+    ended = assert_ok(train(stage(number), *words, changes=[note_timeouts]))
+    assert "timeouts {77.0}\n" in ended.stdout
 
 
 @full
-def test_the_config_for_a_disk_trains_as_it_stands(train, tmp_path):
-    """With parts of weights that are above 2**21 elements, on 2 ranks."""
-    if not compiled("async_io"):
-        pytest.skip("DeepSpeed's async_io is not compiled")
-    if not compiled("cpu_adam"):
-        pytest.skip("DeepSpeed's cpu_adam is not compiled")
+def test_each_stage_shards_what_it_should(train, tmp_path):
+    """Count the numbers that a rank holds after step 1, with 4 ranks."""
 
-    def wide(script):
-        models.PRESETS["tiny"] = models.TransformerConfig(256, 1024, 1, 16, 16, 4224, 256)
+    def note_sizes(script):
+        start = script.start_engine
 
-    (tmp_path / "disk").mkdir()
-    ended = train(NVME, "--nvme-path", tmp_path / "disk", *QUICK, "--precision", "bf16-mixed",
-                  before=wide, timeout_s=200)  # fmt: skip
-    assert ended.codes == [0, 0], ended.stdout + ended.stderr
+        def start_and_note(*given):
+            engine = start(*given)
 
+            def note():
+                states = given[2].state.values()
+                moments = sum(state["exp_avg"].numel() for state in states)
+                held = sum(weight.numel() for weight in engine.module.parameters())
+                print(f"moments {moments} weights {held}")
 
-@full
-def test_a_damaged_checkpoint_is_passed_over_and_none_at_all_is_one_line(train, tmp_path):
-    def run(*argv):
-        return train(config_of(2), *LONG, "--output-dir", tmp_path / "run", *argv)
+            in_step(1, note, rank=0)(script)
+            return engine
 
-    assert run("--max-steps", 6).codes == [0, 0]
-    path = next((tmp_path / "run/checkpoints/step-00000006").glob("zero_pp_rank_1*"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    ended = run("--resume")
-    assert ended.codes == [0, 0] and "/step-00000003" in ended.stdout
-    assert f"altered ({path.name} does not match its checksum)" in ended.stderr
-    for path in (tmp_path / "run/checkpoints").glob("step-*/zero_pp_rank_1*"):
-        path.write_bytes(path.read_bytes()[:-1000])
-    assert_one_line(run("--resume"), "no checkpoint can be used", "deepspeed_train.py")
+        script.start_engine = start_and_note
 
-
-@full
-def test_train_under_slurm(run_script, tmp_path):
-    """Ranks as srun names them; a page starts the deepspeed launcher itself."""
-
-    def slurm(rank):
-        return {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_STEP_ID": 0,
-                "SLURM_STEP_TASKS_PER_NODE": 2, "SLURM_JOB_ID": tmp_path.stat().st_ino}  # fmt: skip
-
-    ended = run_script(TRAIN, *QUICK, world_size=2, environ=slurm, before=small)
-    assert ended.codes == [0, 0] and "2 ranks started by srun" in ended.stdout, ended.stderr
+    total = broken.NARROW.num_parameters()
+    for number, expected in ((1, total), (2, total), (3, 0)):
+        config = stage(number, stage3_param_persistence_threshold=0)
+        ended = assert_ok(
+            train(config, "--max-steps", 2, ranks=4, changes=[note_sizes])
+        )
+        moments, weights = map(
+            int, re.search(r"moments (\d+) weights (\d+)", ended.stdout).groups()
+        )
+        assert weights == expected
+        assert total / 4 <= moments <= total / 4 + 64, "padding"
 
 
-# Config and flags
-
-
-def settle_sizes(rank, world_size, folder):
-    told = []
-    for sizes, flags in (
-        ({}, ()),
-        ({}, ("--micro-batch-size", 3, "--grad-accum-steps", 5)),
-        ({"train_batch_size": 96}, ("--micro-batch-size", 4)),
-        ({"train_micro_batch_size_per_gpu": 6}, ("--grad-accum-steps", 1)),
-    ):
-        (folder / "sizes.json").write_text(json.dumps(changed(**sizes)))
-        config, args = settled(folder / "sizes.json", *flags, ranks=4)
-        told.append((args.micro_batch_size, args.grad_accum_steps, config["train_batch_size"]))
-    config, args = settled(config_of(3), "--lr", 0.5, "--max-steps", 7)
-    told += [config["bf16"]["enabled"], config["optimizer"]["params"]["lr"], args.max_steps]
-    told += [config["zero_optimization"]["reduce_bucket_size"], config["gradient_clipping"]]
-    return told
-
-
-def test_flags_and_config_settle_what_the_other_leaves_open(on_ranks, tmp_path):
-    [told] = on_ranks(settle_sizes, 1, tmp_path)
-    assert told == [(8, 1, 32), (3, 5, 60), (4, 6, 96), (6, 1, 24), False, 0.5, 7, 128 * 128, 1.0]
-
-
-def settle_with_defaults(rank, world_size, folder):
-    """Flags have defaults: those that were not given yield to the config."""
-    own = changed(train_batch_size=16, gradient_clipping=0.3, bf16={"enabled": True},
-                  optimizer={"params": {"lr": 0.1, "betas": "auto"}})  # fmt: skip
-    (folder / "own.json").write_text(json.dumps(own))
-    told = []
-    for words in ((), ("--micro-batch-size", "4"), ("--lr", "0.1"), ("--lr", "0.2"),
-                  ("--max-grad-norm", "1"), ("--global-batch-size", "32"),
-                  ("--precision", "32-true"), ("--grad-accum-steps", "2")):  # fmt: skip
-        try:
-            config, args = settled(folder / "own.json", *words)
-            told.append((args.micro_batch_size, args.grad_accum_steps, args.global_batch_size,
-                         args.lr, args.max_grad_norm, args.precision,
-                         config["optimizer"]["params"]["betas"]))  # fmt: skip
-        except UsageError as error:
-            told.append(str(error))
-    return told
-
-
-def test_a_flag_that_was_not_given_yields_to_the_config(on_ranks, tmp_path):
-    [told] = on_ranks(settle_with_defaults, 1, tmp_path)
-    rest = (16, 0.1, 0.3, "bf16-mixed", [0.9, 0.95])
-    assert told[:3] == [(8, 1, *rest), (4, 2, *rest), (8, 1, *rest)]
-    flags = ("--lr 0.2", "--max-grad-norm 1.0", "--global-batch-size 32", "--precision 32-true")
-    for flag, line in zip(flags, told[3:7], strict=True):
-        assert line.startswith(f"{flag}, but ") and 'or write "auto" there' in line
-    assert "--global-batch-size 16 is not" in told[7]
-
-
-def let_hugging_face_fill_in(rank, world_size, folder):
-    part.setup.prepare(torch.device("cpu"))
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-
-    shape = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=1
-    )  # fmt: skip
-    paths = [config_of(stage) for stage in range(4)]
-    for name, config in FROM_THE_TRAINER_S_PAGE.items():
-        paths.append(folder / f"{name}.json")
-        paths[-1].write_text(json.dumps(config))
-    told = []
-    for path in paths:
-        bf16 = "bf16" in json.loads(path.read_text())
-        given = TrainingArguments(
-            output_dir=folder, deepspeed=str(path), use_cpu=True, report_to=[],
-            per_device_train_batch_size=4, gradient_accumulation_steps=3, learning_rate=1e-4,
-            max_steps=50, warmup_steps=4, max_grad_norm=0.5, bf16=bf16, adam_beta2=0.95,
-            weight_decay=0.1,
-        )  # fmt: skip
-        theirs = given.hf_deepspeed_config
-        theirs.trainer_config_finalize(given, LlamaForCausalLM(shape), 50)
-        ours, _ = settled(
-            path, "--micro-batch-size", 4, "--grad-accum-steps", 3, "--lr", 1e-4, "--max-steps", 50,
-            "--warmup-steps", 4, "--max-grad-norm", 0.5, *["--precision", "bf16-mixed"] * bf16,
-            ranks=1,
-        )  # fmt: skip
-        theirs.config.pop("steps_per_print", None)
-        ours.pop("steps_per_print", None)
-        ours.pop("train_batch_size")  # which they may leave to DeepSpeed
-        theirs.config.pop("train_batch_size", None)
-        told.append((ours, theirs.config))
-    return told
-
-
-@pytest.mark.full
-@pytest.mark.xdist_group("transformers")  # which takes seconds to import
-def test_hugging_face_fills_in_the_same_values(on_ranks, tmp_path):
-    """Their Trainer refuses numbers that contradict its arguments, and sets what is "auto"."""
-    pytest.importorskip("transformers")
-    [told] = on_ranks(let_hugging_face_fill_in, 1, tmp_path)
-    for ours, theirs in told:
-        assert ours == theirs
-
-
-def read_misread(rank, world_size, path, cases):
-    """Return what is said about each case; a second line would be a second element."""
-    said = []
-    for config, argv, _ in cases:
-        write_config(path, config)
-        try:
-            settled(path, *argv, ranks=1)
-            said.append(["accepted"])
-        except UsageError as error:
-            said.append(str(error).splitlines())
-    return said
-
-
-def test_a_config_that_deepspeed_would_misread_is_refused(on_ranks, tmp_path):
-    disk = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 4095}
-    config = changed(zero_optimization={"stage": 3, "offload_param": disk})
-    too_small = (config, (), "buffer_size 4,095 is below 45,056 elements, a rank's part of")
-    cases = [*MISREAD, too_small]
-    [said] = on_ranks(read_misread, 1, tmp_path / "own.json", cases)
-    for (config, argv, says), lines in zip(cases, said, strict=True):
-        assert len(lines) == 1 and says in lines[0], (config, argv, lines)
-
-
-@full
-def test_what_deepspeed_refuses_when_the_engine_is_built_is_one_line(train):
-    """PyTorch's Adam has no such argument: a TypeError, which no rule here knows of."""
-    config = with_torch_adam(json.loads(config_of(2).read_text()))
-    config["optimizer"]["params"]["bias_correction"] = True
-    assert_one_line(train(config, *QUICK), "argument 'bias_correction'", "deepspeed_train.py")
-
-
-# Bad input
-
-
-def no_float16(script):
-    from deepspeed.accelerator import get_accelerator
-
-    type(get_accelerator()).is_fp16_supported = lambda self: False
-
-
-NVME = REPO / "03-deepspeed/configs/zero3_offload_nvme_config.json"
-
-
-BAD = [
+STAGES = "trains in the stages 1, 2 and 3, with offload to cpu or none"
+ROUND_ROBIN = "zero_optimization.round_robin_gradients must be False here"
+REFUSED = [
+    (None, "zero_none.json: [Errno 2] No such file"),
+    (stage(2, round_robin_gradients=True), f'{ROUND_ROBIN}, or "auto", not True'),
+    (stage(3, overlap_com=True), "DeepSpeed refuses the config: 1 validation error"),
+    ('{"bf16" true}', "Expecting ':' delimiter: line 1 column 9"),
+    ({}, STAGES),
+    (stage(0), STAGES),
+    (stage(3, offload_param={"device": "nvme", "nvme_path": "/tmp"}), STAGES),
     (
-        ("--deepspeed_config", NVME, "--nvme-path", REPO, "--output-dir", "runs/never"),
-        "with an optimizer on nvme takes other losses than one that never stopped",
-        None,
+        stage(2) | {"train_micro_batch_size_per_gpu": 4},
+        "train_micro_batch_size_per_gpu must be 2 here",
     ),
+    (stage(2) | {"train_batch_size": 16}, "train_batch_size must be 2 here"),
     (
-        ("--precision", "16-mixed"),
-        "DeepSpeed cannot train in float16 on this device",
-        no_float16,
+        stage(2) | {"gradient_accumulation_steps": 8},
+        "gradient_accumulation_steps must be 1 here",
     ),
+    (stage(2) | {"gradient_clipping": 0.5}, "gradient_clipping must be 1.0 here"),
+    (stage(2) | {"bf16": {"enabled": True}}, "bf16.enabled must be False here"),
+    (stage(2) | {"fp16": {"enabled": True}}, "fp16.enabled must be False here"),
     (
-        ("--deepspeed_config", NVME),
-        "offload_optimizer to nvme needs --nvme-path, a folder on the disk",
-        None,
+        stage(2) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "torch_autocast.enabled must be False here",
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("argv", "says", "before"), [BAD[0], *(pytest.param(*case, marks=full) for case in BAD[1:])]
+    ("config", "says"),
+    [*REFUSED[:3], *(pytest.param(*row, marks=full) for row in REFUSED[3:])],
 )
-def test_train_refuses_bad_input(run_script, argv, says, before):
-    assert_one_line(run_script(TRAIN, *argv, before=before), says, "deepspeed_train.py")
+def test_a_config_that_it_cannot_follow_gets_one_line(train, config, says):
+    flags = () if config is not None else ("--deepspeed_config", "zero_none.json")
+    assert_one_line(train(config, *flags, ranks=1), says, NAME)
+
+
+@full
+def test_sections_that_it_does_not_use_are_named(train):
+    config = stage(1) | {
+        "optimizer": {"type": "Lion"},
+        "scheduler": {"type": "OneCycle"},
+    }
+    ended = assert_ok(train(config, "--max-steps", 2))
+    for section in ("optimizer", "scheduler"):
+        line = f"the config's {section} is not used: the script has its own"
+        assert line in ended.stdout
+
+
+@full
+def test_the_usual_deepspeed_command_trains_and_compiles_nothing(tmp_path):
+    """DeepSpeed would compile an all-reduce: `import_deepspeed` tells it not to."""
+    command = ["deepspeed", "--num_gpus=4", f"--master_port={free_port()}", SCRIPT]
+    command += ["--deepspeed", "--deepspeed_config"]
+    command += ["03-deepspeed/configs/zero2_config.json", "--max-steps", "2"]
+    ended = run_command(
+        command, REPO, 300, TORCH_EXTENSIONS_DIR=str(tmp_path), OMP_NUM_THREADS="1"
+    )
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "4 ranks started by deepspeed, cpu with gloo" in ended.stdout
+    assert "OK: 4 checks passed" in ended.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not GPUS, reason="no GPU on this machine")
+def test_it_runs_on_a_gpu(tmp_path):
+    """One rank and NCCL: nothing to shard, and the same losses as one process."""
+    command = ["deepspeed", "--num_gpus=1", f"--master_port={free_port()}", SCRIPT]
+    command += ["--output-dir", str(tmp_path / "run")]
+    ended = run_command(command, REPO, 300, CUDA_VISIBLE_DEVICES=GPUS.split(",")[0])
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert results_of(tmp_path / "run")["device"] == "cuda"
 
 
 # launch_deepspeed.sh
 
 
-def launch(*argv: str, **environ: str):
-    command = ["bash", str(REPO / "03-deepspeed/launch_deepspeed.sh"), *argv]
-    return run_command(command, REPO, 90, **environ)
+def launch(*argv):
+    command = ["bash", str(REPO / "03-deepspeed" / "launch_deepspeed.sh"), *argv]
+    return run_command(command, REPO, 90)
 
 
-def test_the_launcher_prints_what_it_would_run(tmp_path):
-    (tmp_path / "hosts").write_text("# two machines\nnode0 slots=8\nnode1 slots=8\n")
-    for argv, says in (
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
         (("local", "--nproc-per-node=3"), "deepspeed --num_gpus=3 "),
         (("local", "--bind-cores-to-rank"), " --bind_cores_to_rank "),
-        (("hostfile", "--hostfile", str(tmp_path / "hosts")), "deepspeed --hostfile="),
+        (("hostfile", "--hostfile", "HOSTS"), "deepspeed --hostfile="),
         (
-            ("slurm", "--nnodes", "2", "--nproc-per-node", "8", "--output-dir", "run"),
+            (
+                *("slurm", "--nnodes", "2", "--nproc-per-node", "8"),
+                *("--output-dir", "run"),
+            ),
             "--ntasks-per-node=8 --gpus-per-node",
         ),
-    ):
-        ended = launch(*argv, "--dry-run", "--max-steps", "9")
-        assert ended.codes == [0] and says in ended.stdout and "--max-steps 9" in ended.stdout
+    ],
+)
+def test_the_launcher_prints_what_it_would_run(tmp_path, argv, says):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# two machines\nnode0 slots=8\nnode1 slots=8\n")
+    words = [str(hosts) if word == "HOSTS" else word for word in argv]
+    ended = launch(*words, "--dry-run", "--max-steps", "9")
+    assert ended.codes == [0] and says in ended.stdout
+    assert "--max-steps 9" in ended.stdout
 
 
 @pytest.mark.parametrize(
@@ -556,23 +530,15 @@ def test_the_launcher_prints_what_it_would_run(tmp_path):
         (("hostfile", "--hostfile", "/nowhere/hosts"), "/nowhere/hosts cannot be read"),
         (("hostfile", "--hostfile", "LICENSE"), "line 1: must be 'HOST slots=N'"),
         (
-            ("slurm", "--nnodes", "1", "--nproc-per-node", "1", "--bind-cores-to-rank"),
+            (
+                *("slurm", "--nnodes", "1", "--nproc-per-node", "1"),
+                "--bind-cores-to-rank",
+            ),
             "slurm binds cores by --cpus-per-task",
         ),
     ],
 )
 def test_the_launcher_refuses_bad_input(argv, says):
     ended = launch(*argv)
-    assert ended.codes == [2] and says in ended.stderr and len(ended.stderr.splitlines()) == 1
-
-
-@pytest.mark.skipif(not GPUS, reason="no GPU on this machine")
-def test_train_on_a_gpu(tmp_path):
-    """One rank and NCCL: nothing to shard, and the same losses as one process."""
-    ended = run_command(
-        ["deepspeed", "--num_gpus=1", f"--master_port={free_port()}",
-         str(REPO / TRAIN), "--consolidate", "--output-dir", "run"],
-        tmp_path, 300, CUDA_VISIBLE_DEVICES=GPUS.split(",")[0],
-    )  # fmt: skip
-    assert ended.codes == [0], ended.stdout + ended.stderr
-    assert results_of(tmp_path / "run")["device"] == "cuda"
+    assert ended.codes == [2] and says in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1

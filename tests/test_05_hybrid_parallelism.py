@@ -1,152 +1,281 @@
-"""Four axes at once: the gradient of one process, and the losses of module 01's template."""
+"""Four axes in one job: it trains like one process, and resumes in any layout."""
 
-import shutil
-from argparse import Namespace
-from dataclasses import replace
-from functools import partial
-from unittest import mock
+import json
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
 
+import helpers_templates as broken
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import assert_one_line, load_script, results_of
-from helpers_01 import largest_difference, steps_in, trace_without_a_compiler
-from torch.distributed import pipelining
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from helpers_01 import trace_without_a_compiler
+from helpers_templates import (
+    DDP,
+    FSDP,
+    SMALL_JOB,
+    checkpoints_in,
+    in_step,
+    kill_in,
+    kill_in_save,
+    rows_of,
+    small_model,
+    stop_in,
+    write_text,
+)
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from advanced_parts import hybrid_parallelism as part
-from legacy_common import cli, float8, models
-from legacy_common.job import Step
+from dist_common import check, model, train
 
 HYBRID = "05-advanced/hybrid_parallelism.py"
-SMALL = ("--micro-batch-size", 2, "--seq-len", 32, "--max-steps", 2, "--warmup-steps", 0)
-FULL = pytest.mark.full
-
-
-def full(*rows):
-    return [pytest.param(*row, marks=FULL) for row in rows]
+full = pytest.mark.full
+FOUR_LAYERS = model.Config(256, 32, 4, 4, 2, 64, 256)
 
 
 @pytest.fixture
-def train(run_script, tmp_path):
-    """Run the template, or module 01's, on a small model with four layers and a short text."""
-    text = tmp_path / "text"
-    text.write_bytes(bytes(range(97, 123)) * 120)
+def run_template(run_script, tmp_path):
+    """Run a template on the small job, with a model of four layers."""
+    text = write_text(tmp_path)
 
-    def run(layout, *argv, world_size=1, change=None, script=HYBRID, codes=(0,)):
-        def before(module):
-            models.PRESETS["tiny"] = models.TransformerConfig(256, 32, 4, 4, 2, 96, 256)
-            models.MIXTURES["tiny-moe"] = models.TransformerConfig(
-                256, 32, 4, 4, 2, 48, 256, num_experts=12, top_k=2
-            )
-            if change:
-                change(module)
+    def run(*argv, ranks=2, changes=(), script=HYBRID, **options):
+        def use_four_layers(_):
+            model.PRESETS["tiny"] = FOUR_LAYERS
 
-        arguments = (*SMALL, "--text-file", text, *argv, *layout.split())
-        ended = run_script(script, *arguments, world_size=world_size, before=before)
-        assert set(ended.codes) & set(codes), ended.stdout + ended.stderr
-        return ended
+        words = ("--text-file", text, *SMALL_JOB, *argv)
+        before = small_model(use_four_layers, *changes)
+        return run_script(script, *words, world_size=ranks, before=before, **options)
 
     return run
 
 
-MOE = "--preset tiny-moe"
+def assert_ok(ended):
+    assert not any(ended.codes), ended.stdout + ended.stderr
+    return ended
+
+
+# The same training as one process
+
 LAYOUTS = [
-    (2, "--cp 2", "cp"),
-    (2, "--pp 2 --schedule interleaved --precision bf16-mixed", "pp"),
-    (4, "--dp 2 --tp 2 --data-parallel grad-op", "tp dp"),
-    (2, f"{MOE} --ep 2", "dp ep"),
-    *full(
-        (2, "--tp 2 --activation-checkpointing full", "tp"),
-        (3, "--dp 3 --data-parallel full", "dp"),  # 3 divides no row count but that of ffn_dim
-        (3, "--cp 3 --seq-len 36 --data-parallel grad-op --seed 5", "cp"),
-        (4, "--tp 2 --pp 2 --schedule zero-bubble", "tp pp"),
-        (4, "--pp 4 --schedule gpipe", "pp"),
-        (4, "--dp 2 --pp 2 --schedule interleaved --data-parallel full --precision bf16-mixed",
-            "pp dp"),
+    (2, "--cp 2"),
+    (2, "--pp 2 --schedule interleaved --precision bf16-mixed"),
+    *(
+        pytest.param(*row, marks=full)
+        for row in (
+            (4, "--tp 2 --sharding full"),
+            (1, ""),
+            (3, "--sharding full --global-batch-size 7 --seed 3"),
+            (2, "--tp 2 --activation-checkpointing full"),
+            (2, "--cp 2 --activation-checkpointing selective --sharding replicate"),
+            (3, "--cp 3 --seq-len 36 --seed 5"),
+            (4, "--tp 2 --pp 2 --schedule zero-bubble"),
+            (4, "--pp 4 --schedule gpipe --global-batch-size 6"),
+            (4, "--pp 2 --schedule zero-bubble --sharding replicate"),
+            (4, "--sharding hybrid --shard-group-size 2 --global-batch-size 15"),
+            (4, "--pp 2 --sharding hybrid --shard-group-size 1"),
+            (4, "--cp 2 --pp 2 --sharding full --precision bf16-mixed"),
+            (8, "--tp 2 --cp 2 --pp 2 --global-batch-size 9"),
+        )
     ),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("world_size", "layout", "sends"), LAYOUTS)
-def test_every_layout_gives_the_gradient_of_one_process(train, tmp_path, world_size, layout, sends):
-    folder = tmp_path / "run"
-    train(layout, "--output-dir", folder, world_size=world_size)
-    content = results_of(folder)
-    assert all(check["ok"] for check in content["checks"])
-    names = " , ".join(check["name"] for check in content["checks"])
-    assert "gradient: relative error" in names and "copies differ" in names
-    axes = ("tp", "cp", "pp", "dp", "ep", "dp/ep")
-    compared = {axis for axis in axes if f"along {axis} " in names}
-    assert compared == set(sends.split())
+@pytest.mark.parametrize(("ranks", "flags"), LAYOUTS)
+def test_every_layout_trains_like_one_process(run_template, ranks, flags):
+    """Also where micro-batches are short: the global batch divides by no layout."""
+    ended = assert_ok(run_template("--max-steps", 3, *flags.split(), ranks=ranks))
+    assert not ended.stderr
+    assert "OK: 4 checks passed, loss " in ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("layers", "sizes"), [(8, [2, 2, 2, 2]), (6, [1, 2, 2, 1]), (2, [0, 1, 1, 0])]
-)
-def test_embedding_and_head_take_the_place_of_a_layer_each(layers, sizes):
-    model = models.Transformer(replace(models.PRESETS["tiny"], num_layers=layers))
-    stages = [load_script(HYBRID).Stage(model, number, 4, None) for number in range(4)]
-    assert [len(stage.blocks) for stage in stages] == sizes
-    assert [block for stage in stages for block in stage.blocks] == list(model.blocks)
+@full
+def test_20_steps_have_the_losses_of_ddp_training(run_template, tmp_path):
+    words = ("--global-batch-size", 8, "--max-steps", 20, "--eval-every", 20)
+    folder = tmp_path / "ddp"
+    assert_ok(run_template(*words, "--output-dir", folder, ranks=1, script=DDP))
+    expected, tested = rows_of(folder), rows_of(folder, "test_loss")
+    assert expected[20] < 0.7 * expected[1]
+    for ranks, layout in (
+        (2, "--cp 2"),
+        (2, "--pp 2 --schedule interleaved"),
+        (4, "--tp 2 --pp 2 --schedule zero-bubble"),
+        (2, "--sharding replicate"),
+    ):
+        folder = tmp_path / layout.replace(" ", "")
+        flags = (*layout.split(), "--output-dir", folder)
+        assert_ok(run_template(*words, *flags, ranks=ranks))
+        losses = rows_of(folder)
+        assert losses.keys() == expected.keys()
+        for step, loss in losses.items():
+            assert loss == pytest.approx(expected[step], rel=1e-5), (layout, step)
+        test_losses = rows_of(folder, "test_loss")
+        assert test_losses[20] == pytest.approx(tested[20], rel=1e-5), layout
 
 
-@FULL
-def test_another_layout_loads_the_checkpoint(train, tmp_path):
-    """The gradient of one process is compared again, with the weights of the checkpoint."""
-    first, second = (2, "--pp 2"), (4, "--tp 2 --cp 2")
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    arguments = ("--global-batch-size", 4, "--max-steps", 4, "--save-every", 2, "--eval-every", 2)
-    train(first[1], *arguments, "--output-dir", straight, world_size=first[0])
-    shutil.copytree(straight, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "step-00000004")
-    own = ("--output-dir", resumed, "--resume")
-    ended = train(second[1], *arguments, *own, world_size=second[0])
-    assert "at step 2, sample 8 of epoch 1; changed since then: " in ended.stdout
-    assert largest_difference(resumed, straight) < 2e-5 * max(steps_in(straight).values())
-    names = {check["name"]: check["ok"] for check in results_of(resumed)["checks"]}
-    assert names["gradient: relative error against one process"]
-    assert names["tokens trained on, from step 1"]
+@full
+@pytest.mark.parametrize("kept", ["full", "selective"])
+def test_compiled_blocks_train_like_one_process(run_template, kept):
+    """Each block is one graph, with tensor parallelism's collectives inside."""
+    words = ("--tp", 2, "--compile", "--max-steps", 2, "--activation-checkpointing")
+    changes = [trace_without_a_compiler]
+    ended = assert_ok(run_template(*words, kept, changes=changes))
+    assert "OK: 4 checks passed" in ended.stdout
+    graphs = {line for line in ended.stderr.splitlines() if "graph with" in line}
+    assert graphs == {"graph with 7 products"}, ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("capability", "cuts", "torchao", "says"),
-    [
-        ((8, 0), {}, True, "capability 8.9; this has 8.0"),
-        ((9, 0), {"tp": 4}, True, r"tiles of 16: no multiple is \[88\], columns"),
-        ((9, 0), {}, False, "pip install torchao"),
-    ],
-)
-def test_float8_is_refused_where_a_gpu_lacks_it(monkeypatch, capability, cuts, torchao, says):
-    args = Namespace(float8="gpu", micro_batch_size=1, seq_len=64)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda _: torchao or None)
-    with pytest.raises(cli.UsageError, match=says):
-        float8.refuse(args, models.PRESETS["tiny"], torch.device("cuda"), **cuts)
+# Sabotage: each change breaks one thing, and the self-check must fail
 
 
-# what the checks must see
+def sum_no_gradients(script):
+    """Each rank shards its weights over itself alone."""
+    script.build_mesh = lambda args, run: script.init_device_mesh(
+        run.device.type, (run.world_size, 1), mesh_dim_names=("other", "shard")
+    )
 
 
-def forget_the_all_reduce(script):
-    shard = script.fully_shard
-    script.fully_shard = lambda unit, mesh, **options: shard(unit, mesh=mesh["whole"], **options)
+def step_further_on_rank_1(script):
+    rate = script.lr_at
+    script.lr_at = lambda step, args: rate(step, args) * (1 + dist.get_rank())
 
 
-def sum_after_backward(script):
-    script.PipelineStage = pipelining.PipelineStage
+def take_ten_times_the_rate(script):
+    set_lr = script.set_lr
+    script.set_lr = lambda optimizer, rate: set_lr(optimizer, 10 * rate)
 
 
-def gather_for_each_matrix_apart(script):
-    """The gradient stays right; q, k and v then gather their input once each."""
-    script.PrepareModuleOutput = Untouched
-    columns = script.ColwiseParallel  # torch 2.11: whoever is not told of it gathers nothing
-    script.ColwiseParallel = partial(columns, input_layouts=Shard(1))
+def count_a_token_less(script):
+    accumulate = script.accumulate_gradient
+
+    def accumulate_and_miscount(*given):
+        loss_sum, num_tokens = accumulate(*given)
+        return loss_sum, num_tokens - 1
+
+    script.accumulate_gradient = accumulate_and_miscount
+
+
+def ignore_a_micro_batch(script):
+    accumulate = script.accumulate_gradient
+
+    def accumulate_less(stages, schedule, micro_batches, args):
+        inputs, targets = micro_batches[0]
+        first = inputs, torch.full_like(targets, -100)
+        return accumulate(stages, schedule, [first, *micro_batches[1:]], args)
+
+    script.accumulate_gradient = accumulate_less
+
+
+def keep_the_norm_of_a_stage(script):
+    """Each stage clips by the norm of its own gradients."""
+    clip = script.clip_grad_norm_
+
+    def clip_alone(model, args):
+        real, script.dist = (
+            script.dist,
+            SimpleNamespace(
+                all_reduce=lambda square: square.mul_(dist.get_world_size() / args.pp),
+                get_world_size=dist.get_world_size,
+            ),
+        )
+        norm = clip(model, args)
+        script.dist = real
+        return norm
+
+    script.clip_grad_norm_ = clip_alone
+
+
+def clip_nothing(script):
+    torch.nn.utils.clip_grads_with_norm_ = lambda *_: None
+
+
+def divide_by_micro_batches(script):
+    build = script.pipelining.Schedule1F1B
+
+    def build_scaled(*given, scale_grads, **more):
+        return build(*given, scale_grads=True, **more)
+
+    script.SCHEDULES["1f1b"] = build_scaled
+
+
+def keep_the_gradients_of_keys(script):
+    """Each rank keeps its queries' part of the gradient of its keys and values."""
+    script.Partial = script.Replicate
+
+
+def give_all_ranks_the_same_tokens(script):
+    find = script.find_positions
+    script.find_positions = lambda args, run: find(
+        args, SimpleNamespace(**{**vars(run), "rank": 0})
+    )
+
+
+def shift_no_targets(script):
+    accumulate = script.accumulate_gradient
+
+    def accumulate_unshifted(stages, schedule, micro_batches, args):
+        same = [(inputs, inputs) for inputs, _ in micro_batches]
+        return accumulate(stages, schedule, same, args)
+
+    script.accumulate_gradient = accumulate_unshifted
+
+
+def give_tensor_ranks_other_samples(script):
+    make = script.data.GlobalBatches
+
+    class Dealt(make):
+        def __init__(self, dataset, args, run):
+            run = script.replace(run, rank=dist.get_rank(), world_size=2)
+            super().__init__(dataset, args, run)
+
+    script.data.GlobalBatches = Dealt
+
+
+BATCH = "--global-batch-size 8"
+SABOTAGES = [
+    (keep_the_norm_of_a_stage, "--pp 2", "gradient norm"),
+    *(
+        pytest.param(*row, marks=full)
+        for row in (
+            (sum_no_gradients, "--sharding replicate", "gradient norm"),
+            (sum_no_gradients, "--sharding full", "gradient norm"),
+            (keep_the_gradients_of_keys, "--cp 2", "gradient norm"),
+            (step_further_on_rank_1, "", "loss"),
+            (step_further_on_rank_1, "--pp 2", "weight change"),
+            (take_ten_times_the_rate, "--tp 2", "weight change"),
+            (count_a_token_less, "--pp 2", "loss"),
+            (ignore_a_micro_batch, "--pp 2", "loss"),
+            (clip_nothing, "--tp 2", "clipped gradient"),
+            (divide_by_micro_batches, "--pp 2", "gradient norm"),
+            (give_all_ranks_the_same_tokens, "--cp 2", "loss"),
+            (shift_no_targets, "--tp 2", "loss"),
+            (give_tensor_ranks_other_samples, "--tp 2", "loss"),
+            (broken.optimize_a_copy, "--pp 2", "weight change"),
+            (broken.forget_zero_grad, "--tp 2", "gradient norm"),
+            (broken.decay_weights_by_10, "--pp 2", "weight change"),
+            (broken.count_the_schedule_by_micro_batches, "", "weight change"),
+            (broken.set_the_rate_after_the_step, "--cp 2", "weight change"),
+            (broken.count_local_tokens, "", "loss"),
+            (broken.deal_rank_0_s_samples_to_all, "", "loss"),
+            (broken.drop_a_micro_batch, f"--tp 2 {BATCH}", "loss"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("sabotage", "flags", "error"), SABOTAGES)
+def test_a_broken_axis_is_seen(run_template, sabotage, flags, error):
+    words = ("--max-steps", 2, *flags.split())
+    ended = run_template(*words, changes=[sabotage])
+    assert 1 in ended.codes, ended.stdout + ended.stderr
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("hybrid_parallelism.py: self-check failed"), ended.stderr
+    names = "loss|gradient norm|clipped gradient|weight change"
+    found = dict(re.findall(rf"({names}) ([\d.e+-]+|nan|inf)", line))
+    tolerances = zip(found, check.TOLERANCES["32-true"], strict=True)
+    failing = [name for name, least in tolerances if float(found[name]) > 10 * least]
+    assert any(error in name for name in failing), line
 
 
 class Untouched(ParallelStyle):
@@ -157,160 +286,271 @@ class Untouched(ParallelStyle):
         return module
 
 
-def step_further_on_rank_1(script):
-    rate = script.job.lr_at
-    script.job.lr_at = lambda step, args: rate(step, args) * (1 + dist.get_rank())
-    part.one_process = None  # with --parity-steps 0 no rank makes the whole model
-
-
-def drop_a_micro_batch(script):
-    take = script.accumulate_gradient
-
-    def accumulate(run, micro_batches):
-        inputs, targets = micro_batches[0]
-        return take(run, [(inputs, torch.full_like(targets, -100)), *micro_batches[1:]])
-
-    script.accumulate_gradient = accumulate
-
-
-def count_no_token(script):
-    record = Step.record
-
-    def short(step, loss_sum, tokens, norm):
-        record(step, loss_sum, tokens - 1, norm)
-
-    Step.record = short
-
-
-def keep_own_part_of_the_norm(script):
-    clip = script.clip_gradients
-
-    def clip_alone(run):
-        with mock.patch.object(script.dist, "all_reduce", lambda *_: None):
-            return clip(run)
-
-    script.clip_gradients = clip_alone
-
-
-def take_ten_times_the_rate(script):
-    take = script.train_step
-
-    def train_step(run, step):
-        step.lr *= 10
-        take(run, step)
-
-    script.train_step = train_step
-
-
-FIRST, SECOND = (f"step {n}: relative error of loss and gradient norm" for n in (1, 2))
+def gather_for_each_matrix(script):
+    """The gradient stays right; q, k and v then gather their input once each."""
+    columns = script.ColwiseParallel
+    script.PrepareModuleOutput = Untouched
+    script.ColwiseParallel = lambda **layouts: columns(
+        **{"input_layouts": script.Shard(1), **layouts}
+    )
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "layout", "failing"),
-    [
-        (forget_the_all_reduce, "--dp 2", "gradient: relative error"),
-        (gather_for_each_matrix_apart, "--tp 2", "bytes sent by a rank along tp"),
-        (step_further_on_rank_1, "--dp 2 --parity-steps 0", "copies differ"),
-        *full(
-            (keep_own_part_of_the_norm, "--pp 2", FIRST),
-            (take_ten_times_the_rate, "--tp 2", SECOND),
-            (sum_after_backward, "--dp 2", "blocks whose sums have begun"),
-            (drop_a_micro_batch, "--pp 2", "loss"),
-            (count_no_token, "--pp 2 --parity-steps 0", "tokens trained on"),
-        ),
-    ],
-)  # fmt: skip
-def test_a_broken_axis_is_seen(train, sabotage, layout, failing):
-    ended = train(layout, world_size=2, change=sabotage, codes=(1,))
-    verdict = ended.stdout.splitlines()[-1]
-    assert verdict.startswith("FAILED: ") and failing in verdict
+    "change", [None, pytest.param(gather_for_each_matrix, marks=full)]
+)
+def test_a_norm_is_gathered_once_for_all_its_readers(run_template, tmp_path, change):
+    """Of tensor parallelism: two gathers and two scatters in a block, each way."""
+    changes = [change] if change else []
+    words = ("--tp", 2, "--max-steps", 2, "--output-dir", tmp_path / "run")
+    assert_ok(run_template(*words, changes=changes))
+    calls = results_of(tmp_path / "run")["metrics"]["collectives_per_step"]
+    # The embedding scatters and the head gathers, and each does the other backward.
+    expected = 4 * FOUR_LAYERS.num_layers + 2
+    gathered_once = calls["all_gather"]["calls"] == expected
+    assert gathered_once == (change is None), calls
+    if not change:
+        assert calls["reduce_scatter"]["calls"] == expected
 
 
-@FULL
-def test_zero_bubble_over_fsdp_is_refused_and_still_wrong(train):
-    layout = "--dp 2 --pp 2 --schedule zero-bubble --data-parallel full"
-    ended = train(layout, world_size=4, codes=(2,))
-    assert_one_line(ended, "PyTorch loses gradients without an error", "hybrid_parallelism.py")
-
-    def allow(script):
-        script.layout.refuse = lambda *_: None
-
-    ended = train(layout, world_size=4, change=allow, codes=(1,))
-    # A weight whose gradient is lost has none at all, or a wrong one.
-    said = ended.stdout + ended.stderr
-    assert "no gradient for" in said or "FAILED: gradient" in said, said
+# Stop, kill, resume
 
 
-@pytest.mark.parametrize(
-    ("world_size", "argv", "says"),
-    [
-        (2, "--dp 2 --tp 2", "--dp 2 x --tp 2 x --pp 1 x --cp 1 = 4 ranks, but 2 were started"),
-        *full(
-            (2, "--cp 2 --seq-len 33", "--tp 1 x --cp 2 x 2 parts does not divide the 33"),
-            (2, "--pp 2 --schedule zero-bubble --activation-checkpointing full",
-             "each of the two parts of backward would compute blocks again"),
-            (2, "--pp 2 --schedule zbv --compile", "--schedule zbv with --compile"),
-            (2, "--pp 2 --grad-accum-steps 1", "needs at least as many micro-batches as stages"),
-            (2, "--pp 2 --schedule interleaved --grad-accum-steps 3", "is no multiple of it"),
-            (4, "--tp 4", "--tp 4 does not divide the 2 key and value heads of --preset tiny"),
-            (5, "--pp 5", "--pp 5 does not divide the 4 layers of --preset tiny"),
-            (2, "--pp 2 --virtual-stages 4", "--virtual-stages 4 is of --schedule interleaved or "
-                "zero-bubble: 1f1b has 1 on each rank"),
-            (2, "--ep 2", "--ep 2 needs --preset tiny-moe or mixtral-8x7b"),
-            (2, f"{MOE} --ep 2 --pp 2", "--ep 2 does not divide the 1 ranks of --dp"),
-            (2, f"{MOE} --tp 2", "--preset tiny-moe has experts: --tp 2 cuts no expert"),
-        ),
-    ],
-)  # fmt: skip
-def test_bad_input_gets_one_line(train, world_size, argv, says):
-    ended = train(argv, world_size=world_size, codes=(2,))
+def straight_run(run_template, folder, *flags, **options):
+    words = ("--global-batch-size", 12, "--eval-every", 4, "--save-every", 2)
+    words += (*flags, "--output-dir", folder)
+    return assert_ok(run_template(*words, **options))
+
+
+def resumed(folder, *flags):
+    words = ("--global-batch-size", 12, "--eval-every", 4, "--resume")
+    return (*words, "--save-every", 2, "--output-dir", folder, *flags)
+
+
+ROWS = [
+    (2, "--pp 2 --schedule interleaved --async-save"),
+    (2, "--cp 2 --sharding replicate"),
+]
+
+
+@full
+@pytest.mark.parametrize(("ranks", "layout"), ROWS)
+def test_a_run_that_is_stopped_or_killed_resumes_bitwise(
+    run_template, tmp_path, ranks, layout
+):
+    """Three signals to one rank; kills in a step, in a save, and twice in a row."""
+    straight, stopped, killed = (tmp_path / name for name in ("a", "b", "c"))
+    layout = layout.split()
+    straight_run(run_template, straight, *layout, ranks=ranks)
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    for step, number in zip((1, 3, 6), signals, strict=True):
+        flags = (*resumed(stopped, *layout), "--log-every", 50)
+        change = stop_in(step, number)
+        ended = assert_ok(run_template(*flags, ranks=ranks, changes=[change]))
+        assert f"after step {step}, stopped" in ended.stdout
+    assert_ok(run_template(*resumed(stopped, *layout), ranks=ranks))
+    flags = resumed(killed, *layout)
+    for change in (kill_in(1), kill_in(5), kill_in_save(6), kill_in_save(6)):
+        ended = run_template(*flags, ranks=ranks, changes=[change])
+        assert set(ended.codes) <= {-signal.SIGKILL, -signal.SIGTERM}, ended.stderr
+    assert checkpoints_in(killed)[-1] == "step-00000004"
+    ended = assert_ok(run_template(*flags, ranks=ranks))
+    assert f"resuming from {killed}/checkpoints/step-00000004" in ended.stdout
+    for folder in (stopped, killed):
+        assert rows_of(folder) == rows_of(straight), "bitwise"
+        assert rows_of(folder, "test_loss") == rows_of(straight, "test_loss")
+
+
+@full
+def test_other_layouts_resume_the_run(run_template, tmp_path):
+    """From tp 2 to pp 2, to another template, to cp 2."""
+    straight, moved = tmp_path / "a", tmp_path / "b"
+    straight_run(run_template, straight, ranks=1, script=DDP)
+    for step, script, flags in (
+        (2, HYBRID, "--tp 2"),
+        (4, HYBRID, "--pp 2 --schedule interleaved"),
+        (6, FSDP, ""),
+        (8, HYBRID, "--cp 2 --sharding replicate"),
+    ):
+        changes = [stop_in(step)] if step < 8 else []
+        words = resumed(moved, *flags.split())
+        assert_ok(run_template(*words, script=script, changes=changes))
+    losses = rows_of(moved)
+    for step, loss in rows_of(straight).items():
+        assert losses[step] == pytest.approx(loss, rel=1e-5)
+
+
+def write_random_state(folder: Path):
+    """Return a change: each rank writes what it would draw after step 4."""
+
+    def draw():
+        (folder / f"draws-{dist.get_rank()}").write_text(str(torch.rand(1).item()))
+
+    return in_step(4, draw)
+
+
+@full
+def test_ranks_of_tp_share_random_numbers_and_the_others_do_not(run_template, tmp_path):
+    """Also after another layout has written the checkpoint."""
+    words = resumed(tmp_path / "run")
+    assert_ok(run_template(*words, "--pp", 2, ranks=4, changes=[stop_in(2)]))
+    change = write_random_state(tmp_path)
+    assert_ok(run_template(*words, "--tp", 2, ranks=4, changes=[change]))
+    draws = [(tmp_path / f"draws-{rank}").read_text() for rank in range(4)]
+    assert draws[0] == draws[1] != draws[2] == draws[3], draws
+
+
+# Process groups and buffers
+
+
+def test_an_axis_of_size_1_makes_no_groups(in_a_fork):
+    """On 64 ranks: 32 groups of tp, 16 of the rest, and none of one rank."""
+
+    def count_groups():
+        dist.destroy_process_group()  # the fork's own, of one rank
+        dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+        script = load_script(HYBRID)
+        made = []
+        new_group = torch.distributed.device_mesh.new_group
+
+        def note(ranks, **options):
+            made.append(len(ranks))
+            return new_group(ranks, **options)
+
+        torch.distributed.device_mesh.new_group = note
+        args = SimpleNamespace(
+            tp=2, pp=4, cp=1, dp=8, sharding="grad-op", shard_group_size=None
+        )
+        run = SimpleNamespace(
+            world_size=64, local_world_size=8, device=torch.device("cpu")
+        )
+        mesh = script.build_mesh(args, run)
+        return made, mesh.mesh_dim_names
+
+    made, axes = in_a_fork(count_groups)
+    assert axes == ("pp", "shard", "tp")
+    assert sorted(made) == [2] * 32 + [4] * 16 + [8] * 8
+
+
+def test_hybrid_sharding_divides_a_replica_over_a_machine(in_a_fork):
+    """Two machines of 4 ranks, tp 2: shards of one machine, replicas on two."""
+
+    def replicas():
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+        script = load_script(HYBRID)
+        args = SimpleNamespace(
+            tp=2, pp=1, cp=1, dp=4, sharding="hybrid", shard_group_size=None
+        )
+        run = SimpleNamespace(
+            world_size=8, local_world_size=4, device=torch.device("cpu")
+        )
+        mesh = script.build_mesh(args, run)
+        return mesh["shard"].mesh.tolist(), mesh["replicate"].mesh.tolist()
+
+    assert in_a_fork(replicas) == ([0, 2], [0, 4])
+
+
+@full
+def test_receive_buffers_grow_with_the_micro_batches(run_template, tmp_path):
+    """As the page says: one of B x T x D numbers per micro-batch and direction."""
+
+    def count(script):
+        build = script.build_schedule
+
+        def build_and_keep(*given):
+            schedule = build(*given)
+            finish = train.Log.finish
+
+            def finish_and_count(log):
+                stage = schedule._stage
+                infos = [stage.args_recv_info, stage.grad_recv_info]
+                buffers = [b for kind in infos for info in kind.values() for b in info]
+                sizes = [getattr(info, "buffer", None) for info in buffers]
+                total = sum(b.nbytes for b in sizes if b is not None)
+                path = tmp_path / f"buffers-{dist.get_rank()}"
+                path.write_text(json.dumps(total))
+                return finish(log)
+
+            train.Log.finish = finish_and_count
+            return schedule
+
+        script.build_schedule = build_and_keep
+
+    words = ("--pp", 2, "--global-batch-size", 8, "--max-steps", 2)
+    assert_ok(run_template(*words, changes=[count]))
+    for rank in (0, 1):  # rank 0 receives gradients, rank 1 activations
+        total = json.loads((tmp_path / f"buffers-{rank}").read_text())
+        assert total == 4 * (2 * 32 * 32 * 4)
+
+
+# Clear errors
+
+ZERO_BUBBLE = "--pp 2 --schedule zero-bubble"
+REFUSED = [
+    (2, "--tp 4", "4 does not divide the 2 ranks: --tp 4 --pp 1 --cp 1"),
+    (2, "--pp 2 --global-batch-size 2", "--schedule 1f1b: Number of microbatches (1)"),
+    (
+        2,
+        "--pp 2 --schedule zero-bubble --sharding full",
+        "--schedule zero-bubble divides backward in two: it needs --sharding grad-op",
+    ),
+    *(
+        pytest.param(*row, marks=full)
+        for row in (
+            (4, "--tp 4", "4 does not divide the 2 key and value heads: --tp 4"),
+            (3, "--pp 3", "3 does not divide the 4 layers: --pp 3 --schedule 1f1b"),
+            (2, "--cp 2 --seq-len 34", "4 does not divide the 34 tokens: --seq-len"),
+            (2, "--precision 16-mixed", "invalid choice: '16-mixed'"),
+            (2, "--preset 124m", "invalid choice: '124m'"),
+            (
+                2,
+                "--sharding hybrid --shard-group-size 3",
+                "--shard-group-size 3 does not divide 2 ranks of dp x cp",
+            ),
+            (2, f"{ZERO_BUBBLE} --sharding hybrid", "divides backward in two: it"),
+            (2, f"{ZERO_BUBBLE} --compile", "divides backward in two: it"),
+            (
+                2,
+                f"{ZERO_BUBBLE} --activation-checkpointing selective",
+                "divides backward in two: it",
+            ),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "flags", "says"), REFUSED)
+def test_a_layout_that_cannot_train_gets_one_line(run_template, ranks, flags, says):
+    words = flags.split()
+    ended = run_template(*words, ranks=ranks)
+    assert set(ended.codes) <= {2, -signal.SIGTERM}
     assert_one_line(ended, says, "hybrid_parallelism.py")
 
 
-class Order(TorchDispatchMode):
-    """List matrix products, sends and waits, in the order in which they are called."""
+@full
+def test_zero_bubble_over_full_sharding_still_loses_gradients(run_template):
+    """When PyTorch corrects this, the refusal above can go."""
 
-    def __init__(self):
-        super().__init__()
-        self.names = []
+    def allow(script):
+        script.FREED = ()
+        shard = script.fully_shard
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types or AsyncCollectiveTensor in types:  # what they are made of comes here
-            return NotImplemented
-        name = func.overloadpacket.__name__
-        self.names += [name] * (name in ("mm", "all_gather_into_tensor", "wait_tensor"))
-        return func(*args, **(kwargs or {}))
+        def shard_and_free(unit, **options):
+            return shard(unit, **{**options, "reshard_after_forward": True})
 
+        script.fully_shard = shard_and_free
 
-def test_keys_are_on_their_way_while_queries_are_computed(in_a_fork):
-    """Of context parallelism, in forward: products of keys and values, gather, of queries."""
-
-    def order():
-        dist.destroy_process_group()  # the fork's own, of one rank
-        dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
-        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("cp",))
-        script = load_script(HYBRID)
-        model = models.Transformer(models.TransformerConfig(256, 32, 1, 4, 2, 96, 256))
-        positions = script.own_tokens(0, 3, 48)
-        script.split_sequence(model, mesh, positions)
-        with Order() as called:
-            tables = models.rotary_tables(positions, 8, 1e4)
-            model.blocks[0].attention(torch.randn(2, 16, 32), *tables)
-        return called.names
-
-    names = in_a_fork(order)
-    assert names[:5] == ["mm", "mm", "all_gather_into_tensor", "mm", "wait_tensor"], names
-    assert names[-1] == "mm", names
+    words = ("--pp", 2, "--schedule", "zero-bubble", "--global-batch-size", 8)
+    ended = run_template(*words, "--sharding", "grad-op", changes=[allow])
+    assert 1 in ended.codes, ended.stdout
 
 
-@pytest.mark.gpu_ready
-@FULL
-def test_a_block_is_compiled_whole(train):
-    """The compiled block includes its collectives; two steps equal the steps of one process."""
-    layout, world_size = "--tp 2 --activation-checkpointing full", 2
-    options = ("--compile", "--eval-every", 0)
-    ended = train(layout, *options, world_size=world_size, change=trace_without_a_compiler)
-    graphs = [line for line in ended.stderr.splitlines() if line.startswith("graph with")]
-    assert set(graphs) == {"graph with 7 products"}, ended.stderr
-    # The first block's input may need no gradient, or be waited for: then it has its own.
-    assert len(graphs) <= 2 * world_size
+def test_it_has_at_most_30_flags(monkeypatch):
+    script, parsers = load_script(HYBRID), []
+    monkeypatch.setattr(
+        script.cli.ArgumentParser, "parse_args", lambda parser: parsers.append(parser)
+    )
+    monkeypatch.setattr(script.cli, "validate_training_args", lambda args: None)
+    script.parse_args()
+    flags = [action for action in parsers[0]._actions if action.dest != "help"]
+    assert len(flags) <= 30

@@ -77,7 +77,7 @@ def test_every_launcher_is_understood(environ, variables, found):
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        ({"RANK": 0}, "RANK is set but WORLD_SIZE is not"),
+        ({"RANK": 0}, "WORLD_SIZE is not set: start with torchrun"),
         ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 must be below WORLD_SIZE=2"),
         ({"RANK": "x", "WORLD_SIZE": 2}, "RANK='x' is not a number"),
         (
@@ -245,14 +245,15 @@ class Augmented(Dataset):
         return torch.tensor(drawn), torch.tensor(index)
 
 
-def test_loader_processes_draw_other_numbers_for_each_rank_epoch_and_seed():
-    runs = [
-        batches(Augmented(), 0, 2, batch=8, micro=4, workers=1),
-        batches(Augmented(), 1, 2, batch=8, micro=4, workers=1),
-        batches(Augmented(), 0, 2, batch=8, micro=4, workers=1, seed=1),
-    ]
-    drawn = [next(run)[0][0] for run in runs]
-    drawn.append(next(runs[0])[0][0])  # the next epoch
+def test_loader_processes_draw_other_numbers_for_each_rank_epoch_and_seed(in_a_fork):
+    def draw():
+        drawn = []
+        for rank, seed, epochs in ((0, 0, 2), (1, 0, 1), (0, 1, 1)):
+            run = batches(Augmented(), rank, 2, batch=8, micro=4, workers=1, seed=seed)
+            drawn += [next(run)[0][0] for _ in range(epochs)]
+        return drawn
+
+    drawn = in_a_fork(draw)
     for generator in range(3):
         numbers = torch.cat([batch[:, generator] for batch in drawn])
         assert len(set(numbers.tolist())) == 16

@@ -347,18 +347,20 @@ LAUNCHES = [
     (LLAMA, Layout(dp=8, zero=1), "none", "deepspeed_train"),
     (LLAMA, Layout(dp=8, zero=2, recompute="full", micro_batch=2), "none", "fsdp_transformer"),
     (LLAMA, Layout(dp=16, zero=3, shard=8), "none", "fsdp_transformer"),
-    (models.MODELS["llama2-70b"], Layout(dp=16, zero=3), "none", "hybrid_parallelism"),
+    (models.MODELS["llama2-70b"], Layout(dp=16, zero=3), "none", "fsdp_transformer"),
     (LLAMA, Layout(tp=2, pp=2, cp=2, dp=2, zero=3, recompute="full"), "none", "hybrid_parallelism"),
     (LLAMA, Layout(pp=4, dp=2, zero=1, virtual_stages=2), "none", "hybrid_parallelism"),
     (models.MODELS["llama3-405b"], Layout(tp=8, pp=2, dp=2), "none", "hybrid_parallelism"),
-    (models.MODELS["mixtral-8x7b"], Layout(dp=8, ep=8, zero=2), "none", "hybrid_parallelism"),
     (LLAMA, Layout(dp=8, zero=3), "lora", "fsdp_finetune"),
 ]
 
 
-def test_float8_needs_the_template_that_has_it():
-    launch = plan_launch.launch_of(Job(LLAMA, 4096, 64, precision="fp8"), Layout(dp=8, zero=1), 8)
-    assert "/hybrid_parallelism.py" in launch.script and launch.commands[-1].endswith(" --float8")
+def test_no_template_has_float8_or_experts_on_several_axes():
+    job = Job(LLAMA, 4096, 64, precision="fp8")
+    assert "float8" in plan_launch.launch_of(job, Layout(dp=8, zero=1), 8).remarks[0]
+    experts = Job(models.MODELS["mixtral-8x7b"], 4096, 64)
+    layout = Layout(dp=8, ep=8, zero=2)
+    assert "experts" in plan_launch.launch_of(experts, layout, 8).remarks[0]
 
 
 @pytest.mark.parametrize(("model", "layout", "finetune", "script"), LAUNCHES)
@@ -381,10 +383,10 @@ def test_a_template_takes_its_launch_line(model, layout, finetune, script, monke
     nodes = re.search(r"--nnodes=(\d+)", launch.commands[-1])
     assert int(ranks) * (int(nodes[1]) if nodes else 1) == layout.gpus
     if script == "hybrid_parallelism":
-        for axis in ("tp", "pp", "cp", "ep", "dp"):
+        for axis in ("tp", "pp", "cp"):
             assert getattr(args, axis) == getattr(layout, axis)
         gathers_each = layout.zero == 3 and layout.pp == 1
-        assert (args.data_parallel == "full") == gathers_each
+        assert (args.sharding == "full") == gathers_each
     if script == "fsdp_finetune":
         assert bool(args.lora_rank) == (finetune == "lora")
 

@@ -18,7 +18,8 @@ CHECK = "check"  # a kind of point: the first steps, for their losses alone
 TRACE = "trace"  # another: a few steps with the profiler, for where their time goes
 PATIENCE = 0.8  # of a point's seconds, for a collective: its script can say which one hangs
 # A sweep neither saves nor evaluates, and reads each loss.
-ALWAYS = ("--log-every", "1", "--save-every", "0", "--eval-every", "0")
+# A sweep compares losses itself.
+ALWAYS = ("--log-every", "1", "--save-every", "0", "--eval-every", "0", "--no-self-check")
 # The flags of the one job, in their order.
 JOB = ("preset", "precision", "seq_len", "micro_batch_size", "global_batch_size", "max_steps", "lr",
        "warmup_steps", "seed", "timeout", "device")  # fmt: skip
@@ -117,10 +118,7 @@ def training(
     parts += [kind] if kind in (CHECK, TRACE) else []
     parts += [f"b{batch}"] if args.scaling == "weak" else []
     name = ".".join(parts + ([link] if link else []))
-    # A sweep compares losses itself. Delete --parity-steps with the last script on legacy_common.
-    legacy = strategy.imports("legacy_common")
-    no_check = ["--parity-steps", 0] if legacy else ["--no-self-check"]
-    words = [*own, *words, *ALWAYS, *no_check]
+    words = [*own, *words, *ALWAYS]
     if kind == TRACE:
         words += ["--profile", "-".join(map(str, traces.STEPS))]
     return Point(

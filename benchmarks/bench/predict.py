@@ -111,10 +111,9 @@ def flags_of(point: dict[str, Any]) -> argparse.Namespace | None:
     """Return a strategy's own flags; None where there is one that the tools do not know."""
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     add = parser.add_argument
-    add("--sharding", default="full")
+    add("--sharding")
     add("--shard-group-size")
     add("--activation-checkpointing", choices=("none", "full"), default="none")
-    add("--data-parallel", default="replicate")
     add("--schedule", choices=("1f1b", "interleaved", "gpipe"), default="1f1b")
     for axis in ("--tp", "--pp"):
         add(axis, type=int, default=1)
@@ -142,7 +141,8 @@ def of_planner(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
     # hybrid_parallelism.py's grad-op gathers and reduces once a step.
     of_fsdp, of_hybrid = {"grad-op": 2, "full": 3}, {"replicate": 0, "grad-op": 1, "full": 3}
     zero = {
-        DDP: 0, FSDP: of_fsdp.get(flags.sharding), HYBRID: of_hybrid[flags.data_parallel],
+        DDP: 0, FSDP: of_fsdp.get(flags.sharding or "full"),
+        HYBRID: of_hybrid.get(flags.sharding or "grad-op"),
     }.get(script)  # fmt: skip
     # Asked about bfloat16 alone; DDP sends float32 gradients in either precision.
     if zero is None or (point["precision"] != PLANNED_PRECISION and script != DDP):

@@ -59,10 +59,6 @@ class Strategy:
         beside = self.folder / self.script
         return beside if beside.is_file() else REPOSITORY / self.script
 
-    def imports(self, package: str) -> bool:
-        """Say whether its script imports from a package of this repository."""
-        return f"\nfrom {package}" in self.path.read_text()
-
     @property
     def world_sizes(self) -> str:
         """Say in a few words which world sizes it can use."""

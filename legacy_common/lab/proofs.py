@@ -1,32 +1,28 @@
 """The claims that many lessons make, a call each: it measures, and adds a check to the report."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
-from legacy_common import float8, hf
-from legacy_common.data import collate
-from legacy_common.job import Job, Step
-from legacy_common.lab.traffic import StepProbe, TrafficCounter
-from legacy_common.models import Transformer, cut_like, local
+from legacy_common import hf
+from legacy_common.job import Job
+from legacy_common.lab.traffic import TrafficCounter
+from legacy_common.models import Transformer, local
 from legacy_common.report import Report
 from legacy_common.runtime import gather, seed_everything
 
 # Relative. fp32 sums in another order differ in the last bits; bfloat16 keeps 8 bits.
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}
-# What lies below float8's smallest number is lost, and where that is depends on a rank's scale.
-FLOAT8 = 0.1
 
 
 def tolerance_of(args) -> float:
     """Return the relative tolerance of a loss and a gradient in the run's precision."""
-    return max(TOLERANCE[args.precision], FLOAT8 if getattr(args, "float8", None) else 0.0)
+    return TOLERANCE[args.precision]
 
 
 def gradient_of_one_process(model: nn.Module, losses: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -53,48 +49,6 @@ def same_gradient(
     error = (own - expected).abs().max() / expected.abs().max()
     dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
     report.check(name, error.item(), 0, tolerance, source)
-
-
-def same_as_one_process(
-    job: Job, model: nn.Module, alone: nn.Module, items: list, loss_sum: torch.Tensor, tokens
-) -> torch.Tensor:
-    """Check the loss and each rank's part of the gradient against a whole model, on its own.
-
-    `items` are the global batch's samples, `tokens` those that its mean loss counts, `loss_sum` is
-    this rank's part of the summed one. Return the gradient of `alone` as a vector.
-    """
-    args, report, device = job.args, job.report, job.device
-    dtype = torch.bfloat16 if args.precision == "bf16-mixed" else None
-    losses = []
-
-    def losses_alone() -> Iterator[torch.Tensor]:
-        for start in range(0, len(items), args.micro_batch_size):
-            part = items[start : start + args.micro_batch_size]
-            inputs, targets = (x.to(device) for x in collate(len(part), args.seq_len, part))
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                logits = alone(inputs).float().flatten(0, 1)
-            losses.append(F.cross_entropy(logits, targets.flatten(), reduction="sum") / tokens)
-            yield losses[-1]
-
-    gradient = gradient_of_one_process(alone, losses_alone())
-    parts = gradient.split([weight.numel() for weight in alone.parameters()])
-    whole = dict(zip(dict(alone.named_parameters()), parts, strict=True))
-    error = torch.zeros((), device=device)
-    for name, weight in [each for each in model.named_parameters() if each[1].requires_grad]:
-        assert weight.grad is not None, f"no gradient for {name}"
-        right = cut_like(whole[name].view(weight.shape), weight).to(device)
-        if right.numel():  # a rank may have no row of a short one
-            error = torch.maximum(error, (local(weight.grad).to(device) - right).abs().max())
-    dist.all_reduce(error, op=dist.ReduceOp.MAX)  # the worst rank counts
-    error /= gradient.abs().max()
-    tolerance, source = tolerance_of(args), "one process on the same global batch"
-    name = "gradient: relative error against one process"
-    report.check(name, error.item(), 0, tolerance, source)
-    total = loss_sum.detach().clone()
-    dist.all_reduce(total)
-    expected = sum(losses).item()
-    report.check("loss", (total / tokens).item(), expected, tolerance * expected, source)
-    return gradient
 
 
 def same_losses(
@@ -132,8 +86,6 @@ def same_as_files(report, model: nn.Module, config, folder, group, kind="") -> N
 def whole_model(job: Job, config) -> nn.Module:
     """Return the whole model as a run begins: drawn, or as transformers has it of --init-from."""
     model = first_model(job, config)
-    if how := getattr(job.args, "float8", None):
-        float8.convert(model, how)
     return documents_alone(model, config)
 
 
@@ -190,53 +142,3 @@ def one_gradient_sent(
     gradient = int(share * sum(p.nbytes for p in model.parameters() if p.requires_grad))
     source = "one gradient per weight" + " and what the loop sums" * bool(other)
     report.check(name, counter.nbytes["all_reduce"], gradient + other, 0, source)
-
-
-def proven_steps(
-    job: Job, steps: Iterable[Step], model: nn.Module, optimizer: torch.optim.Optimizer,
-    before: Callable[[], None], after: Callable[[], None],
-) -> Iterator[Step]:  # fmt: skip
-    """Yield a template's steps between two proofs, none if the first fails; fill the metrics."""
-    before()
-    if job.report.failed:
-        job.report.say("not trained: mend what fails, or compare no gradient (--parity-steps 0)")
-        return
-    probe = StepProbe(job.device, job.memory_before)
-    probe.attach(model, optimizer)
-    yield from probe.watch(steps)
-    if not job.losses:  # ended by a proof before any was read
-        return
-    after()
-    every_token_once(job)
-    job.report.metrics |= probe.metrics(job.timer)
-
-
-class SharedSum:
-    """Lengths of a hundred million sequences, of which each rank looks up and adds up its part.
-
-    Indexing gives their sum alone, and is a collective. Shapes: (n,) -> ().
-    """
-
-    PIECE = 2**20  # sequences looked up at a time
-
-    def __init__(self, lengths, device: torch.device) -> None:
-        self.lengths, self.device, self.sum = lengths, device, lengths.sum
-
-    def __getitem__(self, indices: torch.Tensor) -> torch.Tensor:
-        own = indices.tensor_split(dist.get_world_size())[dist.get_rank()]
-        sums = [int(self.lengths[piece].sum()) for piece in own.split(self.PIECE)]
-        total = torch.tensor(sum(sums), device=self.device)
-        dist.all_reduce(total)
-        return total
-
-
-def every_token_once(job: Job) -> None:
-    """Check that each token up to the sampler's place was trained on, and the test set tested.
-
-    A collective.
-    """
-    expected = job.sampler.trained(SharedSum(job.train_set.lengths, job.device))
-    job.report.check("tokens trained on, from step 1", job.trained_tokens, expected, 0, "each once")
-    if job.test_loss is not None:
-        tested = int(job.test_set.lengths.sum())
-        job.report.check("test tokens counted", job.test_tokens, tested, 0, "each once")
