@@ -189,7 +189,7 @@ def parse_args():
     parser = Parser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="a ds_config.json")
-    reader = "who reads it: deepspeed_train.py, Hugging Face's Trainer or a script of your own"
+    reader = "who reads it: zero_offload.py, Hugging Face's Trainer or a script of your own"
     add("--for", choices=FAILS, default="template", dest="reader", help=f"{reader} (template)")
     add("--world-size", type=cli.positive_int, help="ranks, to multiply the batch sizes (unknown)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto",

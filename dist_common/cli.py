@@ -97,9 +97,13 @@ def add_training_flags(parser, presets, precisions=PRECISIONS, without=()):
             parser.add_argument(flag, **options)
 
     add("--preset", choices=presets, default="tiny", help="the model's shape (tiny)")
-    data = parser.add_mutually_exclusive_group()
-    data.add_argument("--text-file", help="train on its bytes (dist_common/text.txt)")
-    data.add_argument("--tokens", metavar="FOLDER", help="train on make_tokens.py's")
+    if "--text-file" not in without:
+        data = parser.add_mutually_exclusive_group()
+        text = "train on its bytes (dist_common/text.txt)"
+        data.add_argument("--text-file", help=text)
+        data.add_argument(
+            "--tokens", metavar="FOLDER", help="train on make_tokens.py's"
+        )
     add("--seq-len", type=positive_int, default=128, help="tokens per sequence (128)")
     add(
         "--micro-batch-size",

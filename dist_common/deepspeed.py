@@ -4,7 +4,6 @@ Its import takes seconds, so it happens in `import_deepspeed`.
 """
 
 import json
-import logging
 import os
 import warnings
 from datetime import timedelta
@@ -30,7 +29,7 @@ def import_deepspeed(run, config):
 
     import deepspeed
 
-    deepspeed.logger.setLevel(logging.ERROR)
+    deepspeed.logger.setLevel("ERROR")
     # On a CPU it would compile an all-reduce for a minute, which training never calls.
     # No public setting turns this off.
     vars(deepspeed.ops)["__compatible_ops__"] = {}

@@ -78,7 +78,8 @@ def compare_settings(args, run, saved, next_step):
     now = settings_of(args)
     for name in SAME_RUN:
         if now[name] != saved[name]:
-            flag = "text-file" if name == "data" else name.replace("_", "-")
+            own_text = name == "data" and hasattr(args, "text_file")
+            flag = "text-file" if own_text else name.replace("_", "-")
             raise UsageError(
                 f"--{flag} is {now[name]}, the checkpoint's run had {saved[name]}: "
                 "the run cannot continue on other data or with another model"

@@ -106,7 +106,7 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     """Return hybrid_parallelism.py, its flags, and what it does otherwise than planned."""
     model, stages, refused, remarks = job.model, layout.virtual_stages, [], []
     parts = layout.pp * stages
-    if parts > 1 and model.layers % parts and (model.layers + 2) % parts:
+    if parts > 1 and model.layers % parts:
         refused.append(f"{model.layers} layers in {parts} unequal stages")
     if model.tied_embeddings:
         refused.append("one table for tokens and logits, which pp and FSDP's units would split")
@@ -169,15 +169,14 @@ def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str, r
     if not plain or layout.shard not in (0, layout.replicas) or layout.offload != "none":
         return Launch([], [f"02-fsdp/fsdp_finetune.py has FSDP alone: give {FSDP_ALONE}"])
     remarks = ["it shards as ZeRO-3 does"] * (layout.zero != 3 and layout.gpus > 1)
-    again = "none" if layout.recompute == "none" else "full"
-    if again != layout.recompute:
-        remarks.append("it recomputes whole layers: fewer bytes, a longer step")
+    if layout.recompute != "full":
+        remarks.append("it recomputes every layer: fewer bytes, a longer step")
     if finetune == "lora":
         remarks.append("its frozen weights are float32, 4 bytes each")
     data = "--init-from MODEL_DIR --data chats.jsonl"
     batch = f"--global-batch-size {job.global_batch} --micro-batch-size {layout.micro_batch}"
     adapters = f" --lora-rank {rank}" if finetune == "lora" else ""
     line = f"{torchrun(layout.gpus, gpus_per_node)} 02-fsdp/fsdp_finetune.py {data}"
-    line += f" --seq-len {job.seq_len} {batch} --precision bf16-mixed{adapters}"
-    line += f" --activation-checkpointing {again}" * (again == "full")
+    line += f" --seq-len {job.seq_len} {batch} --precision bf16-mixed"
+    line += f" --activation-checkpointing full{adapters}"
     return Launch([line], remarks)

@@ -368,7 +368,7 @@ def test_a_run_killed_before_its_export_exports_when_it_resumes(finetune, tmp_pa
     folder, tuned = tmp_path / "run", tmp_path / "tuned"
     words = ("--max-steps", 2, "--save-every", 2, "--export", tuned)
     words += ("--output-dir", folder, "--resume")
-    (tmp_path / "tuned.partial").mkdir()  # what an earlier kill left
+    (tmp_path / "tuned.partial").mkdir()  # of an earlier kill
     ended = finetune(*words, changes=[kill_before_the_export])
     assert set(ended.codes) <= {-signal.SIGKILL, -signal.SIGTERM}, ended.stderr
     assert not tuned.exists() and not (folder / "results.json").exists()
@@ -408,7 +408,7 @@ def test_a_run_on_other_data_or_another_model_is_refused(
     assert_one_line(ended, says, "fsdp_finetune.py")
 
 
-# Families, and what an export holds
+# Families and exports
 
 SHAPE = {
     "vocab_size": 263,  # odd: the ranks' shards are of different sizes
@@ -466,7 +466,7 @@ def make_family(kind: str, tiny: Path, folder: Path, dtype=torch.float32):
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            if not tensor.any():  # what stays zero could be lost unseen
+            if not tensor.any():  # a zero could be lost unseen
                 tensor.normal_(std=0.02)
     if kind in FAMILIES:
         config.save_pretrained(folder)

@@ -25,7 +25,7 @@ from legacy_common.cli import UsageError
 
 CHECK = "03-deepspeed/check_config.py"
 WRONG, SCRIPT, MACHINE, HINT = (
-    "wrong for DeepSpeed", "not in deepspeed_train.py", "machine", "hint"
+    "wrong for DeepSpeed", "not in zero_offload.py", "machine", "hint"
 )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ def test_a_search_tries_what_each_script_supports():
                       compile=["off", "on"], micro_batch_size=None)  # fmt: skip
     rows = bench_search.variants([STRATEGIES[name] for name in ("single", *names)], asked)
     count = Counter(row.name.partition(" ")[0] for row in rows)
-    assert count == dict(zip(("single", *names), (1, 4, 12, 4, 2, 12), strict=True))
+    assert count == dict(zip(("single", *names), (1, 4, 12, 6, 2, 12), strict=True))
     table = {row.name: row for row in rows}
     most = table["fsdp-full mb4 selective compile"]
     assert most.flags == "--sharding full --activation-checkpointing selective --compile"

@@ -97,7 +97,7 @@ def test_the_lines_are_the_lessons_own():
     for path in started:
         words = shlex.split(script.commands_of(path, lines[path], "/tmp/x", 2)[-1])
         assert any(word.endswith(".py") and (REPO / word).exists() for word in words), words
-        assert not {"--num_gpus=8", "DIR", "pairs.jsonl"} & set(words)
+        assert not {"--num_gpus=8", "DIR", "chats.jsonl"} & set(words)
         on_cpu = script.commands_of(path, lines[path], "/tmp/x", None)[-1]
         assert on_cpu.count("--preset") == lines[path].count("--preset")
     assert {*script.ADDED, *script.BEFORE} <= set(started)

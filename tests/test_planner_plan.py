@@ -394,7 +394,6 @@ def test_a_template_takes_its_launch_line(model, layout, finetune, script, monke
 @pytest.mark.parametrize(
     ("layout", "finetune", "says"),
     [
-        (Layout(tp=2, dp=8, zero=3, shard=4), "none", "HSDP beside other axes"),
         (Layout(tp=2, dp=8, zero=3, offload="all"), "none", "has --offload all with these axes"),
         (Layout(dp=8, zero=3, offload="all"), "none", "has --offload all with these axes"),
         (Layout(dp=4, zero=3), "qlora", "fsdp_qlora.py has the layer"),

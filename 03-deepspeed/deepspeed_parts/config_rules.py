@@ -19,7 +19,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 AUTO = "auto"  # in a config: "the script shall say"; Hugging Face's Trainer reads it alike
-WRONG, SCRIPT, MACHINE, HINT = "wrong for DeepSpeed", "not in deepspeed_train.py", "machine", "hint"
+WRONG, SCRIPT, MACHINE, HINT = "wrong for DeepSpeed", "not in zero_offload.py", "machine", "hint"
 RULES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 IGNORED = "DeepSpeed passes over it: what it should do is not done"

@@ -13,8 +13,7 @@ import psutil
 import torch
 
 import check_config
-import deepspeed_train
-from deepspeed_parts import config_judge, config_rules, setup
+from deepspeed_parts import config_judge, config_rules, deepspeed_train, setup
 from legacy_common import cli, measure, runtime
 from legacy_common.lab.proofs import same_losses
 from legacy_common.models import TransformerConfig
@@ -43,7 +42,7 @@ def settled(path: Path, args, shape: TransformerConfig, ranks: int) -> dict[str,
     config = config_judge.read_right(path)
     config_rules.fill_disk(config, flags, {"nvme_path"})
     config_rules.refuse(path, check_config.of_machine(config))
-    deepspeed_train.settle_precision(config, flags, {"precision"})
+    deepspeed_train.settle_precision(config, flags)
     deepspeed_train.fill(config, flags, shape.dim)
     setup.make_swap_folders([part for _, part in config_rules.offloads(config)])
     return config

@@ -77,7 +77,8 @@ def show_step(run: Run) -> None:
     ]
     for kind, counted in (run.metrics.get("collectives_per_step") or {}).items():
         calls = f"{counted['calls']} call{'s' * (counted['calls'] != 1)}"
-        rows.append((f"  {kind}", f"{calls}, {words.size(counted['bytes_sent'])}"))
+        sent = words.size(counted["bytes_sent"])
+        rows.append((f"  {kind.replace('_', '-')}", f"{calls}, {sent}"))
     peaks = run.metrics.get("peak_memory_gib_per_rank") or []
     fullest = sorted(range(len(peaks)), key=lambda rank: -peaks[rank])[:RANKS_SHOWN]
     for rank in sorted(fullest):
