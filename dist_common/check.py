@@ -53,8 +53,8 @@ def first_two_steps(
     It compares losses, gradient norms, Adam's first moments (they show the gradient
     after clipping) and how far the weights moved, so that a small learning rate hides
     nothing. `make_model()` returns the model with its first weights. `stages` is the
-    group of a pipeline, whose ranks have different weights. The random state stays as
-    it was. Raises: CheckError on all ranks, which says what differs.
+    group of a pipeline, whose ranks have different weights. The random state is
+    restored. Raises: CheckError on all ranks, which says what differs.
     """
     log.flush()
     weights, moments = {}, {}
@@ -130,7 +130,7 @@ def train_alone(args, dataset, make_model, loss_function, device):
 
 
 def whole(tensor):
-    """Return a tensor with all ranks' parts of it. A collective for sharded tensors."""
+    """Return a tensor with the parts of all ranks. A collective for sharded tensors."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -182,7 +182,7 @@ def kind_of(operator):
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Count the collectives that this rank starts, those of DDP and FSDP too.
+    """Count the collectives that this rank starts, also inside DDP and FSDP.
 
     calls and bytes_sent (by this rank, in a ring) are counted by kind.
     """

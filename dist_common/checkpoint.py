@@ -69,7 +69,7 @@ class Checkpoints:
         (self.folder / token).touch()
 
     def agree(self, what, action, only_rank0=False, clean=None):
-        """Run an action; if it fails on any rank, raise UsageError on all of them.
+        """Run an action; if it fails on any rank, raise UsageError on every rank.
 
         Returns: every rank's value. `clean` is a folder that rank 0 then removes.
         """
@@ -96,7 +96,7 @@ class Checkpoints:
         return {"model": weights, "optimizer": moments}
 
     def save(self, step, facts, background=False):
-        """Write a checkpoint; `facts` is what else a resumed run needs, as JSON.
+        """Write a checkpoint; `facts` are other values that a resumed run needs.
 
         In the background, training continues while a thread writes a copy. The next
         save, or `wait`, raises what the thread met. Raises: UsageError.

@@ -3,9 +3,7 @@
 import difflib
 import itertools
 import math
-import os
 import shlex
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -48,7 +46,6 @@ class Strategy:
     stages: int = 1
     untied: bool = False
     precisions: list[str] = field(default_factory=PRECISIONS.copy)
-    compiles: bool = False
     recompute_flags: str = ""
     compile_flags: str = ""
     micro_batch_size: int = 0
@@ -90,9 +87,6 @@ class Strategy:
             return f"{can}: {self.why}" if self.why else can
         if precision not in self.precisions:
             return f"{self.name} cannot train in {precision}, only in {', '.join(self.precisions)}"
-        compiler = os.environ.get("CXX", "c++")
-        if self.compiles and shutil.which(compiler) is None:
-            return f"{self.name} needs a C++ compiler, and there is no {compiler} here"
         return self._why_not_this_model(world_size, preset)
 
     def takes(self, world_size: int) -> bool:
