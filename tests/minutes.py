@@ -1,4 +1,4 @@
-"""How long a page takes: its words, the lines of its script's lesson, its commands."""
+"""How long a page takes: words, lines of its script's lesson, commands, exercises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pages import runnable, steps
 
 WORDS_A_MINUTE, LINES_A_MINUTE = 200, 10
 COMMAND, SLOW_COMMAND = 0.25, 1.0  # minutes: most take some seconds, those marked slow a minute
-ROW = re.compile(r"^(\| \[.*?\]\((\w+\.md)\).*\| )(\d+)( \|)$", re.M)
+EXERCISE = re.compile(r"^\d+\. \((\d+) min\)", re.M)
+ROW = re.compile(r"^(\| .*?\]\(([\w/-]+\.md)\).*\| )(\d+)( \|)$", re.M)
 RULED = [path for path in PAGES if not path.startswith("labs/")]  # a lab's are of doing it
 STATED = re.compile(r"(\d+)(\s+minutes)")
 
@@ -37,7 +38,8 @@ def by_rule(path: str) -> float:
     for step in steps(page):
         each = SLOW_COMMAND if "<!-- slow -->" in step.commands.lead else COMMAND
         waiting += each * sum(bool(runnable(command)) for _, command in commands(step.commands))
-    return words / WORDS_A_MINUTE + lines / LINES_A_MINUTE + waiting
+    exercises = sum(map(int, EXERCISE.findall(page.prose)))
+    return words / WORDS_A_MINUTE + lines / LINES_A_MINUTE + waiting + exercises
 
 
 def stated(path: str) -> int | None:
@@ -60,6 +62,9 @@ def write() -> None:
             continue
         text = ROW.sub(lambda row: f"{row[1]}{taken[str(folder / row[2])]}{row[4]}", text)  # noqa: B023
         (REPO / path).write_text(text)
+        if path == "README.md":  # of the afternoon track
+            front = text
+            continue
         hours = round(sum(int(row[3]) for row in ROW.finditer(text)) / 60)
         front = re.sub(rf"^(\| \[{folder}\].*\| )\d+( \|)$", rf"\g<1>{hours}\2", front, flags=re.M)
     (REPO / "README.md").write_text(front)
