@@ -13,7 +13,7 @@
   "output" in that JSON file, beside machine, versions and date. Commands right before are not run.
 - An image is followed by <!-- drawn by the command above: PATH -->, the file it is a copy of; with
   ", times differ" before the colon, it may differ as much as measured times do. Or by
-  <!-- drawn on PAGE -->, which has it with its command.
+  <!-- drawn on PAGE -->, which has it with its command, or by <!-- drawn by figures.py -->.
 - A ```python, ```json or ```yaml block stands, word for word, in a file of the page's folder or
   legacy_common.
 - A ```tree block lists paths that exist, first word of each line.
@@ -142,7 +142,24 @@ def test_a_diff_on_a_page_is_the_difference(path, block):
 
 
 BY_TEST = re.compile(r"!\[[^\]]+\]\([^)]+\)\n<!-- drawn by (tests/\w+\.py): (\S+) -->")
+BY_FIGURES = re.compile(r"!\[[^\]]+\]\(images/([^)]+)\)\n<!-- drawn by figures\.py -->")
 ELSEWHERE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)\n<!-- drawn on (\S+\.md) -->")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", [path for path in TRACKED if path.endswith("/figures.py")])
+def test_figures_draws_the_pictures_of_its_module(script, tmp_path):
+    """python figures.py --output-dir DIR draws what the module's images/ holds."""
+    words = [sys.executable, script, "--output-dir", str(tmp_path)]
+    ended = run_command(words, REPO, 120)
+    assert ended.codes == [0], ended.stderr
+    drawn = sorted(tmp_path.iterdir())
+    assert drawn
+    for path in drawn:
+        fault = pages.fault_of_figure(
+            REPO / Path(script).parent / "images" / path.name, path, False
+        )
+        assert not fault, fault
 
 
 def test_every_image_says_what_drew_it():
@@ -152,8 +169,11 @@ def test_every_image_says_what_drew_it():
             "each ![picture] needs, on the next line, <!-- drawn by the command above: FILE -->"
         )
         borrowed, tested = ELSEWHERE.findall(prose), BY_TEST.findall(prose)
-        known = len(pages.FIGURE.findall(prose)) + len(borrowed) + len(tested)
+        made = BY_FIGURES.findall(prose)
+        known = len(pages.FIGURE.findall(prose)) + len(borrowed) + len(tested) + len(made)
         assert prose.count("![") == known, f"{page}: {comment}"
+        for image in made:
+            assert (folder / "images" / image).exists(), f"{page}: no {image}"
         for test, drawn in tested:
             assert Path(drawn).name in (REPO / test).read_text(), f"{page}: {test} draws no {drawn}"
         for image, other in borrowed:
@@ -171,7 +191,10 @@ EXERCISES = re.compile(r"^## Change it\n(.*?)(?=^<details>|^## |\Z)", re.M | re.
 def test_exercises_are_done_on_a_copy_and_say_their_minutes(path):
     asked = EXERCISES.search(read(path).prose)[1]
     copied = re.findall(r"`python labs/try\.py (\S+)`", asked)
-    assert copied, f"{path}: say how to copy the lesson: `python labs/try.py SCRIPT`"
+    has_script = str(Path(path).with_suffix(".py")) in TRACKED
+    assert copied or not has_script, (
+        f"{path}: say how to copy the lesson: `python labs/try.py SCRIPT`"
+    )
     assert set(copied) <= set(TRACKED), f"{path}: {copied} are not there"
     for exercise in re.findall(r"^\d\. .*", asked, re.M) or [asked]:
         assert re.search(r"\(\d+ min\)", exercise), f"{path}: no minutes: {exercise}"

@@ -71,7 +71,7 @@ def strays(folder: str):
 
 def unstarted(folder: str):
     """A lesson with a main ends by running it: its page's commands are run on forks."""
-    for stem in scripts(folder):
+    for stem in set(scripts(folder)) - MAKERS:
         source = (REPO / folder / f"{stem}.py").read_text()
         starts = source.endswith('if __name__ == "__main__":\n    cli.run(main)\n')
         if "\ndef main(" in source and not starts:
