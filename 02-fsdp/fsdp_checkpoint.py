@@ -1,228 +1,329 @@
-"""Save a sharded model in four ways, and see how long training stands still for each.
+"""Save a sharded model in four ways, and load each on any number of ranks.
 
-    CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_checkpoint.py
-    GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_checkpoint.py --preset 124m
+    CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_checkpoint.py \
+              --output-dir runs/saved
+    GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_checkpoint.py \
+              --output-dir runs/saved
 
-`compare` saves in each way while it trains, and resumes from each. `save` trains and saves. Look
-for: who writes how many bytes; how long training stands still; after each restore the losses of a
-run that never stopped; the previous checkpoint, where a save was killed or a file is damaged.
+`--load runs/saved` loads all four, on any number of ranks. Look for: how long training
+stands still, who writes how many bytes, and losses after loading that equal the losses
+of one process that never stopped.
 
-Sources: docs.pytorch.org, "Getting Started with Distributed Checkpoint (DCP)" and "Asynchronous
-Saving with Distributed Checkpoint (DCP)".
+Sources: docs.pytorch.org, "Getting Started with Distributed Checkpoint (DCP)".
 """
 
-import contextlib
-import functools
-import logging
+import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.fsdp import fully_shard
-
-from fsdp_parts import checkpoint_job
-from fsdp_parts.checkpoint_job import (
-    FULL,
-    KEPT,
-    LOSS_TOLERANCE,
-    TO_RANK0,
-    newest,
-    set_state,
-    state_of,
-    train,
+import torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
 )
-from fsdp_parts.fsdp_checkpoint import HEADERS, SavedRun, check_bytes
-from legacy_common import checkpoint, cli
-from legacy_common.lab import proofs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from dist_common import cli, data, runtime
+from dist_common.model import (
+    PRESETS,
+    Transformer,
+    build_transformer,
+    init_weights,
+)
+from dist_common.report import Report
+
+SEQ_LEN = 64  # tokens
+BATCH = 12  # sequences per step on all ranks together
+SAVE_AT = 3  # the step after which all are saved
+STEPS = 6
+SEQUENCES = data.Sequences(data.load_text(), SEQ_LEN)
+LR = 1e-3
 
 
-def sharded(state, folder, files):
-    """Each rank writes its shards; rank 0 also writes which rows stand in which file."""
+def build(config, seed, device):
+    """Return a sharded model and its optimizer; a rank allocates only its shards."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = Transformer(config)
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh)
+    model.to_empty(device=device)
+    init_weights(model, seed)
+    return model, torch.optim.AdamW(model.parameters(), lr=LR)
 
-    dcp.save(state, checkpoint_id=folder, process_group=files)
 
+def train(model, optimizer, steps, rank=0, world_size=1):
+    """Train this rank's share of some steps; return the mean losses of their batches.
 
-def full(state, folder, files):
-    """Rank 0 writes the whole state, which all ranks have gathered there."""
-    checkpoint_job.write_file(state, folder)
-
-
-@functools.cache
-def stager():
-    """Return what copies the shards to host memory; one for all saves allocates that memory once.
-
-    A GPU copies to pinned memory by itself, at the speed of its bus; for any other memory the
-    driver copies piece by piece through a pinned buffer. PyTorch's own choice is not pinned.
+    Each step takes the next sequences of the text, whatever the number of ranks.
+    Raises: UsageError for more ranks than sequences.
     """
-    gpu = torch.cuda.is_available()
-    options = StagingOptions(
-        use_pinned_memory=gpu,
-        use_non_blocking_copy=gpu,
-        use_shared_memory=False,
-        use_async_staging=False,
-    )
-    return DefaultStager(options)
-
-
-def by_thread(state, folder, files):
-    """Copy the shards in host memory and return; a thread of this process writes the copy."""
-    if torch.__version__ < checkpoint.KEEPS_STAGER:
-        stager.cache_clear()
-    return dcp.async_save(state, checkpoint_id=folder, process_group=files, async_stager=stager())
-
-
-def by_process(state, folder, files):
-    """The same, but a process of its own writes: it takes no Python time from the training."""
-    options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
-    return dcp.async_save(state, checkpoint_id=folder, process_group=files, **options)
-
-
-KINDS = {"sharded": sharded, "full": full, "async": by_thread, "async-process": by_process}
-
-
-def save(kind, directory, job, run):
-    """Write a checkpoint; return a future, done when it is whole. A collective.
-
-    All goes to a folder under another name, which `sealed` hashes and renames when it is left.
-    """
-    # To gather a state on rank 0 takes all ranks: under `if rank == 0` it would wait for ever.
-    state = state_of(run, **(TO_RANK0 if kind == "full" else {}))
-    with contextlib.ExitStack() as stack:
-        facts = checkpoint_job.facts_of(job, run)
-        sealed = checkpoint.sealed(Path(directory), run.progress["step"], facts, KEPT, run.files)
-        partial = stack.enter_context(sealed)
-        writing = KINDS[kind](state, partial, run.files)
-        rest = stack.pop_all()  # to leave the folder, in a thread
-
-    def finish():
-        with rest:
-            if writing:
-                writing.result()
-        return time.perf_counter()
-
-    thread = ThreadPoolExecutor(1)
-    done = thread.submit(finish)
-    thread.shutdown(wait=False)
-    if not writing:  # one that writes has copied the state: training may go on and change it
-        done.result()
-    return done
-
-
-def restore(found, run):
-    """Load a checkpoint of either format into a run. A collective."""
-    if FULL in found.files:
-        checkpoint_job.load_file(run, found.folder)
-    else:
-        state = state_of(run)  # what this rank holds, it reads, whoever wrote it
-
-        dcp.load(state, checkpoint_id=found.folder, process_group=run.files)
-
-        set_state(run, state)
-    run.progress = found.progress
-
-
-def shard(model):
-    for module in (*model.blocks, model):
-        fully_shard(module)
-
-
-def start(job, seed):
-    """Return a sharded run before its first step."""
-    model = checkpoint_job.build(job, seed, shard)
-    return checkpoint_job.start(job, model, seed, (job.world.rank, job.world.world_size))
-
-
-def compare(job, folder):
-    """Save in each way while training goes on; then resume from each."""
-    run = start(job, job.args.seed)
-    begin = run.progress.copy()
-    first = train(job, run, 1)
-    for kind in KINDS:  # the first of a kind is slower: by_process starts its process
-        save(kind, folder / "warm-up" / kind, job, run).result()
-    saved = {}
-    for kind in KINDS:
-        saved[kind] = SavedRun(kind)
-        saved[kind].train_and_save(job, run, lambda k=kind: save(k, folder / k, job, run))
-    losses = torch.cat([first, *(times.losses for times in saved.values())])
-    name = "never stopped: largest error of a loss"
-    checkpoint_job.check_never_stopped(job, begin, losses, name=name)
-    rows = [resume(job, kind, folder / kind, saved[kind]) for kind in KINDS]
-    job.report.table(rows, HEADERS)
-    return f"loss {losses[-1]:.4f} after step {run.progress['step']}, stopped or not"
-
-
-def resume(job, kind, folder, saved):
-    """Resume from a checkpoint, compare with the run that went on; return its row of the table."""
-    found = newest(job, folder)
-    run = start(job, job.args.seed + 1)  # another seed, so that nothing is right by itself
-    dist.barrier(job.files)
-    begun = time.perf_counter()
-    restore(found, run)
-    saved.load_s = time.perf_counter() - begun
-
-    losses = train(job, run, job.args.max_steps)
-    # The first loss of the other run is of the step before the save. GPUs add in any order.
-    tolerance = 0 if job.device.type == "cpu" else LOSS_TOLERANCE
-    name = f"{kind}: largest error of a loss"
-    proofs.same_losses(job.report, losses, saved.losses[1:], tolerance, name, "never stopped")
-    sizes = check_bytes(job, kind, found)
-    columns = saved.columns(job.report)
-    return [kind, *columns, f"{sum(sizes) / 1e6:.2f}", f"{max(sizes) / 1e6:.2f}"]
-
-
-def train_and_save(job):
-    """Train on from the newest whole checkpoint, if there is one, and save now and then."""
-    args = job.args
+    if world_size > BATCH:
+        raise cli.UsageError(f"use at most {BATCH} ranks: a step has {BATCH} sequences")
+    device = next(model.parameters()).device
     losses = []
-    saved = None
-    found = newest(job, args.dir, may_be_none=True)
-    run = start(job, args.seed + bool(found))
-    if found:
-        restore(found, run)
-    begin = run.progress.copy()
-    for number in range(1, args.max_steps + 1):
-        losses.append(train(job, run, 1))
-        if number % args.save_every == 0 or number == args.max_steps:
-            if saved:
-                saved.result()  # one at a time
-            saved = save(args.kind, args.dir, job, run)
-    saved.result()  # a process that ends earlier has saved nothing
-    name = f"loss, fsdp on {job.world.world_size} rank(s)"
-    checkpoint_job.compare_losses(job, name, begin, torch.cat(losses), found)
-    return f"loss {losses[-1].item():.4f} after step {run.progress['step']}"
+    for step in steps:
+        indices = range(step * BATCH + rank, (step + 1) * BATCH, world_size)
+        pairs = [SEQUENCES[index] for index in indices]
+        inputs, targets = (
+            torch.stack(part).to(device) for part in zip(*pairs, strict=True)
+        )
+        logits = model(inputs)  # (B, T, V)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        ) / (BATCH * SEQ_LEN)
+        (loss * world_size).backward()  # FSDP averages over ranks: undo it
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    if world_size > 1:
+        dist.all_reduce(losses)
+    return losses.cpu()
+
+
+# Shards: each rank writes and reads its own part.
+
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def state_of(model, optimizer):
+    """Return weights and moments by name, each a DTensor: a shard and its place."""
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    return {"model": weights, "optimizer": moments}
+
+
+def save_shards(model, optimizer, folder, group):
+    """Write one file per rank; rank 0 adds .metadata, which rows are in which file."""
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder, process_group=group)
+
+
+def save_in_background(model, optimizer, folder, group):
+    """Copy the shards to host memory; a thread writes them. Returns: a future."""
+    state = state_of(model, optimizer)
+    return dcp.async_save(state, checkpoint_id=folder, process_group=group)
+
+
+def load_shards(model, optimizer, folder, group):
+    """Fill the shards of this rank, whoever wrote them."""
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=BY_NAME,
+    )
+
+
+# One file: rank 0 writes and reads everything.
+
+
+def save_file(model, optimizer, folder, group):
+    """Gather the whole state on rank 0, which writes it. A collective."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model, options=options)  # on every rank
+    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        torch.save({"model": weights, "optimizer": moments}, folder / "whole.pt")
+    dist.barrier(group)
+
+
+def load_file(model, optimizer, folder, group):
+    """Rank 0 reads the file and sends tensor by tensor; each rank keeps its shard."""
+    state = {"model": {}, "optimizer": {}}
+    if dist.get_rank() == 0:
+        state = torch.load(folder / "whole.pt", mmap=True, weights_only=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # Two calls: set_state_dict skips the weights on a rank that passes an empty dict.
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+
+
+# Hugging Face: weights only, under the names that transformers uses.
+
+HF_NAMES = {
+    "embedding.": "model.embed_tokens.",
+    "blocks.": "model.layers.",
+    "attention_norm.": "input_layernorm.",
+    "ffn_norm.": "post_attention_layernorm.",
+    "attention.w": "self_attn.",
+    "gate.": "mlp.gate_proj.",
+    "up.": "mlp.up_proj.",
+    "down.": "mlp.down_proj.",
+    "head.": "lm_head.",
+}
+
+
+def hf_name(name):
+    """Return the name that transformers gives this weight of a Llama."""
+    for ours, theirs in HF_NAMES.items():
+        name = name.replace(ours, theirs)
+    if name.startswith("norm."):
+        return f"model.{name}"
+    for letter in "qkvo":
+        name = name.replace(f"self_attn.{letter}.", f"self_attn.{letter}_proj.")
+    return name
+
+
+def hf_config(config):
+    """Return the same shape as a configuration of transformers."""
+    return LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        intermediate_size=config.ffn_dim,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_seq_len,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def export_hf(model, optimizer, folder, group):
+    """Write safetensors: each rank its shards, then rank 0 joins them."""
+    weights = {hf_name(n): w for n, w in get_model_state_dict(model).items()}
+    writer = dcp.HuggingFaceStorageWriter(
+        str(folder),
+        dict.fromkeys(weights, 1),  # all in file 1
+        save_distributed=True,
+        enable_consolidation=True,
+    )
+    dcp.save(weights, storage_writer=writer, process_group=group)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "sharded")
+        hf_config(model.config).save_pretrained(folder)
+    dist.barrier(group)
+
+
+def import_hf(model, optimizer, folder, group):
+    """Fill this rank's shards from safetensors files; the moments stay new."""
+    weights = {hf_name(n): w for n, w in get_model_state_dict(model).items()}
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    dcp.load(weights, storage_reader=reader, process_group=group)
+
+
+LOADERS = {
+    "shards": load_shards,
+    "background": load_shards,
+    "one-file": load_file,
+    "hugging-face": import_hf,
+}
+
+
+def save_all(args, run, config):
+    """Train, save in each way, train on; return the ms that training stood still."""
+    model, optimizer = build(config, args.seed, run.device)
+    ranks = run.rank, run.world_size
+    train(model, optimizer, range(SAVE_AT), *ranks)
+    stall_ms = {}
+    for way, save in (
+        ("shards", save_shards),
+        ("one-file", save_file),
+        ("hugging-face", export_hf),
+        ("background", save_in_background),
+    ):
+        started = time.perf_counter()
+        writing = save(model, optimizer, args.folder / way, run.cpu_group)
+        stall_ms[way] = (time.perf_counter() - started) * 1e3
+    # The weights change while the thread writes its copy of them.
+    train(model, optimizer, range(SAVE_AT, STEPS), *ranks)
+    writing.result()  # a script that ends earlier has saved nothing
+    return stall_ms
+
+
+def losses_after(way, args, run, config):
+    """Load a checkpoint into a model with other weights; return its next losses."""
+    model, optimizer = build(config, args.seed + 1, run.device)
+    LOADERS[way](model, optimizer, args.folder / way, run.cpu_group)
+    # Without moments only the first loss can agree: it depends on the weights alone.
+    end = SAVE_AT + 1 if way == "hugging-face" else STEPS
+    steps = range(SAVE_AT, end)
+    return train(model, optimizer, steps, run.rank, run.world_size)
+
+
+@torch.no_grad()
+def loss_in_transformers(folder):
+    """Return the loss of the first batch after saving, as transformers computes it."""
+    logging.disable_progress_bar()
+    model = LlamaForCausalLM.from_pretrained(folder)
+    first = SAVE_AT * BATCH
+    pairs = [SEQUENCES[index] for index in range(first, first + BATCH)]
+    inputs, targets = (torch.stack(part) for part in zip(*pairs, strict=True))
+    logits = model(inputs).logits  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+
+def print_files(report, folder, stall_ms):
+    """Print who wrote how much; return the bytes of the one file."""
+    rows = []
+    for way in LOADERS:
+        files = [path for path in (folder / way).iterdir() if path.suffix != ".json"]
+        sizes = [path.stat().st_size for path in files]
+        still = f"{stall_ms[way]:.0f} ms" if way in stall_ms else "-"
+        megabytes = (f"{size / 1e6:.2f}" for size in (sum(sizes), max(sizes)))
+        rows.append((way, still, len(files), *megabytes))
+    report.table(rows, ("way", "stands still", "files", "MB in all", "largest file"))
+    return (folder / "one-file" / "whole.pt").stat().st_size
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    add = parser.add_argument
-    add("action", nargs="?", choices=("compare", "save"), default="compare", help="(compare)")
-    checkpoint_job.add_flags(parser, "; compare: empty (a temporary one)")
-    checkpoint_job.add_training_flags(parser)
-    add("--kind", choices=KINDS, default="sharded", help="how `save` saves (sharded)")
-    add("--save-every", type=cli.positive_int, default=2, help="steps from save to save (2)")
-    add("--global-batch-size", type=cli.positive_int, default=16, help="of a new run (16)")
+    parser.add_argument(
+        "--load", type=Path, metavar="DIR", help="save nothing, load what is there"
+    )
     args = parser.parse_args()
-    if args.action == "save" and not args.dir:
-        parser.error("save needs --dir")
+    args.folder = args.load or args.output_dir
+    if not args.folder:
+        raise cli.UsageError("name a folder: --output-dir to save, --load to load")
+    if args.load and not args.load.is_dir():
+        raise cli.UsageError(f"--load {args.load}: no such folder")
     return args
 
 
 def main():
     args = parse_args()
-    compares = args.action == "compare"
-    to_fill = "dir" if compares else None
-    with checkpoint_job.opened("02-fsdp/fsdp_checkpoint.py", args, to_fill) as job:
-        with checkpoint_job.folder_of(job) as folder:
-            summary = compare(job, folder) if compares else train_and_save(job)
-        return job.report.finish(summary)
+    with runtime.init(args.device, args.timeout) as run:
+        report = Report("02-fsdp/fsdp_checkpoint.py", args, run)
+        config = PRESETS["tiny"]
+        stall_ms = {} if args.load else save_all(args, run, config)
+        expected = None
+        if run.rank == 0:  # one process that never stops
+            model = build_transformer(config, args.seed, run.device)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+            losses = train(model, optimizer, range(STEPS))
+            in_transformers = loss_in_transformers(args.folder / "hugging-face")
+            size = print_files(report, args.folder, stall_ms)
+            expected = losses, in_transformers, size
+        losses, in_transformers, size = runtime.from_rank0(expected, run.cpu_group)
+        for way in LOADERS:
+            after = losses_after(way, args, run, config)
+            errors = after - losses[SAVE_AT : SAVE_AT + len(after)]
+            error = errors.abs().max().item()
+            report.check(f"largest error of a loss, {way}", error, 0, 1e-5)
+        after_saving = losses[SAVE_AT].item()
+        report.check("loss in transformers", in_transformers, after_saving, 1e-5)
+        # 12 bytes per weight in float32: the weight and Adam's two moments.
+        bytes_of_state = 12 * config.num_parameters()
+        report.check("bytes of one-file", size, bytes_of_state, bytes_of_state // 50)
+        return report.finish(f"loss {losses[-1]:.4f} after step {STEPS}, saved or not")
 
 
-if __name__ == "__mp_main__":  # the process that by_process starts imports this script
-    logging.disable(logging.INFO)
 if __name__ == "__main__":
     cli.run(main)

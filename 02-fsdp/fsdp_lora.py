@@ -1,139 +1,187 @@
-"""Fine-tune small adapters (LoRA) beside a frozen model that FSDP shards.
+"""Train LoRA adapters next to a frozen model that FSDP shards, also in 4 bits.
 
-    CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_lora.py
-    GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_lora.py --preset 124m
+    CPU   torchrun --standalone --nproc-per-node=2 02-fsdp/fsdp_lora.py \
+              --output-dir runs/lora
+    GPU   torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_lora.py \
+              --output-dir runs/lora
 
-Look for: gradients, Adam moments and reduce-scatters of the adapters only; all-gathers no smaller
-than before, since backward goes through the frozen weights too; the losses of one process.
+Look for: reduce-scatters of the adapters only, all-gathers of everything, the losses of
+one process, and adapters that peft loads. `--quantize nf4` stores the frozen weights in
+4 bits (QLoRA).
 
-FSDP2 shards each parameter by itself, so frozen and trained ones share a unit. The adapter is
-written out because the lesson is what FSDP does with it; the files are peft's.
-Source: Hu et al., LoRA (ICLR 2022), section 4.
+Sources: Hu et al., LoRA (ICLR 2022), section 4.1; Dettmers et al., QLoRA (NeurIPS
+2023), section 3 and appendix E.
 """
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from fsdp_parts import lora_checks
-from fsdp_parts.lora_layers import layers_of
-from fsdp_parts.sharding import gathered, loss_of
-from legacy_common import cli, models, runtime
-from legacy_common.models import Transformer, local
-from legacy_common.report import Report
+from dist_common import check, cli, runtime
+from dist_common.model import PRESETS, build_transformer
+from dist_common.report import Report
+from fsdp_checkpoint import STEPS, train
 
-WAYS = ("full", "LoRA", "LoRA-bf16")  # what is trained; -bf16: how frozen weights are stored
+LAYERS = ["wq", "wk", "wv", "wo", "gate", "up", "down"]  # they get adapters
+RANK = 8  # r, the rows of A
+ALPHA = 16  # the adapter's output is scaled by ALPHA / RANK
 
 
-class LoRA(nn.Module):
-    """A frozen layer W, and beside it the thin A and B that are trained: W x + alpha/r B A x.
+class LoRALinear(nn.Module):
+    """A frozen layer W with two thin matrices: y = W x + alpha / r B A x.
 
-    Shapes: W (out, in), A (r, in), B (out, r). Names as in peft. Source: LoRA, section 4.1.
+    Shapes: W (out, in), A (r, in), B (out, r). The names are those of peft.
     """
 
-    def __init__(self, base_layer, lora_rank, lora_alpha):
+    def __init__(self, base_layer):
         super().__init__()
-        inputs = base_layer.in_features
-        outputs = base_layer.out_features
-        device = next(base_layer.parameters()).device
         self.base_layer = base_layer
-        self.scale = lora_alpha / lora_rank
-        self.lora_A = nn.Linear(inputs, lora_rank, bias=False, device=device)
-        self.lora_B = nn.Linear(lora_rank, outputs, bias=False, device=device)
-        nn.init.zeros_(self.lora_B.weight)  # so that training begins at the base's answers
+        self.lora_A = nn.Linear(base_layer.in_features, RANK, bias=False)
+        self.lora_B = nn.Linear(RANK, base_layer.out_features, bias=False)
+        nn.init.zeros_(self.lora_B.weight)  # training starts at the frozen model
 
     def forward(self, x):
-
-        return self.base_layer(x) + self.scale * self.lora_B(self.lora_A(x))
-
-
-def add_adapters(model, args):
-    """Freeze the model and put an adapter beside each layer that --target-modules names."""
-    model.requires_grad_(False)
-    for path, layer in layers_of(model, args.target_modules):
-        model.set_submodule(path, LoRA(layer, args.lora_rank, args.lora_alpha))
+        return self.base_layer(x) + ALPHA / RANK * self.lora_B(self.lora_A(x))
 
 
-def shard(model, mesh, way):
-    """Shard each block, and the rest: FSDP2 does not ask which parameters are trained."""
-    compute = torch.bfloat16 if way.endswith("bf16") else None
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+# NF4: a weight is one of 16 values times the scale of its block of 64.
+NF4 = torch.tensor(
+    [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0]
+    + [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0]
+)
+BLOCK = 64
 
 
-def build(config, way, args):
-    """Return the model without memory for its weights: FSDP then allocates a rank's part only."""
-    with torch.device("meta"):
-        model = Transformer(config)
-        if way.endswith("bf16"):
-            model.to(torch.bfloat16)  # what nobody trains needs no float32 copy
-        if way != "full":
-            add_adapters(model, args)
-    return model
+def encode(weight):
+    """Return codes, two per byte, and scales. Shapes: (out x in / 2,), (blocks, 1)."""
+    blocks = weight.view(-1, BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True)
+    values = NF4.to(weight.device)
+    borders = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(blocks / scales, borders).to(torch.uint8).flatten()
+    return codes[::2] * 16 + codes[1::2], scales
 
 
-def train(model, batches, lr, max_norm, make_optimizer=torch.optim.AdamW):
-    """Take a step on each batch; return losses, norms of gradients, and the optimizer."""
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = make_optimizer(trained, lr=lr)
-    losses = []
-    norms = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(trained, max_norm)  # over all ranks' shards
-        optimizer.step()
-        losses.append(loss.detach())
-        norms.append(gathered(norm))
-    return torch.stack(losses), torch.stack(norms), optimizer
+def decode(codes, scales, out_features):
+    """Return the weight that codes and scales stand for. Shape: (out, in)."""
+    pairs = torch.stack([codes // 16, codes % 16], 1).long()
+    values = NF4.to(codes.device)[pairs].view(-1, BLOCK) * scales
+    return values.view(out_features, -1)
 
 
-@torch.no_grad()
-def merged(model, rows_of=lambda base: local(base.weight)):
-    """Yield (name in a plain model, this rank's rows of W + alpha/r B A), one layer at a time.
+class NF4Linear(nn.Module):
+    """A frozen layer with 4 bits per weight.
 
-    W and B are sharded by the same rows, so A alone is gathered. A linear layer without an adapter
-    comes too: one in 4 bits is what its codes stand for. Shape: (out/N, in), float32.
+    Codes and scales are parameters, because FSDP shards and gathers no buffers.
     """
-    for path, layer in layers_of(model):
-        name = f"{path}.weight"
-        if not hasattr(layer, "lora_A"):
-            yield name, rows_of(layer)
-            continue
-        update = layer.scale * (local(layer.lora_B.weight) @ gathered(layer.lora_A.weight))
 
-        yield name, rows_of(layer.base_layer) + update
+    def __init__(self, layer):
+        super().__init__()
+        self.out_features, self.in_features = layer.weight.shape
+        codes, scales = encode(layer.weight)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.scales = nn.Parameter(scales, requires_grad=False)
+
+    def forward(self, x):
+        # Backward decodes again: autograd does not keep the decoded weight.
+        return checkpoint(self.multiply, x, use_reentrant=False)
+
+    def multiply(self, x):
+        return F.linear(x, decode(self.codes, self.scales, self.out_features))
+
+
+def build(args, device):
+    """Return the frozen model with new adapters, the same on every rank."""
+    runtime.seed_everything(args.seed)
+    model = build_transformer(PRESETS["tiny"], args.seed, device)
+    model.requires_grad_(False)
+    for path, layer in list(model.named_modules()):
+        if path.split(".")[-1] in LAYERS:
+            base_layer = NF4Linear(layer) if args.quantize else layer
+            model.set_submodule(path, LoRALinear(base_layer))
+    return model.to(device)
+
+
+def save_adapters(model, folder):
+    """Gather the adapters on rank 0, which writes them for peft. A collective."""
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
+    )
+    adapters = get_model_state_dict(model, options=options)  # on every rank
+    if dist.get_rank() == 0:
+        config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LAYERS)
+        config.save_pretrained(folder)
+        named = {f"base_model.model.{n}": weight for n, weight in adapters.items()}
+        save_file(named, folder / "adapter_model.safetensors")
+    dist.barrier()
+
+
+def bytes_sent(weights, world_size):
+    """Return what a rank sends to gather or scatter weights once in each step.
+
+    In a ring; FSDP pads the rows of a weight to a multiple of the ranks.
+    """
+    shards = (-(-len(w) // world_size) * w[0].nbytes for w in weights)
+    return STEPS * (world_size - 1) * sum(shards)
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    lora_checks.add_flags(parser, WAYS)
-    return lora_checks.settle(parser.parse_args())
+    parser.add_argument(
+        "--quantize", choices=["nf4"], help="store frozen weights in 4 bits"
+    )
+    args = parser.parse_args()
+    if not args.output_dir:
+        raise cli.UsageError("--output-dir must name a folder for the adapters")
+    return args
 
 
 def main():
     args = parse_args()
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("02-fsdp/fsdp_lora.py", args, world, device)
-        config = models.preset(args.preset, args.seq_len)
-        lesson = lora_checks.Lesson(report, config, build, shard, train, merged)
-        report.start(*lesson.header())
+    with runtime.init(args.device, args.timeout) as run:
+        report = Report("02-fsdp/fsdp_lora.py", args, run)
+        alone = build(args, run.device)  # one process
+        optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+        expected = train(alone, optimizer, range(STEPS))
 
-        lesson.make_base()
-        for way in args.ways:
-            model = lesson.sharded(way, args.seed)
-            expected = lesson.alone(way)  # one process; None without --parity-steps
-            batches = lesson.batches(world.rank)
+        model = build(args, run.device)
+        weights = list(model.parameters())
+        world_size = run.world_size
+        scattered = bytes_sent([w for w in weights if w.requires_grad], world_size)
+        # A step gathers a block twice, in forward and in backward, the rest once.
+        gathered = bytes_sent([*weights, *model.blocks.parameters()], world_size)
+        mesh = init_device_mesh(run.device.type, (world_size,))
+        for unit in (*model.blocks, model):
+            fully_shard(unit, mesh=mesh)  # frozen and trained weights share a unit
+        # Frozen weights get no gradients, so AdamW makes no moments for them.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with check.CollectiveCounter() as counter:
+            losses = train(model, optimizer, range(STEPS), run.rank, world_size)
 
-            trained = train(model, batches, lesson.lr(way), args.max_grad_norm)
-
-            lesson.prove(way, model, trained, expected)
-        loss = lesson.print_table()
-        return report.finish(f"loss {loss:.4f} after step {args.max_steps}")
+        error = (losses - expected).abs().max().item()
+        report.check("largest error of a loss", error, 0, 1e-5)
+        sent = round(counter.bytes_sent["reduce_scatter"])
+        report.check("bytes scattered", sent, scattered, 0)
+        sent = round(counter.bytes_sent["all_gather"])
+        report.check("bytes gathered", sent, gathered, 0)
+        save_adapters(model, args.output_dir / "adapters")
+        if not args.quantize:  # peft's base has 32 bits
+            base = build_transformer(PRESETS["tiny"], args.seed, run.device)
+            in_peft = PeftModel.from_pretrained(base, args.output_dir / "adapters")
+            tokens = torch.arange(64, device=run.device)[None]  # (1, T)
+            error = (model(tokens) - in_peft(tokens)).abs().max().item()
+            report.check("largest error of a logit in peft", error, 0, 1e-4)
+        return report.finish(f"loss {losses[-1]:.4f} after step {STEPS}")
 
 
 if __name__ == "__main__":

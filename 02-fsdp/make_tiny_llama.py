@@ -34,6 +34,13 @@ def build_tokenizer():
     )
 
 
+def as_messages(question, answer):
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+
+
 def make_tiny_llama(folder):
     """Write a model of 0.1 million weights in two files, its tokenizer and chats."""
     tokenizer = build_tokenizer()
@@ -58,7 +65,7 @@ def make_tiny_llama(folder):
     save_torch_state_dict(weights, folder, max_shard_size="300KB")
     functions = re.findall(r'def (\w+)\(.*\):\n +"""(.{10,60}?\.)\n', TEXT.read_text())
     chats = [
-        json.dumps({"prompt": f"What does {name} do?", "answer": text})
+        json.dumps({"messages": as_messages(f"What does {name} do?", text)})
         for name, text in list(dict(functions).items())[:NUM_CHATS]
     ]
     Path(folder, "chats.jsonl").write_text("\n".join(chats) + "\n")

@@ -42,16 +42,15 @@ ADDED = {
     "05-advanced/hybrid_parallelism.py": "--max-steps 3",
 }
 # What makes the folder that a line reads.
-SAVE = "torchrun --standalone --nproc-per-node=gpu 02-fsdp/fsdp_checkpoint.py save --dir runs/ckpt"
 BEFORE = {
     "02-fsdp/fsdp_finetune.py": "python 02-fsdp/make_tiny_llama.py runs/tiny-llama",
-    "02-fsdp/fsdp_reshard.py": SAVE,
-    "02-fsdp/fsdp_to_hf.py": SAVE,
+    "02-fsdp/hf_minimal.py": "python 02-fsdp/make_tiny_llama.py runs/tiny-llama",
 }
 # What stands for something of the reader's.
 IN_PLACE_OF = {
     "--init-from DIR": "--init-from runs/tiny-llama",
     "--data chats.jsonl": "--data runs/tiny-llama/chats.jsonl",
+    "DIR chats.jsonl": "runs/tiny-llama runs/tiny-llama/chats.jsonl",
 }
 
 
@@ -94,10 +93,6 @@ def commands_of(lesson, line, folder, gpus, ranks=None):
         added = ""
     line = f"{line} {added}".strip()
     before = BEFORE.get(lesson, "")
-    if "--preset 124m" in line and "save" in before:
-        before += " --preset 124m"
-    if gpus is None:
-        before = before.replace("=gpu", "=2")
     commands = [text.replace("runs/", f"{folder}/") for text in (before, line) if text]
     return [text.replace("node=gpu", f"node={ranks or 'gpu'}") for text in commands]
 

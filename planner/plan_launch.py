@@ -128,7 +128,8 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     if memory.gathers_once(job, layout):
         kind = "grad-op"  # its full frees a stage's weights in each micro-batch
     if layout.zero == 3 and 0 < layout.shard < layout.replicas:
-        kind = f"hybrid --shard-group-size {layout.shard}"
+        kind = "hybrid"
+        remarks.append(f"its hybrid shards inside a machine; the plan over {layout.shard} ranks")
     axes = [f"--{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "pp")
             if getattr(layout, axis) > 1]  # fmt: skip
     flags = [*axes, f"--sharding {kind}"]
@@ -163,7 +164,7 @@ FSDP_ALONE = "--zero 3 --tp 1 --cp 1 --pp 1 --ep 1 --offload none"
 def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str, rank: int) -> Launch:
     """Return the line of fsdp_finetune.py, which shards as ZeRO-3 does and has no other axis."""
     if finetune == "qlora":
-        text = "none reads a model into 4 bits; the lesson 02-fsdp/fsdp_qlora.py has the layer"
+        text = "none reads a model into 4 bits; the lesson 02-fsdp/fsdp_lora.py has the layer"
         return Launch([], [f"{text}, its shards and its gathers"])
     plain = layout.tp == layout.cp == layout.pp == layout.ep == 1
     if not plain or layout.shard not in (0, layout.replicas) or layout.offload != "none":

@@ -168,7 +168,7 @@ def test_sabotage_fails_the_self_check(finetune, tmp_path, change, flags, error)
     ended = finetune(*words, "--output-dir", tmp_path / "run", changes=[change])
     assert 1 in ended.codes, ended.stdout + ended.stderr
     line = ended.stderr.splitlines()[-1]
-    assert line.startswith("fsdp_finetune.py: self-check failed"), ended.stderr
+    assert line.startswith("fsdp_finetune.py: error: self-check failed"), ended.stderr
     found = re.search(rf"\b{error} ([\d.e+-]+)", line)
     tolerances = {"loss": 1e-5, "gradient norm": 1e-4, "clipped gradient": 1e-3}
     assert float(found[1]) > 10 * tolerances.get(error, 0.01), line
@@ -485,7 +485,7 @@ def assert_export_is_what_was_trained(tuned: Path, tiny: Path, run: Path):
     loss_sum, num_tokens = 0.0, 0
     with torch.no_grad():
         for line in lines:
-            prompt, answer = json.loads(line).values()
+            prompt, answer = (m["content"] for m in json.loads(line)["messages"])
             prompt = tokenizer(f"{prompt}\n").input_ids
             answer = tokenizer(f"{answer}</s>").input_ids
             labels = torch.tensor([[-100] * len(prompt) + answer])

@@ -396,7 +396,7 @@ def test_a_template_takes_its_launch_line(model, layout, finetune, script, monke
     [
         (Layout(tp=2, dp=8, zero=3, offload="all"), "none", "has --offload all with these axes"),
         (Layout(dp=8, zero=3, offload="all"), "none", "has --offload all with these axes"),
-        (Layout(dp=4, zero=3), "qlora", "fsdp_qlora.py has the layer"),
+        (Layout(dp=4, zero=3), "qlora", "fsdp_lora.py has the layer"),
         (Layout(tp=2, dp=4, zero=3), "lora", "has FSDP alone"),
     ],
 )

@@ -26,7 +26,7 @@ TEMPLATES = {
     "ddp_training", "fsdp_transformer", "fsdp_finetune", "deepspeed_train", "hybrid_parallelism"
 }  # fmt: skip
 # Scripts without a page: they write a model or pictures for the pages of other scripts.
-MAKERS = {"make_tiny_llama", "figures"}
+MAKERS = {"make_tiny_llama", "make_tokens", "figures"}
 LESSONS = tomllib.loads((REPO / "tests" / "lessons.toml").read_text())
 
 
