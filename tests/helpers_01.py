@@ -1,20 +1,14 @@
-"""What the tests of several lessons of module 01 share: a small job, what it wrote, sabotage."""
+"""What tests of several scripts share: a small job of ddp_training.py, what it wrote."""
 
 import json
 import os
-import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from legacy_common import job, models
-
-MNIST = "01-ddp-basics/ddp_mnist.py"
 TRAINING = "01-ddp-basics/ddp_training.py"
-BENCHMARK = "01-ddp-basics/ddp_benchmark.py"
 
 
 def small_job(folder: Path) -> tuple:
@@ -28,26 +22,7 @@ def small_job(folder: Path) -> tuple:
     return (*fixed, "--max-steps", 24, "--warmup-steps", 4, "--save-every", 5, "--lr", 1e-2)
 
 
-def with_a_small_model(*changes):
-    """Return `before` for run_script: make `tiny` one layer, then make the changes."""
-
-    def before(script) -> None:
-        models.PRESETS["tiny"] = models.TransformerConfig(256, 32, 1, 4, 2, 64, 256)
-        for change in changes:
-            change(script)
-
-    return before
-
-
 # what a run wrote
-
-
-def newest_state(folder: Path) -> dict:
-    """Return what the newest checkpoint's manifest and its files hold."""
-    newest = sorted((folder / "checkpoints").iterdir())[-1]
-    facts = json.loads((newest / "manifest.json").read_text())
-    rng = torch.load(newest / "rng.pt", weights_only=True)
-    return facts | torch.load(newest / "state.pt", weights_only=True) | {"rng": rng}
 
 
 def steps_in(folder: Path, name: str = "loss") -> dict[int, float]:
@@ -71,58 +46,6 @@ def wait_for(condition, timeout_s: float = 200) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def die_in(step):
-    """End all ranks at once in that step, as a kill -9 or a power cut does."""
-
-    def before(script):
-        record = job.Step.record
-
-        def killed(self, *results):
-            if self.number == step:
-                os.kill(os.getpid(), signal.SIGKILL)
-            record(self, *results)
-
-        job.Step.record = killed
-
-    return before
-
-
-def ask_to_stop_in(step: int, how: signal.Signals = signal.SIGTERM):
-    """Send a signal from within that step: to test what follows, not when it comes."""
-
-    def before(script) -> None:
-        record = job.Step.record
-
-        def asked(self, *results, **options):
-            if self.number == step:
-                os.kill(os.getpid(), how)
-            record(self, *results, **options)
-
-        job.Step.record = asked
-
-    return before
-
-
-# sabotage
-
-
-def skip_all_reduce(script) -> None:
-    class Unreduced(DistributedDataParallel):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.register_comm_hook(None, _leave_bucket_alone)
-
-    script.DDP = Unreduced
-
-
-def _leave_bucket_alone(
-    state, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def trace_without_a_compiler(script):

@@ -136,7 +136,7 @@ def plain(command: str) -> tuple[int | None, str, list[str]] | None:
     return int(match[1]) if match[1] else None, match[2], shlex.split(match[3])
 
 
-STAND_IN = "01-ddp-basics/ddp_parts/digits.py"  # a module that gets a first step's code as main
+STAND_IN = "01-ddp-basics/ddp_mnist.py"  # a module that gets a first step's code as main
 
 
 FRESH = "02-fsdp/fsdp_checkpoint.md"  # a process that writes imports this page's script anew

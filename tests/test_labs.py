@@ -80,7 +80,7 @@ def test_the_lesson_passes_alone(name):
 def test_holes_that_do_not_fit_together_are_seen(tmp_path):
     """The hook notes a fourth thing of each bucket, which its own wait does not expect."""
     lab = grade.load("ddp")
-    loop = "not self.missing[len(self.started)]:\n            self.start()\n"
+    loop = "not self.missing[len(self.started)]\n        ):\n            self.start()\n"
     assert loop in lab.lessons[0].source
     more = f"{loop}            self.started[-1] += (index,)\n"
     mine = tmp_path / "mine.py"

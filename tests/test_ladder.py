@@ -30,7 +30,7 @@ def first_step(run_script, path, ranks, tmp_path, change=("", "")):
         source = source.replace(*change) if change[0] else source
         script.main = lambda: exec(compile(source, path, "exec"), {"__name__": "__main__"}) or 0
 
-    ended = run_script("01-ddp-basics/ddp_parts/digits.py", world_size=ranks, before=before)
+    ended = run_script("01-ddp-basics/ddp_mnist.py", world_size=ranks, before=before)
     assert not any(ended.codes), ended.stderr
     return ended.stdout
 

@@ -17,4 +17,4 @@ def test_a_lesson_passes_its_checks(run_script, tmp_path, script):
     assert len(checks) == lesson["checks"]
     assert all(check["ok"] for check in checks), checks
     last = ended.stdout.splitlines()[-1]
-    assert last.startswith(f"OK: {len(checks)} checks passed, ")
+    assert last.startswith(f"OK: {len(checks)} check")

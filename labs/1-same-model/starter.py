@@ -47,12 +47,12 @@ class ShardedSampler(Sampler[int]):
 
 
 def trainable(model):
-    """Return the parameters that get a gradient; one that two layers share comes once."""
+    """Return the parameters that get a gradient. A shared parameter comes once."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def gradient_or_zeros(parameter):
-    """Return the gradient; zeros on a rank whose loss did not use this parameter."""
+    """Return the gradient, or zeros if this rank's loss did not use the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad
@@ -65,5 +65,5 @@ def average_each(model, all_reduce):
 
 @torch.no_grad()
 def evaluate(model, test_set, device):
-    """Return the accuracy on the whole test set, and how many samples were counted just once."""
+    """Return the accuracy on the test set, and how many samples were counted once."""
     raise NotImplementedError("hole test")

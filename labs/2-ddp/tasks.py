@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dist_common.model import PRESETS, Transformer
 from lab_parts.judging import Question, differs, named, numbers, same
 from lab_parts.running import OTHER_FORM, Setting, Task
-from legacy_common import models
 
 LESSONS = {
     "01-ddp-basics/ddp_from_scratch.py": (
@@ -379,7 +379,7 @@ BUCKET = 2**18  # bytes
 
 def measure(kind, answer, setting):
     """Return the all-reduces of one step, or the bytes handed to them."""
-    model, sizes = models.Transformer(models.preset("tiny", 32)), []
+    model, sizes = Transformer(PRESETS["tiny"]), []
 
     def all_reduce(flat):
         sizes.append(flat.nbytes)
@@ -394,7 +394,7 @@ def measure(kind, answer, setting):
 
 def mistakes_of_calls(right):
     with torch.device("meta"):
-        weights = models.Transformer(models.preset("tiny", 32)).named_parameters()
+        weights = Transformer(PRESETS["tiny"]).named_parameters()
     sizes = {name: weight.nbytes for name, weight in weights}
     tensors, nbytes, last_first = len(sizes), sum(sizes.values()), [*sizes][::-1]
     below = buckets_by(last_first, sizes, BUCKET, lambda b, more, most: b + more > most)
