@@ -125,23 +125,13 @@ def main():
         scaler = torch.amp.GradScaler(run.device.type, enabled=is_float16)
         runtime.seed_everything(args.seed, run.rank)
 
-        checkpoints, saved = None, None
-        if args.output_dir:
-            folder = args.output_dir / "checkpoints"
-            checkpoints = Checkpoints(
-                run, folder, model, optimizer, args.keep, args.timeout
-            )
-            saved = checkpoints.find(args.resume_step) if args.resume else None
-        train.settle_batch_size(args, run, saved)
-        batches = data.GlobalBatches(train_set, args, run)
-        first_step = 1
-        if saved:
-            first_step = saved["step"] + 1
-            train.compare_settings(args, run, saved["settings"], first_step)
-            checkpoints.load(saved)
-            if is_float16 and saved["scaler"]:
-                scaler.load_state_dict(saved["scaler"])
-            batches.samples_seen = saved["samples_seen"]
+        checkpoints = Checkpoints(run, args, model, optimizer)
+        saved = checkpoints.resume()
+        if saved.get("scaler"):
+            scaler.load_state_dict(saved["scaler"])
+        first_step = saved["step"] + 1
+        train.settle_batch_size(args, run)
+        batches = data.GlobalBatches(train_set, args, run, saved["samples_seen"])
 
         device_ids = [run.device.index] if run.device.type == "cuda" else None
         ddp_model = DDP(model, device_ids=device_ids, gradient_as_bucket_view=True)
@@ -166,7 +156,7 @@ def main():
                 scaler.update()
                 optimizer.zero_grad()
             log.add(step, loss_sum, num_tokens, grad_norm)
-            if args.self_check and step == 2 and not saved:
+            if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
                     args,
@@ -179,13 +169,10 @@ def main():
             if every(step, args.eval_every, args.max_steps):
                 log.evaluation(step, evaluate(model, test_set, args, run))
             stopping = stop.requested()
-            if checkpoints and (
-                stopping or every(step, args.save_every, args.max_steps)
-            ):
+            if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
                 facts = {
                     "samples_seen": batches.samples_seen,
-                    "settings": train.settings_of(args),
                     "scaler": scaler.state_dict(),
                 }
                 checkpoints.save(step, facts)

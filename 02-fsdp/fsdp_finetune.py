@@ -85,7 +85,9 @@ def shard_model(model, base, args):
     if embedding.weight is not base.get_output_embeddings().weight:
         units.append(embedding)  # else it stays with the head: they share a weight
     for unit in units:
-        fully_shard(unit, mp_policy=policy)
+        # grad-op (ZeRO-2) keeps the gathered weights from forward to backward.
+        reshard = args.sharding == "full"
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard)
     # The root holds norm and head. It stays gathered, because backward starts there.
     fully_shard(model, mp_policy=policy)
 
@@ -316,6 +318,7 @@ def parse_args():
     add("--init-from", type=Path, required=True, metavar="DIR", help="model to tune")
     add("--data", type=Path, required=True, metavar="FILE", help=f"lines of {FORMATS}")
     add("--export", type=Path, metavar="DIR", help="write the model for transformers")
+    add("--sharding", choices=("full", "grad-op"), default="full", help="(full)")
     add("--lora-rank", type=cli.positive_int, help="train adapters, freeze the model")
     add(
         "--activation-checkpointing",
@@ -343,21 +346,11 @@ def main():
         optimizer = build_optimizer(trained, args)
         runtime.seed_everything(args.seed, run.rank)
 
-        checkpoints, saved = None, None
-        if args.output_dir:
-            folder = args.output_dir / "checkpoints"
-            checkpoints = Checkpoints(
-                run, folder, trained, optimizer, args.keep, args.timeout
-            )
-            saved = checkpoints.find(args.resume_step) if args.resume else None
-        train.settle_batch_size(args, run, saved)
-        batches = data.GlobalBatches(train_set, args, run)
-        first_step = 1
-        if saved:
-            first_step = saved["step"] + 1
-            train.compare_settings(args, run, saved["settings"], first_step)
-            checkpoints.load(saved)
-            batches.samples_seen = saved["samples_seen"]
+        checkpoints = Checkpoints(run, args, trained, optimizer)
+        saved = checkpoints.resume()
+        first_step = saved["step"] + 1
+        train.settle_batch_size(args, run)
+        batches = data.GlobalBatches(train_set, args, run, saved["samples_seen"])
         if args.export and args.export.exists() and first_step <= args.max_steps:
             raise cli.UsageError(f"--export {args.export} exists: name another folder")
 
@@ -378,7 +371,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             log.add(step, loss_sum, num_tokens, grad_norm)
-            if args.self_check and step == 2 and not saved:
+            if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
                     args,
@@ -391,21 +384,15 @@ def main():
             if every(step, args.eval_every, args.max_steps):
                 log.evaluation(step, evaluate(model, test_set, args, run))
             stopping = stop.requested()
-            if checkpoints and (
-                stopping or every(step, args.save_every, args.max_steps)
-            ):
+            if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {
-                    "samples_seen": batches.samples_seen,
-                    "settings": train.settings_of(args),
-                }
+                facts = {"samples_seen": batches.samples_seen}
                 checkpoints.save(step, facts, background=args.async_save)
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")
                 break
 
-        if checkpoints:
-            checkpoints.wait()
+        checkpoints.wait()
         report.metrics |= log.finish()
         if args.export and not stopping and not args.export.exists():
             if args.lora_rank:

@@ -162,7 +162,7 @@ def parse_args():
     )
     add(
         "--activation-checkpointing",
-        choices=("none", "full", "selective"),
+        choices=("none", "full"),
         default="none",
         help="what backward computes again (none)",
     )
@@ -185,21 +185,11 @@ def main():
         optimizer = build_optimizer(model, args)
         runtime.seed_everything(args.seed, run.rank)
 
-        checkpoints, saved = None, None
-        if args.output_dir:
-            folder = args.output_dir / "checkpoints"
-            checkpoints = Checkpoints(
-                run, folder, model, optimizer, args.keep, args.timeout
-            )
-            saved = checkpoints.find(args.resume_step) if args.resume else None
-        train.settle_batch_size(args, run, saved)
-        batches = data.GlobalBatches(train_set, args, run)
-        first_step = 1
-        if saved:
-            first_step = saved["step"] + 1
-            train.compare_settings(args, run, saved["settings"], first_step)
-            checkpoints.load(saved)
-            batches.samples_seen = saved["samples_seen"]
+        checkpoints = Checkpoints(run, args, model, optimizer)
+        saved = checkpoints.resume()
+        first_step = saved["step"] + 1
+        train.settle_batch_size(args, run)
+        batches = data.GlobalBatches(train_set, args, run, saved["samples_seen"])
 
         counter = check.CollectiveCounter()
         flops = config.flops_per_token(args.seq_len)
@@ -218,7 +208,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             log.add(step, loss_sum, num_tokens, grad_norm)
-            if args.self_check and step == 2 and not saved:
+            if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
                     args,
@@ -231,21 +221,15 @@ def main():
             if every(step, args.eval_every, args.max_steps):
                 log.evaluation(step, evaluate(model, test_set, args, run))
             stopping = stop.requested()
-            if checkpoints and (
-                stopping or every(step, args.save_every, args.max_steps)
-            ):
+            if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {
-                    "samples_seen": batches.samples_seen,
-                    "settings": train.settings_of(args),
-                }
+                facts = {"samples_seen": batches.samples_seen}
                 checkpoints.save(step, facts, background=args.async_save)
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")
                 break
 
-        if checkpoints:
-            checkpoints.wait()
+        checkpoints.wait()
         report.metrics |= log.finish()
         return report.finish(log.summary())
 

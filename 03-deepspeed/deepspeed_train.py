@@ -26,14 +26,7 @@ import torch.nn.functional as F
 
 from dist_common import check, cli, data, runtime, train
 from dist_common.checkpoint import Checkpoints
-from dist_common.deepspeed import (
-    MOMENTS,
-    gather_whole,
-    import_deepspeed,
-    read_config,
-    set_whole,
-    start_engine,
-)
+from dist_common.deepspeed import import_deepspeed, read_config, start_engine
 from dist_common.model import (
     PRESETS,
     Transformer,
@@ -45,6 +38,7 @@ from dist_common.report import Report
 from dist_common.train import every, lr_at, set_lr
 
 CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, of the gradient and of its square
 
 
 def read_engine_config(args, dim, run):
@@ -155,6 +149,32 @@ def evaluate(model, test_set, args, run):
     return {"test_loss": means[0]}
 
 
+def gather_whole(weight):
+    """Return a weight and Adam's moments, whole and in float32. A collective."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    moments = [safe_get_full_optimizer_state(weight, key) for key in MOMENTS]
+    return [safe_get_full_fp32_param(weight), *moments]
+
+
+def set_whole(weight, value, moment=None):
+    """Give this rank its part of a whole float32 weight, or of one of its moments."""
+    from deepspeed import utils
+
+    set_weight = utils.safe_set_full_fp32_param
+    set_moment = utils.safe_set_full_optimizer_state
+    if hasattr(weight, "ds_id"):  # stage 3: those fail where ranks divide unevenly
+        set_weight = utils.safe_set_local_fp32_param
+        set_moment = utils.safe_set_local_optimizer_state
+        ranks = dist.get_world_size()
+        padded = F.pad(value.flatten(), (0, -value.numel() % ranks))
+        value = padded.chunk(ranks)[dist.get_rank()]
+    if moment:
+        set_moment(weight, value, moment)
+    else:
+        set_weight(weight, value)
+
+
 def whole_model(engine):
     """Return the whole weights and moments as `check.first_two_steps` reads them."""
     weights, state = {}, {}
@@ -171,7 +191,7 @@ class EngineCheckpoints(Checkpoints):
     The files of DeepSpeed's own save_checkpoint fit only the same ranks and stage.
     """
 
-    def state(self, offload=False):
+    def state(self):
         """Return every N-th weight with its moments, on N ranks, in host memory."""
         part = {}
         weights = self.model.module.named_parameters()
@@ -239,7 +259,7 @@ def parse_args():
     add("--local_rank", help="no effect: the deepspeed launcher passes it")
     add(
         "--activation-checkpointing",
-        choices=("none", "full", "selective"),
+        choices=("none", "full"),
         default="none",
         help="what backward computes again (none)",
     )
@@ -263,21 +283,11 @@ def main():
         engine = start_engine(deepspeed, model, optimizer, engine_config, args.timeout)
         runtime.seed_everything(args.seed, run.rank)
 
-        checkpoints, saved = None, None
-        if args.output_dir:
-            folder = args.output_dir / "checkpoints"
-            checkpoints = EngineCheckpoints(
-                run, folder, engine, optimizer, args.keep, args.timeout
-            )
-            saved = checkpoints.find(args.resume_step) if args.resume else None
-        train.settle_batch_size(args, run, saved)
-        batches = data.GlobalBatches(train_set, args, run)
-        first_step = 1
-        if saved:
-            first_step = saved["step"] + 1
-            train.compare_settings(args, run, saved["settings"], first_step)
-            checkpoints.load(saved)
-            batches.samples_seen = saved["samples_seen"]
+        checkpoints = EngineCheckpoints(run, args, engine, optimizer)
+        saved = checkpoints.resume()
+        first_step = saved["step"] + 1
+        train.settle_batch_size(args, run)
+        batches = data.GlobalBatches(train_set, args, run, saved["samples_seen"])
 
         counter = check.CollectiveCounter()
         flops = config.flops_per_token(args.seq_len)
@@ -293,7 +303,7 @@ def main():
                 engine.step()  # clip, update the weights, clear the gradient
                 grad_norm = engine.get_global_grad_norm()
             log.add(step, loss_sum, num_tokens, grad_norm)
-            if args.self_check and step == 2 and not saved:
+            if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
                     args,
@@ -305,14 +315,9 @@ def main():
             if every(step, args.eval_every, args.max_steps):
                 log.evaluation(step, evaluate(engine, test_set, args, run))
             stopping = stop.requested()
-            if checkpoints and (
-                stopping or every(step, args.save_every, args.max_steps)
-            ):
+            if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {
-                    "samples_seen": batches.samples_seen,
-                    "settings": train.settings_of(args),
-                }
+                facts = {"samples_seen": batches.samples_seen}
                 checkpoints.save(step, facts)
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")

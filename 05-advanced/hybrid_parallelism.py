@@ -18,6 +18,7 @@ TorchTitan (2024); Grattafiori et al., The Llama 3 Herd of Models (2024), sectio
 """
 
 import logging
+import math
 from dataclasses import replace
 
 import torch
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -46,7 +47,6 @@ from dist_common.model import (
     build_transformer,
     init_weights,
     load_config,
-    rotary_tables,
 )
 from dist_common.report import Report
 from dist_common.train import every, lr_at, set_lr
@@ -62,30 +62,22 @@ FREED = ("full", "hybrid")  # weights, between forward and backward
 
 
 def validate_layout(args, run, config):
-    """Set args.dp and args.num_stages. Raises: UsageError."""
+    """Set args.dp and args.num_stages; return this rank's place in data parallelism.
+
+    Raises: UsageError.
+    """
     args.num_stages = args.pp * (2 if args.schedule in LOOPED else 1)
     product = args.tp * args.pp * args.cp
-    for divisor, total, flags in (
-        (
-            product,
-            run.world_size,
-            f"ranks: --tp {args.tp} --pp {args.pp} --cp {args.cp}",
-        ),
+    stages = f"--pp {args.pp} --schedule {args.schedule}"
+    axes = f"--tp {args.tp} --pp {args.pp} --cp {args.cp}"
+    for divisor, total, what in (
+        (product, run.world_size, f"ranks: {axes}"),
         (args.tp, config.num_kv_heads, f"key and value heads: --tp {args.tp}"),
-        (
-            args.num_stages,
-            config.num_layers,
-            f"layers: --pp {args.pp} --schedule {args.schedule}",
-        ),
-        (
-            args.tp * args.cp * 2,
-            args.seq_len,
-            f"tokens: --seq-len, --tp {args.tp} --cp {args.cp}",
-        ),
+        (args.num_stages, config.num_layers, f"layers: {stages}"),
+        (args.tp * args.cp, args.seq_len, f"tokens of --seq-len: {axes}"),
     ):
         if total % divisor:
-            raise cli.UsageError(f"{divisor} does not divide the {total} {flags}")
-    args.dp = run.world_size // product
+            raise cli.UsageError(f"{divisor} does not divide the {total} {what}")
     recomputes = args.compile or args.activation_checkpointing != "none"
     if args.schedule == "zero-bubble" and (recomputes or args.sharding in FREED):
         # PyTorch 2.14 loses gradients without an error.
@@ -93,23 +85,21 @@ def validate_layout(args, run, config):
             "--schedule zero-bubble divides backward in two: it needs --sharding "
             "grad-op or replicate, no --activation-checkpointing and no --compile"
         )
+    args.dp = run.world_size // product
+    dp_rank = run.rank // (args.tp * args.cp) % args.dp
+    return replace(run, rank=dp_rank, world_size=args.dp)
 
 
 def build_mesh(args, run):
     """Return the mesh of all ranks. Neighbours differ along its last axis, tp.
 
     Ranks of cp have the same weights and other tokens, as ranks of dp have. So both
-    share weights and sum gradients: replicate x shard = dp x cp.
+    share weights and sum gradients: replicate x shard = dp x cp. Hybrid sharding has a
+    replica per machine, or more if they are small: only gradients cross machines.
     """
     data_ranks = args.dp * args.cp
-    shards = {
-        "replicate": 1,
-        "hybrid": args.shard_group_size or -(-run.local_world_size // args.tp),
-    }.get(args.sharding, data_ranks)
-    if data_ranks % shards:
-        raise cli.UsageError(
-            f"--shard-group-size {shards} does not divide {data_ranks} ranks of dp x cp"
-        )
+    per_machine = math.gcd(data_ranks, run.local_world_size // args.tp)
+    shards = {"replicate": 1, "hybrid": per_machine}.get(args.sharding, data_ranks)
     sizes = {
         "pp": args.pp,
         "replicate": data_ranks // shards,
@@ -153,14 +143,9 @@ def shard_matrices(model, mesh):
 
 
 def find_positions(args, run):
-    """Return this rank's positions in each sequence. Shape: (T / cp,).
-
-    A late token attends to more keys. So each rank takes one part from the front, and
-    one as far from the end.
-    """
+    """Return this rank's positions in each sequence. Shape: (T / cp,)."""
     cp_rank = run.rank // args.tp % args.cp
-    parts = torch.arange(args.seq_len, device=run.device).chunk(2 * args.cp)
-    return torch.cat((parts[cp_rank], parts[-1 - cp_rank]))
+    return torch.arange(args.seq_len, device=run.device).chunk(args.cp)[cp_rank]
 
 
 def shard_sequences(model, positions, args, run):
@@ -168,24 +153,16 @@ def shard_sequences(model, positions, args, run):
     ranks = torch.arange(run.world_size).view(-1, args.cp, args.tp).mT.flatten(0, 1)
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     mesh = DeviceMesh.from_group(group, run.device.type)
-    # Each part attends to all keys up to its own end.
-    masks = [causal_lower_right(len(p), int(p[-1]) + 1) for p in positions.chunk(2)]
+    mask = causal_lower_right(len(positions), int(positions[-1]) + 1)
 
     def attend(q, k, v):
         """Shapes: q (B, H, T/cp, D/H), k and v with fewer heads -> as q."""
         part = DTensor.from_local(torch.stack((k, v)), mesh, [Shard(3)])
         whole = part.redistribute(placements=[Replicate()])
         # Each rank's queries give a part of the gradient: backward reduce-scatters.
-        parts = whole.to_local(grad_placements=[Partial()]).chunk(2 * args.cp, dim=3)
-        # In the order of positions: the front parts, then the others.
-        whole = torch.cat(parts[::2] + parts[::-2], dim=3)
-        outputs = []
-        for queries, mask in zip(q.chunk(2, dim=2), masks, strict=True):
-            k, v = whole[..., : mask.seq_len_kv, :]
-            outputs.append(
-                F.scaled_dot_product_attention(queries, k, v, mask, enable_gqa=True)
-            )
-        return torch.cat(outputs, dim=2)
+        whole = whole.to_local(grad_placements=[Partial()])
+        k, v = whole[..., : mask.seq_len_kv, :]  # up to this rank's last query
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
     for block in model.blocks:
         block.attention.attend = attend
@@ -195,27 +172,21 @@ class Stage(nn.Module):
     """A part of the model: the blocks with these numbers keep their names.
 
     The stage of block 0 embeds the tokens. The stage of the last block returns logits.
+    Shapes: tokens (B, T/cp) or x (B, T/cp/tp, D) -> x or logits (B, T/cp, V).
     """
 
-    def __init__(self, model, numbers, positions):
+    forward = Transformer.forward
+
+    def __init__(self, model, numbers):
         super().__init__()
         self.config = model.config
-        self.positions = positions
-        self.embedding = model.embedding if 0 in numbers else None
-        self.blocks = nn.ModuleDict({str(n): model.blocks[n] for n in numbers})
+        self.positions = model.positions
+        is_first = 0 in numbers
         is_last = len(model.blocks) - 1 in numbers
-        self.norm, self.head = (model.norm, model.head) if is_last else (None, None)
-
-    def forward(self, x):
-        """Shapes: tokens (B, T/cp) or x (B, T/cp/tp, D) -> x or logits (B, T/cp, V)."""
-        head_dim = self.config.dim // self.config.num_heads
-        tables = rotary_tables(self.positions, head_dim, self.config.rope_theta)
-        if self.embedding:
-            # A compiled block gives no gradient to a sum that is still on its way.
-            x = self.embedding(x).clone()
-        for block in self.blocks.values():
-            x = block(x, *tables)
-        return self.head(self.norm(x)) if self.head else x
+        self.embedding = model.embedding if is_first else nn.Identity()
+        self.blocks = nn.ModuleDict({str(n): model.blocks[n] for n in numbers})
+        self.norm = model.norm if is_last else nn.Identity()
+        self.head = model.head if is_last else nn.Identity()
 
 
 def build_model(config, args, run, mesh):
@@ -225,21 +196,23 @@ def build_model(config, args, run, mesh):
     """
     with torch.device("meta"):
         model = Transformer(config)
-    positions = find_positions(args, run)
+    model.positions = find_positions(args, run)
     if args.tp > 1:
         shard_matrices(model, mesh["tp"])
     if args.cp > 1:
-        shard_sequences(model, positions, args, run)
+        shard_sequences(model, model.positions, args, run)
+    # A compiled block gives no gradient to a sum that is still on its way.
+    model.embedding.register_forward_hook(lambda *given: given[-1].clone())
     for block in model.blocks:
         block.activation_checkpointing = args.activation_checkpointing
         if args.compile:
             block.compile()
     numbers = torch.arange(config.num_layers).chunk(args.num_stages)
     numbers = numbers[run.rank * args.pp // run.world_size :: args.pp]
-    stages = [Stage(model, part.tolist(), positions) for part in numbers]
+    stages = [Stage(model, part.tolist()) for part in numbers]
     for stage in stages:
         shard_weights(stage, mesh, args)
-    part = Stage(model, torch.cat(numbers).tolist(), positions)
+    part = Stage(model, torch.cat(numbers).tolist())
     part.to_empty(device=run.device)
     init_weights(part, args.seed)
     return part, stages
@@ -250,10 +223,8 @@ def shard_weights(stage, mesh, args):
     compute = torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32
     policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
     has_replicas = "replicate" in mesh.mesh_dim_names
-    options = {
-        "mesh": mesh["replicate", "shard"] if has_replicas else mesh["shard"],
-        "mp_policy": policy,
-    }
+    mesh = mesh["replicate", "shard"] if has_replicas else mesh["shard"]
+    options = {"mesh": mesh, "mp_policy": policy}
     for block in stage.blocks.values():
         fully_shard(block, reshard_after_forward=args.sharding in FREED, **options)
     # Backward starts with the head: it would be gathered again at once.
@@ -311,16 +282,14 @@ def accumulate_gradient(stages, schedule, micro_batches, args):
     Returns: this rank's sum of losses, and the number of tokens of all ranks.
     """
     positions = stages[0].positions
-
-    def own_part(tensor, filler):
-        """Stages exchange buffers of one shape: (b, T) -> (B, T/cp)."""
-        tensor = tensor.to(positions.device, non_blocking=True)[:, positions]
-        missing = args.micro_batch_size - len(tensor)
-        return F.pad(tensor, (0, 0, 0, missing), value=filler)
-
-    inputs = [own_part(tokens, 0) for tokens, _ in micro_batches]
-    targets = [own_part(tokens, data.IGNORED) for _, tokens in micro_batches]
-    num_tokens = (torch.stack(targets) != data.IGNORED).sum()
+    # Stages exchange buffers of one shape: fill short micro-batches up.
+    padded = []
+    for batch in map(torch.stack, micro_batches):  # (2, b, T)
+        missing = args.micro_batch_size - batch.shape[1]
+        padded.append(F.pad(batch, (0, 0, 0, missing), value=data.IGNORED))
+    batches = torch.stack(padded).to(positions.device)[..., positions]
+    inputs, targets = batches.clamp(min=0)[:, 0], batches[:, 1]  # (m, B, T/cp)
+    num_tokens = (targets != data.IGNORED).sum()
     dist.all_reduce(num_tokens)
     # FSDP averages gradients over ranks: divide by the tokens of an average rank.
     num_tokens = num_tokens / dist.get_world_size()
@@ -330,7 +299,7 @@ def accumulate_gradient(stages, schedule, micro_batches, args):
             drive = schedule.step if torch.is_grad_enabled() else schedule.eval
             drive(
                 arg_mbs=[(tokens,) for tokens in inputs],
-                target_mbs=targets,
+                target_mbs=list(targets),
                 losses=losses,
                 loss_kwargs={"num_tokens": num_tokens},
                 return_outputs=False,
@@ -367,13 +336,8 @@ def evaluate(stages, schedule, test_set, args, run):
             stages, schedule, next(batches), args
         )
         sums += torch.stack((loss_sum, num_tokens / dist.get_world_size()))
-    for stage in stages:
-        for unit in stage.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()  # forward keeps some weights for a backward
     dist.all_reduce(sums)
-    means = (sums / sums[1]).tolist()
-    return {"test_loss": means[0]}
+    return {"test_loss": (sums[0] / sums[1]).item()}
 
 
 def parse_args():
@@ -397,13 +361,8 @@ def parse_args():
         help="of weights over dp x cp (grad-op)",
     )
     add(
-        "--shard-group-size",
-        type=cli.positive_int,
-        help="ranks that share a replica of hybrid sharding (those of a machine)",
-    )
-    add(
         "--activation-checkpointing",
-        choices=("none", "full", "selective"),
+        choices=("none", "full"),
         default="none",
         help="what backward computes again (none)",
     )
@@ -421,41 +380,25 @@ def main():
         args.precision = args.precision or runtime.default_precision(run.device)
         train_set, test_set, args.data, vocab_size = data.load_sequences(args)
         config = load_config(args.preset, args.seq_len, vocab_size)
-        validate_layout(args, run, config)
+        data_run = validate_layout(args, run, config)
         mesh = build_mesh(args, run)
         report = Report("05-advanced/hybrid_parallelism.py", args, run)
         model, stages = build_model(config, args, run, mesh)
         run.print0(f"{args.preset}: {config.num_parameters():,} weights")
         run.print0(f"ranks: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}")
         optimizer = build_optimizer(model, args)
-        # Ranks of tp have parts of the same layer, and draw the same numbers.
+        checkpoints = Checkpoints(run, args, model, optimizer)
+        saved = checkpoints.resume()
+        first_step = saved["step"] + 1
         layout = [args.tp, args.pp, args.cp, args.dp]
-        runtime.seed_everything(args.seed, run.rank // args.tp)
-
-        checkpoints, saved = None, None
-        if args.output_dir:
-            folder = args.output_dir / "checkpoints"
-            checkpoints = Checkpoints(
-                run, folder, model, optimizer, args.keep, args.timeout
-            )
-            saved = checkpoints.find() if args.resume else None
-        if args.global_batch_size is None and not saved:
-            # At least one micro-batch for each stage.
+        if saved.get("layout") != layout:
+            # Ranks of tp have parts of the same layer, and draw the same numbers.
+            runtime.seed_everything(args.seed + saved["step"], run.rank // args.tp)
+        if args.global_batch_size is None:  # at least one micro-batch for each stage
             args.global_batch_size = args.micro_batch_size * args.dp * args.pp
-        train.settle_batch_size(args, replace(run, world_size=args.dp), saved)
-        dp_rank = run.rank // (args.tp * args.cp) % args.dp
-        data_run = replace(run, rank=dp_rank, world_size=args.dp)
-        batches = data.GlobalBatches(train_set, args, data_run)
+        train.settle_batch_size(args, data_run)
+        batches = data.GlobalBatches(train_set, args, data_run, saved["samples_seen"])
         schedule = build_schedule(stages, args, run, mesh, batches.num_micro_batches())
-        first_step = 1
-        if saved:
-            first_step = saved["step"] + 1
-            train.compare_settings(args, run, saved["settings"], first_step)
-            checkpoints.load(saved)
-            if saved.get("layout") != layout:  # the random states are of other ranks
-                seed = args.seed + saved["step"]
-                runtime.seed_everything(seed, run.rank // args.tp)
-            batches.samples_seen = saved["samples_seen"]
 
         counter = check.CollectiveCounter()
         flops = config.flops_per_token(args.seq_len)
@@ -472,7 +415,7 @@ def main():
                 optimizer.step()
                 optimizer.zero_grad()
             log.add(step, loss_sum, num_tokens, grad_norm)
-            if args.self_check and step == 2 and not saved:
+            if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
                     args,
@@ -484,27 +427,18 @@ def main():
                     stages=mesh.get_group("pp") if args.pp > 1 else None,
                 )
             if every(step, args.eval_every, args.max_steps):
-                log.evaluation(
-                    step,
-                    evaluate(stages, schedule, test_set, args, data_run),
-                )
+                numbers = evaluate(stages, schedule, test_set, args, data_run)
+                log.evaluation(step, numbers)
             stopping = stop.requested()
-            if checkpoints and (
-                stopping or every(step, args.save_every, args.max_steps)
-            ):
+            if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {
-                    "samples_seen": batches.samples_seen,
-                    "settings": train.settings_of(args),
-                    "layout": layout,
-                }
+                facts = {"samples_seen": batches.samples_seen, "layout": layout}
                 checkpoints.save(step, facts, background=args.async_save)
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")
                 break
 
-        if checkpoints:
-            checkpoints.wait()
+        checkpoints.wait()
         report.metrics |= log.finish()
         return report.finish(log.summary())
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, not yet public
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader
 
 from dist_common.cli import CheckError
 from dist_common.data import IGNORED
-from dist_common.runtime import from_rank0, gather
+from dist_common.runtime import from_rank0, gather, rng_state, set_rng_state
 from dist_common.train import lr_at
 
 # AdamW of all templates, written here again: the reference shares no optimizer code.
@@ -20,12 +20,12 @@ ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 # Of losses, gradient norms, clipped gradients and weight changes. Float32 sums in
 # another order differ in the last bits. Rounding to 16 bits flips the sign of small
 # gradients, and Adam takes a full step for each.
+IN_16_BITS = (0.01, 0.05, 0.1, 0.3)
 TOLERANCES = {
     "32-true": (1e-5, 1e-4, 1e-3, 0.01),
-    "bf16-mixed": (0.01, 0.05, 0.1, 0.3),
-    "16-mixed": (0.01, 0.05, 0.1, 0.3),
+    "bf16-mixed": IN_16_BITS,
+    "16-mixed": IN_16_BITS,
 }
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def language_loss(model, inputs, targets):
@@ -57,24 +57,22 @@ def first_two_steps(
     restored. Raises: CheckError on all ranks, which says what differs.
     """
     log.flush()
-    weights, moments = {}, {}
-    for name, weight in model.named_parameters():
-        weights[name] = whole(weight)
-        state = optimizer.state.get(weight, {})
-        moments[name] = whole(state.get("exp_avg", weight * 0))
+    weights, moments = read_weights(model, optimizer)
     if stages:
-        weights, moments = (gather_names(named, stages) for named in (weights, moments))
+        for more_weights, more_moments in gather((weights, moments), stages):
+            weights |= more_weights
+            moments |= more_moments
     errors = None
     if report.run.rank == 0:
-        devices = [report.run.device] if report.run.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            reference = train_alone(args, dataset, make_model, loss, report.run.device)
-        first, losses, norms, weights_alone, moments_alone = reference
+        random_state = rng_state()
+        reference = train_alone(args, dataset, make_model, loss, report.run.device)
+        set_rng_state(random_state)
+        losses, norms, first, (weights_alone, moments_alone) = reference
         errors = {
-            "loss": relative_error(list(log.losses.values())[:2], losses),
-            "gradient norm": relative_error(list(log.norms.values())[:2], norms),
-            "clipped gradient": relative_distance(moments, moments_alone),
-            "weight change": relative_distance(weights, weights_alone, first),
+            "loss": relative_error(log.losses, losses),
+            "gradient norm": relative_error(log.norms, norms),
+            "clipped gradient": relative_error(moments, moments_alone),
+            "weight change": relative_error(weights, weights_alone, first),
         }
     errors = from_rank0(errors, report.run.cpu_group)
     for name, tolerance in zip(errors, TOLERANCES[args.precision], strict=True):
@@ -89,44 +87,40 @@ def first_two_steps(
 
 
 def train_alone(args, dataset, make_model, loss_function, device):
-    """Train two steps on one process, with its own order of data and its own AdamW.
+    """Train two steps on one process in float32, with its own order and its own AdamW.
 
-    Returns: first weights, losses, gradient norms, weights, Adam's first moments.
+    Returns: losses and gradient norms by step, first weights, and `read_weights`.
     """
     model = make_model().to(device)
-    weights = dict(model.named_parameters())
-    trained = [weight for weight in weights.values() if weight.requires_grad]
-    first = {name: weight.detach().clone() for name, weight in weights.items()}
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, **ADAMW)
+    first, _ = read_weights(model, optimizer)
     generator = torch.Generator().manual_seed(args.seed)
     order = torch.randperm(len(dataset), generator=generator)
-    dtype = AUTOCAST.get(args.precision)
-    scale = 2.0**16 if dtype == torch.float16 else 1.0  # small gradients round to 0
-    losses, norms = [], []
+    losses, norms = {}, {}
     for step, batch in enumerate(order.split(args.global_batch_size)[:2], 1):
-        targets = [dataset[index][1] for index in batch]
-        num_targets = int(sum((part != IGNORED).sum() for part in targets))
-        loss_sum = 0.0
-        for chunk in batch.split(args.micro_batch_size):
-            inputs, targets = default_collate([dataset[index] for index in chunk])
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                loss = loss_function(model, inputs.to(device), targets.to(device))
-            (loss * scale / num_targets).backward()
-            loss_sum += loss.item()
-        losses.append(loss_sum / num_targets)
-        for weight in trained:
-            weight.grad /= scale
-        norm = clip_grad_norm_(trained, args.max_grad_norm)
-        norms.append(norm.item())
+        samples = [dataset[index] for index in batch]
+        num_targets = sum(int((targets != IGNORED).sum()) for _, targets in samples)
+        losses[step] = 0.0
+        for inputs, targets in DataLoader(samples, args.micro_batch_size):
+            loss_sum = loss_function(model, inputs.to(device), targets.to(device))
+            (loss_sum / num_targets).backward()
+            losses[step] += loss_sum.item() / num_targets
+        norms[step] = clip_grad_norm_(trained, args.max_grad_norm).item()
         optimizer.param_groups[0]["lr"] = lr_at(step, args)
         optimizer.step()
         optimizer.zero_grad()
-    moments = {
-        name: optimizer.state[weight]["exp_avg"]
-        for name, weight in weights.items()
-        if weight.requires_grad
-    }
-    return first, losses, norms, weights, moments
+    return losses, norms, first, read_weights(model, optimizer)
+
+
+def read_weights(model, optimizer):
+    """Return copies of weights and Adam's first moments by name. A collective."""
+    weights, moments = {}, {}
+    for name, weight in model.named_parameters():
+        weights[name] = whole(weight).to("cpu", copy=True)
+        state = optimizer.state.get(weight, {})
+        moments[name] = whole(state.get("exp_avg", weight * 0)).cpu()
+    return weights, moments
 
 
 def whole(tensor):
@@ -135,31 +129,21 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gather_names(named, group):
-    """Return the named tensors of all ranks of a group. A collective."""
-    device = next(iter(named.values())).device
-    parts = gather({name: tensor.cpu() for name, tensor in named.items()}, group)
-    return {name: tensor.to(device) for part in parts for name, tensor in part.items()}
-
-
-def relative_error(ours, expected):
-    """Return the largest relative error of two lists of numbers."""
-    pairs = zip(ours, expected, strict=True)
-    return max(abs(a - b) / abs(b) for a, b in pairs)
-
-
 @torch.no_grad()
-def relative_distance(ours, expected, start=None):
-    """Return the distance of named tensors, relative to how far they are from `start`.
+def relative_error(ours, expected, start=None):
+    """Return the distance of named numbers or tensors, relative to their size.
 
-    Without `start` it is the distance from 0.
+    With `start` it is relative to how far they are from there.
     """
     distance, length = 0.0, 0.0
-    for name, tensor in expected.items():
-        distance += (ours[name] - tensor).double().square().sum().item()
-        way = tensor - start[name] if start else tensor
-        length += way.double().square().sum().item()
+    for name, value in expected.items():
+        distance += square_sum(ours[name] - value)
+        length += square_sum(value - start[name] if start else value)
     return (distance / length) ** 0.5
+
+
+def square_sum(value):
+    return torch.as_tensor(value).double().square().sum().item()
 
 
 # The bytes that a rank sends per byte of the whole tensor, in a ring of n ranks.

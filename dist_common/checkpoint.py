@@ -1,13 +1,14 @@
 """Checkpoints that are complete or absent, of replicated and of sharded models.
 
-Each is a folder step-00000020 that gets its name last. Every rank writes its part and
-its checksum; a manifest lists them. torch.distributed.checkpoint writes the tensors, so
-any number of ranks can load them.
+Each is a folder step-00000020 that gets its name last. torch.distributed.checkpoint
+writes one file per rank, so any number of ranks can load them. A manifest lists the
+files with the checksums of the ranks that wrote them.
 """
 
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,77 +23,68 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from dist_common import runtime
+from dist_common import runtime, train
 from dist_common.cli import UsageError
 from dist_common.runtime import from_rank0, gather
+
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Checkpoints:
     """Saves and loads a model, its optimizer and every rank's random state.
 
-    All ranks call every method. `folder` is on a disk that all ranks share. The newest
-    `keep` checkpoints stay. Raises: UsageError if the disk is not shared.
+    All ranks call every method. The folder is on a disk that all ranks share. The
+    newest `args.keep` checkpoints stay. Without --output-dir nothing is saved.
     """
 
-    def __init__(self, run, folder, model, optimizer, keep=2, timeout_s=600.0):
+    def __init__(self, run, args, model, optimizer):
+        """Raises: UsageError if the folder cannot be written or is not shared."""
         self.run = run
-        self.folder = folder
+        self.args = args
         self.model = model
         self.optimizer = optimizer
-        self.keep = keep
         self.pending = None  # the save that runs in the background
+        if not args.output_dir:
+            return
+        self.folder = args.output_dir / "checkpoints"
         # A group of its own: a save in the background must not meet other collectives.
-        self.group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=timeout_s)
-        )
-        self.require_shared_disk()
+        timeout = timedelta(seconds=args.timeout)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        # On separate disks, half a checkpoint would look complete.
+        token = self.folder / f".token-{from_rank0(os.urandom(8).hex(), self.group)}"
+        self.agree(f"write {self.folder}", lambda: self.prepare_folder(token))
+        shared = f"use {self.folder}, which needs a disk that all ranks share"
+        self.agree(shared, token.stat)
+        if run.rank == 0:
+            token.unlink()
 
-    def require_shared_disk(self):
-        """Raise UsageError unless all ranks see a file that rank 0 writes.
-
-        On separate disks, half a checkpoint would look complete.
-        """
-        token = f".token-{from_rank0(os.urandom(8).hex(), self.group)}"
-        self.agree(self.folder, lambda: self.write_token(token), only_rank0=True)
-        seen = gather((self.folder / token).exists(), self.group)
+    def prepare_folder(self, token):
+        """Make the folder, without the partial checkpoints of killed runs."""
         if self.run.rank == 0:
-            (self.folder / token).unlink()
-        if not all(seen):
-            ranks = [str(rank) for rank, exists in enumerate(seen) if not exists]
-            raise UsageError(
-                f"{self.folder} is not on a shared disk: ranks {', '.join(ranks)} do "
-                "not see what rank 0 writes"
-            )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for partial in self.folder.glob(".partial-*"):
+                shutil.rmtree(partial)
+            token.touch()
 
-    def write_token(self, token):
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / token).touch()
-
-    def agree(self, what, action, only_rank0=False, clean=None):
+    def agree(self, goal, action):
         """Run an action; if it fails on any rank, raise UsageError on every rank.
 
-        Returns: every rank's value. `clean` is a folder that rank 0 then removes.
+        Returns: every rank's value.
         """
         value, problem = None, None
         try:
-            if self.run.rank == 0 or not only_rank0:
-                value = action()
+            value = action()
         except (Exception, CheckpointException) as error:
             problem = find_reason(error, self.run.rank)
         results = gather((value, problem), self.group)
         for _, problem in results:
             if problem:
-                if clean and self.run.rank == 0:
-                    shutil.rmtree(clean, ignore_errors=True)
-                raise UsageError(f"cannot write {what} {problem}")
+                raise UsageError(f"cannot {goal} {problem}")
         return [value for value, _ in results]
 
-    def state(self, offload=False):
+    def state(self):
         """Return the tensors by name: each rank's shards, or the whole model."""
-        options = StateDictOptions(
-            flatten_optimizer_state_dict=True, cpu_offload=offload
-        )
-        weights, moments = get_state_dict(self.model, self.optimizer, options=options)
+        weights, moments = get_state_dict(self.model, self.optimizer, options=OPTIONS)
         return {"model": weights, "optimizer": moments}
 
     def save(self, step, facts, background=False):
@@ -101,20 +93,20 @@ class Checkpoints:
         In the background, training continues while a thread writes a copy. The next
         save, or `wait`, raises what the thread met. Raises: UsageError.
         """
+        if not self.args.output_dir:
+            return
         self.wait()
         runtime.sync_buffers(self.model)
-        is_gpu = self.run.device.type == "cuda"
-        state = self.state(offload=background and is_gpu)
-        if background and not is_gpu:  # offloading has copied a GPU's tensors
-            state = {name: clone_tensors(part) for name, part in state.items()}
-        facts = {"step": step, "world_size": self.run.world_size, **facts}
-        work = (step, state, runtime.rng_state(), facts)
-        if not background:
-            self.write(*work)
-            return
+        state = self.state()
+        if background:
+            state = {name: copy_to_host(named) for name, named in state.items()}
+        state["rng"] = {str(self.run.rank): pickle.dumps(runtime.rng_state())}
+        facts = {"step": step, "settings": train.settings_of(self.args), **facts}
         thread = ThreadPoolExecutor(1)
-        self.pending = thread.submit(self.write, *work)
+        self.pending = thread.submit(self.write, step, state, facts)
         thread.shutdown(wait=False)
+        if not background:
+            self.wait()
 
     def wait(self):
         """Wait until the save in the background is complete."""
@@ -122,95 +114,97 @@ class Checkpoints:
             self.pending.result()
             self.pending = None
 
-    def write(self, step, state, rng_state, facts):
-        """Write all parts to a temporary folder, then give it its name."""
-        final = self.folder / f"step-{step:08}"
-        partial = self.folder / f".partial-{step:08}"
+    def write(self, step, state, facts):
+        """Write all files to a temporary folder, then give it its name."""
         if self.run.device.type == "cuda":  # a new thread starts with GPU 0
             torch.cuda.set_device(self.run.device)
-        self.agree(final, lambda: self.make_empty(partial), only_rank0=True)
-        checksums = self.agree(
-            final, lambda: self.write_part(partial, state, rng_state), clean=partial
-        )
-        files = {name: digest for part in checksums for name, digest in part.items()}
-        manifest = {**facts, "files": files}
-        self.agree(
-            final,
-            lambda: self.publish(partial, final, manifest),
-            only_rank0=True,
-            clean=partial,
-        )
+        final = self.folder / f"step-{step:08}"
+        partial = self.folder / f".partial-{step:08}"
+        goal = f"write {final}"
+        try:
+            digests = self.agree(goal, lambda: self.write_part(partial, state))
+            self.agree(goal, lambda: self.publish(partial, final, facts, digests))
+        except UsageError:
+            if self.run.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
-    def make_empty(self, partial):
-        for old in self.folder.glob(".partial-*"):  # of saves that were killed
-            shutil.rmtree(old)
-        partial.mkdir()
+    def write_part(self, partial, state):
+        """Write this rank's tensors and random state in one file; return its digest."""
+        writer = dcp.FileSystemWriter(partial)
+        dcp.save(state, storage_writer=writer, process_group=self.group)
+        return hash_file(partial / f"__{self.run.rank}_0.distcp")
 
-    def write_part(self, partial, state, rng_state):
-        """Write this rank's tensors and random state; return the checksums by file."""
-        rank = self.run.rank
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(partial),
-            process_group=self.group,
-        )
-        with (partial / f"rng-{rank}.pt").open("wb") as file:
-            torch.save(rng_state, file)
-        names = [f"__{rank}_0.distcp", f"rng-{rank}.pt"]
-        names += [".metadata"] if rank == 0 else []
-        paths = [partial / name for name in names]
-        return {path.name: hash_file(path) for path in paths if path.exists()}
-
-    def publish(self, partial, final, manifest):
-        """Write the manifest, rename the folder, remove old checkpoints."""
-        text = json.dumps(manifest)
+    def publish(self, partial, final, facts, digests):
+        """On rank 0, write the manifest, rename the folder, remove old checkpoints."""
+        if self.run.rank > 0:
+            return
+        files = {f"__{rank}_0.distcp": digest for rank, digest in enumerate(digests)}
+        files[".metadata"] = hash_file(partial / ".metadata")
+        text = json.dumps({**facts, "files": files})
         digest = hashlib.sha256(text.encode()).hexdigest()
         (partial / "manifest.json").write_text(f"{digest}\n{text}\n")
-        for path in partial.iterdir():
-            sync_to_disk(path)
         shutil.rmtree(final, ignore_errors=True)  # of a run that went back
         partial.rename(final)
-        sync_to_disk(self.folder)
         steps = self.list_steps()
-        later = [step for step in steps if step > manifest["step"]]  # before going back
-        earlier = [step for step in steps if step <= manifest["step"]]
-        for step in later + earlier[: -self.keep]:
+        earlier = [step for step in steps if step <= facts["step"]]
+        # Also those of later steps, if the run went back.
+        for step in set(steps) - set(earlier[-self.args.keep :]):
             shutil.rmtree(self.folder / f"step-{step:08}", ignore_errors=True)
 
     def list_steps(self):
         """Return the steps of all checkpoints, the oldest first."""
         return sorted(int(path.name[5:]) for path in self.folder.glob("step-*"))
 
-    def find(self, step=None):
-        """Return what `save` was given of the newest complete checkpoint, or None.
+    def resume(self):
+        """With --resume, load the newest complete checkpoint; return its facts.
 
-        It names the damaged ones. With `step` it takes this one. Raises: UsageError
-        when there are checkpoints and none can be used.
+        Without a checkpoint the step is 0. Raises: UsageError when there are
+        checkpoints and none can be used, or when the run had other data.
+        """
+        facts = self.find() if self.args.resume else None
+        if facts is None:
+            return {"step": 0, "samples_seen": 0}
+        train.compare_settings(self.args, self.run, facts)
+        self.load(facts)
+        return facts
+
+    def find(self):
+        """Return the facts of the newest complete checkpoint, or of --resume-step.
+
+        It names the damaged ones. Returns None if there are no checkpoints.
         """
         steps = from_rank0(self.list_steps(), self.group)
-        if step is not None:
-            if step not in steps:
-                known = ", ".join(map(str, steps)) or "none"
-                raise UsageError(f"--resume-step {step}: {self.folder} has {known}")
-            steps = [step]
-        for candidate in reversed(steps):
-            folder = self.folder / f"step-{candidate:08}"
-            problem, facts = from_rank0(
-                read_manifest(folder) if self.run.rank == 0 else None, self.group
-            )
-            if not problem:
-                names = sorted(facts["files"])[self.run.rank :: self.run.world_size]
-                mine = [n for n in names if is_damaged(folder / n, facts["files"][n])]
-                damaged = sum(gather(mine, self.group), [])
-                problem = f"{', '.join(damaged)} is missing or damaged"
-                if not damaged:
-                    self.run.print0(f"resuming from {folder}")
-                    return facts
-            self.run.print0(f"warning: {folder} is skipped: {problem}")
-        if steps:
-            raise UsageError(f"no checkpoint in {self.folder} can be used")
-        self.run.print0(f"no checkpoint in {self.folder} yet")
+        wanted = [self.args.resume_step] if self.args.resume_step else steps
+        for step in reversed(wanted):
+            folder = self.folder / f"step-{step:08}"
+            facts, problem = self.inspect(folder)
+            problems = [p for p in gather(problem, self.group) if p]
+            if not problems:
+                self.run.print0(f"resuming from {folder}")
+                return facts
+            self.run.print0(f"warning: {folder} is skipped: {problems[0]}")
+        if wanted:
+            raise UsageError(f"cannot use steps {wanted}: {self.folder} has {steps}")
         return None
+
+    def inspect(self, folder):
+        """Return a checkpoint's facts, and what is wrong with this rank's share of it.
+
+        The ranks share the work of reading all files.
+        """
+        try:
+            digest, text = (folder / "manifest.json").read_text().splitlines()
+        except (OSError, ValueError):
+            digest = text = ""
+        if hashlib.sha256(text.encode()).hexdigest() != digest:
+            return None, "manifest.json is missing or damaged"
+        facts = json.loads(text)
+        for name in sorted(facts["files"])[self.run.rank :: self.run.world_size]:
+            path = folder / name
+            if not path.exists() or hash_file(path) != facts["files"][name]:
+                return None, f"{name} is missing or damaged"
+        return facts, None
 
     def load(self, facts):
         """Load the checkpoint that `find` returned; restore this rank's random state.
@@ -223,9 +217,12 @@ class Checkpoints:
         except CheckpointException as error:  # not an Exception
             reason = find_reason(error, self.run.rank)
             raise UsageError(f"{folder} is of another model {reason}") from error
-        path = folder / f"rng-{self.run.rank}.pt"
-        if path.exists():
-            runtime.set_rng_state(torch.load(path, weights_only=False))
+        rank = str(self.run.rank)
+        existed = f"__{rank}_0.distcp" in facts["files"]
+        state = {"rng": {rank: b""} if existed else {}}
+        self.read(folder, state)
+        if existed:
+            runtime.set_rng_state(pickle.loads(state["rng"][rank]))
 
     def load_state(self, folder, facts):
         """Give the model and the optimizer the tensors of a checkpoint."""
@@ -236,7 +233,7 @@ class Checkpoints:
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
-            options=StateDictOptions(flatten_optimizer_state_dict=True),
+            options=OPTIONS,
         )
 
     def read(self, folder, state):
@@ -256,23 +253,12 @@ def find_reason(error, rank):
     return f"(rank {rank}): {reason}"
 
 
-def clone_tensors(named):
-    return {k: v.clone() if torch.is_tensor(v) else v for k, v in named.items()}
-
-
-def read_manifest(folder):
-    """Return (problem or None, content) of a checkpoint's manifest."""
-    try:
-        digest, text = (folder / "manifest.json").read_text().splitlines()
-    except (OSError, ValueError):
-        return "its manifest is missing or damaged", None
-    if hashlib.sha256(text.encode()).hexdigest() != digest:
-        return "its manifest does not match its own checksum", None
-    return None, json.loads(text)
-
-
-def is_damaged(path, digest):
-    return not path.exists() or hash_file(path) != digest
+def copy_to_host(named):
+    """Copy tensors to CPU memory, also those that are there already."""
+    return {
+        name: value.to("cpu", copy=True) if torch.is_tensor(value) else value
+        for name, value in named.items()
+    }
 
 
 def hash_file(path):
@@ -282,10 +268,3 @@ def hash_file(path):
         while block := file.read(2**20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def sync_to_disk(path):
-    """Wait until the disk holds a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

@@ -74,15 +74,6 @@ def positive_float(text):
     return number
 
 
-def step_range(text):
-    """Parse 5-7, or 5 for one step; return (first, last)."""
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    steps = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= steps[0] <= steps[1]:
-        raise argparse.ArgumentTypeError(f"must be steps like 5-7 or 5, not {text!r}")
-    return steps
-
-
 def add_training_flags(parser, presets, precisions=PRECISIONS, without=()):
     """Add the flags that the templates share: one job, whatever the strategy.
 
@@ -97,13 +88,8 @@ def add_training_flags(parser, presets, precisions=PRECISIONS, without=()):
             parser.add_argument(flag, **options)
 
     add("--preset", choices=presets, default="tiny", help="the model's shape (tiny)")
-    if "--text-file" not in without:
-        data = parser.add_mutually_exclusive_group()
-        text = "train on its bytes (dist_common/text.txt)"
-        data.add_argument("--text-file", help=text)
-        data.add_argument(
-            "--tokens", metavar="FOLDER", help="train on make_tokens.py's"
-        )
+    add("--text-file", help="train on its bytes (dist_common/text.txt)")
+    add("--tokens", metavar="FOLDER", help="train on a folder of make_tokens.py")
     add("--seq-len", type=positive_int, default=128, help="tokens per sequence (128)")
     add(
         "--micro-batch-size",
@@ -134,7 +120,7 @@ def add_training_flags(parser, presets, precisions=PRECISIONS, without=()):
     add("--resume", action="store_true", help="continue from --output-dir")
     add("--resume-step", type=positive_int, metavar="N", help="from this checkpoint")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard")
-    add("--profile", type=step_range, metavar="FIRST-LAST", help="trace these steps")
+    add("--profile", type=positive_int, metavar="STEP", help="trace this step")
     add(
         "--self-check",
         action=argparse.BooleanOptionalAction,
@@ -146,7 +132,7 @@ def validate_training_args(args):
     """Set the default of --self-check. Raises: UsageError for flags that contradict."""
     if args.self_check is None:
         args.self_check = args.preset == "tiny"
-    args.resume = args.resume or args.resume_step is not None
+    args.resume = args.resume or bool(args.resume_step)
     for flag in ("resume", "tensorboard", "profile"):
         if getattr(args, flag) and not args.output_dir:
             raise UsageError(f"--{flag} needs --output-dir")
@@ -181,10 +167,8 @@ def print_error(error):
         return
     name = Path(sys.argv[0]).name
     rank = os.environ.get("RANK", "0")
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError | CheckError | FloatingPointError):
         line = f"error: {' '.join(str(error).split())}"
-    elif isinstance(error, CheckError | FloatingPointError):  # raised on all ranks
-        line = str(error)
     elif lost := lost_rank(error):
         line = f"rank {rank}: {lost}"
     else:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    TensorDataset,
+    default_collate,
+)
 
 from dist_common.cli import UsageError
 
@@ -28,12 +34,12 @@ class Sequences(Dataset):
         self.seq_len = seq_len
 
     def __len__(self):
-        return max(0, len(self.tokens) - 1) // self.seq_len
+        return len(self.tokens[1:]) // self.seq_len
 
     def __getitem__(self, index):
         start = index * self.seq_len
-        piece = self.tokens[start : start + self.seq_len + 1].astype(np.int64)
-        piece = torch.from_numpy(piece)
+        piece = self.tokens[start : start + self.seq_len + 1]
+        piece = torch.from_numpy(piece.astype(np.int64))
         return piece[:-1], piece[1:]
 
 
@@ -55,12 +61,11 @@ def load_sequences(args):
         split = len(tokens) - len(tokens) // 20
     train_set = Sequences(tokens[: split + 1 if args.tokens else split], args.seq_len)
     test_set = Sequences(tokens[split:], args.seq_len)
-    for name, sequences in (("training", train_set), ("test", test_set)):
-        if not len(sequences):
-            raise UsageError(
-                f"the {name} data has {len(sequences.tokens)} tokens, less than a "
-                f"sequence of {args.seq_len}: use more data or a smaller --seq-len"
-            )
+    if not len(train_set) or not len(test_set):
+        raise UsageError(
+            f"{len(tokens)} tokens are too few to train and test on sequences of "
+            f"{args.seq_len}: use more data or a smaller --seq-len"
+        )
     return train_set, test_set, checksum[:16], vocab_size
 
 
@@ -77,16 +82,10 @@ def load_tokens(folder):
     try:
         about = json.loads((folder / "manifest.json").read_text())
         kind = np.dtype(about["dtype"]).newbyteorder("<")
-        tokens = np.memmap(folder / "tokens.bin", kind, "r")
-    except OSError as error:
-        raise UsageError(f"--tokens {folder}: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"--tokens {folder}: damaged ({error})") from error
-    if len(tokens) != about["tokens"]:
-        found = f"tokens.bin has {len(tokens):,} tokens"
-        raise UsageError(
-            f"--tokens {folder}: {found}, its manifest says {about['tokens']:,}"
-        )
+        # A shorter file is an error.
+        tokens = np.memmap(folder / "tokens.bin", kind, "r", shape=about["tokens"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"--tokens {folder}: cannot be used ({error})") from error
     return tokens, about["sha256"], about["largest_id"] + 1
 
 
@@ -120,16 +119,12 @@ def global_order(num_samples, seed, epoch, start):
     """
     generator = torch.Generator().manual_seed(seed + epoch)
     num_blocks = -(-num_samples // ORDER_BLOCK)
-    blocks = [0]
-    if num_blocks > 1:
-        blocks = torch.randperm(num_blocks, generator=generator).tolist()
     position = 0
-    for block in blocks:
+    for block in torch.randperm(num_blocks, generator=generator).tolist():
         first = block * ORDER_BLOCK
         size = min(ORDER_BLOCK, num_samples - first)
         if position + size > start:
-            if num_blocks > 1:
-                generator.manual_seed(seed + epoch + 1_000_003 * (block + 1))
+            generator.manual_seed(seed + epoch + 1_000_003 * block)
             order = first + torch.randperm(size, generator=generator)
             yield from order[max(0, start - position) :].tolist()
         position += size
@@ -151,18 +146,13 @@ class GlobalBatches:
         self.samples_seen = samples_seen
         self.loader = None
 
-    def __iter__(self):
-        return self
-
     def __next__(self):
         """Return this rank's micro-batches of the next global batch."""
-        num_samples = len(self.dataset)
-        left = num_samples - self.samples_seen % num_samples
-        if self.loader is None or left == num_samples:
+        left = len(self.dataset) - self.samples_seen % len(self.dataset)
+        if self.loader is None or left == len(self.dataset):
             self.loader = iter(self.make_loader())
-        micro_batches = [next(self.loader) for _ in range(self.num_micro_batches())]
         self.samples_seen += min(self.args.global_batch_size, left)
-        return micro_batches
+        return next(self.loader)
 
     def num_micro_batches(self):
         """Return the number of micro-batches of each rank in a step."""
@@ -170,43 +160,32 @@ class GlobalBatches:
         return -(-most // self.args.micro_batch_size)
 
     def make_loader(self):
-        """Return a loader of this rank's micro-batches to the end of the epoch."""
+        """Return a loader of this rank's global batches to the end of the epoch."""
         epoch, start = divmod(self.samples_seen, len(self.dataset))
+        order = global_order(len(self.dataset), self.args.seed, epoch, start)
+        batches = BatchSampler(order, self.args.global_batch_size, drop_last=False)
         # The workers seed Python, NumPy and PyTorch with it: augmentation differs
         # between ranks and epochs.
         generator = torch.Generator()
         generator.manual_seed(hash((self.args.seed, self.samples_seen, self.run.rank)))
-
-        def micro_batches_of(batch):
-            mine = batch[self.run.rank :: self.run.world_size]
-            size = self.args.micro_batch_size
-            for number in range(self.num_micro_batches()):
-                yield mine[number * size : (number + 1) * size]
-
-        def indices_of_micro_batches():
-            batch = []
-            for index in global_order(len(self.dataset), self.args.seed, epoch, start):
-                batch.append(index)
-                if len(batch) == self.args.global_batch_size:
-                    yield from micro_batches_of(batch)
-                    batch = []
-            if batch:
-                yield from micro_batches_of(batch)
-
         return DataLoader(
             self.dataset,
-            batch_sampler=indices_of_micro_batches(),
-            collate_fn=lambda samples: collate(samples, self.dataset),
+            batch_sampler=(b[self.run.rank :: self.run.world_size] for b in batches),
+            collate_fn=self.make_micro_batches,
             num_workers=self.args.num_workers,
             pin_memory=self.run.device.type == "cuda",
             generator=generator,
         )
 
+    def make_micro_batches(self, samples):
+        """Divide this rank's samples of a global batch into micro-batches."""
+        size = self.args.micro_batch_size
+        starts = range(0, self.num_micro_batches() * size, size)
+        return [collate(samples[i : i + size], self.dataset) for i in starts]
+
 
 def evaluation_batches(dataset, args, run):
     """Yield this rank's batches of a test set; every rank yields equally many."""
-    rows = args.micro_batch_size
-    for start in range(0, len(dataset), rows * run.world_size):
-        end = min(start + rows * run.world_size, len(dataset))
-        indices = range(start + run.rank, end, run.world_size)
-        yield collate([dataset[index] for index in indices], dataset)
+    batches = GlobalBatches(dataset, args, run)
+    while batches.samples_seen < len(dataset):
+        yield from next(batches)

@@ -9,11 +9,8 @@ import warnings
 from datetime import timedelta
 
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from dist_common.cli import UsageError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, of the gradient and of its square
 
 
 def import_deepspeed(run, config):
@@ -70,29 +67,3 @@ def start_engine(deepspeed, model, optimizer, config, timeout_s):
     # It makes a group of its own, with PyTorch's default of half an hour.
     dist.set_timeout(timedelta(seconds=timeout_s), engine.data_parallel_group)
     return engine
-
-
-def gather_whole(weight):
-    """Return a weight and Adam's moments, whole and in float32. A collective."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    moments = [safe_get_full_optimizer_state(weight, key) for key in MOMENTS]
-    return [safe_get_full_fp32_param(weight), *moments]
-
-
-def set_whole(weight, value, moment=None):
-    """Give this rank its part of a whole float32 weight, or of one of its moments."""
-    from deepspeed import utils
-
-    set_weight = utils.safe_set_full_fp32_param
-    set_moment = utils.safe_set_full_optimizer_state
-    if hasattr(weight, "ds_id"):  # stage 3: those fail where ranks divide unevenly
-        set_weight = utils.safe_set_local_fp32_param
-        set_moment = utils.safe_set_local_optimizer_state
-        ranks = dist.get_world_size()
-        padded = F.pad(value.flatten(), (0, -value.numel() % ranks))
-        value = padded.chunk(ranks)[dist.get_rank()]
-    if moment:
-        set_moment(weight, value, moment)
-    else:
-        set_weight(weight, value)

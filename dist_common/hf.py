@@ -26,12 +26,12 @@ PLAIN_TEMPLATE = (
 )
 
 
-def load_pretrained(folder, kind, **options):
+def load_pretrained(folder, kind):
     """Return what a class of transformers reads from a folder. Raises: UsageError."""
     if not (folder / "config.json").is_file():  # transformers would ask its hub
         raise UsageError(f"{folder} has no config.json: is it the folder of a model?")
     try:
-        return kind.from_pretrained(folder, **options)
+        return kind.from_pretrained(folder)
     except (ImportError, KeyError, OSError, ValueError) as error:
         raise UsageError(f"{folder}: {error}") from error
 
@@ -119,21 +119,11 @@ def read(run, folder, model):
 
     Raises: UsageError, naming a tensor, when files and model differ.
     """
-    weights, tied = named_as_in_files(model), model.all_tied_weights_keys
-    files = find_weights(folder)
+    weights, files = named_as_in_files(model), find_weights(folder)
+    tied = model.all_tied_weights_keys
+    copies = {n: torch.empty_like(weights[tied[n]]) for n in tied if n in files}
+    both = {**weights, **copies}
     with open_reader(folder, files) as reader:
-        stored = reader.read_metadata().state_dict_metadata
-        for name, weight in weights.items():
-            shape = stored[name].size if name in stored.keys() & files.keys() else None
-            if shape != weight.shape:
-                raise UsageError(
-                    f"{folder}: {name} is {list(weight.shape)} in the model, and "
-                    f"{list(shape) if shape else 'missing'} in the files. If "
-                    "transformers loads them, convert them once: "
-                    "save_pretrained(DIR, save_original_format=False)"
-                )
-        copies = {n: torch.empty_like(weights[tied[n]]) for n in tied if n in stored}
-        both = {**weights, **copies}
         dcp.load(both, storage_reader=reader, process_group=run.cpu_group)
     for name, copy in copies.items():
         if not torch.equal(copy, weights[tied[name]]):  # on all ranks, if sharded
@@ -148,16 +138,15 @@ def read(run, folder, model):
 
 
 def write(run, folder, model, like):
-    """Write a model for transformers, with files and types as in `like`. A collective.
+    """Write a model for transformers, with files and type as in `like`. A collective.
 
     Configuration and tokenizer are copied from `like`. The folder gets its name when it
     is complete. Raises: UsageError when it cannot be written.
     """
     weights, files = named_as_in_files(model), find_weights(like)
     names = sorted({files[name] for name in weights})
-    with open_reader(like, files) as reader:
-        stored = reader.read_metadata().state_dict_metadata
-    weights = {n: w.to(stored[n].properties.dtype) for n, w in weights.items()}
+    dtype = load_pretrained(like, AutoConfig).dtype or torch.float32
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
     partial = folder.with_name(f"{folder.name}.partial")
     if run.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed

@@ -7,9 +7,8 @@ be done. So the times are the same on every machine.
 """
 
 import functools
-import queue
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -52,22 +51,19 @@ class SlowGroup(dist.ProcessGroup):
         self._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, gloo)
         self.real = real
         self.bytes_per_second = bytes_per_second
-        self.started = queue.SimpleQueue()
-        threading.Thread(target=self.complete, daemon=True).start()
+        self.free_at = 0.0  # when the link has sent everything so far
+        self.thread = ThreadPoolExecutor(1)  # completes one after the other
 
-    def complete(self):
-        """Complete the collectives one after the other, in a thread."""
-        free_at = 0.0
-        while True:
-            work, result, seconds, started_at, future = self.started.get()
-            try:
-                work.wait()
-            except RuntimeError as error:  # a rank was lost: tell the one who waits
-                future.set_exception(error)
-                continue
-            free_at = max(free_at, started_at) + seconds
-            time.sleep(max(0.0, free_at - time.perf_counter()))
-            future.set_result(result)
+    def complete(self, work, result, started_at, seconds, future):
+        """Complete a collective when the link has sent it."""
+        try:
+            work.wait()
+        except RuntimeError as error:  # a rank was lost: tell the one who waits
+            future.set_exception(error)
+            return
+        self.free_at = max(self.free_at, started_at) + seconds
+        time.sleep(max(0.0, self.free_at - time.perf_counter()))
+        future.set_result(result)
 
     def start(self, method, output, *rest):
         """Start a collective of the real group; return a handle that completes late."""
@@ -81,7 +77,7 @@ class SlowGroup(dist.ProcessGroup):
         span.__enter__()
         ended = span._call_end_callbacks_on_future(future).then(lambda _: future.wait())
         result = output if isinstance(output, list) else [output]
-        self.started.put((work, result, seconds, started_at, future))
+        self.thread.submit(self.complete, work, result, started_at, seconds, future)
         return SlowWork(ended)
 
     def barrier(self, *options):

@@ -3,13 +3,12 @@
 import math
 import zlib
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from dist_common.cli import UsageError
 
@@ -30,12 +29,9 @@ class Config:
     tied_embeddings: bool = False  # the output layer is the embedding, transposed
 
     def num_parameters(self):
-        """Return the number of weights by formula, without building the model."""
-        D = self.dim
-        kv_dim = self.num_kv_heads * D // self.num_heads
-        block = 2 * D * D + 2 * D * kv_dim + 3 * D * self.ffn_dim + 2 * D
-        tables = self.vocab_size * D * (1 if self.tied_embeddings else 2)
-        return self.num_layers * block + tables + D
+        """Return the number of weights."""
+        with torch.device("meta"):  # allocates nothing
+            return sum(weight.numel() for weight in Transformer(self).parameters())
 
     def flops_per_token(self, seq_len):
         """Return the FLOPs of forward and backward per token (PaLM, 2022, appendix B).
@@ -121,21 +117,10 @@ class Attention(nn.Module):
         return self.wo(attended.transpose(1, 2).flatten(2))  # (B, T, D)
 
 
-# What selective checkpointing keeps: matrix products and attention, which take the
-# time. Source: Korthikanti et al., Reducing Activation Recomputation (2022), section 5.
-KEPT_OPS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-]
-
-
 class Block(nn.Module):
     """Attention, then a SwiGLU feed-forward, each on an RMSNorm of its input.
 
-    activation_checkpointing: what backward computes again: none, full, selective.
+    activation_checkpointing: what backward computes again: none, or full (all).
     """
 
     activation_checkpointing = "none"
@@ -153,12 +138,8 @@ class Block(nn.Module):
         """Shapes: x (B, T, D) -> (B, T, D)."""
         if self.activation_checkpointing == "none":
             return self.compute(x, cos, sin)
-        options = {"use_reentrant": False}
-        if self.activation_checkpointing == "selective":
-            keep = partial(create_selective_checkpoint_contexts, KEPT_OPS)
-            options["context_fn"] = keep
         # Inside the FSDP unit: when backward gets here, its weights are gathered.
-        return checkpoint(self.compute, x, cos, sin, **options)
+        return checkpoint(self.compute, x, cos, sin, use_reentrant=False)
 
     def compute(self, x, cos, sin):
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -170,7 +151,10 @@ class Transformer(nn.Module):
     """A Llama-style decoder without buffers. Build it on any device, `meta` too.
 
     Shapes: tokens (B, T) int64 -> logits (B, T, V); T is at most max_seq_len.
+    positions: of the tokens, 0 to T - 1 if None; context parallelism has others.
     """
+
+    positions = None
 
     def __init__(self, config):
         super().__init__()
@@ -185,12 +169,13 @@ class Transformer(nn.Module):
             init_weight(name, weight, config.num_layers)
 
     def forward(self, tokens):
-        T = tokens.shape[1]
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         head_dim = self.config.dim // self.config.num_heads
-        positions = torch.arange(T, device=tokens.device)
         cos, sin = rotary_tables(positions, head_dim, self.config.rope_theta)
         x = self.embedding(tokens)  # (B, T, D)
-        for block in self.blocks:
+        for block in self.blocks.children():
             x = block(x, cos, sin)
         return self.head(self.norm(x))  # (B, T, V)
 
@@ -236,10 +221,7 @@ def init_weights(model, seed):
 
 def build_transformer(config, seed, device):
     """Return the whole model with its first weights, the same ones on every rank."""
-    with torch.device("meta"):
+    with torch.device(device):
         model = Transformer(config)
-    model.to_empty(device=device)
-    if config.tied_embeddings:  # to_empty made two tensors of one
-        model.head.weight = model.embedding.weight
     init_weights(model, seed)
     return model

@@ -1,12 +1,12 @@
 """What a script reports: a header, a table of checks, a verdict, results.json."""
 
 import json
+import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 
-import psutil
 import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
@@ -47,10 +47,7 @@ class Report:
         self.checks = []
         self.started = datetime.now(timezone.utc)
         if args.output_dir:
-            resume = getattr(args, "resume", False)
-            problem = None
-            if run.rank == 0:
-                problem = self.claim_folder(args.output_dir, resume)
+            problem = self.claim_folder(args.output_dir) if run.rank == 0 else None
             if problem := from_rank0(problem, run.cpu_group):
                 raise cli.UsageError(f"--output-dir {args.output_dir} {problem}")
         ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
@@ -59,7 +56,7 @@ class Report:
             f"{dist.get_backend()}, torch {torch.__version__}"
         )
 
-    def claim_folder(self, folder, resume):
+    def claim_folder(self, folder):
         """Make a folder and lock it until this process ends; return what is wrong."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -69,8 +66,8 @@ class Report:
             return "is in use by another run: wait for it, or name another folder"
         except OSError as error:
             return f"cannot be written: {error.strerror}"
-        if not resume and {path.name for path in folder.iterdir()} - {".lock"}:
-            self.lock.release()
+        resumes = getattr(self.args, "resume", False)
+        if not resumes and {path.name for path in folder.iterdir()} - {".lock"}:
             return (
                 "is not empty: name another folder, or continue the run with --resume"
             )
@@ -114,8 +111,8 @@ class Report:
         """Write results.json to --output-dir, if there is one."""
         if not self.args.output_dir or self.run.rank > 0:
             return
-        now = datetime.now(timezone.utc)
-        machine = {"cores": len(psutil.Process().cpu_affinity()), "gpu": None}
+        seconds = (datetime.now(timezone.utc) - self.started).total_seconds()
+        machine = {"cores": os.cpu_count(), "gpu": None}
         if self.run.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.run.device)
             memory_gib = round(gpu.total_memory / 2**30, 2)
@@ -125,7 +122,7 @@ class Report:
             "args": vars(self.args),
             "argv": sys.argv[1:],
             "started": self.started.isoformat(timespec="seconds"),
-            "seconds": round((now - self.started).total_seconds(), 2),
+            "seconds": round(seconds, 2),
             "world_size": self.run.world_size,
             "device": self.run.device.type,
             "backend": dist.get_backend(),

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +18,11 @@ from dist_common.cli import UsageError, print_error
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 DEEPSPEED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE")
 SRUN = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE")
-MPIRUN = tuple(
-    f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")
+MPIRUN = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 
 
@@ -61,7 +63,7 @@ def init(device="auto", timeout_s=600.0):
         # gloo connects in pairs: a rank that fails early would disturb the others.
         dist.barrier()
         dist.barrier(cpu_group)
-        run = Run(
+        yield Run(
             rank,
             local_rank,
             world_size,
@@ -70,7 +72,6 @@ def init(device="auto", timeout_s=600.0):
             chosen,
             cpu_group,
         )
-        yield run
     except BaseException as error:
         print_error(error)
         raise
@@ -85,8 +86,8 @@ def find_ranks():
     Raises: UsageError when variables are missing or contradict each other.
     """
     launcher, names = find_launcher()
-    rank = read_number(names[0], 0)
-    world_size = read_number(names[2], 1)
+    rank = read_number(names[0])
+    world_size = read_number(names[2])
     if rank >= world_size:
         raise UsageError(f"{names[0]}={rank} must be below {names[2]}={world_size}")
     local_rank = read_number(names[1], rank)
@@ -96,13 +97,11 @@ def find_ranks():
         os.environ.setdefault(name, str(number))
     if "MASTER_ADDR" not in os.environ:
         one_machine = local_world_size == world_size
-        os.environ["MASTER_ADDR"] = find_master(launcher, one_machine)
+        os.environ["MASTER_ADDR"] = find_master(one_machine)
     # The jobs of a cluster have numbers of their own; one process takes any free port.
     number = 29500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000
-    default = str(number if world_size > 1 else 0)
-    port = os.environ.setdefault("MASTER_PORT", default)
-    if not port.isdecimal():  # Kubernetes sets it for a service called "master"
-        raise UsageError(f"MASTER_PORT={port!r} is not a number")
+    os.environ.setdefault("MASTER_PORT", str(number if world_size > 1 else 0))
+    read_number("MASTER_PORT")  # Kubernetes sets it for a service called "master"
     return launcher, *numbers
 
 
@@ -110,9 +109,6 @@ def find_launcher():
     """Return the launcher's name and the names of its four variables."""
     env = os.environ
     if "RANK" in env or "WORLD_SIZE" in env:
-        for name in ("RANK", "WORLD_SIZE"):
-            if name not in env:
-                raise UsageError(f"{name} is not set: start with torchrun, which does")
         if "LOCAL_SIZE" in env and "LOCAL_WORLD_SIZE" not in env:
             return "deepspeed", DEEPSPEED
         started_by_torchrun = "TORCHELASTIC_RUN_ID" in env
@@ -122,24 +118,25 @@ def find_launcher():
     # A batch script's own process has SLURM_PROCID=0 too, but no step.
     if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
         return "srun", SRUN
-    return "python", ("",) * 4
+    env.update(RANK="0", WORLD_SIZE="1")
+    return "python", TORCHRUN
 
 
-def read_number(name, default):
+def read_number(name, default=""):
     """Return a variable as a number. SLURM writes 4(x2) for 4 tasks on 2 nodes."""
     text = os.environ.get(name, str(default))
     match = re.fullmatch(r"(\d+)(\(x\d+\))?", text)
     if not match or (match[2] and not name.endswith("PER_NODE")):
-        raise UsageError(f"{name}={text!r} is not a number")
+        raise UsageError(f"{name}={text!r} is not a number: start with torchrun")
     return int(match[1])
 
 
-def find_master(launcher, one_machine):
+def find_master(one_machine):
     """Return the address of rank 0's machine."""
     nodes = os.environ.get("SLURM_STEP_NODELIST", "")
     if one_machine:
         return "127.0.0.1"
-    if launcher == "srun" and nodes:  # r[1-2,4]n7,... -> r1n7
+    if nodes:  # r[1-2,4]n7,... -> r1n7
         first = re.match(r"([^\[,]|\[[^\]]*\])+", nodes)[0]
         return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
     raise UsageError(
@@ -163,9 +160,6 @@ def choose_device(name, launcher, local_rank, local_world_size):
             "fewer ranks, or use --device cpu"
         )
     if name == "cpu" or gpus < needed:
-        if name == "auto" and gpus and local_rank == 0:
-            line = f"{gpus} GPUs for {needed} ranks: computing on the CPU"
-            print(f"warning: {line}", file=sys.stderr)
         # Some libraries would take a GPU unasked: FSDP's mesh is one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return torch.device("cpu")
@@ -199,23 +193,18 @@ def seed_everything(seed, rank=0):
 
 def rng_state():
     """Return this rank's random state."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
 def set_rng_state(state):
     """Restore what `rng_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    python, numpy, cpu, cuda = state
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(cuda)
 
 
 def gather(value, group=None):

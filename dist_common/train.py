@@ -1,5 +1,6 @@
 """What the training loops of the templates share: schedule, stop signal, log."""
 
+import argparse
 import contextlib
 import json
 import math
@@ -12,20 +13,23 @@ import time
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.profiler import profile, tensorboard_trace_handler
 
 from dist_common.cli import UsageError
 from dist_common.runtime import gather
 
 GIB = 2**30
-# Peak TFLOP/s without sparsity, in 16 bits and in float32. Source: data sheets.
-PEAK_TFLOPS = {
-    "H100": (989.4, 67.0),
-    "H200": (989.4, 67.0),
-    "B200": (2250.0, 75.0),
-    "A100": (312.0, 19.5),
-    "MI300X": (1307.4, 163.4),
-}
+# Peak TFLOP/s in 16 bits without sparsity. Source: data sheets.
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312, "MI300X": 1307}
 SAME_RUN = ("data", "seq_len", "seed", "preset")  # a resumed run may not change these
+MAY_CHANGE = (
+    "global_batch_size",
+    "max_steps",
+    "lr",
+    "warmup_steps",
+    "max_grad_norm",
+    "precision",
+)
 
 
 def lr_at(step, args):
@@ -49,13 +53,8 @@ def every(step, interval, last_step):
     return interval > 0 and (step % interval == 0 or step == last_step)
 
 
-def settle_batch_size(args, run, saved=None):
-    """Set --global-batch-size if it is not given; print how it is divided.
-
-    A resumed run keeps the batch of its checkpoint on any number of ranks.
-    """
-    if args.global_batch_size is None and saved:
-        args.global_batch_size = saved["settings"]["global_batch_size"]
+def settle_batch_size(args, run):
+    """Set --global-batch-size if it is not given; print how it is divided."""
     if args.global_batch_size is None:
         args.global_batch_size = args.micro_batch_size * run.world_size
     share = -(-args.global_batch_size // run.world_size)
@@ -70,37 +69,35 @@ def settle_batch_size(args, run, saved=None):
     run.print0(line)
 
 
-def compare_settings(args, run, saved, next_step):
-    """Print what differs from the checkpoint's run.
+def compare_settings(args, run, saved):
+    """Print what differs from the checkpoint's run; keep its global batch size.
 
     Raises: UsageError when the data or the model are others.
     """
-    now = settings_of(args)
-    for name in SAME_RUN:
-        if now[name] != saved[name]:
-            own_text = name == "data" and hasattr(args, "text_file")
-            flag = "text-file" if own_text else name.replace("_", "-")
+    old = saved["settings"]
+    args.global_batch_size = args.global_batch_size or old["global_batch_size"]
+    for name, value in settings_of(args).items():
+        if value == old[name]:
+            continue
+        change = f"{name} {old[name]} -> {value}"
+        if name in SAME_RUN:
             raise UsageError(
-                f"--{flag} is {now[name]}, the checkpoint's run had {saved[name]}: "
-                "the run cannot continue on other data or with another model"
+                f"{change}: the run cannot continue on other data or with another model"
             )
-    changed = [name for name in now if now[name] != saved.get(name)]
-    for name in changed:
-        run.print0(f"changed since the checkpoint: {name} {saved[name]} -> {now[name]}")
-    old_lr = lr_at(next_step, type(args)(**saved))
-    new_lr = lr_at(next_step, args)
+        run.print0(f"changed since the checkpoint: {change}")
+    step = saved["step"] + 1
+    old_lr = lr_at(step, argparse.Namespace(**old))
+    new_lr = lr_at(step, args)
     if old_lr != new_lr:
         run.print0(
-            f"warning: the learning rate of step {next_step} changes from {old_lr:.2g} "
+            f"warning: the learning rate of step {step} changes from {old_lr:.2g} "
             f"to {new_lr:.2g}"
         )
 
 
 def settings_of(args):
     """Return the flags that the weights depend on, for a checkpoint."""
-    names = (*SAME_RUN, "global_batch_size", "max_steps", "lr", "warmup_steps")
-    names += ("max_grad_norm", "precision")
-    return {name: getattr(args, name) for name in names}
+    return {name: getattr(args, name) for name in SAME_RUN + MAY_CHANGE}
 
 
 class StopSignal:
@@ -127,8 +124,9 @@ class StopSignal:
 
 
 class Log:
-    """Times steps, prints a line every few steps, writes all to metrics.jsonl.
+    """Times steps, prints a line every few steps, appends all to metrics.jsonl.
 
+    A resumed run repeats the steps since its checkpoint: a step's last line counts.
     Losses stay on the device until a line is due: reading them makes the host wait.
     """
 
@@ -151,59 +149,31 @@ class Log:
         self.tests = {}
         self.num_tokens = 0.0  # of the last step
         self.times_ms = []  # of each step of this process, without what is in between
-        self.cpu_times_ms = []
         self.window_s = 0.0  # of the unread steps
-        self.window_cpu_s = 0.0
-        self.profiler = None
         self.file = None
         self.tensorboard = None
         if args.output_dir and run.rank == 0:
-            self.open(args.output_dir)
+            self.file = (args.output_dir / "metrics.jsonl").open("a", buffering=1)
+            if args.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
 
-    def open(self, folder):
-        """Open metrics.jsonl; drop what an earlier run wrote after its checkpoint."""
-        path = folder / "metrics.jsonl"
-        kept = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):  # the last line of a killed run
-                if json.loads(line)["step"] < self.first_step:
-                    kept.append(f"{line}\n")
-        path.write_text("".join(kept))
-        self.file = path.open("a", buffering=1)
-        if self.args.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = folder / "tensorboard"
-            self.tensorboard = SummaryWriter(folder, purge_step=self.first_step)
+                folder = args.output_dir / "tensorboard"
+                self.tensorboard = SummaryWriter(folder, purge_step=first_step)
 
     @contextlib.contextmanager
     def step(self, step):
         """Time a step, without evaluation and saving; count its collectives once."""
-        first, last = self.args.profile or (0, 0)
-        if first <= step <= last and self.profiler is None:
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
-        counted = step == self.first_step + 1  # the first step sets things up
-        count = self.counter and counted and not self.args.compile
-        started = time.perf_counter()
-        cpu_started = time.process_time()
-        span = torch.profiler.record_function(f"step {step}")
-        with self.counter if count else contextlib.nullcontext(), span:
+        with contextlib.ExitStack() as stack:
+            is_second = step == self.first_step + 1  # the first step sets things up
+            if self.counter and is_second and not self.args.compile:
+                stack.enter_context(self.counter)
+            if step == self.args.profile:  # writes a trace of this rank
+                folder = str(self.args.output_dir / "profile")
+                write = tensorboard_trace_handler(folder, f"rank{self.run.rank}")
+                stack.enter_context(profile(on_trace_ready=write))
+            started = time.perf_counter()
             yield
-        self.window_s += time.perf_counter() - started
-        self.window_cpu_s += time.process_time() - cpu_started
-        if step == last:
-            self.write_profile()
-
-    def write_profile(self):
-        """Write the trace of this rank, for perfetto.dev."""
-        if self.profiler:
-            self.profiler.stop()
-            folder = self.args.output_dir / "profile"
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"trace-rank{self.run.rank}.json"
-            self.profiler.export_chrome_trace(str(path))
-            self.profiler = None
+            self.window_s += time.perf_counter() - started
 
     def add(self, step, loss_sum, num_tokens, grad_norm):
         """Keep the results of a step; print when a line is due.
@@ -223,53 +193,36 @@ class Log:
         if not self.unread:
             return
         started = time.perf_counter()
-        own = torch.stack([loss_sum.double() for _, loss_sum, _, _ in self.unread])
-        sums = own.clone()
+        sums = torch.stack([loss_sum.double() for _, loss_sum, _, _ in self.unread])
         dist.all_reduce(sums)
-        window_s = self.window_s + time.perf_counter() - started
-        time_ms = window_s * 1e3 / len(self.unread)
-        cpu_time_ms = self.window_cpu_s * 1e3 / len(self.unread)
-        for (step, own_sum, num_tokens, norm), total in zip(
+        self.window_s += time.perf_counter() - started
+        time_ms = self.window_s * 1e3 / len(self.unread)
+        for (step, _, num_tokens, norm), total in zip(
             self.unread, sums.tolist(), strict=True
         ):
             self.num_tokens = float(num_tokens)
-            self.losses[step] = total / self.num_tokens
-            self.norms[step] = float(norm)
-            self.require_finite(step, own_sum)
+            loss = self.losses[step] = total / self.num_tokens
+            norm = self.norms[step] = float(norm)
+            # In float16 a norm may be infinite: the loss scaler skips such a step.
+            may_overflow = self.args.precision == "16-mixed"
+            if not math.isfinite(loss if may_overflow else loss + norm):
+                raise FloatingPointError(
+                    f"stopped: in step {step} the loss is {loss:.4g}, the gradient "
+                    f"norm {norm:.4g}: try a lower --lr, or look at the data"
+                )
             self.times_ms.append(time_ms)
-            self.cpu_times_ms.append(cpu_time_ms)
             speed = self.num_tokens / time_ms * 1e3
-            self.write(
-                step,
-                loss=self.losses[step],
-                grad_norm=self.norms[step],
-                lr=lr_at(step, self.args),
-                tokens_per_second=speed,
-            )
-        line = f"step {step} | loss {self.losses[step]:.4f} | {time_ms:.1f} ms"
-        line += f" | {speed:,.0f} {self.unit}"
-        line += f" | mem {peak_memory_gib(self.run.device):.2f} GiB"
+            lr = lr_at(step, self.args)
+            self.write(step, loss=loss, grad_norm=norm, lr=lr, tokens_per_second=speed)
+        line = (
+            f"step {step} | loss {loss:.4f} | {time_ms:.1f} ms | {speed:,.0f} "
+            f"{self.unit} | mem {peak_memory_gib(self.run.device):.2f} GiB"
+        )
         if mfu := self.mfu(speed):
             line += f" | mfu {mfu:.1%}"
         self.run.print0(line)
         self.unread.clear()
-        self.window_s = self.window_cpu_s = 0.0
-
-    def require_finite(self, step, own_sum):
-        """Stop all ranks if a number is not finite, and name the rank where it began.
-
-        In float16 a norm may be infinite: the loss scaler skips such a step.
-        """
-        loss, norm = self.losses[step], self.norms[step]
-        may_overflow = self.args.precision == "16-mixed"
-        if math.isfinite(loss) and (may_overflow or math.isfinite(norm)):
-            return
-        finite = gather(math.isfinite(own_sum), self.run.cpu_group)
-        where = f" on rank {finite.index(False)}" if False in finite else ""
-        raise FloatingPointError(
-            f"stopped: in step {step} the loss is {loss:.4g}{where}, gradient norm "
-            f"{norm:.4g}: try a lower --lr, or look at that rank's data"
-        )
+        self.window_s = 0.0
 
     def write(self, step, **values):
         """Write numbers to metrics.jsonl and TensorBoard."""
@@ -293,45 +246,34 @@ class Log:
             done = f"the checkpoint has step {self.first_step - 1}"
             return f"nothing to do: {done}, --max-steps is {self.args.max_steps}"
         last = max(self.losses)
-        stopped = last < self.args.max_steps  # a stopped run saves, whatever is due
-        end = "stopped" if stopped else "trained to the end"
-        saves = self.args.output_dir and (stopped or self.args.save_every)
-        saved = "" if saves else ", not saved"
-        return f"loss {self.losses[last]:.4f} after step {last}, {end}{saved}"
+        end = "stopped" if last < self.args.max_steps else "trained to the end"
+        return f"loss {self.losses[last]:.4f} after step {last}, {end}"
 
     def mfu(self, tokens_per_second):
-        """Return the share of the GPU's peak that the model uses; None if unknown."""
-        if self.run.device.type != "cuda":
-            return None
-        gpu = torch.cuda.get_device_name(self.run.device)
-        for name, (peak_16_bit, peak_float32) in PEAK_TFLOPS.items():
-            if name in gpu:
-                is_float32 = self.args.precision == "32-true"
-                peak = (peak_float32 if is_float32 else peak_16_bit) * 1e12
-                flops = tokens_per_second * self.flops_per_token
-                return flops / self.run.world_size / peak or None
+        """Return the share of the GPU's peak in 16 bits; None if it is unknown."""
+        if self.run.device.type == "cuda" and self.args.precision != "32-true":
+            gpu = torch.cuda.get_device_name(self.run.device)
+            for name, tflops in PEAK_TFLOPS.items():
+                if name in gpu:
+                    speed = tokens_per_second / self.run.world_size
+                    return speed * self.flops_per_token / (tflops * 1e12) or None
         return None
 
     def finish(self):
         """Read the last steps and return the metrics of results.json. A collective."""
         self.flush()
-        self.write_profile()  # of a run that was stopped earlier
-        if self.file:
-            self.file.close()
         if self.tensorboard:
             self.tensorboard.close()
         if not self.losses:  # a resumed run had nothing left to do
             return {}
         peaks = gather(peak_memory_gib(self.run.device), self.run.cpu_group)
-        warmup = min(5, len(self.times_ms) - 1)
-        step_time_ms = statistics.median(self.times_ms[warmup:])
+        step_time_ms = statistics.median(self.times_ms[5:] or self.times_ms)
         speed = self.num_tokens / step_time_ms * 1e3
         return {
             **self.tests,
             "final_loss": self.losses[max(self.losses)],
             "step_time_ms": step_time_ms,
             "step_times_ms": [round(ms, 3) for ms in self.times_ms[-1000:]],
-            "cpu_time_per_step_ms": statistics.fmean(self.cpu_times_ms[warmup:]),
             "tokens_per_second": speed,
             "tokens_per_step": self.num_tokens,
             "mfu": self.mfu(speed),

@@ -192,14 +192,14 @@ def test_a_search_ends_where_memory_does_and_says_so(bench, fakes, tmp_path, cap
 
 def test_a_search_tries_what_each_script_supports():
     names = ("ddp", "fsdp-full", "zero-2", "pp-zero-bubble", "pp-1f1b")
-    asked = asked_for(micro_batch_sizes=[4, 1], recompute=["none", "selective", "full"],
+    asked = asked_for(micro_batch_sizes=[4, 1], recompute=["none", "full"],
                       compile=["off", "on"], micro_batch_size=None)  # fmt: skip
     rows = bench_search.variants([STRATEGIES[name] for name in ("single", *names)], asked)
     count = Counter(row.name.partition(" ")[0] for row in rows)
-    assert count == dict(zip(("single", *names), (1, 4, 12, 6, 2, 12), strict=True))
+    assert count == dict(zip(("single", *names), (1, 4, 8, 4, 2, 8), strict=True))
     table = {row.name: row for row in rows}
-    most = table["fsdp-full mb4 selective compile"]
-    assert most.flags == "--sharding full --activation-checkpointing selective --compile"
+    most = table["fsdp-full mb4 full compile"]
+    assert most.flags == "--sharding full --activation-checkpointing full --compile"
     with pytest.raises(ValueError, match="micro-batches of 3 do not make up a rank's 8$"):
         bench_points.batch_sizes(replace(most, micro_batch_size=3), 2, 16, None)
 

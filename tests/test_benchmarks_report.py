@@ -291,17 +291,17 @@ def test_the_answer_says_where_the_time_goes(tmp_path):
 
 
 def events(*spans: tuple[str, str, int, int]) -> list[dict]:
-    """Return a trace's events: (category, name, start, end in us); steps last 100 us each."""
-    steps = [("user_annotation", f"step {n}", 100 * n, 100 * n + 70) for n in (3, 4, 5, 6)]
+    """Return a trace's events: (category, name, start, end in us); the step lasts 200 us."""
+    step = [("cpu_op", "start", 390, 391), ("cpu_op", "stop", 589, 590)]
     whole = [{"cat": cat, "name": name, "ts": start, "dur": end - start}
-             for cat, name, start, end in [*steps, *spans]]  # fmt: skip
+             for cat, name, start, end in [*step, *spans]]  # fmt: skip
     return [*whole, {"name": "process_name", "ph": "M"}]
 
 
 @pytest.mark.parametrize(
     ("spans", "compute", "exposed"),
     [
-        ([("cpu_op", "aten::mm", 380, 430)], 30, 0),  # half of it in the step before
+        ([("cpu_op", "aten::mm", 400, 430)], 30, 0),
         (
             [("user_annotation", "gloo:all_reduce", 420, 450), ("cpu_op", "aten::mm", 400, 430)],
             30, 20,
@@ -317,12 +317,11 @@ def events(*spans: tuple[str, str, int, int]) -> list[dict]:
 def test_a_trace_is_split_into_computing_and_exposed_communication(
     tmp_path, spans, compute, exposed
 ):
-    """Steps 4 and 5: the first one that is traced has set-up in it, the last one no end."""
-    (tmp_path / "trace-rank0.json").write_text(json.dumps({"traceEvents": events(*spans)}))
-    (tmp_path / "trace-rank1.json").write_text(json.dumps({"traceEvents": events(*spans)}))
-    found = split_of(tmp_path)
-    both = {"step": 0.2, "compute": compute / 1e3, "exposed": exposed / 1e3}
-    assert {name: 2 * ms for name, ms in found.items()} == pytest.approx(both)
+    for rank in (0, 1):
+        path = tmp_path / f"rank{rank}.17.pt.trace.json"
+        path.write_text(json.dumps({"traceEvents": events(*spans)}))
+    expected = {"step": 0.2, "compute": compute / 1e3, "exposed": exposed / 1e3}
+    assert split_of(tmp_path) == pytest.approx(expected)
 
 
 @pytest.mark.full

@@ -256,7 +256,7 @@ def test_launchers_take_their_lessons_from_the_folder():
 # 88 columns, whatever the formatting. The limit is today's size: a change may lower it, never
 # raise it. The budget is the size that the folder has to reach.
 LIMITS_AND_BUDGETS = {
-    "dist_common": (1_807, 1_600),
+    "dist_common": (1_600, 1_600),
     "legacy_common": (3_371, 0),
     "01-ddp-basics": (1_691, 1_500),
     "02-fsdp": (4_093, 2_300),
@@ -272,11 +272,11 @@ LIMITS_AND_BUDGETS = {
 }
 # What a reader of a template has to open, with everything that it imports from here.
 FILES_AND_SIZES = {
-    "01-ddp-basics/ddp_training.py": (9, 1_635),
-    "02-fsdp/fsdp_transformer.py": (9, 1_650),
-    "02-fsdp/fsdp_finetune.py": (9, 1_693),
-    "03-deepspeed/deepspeed_train.py": (10, 1_771),
-    "05-advanced/hybrid_parallelism.py": (9, 1_874),
+    "01-ddp-basics/ddp_training.py": (9, 1_451),
+    "02-fsdp/fsdp_transformer.py": (9, 1_465),
+    "02-fsdp/fsdp_finetune.py": (9, 1_520),
+    "03-deepspeed/deepspeed_train.py": (10, 1_583),
+    "05-advanced/hybrid_parallelism.py": (9, 1_659),
 }
 BUDGET_OF_FILES, BUDGET_OF_SIZE = 10, 1_700
 # Pages of modules, programs and benchmarks; words and commands of all pages.

@@ -104,7 +104,7 @@ def training(
         "world_size": ranks, "preset": preset, "precision": precision, "link": link,
         "global_batch_size": batch, "micro_batch_size": sizes[0], "grad_accum_steps": sizes[1],
         "seq_len": args.seq_len, "seed": args.seed, "lr": args.lr or LR[preset],
-        "max_steps": {CHECK: EARLY_STEPS, TRACE: traces.STEPS[1]}.get(kind, args.max_steps),
+        "max_steps": {CHECK: EARLY_STEPS, TRACE: traces.STEP}.get(kind, args.max_steps),
     }  # fmt: skip
     own = strategy.script_flags(ranks)
     values = vars(args) | job | {"timeout": patience(args.timeout)}
@@ -120,7 +120,7 @@ def training(
     name = ".".join(parts + ([link] if link else []))
     words = [*own, *words, *ALWAYS]
     if kind == TRACE:
-        words += ["--profile", "-".join(map(str, traces.STEPS))]
+        words += ["--profile", str(traces.STEP)]
     return Point(
         name, strategy.path, words, described, reason, read_trace if kind == TRACE else read
     )

@@ -129,7 +129,8 @@ def run_port(port: Port, args, folder: Path) -> Run:
         results = json.loads(path.read_text())
         metrics = results["metrics"]
         run.losses = metrics.get("losses") or losses_of_template(folder)
-        run.world_size, run.cpu_ms = results["world_size"], metrics["cpu_time_per_step_ms"]
+        run.world_size = results["world_size"]
+        run.cpu_ms = metrics.get("cpu_time_per_step_ms", run.cpu_ms)
         run.outside_s = seconds - sum(metrics["step_times_ms"]) / 1e3
     if code != 0 or not written:
         how = f"no end after {args.limit:g} s" if code is None else f"exit code {code}"

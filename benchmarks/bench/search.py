@@ -13,7 +13,7 @@ from bench.strategies import REFERENCE, Strategy
 from legacy_common import cli
 
 NONE, OFF, ON = "none", "off", "on"
-RECOMPUTE = (NONE, "selective", FULL := "full")
+RECOMPUTE = (NONE, FULL := "full")
 COMPILED = "compile"  # in a name
 # What points share that differ in their micro-batch alone, beside the strategy.
 ALIKE = ("kind", "world_size", "preset", "precision", "link", "global_batch_size", "seq_len")
