@@ -520,7 +520,7 @@ def test_a_family_whose_files_have_other_names_trains_once_converted(
     folder, converted, tuned, run = (tmp_path / n for n in ("a", "b", "tuned", "run"))
     make_family(kind, tiny, folder).save_pretrained(folder)
     ended = finetune(model=folder)
-    assert_one_line(ended, "save_pretrained(DIR, save_original_format=False)", FILE)
+    assert_one_line(ended, "cannot read ", FILE)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.save_pretrained(converted, save_original_format=False)
     build_tokenizer().save_pretrained(converted)
@@ -685,7 +685,7 @@ def test_a_folder_that_transformers_could_not_use_is_refused(tiny, tmp_path, how
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("shape", "Size mismatch between saved torch.Size([176, 64])"),
+        ("shape", "Size mismatch between saved torch.Size([64, 176])"),
         ("layers", "Missing key in checkpoint state_dict: model.layers.2."),
         ("no weights", "has neither model.safetensors nor model.safetensors.index"),
         ("half a file", "cannot read"),
