@@ -1,195 +1,233 @@
-"""Move optimizer state and weights to CPU memory or to a disk: what goes where, and what it costs.
+"""Move optimizer state and weights to host memory or a disk: where are the bytes?
 
     CPU   torchrun --standalone --nproc-per-node=2 03-deepspeed/zero_offload.py
-    GPU   torchrun --standalone --nproc-per-node=gpu 03-deepspeed/zero_offload.py --dim 4096
+    GPU   torchrun --standalone --nproc-per-node=gpu 03-deepspeed/zero_offload.py \
+              --dim 4096
 
-DeepSpeedCPUAdam takes the CPU's steps; it is compiled once, with g++. `--torch-adam` takes
-PyTorch's Adam instead. `--offload optimizer-nvme all-nvme --nvme-path DIR` needs libaio as well.
-Look for: the losses of a run that offloads nothing; the optimizer's 12 bytes per weight, which
-leave memory for files; all of them read and written again in each step; buffers, which stay.
+With --nvme-path DIR it offloads to a disk too; DeepSpeed compiles its disk access once,
+with g++ and libaio. Look for: the losses of a run without offload, and the 12 bytes of
+optimizer state per weight, which leave the device.
 
-Sources: Ren et al., ZeRO-Offload (USENIX ATC 2021), sections 3 and 4; Rajbhandari et al.,
-ZeRO-Infinity (SC 2021), sections 3 and 5.
+Sources: Ren et al., ZeRO-Offload (USENIX ATC 2021), sections 3 and 4; Rajbhandari et
+al., ZeRO-Infinity (SC 2021), sections 3 and 5.
 """
 
-import argparse
-import functools
+import json
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from deepspeed_parts import setup
-from deepspeed_parts import zero_offload as part
-from deepspeed_parts.tensor_bytes import bytes_by_kind, live_bytes
-from deepspeed_parts.zero_offload import DTYPES, KINDS, disk_traffic, target
-from legacy_common import cli, data, measure, runtime
-from legacy_common.models import Transformer, TransformerConfig
-from legacy_common.report import Report
+from dist_common import cli, runtime
+from dist_common.deepspeed import import_deepspeed, start_engine
+from dist_common.model import Config, Transformer, build_transformer
+from dist_common.report import Report
+from zero_stages import (
+    MAX_GRAD_NORM,
+    add_batch_flags,
+    bytes_by_device,
+    bytes_by_kind,
+    live_tensors,
+    load_batches,
+    loss_of,
+    make_adamw,
+    micro_batches_of,
+    train_step,
+)
 
-CONFIGS = {
-    "none-2": (2, "zero2_config.json"),
-    "optimizer-cpu": (2, "zero2_offload_cpu_config.json"),
-    "none-3": (3, "zero3_config.json"),
-    "all-cpu": (3, "zero3_offload_cpu_config.json"),
-    "optimizer-nvme": (3, "zero3_offload_nvme_config.json"),  # but for its offload_param
-    "all-nvme": (3, "zero3_offload_nvme_config.json"),
+CONFIGS = Path(__file__).parent / "configs"
+IN_MEMORY = {
+    "none, stage 2": "zero2_config.json",
+    "optimizer to CPU, stage 2": "zero2_offload_cpu_config.json",
+    "none, stage 3": "zero3_config.json",
+    "all to CPU, stage 3": "zero3_offload_cpu_config.json",
 }
-WARMUP = 2  # steps: Adam's moments come with the first, memory is looked at in the second
+ON_DISK = {
+    "none, stage 3": "zero3_config.json",
+    "all to disk, stage 3": "zero3_offload_nvme_config.json",
+}
+DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
+BYTES = ("weights", "optimizer state", "gradients and buffers", "files")
+SMALLEST = (
+    2**20
+)  # bytes: DeepSpeed keeps smaller tensors in memory, and does not say so
+# Of losses near 5; then of bytes per weight. Buffers are as large as a weight.
+TOLERANCES = {"loss": 2e-2} | dict(zip(BYTES, (0.1, 0.1, 0.5, 0.25), strict=True))
 
 
-def start_engine(config, build):
-    """Hand a new model to DeepSpeed; where its parts lie is in config["zero_optimization"]."""
-    import deepspeed  # only after setup.prepare has said for which device
-
-    model = build()
-    if target(config["zero_optimization"], "offload_param") == "nvme":
-        # Left to itself, DeepSpeed on a CPU makes these files bfloat16, whatever is configured.
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)
-
-    engine, *_ = deepspeed.initialize(model=model, config=config)
-
-    return engine
-
-
-def train_step(engine, batch, look=None):
-    """Take one step and return its loss; `look` is called when the gradient is there."""
-    loss = loss_of(engine, batch)
-    engine.backward(loss)
-    loss = loss.detach()  # without what forward kept
-    if look:
-        look()
-
-    engine.step()  # under offload, on the CPU
-
-    return loss
+def load_engine_config(file, args, shards, folder):
+    """Return a config of the folder configs/, with this run's values for "auto"."""
+    config = json.loads((CONFIGS / file).read_text())
+    del config["optimizer"]  # the script has its own
+    config |= {
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.grad_accum_steps,
+        "gradient_clipping": MAX_GRAD_NORM,
+        "bf16": {"enabled": args.precision == "bf16-mixed"},
+        "fp16": {"enabled": False},
+        "zero_force_ds_cpu_optimizer": False,  # PyTorch's AdamW updates on the CPU too
+    }
+    zero = config["zero_optimization"]
+    zero["reduce_bucket_size"] = args.dim**2  # elements
+    if zero["stage"] == 3:
+        zero["stage3_prefetch_bucket_size"] = args.dim**2
+        zero["stage3_param_persistence_threshold"] = 10 * args.dim
+    if offload_device(zero, "optimizer") == "nvme":
+        zero["offload_optimizer"]["nvme_path"] = folder
+        zero["offload_param"]["nvme_path"] = folder
+        zero["offload_param"]["buffer_size"] = max(shards)
+        zero["sub_group_size"] = max(shards)  # elements that are updated at a time
+    return config
 
 
-def loss_of(model, batch):
-    """Return the mean cross-entropy. Shapes: batch is inputs and targets, (B, T) each."""
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+def offload_device(zero, part):
+    """Return where a config moves "param" or "optimizer": none, cpu or nvme."""
+    return zero.get(f"offload_{part}", {}).get("device", "none")
 
 
-class Run:
-    """A model in training, and what was seen of it: losses, times, bytes and where they are."""
+def measure(deepspeed, config, engine_config, batches, args, run):
+    """Train; return the mean losses of all ranks, and bytes by kind.
 
-    def __init__(self, name, config, build, device):
-        self.name, self.zero = name, config["zero_optimization"]
-        self.losses, self.traffic = [], []  # of each step
-        self.timer = measure.StepTimer(device, WARMUP)
-        self.before = live_bytes()
-        self.engine = start_engine(config, build)
-
-    def step(self, batch):
-        """Take one step; in the last one of the warm-up, look at what is where."""
-        dist.barrier()
-        before = disk_traffic()
-        look = self.look if len(self.losses) + 1 == WARMUP else None
-        with self.timer:
-            self.losses.append(train_step(self.engine, batch, look))
-        if len(self.losses) > WARMUP:
-            now = disk_traffic()
-            self.traffic.append([now - then for now, then in zip(now, before, strict=True)])
-
-    def look(self):
-        self.held = bytes_by_kind(self.engine, self.engine.optimizer, live_bytes() - self.before)
+    The bytes are {device: bytes} of each kind, in the middle of a step.
+    """
+    before = bytes_by_device(live_tensors())
+    model = build_transformer(config, args.seed, run.device).to(DTYPES[args.precision])
+    if offload_device(engine_config["zero_optimization"], "param") == "nvme":
+        # Otherwise DeepSpeed on a CPU writes bfloat16 files, whatever the precision.
+        deepspeed.zero.Init(module=model, config_dict_or_path=engine_config)
+    optimizer = make_adamw(model.parameters())
+    engine = start_engine(deepspeed, model, optimizer, engine_config, args.timeout)
+    losses = []
+    for batch in batches:
+        losses.append(train_step(engine, micro_batches_of(batch, args, run)))
+    losses = torch.stack(losses)
+    dist.all_reduce(losses)
+    first, *_ = micro_batches_of(batches[0], args, run)
+    engine.backward(loss_of(engine, first))  # one more gradient
+    held = bytes_by_kind(engine, before)
+    return losses.cpu() / run.world_size, held
 
 
-def load_configs(args, world, shape, shards, torch_adam):
-    """Return the config of each run by name; those of a stage follow the one without offload."""
-    configs, stages = {}, {CONFIGS[name][0] for name in args.offload}
-    for name, (stage, file) in CONFIGS.items():
-        if name not in args.offload and not (name.startswith("none") and stage in stages):
-            continue
-        path = Path(__file__).parent / "configs" / file
-        config = configs[name] = part.settled(path, args, shape, world.world_size)
-        if torch_adam:
-            config["optimizer"]["params"]["torch_adam"] = True
-        if "nvme" in name:  # buffers as large as it takes, and no larger
-            config["zero_optimization"]["sub_group_size"] = max(shards)
-            config["zero_optimization"]["stage3_max_live_parameters"] = 0  # each weight read twice
-            config["zero_optimization"]["offload_param"]["buffer_size"] = max(shards)
-        if name == "optimizer-nvme":
-            del config["zero_optimization"]["offload_param"]
-    return configs
+def show_bytes(held, num_weights):
+    """Return bytes per weight with their place, such as "2.00 cuda + 1.00 cpu"."""
+    numbers = {device: f"{size / num_weights:.2f}" for device, size in held.items()}
+    return " + ".join(f"{text} {device}" for device, text in numbers.items())
 
 
-def train(configs, build, batches, report):
-    """Train every config in turn, step by step: what else the machine does meets all alike."""
-    runs = []
-    for name, config in configs.items():
-        runs.append(Run(name, config, build, report.device))
-        for batch in batches[:WARMUP]:
-            runs[-1].step(batch)
-    for batch in report.progress(batches[WARMUP:], "steps"):
-        for run in runs:
-            run.step(batch)
-    return runs
+def expected_bytes(engine_config, shards, num_weights, width):
+    """Return a rank's bytes of each of BYTES, in the middle of a step.
+
+    `shards`: elements of this rank's part of each weight. `width`: bytes of a weight
+    and of its gradient. Sources: ZeRO-Offload, section 3; ZeRO-Infinity, section 3.
+    """
+    zero = engine_config["zero_optimization"]
+    shard = sum(shards)
+    weights = width * (shard if zero["stage"] == 3 else num_weights)
+    state, gradients, files = 12 * shard, width * shard, 0
+    if offload_device(zero, "optimizer") == "cpu":
+        gradients += 4 * shard  # a float32 copy, for the update
+        if zero["stage"] == 2 and engine_config["gradient_accumulation_steps"] > 1:
+            gradients += width * shard  # the sum of the micro-batches
+    if offload_device(zero, "optimizer") == "nvme":
+        weights_moved = width * sum(s for s in shards if s * width >= SMALLEST)
+        gradients_moved = 4 * sum(s for s in shards if s * 4 >= SMALLEST)
+        files = weights_moved + gradients_moved + state
+        weights -= weights_moved
+        state = 0
+        buffers = zero["offload_param"]["buffer_count"] * width
+        buffers += zero["offload_optimizer"]["buffer_count"] * 4
+        gradients += buffers * max(shards)
+    return weights, state, gradients, files
+
+
+def prepare_disk(deepspeed, run):
+    """Compile DeepSpeed's disk access, once. Raises: UsageError without the tools."""
+    builder = deepspeed.ops.op_builder.AsyncIOBuilder()
+    if not builder.is_compatible(verbose=False):
+        raise cli.UsageError("--nvme-path needs g++ and libaio: apt install libaio-dev")
+    if run.local_rank == 0:
+        builder.load(verbose=False)
+    dist.barrier()
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
+    add_batch_flags(parser)
     add = parser.add_argument
-    positive = cli.positive_int
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    names, default = f"one or several of {', '.join(CONFIGS)}", ["optimizer-cpu", "all-cpu"]
-    add("--offload", nargs="+", choices=CONFIGS, metavar="WHAT", default=default,
-        help=f"{names}; none of the same stage goes with each ({' '.join(default)})")  # fmt: skip
-    add("--nvme-path", metavar="DIR", help="a folder on a fast disk, for the last two")
-    add("--torch-adam", action="store_true", help="take PyTorch's Adam, which is not compiled")
-    add("--dim", type=positive, help="width of the model (512, and with a disk 1024)")
+    add(
+        "--nvme-path", type=Path, metavar="DIR", help="offload to this folder on a disk"
+    )
+    add("--dim", type=cli.positive_int, help="model width (512; with a disk 1024)")
     add("--precision", choices=DTYPES, default="bf16-mixed", help="(bf16-mixed)")
-    add("--micro-batch-size", type=positive, default=4, help="sequences per rank and step (4)")
-    add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
-    more = functools.partial(cli.whole_number, low=WARMUP + 1)
-    add("--max-steps", type=more, default=6, help=f"training steps, {WARMUP} of warm-up (6)")
     args = parser.parse_args()
-    args.dim = args.dim or (1024 if any("nvme" in name for name in args.offload) else 512)
+    args.dim = args.dim or (1024 if args.nvme_path else 512)
     if args.dim % 64:
         parser.error(f"--dim must be a multiple of 64, not {args.dim}")
+    if args.nvme_path and not args.nvme_path.is_dir():
+        parser.error(f"--nvme-path {args.nvme_path} is not a folder")
     return args
 
 
 def main():
     args = parse_args()
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("03-deepspeed/zero_offload.py", args, world, device)
-        count, ranks, dim = args.micro_batch_size, world.world_size, args.dim
-        shape = TransformerConfig(256, dim, 2, dim // 64, dim // 64, 2 * dim, args.seq_len)
+    with runtime.init(args.device, args.timeout) as run, ExitStack() as at_end:
+        report = Report("03-deepspeed/zero_offload.py", args, run)
+        heads = args.dim // 64
+        config = Config(256, args.dim, 2, heads, heads, 2 * args.dim, args.seq_len)
+        num_weights = config.num_parameters()
+        width = DTYPES[args.precision].itemsize
         with torch.device("meta"):
-            shapes = [weight.numel() for weight in Transformer(shape).parameters()]
-        shards = [-(-numel // ranks) for numel in shapes]
-        setup.prepare(device)
-        lack = None if args.torch_adam else setup.missing_for("cpu_adam")
-        configs = load_configs(args, world, shape, shards, args.torch_adam or lack is not None)
-        if any("nvme" in name for name in configs):
-            part.require_disk(args, world, shards)
-        text = data.Sequences(data.load_text(), args.seq_len, count * ranks)
-        own = args.max_steps, count * ranks, world.rank * count, count, device
-        batches = list(data.batches_of(text, *own))
-
-        def build():
-            runtime.seed_everything(args.seed)
-            return Transformer(shape).to(device, DTYPES[args.precision])
-
-        report.start(
-            f"{sum(shapes):,} weights, {args.precision}; global batch {count * ranks} = {count} "
-            f"per rank x {ranks} ranks",
+            weights = list(Transformer(config).parameters())
+        shards = [-(-weight.numel() // run.world_size) for weight in weights]
+        files, folder = IN_MEMORY, None
+        if args.nvme_path:
+            if max(shards) * width < SMALLEST:
+                raise cli.UsageError(
+                    f"--dim {args.dim}: a rank's part of the largest weight is below "
+                    "1 MiB, and stays in memory: take more, or fewer ranks"
+                )
+            temporary = tempfile.TemporaryDirectory(prefix="zero-", dir=args.nvme_path)
+            files, folder = ON_DISK, at_end.enter_context(temporary)
+        configs = {
+            name: load_engine_config(file, args, shards, folder)
+            for name, file in files.items()
+        }
+        deepspeed = import_deepspeed(run, configs["none, stage 3"])
+        if folder:
+            prepare_disk(deepspeed, run)
+        batches = load_batches(args, run)
+        rows = []
+        errors = {name: [] for name in TOLERANCES}
+        for name, engine_config in configs.items():
+            zero = engine_config["zero_optimization"]
+            losses, held = measure(deepspeed, config, engine_config, batches, args, run)
+            if offload_device(zero, "optimizer") == "none":
+                losses_without = losses
+            errors["loss"].append((losses - losses_without).abs().max().item())
+            weight_device, state_device = (
+                run.device.type if offload_device(zero, part) == "none" else "cpu"
+                for part in ("param", "optimizer")
+            )
+            weights, state, rest = held
+            measured = [weights[weight_device], state[state_device], rest.total(), 0]
+            if folder:
+                swapped = Path(folder).rglob("*.swp")
+                measured[3] = sum(path.stat().st_size for path in swapped)
+            expected = expected_bytes(engine_config, shards, num_weights, width)
+            for kind, found, right in zip(BYTES, measured, expected, strict=True):
+                errors[kind].append(abs(found - right) / num_weights)
+            cells = [show_bytes(kind, num_weights) for kind in held]
+            rows.append((name, *cells, f"{measured[3] / num_weights:.2f}"))
+        run.print0(
+            f"{num_weights:,} weights, {args.precision}; bytes per weight on a rank"
         )
-        if lack:
-            report.say(f"{lack}; until then PyTorch's Adam takes the steps")
-        ops = {op for config in configs.values() for op in setup.ops_needed(config)}
-        setup.build_ops(sorted(ops), report)
-        if device.type == "cpu":
-            report.say("no GPU: the device's memory is the CPU's, so offloading frees nothing here")
-        runs = train(configs, build, batches, report)
-        baselines = {run.zero["stage"]: run for run in reversed(runs)}  # each stage's first
-        rows = [part.compare(run, baselines, shapes, report) for run in runs]
-        report.say("bytes per weight on a rank: in memory, in files, to and from disk per step")
-        report.table(rows, ("offload", *KINDS, "files", "read", "written", "step", "of none's"))
-        return report.finish(f"loss {runs[0].losses[-1].item():.4f} at the end")
+        report.table(rows, ("offload", *BYTES))
+        for name, tolerance in TOLERANCES.items():
+            largest = torch.tensor(errors[name]).max().item()
+            report.check(f"largest error: {name}", largest, 0, tolerance)
+        return report.finish(f"loss {losses[-1]:.4f} at the end")
 
 
 if __name__ == "__main__":

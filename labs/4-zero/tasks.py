@@ -11,7 +11,12 @@ from lab_parts.running import Setting, Task
 from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
 from legacy_common.lab.traffic import TrafficCounter
 
-LESSONS = {"03-deepspeed/zero_from_scratch.py": ("MIB", "Bucket", "Zero")}
+LESSONS = {
+    "03-deepspeed/zero_from_scratch.py": (
+        "MIB", "all_gather_single", "reduce_scatter_single", "flatten", "part_of",
+        "group_parameters", "Bucket", "Zero",
+    ),
+}  # fmt: skip
 TITLE = "Lab 4: fill the holes until `python labs/grade.py 4` says right everywhere."
 NORM = 0.05  # to clip to: less than any gradient here has
 MIB = 2**20
