@@ -125,14 +125,17 @@ def flags_of(point: dict[str, Any]) -> argparse.Namespace | None:
 
 
 def of_memory_tool(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:
-    """Return GiB of the peak of FSDP's tensors on a GPU, without flash attention in float32."""
+    """Return GiB of the peak of full sharding's tensors on a GPU, in bf16-mixed."""
     if not gpu or point["script"] != FSDP or point["precision"] != PLANNED_PRECISION:
         return {}
-    job = ("precision", "seq_len", "global_batch_size", "micro_batch_size", "world_size")
+    if flags.sharding not in (None, "full"):
+        return {}
+    job = ("precision", "seq_len", "micro_batch_size", "world_size")
     words = ["--preset", point["preset"]]
+    words += ["--activation-checkpointing", flags.activation_checkpointing]
     words += [word for name in job for word in (f"--{name.replace('_', '-')}", point[name])]
-    metrics = run(MEMORY, [*(point.get("flags") or ()), *words])
-    return {"peak": metrics["Total_gib"]} if "Total_gib" in metrics else {}
+    metrics = run(MEMORY, words)
+    return {"peak": metrics["predicted_peak_gib"]} if metrics else {}
 
 
 def of_planner(point: dict[str, Any], flags, gpu: str) -> dict[str, float]:

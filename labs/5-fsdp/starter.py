@@ -1,17 +1,30 @@
 """Lab 5: fill the holes until `python labs/grade.py 5` says right everywhere."""
 
+from collections import defaultdict
 from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from fsdp_parts.fsdp_from_scratch import flatten, groups_of, part_of
-from legacy_common.runtime import all_gather_single, reduce_scatter_single
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def flatten(tensors):
+    """Join tensors to one vector, with zeros until N ranks can share it equally."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    return F.pad(flat, (0, -len(flat) % dist.get_world_size()))
+
+
+def part_of(vector):
+    """Return this rank's part of a vector. Shapes: (n,) -> (n / N,)."""
+    return vector.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 class Unit:
-    """Parameters that are sharded together: one flat vector, of which each rank keeps a part."""
+    """Parameters that are sharded together: each rank keeps a part of one vector."""
 
     def __init__(self, parameters, dtype):
         self.parameters = parameters
@@ -31,20 +44,20 @@ class Unit:
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
     def gather(self):
-        """Move 2. Fill the vector with the parts of all ranks, unless it is full already."""
+        """Move 2. Fill the vector with the parts of all ranks, unless it is full."""
         raise NotImplementedError("hole gather")
 
     def free(self):
-        """Move 3. Give the memory back, but keep the vector: autograd has saved views of it."""
+        """Move 3. Free the memory, but keep the vector: autograd saved its views."""
         raise NotImplementedError("hole free")
 
     def reduce(self):
-        """Move 4. Add up all ranks' gradients, each rank its own part, and drop the whole ones."""
+        """Move 4. Average the gradients over ranks, keep this rank's part."""
         raise NotImplementedError("hole reduce")
 
 
 class AfterBackward(torch.autograd.Function):
-    """Pass a module's inputs on; call a function when the gradients of all of them are there."""
+    """Pass a module's inputs on; call a function when all their gradients exist."""
 
     @staticmethod
     def forward(ctx, function, *inputs):
@@ -57,10 +70,26 @@ class AfterBackward(torch.autograd.Function):
         return None, *gradients
 
 
-class Sharded:
-    """Shard a model in place: each of `modules` is gathered by itself, the rest once a step.
+def groups_of(model, modules):
+    """Return the parameters of each unit by (module, trained or frozen, dtype).
 
-    Give the optimizer `shards()`. `dtype` is what weights are gathered and computed in.
+    Parameters of no module, or of several, belong to the rest, the model's own unit.
+    """
+    owners = defaultdict(list)
+    for module in modules:
+        for parameter in module.parameters():
+            owners[parameter].append(module)
+    groups = defaultdict(list)
+    for parameter in model.parameters():
+        owner = owners[parameter][0] if len(owners[parameter]) == 1 else model
+        groups[owner, parameter.requires_grad, parameter.dtype].append(parameter)
+    return groups
+
+
+class Sharded:
+    """Shard a model in place: each of `modules` is a unit, the rest is one more.
+
+    Give the optimizer `shards()`. `dtype` is the type of the gathered weights.
     """
 
     def __init__(self, model, modules, dtype=None):
@@ -76,7 +105,7 @@ class Sharded:
         self.units = [unit for units in units_of.values() for unit in units]
 
     def shards(self):
-        """Return what the optimizer steps on: the shards that get a gradient."""
+        """Return the tensors for the optimizer: the shards that get a gradient."""
         return [unit.shard for unit in self.units if unit.parameters[0].requires_grad]
 
     def before_forward(self, units, module, args, kwargs):
@@ -103,8 +132,8 @@ class Sharded:
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in tensors:
             tensor.register_hook(partial(self.before_backward, units))
-        # The rest stays: backward begins with it. So does what activation checkpointing computes
-        # again in backward.
+        # The rest stays, because backward begins with it. So does a unit that
+        # activation checkpointing computes again in backward.
         if not self.in_backward and not (module is self.model and tensors):
             for unit in units:
                 unit.free()
@@ -119,7 +148,7 @@ class Sharded:
         raise NotImplementedError("hole backward")
 
     def finish(self):
-        """At the end of backward: the rest, and units none of whose inputs has a gradient."""
+        """At the end of backward, reduce the units that backward has left over."""
         self.after_backward(self.units)
         self.in_backward = False
 

@@ -8,8 +8,11 @@ from lab_parts.running import Setting, Task
 from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
 
 LESSONS = {
-    "02-fsdp/fsdp_from_scratch.py": ("Unit", "AfterBackward", "Sharded", "modules_of"),
-}
+    "02-fsdp/fsdp_from_scratch.py": (
+        "all_gather_single", "reduce_scatter_single", "flatten", "part_of", "Unit", "AfterBackward",
+        "groups_of", "Sharded", "modules_of",
+    ),
+}  # fmt: skip
 TITLE = "Lab 5: fill the holes until `python labs/grade.py 5` says right everywhere."
 
 

@@ -1,0 +1,99 @@
+"""Draw the pictures of this module's pages into images/.
+
+python 02-fsdp/figures.py
+"""
+
+import argparse
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+
+IMAGES = Path(__file__).with_name("images")
+STATES = {"shard only": "#b5cbe0", "being gathered": "#f2b263", "whole": "#2f6690"}
+
+
+def draw_timeline():
+    """The units of fsdp_basics.py during a step: a block is whole while it computes."""
+    forward = [f"block {n}\nforward" for n in range(4)]
+    backward = [f"block {n}\nbackward" for n in (3, 2, 1, 0)]
+    columns = ["before", "embed-\nding", *forward, "head", *backward, "after"]
+    states = np.zeros((5, len(columns)))
+    for block in range(4):
+        states[block, [2 + block, 10 - block]] = 2
+        states[block, 9 - block] = 1  # while the unit before it in backward computes
+    states[4, 1:-1] = 2
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    axes.imshow(states, ListedColormap(list(STATES.values())), aspect="auto")
+    axes.set_yticks(range(5), [f"block {n}" for n in range(4)] + ["rest"])
+    axes.set_xticks(range(len(columns)), columns, fontsize=8)
+    axes.set_xlabel("what computes")
+    axes.hlines(np.arange(4) + 0.5, -0.5, 11.5, color="white", linewidth=3)
+    handles = [Patch(color=color, label=name) for name, color in STATES.items()]
+    axes.legend(handles=handles, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+    return figure
+
+
+def draw_strategies():
+    """Bytes per weight on each of 8 GPUs in bf16-mixed: held, and whole at the peak."""
+    stacks = {  # weights, gradients, optimizer state, whole in a step
+        "DDP": (4, 4, 8, 2),
+        "ZeRO-1": (2, 2, 12 / 8, 0),
+        "ZeRO-2": (2, 2 / 8, 12 / 8, 0),
+        "FSDP grad-op": (4 / 8, 4 / 8, 8 / 8, 2),
+        "HSDP\n2 groups of 4": (4 / 4, 4 / 4, 8 / 4, 0.3),
+        "FSDP full": (4 / 8, 4 / 8, 8 / 8, 0.3),
+    }
+    kinds = ("weights", "gradients", "optimizer state", "whole during a step")
+    colors = ("#2f6690", "#7fa7cc", "#b5cbe0", "#f2b263")
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    left = np.zeros(len(stacks))
+    columns = np.array(list(stacks.values())).T
+    for kind, color, sizes in zip(kinds, colors, columns, strict=True):
+        axes.barh(list(stacks), sizes, left=left, color=color, label=kind)
+        left += sizes
+    axes.bar_label(axes.containers[-1], [f" {total:.1f}" for total in left])
+    axes.set_xlim(0, 20)
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes per weight on each of 8 GPUs, bf16-mixed")
+    axes.legend(loc="lower right")
+    return figure
+
+
+def draw_finetune_batch():
+    """A micro-batch of chats on two ranks: prompt, answer, padding."""
+    prompts = np.array([23, 24, 25, 22, 25, 27, 28, 28, 24, 23, 23, 30, 24, 26, 25, 23])
+    ends = np.array([104, 66, 94, 57, 92, 82, 57, 94, 57, 72, 75, 103, 86, 92, 93, 85])
+    position = np.arange(128)
+    kinds = 2 * (position < ends[:, None]) - (position < prompts[:, None])
+    figure, axes = plt.subplots(figsize=(8, 3))
+    axes.imshow(kinds, ListedColormap(["white", "#6baed6", "#08306b"]), aspect="auto")
+    axes.axhline(7.5, color="black")
+    names = ("rank 0: 444 tokens count", "rank 1: 465 tokens count")
+    axes.set_yticks([3.5, 11.5], names)
+    axes.set_xlabel("light: prompt, dark: answer, white: padding; position in sequence")
+    return figure
+
+
+FIGURES = {
+    "fsdp_timeline": draw_timeline,
+    "strategies": draw_strategies,
+    "finetune_batch": draw_finetune_batch,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output-dir", type=Path, default=IMAGES, help="(images/)")
+    folder = parser.parse_args().output_dir
+    plt.switch_backend("Agg")
+    for name, draw in FIGURES.items():
+        figure = draw()
+        figure.tight_layout()
+        figure.savefig(folder / f"{name}.png", dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What the lessons of module 02 prove, count and draw."""
