@@ -154,17 +154,17 @@ def test_a_family_loads_trains_and_exports(
     ("old", "new", "place"),
     [
         ("        dist.broadcast(buffer, src=0)", "        buffer.zero_()", 0),
-        ("loss * world_size / totals", "loss / totals", 2),
-        ("dcp.load(state, checkpoint_id=checkpoint)", "load = None", 4),
+        ("world_size / totals[1]", "world_size / (targets != -100).sum()", 2),
+        ("dcp.load(state, checkpoint_id=checkpoint)", "read_weights(model)", 4),
     ],
 )
 @full
 def test_sabotage_changes_a_loss(fine_tune, old, new, place):
     """In the first step, after an update, and after loading."""
     good = losses_of(fine_tune())
-    bad = losses_of(fine_tune(ranks=2, changes=[(old, new)]))
-    assert bad[:place] == good[:place] or place == 2
-    assert bad[place] != pytest.approx(good[place], abs=1e-3)
+    bad = losses_of(fine_tune(changes=[(old, new)]))
+    assert bad[:1] == good[:1] or place == 0
+    assert bad[place] != pytest.approx(good[place], abs=2e-4)
 
 
 # fsdp_checkpoint.py
