@@ -18,11 +18,11 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ddp_parts import digits
 from legacy_common import cli, runtime
 from legacy_common.lab import proofs
 from legacy_common.report import Report
@@ -37,8 +37,10 @@ def ddp(model, device, **options):
 
 def samples(count, device):
     """Return digits and their labels. Shapes: (count, 64), (count,)."""
-    images, labels = digits.load_digits().train[:count]
-    return images.flatten(1).to(device), labels.to(device)
+    pixels, labels = load_digits(return_X_y=True)
+    chosen = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[:count]
+    images = (torch.tensor(pixels).float() - 4.88) / 6.02  # mean 0, standard deviation 1
+    return images[chosen].to(device), torch.tensor(labels)[chosen].to(device)
 
 
 def train(model, batches):
