@@ -1,212 +1,194 @@
-"""Break a distributed job on purpose; name what broke it by what its ranks say; run it cured.
+"""Break a job on purpose, read what its ranks say, then run the cured script.
 
-    CPU   python 04-nccl-operations/failure_gallery.py shapes-differ
+    CPU   python 04-nccl-operations/failure_gallery.py batch-skipped
     GPU   torchrun --standalone --nproc-per-node=2 \\
-            04-nccl-operations/failures/shapes-differ/broken.py
+            04-nccl-operations/failures/batch-skipped/broken.py
 
-Each failure is a folder in failures/: broken.py, cured.py, and case.toml, which says what to
-expect. This runner starts the ranks of both scripts on the CPU, with the variables that torchrun
-sets, and compares what the ranks say and how they end. Without a name it lists the failures.
-Look for: what the ranks say, which is seldom what is wrong, and where it does not tell who is.
+Each case is a folder in failures/ with an ordinary torchrun script, broken.py, and the
+same script without the mistake, cured.py. This runner starts both on ranks of this
+machine's CPU. Without a name it lists the cases. Look for: which rank reports an error,
+and which rank is at fault.
 
-Sources: docs.pytorch.org, "Distributed communication package", section "Debugging
-torch.distributed applications".
+Source: docs.pytorch.org, "Distributed communication package", section "Debugging".
 """
 
+import contextlib
+import faulthandler
+import functools
+import importlib
+import json
+import os
 import re
+import runpy
+import signal
+import socket
 import sys
 import tempfile
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import torch.distributed as dist
 
-from legacy_common import cli, runtime
-from legacy_common.report import Report
-from nccl_parts import failure_gallery as part
-from nccl_parts.failure_gallery import (
-    NAMES,
-    Failure,
-    Job,
-    Verdict,
-    compare,
-    load,
-    may_enter,
-    ranks_of,
-)
+from dist_common import cli, ranks, runtime
+from dist_common.report import Report
 
-CASE_S = 100.0  # of all jobs of a failure: ten times what they take on two quiet cores
-WIDTH = 100  # of what a rank says, in characters
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
 
-# Each tool runs the broken job and judges it: it does not know which rank is broken.
+FAILURES = Path(__file__).resolve().parent / "failures"
+DEADLINE_S = 15.0  # of a job: the slowest takes 5 s
+GRACE_S = 3.0  # between the first failure and the end of the ranks that still run
 
 
-def by_logs(job):
-    ended = job.run("broken.py")
-    return ended, part.judge_logs(ended)
+@dataclass
+class Failure:
+    """A case of failures/cases.toml, which explains the fields."""
+
+    name: str
+    group: str
+    symptom: str
+    cause: str
+    cure: str
+    nccl: str
+    says: str
+    ends: str
+    right: str
+
+    def script(self, name):
+        return FAILURES / self.name / name
+
+    def result(self, n):
+        """Return the last line of each of n ranks of the cured job."""
+        return self.right.format(n=n, others=n - 1, mean=(n - 1) / 2)
 
 
-def by_lines(job):
-    """Compare what the ranks print, line by line, without their rank numbers."""
-    ended = job.run("broken.py")
-    printed = [re.sub(r"\brank \d+", "rank R", rank.out).splitlines() for rank in ended]
-    for position, lines in enumerate(zip(*printed, strict=False), 1):
-        if len(set(lines)) > 1:
-            return ended, compare(dict(enumerate(lines)), f"line {position}")
-    return ended, compare(dict(enumerate(map(len, printed))), "number of lines")
+TABLE = tomllib.loads((FAILURES / "cases.toml").read_text())
+CASES = {name: Failure(name, **fields) for name, fields in TABLE.items()}
 
 
-def by_epochs(job):
-    """Compare what each rank prints in one epoch with what it prints in the next."""
-    ended = job.run("broken.py")
-    same = set()
+def run_job(
+    script,
+    world_size,
+    folder,
+    around=contextlib.nullcontext,
+    during=None,
+    deadline_s=DEADLINE_S,
+):
+    """Run a script on forked ranks with torchrun's variables; return their ends.
+
+    Each rank runs it inside the context manager around(rank).
+    """
+    if "DistributedDataParallel" in script.read_text():
+        importlib.import_module("torch._dynamo")  # once, instead of in each fork
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    launched = {
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    body = functools.partial(run_rank, script, folder, launched, around)
+    logs = folder / f"logs-{script.stem}"
+    return ranks.fork(body, world_size, logs, deadline_s, GRACE_S, during, json)
+
+
+def run_rank(script, folder, launched, around, rank):
+    """Be a rank of a job: run the script as its launcher would."""
+    faulthandler.disable()  # the log shall end with the rank's own words
+    variables = {**launched, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.chdir(folder)
+    dist.set_debug_level_from_env()
+    sys.argv = [str(script)]
+    with around(rank):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def log_lines(rank):
+    """Return the lines of a rank's log without source positions and addresses."""
+    lines = []
+    for line in f"{rank.out}\n{rank.err}".splitlines():
+        line = re.sub(
+            r"^(\[rank\d\]:)?\[[EWI]\d+ [^]]+\] |what\(\): ", "", line.strip()
+        )
+        line = re.sub(r"\[(enforce fail at )?/[^]]+\] ", "", line)
+        line = re.sub(r"\[[\da-f.:]+\]:\d+", "PEER", line)
+        line = line.split(". This is typically caused by ")[0]  # from torch 2.14 on
+        if line:
+            lines.append(line)
+    return lines
+
+
+def find_line(rank):
+    """Return the last error of a rank that failed, else its last line."""
+    lines = log_lines(rank) if rank.code else rank.out.splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception):", line)]
+    return (errors or lines or ["says nothing"])[-1]
+
+
+def describe_end(rank):
+    """Return how a rank ended; a rank that was stopped from outside hung."""
+    return "hangs" if rank.code in (None, -signal.SIGTERM) else rank.ended
+
+
+def print_ends(title, ended):
+    print(f"\n{title}")
     for number, rank in enumerate(ended):
-        epochs = re.findall(r"epoch \d+: (.+)", rank.out)
-        if len(epochs) > 1 and len(set(epochs)) == 1:
-            same.add(number)
-    text = f"{ranks_of(same)}: every epoch has the same samples in order"
-    return ended, Verdict(text if same else "the epochs differ", frozenset(same))
+        print(f"  rank {number}, {describe_end(rank)}: {find_line(rank)[:170]}")
 
 
-def by_detail(job):
-    """Read what TORCH_DISTRIBUTED_DEBUG=DETAIL says each rank is about to call."""
-    ended = job.run("broken.py")
-    calls = part.calls_in_detail(job.run("broken.py", TORCH_DISTRIBUTED_DEBUG="DETAIL"))
-    if calls:
-        return ended, compare(calls, "the collective")
-    # It compares what the members of one group call, and sees no ranks that wait in several.
-    return ended, Verdict("DETAIL says nothing: record the job's calls (cluster/triage.py)")
-
-
-TOOLS = {
-    "logs": (by_logs, "logs and exit codes of all ranks, compared"),
-    "lines": (by_lines, "what the ranks print, compared line by line"),
-    "epochs": (by_epochs, "what each rank prints, one epoch against the next"),
-    "detail": (by_detail, "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
-}
-
-
-def show(report, title, ended, pattern):
-    """Print how each rank ended, and the line of its log that tells most."""
-    report.say(f"\n{title}")
-    for number, rank in enumerate(ended):
-        line = part.last_line(rank, pattern) or "says nothing"
-        found = re.search(pattern, line)
-        if found and found.end() > WIDTH:
-            line = f"... {line[found.start() :]}"
-        line = line if len(line) <= WIDTH else f"{line[:WIDTH].rsplit(' ', 1)[0]} ..."
-        report.say(f"  rank {number}, {part.ending(rank)}: {line}")
-
-
-def result_of(job: Job) -> str:
-    """Return the line that each rank of the cured job prints last."""
-    return job.failure.right.format(n=job.world_size, others=job.world_size - 1)
-
-
-def to_be_named(job: Job) -> frozenset[int]:
-    """Return the ranks that the tool has to name: only the checks ask for this."""
-    failure, n = job.failure, job.world_size
-    if failure.missing:
-        return frozenset(range(n - failure.missing, n))
-    if failure.names == "none" or (failure.names == "the odd one" and n < 3):
-        return frozenset()
-    everybody = frozenset(range(n))
-    if failure.names == "the others":
-        return everybody - {job.culprit}
-    return everybody if failure.names == "all" else frozenset([job.culprit])
-
-
-def check(report, job, broken, verdict, cured, seconds):
-    """Hold what was seen against case.toml, and the named ranks against the broken script."""
-    failure, source = job.failure, f"failures/{job.failure.name}/case.toml"
-    right = result_of(job)
-    heard = [
-        any(re.search(failure.message, line) for rank in ended for line in part.lines_of(rank))
-        for ended in (broken, cured)
-    ]
-    ends = [
-        re.fullmatch(failure.ends.get("culprit" if n == job.culprit else "others", ""), end)
-        for n, end in enumerate(map(part.ending, broken))
-    ]
-    sure = to_be_named(job)
-    maybe = {job.culprit} if failure.names == "the others" else set()
-    named = [n in sure and n in verdict.named for n in range(job.world_size)]
-    rows = [
-        ("broken: ranks that end as described", sum(map(bool, ends)), len(broken)),
-        ("found: ranks named rightly", sum(named), len(sure)),
-        ("found: ranks named wrongly", len(verdict.named - sure - maybe), 0),
-        ("cured: ranks that end by exit code 0", sum(r.code == 0 for r in cured), job.world_size),
-        ("cured: ranks with the right result",
-         sum(r.out.splitlines()[-1:] == [right] for r in cured), job.world_size),
-        ("all jobs end within the deadline of a case", int(seconds < CASE_S), 1),
-    ]  # fmt: skip
-    if report.args.tool in (None, failure.tool):  # the others have words of their own
-        said = len(re.findall(failure.says, verdict.text)[:1])
-        rows.insert(1, ("found: the tool says what it should", said, 1))
-    if failure.message:  # some failures are silent
-        rows.insert(0, ("broken: the message is there", int(heard[0]), 1))
-        rows.insert(-3, ("cured: the message is there", int(heard[1]), 0))
-    for name, measured, expected in rows:
-        report.check(name, measured, expected, 0, source)
-
-
-def refuse(failure: Failure, args, world):
-    """Raise UsageError for what cannot run here."""
-    if world.launcher != "python":
-        script = f"failures/{failure.name}/broken.py"
-        raise cli.UsageError(f"start this with python; torchrun can start {script}")
-    if args.device == "cuda":
-        raise cli.UsageError("--device cuda: start broken.py with torchrun; this starts CPU ranks")
-    size = args.ranks or failure.ranks
-    if size < 2:
-        raise cli.UsageError(f"--ranks must be at least 2, not {size}")
-    if args.culprit is not None:
-        if failure.culprit() is None or failure.fixed is not None:
-            raise cli.UsageError(f"--culprit: {failure.name} cannot be moved to another rank")
-        if not failure.lowest <= args.culprit < size:
-            raise cli.UsageError(f"--culprit must be from {failure.lowest} to {size - 1}")
-    if {"shm_mib", "host"} & set(failure.limits) and not may_enter():
-        raise cli.UsageError(f"{failure.name} needs Linux and root, for a namespace of its own")
-    if failure.linux and sys.platform != "linux":
-        raise cli.UsageError(f"{failure.name} needs Linux")
+def check_ends(report, failure, broken, cured):
+    """Compare both jobs with cases.toml."""
+    n = len(broken)
+    logs = [line for rank in broken for line in log_lines(rank)]
+    said = any(re.search(failure.says, line) for line in logs)
+    ends = re.fullmatch(failure.ends, ", ".join(map(describe_end, broken)))
+    well = sum(rank.code == 0 for rank in cured)
+    right = sum(rank.out.splitlines()[-1:] == [failure.result(n)] for rank in cured)
+    report.check("broken: a rank says the words", int(said), 1, 0)
+    report.check("broken: all ranks end as described", int(bool(ends)), 1, 0)
+    report.check("cured: ranks that end with exit code 0", well, n, 0)
+    report.check("cured: ranks with the right result", right, n, 0)
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    add = parser.add_argument
-    add("name", nargs="?", choices=NAMES, metavar="NAME", help="a failure (without: list them)")
-    add("--tool", choices=TOOLS, help="judge by this instead of the failure's own")
-    add("--ranks", type=cli.positive_int, help="how many ranks to start (2, or what it needs)")
-    add("--culprit", type=cli.whole_number, help="break this rank instead (what broken.py says)")
-    return parser.parse_args()
+    parser.add_argument(
+        "name", nargs="?", choices=CASES, metavar="NAME", help="a case (all: list them)"
+    )
+    parser.add_argument("--ranks", type=cli.positive_int, default=2, help="(2)")
+    args = parser.parse_args()
+    if args.ranks < 2:
+        raise cli.UsageError("--ranks must be at least 2")
+    if "RANK" in os.environ:
+        raise cli.UsageError("start it with python; torchrun can start each broken.py")
+    return args
 
 
 def main():
     args = parse_args()
-    world = runtime.discover()
-    report = Report("04-nccl-operations/failure_gallery.py", args, world, torch.device("cpu"))
     if args.name is None:
-        rows = [(f.name, f.cause, f.tool) for f in map(load, NAMES)]
-        report.table(rows, ("failure", "what is wrong", "tool"), names=3)
+        for failure in CASES.values():
+            print(f"{failure.name:22} {failure.cause}")
         return 0
-    failure = load(args.name)
-    refuse(failure, args, world)
-    report.start(f"{failure.name}: {failure.cause}")
+    failure = CASES[args.name]
+    print(f"{failure.name}: {failure.cause}")
     with tempfile.TemporaryDirectory() as folder:
-        size = args.ranks or failure.ranks
-        culprit = failure.culprit() if args.culprit is None else args.culprit
-        job = Job(failure, size, culprit, Path(folder), min(failure.deadline_s, args.timeout))
-        look, title = TOOLS[args.tool or failure.tool]
-        started = time.monotonic()
-        broken, verdict = look(job)
-        show(report, "broken:", broken, failure.message)
-        report.say(f"\nfound: {title}\n  {verdict.text}")
-        cured = job.run("cured.py")
-        seconds = time.monotonic() - started
-        show(report, f"cured: {failure.cure}", cured, re.escape(result_of(job)))
-        report.say()
-    check(report, job, broken, verdict, cured, seconds)
-    return report.finish(f"{failure.name} was broken, found and cured")
+        broken, cured = (
+            run_job(failure.script(name), args.ranks, Path(folder))
+            for name in ("broken.py", "cured.py")
+        )
+    print_ends("broken:", broken)
+    print_ends(f"cured: {failure.cure}", cured)
+    print(flush=True)
+    with runtime.init("cpu", args.timeout) as run:
+        report = Report("04-nccl-operations/failure_gallery.py", args, run)
+        check_ends(report, failure, broken, cured)
+        return report.finish(f"{failure.name} was broken and cured")
 
 
 if __name__ == "__main__":

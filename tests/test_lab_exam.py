@@ -50,10 +50,9 @@ def judge_cure(tmp_path, case: str, script: str, *sizes: int, seed: int | None =
 
 def test_every_case_of_the_gallery_is_drawn_or_left_out_for_a_reason():
     drawn = Counter(case.failure.name for case in lab.exam.cases)
-    assert drawn + Counter([*lab.exam.left_out]) == Counter(cases.part.NAMES)
+    assert drawn + Counter([*lab.exam.left_out]) == Counter([*cases.gallery.CASES])
     for case in lab.exam.cases:
-        assert case.near.keys() < {*cases.part.NAMES} - {case.failure.name}
-        assert case.failure.fixed is None and not case.failure.limits and not case.failure.lowest
+        assert case.near.keys() < {*cases.gallery.CASES} - {case.failure.name}
 
 
 def test_a_script_says_nothing_of_the_rank_and_has_a_title_of_its_own():
@@ -72,20 +71,13 @@ def test_a_script_says_nothing_of_the_rank_and_has_a_title_of_its_own():
 
 TELLS = {  # a regular expression for what of the evidence names the rank at fault, {odd}
     "batch-skipped": ("calls.txt", r"rank {odd}: 3 calls"),
-    "different-collectives": ("calls.txt", r"rank {odd}: 1 calls.*\n  1 broadcast"),
-    "different-order": ("rank-{odd}.log", r"^reducing bias\nreducing weight"),
-    "dtypes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[4\] Double)"),
     "exception-on-one-rank": ("rank-{odd}.log", r"ValueError: sample 7"),
     "gather-on-rank-0": ("stacks.txt", r"rank {odd}:\n  all_gather"),
-    "group-by-members-only": ("calls.txt", r"rank {odd}: .*\n  new_group \[0, 1, 2\]"),
     "leaves-early": ("calls.txt", r"rank {odd}: 3 calls"),
-    "models-differ": ("rank-{odd}.log", r"^49 weights"),
     "nan-on-one-rank": ("calls.txt", r"rank {odd}: .*\n.*\n  summand 1 has 1 numbers"),
     "rank-hangs": ("stacks.txt", r"rank {odd}:\n  next_batch, mine.py:\d+"),
     "shapes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[8\])"),
-    "stall-outside-collective": ("job.txt", r"rank {odd}: hangs"),
     "unused-parameters": ("rank-{odd}.log", r"Expected to have finished reduction"),
-    "unused-under-fsdp": ("calls.txt", r"rank {odd}: .*\n.*\n.*\n  3 all_reduce"),
     "validation-on-rank-0": ("stacks.txt", r"rank {odd}:\n.*_distributed_broadcast_coalesced"),
 }
 
@@ -171,9 +163,9 @@ def test_a_cure_that_does_not_come_is_named(name, tmp_path, monkeypatch):
     monkeypatch.setattr(exam, "STUCK_S", 1.5)
     monkeypatch.setattr(running, "CPU_S", 2.0)
     line, says = ABUSE[name]
-    script = lab.exam.cases[SEEDS["different-order"]].script("cured.py")
+    script = lab.exam.cases[SEEDS["nan-on-one-rank"]].script("cured.py")
     said = judge_cure(
-        tmp_path, "different-order", script.replace("names = ", f"{line}\nnames = "), 2
+        tmp_path, "nan-on-one-rank", script.replace("weights = ", f"{line}\nweights = "), 2
     )
     assert said and says in said, said
 
@@ -235,4 +227,4 @@ def test_the_page_has_hints_and_minutes():
     taken = sum(map(int, re.findall(r"^\| .* \| (\d+) \|$", page, re.M)))
     assert re.search(r"^(\d+) minutes\.", page, re.M)[1] == str(taken)
     assert re.search(rf"\]\(8-exam/README.md\).*\| {taken} \|", front)
-    assert f"{len(lab.exam.cases)} of {len(cases.part.NAMES)} failures" in page
+    assert f"{len(lab.exam.cases)} of {len(cases.gallery.CASES)} failures" in page

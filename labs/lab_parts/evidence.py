@@ -3,27 +3,31 @@
 The job runs twice: as it is, while py-spy reads the stacks, and with the flight recorder in it.
 """
 
+import contextlib
+import ctypes
 import json
 import re
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dist_common.ranks import Rank
 from lab_parts import recorder
-from lab_parts.cases import NONE, RANKS, Case, gallery, part
+from lab_parts.cases import NONE, RANKS, Case, gallery, set_odd_rank
 from lab_parts.holes import REPO
-from lab_parts.running import LOOPBACK
 from legacy_common.cli import UsageError
 
+PR_SET_PTRACER = 0x59616D61  # prctl(2)
 STUCK_S = 1.0  # from the start of a job until its stacks are read
 DEADLINE_S = 6.0  # of each run: some end by themselves, after gloo's timeout of 2 s, some never
 ANSWERS = """\
 # Seed {seed}. Read case.txt, then evidence/.
 
 rank = ""   # the rank at fault in the job that evidence/ shows: a number
-cause = ""  # what is wrong: a name in the last column of 04-nccl-operations/failures/README.md
+cause = ""  # what is wrong: a name of 04-nccl-operations/failure_gallery.md
 """
 
 
@@ -64,30 +68,42 @@ def described(case: Case) -> str:
 def gather(case: Case, odd: int) -> dict[str, str]:
     """Run the broken job, and return what is seen of it, by file."""
     with tempfile.TemporaryDirectory() as name:
-        job = gallery.Job(case.failure, RANKS, None, Path(name).resolve(), DEADLINE_S)
-        script, stacks = job.folder / "mine.py", []
+        folder = Path(name).resolve()
+        script, stacks = folder / "mine.py", []
         script.write_text(case.script())
-        environ = {"ODD_RANK": odd, "GLOO_SOCKET_IFNAME": LOOPBACK}
+
+        @contextlib.contextmanager
+        def readable(rank: int) -> Iterator[None]:
+            set_odd_rank(odd)
+            if sys.platform == "linux":  # Ubuntu lets py-spy read none but its own children
+                ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1))
+            yield
 
         def look(pids: list[int]) -> None:
             time.sleep(STUCK_S)
             stacks.extend(map(stack_of, pids))
 
-        ended = job.run(script, during=look, **environ)
-        notes = [job.folder / f"rank-{rank}.trace" for rank in range(RANKS)]
-        inputs = [job.folder / f"rank-{rank}.inputs" for rank in range(RANKS)]
+        ended = gallery.run_job(script, RANKS, folder, readable, look, DEADLINE_S)
+        notes = [folder / f"rank-{rank}.trace" for rank in range(RANKS)]
+        inputs = [folder / f"rank-{rank}.inputs" for rank in range(RANKS)]
 
-        def record(rank: int):
+        @contextlib.contextmanager
+        def recorded(rank: int) -> Iterator[None]:
             def note(tensor: Any) -> None:
                 with inputs[rank].open("a") as file:
                     file.write(f"{int((~tensor.isfinite()).sum())}\n")
 
+            set_odd_rank(odd)
             recorder.before_each_sum(note)
-            return recorder.record(notes[rank])
+            finish = recorder.record(notes[rank])
+            try:
+                yield
+            finally:
+                finish()
 
-        job.run(script, record, **environ)
-        logs = {f"rank-{n}.log": log_of(rank, job.folder) for n, rank in enumerate(ended)}
-        ends = [f"rank {n}: {part.ending(rank)}" for n, rank in enumerate(ended)]
+        gallery.run_job(script, RANKS, folder, recorded, None, DEADLINE_S)
+        logs = {f"rank-{n}.log": log_of(rank, folder) for n, rank in enumerate(ended)}
+        ends = [f"rank {n}: {gallery.describe_end(rank)}" for n, rank in enumerate(ended)]
         files = zip(notes, inputs, strict=True)
         calls = [calls_of(rank, *pair) for rank, pair in enumerate(files)]
     texts = {"job.txt": ends, "stacks.txt": [f"rank {n}:\n{own}" for n, own in enumerate(stacks)]}
@@ -114,12 +130,9 @@ def stack_of(pid: int) -> str:
 
 def calls_of(rank: int, notes: Path, inputs: Path) -> str:
     """Return what the flight recorder has of a rank, and whether what it sums up is finite."""
-    told = json.loads(notes.read_text()) if notes.exists() else {"groups": [], "calls": []}
-    of_all = [call for call, group in told["calls"] if group is None]
-    lines = [f"rank {rank}: {len(of_all)} calls in the group of all ranks"]
-    lines += [f"  {made}" for made in told["groups"]]
-    lines += [f"  {number} {call}" for number, call in enumerate(of_all, 1)]
-    lines += [f"  {call}, in group {group}" for call, group in told["calls"] if group is not None]
+    calls = json.loads(notes.read_text()) if notes.exists() else []
+    lines = [f"rank {rank}: {len(calls)} calls in the group of all ranks"]
+    lines += [f"  {number} {call}" for number, call in enumerate(calls, 1)]
     if inputs.exists():
         counts = enumerate(inputs.read_text().split(), 1)
         bad = [(call, count) for call, count in counts if count != "0"]

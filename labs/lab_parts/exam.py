@@ -4,6 +4,7 @@ A cure runs with another rank at fault than the one that was handed out, and wit
 """
 
 import ast
+import contextlib
 import faulthandler
 import json
 import random
@@ -18,13 +19,20 @@ from typing import Any
 
 from dist_common.ranks import Rank
 from lab_parts import evidence, recorder
-from lab_parts.cases import NONE, RANKS, Case, gallery, part
+from lab_parts.cases import NONE, RANKS, Case, gallery, set_odd_rank
 from lab_parts.holes import Answer
 from lab_parts.judging import tomllib
-from lab_parts.running import LOOPBACK, abort_stuck, hang, line_of
+from lab_parts.running import abort_stuck, hang, line_of
 from legacy_common.cli import UsageError
 
 DEADLINE_S = 15.0  # of a cure, for a hang that nothing else shows: one takes a second
+# A rank that says one of these waited for another one, or lost it. It is seldom the cause.
+VICTIM = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Socket closed|[Tt]imed out waiting"
+    r"|wait timeout after|Received data size doesn't match|waiting for clients"
+    r"|failed to recv|recvValue failed",
+    re.I,
+)
 STUCK_S = 4.0  # a job hangs when all its ranks sleep for as long: gloo's timeout is 2 s there
 ROLES = {  # what the ranks that are not at fault do, by the case's group in the gallery
     "calls": "it does what most ranks do",
@@ -52,7 +60,7 @@ class Exam:
 
     def __init__(self, file: Path) -> None:
         told = tomllib.loads(file.read_text())
-        self.cases = [Case(part.load(entry.pop("name")), **entry) for entry in told["case"]]
+        self.cases = [Case(gallery.CASES[entry.pop("name")], **entry) for entry in told["case"]]
         self.left_out: dict[str, str] = told["left_out"]
 
     def draw(self, seed: int) -> tuple[Case, int]:
@@ -140,36 +148,43 @@ def run_cure(file: Path, case: Case, ranks: int, odd: int) -> Ran:
     It needs a temporary folder, processes and loopback. Raises: ValueError for spoilt files.
     """
     with tempfile.TemporaryDirectory() as name:
-        job = gallery.Job(case.failure, ranks, None, Path(name).resolve(), DEADLINE_S)
-        notes = [job.folder / f"calls-{rank}.json" for rank in range(ranks)]
+        folder = Path(name).resolve()
+        notes = [folder / f"calls-{rank}.json" for rank in range(ranks)]
+
+        @contextlib.contextmanager
+        def around(rank: int) -> Iterator[None]:
+            set_odd_rank(odd)
+            with note_calls(notes[rank]):
+                yield
+
         stuck: list[int] = []
-        ended = job.run(
-            file.resolve(), lambda rank: note_calls(notes[rank]),
+        ended = gallery.run_job(
+            file.resolve(), ranks, folder, around,
             lambda pids: stuck.extend(abort_stuck(pids, STUCK_S, DEADLINE_S)),
-            ODD_RANK=odd, GLOO_SOCKET_IFNAME=LOOPBACK,
+            DEADLINE_S,
         )  # fmt: skip
         calls = [json.loads(note.read_text()) if note.exists() else [] for note in notes]
-        copy = str(job.folder / file.name)
+        path = str(file.resolve())
         stuck += [n for n, rank in enumerate(ended) if rank.code is None and n not in stuck]
-        told = hang(ended, stuck, {}, copy) if stuck else ""
-        for rank in ended:  # the copy is gone in a moment: its lines are quoted now
-            rank.value = failed_at(rank, copy)
+        told = hang(ended, stuck, {}, path) if stuck else ""
+        for rank in ended:
+            rank.value = failed_at(rank, path)
         return Ran(ended, calls, told)
 
 
-def note_calls(file: Path):
+@contextlib.contextmanager
+def note_calls(file: Path) -> Iterator[None]:
     """Have a rank write what it called to `file` at its end, and to its log where it hangs."""
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGTERM, sys.stderr, chain=True)  # one that the others' end ends
     before = recorder.noted()  # of the process that forked this one
     start = before[-1]["record_id"] + 1 if before else 0
-
-    def write():
+    try:
+        yield
+    finally:
         names = [entry["profiling_name"].split(":")[-1] for entry in recorder.noted()
                  if entry["record_id"] >= start]  # fmt: skip
         file.write_text(json.dumps(names))
-
-    return write
 
 
 def failed_at(rank: Rank, path: str) -> str:
@@ -181,8 +196,8 @@ def failed_at(rank: Rank, path: str) -> str:
 
 def error_of(rank: Rank) -> str:
     """Return the line of a rank's log that says why it ended."""
-    lines = part.lines_of(rank)[::-1]
-    for wanted in (part.ROOT, part.VICTIM, re.compile(r"^[\w.]*(Error|Exception|Exit)\b")):
+    lines = gallery.log_lines(rank)[::-1]
+    for wanted in (VICTIM, re.compile(r"^[\w.]*(Error|Exception|Exit)\b")):
         if found := next(filter(wanted.search, lines), ""):
             return found
     if (rank.code or 0) > 0 and rank.err.strip():  # queue.Empty, or the words of sys.exit
@@ -196,13 +211,12 @@ def judge_run(case: Case, ran: Ran, odd: int) -> str | None:
         return ran.hangs
     if failed := [n for n, rank in enumerate(ran.ended) if rank.code != 0]:
         told = {n: error_of(ran.ended[n]) for n in failed}
-        own = [n for n in failed if not part.VICTIM.search(told[n])]
+        own = [n for n in failed if not VICTIM.search(told[n])]
         number = (own or failed)[0]
         rank = ran.ended[number]
-        return f"rank {number}, {part.ending(rank)}: {told[number][:120]}{rank.value}"
+        return f"rank {number}, {gallery.describe_end(rank)}: {told[number][:120]}{rank.value}"
     for number, called in enumerate(ran.calls):
-        needed = case.of_odd if number == odd and case.of_odd else case.calls
-        for pattern, times in needed.items():
+        for pattern, times in case.calls.items():
             made = sum(bool(re.fullmatch(pattern, name)) for name in called)
             if made < times:
                 what = pattern.split("|")[0]
@@ -232,11 +246,11 @@ def judge_cause(case: Case, said: Any) -> str | None:
         return "not answered"
     if not isinstance(said, str):
         return f"answers.toml has {said!r}: a name is needed"
-    if said not in part.NAMES:
-        return f"there is no cause {said}: the names are those of the gallery's failures/README.md"
+    if said not in gallery.CASES:
+        return f"there is no cause {said}: the names are those of the failure gallery"
     if said == case.failure.name:
         return None
-    symptom = part.load(said).symptom
+    symptom = gallery.CASES[said].symptom
     return f"not {said}: {case.near.get(said, f'you would see {symptom}')}"
 
 

@@ -31,27 +31,14 @@ def noted() -> list[dict]:
 
 def record(file: Path) -> Callable[[], None]:
     """Write this rank's calls to `file` again and again, from a thread; return what ends it."""
-    made, members, new_group = [], {}, dist.new_group
     before = noted()  # of the process that forked this one
     start = before[-1]["record_id"] + 1 if before else 0
     ended = threading.Event()
 
-    def note_group(ranks=None, *args, **kwargs):
-        made.append(f"new_group {ranks}")
-        return new_group(ranks, *args, **kwargs)
-
     def write():
-        world = dist.distributed_c10d._world
-        for group, ranks in world.pg_group_ranks.copy().items():
-            members[world.pg_names.get(group)] = sorted(ranks)
-        everybody = max(map(len, members.values()), default=0)
-        calls = []
-        for entry in noted():
-            if entry["record_id"] >= start:
-                ranks = members.get(entry["process_group"][0], ())
-                calls.append((words_of(entry), list(ranks) if len(ranks) < everybody else None))
+        calls = [words_of(entry) for entry in noted() if entry["record_id"] >= start]
         partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps({"groups": made, "calls": calls}))
+        partial.write_text(json.dumps(calls))
         partial.replace(file)  # whole or not at all
 
     def run():
@@ -63,7 +50,6 @@ def record(file: Path) -> Callable[[], None]:
         thread.join()
         write()
 
-    dist.new_group = note_group  # PyTorch's recorder has no note of it
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return finish

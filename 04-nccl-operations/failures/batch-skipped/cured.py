@@ -12,8 +12,7 @@ on_gpu = torch.cuda.is_available()
 if on_gpu:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.set_default_device("cuda")
-timeout = timedelta(seconds=20 if on_gpu else 2)
-dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+dist.init_process_group(timeout=timedelta(seconds=20 if on_gpu else 2))
 rank = dist.get_rank()
 
 
@@ -28,7 +27,7 @@ for batch in range(4):
     try:
         gradient = gradient_of(batch)
     except ValueError:
-        gradient = torch.zeros(())  # a batch without a sample, but not without a collective
+        gradient = torch.zeros(())  # no sample, but the same collective
     dist.all_reduce(gradient)
     sums.append(round(gradient.item()))
     print(f"sums {sums}", flush=True)

@@ -13,8 +13,7 @@ on_gpu = torch.cuda.is_available()
 if on_gpu:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.set_default_device("cuda")
-timeout = timedelta(seconds=20 if on_gpu else 2)
-dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout)
+dist.init_process_group(timeout=timedelta(seconds=20 if on_gpu else 2))
 rank = dist.get_rank()
 
 
