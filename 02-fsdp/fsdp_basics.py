@@ -29,8 +29,8 @@ from dist_common.report import Report
 STRATEGIES = ("full", "grad-op", "hybrid", "none")
 MAX_STEPS = 3
 BATCH_SIZE = 2  # B, sequences of a micro-batch on each rank
-SEQ_LEN = 16  # tokens; what a step sends does not depend on it
-GROUP_SIZE = 2  # ranks that share a replica of hybrid; in a job those of a machine
+SEQ_LEN = 16  # tokens; the bytes of a step do not depend on them
+GROUP_SIZE = 2  # ranks that share a replica; in a job all ranks of a machine
 COLUMNS = ("held", "whole", "all_gather", "reduce_scatter", "all_reduce", "sent")
 TOLERANCE = 1e-5  # float32 sums in another order differ in the last bits
 
@@ -207,7 +207,7 @@ def predict(strategy, model, args, ranks):
 def compare_strategy(report, strategy, args, batches, model, alone):
     """Train with a strategy; compare it with one process and with the prediction.
 
-    Returns: what a rank held, called and sent in a step.
+    Returns: the bytes and calls of a step, by name.
     """
     run = report.run
     predicted = predict(strategy, model, args, run.world_size)
