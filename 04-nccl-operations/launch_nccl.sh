@@ -18,7 +18,7 @@ value_flags+=" --ifname --container-image"
 switches+=" --nccl-debug"
 least_gpus=2 # a collective of one rank sends nothing
 read_mode "local, multi-node, slurm or sbatch" "$@"
-read_script bandwidth_test.py . "${@:2}"
+read_script bandwidth_test.py runtime.init "${@:2}"
 [[ ${nproc_per_node:-1} =~ ^[1-9][0-9]*$ ]] \
   || fail "--nproc-per-node must be a whole number of at least 1, not '$nproc_per_node'"
 [[ -z $container_image || $mode == sbatch ]] || fail "--container-image goes with sbatch"

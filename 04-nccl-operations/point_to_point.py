@@ -1,99 +1,110 @@
-"""Send from one rank to another, and build three all-reduces out of nothing else.
+"""Send messages between two ranks, and build all-reduces from such messages.
 
     CPU   torchrun --standalone --nproc-per-node=4 04-nccl-operations/point_to_point.py
-    GPU   torchrun --standalone --nproc-per-node=gpu 04-nccl-operations/point_to_point.py
+    GPU   torchrun --standalone --nproc-per-node=gpu \
+              04-nccl-operations/point_to_point.py
 
-`--link 100mbit --latency-ms 5` emulates a slow network. Look for: who waits when both sides send
-first; what a message costs before its first byte; which all-reduce takes the fewest steps, and
-which one sends the fewest bytes.
+`--latency-ms 5 --link-mbit 100` emulates a slow network. Look for: who waits when both
+ranks send first, what a message costs before its first byte, and which all-reduce is
+faster for a small tensor and for a large one.
 
-Sources: Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in
-MPICH (2005), sections 3 and 4; Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for
-Clusters of Workstations (2009); docs.pytorch.org, "Point-to-point communication".
+Sources: docs.pytorch.org, "Point-to-point communication"; Hockney, The communication
+challenge for MPP (1994); Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms
+(2009).
 """
 
-import itertools
-import math
 import statistics
+import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from legacy_common import cli, runtime
-from legacy_common.report import Report
-from nccl_parts import point_to_point as part
+from dist_common import cli, runtime
+from dist_common.check import CollectiveCounter
+from dist_common.report import Report
 
 DEADLOCK_S = 1.0  # how long two blocking sends may wait for each other
+WARMUP, ROUNDS = 2, 10  # of every timing; the median of the rounds counts
 
 
-# Three spellings of one message to the next rank of a ring.
+# One message: three ways to send to the next rank of a ring
 
 
-def send_recv(mine, received, to, source):
-    # A blocking send returns when the other side receives: somebody has to receive first.
+def send_recv(sent, to, received, source):
+    """On gloo, `send` returns when the receiver has called `recv`: one has to begin."""
     if dist.get_rank() % 2 == 0:
-        dist.send(mine, to)
+        dist.send(sent, to)
         dist.recv(received, source)
     else:
         dist.recv(received, source)
-        dist.send(mine, to)
+        dist.send(sent, to)
 
 
-def isend_irecv(mine, received, to, source):
-    works = [dist.isend(mine, to), dist.irecv(received, source)]  # both return at once
+def isend_irecv(sent, to, received, source):
+    """Both calls return at once. Until `wait`, neither tensor may be touched."""
+    works = [dist.isend(sent, to), dist.irecv(received, source)]
     for work in works:
-        work.wait()  # until then, neither read `received` nor write to `mine`
+        work.wait()
 
 
-def batch_isend_irecv(mine, received, to, source):
-    # NCCL gets both as one group and runs them together: no order to get wrong.
-    operations = [dist.P2POp(dist.isend, mine, to), dist.P2POp(dist.irecv, received, source)]
+def batch_isend_irecv(sent, to, received, source):
+    """NCCL runs both calls together, so they have no order that could be wrong."""
+    operations = [
+        dist.P2POp(dist.isend, sent, to),
+        dist.P2POp(dist.irecv, received, source),
+    ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 
 
 def both_send_first(peer, group):
-    """Send to each other before either receives; return what was raised after DEADLOCK_S."""
-    mine, received = torch.ones(1), torch.empty(1)
+    """Send to each other before either receives; return the error after DEADLOCK_S."""
+    sent, received = torch.ones(1), torch.empty(1)
     try:
-        dist.send(mine, peer, group=group)  # the other one is here too
+        dist.send(sent, peer, group=group)
         dist.recv(received, peer, group=group)
     except RuntimeError as error:
         return str(error)
     return None
 
 
-# What is made of such messages. `move(sent, to, received, source)` sends one tensor and receives
-# another in the same step.
+# A link with a latency and a bandwidth
 
 
-def ping_pong(ball, move):
-    """Send a tensor there and back: ranks 0 and 1, 2 and 3 ... at once."""
-    rank, peer = dist.get_rank(), dist.get_rank() ^ 1
-    if peer >= dist.get_world_size():
-        return
-    for turn in (0, 1):
-        if rank % 2 == turn:
-            move(ball, peer)
-        else:
-            move(received=ball, source=peer)
+class Link:
+    """Sends and receives in steps.
 
-
-def cost_of(small, large, nbytes):
-    """Return what a message costs, by times of small and large ones, taken in turns, in s.
-
-    The bytes cost the median difference. Where the middle half of the differences is spread wider
-    than that, it is noise: another run could find half or twice as much, or less than nothing.
+    A step is held back as long as a link with this latency and speed would need.
     """
-    differences = [more - less for less, more in zip(small, large, strict=True)]
-    low, middle, high = statistics.quantiles(differences, n=4, method="inclusive")
-    rate = nbytes / middle if middle > high - low else None
-    return part.Cost(alpha=statistics.median(small), rate=rate)
+
+    def __init__(self, latency_s, seconds_per_byte):
+        self.latency_s = latency_s
+        self.seconds_per_byte = seconds_per_byte
+
+    def move(self, sent=None, to=None, received=None, source=None):
+        """Send one tensor and receive another one, in the same step."""
+        outgoing = [(sent, to)] if sent is not None else []
+        incoming = [(received, source)] if received is not None else []
+        self.exchange(outgoing, incoming)
+
+    def exchange(self, outgoing, incoming):
+        """Send and receive several tensors, in the same step."""
+        if outgoing:
+            num_bytes = sum(tensor.nbytes for tensor, _ in outgoing)
+            time.sleep(self.latency_s + num_bytes * self.seconds_per_byte)
+        operations = [dist.P2POp(dist.isend, tensor, to) for tensor, to in outgoing]
+        operations += [dist.P2POp(dist.irecv, tensor, src) for tensor, src in incoming]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+# All-reduces from messages
 
 
 def ring_reduce_scatter(parts, move):
-    """Add up around a ring, in each step a part: part rank + 1 is whole on this rank at the end."""
+    """Add up around a ring: at the end, part rank + 1 is the whole sum on this rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     # lab: hole reduce_scatter
@@ -106,145 +117,192 @@ def ring_reduce_scatter(parts, move):
 
 
 def ring_all_gather(parts, move):
-    """Pass whole parts on around a ring, from part rank + 1: all are whole on all ranks then."""
+    """Pass the whole sums around a ring, from part rank + 1 on, until all have all."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     # lab: hole all_gather
     for step in range(ranks - 1):
-        move(parts[(rank + 1 - step) % ranks], following, parts[(rank - step) % ranks], previous)
+        sent = parts[(rank + 1 - step) % ranks]
+        received = parts[(rank - step) % ranks]
+        move(sent, following, received, previous)
     # lab: end
 
 
 def ring_all_reduce(x, move):
-    """Add up around a ring, a part of x at a time, then pass the sums around once more."""
+    """Add up around a ring, one part of x at a time; then pass the sums around."""
     parts = x.tensor_split(dist.get_world_size())  # views: (len(x) / ranks,) each
     ring_reduce_scatter(parts, move)
     ring_all_gather(parts, move)
 
 
-def doubling_all_reduce(x, move):
-    """Exchange all of x with the rank 1 away, then 2, 4 ...: recursive doubling."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    power = 2 ** int(math.log2(ranks))
-    arrived = torch.empty_like(x)
-    if rank >= power:  # ranks beyond a power of two hand theirs in, and get the sum at the end
-        move(x, rank - power)
-        move(received=x, source=rank - power)
-        return
-    if rank + power < ranks:
-        move(received=arrived, source=rank + power)
-        x += arrived
-    distance = 1
-    while distance < power:
-        peer = rank ^ distance
-        move(x, peer, arrived, peer)
-        x += arrived
-        distance *= 2
-    if rank + power < ranks:
-        move(x, rank + power)
+def one_shot_all_reduce(x, exchange):
+    """Send all of x to every other rank, and add up what arrives: one step."""
+    others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    arrived = [torch.empty_like(x) for _ in others]
+    exchange([(x, to) for to in others], list(zip(arrived, others, strict=True)))
+    for other in arrived:
+        x += other
 
 
-def tree_all_reduce(x, move):
-    """Add up along a binomial tree to rank 0, then send the sum back down."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    arrived, distance, children = torch.empty_like(x), 1, []
-    while distance < ranks and not rank & distance:
-        if rank + distance < ranks:
-            move(received=arrived, source=rank + distance)
-            x += arrived
-            children.append(rank + distance)
-        distance *= 2
-    if rank:
-        move(x, rank - distance)
-        move(received=x, source=rank - distance)
-    for child in reversed(children):  # the deepest subtree first: it has the longest way to go
-        move(x, child)
-
-
-ALGORITHMS = {
-    "ring": ring_all_reduce,
-    "recursive doubling": doubling_all_reduce,
-    "tree": tree_all_reduce,
+ALL_REDUCES = {
+    "ring": lambda x, link: ring_all_reduce(x, link.move),
+    "one-shot": lambda x, link: one_shot_all_reduce(x, link.exchange),
+}
+# Steps, and bytes that a rank sends, for n ranks and a tensor of `size` bytes.
+COSTS = {
+    "ring": lambda n, size: (2 * (n - 1), 2 * (n - 1) / n * size),
+    "one-shot": lambda n, size: (1, (n - 1) * size),
 }
 
 
-def check_spellings(report):
-    """Check that each spelling brings every rank the number of the rank before it."""
+# Measurements
+
+
+def check_ways_to_send(report):
+    """Check that every way brings the previous rank's number."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for spelling in (send_recv, isend_irecv, batch_isend_irecv):
-        mine = torch.tensor([rank + 1.0], device=report.device)
-        received = torch.zeros_like(mine)
-        spelling(mine, received, (rank + 1) % ranks, (rank - 1) % ranks)
-        wrong = sum(runtime.gather(received.item() != (rank - 1) % ranks + 1))
-        name = f"{spelling.__name__}: ranks with another number than the previous rank's"
-        report.check(name, wrong, 0, 0, "PyTorch, Point-to-point communication")
+    to, source = (rank + 1) % ranks, (rank - 1) % ranks
+    wrong = 0
+    for way in (send_recv, isend_irecv, batch_isend_irecv):
+        sent = torch.tensor([float(rank)], device=report.run.device)
+        received = torch.full_like(sent, -1)
+        way(sent, to, received, source)
+        wrong += sum(runtime.gather(received.item() != source, report.run.cpu_group))
+    report.check("messages that did not arrive", wrong, 0, 0)
 
 
 def show_deadlock(report):
+    """Let pairs of ranks both send first, with a short timeout."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    # By gloo also where there are GPUs: a GPU that waits for ever takes its process along.
-    watched = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLOCK_S))
-    raised = both_send_first(rank ^ 1, watched) if (rank ^ 1) < ranks else None
-    errors = [error for error in runtime.gather(raised) if error]
-    # The first one to give up closes the connection, which is what the others may see.
-    said = min(errors, key=lambda error: "imed out" not in error, default="no deadlock")
-    report.say(f"both send first: {said.rpartition('] ')[2]}")  # without gloo's source file
-    pairs = 2 * (ranks // 2)
-    report.check("both send first: ranks whose send did not end", len(errors), pairs, 0,
-                 "both wait for a receive")  # fmt: skip
+    # On gloo even with GPUs: a GPU that waits forever would take its process along.
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=DEADLOCK_S))
+    peer = rank ^ 1  # 0 and 1, 2 and 3 ...
+    error = both_send_first(peer, group) if peer < ranks else None
+    errors = [error for error in runtime.gather(error, report.run.cpu_group) if error]
+    # The first rank that gives up closes its connections; the others may see that.
+    timeouts = [error.split("] ")[-1] for error in errors if "imed out" in error]
+    report.run.print0(f"both send first: {', '.join(timeouts[:1])}")
+    report.check("both send first: ranks that hang", len(errors), ranks // 2 * 2, 0)
 
 
-def compare_all_reduces(report, large, link, cost):
-    """Check what each all-reduce does and sends; print its time beside that of the cost model."""
+def clock(device):
+    """Return seconds, after the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def median_s(run, function):
+    """Return the median time of a function, of the slowest rank in each round."""
+    times = []
+    for _ in range(WARMUP + ROUNDS):
+        dist.barrier()
+        started = clock(run.device)
+        function()
+        times.append(clock(run.device) - started)
+    rounds = zip(*runtime.gather(times[WARMUP:], run.cpu_group), strict=True)
+    return statistics.median(map(max, rounds))
+
+
+def ping_pong(ball, move):
+    """Send a tensor to the partner and back: ranks 0 and 1, 2 and 3 ... at once."""
+    rank = dist.get_rank()
+    peer = rank ^ 1
+    if peer >= dist.get_world_size():
+        return
+    for turn in (0, 1):
+        if rank % 2 == turn:
+            move(ball, peer)
+        else:
+            move(received=ball, source=peer)
+
+
+def measure_message(run, link, large):
+    """Return alpha, the seconds of an empty message, and beta, the seconds per byte."""
+    small = torch.zeros(1, device=run.device)
+    alpha = median_s(run, partial(ping_pong, small, link.move)) / 2
+    whole = median_s(run, partial(ping_pong, large, link.move)) / 2
+    return alpha, max(0.0, whole - alpha) / large.nbytes
+
+
+def check_all_reduce(report, name, x, link):
+    """Check the sum of an all-reduce, and the bytes that the busiest rank sends."""
+    group = report.run.cpu_group
+    result, expected = x.clone(), x.clone()
+    dist.all_reduce(expected)
+    with CollectiveCounter() as counter:
+        ALL_REDUCES[name](result, link)
+    wrong = sum(runtime.gather(int((result != expected).sum()), group))
+    num_bytes = max(runtime.gather(round(counter.bytes_sent["send"]), group))
+    steps, expected_bytes = COSTS[name](report.run.world_size, x.nbytes)
+    report.check(f"{name}: numbers unlike dist.all_reduce", wrong, 0, 0)
+    name = f"{name}: bytes sent by a rank"
+    # The parts of a ring differ in length by at most one number.
+    report.check(name, num_bytes, round(expected_bytes), 4 * steps)
+
+
+def compare_all_reduces(report, link, large):
+    """Time the all-reduces of a small and a large tensor next to their predictions."""
+    run = report.run
+    alpha, beta = measure_message(run, link, large)
+    run.print0(
+        f"a message: alpha = {alpha * 1e3:.2f} ms, beta = {beta * 1e9:.2f} ms per MB"
+    )
+    report.metrics |= {"alpha_ms": alpha * 1e3, "beta_ms_per_mb": beta * 1e9}
     rows = []
-    for numbers, (name, all_reduce) in itertools.product((part.SMALL, large), ALGORITHMS.items()):
-        size, x = 4 * numbers, torch.ones(numbers, device=report.device)
-        steps, sent, in_a_step = paper = part.theory(name, dist.get_world_size())
-        label, move = f"{name}, {size:,} bytes", part.Mover(*link)
-        part.check_counts(report, label, all_reduce, numbers, move, paper)
-
-        (times,) = part.times_s(report.device, lambda: all_reduce(x, part.Mover(*link)))  # noqa: B023
-
-        took, predicted = statistics.median(times), cost.predict(steps, in_a_step * size)
-        beside = ("unknown", f"{1e3 * took:.2f} ms", "")
-        if predicted is not None:
-            beside = f"{1e3 * predicted:.2f} ms", beside[1], f"{took / predicted:.2f}x"
-        rows.append((name, f"{size:,} bytes", f"{steps}", f"{sent:g}", *beside))
-        report.metrics[f"{name} {size:,} bytes ms"] = 1e3 * took
-    headers = ("all-reduce", "size", "steps", "sends x size", "predicted", "median", "ratio")
-    report.table(rows, headers, names=2)
+    for x in (large[:64], large):
+        for name, all_reduce in ALL_REDUCES.items():
+            steps, num_bytes = COSTS[name](run.world_size, x.nbytes)
+            predicted = steps * alpha + num_bytes * beta
+            took = median_s(run, partial(all_reduce, x, link))
+            times = [f"{seconds * 1e3:.2f} ms" for seconds in (predicted, took)]
+            rows.append(
+                (name, f"{x.nbytes:,}", f"{steps}", f"{num_bytes:,.0f}", *times)
+            )
+            report.metrics[f"{name}, {x.nbytes} bytes, ms"] = took * 1e3
+    titles = ("bytes", "steps", "sent by a rank", "predicted", "median")
+    report.table(rows, ("all-reduce", *titles))
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
-    add("--mib", type=cli.positive_int, default=4, help="size of the large buffer, MiB (4)")
-    add("--link", type=cli.link_rate, default=math.inf,
-        help="emulate a link: 100mbit, 1gbit (none)")  # fmt: skip
-    add("--latency-ms", type=cli.positive_float, default=0.0, help="of that link, ms (0)")
+    add(
+        "--kib",
+        type=cli.positive_int,
+        default=1024,
+        help="the large tensor, KiB (1024)",
+    )
+    add(
+        "--latency-ms",
+        type=cli.positive_float,
+        default=0.0,
+        help="hold each message back so long (0)",
+    )
+    add(
+        "--link-mbit",
+        type=cli.positive_float,
+        help="emulate a link of so many Mbit/s per rank (none)",
+    )
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("04-nccl-operations/point_to_point.py", args, world, device)
-        if world.world_size == 1:
-            raise cli.UsageError("one rank has nobody to send to: start 2 or more (torchrun)")
-        if device.type == "cuda" and (math.isfinite(args.link) or args.latency_ms):
-            # Its sends are queued, and waited for by the GPU: the host would sleep beside them.
-            raise cli.UsageError("--link and --latency-ms emulate on the CPU: --device cpu")
-        report.start(f"messages of {part.SMALL * 4} bytes and of {args.mib} MiB")
-
-        large = args.mib * 2**20 // 4  # numbers of 4 bytes
-        link = args.link, args.latency_ms / 1e3
-        check_spellings(report)
+    with runtime.init(args.device, args.timeout) as run:
+        if run.world_size == 1:
+            raise cli.UsageError("1 rank has nobody to send to: start 2 or more")
+        report = Report("04-nccl-operations/point_to_point.py", args, run)
+        seconds_per_byte = 8e-6 / args.link_mbit if args.link_mbit else 0.0
+        link = Link(args.latency_ms / 1e3, seconds_per_byte)
+        check_ways_to_send(report)
         show_deadlock(report)
-        cost = part.measure_link(report, ping_pong, cost_of, large, link)
-        compare_all_reduces(report, large, link, cost)
-        if report.output:
-            part.draw(report, ALGORITHMS)
-        return report.finish(f"three all-reduces on {world.world_size} ranks")
+        count = args.kib * 256  # float32
+        large = torch.arange(count, device=run.device) % 97.0 + run.rank
+        for name in ALL_REDUCES:
+            check_all_reduce(report, name, large, link)
+        compare_all_reduces(report, link, large)
+        return report.finish(f"two all-reduces on {run.world_size} ranks")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""What the tests of module 04 share: tables of which the quick tests take the first row."""
+"""For the tests of cluster/: tables of which the quick tests take the first row."""
 
 import pytest
 
 full = pytest.mark.full
-clock = pytest.mark.xdist_group("clock")  # what compares times runs beside no other such test
 
 
 def first_is_quick(rows):

@@ -56,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
         flags = ["--collective", *args.collectives, "-b", args.minbytes, "-e", args.maxbytes]
         flags += ["-f", args.stepfactor, "-n", args.iters, "--device", args.device]
         flags += ["--timeout", points.patience(args.timeout)]
-        flags += ["--link", speed] if speed else []  # the script compares with it
         described = {"kind": "comm", "script": SCRIPT, "collectives": args.collectives}
         described |= {"world_size": ranks, "link": speed}
         described |= {size: getattr(args, size) for size in SIZES}

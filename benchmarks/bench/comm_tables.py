@@ -8,8 +8,8 @@ from bench.records import median
 from bench.words import DASH, us
 
 # By nccl-tests' names, as bandwidth_test.py has them.
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "alltoallv",
-               "broadcast", "reduce", "gather", "scatter", "sendrecv")  # fmt: skip
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "alltoall", "broadcast", "reduce",
+               "gather")  # fmt: skip
 WRONG = "WRONG"
 MEASURED = ("time_us", "p50_us", "p95_us", "algbw_gb_s", "busbw_gb_s")
 Record = dict[str, Any]
@@ -19,22 +19,21 @@ Table = tuple[Sequence[str], list[Sequence[str]]]  # headers, rows
 def lines_of(records: Iterable[Record]) -> list[dict[str, Any]]:
     """Return the numbers of each collective and size, for a CSV: medians over the repeats.
 
-    In place, as the script's own fit, but for what cannot be in place. `wrong` is a sum.
+    `wrong` is a sum.
     """
     found = defaultdict(list)
     for names, metrics in _runs(records):
-        for sides in metrics["sweeps"][names[0]]:
-            found[(*names, sides["out_of_place"]["size"])].append(sides)
+        for figures in metrics["sweeps"][names[0]]:
+            found[(*names, figures["size"])].append(figures)
     lines = []
     for key in sorted(found, key=_order):
-        repeats = [sides["in_place"] or sides["out_of_place"] for sides in found[key]]
+        repeats = found[key]
         line = dict(zip(("collective", "ranks", "link", "bytes"), key, strict=True))
         line["repeats"] = len(repeats)
         line |= {name: median(figures[name] for figures in repeats) for name in MEASURED}
         times = [figures["time_us"] for figures in repeats]
         line |= {"fastest_repeat_us": min(times), "slowest_repeat_us": max(times)}
-        both = [figures for sides in found[key] for figures in sides.values() if figures]
-        lines.append(line | {"wrong": sum(figures["wrong"] for figures in both)})
+        lines.append(line | {"wrong": sum(figures["wrong"] for figures in repeats)})
     return lines
 
 
@@ -72,7 +71,7 @@ def comm_table(records: Iterable[Record]) -> Table:
 def fit_table(records: Iterable[Record]) -> Table:
     """Return latency and bandwidth of each collective, of several repeats the median.
 
-    The script fits time = alpha + size x beta; the size at "half speed" takes as long to send as
+    The script finds time = alpha + size x beta; the size at "half speed" takes as long to send as
     the latency alone.
     """
     headers = ("collective", "ranks", "link", "alpha", "fitted busbw", "half speed at",
