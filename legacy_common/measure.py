@@ -1,8 +1,6 @@
 """How long a step takes, what it sends, what memory it needs, how well it uses the device."""
 
 import contextlib
-import json
-import math
 import os
 import resource
 import secrets
@@ -19,7 +17,6 @@ import torch.distributed as dist
 
 from legacy_common.cli import UsageError
 from legacy_common.models import TransformerConfig
-from legacy_common.runtime import World, gather
 
 GIB = 2**30  # bytes
 # Peaks in TFLOP/s, without sparsity: of 16 bits, and of float32. Source: the vendors' data sheets.
@@ -81,14 +78,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """Return it as results.json has it; of a GPU also what PyTorch took, fragments included."""
-    own = {"peak_memory_gib": peak_memory_gib(device)}
-    if device.type == "cuda":
-        own["peak_memory_reserved_gib"] = torch.cuda.max_memory_reserved(device) / GIB
-    return own
-
-
 def memory_in_use(device: torch.device) -> int:
     """Return the bytes in use now: allocated on a GPU, resident on the CPU."""
     if device.type == "cuda":
@@ -101,24 +90,6 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
-
-
-def require_memory(what: str, needed: int, shards: int, device: torch.device, world: World) -> None:
-    """Refuse what takes more bytes than all ranks have; call it on all, before allocating.
-
-    Units: bytes, `needed` of all `shards` ranks together, which hold equal parts.
-    Raises: UsageError with what is needed, what there is, and how many ranks would do.
-    """
-    free = available_memory(device)
-    free //= world.local_world_size if device.type == "cpu" else 1  # ranks share a machine's
-    least = min(gather(free))
-    if needed / shards > least:
-        raise UsageError(
-            f"{what} needs {needed / GIB:,.1f} GiB for weights, gradients and optimizer state, "
-            f"{needed / shards / GIB:,.1f} GiB on each of {shards} ranks, and activations on top; "
-            f"a rank has {least / GIB:,.1f} GiB: shard over more than {needed // least:,} such "
-            "ranks, or take a smaller model"
-        )
 
 
 def flops_per_token(config: TransformerConfig, seq_len: int) -> float:
@@ -141,42 +112,6 @@ def mfu(flops_per_second: float, device: torch.device, precision: str) -> float 
     if peaks is None:
         return None
     return flops_per_second / (peaks[1 if precision == "32-true" else 0] * 1e12)
-
-
-class StepLog:
-    """Keep steps' numbers in folder/metrics.jsonl; drop older ones from `first_step` on.
-
-    `logger` shows them too: a class that takes folder, first step, and what the run is.
-    """
-
-    def __init__(self, folder: Path | None, first_step: int, logger=None, run: dict | None = None):
-        self.file, self.shown = None, None
-        if folder is None:
-            return
-        path, partial = folder / "metrics.jsonl", folder / "metrics.partial"
-        kept = []
-        for line in path.read_text().splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):  # killed while it wrote the last line
-                kept += [line] if json.loads(line)["step"] < first_step else []
-        partial.write_text("".join(f"{line}\n" for line in kept))
-        partial.replace(path)
-        self.file = path.open("a")
-        self.shown = logger and logger(folder, first_step, run or {})
-
-    def write(self, step: int, **values: float) -> None:
-        """Write the values of a step by name, at once: a run that is killed has them."""
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        if self.file:  # JSON knows no infinity, which a norm is where float16 overflowed
-            line = {"step": step} | dict.fromkeys(values) | finite
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
-        if self.shown:
-            self.shown.write(step, finite)
-
-    def close(self) -> None:
-        """Have the logger finish: some send in the background."""
-        if self.shown:
-            self.shown.close()
 
 
 class TensorBoard:

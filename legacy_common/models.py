@@ -2,7 +2,7 @@
 
 import math
 from argparse import ArgumentTypeError
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -357,39 +357,3 @@ def cut_like(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     cut = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
     return cut.to_local()
-
-
-@torch.no_grad()
-def drawn_weights(
-    config: TransformerConfig, seed: int, device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, weight) of the whole model as one process with this seed draws it, one by one.
-
-    Beyond DRAWN_AS_ONE_PROCESS weights they are drawn on `device` instead of the CPU: other
-    numbers, the same on any number of ranks too.
-    """
-    with torch.device("meta"):
-        whole = Transformer(config)
-    names = [name for name, _ in whole.named_parameters()]  # tied weights are there once
-    torch.manual_seed(seed)
-    if config.num_parameters() <= DRAWN_AS_ONE_PROCESS:
-        device = torch.device("cpu")
-        for layer in whole.modules():  # PyTorch draws when it makes a layer, before the model does
-            if isinstance(layer, (nn.Embedding, nn.Linear)):
-                layer.to_empty(device=device).reset_parameters()
-                layer.to("meta")
-    for name in names:
-        drawn = torch.empty(whole.get_parameter(name).shape, device=device)
-        whole.draw(name, drawn)
-        yield name, drawn
-
-
-@torch.no_grad()
-def draw_weights(model: nn.Module, config: TransformerConfig, seed: int) -> None:
-    """Fill a model, sharded or a part of the whole, with this rank's part of `drawn_weights`."""
-    own = dict(model.named_parameters())
-    device = local(next(iter(own.values()))).device
-    for name, drawn in drawn_weights(config, seed, device):
-        if name in own:
-            part = local(own[name])
-            part.copy_(cut_like(drawn.to(part.device), own[name]))

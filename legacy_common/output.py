@@ -46,20 +46,6 @@ def claim(path: Path, resume: bool | None) -> None:
         (path / "checkpoints").mkdir(exist_ok=True)
 
 
-def claim_empty(folder: str, flag: str) -> None:
-    """Make the empty folder that `flag` names, before days of training. Raises: UsageError."""
-    if "://" in folder:
-        raise cli.UsageError(f"{flag} {folder}: must be a local folder, which you may copy then")
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        used = any(path.iterdir())
-    except OSError as error:
-        raise cli.UsageError(f"{flag} {folder} cannot be written: {error.strerror}") from error
-    if used:
-        raise cli.UsageError(f"{flag} {folder} is not empty: name another folder")
-
-
 def _acquire(lease: SoftFileLease, path: Path) -> None:
     for patience in (0.0, LEASE_S + HEARTBEAT_S):
         try:

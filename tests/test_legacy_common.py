@@ -2,12 +2,9 @@
 
 import argparse
 import atexit
-import contextlib
 import json
 import os
 import re
-import resource
-import shutil
 import signal
 import socket
 import sys
@@ -21,11 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import fork_ranks, free_port, timeouts_of_groups
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dist_common import ranks
-from legacy_common import checkpoint, cli, data, models, runtime
+from legacy_common import cli, data, models, runtime
 from legacy_common import output as folder
 from legacy_common.report import Check, Report
 
@@ -180,24 +176,6 @@ def as_node(rank):
     """Have a rank believe that it is alone on a machine of its own."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     socket.gethostname = lambda: f"node{rank}"
-
-
-@pytest.mark.full
-def test_whoever_waits_too_long_names_the_rank_that_says_nothing_and_its_machine(tmp_path):
-    def main():
-        as_node(os.environ["RANK"])
-        with runtime.init("cpu", timeout_s=6) as (world, _):
-            if world.rank == 2:
-                time.sleep(20)
-                os._exit(1)
-            dist.all_reduce(torch.ones(1))
-        return 0
-
-    ended = _on_ranks_with_run(main, 3, tmp_path, end_job_on_failure=False)
-    assert ended.codes == [1, 1, 1]
-    (line,) = ended.stderr.splitlines()
-    says = r"rank [01] \(node[01]\): no word from rank 2 \(node2\); lost contact .*\(Timed out\)"
-    assert re.search(says, line), line
 
 
 def test_a_rank_with_another_version_than_rank_0_is_refused_with_its_machine(tmp_path):
@@ -414,204 +392,6 @@ def test_text_is_on_every_machine_and_cut_without_loss(tmp_path):
 
 WORLD = runtime.World(0, 0, 1, 1, "python")
 CPU = torch.device("cpu")
-
-
-class Recorder(Report):
-    """A report that keeps its lines instead of printing them."""
-
-    def __init__(self, output_dir=None):
-        super().__init__("x.py", Namespace(output_dir=output_dir), WORLD, CPU)
-        self.said, self.warned = [], []
-
-    def say(self, line=""):
-        self.said.append(line)
-
-    def warn(self, line):
-        self.warned.append(line)
-
-
-@contextlib.contextmanager
-def group_of_one():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def single():
-    with group_of_one():
-        yield
-
-
-def save(directory, number, model, keep=2, **state):
-    """Write a checkpoint as the scripts of module 01 do."""
-    facts = {"tensors": checkpoint.shapes_of(model.state_dict())}
-    with (
-        checkpoint.sealed(directory, number, facts, keep, alone=True) as inside,
-        open(inside / "state.pt", "wb") as file,
-    ):
-        torch.save({"model": model.state_dict(), **state}, file)
-
-
-def load(directory, model, report=None):
-    """Return the newest usable state."""
-
-    def problem(facts):
-        return checkpoint.other_model(facts, model.state_dict())
-
-    found = checkpoint.newest(directory, report or Recorder(), problem)
-    return found and torch.load(found[0] / "state.pt", weights_only=True)
-
-
-@pytest.fixture
-def saved(tmp_path, single):
-    """Three checkpoints of one model; its bias holds the step."""
-    model = nn.Linear(3, 2)
-    for step in (1, 2, 3):
-        nn.init.constant_(model.bias, step)
-        save(tmp_path / "ck", step, model, keep=3, step=step)
-    return tmp_path / "ck", model
-
-
-def test_the_newest_checkpoint_is_loaded_and_old_ones_are_dropped(saved):
-    folder, model = saved
-    assert load(folder, model)["model"]["bias"].tolist() == [3, 3]
-    save(folder, 4, model)
-    assert [path.name for path in sorted(folder.iterdir())] == ["step-00000003", "step-00000004"]
-    save(folder, 4, model, again=True)
-    assert load(folder, model)["again"]
-    # What is newer than the checkpoint just written, or not ours, is not counted and not removed.
-    for other in ("step-00000009", "step-00000010", "step-00000001-copy"):
-        (folder / other).mkdir()
-    save(folder, 5, model)
-    left = ["step-00000001-copy", *(f"step-000000{step:02d}" for step in (4, 5, 9, 10))]
-    assert [path.name for path in sorted(folder.iterdir())] == left
-    assert load(folder / "none", model) is None
-
-
-def test_all_ranks_write_one_checkpoint_and_share_its_checksums(on_ranks, tmp_path):
-    def body(rank, world_size):
-        with checkpoint.sealed(tmp_path / "ck", 7, {"note": "kept"}) as inside:
-            (inside / f"part-{rank}").write_text(str(rank))
-        report = Recorder()
-        whole = checkpoint.newest(tmp_path / "ck", report)
-        dist.barrier()
-        if rank == 0:
-            (tmp_path / "ck" / "step-00000007" / "part-1").write_text("altered")
-        dist.barrier()
-        try:
-            checkpoint.newest(tmp_path / "ck", report)
-        except cli.UsageError as error:
-            return whole[0].name, whole[1]["note"], sorted(whole[1]["files"]), str(error)
-
-    for name, note, files, error in on_ranks(body, 2):
-        assert (name, note, files) == ("step-00000007", "kept", ["part-0", "part-1"])
-        assert "part-1 does not match its checksum" in error
-
-
-def _flip_a_bit(path):
-    content = bytearray((path / "state.pt").read_bytes())
-    weights = content.index(torch.full((2,), 3.0).numpy().tobytes())
-    content[weights + 3] ^= 1
-    (path / "state.pt").write_bytes(content)
-    # PyTorch itself does not notice, which is why there is a checksum:
-    loaded = torch.load(path / "state.pt", weights_only=True)
-    assert loaded["model"]["bias"].tolist() != [3, 3]
-
-
-def _of_the_old_format(path):
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["sha256"] = manifest.pop("files")["state.pt"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (_flip_a_bit, "truncated or altered"),
-        (lambda path: (path / "manifest.json").write_text("{"), "incomplete or damaged"),
-        (
-            lambda path: save(path.parent, 3, nn.Linear(3, 4), keep=3),
-            r"of another model \(bias is \[4\] there, \[2\] here\)",
-        ),
-        (_of_the_old_format, "in the format of an older version of this guide"),
-    ],
-)
-def test_a_bad_checkpoint_is_named_and_the_one_before_is_used(saved, damage, says):
-    folder, model = saved
-    damage(folder / "step-00000003")
-    recorder = Recorder()
-    assert load(folder, model, recorder)["step"] == 2
-    (line,) = recorder.warned
-    assert "step-00000003" in line and re.search(says, line)
-
-    for step in (1, 2):
-        (folder / f"step-0000000{step}" / "manifest.json").unlink()
-    before = sorted(folder.rglob("*"))
-    with pytest.raises(cli.UsageError, match=says) as refused:
-        load(folder, model)
-    assert all(f"step-0000000{step}" in str(refused.value) for step in (1, 2, 3))
-    assert sorted(folder.rglob("*")) == before, "nothing may be removed"
-
-
-def test_a_save_killed_at_any_moment_leaves_the_checkpoint_before(tmp_path):
-    """Kill the writer at each file operation of a save in turn; it forks without a group."""
-    model = nn.Linear(3, 2)
-
-    def step_loaded():
-        with group_of_one():
-            return load(tmp_path / "ck", model)["step"]
-
-    with group_of_one():
-        save(tmp_path / "ck", 1, model, step=1)
-    operations = 0
-    while True:
-        pid = os.fork()
-        if pid == 0:
-            with group_of_one():
-                _save_and_die(tmp_path / "ck", model, operations)
-        _, status = os.waitpid(pid, 0)
-        if os.waitstatus_to_exitcode(status) == 0:
-            break  # it got through: there were no more moments to die at
-        assert step_loaded() in (1, 2)
-        operations += 1
-    assert operations >= 6
-    assert step_loaded() == 2
-
-
-def _save_and_die(folder, model, after):
-    left = [after]
-
-    def counted(function):
-        def wrapper(*args, **kwargs):
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    torch.save = counted(torch.save)
-    checkpoint.flush = counted(checkpoint.flush)
-    checkpoint.Path.rename = counted(checkpoint.Path.rename)
-    shutil.rmtree = counted(shutil.rmtree)
-    save(folder, 2, model, step=2)
-    os._exit(0)
-
-
-def test_a_full_disk_is_named_and_the_last_good_checkpoint_stays(tmp_path, single):
-    """A limit on the size of files stops torch.save in the middle, as a full disk does."""
-    model = nn.Linear(300, 300)
-    save(tmp_path / "ck", 1, model, step=1)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
-    try:
-        with pytest.raises(cli.UsageError, match="step-00000002: File too large$"):
-            save(tmp_path / "ck", 2, model, step=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert [path.name for path in (tmp_path / "ck").iterdir()] == ["step-00000001"]
-    assert load(tmp_path / "ck", model)["step"] == 1
 
 
 # measure and console

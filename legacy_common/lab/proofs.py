@@ -5,16 +5,12 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict as dcp_state
 
-from legacy_common import hf
-from legacy_common.job import Job
 from legacy_common.lab.traffic import TrafficCounter
-from legacy_common.models import Transformer, local
+from legacy_common.models import local
 from legacy_common.report import Report
-from legacy_common.runtime import gather, seed_everything
+from legacy_common.runtime import gather
 
 # Relative. fp32 sums in another order differ in the last bits; bfloat16 keeps 8 bits.
 TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 5e-2}
@@ -57,72 +53,6 @@ def same_losses(
 ) -> None:  # fmt: skip
     """Check the losses of some steps against those of a reference. Shapes: (steps,) both."""
     report.check(name, (losses - expected).abs().max().item(), 0, tolerance, source)
-
-
-@torch.no_grad()
-def count_equal_in_files(weights: dict[str, torch.Tensor], folder, group) -> int:
-    """Return how many weights, sharded or not, have these values in safetensors files.
-
-    A collective: each rank reads again what it holds, and needs memory for that.
-    """
-    read = {name: torch.full_like(weight, torch.nan) for name, weight in weights.items()}
-
-    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), process_group=group)
-
-    own = {name: torch.equal(local(read[name]), local(weights[name])) for name in weights}
-    ranks = gather(own, group)
-    return sum(all(rank.get(name, True) for rank in ranks) for name in set().union(*ranks))
-
-
-def same_as_files(report, model: nn.Module, config, folder, group, kind="") -> None:
-    """Check that each rank's shards have the values of a folder's files, weight by weight."""
-    named = hf.to_hf(dcp_state.get_model_state_dict(model), config)
-    equal = count_equal_in_files(named, folder, group)
-    with torch.device("meta"):
-        weights = len(list(Transformer(config).parameters()))  # tied ones once
-    report.check(f"{kind}weights equal in the files", equal, weights, 0, "the sharded model")
-
-
-def whole_model(job: Job, config) -> nn.Module:
-    """Return the whole model as a run begins: drawn, or as transformers has it of --init-from."""
-    model = first_model(job, config)
-    return documents_alone(model, config)
-
-
-def first_model(job: Job, config) -> nn.Module:
-    args = job.args
-    seed_everything(args.seed)
-    if not getattr(args, "init_from", None) or job.found:
-        return Transformer(config).to(job.device)
-    from transformers import LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    theirs = LlamaForCausalLM.from_pretrained(args.init_from, dtype=torch.float32).to(job.device)
-    forward = theirs.forward
-    theirs.forward = lambda tokens: forward(input_ids=tokens).logits
-    named = hf.from_hf(dict(theirs.named_parameters()), config)
-    if config.tied_embeddings:
-        del named["head.weight"]  # as in ours, it is there once
-    theirs.named_parameters = lambda **_: named.items()
-    return theirs
-
-
-def documents_alone(model: nn.Module, config) -> nn.Module:
-    """Have a whole model read each document of --document-attention by itself: it needs no mask."""
-    end, forward = config.document_end, model.forward
-
-    def each_alone(tokens: torch.Tensor) -> torch.Tensor:
-        rows = []
-        for row in tokens:
-            after = (row == end).nonzero().flatten().cpu() + 1
-            parts = [part for part in row.tensor_split(after) if len(part)]
-            rows.append(torch.cat([forward(part[None]) for part in parts], dim=1))
-        return torch.cat(rows)
-
-    if end is not None:
-        model.forward = each_alone
-    return model
 
 
 def same_weights(report: Report, model: nn.Module) -> None:
