@@ -22,7 +22,6 @@ import re
 import runpy
 import signal
 import socket
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,12 +87,12 @@ def run_job(
         "WORLD_SIZE": world_size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
-        "OMP_NUM_THREADS": 1,
         "CUDA_VISIBLE_DEVICES": "",
     }
     body = functools.partial(run_rank, script, folder, launched, around)
-    logs = folder / f"logs-{script.stem}"
-    return ranks.fork(body, world_size, logs, deadline_s, GRACE_S, during, json)
+    return ranks.fork(
+        body, world_size, folder / script.stem, deadline_s, GRACE_S, during, json
+    )
 
 
 def run_rank(script, folder, launched, around, rank):
@@ -103,7 +102,6 @@ def run_rank(script, folder, launched, around, rank):
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.chdir(folder)
     dist.set_debug_level_from_env()
-    sys.argv = [str(script)]
     with around(rank):
         runpy.run_path(str(script), run_name="__main__")
 
@@ -184,7 +182,6 @@ def main():
         )
     print_ends("broken:", broken)
     print_ends(f"cured: {failure.cure}", cured)
-    print(flush=True)
     with runtime.init("cpu", args.timeout) as run:
         report = Report("04-nccl-operations/failure_gallery.py", args, run)
         check_ends(report, failure, broken, cured)

@@ -148,6 +148,7 @@ def contents_of(page: str) -> str:
             "planner/README.md",
             "cluster/README.md",
             "labs/README.md",
+            "SYMPTOMS.md",
             "TEACHING.md",
             "CONTRIBUTING.md",
         ]
