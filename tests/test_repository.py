@@ -261,7 +261,7 @@ LIMITS_AND_BUDGETS = {
     "01-ddp-basics": (1_691, 1_500),
     "02-fsdp": (4_093, 2_300),
     "03-deepspeed": (1_600, 1_600),
-    "04-nccl-operations": (3_374, 2_300),
+    "04-nccl-operations": (2_300, 2_300),
     "05-advanced": (7_215, 4_000),
     "benchmarks": (4_728, 3_000),
     "cluster": (5_181, 2_900),
