@@ -13,6 +13,7 @@ al., ZeRO-Infinity (SC 2021), sections 3 and 5.
 """
 
 import json
+import logging
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -54,7 +55,7 @@ SMALLEST = (
     2**20
 )  # bytes: DeepSpeed keeps smaller tensors in memory, and does not say so
 # Of losses near 5; then of bytes per weight. Buffers are as large as a weight.
-TOLERANCES = {"loss": 2e-2} | dict(zip(BYTES, (0.1, 0.1, 0.5, 0.25), strict=True))
+TOLERANCES = {"loss": 2e-2} | dict(zip(BYTES, (0.1, 0.2, 0.75, 0.25), strict=True))
 
 
 def load_engine_config(file, args, shards, folder):
@@ -144,6 +145,7 @@ def expected_bytes(engine_config, shards, num_weights, width):
 
 def prepare_disk(deepspeed, run):
     """Compile DeepSpeed's disk access, once. Raises: UsageError without the tools."""
+    logging.getLogger("torch.utils.cpp_extension").setLevel("ERROR")
     builder = deepspeed.ops.op_builder.AsyncIOBuilder()
     if not builder.is_compatible(verbose=False):
         raise cli.UsageError("--nvme-path needs g++ and libaio: apt install libaio-dev")
@@ -159,10 +161,10 @@ def parse_args():
     add(
         "--nvme-path", type=Path, metavar="DIR", help="offload to this folder on a disk"
     )
-    add("--dim", type=cli.positive_int, help="model width (512; with a disk 1024)")
+    add("--dim", type=cli.positive_int, help="model width (256; with a disk 1024)")
     add("--precision", choices=DTYPES, default="bf16-mixed", help="(bf16-mixed)")
     args = parser.parse_args()
-    args.dim = args.dim or (1024 if args.nvme_path else 512)
+    args.dim = args.dim or (1024 if args.nvme_path else 256)
     if args.dim % 64:
         parser.error(f"--dim must be a multiple of 64, not {args.dim}")
     if args.nvme_path and not args.nvme_path.is_dir():

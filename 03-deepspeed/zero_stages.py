@@ -51,7 +51,7 @@ def make_config(stage, precision, args, dim):
     """Return a DeepSpeed config. A JSON file with the same content works too."""
     zero = {
         "stage": stage,
-        "reduce_bucket_size": dim * dim,  # elements
+        "reduce_bucket_size": dim * dim // 4,  # elements: a small buffer
         "stage3_prefetch_bucket_size": dim * dim,
         "stage3_param_persistence_threshold": 10 * dim,  # smaller weights stay whole
     }
