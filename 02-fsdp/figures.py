@@ -20,7 +20,7 @@ def draw_timeline():
     forward = [f"block {n}\nforward" for n in range(4)]
     backward = [f"block {n}\nbackward" for n in (3, 2, 1, 0)]
     columns = ["before", "embed-\nding", *forward, "head", *backward, "after"]
-    states = np.zeros((5, len(columns)))
+    states = np.zeros((5, 12))
     for block in range(4):
         states[block, [2 + block, 10 - block]] = 2
         states[block, 9 - block] = 1  # while the unit before it in backward computes
@@ -28,7 +28,7 @@ def draw_timeline():
     figure, axes = plt.subplots(figsize=(8, 3.2))
     axes.imshow(states, ListedColormap(list(STATES.values())), aspect="auto")
     axes.set_yticks(range(5), [f"block {n}" for n in range(4)] + ["rest"])
-    axes.set_xticks(range(len(columns)), columns, fontsize=8)
+    axes.set_xticks(range(12), columns, fontsize=8)
     axes.set_xlabel("what computes")
     axes.hlines(np.arange(4) + 0.5, -0.5, 11.5, color="white", linewidth=3)
     handles = [Patch(color=color, label=name) for name, color in STATES.items()]
@@ -49,16 +49,15 @@ def draw_strategies():
     kinds = ("weights", "gradients", "optimizer state", "whole during a step")
     colors = ("#2f6690", "#7fa7cc", "#b5cbe0", "#f2b263")
     figure, axes = plt.subplots(figsize=(8, 3.2))
-    left = np.zeros(len(stacks))
+    left = 0
     columns = np.array(list(stacks.values())).T
     for kind, color, sizes in zip(kinds, colors, columns, strict=True):
         axes.barh(list(stacks), sizes, left=left, color=color, label=kind)
-        left += sizes
+        left = left + sizes
     axes.bar_label(axes.containers[-1], [f" {total:.1f}" for total in left])
-    axes.set_xlim(0, 20)
-    axes.invert_yaxis()
+    axes.axis((0, 20, 5.5, -0.5))
     axes.set_xlabel("bytes per weight on each of 8 GPUs, bf16-mixed")
-    axes.legend(loc="lower right")
+    axes.legend()
     return figure
 
 
@@ -71,8 +70,9 @@ def draw_finetune_batch():
     figure, axes = plt.subplots(figsize=(8, 3))
     axes.imshow(kinds, ListedColormap(["white", "#6baed6", "#08306b"]), aspect="auto")
     axes.axhline(7.5, color="black")
-    names = ("rank 0: 444 tokens count", "rank 1: 465 tokens count")
-    axes.set_yticks([3.5, 11.5], names)
+    axes.set_yticks(
+        [3.5, 11.5], ["rank 0: 444 tokens count", "rank 1: 465 tokens count"]
+    )
     axes.set_xlabel("light: prompt, dark: answer, white: padding; position in sequence")
     return figure
 

@@ -123,8 +123,7 @@ def build_optimizer(model):
 
 def whole_gradient(model):
     """Return the gradients of all weights, gathered, as one vector. A collective."""
-    gradients = [check.whole(weight.grad).flatten() for weight in model.parameters()]
-    return torch.cat(gradients)
+    return torch.cat([check.whole(w.grad).flatten() for w in model.parameters()])
 
 
 def relative_error(ours, expected):
@@ -192,7 +191,6 @@ def predict(strategy, model, args, ranks):
     shards = count_shards(strategy, ranks)
     replicas = ranks // shards
     ring, replica_ring = (shards - 1) / shards, (replicas - 1) / replicas
-    m = args.grad_accum_steps
     P = count_padded(model.parameters(), shards)
     gathered = P
     whole = model.config.num_parameters()
@@ -200,7 +198,8 @@ def predict(strategy, model, args, ranks):
         gathered += count_padded(model.blocks.parameters(), shards)
         whole -= sum(weight.numel() for weight in model.blocks[1:].parameters())
     # A number has 4 bytes; "held" counts weight, gradient and two moments.
-    sent = 4 * m * (gathered + P) * ring + 8 * P / shards * replica_ring
+    sent = 4 * args.grad_accum_steps * (gathered + P) * ring
+    sent += 8 * P / shards * replica_ring
     return {"held": 16 * P // shards, "whole": 4 * whole, "sent": round(sent)}
 
 
