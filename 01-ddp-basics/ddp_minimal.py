@@ -1,9 +1,9 @@
-"""Train the same network with DistributedDataParallel: single_process.py and what DDP adds.
+"""Train the same network with DistributedDataParallel: single_process.py plus DDP.
 
     CPU   torchrun --standalone --nproc-per-node=2 01-ddp-basics/ddp_minimal.py
     GPU   torchrun --standalone --nproc-per-node=gpu 01-ddp-basics/ddp_minimal.py
 
-Look for: the same losses with 1, 2 and 4 processes.
+Look for: the same losses with 1, 2 and 4 processes. Three processes are refused.
 """
 
 import os
@@ -19,7 +19,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ["RANK"])
 local_rank = int(os.environ["LOCAL_RANK"])
 world_size = int(os.environ["WORLD_SIZE"])
-gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank here
+if 64 % world_size > 0:
+    raise SystemExit(f"{world_size} ranks cannot share 64 samples: start 1, 2, 4 or 8")
+# With a GPU for each process of this machine we use GPUs, else the CPU.
+gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)
@@ -28,7 +31,9 @@ dist.init_process_group("nccl" if gpu else "gloo")
 pixels, labels = load_digits(return_X_y=True)  # 1,797 images of 8 x 8 pixels, 0 to 16
 dataset = TensorDataset(torch.tensor(pixels).float() / 16, torch.tensor(labels))
 sampler = DistributedSampler(dataset, drop_last=True)
-loader = DataLoader(dataset, batch_size=64 // world_size, sampler=sampler, drop_last=True)
+loader = DataLoader(
+    dataset, batch_size=64 // world_size, sampler=sampler, drop_last=True
+)
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10)).to(device)

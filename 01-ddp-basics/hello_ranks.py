@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 01-ddp-basics/hello_ranks.py
 
-Look for: one line from each process, and the same sum in both.
+Look for: one line from each process, and the same sum in each line.
 """
 
 import os
@@ -10,15 +10,15 @@ import os
 import torch
 import torch.distributed as dist
 
-rank = int(os.environ["RANK"])  # which process am I? 0, 1, ..., counted over all machines
-local_rank = int(os.environ["LOCAL_RANK"])  # which one on this machine?
-world_size = int(os.environ["WORLD_SIZE"])  # how many are we?
+rank = int(os.environ["RANK"])  # this process's number: 0, 1, ... over all machines
+local_rank = int(os.environ["LOCAL_RANK"])  # its number on this machine
+world_size = int(os.environ["WORLD_SIZE"])  # the number of processes
 
-dist.init_process_group("gloo")  # waits until all processes are there
+dist.init_process_group("gloo")  # waits until all processes have started
 total = torch.tensor([rank])
 
-dist.all_reduce(total)  # every process gives its number and gets the sum of all
+dist.all_reduce(total)  # every process passes its number and gets the sum
 
-line = f"rank {rank} of {world_size} (local rank {local_rank}): the sum is {total.item()}\n"
-print(line, end="")  # in one piece: the processes share a terminal
+place = f"rank {rank} of {world_size} (local rank {local_rank})"
+print(f"{place}: the sum is {total.item()}\n", end="")  # one write: ranks share stdout
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Train a small network on handwritten digits in one process: the loop that DDP distributes.
+"""Train a small network on handwritten digits in one process: the loop to distribute.
 
 python 01-ddp-basics/single_process.py
 """

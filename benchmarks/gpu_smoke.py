@@ -33,7 +33,6 @@ OK, FAILED, REFUSED, LATE, LEFT_OUT = "OK", "FAILED", "refused", "too late", "le
 # Added to lines whose job is longer than this tour, or larger than one GPU: the last one of two
 # equal flags counts. On a CPU nothing is made as large as the presets here.
 ADDED = {
-    "01-ddp-basics/ddp_pitfalls.py": "--cured",  # without it, the mistake fails its check
     "01-ddp-basics/ddp_training.py": "--max-steps 10",
     "02-fsdp/fsdp_finetune.py": "--max-steps 10",
     "02-fsdp/fsdp_transformer.py": "--preset 124m --seq-len 1024 --max-steps 10",

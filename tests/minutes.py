@@ -15,6 +15,7 @@ COMMAND, SLOW_COMMAND = 0.25, 1.0  # minutes: most take some seconds, those mark
 EXERCISE = re.compile(r"^\d+\. \((\d+) min\)", re.M)
 ROW = re.compile(r"^(\| .*?\]\(([\w/-]+\.md)\).*\| )(\d+)( \|)$", re.M)
 RULED = [path for path in PAGES if not path.startswith("labs/")]  # a lab's are of doing it
+TABLE = re.compile(r"^\|.*\| minutes \|\n(?:\|.*\n)+", re.M)
 STATED = re.compile(r"(\d+)(\s+minutes)")
 
 
@@ -42,6 +43,11 @@ def by_rule(path: str) -> float:
     return words / WORDS_A_MINUTE + lines / LINES_A_MINUTE + waiting + exercises
 
 
+def rows_of(text: str) -> list[tuple[str, ...]]:
+    """Return the rows of tables whose last column is minutes: start, page, minutes, end."""
+    return ROW.findall("".join(TABLE.findall(text)))
+
+
 def stated(path: str) -> int | None:
     """Return the minutes that a page's head states, before its first section."""
     found = STATED.search(read(path).prose.split("\n##")[0])
@@ -60,14 +66,14 @@ def write() -> None:
         text = (REPO / path).read_text()
         if "| minutes |" not in text:
             continue
-        for row in ROW.finditer(text):
-            number = taken.get(str(folder / row[2]), row[3])  # a page that is gone: a dead link
-            text = text.replace(row[0], f"{row[1]}{number}{row[4]}")
+        for start, page, old, end in rows_of(text):
+            number = taken.get(str(folder / page), old)  # a page that is gone: a dead link
+            text = text.replace(f"{start}{old}{end}", f"{start}{number}{end}")
         (REPO / path).write_text(text)
         if path == "README.md":  # of the afternoon track
             front = text
             continue
-        hours = round(sum(int(row[3]) for row in ROW.finditer(text)) / 60)
+        hours = round(sum(int(number) for _, _, number, _ in rows_of(text)) / 60)
         front = re.sub(rf"^(\| \[{folder}\].*\| )\d+( \|)$", rf"\g<1>{hours}\2", front, flags=re.M)
     (REPO / "README.md").write_text(front)
     read.cache_clear()

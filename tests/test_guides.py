@@ -70,7 +70,7 @@ def test_minutes_of_a_page_are_those_of_the_rule(path):
     "path", [path for path in minutes.RULED if "| minutes |" in read(path).prose]
 )
 def test_minutes_of_lessons_are_those_of_their_pages(path):
-    lessons, folder = minutes.ROW.findall(read(path).prose), Path(path).parent
+    lessons, folder = minutes.rows_of(read(path).prose), Path(path).parent
     assert lessons
     for _, page, number, _ in lessons:
         assert minutes.stated(str(folder / page)) == int(number), f"{path}: {page}"

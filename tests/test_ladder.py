@@ -16,65 +16,79 @@ FSDP = "02-fsdp/fsdp_minimal.py"
 DEEPSPEED = "03-deepspeed/deepspeed_minimal.py"
 TENSOR = "05-advanced/tensor_minimal.py"
 PIPELINE = "05-advanced/pipeline_minimal.py"
-SAVED = {DDP: "digits.pt", FSDP: "digits_fsdp/.metadata", DEEPSPEED: "digits_deepspeed/latest"}
-EARLY = "model.parameters = list(model.parameters()).copy  # as if the optimizer came first\n"
-
-
-def first_step(run_script, path, ranks, tmp_path, change=("", "")):
-    """Run a script without a main on forked ranks, with one text in it changed."""
-
-    def before(script):
-        os.chdir(tmp_path)
-        source = (REPO / path).read_text()
-        assert change[0] in source
-        source = source.replace(*change) if change[0] else source
-        script.main = lambda: exec(compile(source, path, "exec"), {"__name__": "__main__"}) or 0
-
-    ended = run_script("01-ddp-basics/ddp_mnist.py", world_size=ranks, before=before)
-    assert not any(ended.codes), ended.stderr
-    return ended.stdout
-
-
-def losses_of(*run) -> torch.Tensor:
-    losses = torch.tensor(list(map(float, re.findall(r"loss (\S+)", first_step(*run)))))
-    assert len(losses) == 5
-    return losses
-
-
-@pytest.fixture(scope="module")
-def known() -> dict:
-    """What ddp_minimal.py's losses are on so many processes, for the tests after the first."""
-    return {}
+EARLY = "model.parameters = list(model.parameters()).copy  # the optimizer came first\n"
 
 
 @pytest.fixture
-def of_ddp(run_script, tmp_path, known):
-    def losses(ranks: int) -> torch.Tensor:
-        if ranks not in known:
-            known[ranks] = losses_of(run_script, DDP, ranks, tmp_path)
-        return known[ranks]
+def first_step(run_script, tmp_path):
+    """Run a script without a main on forked ranks, with one text in it changed."""
 
-    return losses
+    def run(path, ranks, change=("import os", "import os"), codes=(0,)):
+        def before(script):
+            os.chdir(tmp_path)
+            source = (REPO / path).read_text()
+            assert change[0] in source
+            code = compile(source.replace(*change), path, "exec")
+            script.main = lambda: exec(code, {"__name__": "__main__"}) or 0
+
+        ended = run_script(
+            "01-ddp-basics/ddp_training.py", world_size=ranks, before=before
+        )
+        assert set(ended.codes) == set(codes), ended.stderr
+        return ended.stdout + ended.stderr
+
+    return run
+
+
+@pytest.fixture
+def losses_of(first_step):
+    def run(*arguments):
+        printed = first_step(*arguments)
+        losses = torch.tensor([float(n) for n in re.findall(r"loss (\S+)", printed)])
+        assert len(losses) == 5, printed
+        return losses
+
+    return run
+
+
+def losses_on_the_page():
+    """Return the losses that ddp_minimal.md shows for ddp_minimal.py."""
+    text = (REPO / DDP).with_suffix(".md").read_text()
+    return re.findall(r"^epoch .: loss (\S+)$", text, re.M)[-5:]
 
 
 @pytest.mark.parametrize(
     ("path", "ranks"),
     [
         *((path, 2) for path in (DDP, FSDP, TENSOR)),
+        *(pytest.param(DDP, ranks, marks=full) for ranks in (1, 4)),
+        *(pytest.param(FSDP, ranks, marks=full) for ranks in (1, 4)),
+        *(pytest.param(TENSOR, ranks, marks=full) for ranks in (1, 4)),
         pytest.param(PIPELINE, 2, marks=full),
-        pytest.param(DEEPSPEED, 2, marks=full),
-        pytest.param(FSDP, 3, marks=full),
+        *(pytest.param(DEEPSPEED, ranks, marks=full) for ranks in (1, 2, 4)),
     ],
 )
-def test_the_losses_are_those_of_ddp_minimal_on_one_process(
-    run_script, tmp_path, of_ddp, path, ranks
-):
-    """To the four digits that it prints; three processes take 63 samples, as DDP's three do."""
-    alone = of_ddp(3 if ranks == 3 else 1)
-    together = losses_of(run_script, path, ranks, tmp_path)
-    assert alone[-1] < 0.2 * alone[0]
-    assert (together - alone).abs().max() < 2e-4
-    assert (tmp_path / SAVED.get(path, "")).exists()
+def test_the_losses_are_those_of_ddp_minimal(losses_of, path, ranks):
+    """To the four digits that they print."""
+    expected = torch.tensor(list(map(float, losses_on_the_page())))
+    assert (losses_of(path, ranks) - expected).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("path", [DDP, FSDP, pytest.param(DEEPSPEED, marks=full)])
+def test_three_processes_are_refused(first_step, path):
+    printed = first_step(path, 3, codes=(1,))
+    assert "3 ranks cannot share 64 samples: start 1, 2, 4 or 8" in printed
+
+
+def test_the_sharded_network_loads_its_checkpoint(first_step):
+    """A fresh network that loads nothing has another loss."""
+    line = r"trained network (\S+), loaded network (\S+)"
+    trained, loaded = re.search(line, first_step(FSDP, 2)).groups()
+    assert trained == loaded
+    lost = re.search(
+        line, first_step(FSDP, 2, ("dcp.load(state,", "(lambda *_, **__: 0)(state,"))
+    )
+    assert lost[1] == trained and float(lost[2]) > 2
 
 
 @pytest.mark.full
@@ -84,41 +98,41 @@ def test_the_losses_are_those_of_ddp_minimal_on_one_process(
         (DDP, ("model = DDP(model)", "model.__dict__['module'] = model")),
         (FSDP, ("fully_shard(model[0],", EARLY + "fully_shard(model[0],")),
         (TENSOR, ("dataset, num_replicas=1, rank=0,", "dataset,")),
-        (PIPELINE, ("    sampler.set_epoch", "    if rank == 1:\n        sampler.set_epoch")),
+        (
+            PIPELINE,
+            ("    sampler.set_epoch", "    if rank == 1:\n        sampler.set_epoch"),
+        ),
     ],
 )
-def test_what_an_exercise_breaks_changes_the_losses(run_script, tmp_path, of_ddp, path, change):
-    alone = of_ddp(1)
-    apart = losses_of(run_script, path, 2, tmp_path, change)
-    assert (apart - alone).abs().max() > 1e-3
+def test_a_mistake_of_an_exercise_changes_the_losses(losses_of, path, change):
+    expected = torch.tensor(list(map(float, losses_on_the_page())))
+    assert (losses_of(path, 2, change) - expected).abs().max() > 1e-3
 
 
 def test_the_front_page_counts_lines_and_shows_the_losses():
-    front, ddp = (REPO / "README.md").read_text(), (REPO / DDP).with_suffix(".md").read_text()
+    front = (REPO / "README.md").read_text()
     rows = re.findall(r"^\| \[\w+\.py\]\((\S+)\.md\) \| (\d+) \|", front, re.M)
     assert len(rows) == 7
     for path, lines in rows:
         assert len((REPO / f"{path}.py").read_text().splitlines()) == int(lines), path
-    assert " ".join(re.findall(r"^epoch .: loss (\S+)$", ddp, re.M)[-5:]) in front
+    assert " ".join(losses_on_the_page()) in front
 
 
-def test_hello_ranks_adds_up_the_ranks(run_script, tmp_path):
-    printed = first_step(run_script, "01-ddp-basics/hello_ranks.py", 3, tmp_path)
+def test_hello_ranks_adds_up_the_ranks(first_step):
+    printed = first_step("01-ddp-basics/hello_ranks.py", 3)
     assert sorted(printed.splitlines()) == [
         f"rank {rank} of 3 (local rank {rank}): the sum is 3" for rank in range(3)
     ]
 
 
-def test_hello_collectives_leaves_what_their_definitions_say(run_script, tmp_path):
-    ranks = 2
-    printed = first_step(run_script, "01-ddp-basics/hello_collectives.py", ranks, tmp_path)
+def test_hello_collectives_prints_the_results_of_their_definitions(first_step):
+    printed = first_step("01-ddp-basics/hello_collectives.py", 2)
     found = re.findall(r"rank (\d): \[.*\] -> (\[.*\])", printed)
-    every = 10 * torch.arange(ranks)[:, None] + torch.arange(1, ranks + 1)  # [rank, place]
-    total = every.sum(0).tolist()
-    for rank in range(ranks):
+    for rank in range(2):
         afters = [after for number, after in found if int(number) == rank]
-        collectives = [every[0], every.flatten(), every[:, rank]]
-        expected = [c.tolist() for c in collectives] + [total, [total[rank]]]
+        transposed = [[1, 11], [2, 12]][rank]
+        part = [[12], [14]][rank]
+        expected = [[1, 2], [12, 14], [1, 2, 11, 12], part, transposed]
         assert sorted(afters) == sorted(map(str, expected))
 
 
@@ -126,12 +140,15 @@ def test_hello_collectives_leaves_what_their_definitions_say(run_script, tmp_pat
     ("path", "change"),
     [
         ("05-advanced/context_minimal.py", ("dist.all_reduce(gradient)", "pass")),
-        ("05-advanced/expert_minimal.py", ("output[order] = exchange", "output = exchange")),
+        (
+            "05-advanced/expert_minimal.py",
+            ("output[order] = exchange", "output = exchange"),
+        ),
     ],
 )
-def test_a_cut_sequence_and_experts_equal_one_process(run_script, tmp_path, path, change):
+def test_a_divided_sequence_and_experts_equal_one_process(first_step, path, change):
     def largest_error(*change):
-        printed = first_step(run_script, path, 2, tmp_path, *change)
+        printed = first_step(path, 2, *change)
         return max(map(float, re.findall(r"(?:error|gradient) (\d\S*e\S\d+)", printed)))
 
     assert largest_error() < 1e-5
