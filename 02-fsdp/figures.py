@@ -61,26 +61,9 @@ def draw_strategies():
     return figure
 
 
-def draw_finetune_batch():
-    """A micro-batch of chats on two ranks: prompt, answer, padding."""
-    prompts = np.array([23, 24, 25, 22, 25, 27, 28, 28, 24, 23, 23, 30, 24, 26, 25, 23])
-    ends = np.array([104, 66, 94, 57, 92, 82, 57, 94, 57, 72, 75, 103, 86, 92, 93, 85])
-    position = np.arange(128)
-    kinds = 2 * (position < ends[:, None]) - (position < prompts[:, None])
-    figure, axes = plt.subplots(figsize=(8, 3))
-    axes.imshow(kinds, ListedColormap(["white", "#6baed6", "#08306b"]), aspect="auto")
-    axes.axhline(7.5, color="black")
-    axes.set_yticks(
-        [3.5, 11.5], ["rank 0: 444 tokens count", "rank 1: 465 tokens count"]
-    )
-    axes.set_xlabel("light: prompt, dark: answer, white: padding; position in sequence")
-    return figure
-
-
 FIGURES = {
     "fsdp_timeline": draw_timeline,
     "strategies": draw_strategies,
-    "finetune_batch": draw_finetune_batch,
 }
 
 
