@@ -1,6 +1,6 @@
 """Draw the pictures of this module's pages into images/.
 
-    python 05-advanced/figures.py
+python 05-advanced/figures.py
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Accumulate gradients: one step in many micro-batches, like one large batch.
 
     CPU   torchrun --standalone --nproc-per-node=2 05-advanced/gradient_accumulation.py
-    GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/gradient_accumulation.py
+    GPU   torchrun --standalone --nproc-per-node=4 05-advanced/gradient_accumulation.py
 
 Look for: the gradient of one process, however the batch is divided; one all-reduce per
 step with no_sync; how wrong a mean of means is when sequences have different lengths.
@@ -143,7 +143,10 @@ def flat_gradient(model):
 
 
 def relative_error(gradient, expected):
-    """Return the distance from the right gradient, relative to its length; the worst rank's."""
+    """Return the distance from the right gradient, relative to its length.
+
+    It is the largest distance of all ranks.
+    """
     error = (gradient - expected).norm() / expected.norm()
     dist.all_reduce(error, op=dist.ReduceOp.MAX)
     return error.item()

@@ -7,8 +7,8 @@ The last rank samples; all other ranks train one model, sharded with FSDP.
 
 Look for: the same logits on both sides, and no rollout older than --max-staleness.
 
-Sources: Zhao et al., PyTorch FSDP (VLDB 2023); vLLM's documentation, Weight Transfer and
-Async Reinforcement Learning; Noukhovitch et al., Asynchronous RLHF (ICLR 2025).
+Sources: Zhao et al., PyTorch FSDP (VLDB 2023); vLLM's documentation, Weight Transfer
+and Async Reinforcement Learning; Noukhovitch et al., Asynchronous RLHF (ICLR 2025).
 """
 
 import time
@@ -194,7 +194,7 @@ def main():
         num_trainers = run.world_size - 1
         if num_trainers < 1 or GLOBAL_BATCH % num_trainers:
             raise cli.UsageError(
-                f"{run.world_size} ranks: start 2, 3, 4, 5, 7 or 13, one of which samples"
+                f"{run.world_size} ranks: start 2, 3, 4, 5, 7 or 13; one samples"
             )
         report = Report("05-advanced/weight_sync.py", args, run)
         sampler = run.world_size - 1

@@ -10,7 +10,7 @@ from conftest import REPO
 from page_reader import PAGES, TRACKED, commands, read
 from pages import runnable, steps
 
-WORDS_A_MINUTE, LINES_A_MINUTE = 200, 10
+WORDS_A_MINUTE, LINES_A_MINUTE = 150, 10
 COMMAND, SLOW_COMMAND = 0.25, 1.0  # minutes: most take some seconds, those marked slow a minute
 EXERCISE = re.compile(r"^\d+\. \((\d+) min\)", re.M)
 ROW = re.compile(r"^(\| .*?\]\(([\w/-]+\.md)\).*\| )(\d+)( \|)$", re.M)
@@ -63,16 +63,16 @@ def write() -> None:
     front = (REPO / "README.md").read_text()
     for path in RULED:
         folder = Path(path).parent
-        text = (REPO / path).read_text()
+        text = front if path == "README.md" else (REPO / path).read_text()
         if "| minutes |" not in text:
             continue
         for start, page, old, end in rows_of(text):
             number = taken.get(str(folder / page), old)  # a page that is gone: a dead link
             text = text.replace(f"{start}{old}{end}", f"{start}{number}{end}")
-        (REPO / path).write_text(text)
         if path == "README.md":  # of the afternoon track
             front = text
             continue
+        (REPO / path).write_text(text)
         hours = round(sum(int(number) for _, _, number, _ in rows_of(text)) / 60)
         front = re.sub(rf"^(\| \[{folder}\].*\| )\d+( \|)$", rf"\g<1>{hours}\2", front, flags=re.M)
     (REPO / "README.md").write_text(front)

@@ -344,7 +344,9 @@ def test_weights_that_land_at_the_wrong_place_end_a_resumed_run(train, tmp_path)
         stage(2), *words, "--max-steps", 3, ranks=3, changes=[allow_round_robin]
     )
     assert 1 in ended.codes
-    assert re.match(rf"{NAME}: error: \S+ differs from .*step-00000002 after", ended.stderr)
+    assert re.match(
+        rf"{NAME}: error: \S+ differs from .*step-00000002 after", ended.stderr
+    )
     assert len(ended.stderr.splitlines()) == 1, ended.stderr
 
 

@@ -79,7 +79,7 @@ def test_a_lesson_passes_on_other_ranks_and_seeds(run_script, script, ranks):
     ("script", "ranks", "message"),
     [
         (ACCUMULATION, 5, "5 ranks: start 1, 2, 3, 4, 6 or 12"),
-        (WEIGHT_SYNC, 1, "1 ranks: start 2, 3, 4, 5, 7 or 13, one of which samples"),
+        (WEIGHT_SYNC, 1, "1 ranks: start 2, 3, 4, 5, 7 or 13; one samples"),
     ],
 )
 def test_a_wrong_number_of_ranks_is_refused(run_script, script, ranks, message):

@@ -277,7 +277,9 @@ def test_a_broken_axis_is_seen(run_template, sabotage, flags, error):
     ended = run_template(*words, changes=[sabotage])
     assert 1 in ended.codes, ended.stdout + ended.stderr
     line = ended.stderr.splitlines()[-1]
-    assert line.startswith("hybrid_parallelism.py: error: self-check failed"), ended.stderr
+    assert line.startswith("hybrid_parallelism.py: error: self-check failed"), (
+        ended.stderr
+    )
     names = "loss|gradient norm|clipped gradient|weight change"
     found = dict(re.findall(rf"({names}) ([\d.e+-]+|nan|inf)", line))
     tolerances = zip(found, check.TOLERANCES["32-true"], strict=True)

@@ -17,7 +17,8 @@ VARIABLES = FOLDER / "variables.md"
 HEAD = """# Error messages, and the page that explains each
 
 Search this page for the words of your error. The last column leads to the page that has
-them, with the cure. For a job that hangs without a word: [triage.md](cluster/triage.md).
+them, with the cure. For a job that hangs without a word, see
+[triage.md](cluster/triage.md).
 """
 MARKS = "<!-- generated from variables.toml -->\n", "<!-- end of the list -->"
 

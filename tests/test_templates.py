@@ -544,7 +544,8 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_before_a_save(
     ended = run_template(
         DDP, *words, "--output-dir", tmp_path / "run", changes=[poison]
     )
-    line = "ddp_training.py: error: stopped: in step 3 the loss is nan, the gradient norm nan"
+    line = "ddp_training.py: error: stopped: in step 3 the loss is nan, "
+    line += "the gradient norm nan"
     assert ended.stderr.startswith(line), ended.stderr
     assert checkpoints_in(tmp_path / "run") == ["step-00000002"]
 
