@@ -91,7 +91,7 @@ def test_the_sharded_network_loads_its_checkpoint(first_step):
     assert lost[1] == trained and float(lost[2]) > 2
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize(
     ("path", "change"),
     [
