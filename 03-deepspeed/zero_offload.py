@@ -54,7 +54,7 @@ BYTES = ("weights", "optimizer state", "gradients and buffers", "files")
 SMALLEST = (
     2**20
 )  # bytes: DeepSpeed keeps smaller tensors in memory, and does not say so
-# Of losses near 5; then of bytes per weight. Buffers are as large as a weight.
+# Of losses near 5; then of bytes per weight, because of buffers.
 TOLERANCES = {"loss": 2e-2} | dict(zip(BYTES, (0.1, 0.2, 0.75, 0.25), strict=True))
 
 
@@ -117,7 +117,7 @@ def show_bytes(held, num_weights):
     return " + ".join(f"{text} {device}" for device, text in numbers.items())
 
 
-def expected_bytes(engine_config, shards, num_weights, width):
+def expected_bytes(engine_config, shards, num_weights, width, ranks):
     """Return a rank's bytes of each of BYTES, in the middle of a step.
 
     `shards`: elements of this rank's part of each weight. `width`: bytes of a weight
@@ -129,6 +129,8 @@ def expected_bytes(engine_config, shards, num_weights, width):
     state, gradients, files = 12 * shard, width * shard, 0
     if offload_device(zero, "optimizer") == "cpu":
         gradients += 4 * shard  # a float32 copy, for the update
+        if zero["stage"] == 2:  # buffers for the largest gradient, on each side
+            gradients += 2 * width * max(shards) * ranks
         if zero["stage"] == 2 and engine_config["gradient_accumulation_steps"] > 1:
             gradients += width * shard  # the sum of the micro-batches
     if offload_device(zero, "optimizer") == "nvme":
@@ -217,7 +219,9 @@ def main():
             if folder:
                 swapped = Path(folder).rglob("*.swp")
                 measured[3] = sum(path.stat().st_size for path in swapped)
-            expected = expected_bytes(engine_config, shards, num_weights, width)
+            expected = expected_bytes(
+                engine_config, shards, num_weights, width, run.world_size
+            )
             for kind, found, right in zip(BYTES, measured, expected, strict=True):
                 errors[kind].append(abs(found - right) / num_weights)
             cells = [show_bytes(kind, num_weights) for kind in held]
