@@ -37,16 +37,16 @@ def draw_timeline():
 
 
 def draw_strategies():
-    """Bytes per weight on each of 8 GPUs in bf16-mixed: held, and whole at the peak."""
-    stacks = {  # weights, gradients, optimizer state, whole in a step
-        "DDP": (4, 4, 8, 2),
+    """Bytes per weight that each of 8 GPUs holds in bf16-mixed."""
+    stacks = {  # weights, gradients, optimizer state, kept from forward to backward
+        "DDP": (4, 4, 8, 0),
         "ZeRO-1": (2, 2, 12 / 8, 0),
         "ZeRO-2": (2, 2 / 8, 12 / 8, 0),
         "FSDP grad-op": (4 / 8, 4 / 8, 8 / 8, 2),
-        "HSDP\n2 groups of 4": (4 / 4, 4 / 4, 8 / 4, 0.3),
-        "FSDP full": (4 / 8, 4 / 8, 8 / 8, 0.3),
+        "HSDP\n2 groups of 4": (4 / 4, 4 / 4, 8 / 4, 0),
+        "FSDP full": (4 / 8, 4 / 8, 8 / 8, 0),
     }
-    kinds = ("weights", "gradients", "optimizer state", "whole during a step")
+    kinds = ("weights", "gradients", "optimizer state", "forward to backward")
     colors = ("#2f6690", "#7fa7cc", "#b5cbe0", "#f2b263")
     figure, axes = plt.subplots(figsize=(8, 3.2))
     left = 0

@@ -51,9 +51,8 @@ ON_DISK = {
 }
 DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
 BYTES = ("weights", "optimizer state", "gradients and buffers", "files")
-SMALLEST = (
-    2**20
-)  # bytes: DeepSpeed keeps smaller tensors in memory, and does not say so
+# DeepSpeed keeps smaller tensors (bytes) in memory, and does not say so.
+SMALLEST = 2**20
 # Of losses near 5; then of bytes per weight, because of buffers.
 TOLERANCES = {"loss": 2e-2} | dict(zip(BYTES, (0.1, 0.2, 0.75, 0.25), strict=True))
 

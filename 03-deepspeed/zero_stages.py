@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dist_common import cli, runtime
-from dist_common.check import RING_FACTORS, CollectiveCounter
+from dist_common.check import CollectiveCounter
 from dist_common.deepspeed import import_deepspeed, start_engine
 from dist_common.model import PRESETS, build_transformer
 from dist_common.report import Report
@@ -44,7 +44,6 @@ TOLERANCES = {
     "gradients": 0.5,
     "bytes sent": 0.1,
 }
-RING_FACTORS.setdefault("reduce", RING_FACTORS["reduce_scatter"])
 
 
 def make_config(stage, precision, args, dim):

@@ -152,7 +152,8 @@ RING_FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "send": lambda n: 1,
 } | dict.fromkeys(
-    ("all_gather", "reduce_scatter", "all_to_all", "broadcast"), lambda n: (n - 1) / n
+    ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"),
+    lambda n: (n - 1) / n,
 )
 
 

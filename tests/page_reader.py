@@ -14,10 +14,10 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ".venv-frameworks"  # what `make frameworks` installs
 SITE = ".venv-site"  # and `make site`
-# The modules in their order, each with the package of its lessons' parts.
+# The modules in their order, each with the package of its lessons' parts; most have none.
 PARTS = {
-    "01-ddp-basics": "ddp_parts", "02-fsdp": "fsdp_parts", "03-deepspeed": "deepspeed_parts",
-    "04-nccl-operations": "nccl_parts", "05-advanced": "advanced_parts", "benchmarks": "bench",
+    "01-ddp-basics": "", "02-fsdp": "", "03-deepspeed": "", "04-nccl-operations": "",
+    "05-advanced": "advanced_parts", "benchmarks": "bench",
 }  # fmt: skip
 
 

@@ -61,12 +61,11 @@ def strays(folder: str):
         name, _, rest = path.removeprefix(f"{folder}/").partition("/")
         stem, _, ending = name.rpartition(".")
         known = name in {*DATA, PARTS[folder]} if rest else ending in {"md", "sh", "sbatch", "toml"}
-        known |= name.endswith(".html.j2")
         lesson = ending == "py" and (
             stem in FIRST_STEPS | MAKERS or f"{folder}/{stem}.md" in TRACKED
         )
         if path.startswith(f"{folder}/") and not (known or lesson):
-            yield f"{path}: write its page, or move it to {PARTS[folder]}/"
+            yield f"{path}: a script needs a page of its name"
 
 
 def unstarted(folder: str):
@@ -124,12 +123,13 @@ def sideways(folder: str):
 
 
 def armour(folder: str):
-    """A template imports nothing from here but dist_common."""
-    for stem in TEMPLATES & set(scripts(folder)):
+    """Templates, and all scripts of a module without parts, import no legacy_common."""
+    finished = set(scripts(folder)) if not PARTS[folder] else TEMPLATES & set(scripts(folder))
+    for stem in finished:
         path = f"{folder}/{stem}.py"
         for name in imports(path):
-            if name.startswith(("legacy_common", PARTS[folder])):
-                yield f"{path} imports {name}: dist_common has what templates share"
+            if name.split(".")[0] in {"legacy_common", *PARTS.values()}:
+                yield f"{path} imports {name}: dist_common has what scripts share"
 
 
 def lone_parts(folder: str):
