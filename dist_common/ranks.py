@@ -68,10 +68,11 @@ def fork(
         wait(processes, deadline_s, grace_s)
     finally:
         hanging = [process for process in processes if process.exitcode is None]
-        for number in (signal.SIGABRT, signal.SIGKILL) if hanging else ():
-            for process in hanging:
-                os.kill(process.pid, number)  # faulthandler writes the stack at SIGABRT
-            time.sleep(0.3)
+        for process in hanging:
+            os.kill(process.pid, signal.SIGABRT)  # it writes its stack
+        time.sleep(0.3 if hanging else 0)
+        for process in hanging:
+            process.kill()
         for process in processes:
             process.join()
     ranks = []
@@ -111,7 +112,7 @@ def run_rank(body, rank, stem, deadline_s, values):
         os.dup2(os.open(stem.with_suffix(suffix), flags), number)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable(sys.stderr)
+    faulthandler.enable()
     torch.set_num_threads(1)  # a fork has none of the threads that autograd would ask
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(deadline_s) + 60)  # ends this rank if its parent was killed

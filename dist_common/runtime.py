@@ -39,8 +39,8 @@ class Run:
     cpu_group: dist.ProcessGroup  # gloo: small messages that no GPU work waits for
 
     def print0(self, line):
-        """Print a line on rank 0."""
-        if self.rank == 0:
+        """Print a line on rank 0 of the job."""
+        if dist.get_rank() == 0:
             print(line, flush=True)
 
 
