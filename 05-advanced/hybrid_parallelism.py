@@ -387,13 +387,11 @@ def main():
         run.print0(f"{args.preset}: {config.num_parameters():,} weights")
         run.print0(f"ranks: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}")
         optimizer = build_optimizer(model, args)
+        # Ranks of tp have parts of the same layer, and draw the same numbers.
+        runtime.seed_everything(args.seed, run.rank // args.tp)
         checkpoints = Checkpoints(run, args, model, optimizer)
         saved = checkpoints.resume()
         first_step = saved["step"] + 1
-        layout = [args.tp, args.pp, args.cp, args.dp]
-        if saved.get("layout") != layout:
-            # Ranks of tp have parts of the same layer, and draw the same numbers.
-            runtime.seed_everything(args.seed + saved["step"], run.rank // args.tp)
         if args.global_batch_size is None:  # at least one micro-batch for each stage
             args.global_batch_size = args.micro_batch_size * args.dp * args.pp
         train.settle_batch_size(args, data_run)
@@ -432,7 +430,7 @@ def main():
             stopping = stop.requested()
             if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {"samples_seen": batches.samples_seen, "layout": layout}
+                facts = {"samples_seen": batches.samples_seen}
                 checkpoints.save(step, facts, background=args.async_save)
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")

@@ -399,9 +399,7 @@ def write_random_state(folder: Path):
 
 @full
 def test_ranks_of_tp_share_random_numbers_and_the_others_do_not(run_template, tmp_path):
-    """Also after another layout has written the checkpoint."""
     words = resumed(tmp_path / "run")
-    assert_ok(run_template(*words, "--pp", 2, ranks=4, changes=[stop_in(2)]))
     change = write_random_state(tmp_path)
     assert_ok(run_template(*words, "--tp", 2, ranks=4, changes=[change]))
     draws = [(tmp_path / f"draws-{rank}").read_text() for rank in range(4)]
