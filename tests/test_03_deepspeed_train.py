@@ -142,7 +142,9 @@ def leave_out_clipping(script):
     ("number", "change", "flags", "error"),
     [
         (2, leave_out_clipping, "", "clipped gradient"),
-        (2, divide_by_the_micro_batches_again, "", "gradient norm"),
+        pytest.param(
+            2, divide_by_the_micro_batches_again, "", "gradient norm", marks=full
+        ),
         pytest.param(
             1,
             reduce_after_each_micro_batch,
@@ -151,7 +153,13 @@ def leave_out_clipping(script):
             marks=full,
         ),
         pytest.param(3, broken.decay_weights_by_10, "", "weight change", marks=full),
-        (2, broken.count_the_schedule_by_micro_batches, "", "weight change"),
+        pytest.param(
+            2,
+            broken.count_the_schedule_by_micro_batches,
+            "",
+            "weight change",
+            marks=full,
+        ),
         pytest.param(
             2, broken.set_the_rate_after_the_step, "", "weight change", marks=full
         ),
@@ -238,7 +246,7 @@ def test_a_run_that_is_stopped_or_killed_resumes_bitwise(
 @pytest.mark.parametrize(
     ("first", "later"),
     [
-        (stage(2), [(stage(2), 3)]),
+        pytest.param(stage(2), [(stage(2), 3)], marks=full),
         pytest.param(
             stage(1), [(stage(1), 3), (stage(2), 1), (stage(2), 2)], marks=full
         ),

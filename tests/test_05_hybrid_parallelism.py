@@ -64,11 +64,11 @@ def use_machines_of_two_ranks(script):
 # The same training as one process
 
 LAYOUTS = [
-    (2, "--cp 2"),
     (2, "--pp 2 --schedule interleaved --precision bf16-mixed"),
     *(
         pytest.param(*row, marks=full)
         for row in (
+            (2, "--cp 2"),
             (4, "--tp 2 --sharding full"),
             (1, ""),
             (3, "--sharding full --global-batch-size 7 --seed 3"),

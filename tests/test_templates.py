@@ -57,31 +57,37 @@ def assert_ok(ended):
 
 # The same training as one process
 
+
+def in_full(*rows):
+    """Mark rows for `make test-all` only."""
+    return [pytest.param(*row, marks=full) for row in rows]
+
+
 ROWS = [
-    (DDP, broken.optimize_a_copy, "", "weight change"),
-    (DDP, broken.forget_zero_grad, "", "gradient norm"),
-    (DDP, broken.decay_weights_by_10, "", "weight change"),
     (DDP, broken.clip_nothing, "", "clipped gradient"),
-    (DDP, broken.clip_before_unscaling, "--precision 16-mixed", "clipped gradient"),
-    (DDP, broken.count_the_schedule_by_micro_batches, "", "weight change"),
-    (DDP, broken.set_the_rate_after_the_step, "", "weight change"),
-    (DDP, broken.shift_no_targets, "", "loss"),
     (DDP, broken.count_local_tokens, "", "loss"),
-    (DDP, broken.average_the_averages, "--global-batch-size 3", "gradient norm"),
     (DDP, broken.synchronise_nothing, "", "gradient norm"),
-    (DDP, broken.deal_rank_0_s_samples_to_all, "", "loss"),
     (DDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss"),
-    (FSDP, broken.optimize_a_copy, "", "weight change"),
-    pytest.param(FSDP, broken.forget_zero_grad, "", "gradient norm", marks=full),
     (FSDP, broken.clip_by_the_local_norm, "", "clipped gradient"),
-    pytest.param(
-        FSDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss", marks=full
-    ),
-    (
-        FSDP,
-        broken.all_reduce_nothing_between_replicas,
-        "--sharding hybrid --shard-group-size 1",
-        "gradient norm",
+    *in_full(
+        (DDP, broken.optimize_a_copy, "", "weight change"),
+        (DDP, broken.forget_zero_grad, "", "gradient norm"),
+        (DDP, broken.decay_weights_by_10, "", "weight change"),
+        (DDP, broken.clip_before_unscaling, "--precision 16-mixed", "clipped gradient"),
+        (DDP, broken.count_the_schedule_by_micro_batches, "", "weight change"),
+        (DDP, broken.set_the_rate_after_the_step, "", "weight change"),
+        (DDP, broken.shift_no_targets, "", "loss"),
+        (DDP, broken.average_the_averages, "--global-batch-size 3", "gradient norm"),
+        (DDP, broken.deal_rank_0_s_samples_to_all, "", "loss"),
+        (FSDP, broken.optimize_a_copy, "", "weight change"),
+        (FSDP, broken.forget_zero_grad, "", "gradient norm"),
+        (FSDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss"),
+        (
+            FSDP,
+            broken.all_reduce_nothing_between_replicas,
+            "--sharding hybrid --shard-group-size 1",
+            "gradient norm",
+        ),
     ),
 ]
 
@@ -102,16 +108,16 @@ def test_sabotage_fails_the_self_check(
 
 WAYS = [
     (DDP, 3, "--global-batch-size 7 --seed 3"),
-    (DDP, 2, "--precision bf16-mixed"),
-    pytest.param(DDP, 2, "--precision 16-mixed", marks=full),
-    (FSDP, 3, "--global-batch-size 7 --seed 3"),
-    pytest.param(
-        FSDP, 2, "--activation-checkpointing full --sharding grad-op", marks=full
-    ),
     (FSDP, 2, "--activation-checkpointing full --precision bf16-mixed"),
-    (FSDP, 4, "--sharding hybrid --shard-group-size 2 --global-batch-size 15"),
-    pytest.param(DDP, 6, "--global-batch-size 16 --lr 0.1", marks=full),
-    pytest.param(FSDP, 6, "--global-batch-size 4", marks=full),
+    *in_full(
+        (DDP, 2, "--precision bf16-mixed"),
+        (DDP, 2, "--precision 16-mixed"),
+        (DDP, 6, "--global-batch-size 16 --lr 0.1"),
+        (FSDP, 3, "--global-batch-size 7 --seed 3"),
+        (FSDP, 2, "--activation-checkpointing full --sharding grad-op"),
+        (FSDP, 4, "--sharding hybrid --shard-group-size 2 --global-batch-size 15"),
+        (FSDP, 6, "--global-batch-size 4"),
+    ),
 ]
 
 
@@ -139,6 +145,7 @@ def test_both_have_the_losses_of_one_process(run_template, tmp_path):
     assert losses[0][20] < 0.7 * losses[0][1]
 
 
+@full
 def test_the_self_check_leaves_the_random_state(run_template, tmp_path):
     """With dropout on, a check that drew numbers would change the later losses."""
 
@@ -234,7 +241,7 @@ def test_a_run_that_is_stopped_or_killed_resumes_bitwise(
     assert "nothing to do: the checkpoint has step 8" in ended.stdout
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("script", QUICK_DDP)
 def test_forgotten_moments_change_the_losses_of_a_resumed_run(
     run_template, tmp_path, script
@@ -248,7 +255,8 @@ def test_forgotten_moments_change_the_losses_of_a_resumed_run(
     assert rows_of(stopped)[8] != rows_of(straight)[8]
 
 
-@pytest.mark.parametrize("script", QUICK_DDP)
+@full
+@pytest.mark.parametrize("script", [DDP, FSDP])
 def test_another_number_of_ranks_resumes_with_the_same_batch(
     run_template, tmp_path, script
 ):
@@ -275,6 +283,7 @@ def test_a_longer_run_says_how_the_learning_rate_changes(run_template, tmp_path)
     assert line in ended.stdout, ended.stdout
 
 
+@full
 def test_going_back_to_a_step_replaces_what_came_after(run_template, tmp_path):
     folder = tmp_path / "run"
     words = ("--save-every", 2, "--keep", 3, "--output-dir", folder)
@@ -436,7 +445,7 @@ def test_a_failing_write_on_rank_0_ends_all_ranks(run_template, tmp_path):
     assert checkpoints_in(tmp_path / "run") == []
 
 
-@pytest.mark.full
+@full
 def test_training_goes_on_while_a_checkpoint_is_written(run_template, tmp_path):
     """The write of step 2 ends only after step 3; its content is that of step 2."""
     straight, folder = tmp_path / "straight", tmp_path / "run"
@@ -550,7 +559,7 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_before_a_save(
     assert checkpoints_in(tmp_path / "run") == ["step-00000002"]
 
 
-@pytest.mark.full
+@full
 @pytest.mark.parametrize("script", TEMPLATES)
 def test_the_time_of_a_step_leaves_out_evaluation_saving_and_the_check(
     run_template, tmp_path, script
