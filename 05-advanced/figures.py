@@ -8,6 +8,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
+
+from activation_checkpointing import CHOICES, measure_blocks
 
 IMAGES = Path(__file__).with_name("images")
 
@@ -37,7 +40,94 @@ def draw_combining():
     return figure
 
 
-FIGURES = {"combining": draw_combining}
+LANES = ("compute", "link")
+COLORS = {
+    "forward": "#4477aa",
+    "backward": "#66ccee",
+    "all-reduce": "#ee6677",
+    "all-gather": "#ccbb44",
+    "reduce-scatter": "#aa3377",
+}
+
+
+def plan_ddp(layers, buckets):
+    """Return the bars (lane, kind, start, length) of a step with DDP.
+
+    A layer takes 1 forward, 2 backward and 2 on the link.
+    """
+    bars = [("compute", "forward", n, 1) for n in range(layers)]
+    bars += [("compute", "backward", layers + 2 * n, 2) for n in range(layers)]
+    length = 2 * layers / buckets
+    for n in range(1, buckets + 1):
+        bars.append(("link", "all-reduce", layers + n * length, length))
+    return bars
+
+
+def plan_fsdp(layers, prefetch):
+    """Return the bars of a step with FSDP on a CPU: a gather takes 1 on the link."""
+    bars, now = [], 0
+    for kind, length in (("forward", 1), ("backward", 2)):
+        for n in range(layers):
+            early = (
+                prefetch or kind == "backward"
+            )  # in backward it prefetches by itself
+            if n == 0 or not early:
+                bars.append(("link", "all-gather", now, 1))
+                now += 1
+            if n < layers - 1 and early:
+                bars.append(("link", "all-gather", now, 1))
+                if not prefetch:  # but a CPU waits
+                    now += 1
+            bars.append(("compute", kind, now, length))
+            now += length
+            if kind == "backward":
+                bars.append(("link", "reduce-scatter", now, 1))
+                now += 1
+    return bars
+
+
+def draw_communication_overlap():
+    """What rank 0 computes and what its link sends, in four ways to take a step."""
+    panels = {
+        "ddp-one-bucket": plan_ddp(4, buckets=1),
+        "ddp-buckets": plan_ddp(4, buckets=4),
+        "fsdp": plan_fsdp(4, prefetch=False),
+        "fsdp-prefetch": plan_fsdp(4, prefetch=True),
+    }
+    figure, rows = plt.subplots(4, 1, figsize=(8, 5), sharex=True)
+    for axes, (name, bars) in zip(rows, panels.items(), strict=True):
+        for lane, kind, start, length in bars:
+            y = LANES.index(lane)
+            axes.barh(y, length, left=start, color=COLORS[kind], edgecolor="white")
+        axes.set_yticks(range(2), LANES)
+        axes.invert_yaxis()
+        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_xticks([])
+    rows[-1].set_xlabel("time")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    figure.legend(handles, COLORS, loc="upper right", ncols=5, fontsize=8)
+    return figure
+
+
+def draw_activation_checkpointing():
+    """The bytes that exist after each operation of a step, by choice of checkpoints."""
+    args = argparse.Namespace(seed=0)
+    figure, panels = plt.subplots(1, 4, figsize=(9, 2.8), sharey=True)
+    for axes, (name, choice) in zip(panels, CHOICES.items(), strict=True):
+        _, meter = measure_blocks(choice, args, torch.device("cpu"))
+        mb = [count / 1e6 for count in meter.history]
+        axes.fill_between(range(len(mb)), mb, color="#4477aa")
+        axes.set_title(f"{name}: peak {max(mb):.1f} MB", fontsize=9)
+        axes.set_xlabel("operations")
+    panels[0].set_ylabel("MB of activations")
+    return figure
+
+
+FIGURES = {
+    "activation_checkpointing": draw_activation_checkpointing,
+    "combining": draw_combining,
+    "communication_overlap": draw_communication_overlap,
+}
 
 
 def main():

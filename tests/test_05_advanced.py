@@ -1,10 +1,14 @@
 """Module 05: what breaks a lesson has to fail the check that guards it."""
 
+from functools import partial
+
 import pytest
 import torch
-from conftest import assert_one_line, results_of
+from conftest import REPO, assert_one_line, results_of, run_command
 
 ACCUMULATION = "05-advanced/gradient_accumulation.py"
+CHECKPOINTING = "05-advanced/activation_checkpointing.py"
+OVERLAP = "05-advanced/communication_overlap.py"
 WEIGHT_SYNC = "05-advanced/weight_sync.py"
 
 
@@ -32,6 +36,50 @@ def keep_a_copy(script):
     script.summed_loss = greedy
 
 
+def leave_a_gradient_out(script):
+    """All-reduce every gradient in backward but the last layer's."""
+    ddp = script.DDP
+
+    def wrap(model, **options):
+        ddp._set_params_and_buffers_to_ignore_for_model(model, ["3.weight"])
+        return ddp(model, **options)
+
+    script.DDP = wrap
+
+
+def put_all_in_one_bucket(script):
+    use_ddp = script.use_ddp
+    script.use_ddp = lambda model, group, layers_per_bucket: use_ddp(model, group, 4)
+
+
+def never_prefetch(script):
+    use_fsdp = script.use_fsdp
+    script.use_fsdp = lambda model, group, prefetch: use_fsdp(model, group, False)
+
+
+def wait_before_computing(script):
+    script.wait_late = script.wait_at_once
+
+
+def forget_the_random_state(script):
+    """Drop other outputs in backward than in forward."""
+    script.Checkpointed = partial(script.Checkpointed, preserve_rng_state=False)
+
+
+def leave_a_block_out(script):
+    checkpoint_all = script.checkpoint_all
+    script.CHOICES["full"] = lambda blocks: [blocks[0], *checkpoint_all(blocks[1:])]
+
+
+def keep_attention_only(script):
+    script.PRODUCT = None
+
+
+def repeat_all_of_forward(script):
+    """Also the last product of a block, which backward does not need."""
+    script.Checkpointed = partial(script.Checkpointed, early_stop=False)
+
+
 def skip_the_last_bucket(script):
     divide = script.divide_into_buckets
     script.divide_into_buckets = lambda model: divide(model)[:-1]
@@ -48,6 +96,14 @@ SABOTAGE = [
     (ACCUMULATION, 2, "", drop_a_micro_batch, GRADIENT),
     (ACCUMULATION, 2, "", send_every_micro_batch, "bytes sent with no_sync"),
     (ACCUMULATION, 2, "", keep_a_copy, "largest / smallest bytes kept"),
+    (OVERLAP, 2, "", leave_a_gradient_out, "gradient: largest relative error"),
+    (OVERLAP, 2, "", put_all_in_one_bucket, "ddp-buckets: hidden collectives"),
+    (OVERLAP, 2, "", never_prefetch, "fsdp-prefetch: hidden collectives"),
+    (OVERLAP, 2, "", wait_before_computing, "wait-late: hidden collectives"),
+    (CHECKPOINTING, 2, "", forget_the_random_state, "gradient with dropout: error"),
+    (CHECKPOINTING, 1, "", leave_a_block_out, "full: bytes kept"),
+    (CHECKPOINTING, 1, "", keep_attention_only, "selective: bytes kept"),
+    (CHECKPOINTING, 1, "", repeat_all_of_forward, "full: FLOPs repeated"),
     (WEIGHT_SYNC, 3, "", skip_the_last_bucket, "largest difference of logits"),
     (WEIGHT_SYNC, 2, "--rollout-ms 2000", never_wait, "steps beyond --max-staleness"),
 ]
@@ -68,7 +124,12 @@ def test_sabotage_fails_its_check(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("script", "ranks"),
-    [(ACCUMULATION, ranks) for ranks in (1, 3, 4)] + [(WEIGHT_SYNC, 4)],
+    [
+        *((ACCUMULATION, ranks) for ranks in (1, 3, 4)),
+        *((OVERLAP, ranks) for ranks in (1, 3, 4)),
+        *((CHECKPOINTING, ranks) for ranks in (1, 3, 4)),
+        (WEIGHT_SYNC, 4),
+    ],
 )
 def test_a_lesson_passes_on_other_ranks_and_seeds(run_script, script, ranks):
     ended = run_script(script, "--seed", 7, world_size=ranks)
@@ -79,9 +140,33 @@ def test_a_lesson_passes_on_other_ranks_and_seeds(run_script, script, ranks):
     ("script", "ranks", "message"),
     [
         (ACCUMULATION, 5, "5 ranks: start 1, 2, 3, 4, 6 or 12"),
+        (OVERLAP, 7, "--width must be a multiple of the 7 ranks"),
         (WEIGHT_SYNC, 1, "1 ranks: start 2, 3, 4, 5, 7 or 13; one samples"),
     ],
 )
 def test_a_wrong_number_of_ranks_is_refused(run_script, script, ranks, message):
     ended = run_script(script, world_size=ranks)
     assert_one_line(ended, message, script.split("/")[1])
+
+
+# launch_advanced.sh
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("argv", "code", "line"),
+    [
+        (
+            "local --nproc-per-node 8 --tp 2 --dry-run",
+            0,
+            "torchrun --standalone --nproc-per-node=8 "
+            "05-advanced/hybrid_parallelism.py --tp 2\n",
+        ),
+        ("local other.py", 2, "error: other.py is none of activation_checkpointing.py"),
+    ],
+)
+def test_the_launcher_prints_a_command_or_an_error(argv, code, line):
+    command = ["bash", "05-advanced/launch_advanced.sh", *argv.split()]
+    ended = run_command(command, REPO, 60)
+    assert ended.codes == [code]
+    assert line in (ended.stderr if code else ended.stdout)
