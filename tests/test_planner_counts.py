@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_planner import model_of
+from helpers_planner import as_on_a_gpu, kept_for_backward, model_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from advanced_parts.kept_bytes import as_on_a_gpu, kept_for_backward
 from legacy_common import models as torch_models
 from planner import compute, memory, models
 from planner.axes import axes_of
