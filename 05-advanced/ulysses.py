@@ -1,11 +1,12 @@
-"""Ulysses: all heads of some tokens become, by an all-to-all, all tokens of some heads.
+"""Ulysses: an all-to-all turns some tokens of all heads into all tokens of some heads.
 
     CPU   torchrun --standalone --nproc-per-node=4 05-advanced/ulysses.py
-    GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/ulysses.py
+    GPU   the same, with one GPU per rank
 
-Look for: output and gradients of full attention; four all-to-alls per layer and direction; the last
-table, which sets the bytes of Ulysses beside those of ring attention. Source: Jacobs et al.,
-DeepSpeed Ulysses (2023).
+Look for: the loss and the gradient of one process; two all-to-alls per layer in each
+pass; the table that compares the bytes with ring attention.
+
+Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
 """
 
 import math
@@ -13,105 +14,99 @@ import math
 import torch
 import torch.distributed as dist
 
-from advanced_parts import context_job
-from advanced_parts import ulysses as part
-from legacy_common import cli, models, runtime
-from legacy_common.report import Report
+from dist_common import cli, runtime
+from dist_common.model import PRESETS, attend_causally
+from dist_common.report import Report
+from ring_attention import BATCH_SIZE, CONFIG, FLOAT32, SEQ_LEN, check_step, ring_bytes
 
-HEADS, TOKENS = 1, 2  # dims of q, k and v: (B, heads, tokens, head_dim)
-
-
-def exchange(x, cut, join, group):
-    """Cut dim `cut` into a part for each rank, and join the parts that come along dim `join`."""
-    parts = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))  # part r goes to rank r
-    received = torch.empty_like(parts)
-
-    dist.all_to_all_single(received, parts, group=group)
-
-    return torch.cat(received.unbind(), dim=join)
+LONG = 131_072  # tokens of the sequence in the table
 
 
 class AllToAll(torch.autograd.Function):
-    """exchange, with a gradient: each number's gradient goes back to the rank it came from."""
+    """Send part r of dim 0 to rank r; part r of the result is from rank r.
+
+    The gradient of each number goes back to the rank that sent the number. That is
+    the same exchange.
+    """
 
     @staticmethod
-    def forward(ctx, x, cut, join, group):
-        ctx.way_back = join, cut, group
-        return exchange(x, cut, join, group)
+    def forward(ctx, parts):
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts)
+        return received
 
     @staticmethod
-    def backward(ctx, grad):
-        return exchange(grad, *ctx.way_back), None, None, None
+    def backward(ctx, gradient):
+        return AllToAll.apply(gradient.contiguous())
 
 
-def to_heads(x, group):
-    """Shapes: (B, heads, T/N, head_dim) -> (B, heads/N, T, head_dim)."""
-    return AllToAll.apply(x, HEADS, TOKENS, group)
+def ulysses_attention(q, k, v):
+    """Attend to the whole sequence with 1/n of the heads.
+
+    H is the number of query heads. Shapes: q (B, H, T/n, d), k and v with fewer heads
+    -> (B, H, T/n, d).
+    """
+    n = dist.get_world_size()
+    k, v = repeat_heads(k, n), repeat_heads(v, n)
+    # Part r is for rank r: its heads of q, k and v. (n, B, heads, T/n, d)
+    parts = [x.unflatten(1, (n, -1)).movedim(1, 0) for x in (q, k, v)]
+    received = AllToAll.apply(torch.cat(parts, dim=2))
+    tokens = received.movedim(0, 2).flatten(2, 3)  # (B, heads, T, d)
+    q, k, v = tokens.split([x.shape[2] for x in parts], dim=1)
+
+    out = attend_causally(q, k, v)  # (B, H/n, T, d)
+
+    tokens = out.unflatten(2, (n, -1)).movedim(2, 0)  # (n, B, H/n, T/n, d)
+    received = AllToAll.apply(tokens.contiguous())
+    return received.movedim(0, 1).flatten(1, 2)  # (B, H, T/n, d)
 
 
-def to_tokens(x, group):
-    """Shapes: (B, heads/N, T, head_dim) -> (B, heads, T/N, head_dim)."""
-    return AllToAll.apply(x, TOKENS, HEADS, group)
+def repeat_heads(x, n):
+    """Repeat key or value heads just often enough for each rank to get one."""
+    heads = x.shape[1]
+    return x.repeat_interleave(math.lcm(heads, n) // heads, dim=1)
 
 
-def repeat_heads(x, ranks):
-    """Repeat key or value heads until every rank gets one, and no more often than that."""
-    heads = x.shape[HEADS]
-    return x.repeat_interleave(math.lcm(heads, ranks) // heads, dim=HEADS)
+def ulysses_bytes(config, num_tokens, n, width):
+    """Return the bytes that a rank sends per layer in forward; backward sends as many.
+
+    num_tokens counts the tokens of all ranks; width is the bytes of a number.
+    """
+    heads = 2 * config.num_heads + 2 * math.lcm(config.num_kv_heads, n)  # q, out, k, v
+    numbers = num_tokens // n * heads * config.dim // config.num_heads
+    return (n - 1) * numbers // n * width
 
 
-def ulysses_attention(q, k, v, group=None):
-    """Replace causal_attention. Shapes: (B, heads, T/N, head_dim); k and v with their own heads."""
-    k, v = (repeat_heads(x, dist.get_world_size(group)) for x in (k, v))
-    q, k, v = (to_heads(x, group) for x in (q, k, v))
-
-    out = models.causal_attention(q, k, v)  # the whole sequence, some of the heads
-
-    return to_tokens(out, group)
-
-
-def refuse_uneven(args, heads, ranks):
-    """Refuse tokens or heads that the ranks cannot have as many of. Raises: UsageError."""
-    context_job.refuse_uneven("--seq-len", args.seq_len, ranks, f"tokens on {ranks} ranks")
-    if heads % ranks:
-        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        some = f"{heads} heads cannot be dealt to {ranks} ranks alike"
-        raise cli.UsageError(f"{some}: start {fits}, or take ring_attention.py")
-
-
-def parse_args():
-    parser = cli.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, cli.positive_int
-    add("--seq-len", type=positive, default=256, help="tokens per sequence, over all ranks (256)")
-    add("--batch-size", type=positive, default=2, help="sequences, each cut over all ranks (2)")
-    add("--compare-tokens", type=positive, default=131_072, help="of the last table (131072)")
-    return parser.parse_args()
+def compare_bytes():
+    """Return rows: model, ranks, MiB per layer of ring attention and of Ulysses."""
+    rows = []
+    for name in ("llama2-7b", "llama3-8b", "llama3-70b"):
+        config = PRESETS[name]
+        for n in (2, 8, 32, 64):
+            shape = (config, LONG, n, 2)  # 2 bytes of a number in bfloat16
+            ring = f"{3 * ring_bytes(*shape) / 2**20:,.0f}"
+            ulysses = f"{2 * ulysses_bytes(*shape) / 2**20:,.0f}"
+            divides = config.num_heads % n == 0
+            rows.append((name, n, ring, ulysses if divides else "-"))
+    return rows
 
 
 def main():
-    args = parse_args()
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("05-advanced/ulysses.py", args, world, device)
-        ranks = world.world_size
-        model = context_job.build(args.seed, args.seq_len, device)
-        config = model.config
-        refuse_uneven(args, config.num_heads, ranks)
-        report.start(f"{args.seq_len} tokens per sequence, {args.seq_len // ranks} per rank")
-
-        positions = torch.arange(args.seq_len, device=device).chunk(ranks)[world.rank]
-        batch = context_job.batch_of(args.seq_len, args.batch_size, device)
-        counted = context_job.check_transformer(
-            report, "ulysses", model, ulysses_attention, positions, batch
-        )
-        for way, counter in zip(("forward", "backward"), counted, strict=True):
-            calls = counter.calls["all_to_all"] / config.num_layers
-            report.check(f"{way}: all-to-alls per layer", calls, 4, 0, "q, k, v and out")
-        expected = part.ulysses_bytes(config, args.batch_size * args.seq_len, ranks)
-        source = "q, out, k, v: what is not one's own part"
-        context_job.check_bytes(report, "ulysses", counted, config.num_layers, expected, source)
-
-        part.print_comparison(report, args.compare_tokens)
-        return report.finish("full attention, and each rank computed its own heads")
+    args = cli.ArgumentParser(__doc__).parse_args()
+    with runtime.init(args.device, args.timeout) as run:
+        n = run.world_size
+        if CONFIG.num_heads % n:
+            raise cli.UsageError(
+                f"{n} ranks: start 1, 2 or 4, to divide {CONFIG.num_heads} heads"
+            )
+        report = Report("05-advanced/ulysses.py", args, run)
+        positions = torch.arange(SEQ_LEN, device=run.device).chunk(n)[run.rank]
+        sent = check_step(report, "ulysses", ulysses_attention, positions)
+        run.print0("MiB that a rank sends per layer, bfloat16, 131,072 tokens:")
+        report.table(compare_bytes(), ("model", "ranks", "ring", "Ulysses"))
+        expected = 2 * ulysses_bytes(CONFIG, BATCH_SIZE * SEQ_LEN, n, FLOAT32)
+        report.check("ulysses: bytes sent per layer", sent, expected, 0)
+        return report.finish("each rank attended to all tokens with its own heads")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from conftest import REPO, assert_one_line, results_of, run_command
 ACCUMULATION = "05-advanced/gradient_accumulation.py"
 CHECKPOINTING = "05-advanced/activation_checkpointing.py"
 OVERLAP = "05-advanced/communication_overlap.py"
+RING = "05-advanced/ring_attention.py"
+ULYSSES = "05-advanced/ulysses.py"
 WEIGHT_SYNC = "05-advanced/weight_sync.py"
 
 
@@ -90,6 +92,45 @@ def never_wait(script):
     script.Requests.pending = lambda self, oldest: pending(self, min(oldest, -1))
 
 
+def forget_the_mask(script):
+    masked_scores = script.masked_scores
+    script.masked_scores = lambda q, k, is_diagonal: masked_scores(q, k, False)
+
+
+def attend_to_all_tokens(script):
+    attend = torch.nn.functional.scaled_dot_product_attention
+    script.attend_causally = partial(attend, enable_gqa=True)
+
+
+def shift_the_tokens(script):
+    """Give each rank its neighbour's tokens."""
+    positions = script.Ring.positions
+
+    def shifted(ring, device):
+        return positions(script.Ring(ring.layout, ring.rank + 1, ring.size), device)
+
+    script.Ring.positions = shifted
+
+
+def forget_to_sum_gradients(script):
+    script.sum_gradients = lambda model: None
+
+
+def keep_chunks_in_order(script):
+    """Give a rank neighbouring chunks in the zigzag layout too."""
+    chunks = script.Ring.chunks
+
+    def in_order(ring, step=0):
+        first = 2 * chunks(ring, step)[0]
+        return [first, first + 1] if ring.layout == "zigzag" else [first // 2]
+
+    script.Ring.chunks = in_order
+
+
+def leave_heads_where_they_are(script):
+    script.AllToAll.apply = lambda parts: parts
+
+
 GRADIENT = "gradient: relative error, every division"
 SABOTAGE = [
     (ACCUMULATION, 2, "", ignore_other_ranks, GRADIENT),
@@ -104,6 +145,12 @@ SABOTAGE = [
     (CHECKPOINTING, 1, "", leave_a_block_out, "full: bytes kept"),
     (CHECKPOINTING, 1, "", keep_attention_only, "selective: bytes kept"),
     (CHECKPOINTING, 1, "", repeat_all_of_forward, "full: FLOPs repeated"),
+    (RING, 2, "", forget_the_mask, "zigzag: relative error of the gradient"),
+    (RING, 3, "", shift_the_tokens, "zigzag: relative error of the gradient"),
+    (RING, 2, "", forget_to_sum_gradients, "zigzag: relative error of the gradient"),
+    (RING, 2, "", keep_chunks_in_order, "zigzag: pairs of the busiest rank"),
+    (ULYSSES, 2, "", attend_to_all_tokens, "ulysses: relative error of the gradient"),
+    (ULYSSES, 2, "", leave_heads_where_they_are, "ulysses: bytes sent per layer"),
     (WEIGHT_SYNC, 3, "", skip_the_last_bucket, "largest difference of logits"),
     (WEIGHT_SYNC, 2, "--rollout-ms 2000", never_wait, "steps beyond --max-staleness"),
 ]
@@ -128,6 +175,8 @@ def test_sabotage_fails_its_check(
         *((ACCUMULATION, ranks) for ranks in (1, 3, 4)),
         *((OVERLAP, ranks) for ranks in (1, 3, 4)),
         *((CHECKPOINTING, ranks) for ranks in (1, 3, 4)),
+        *((RING, ranks) for ranks in (1, 2, 3)),
+        *((ULYSSES, ranks) for ranks in (1, 2)),
         (WEIGHT_SYNC, 4),
     ],
 )
@@ -141,6 +190,8 @@ def test_a_lesson_passes_on_other_ranks_and_seeds(run_script, script, ranks):
     [
         (ACCUMULATION, 5, "5 ranks: start 1, 2, 3, 4, 6 or 12"),
         (OVERLAP, 7, "--width must be a multiple of the 7 ranks"),
+        (RING, 7, "7 ranks: start 1, 2, 3, 4, 5, 6 or 8"),
+        (ULYSSES, 3, "3 ranks: start 1, 2 or 4, to divide 4 heads"),
         (WEIGHT_SYNC, 1, "1 ranks: start 2, 3, 4, 5, 7 or 13; one samples"),
     ],
 )
