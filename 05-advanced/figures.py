@@ -150,31 +150,6 @@ def draw_ring_attention():
     return figure
 
 
-def draw_ring_attention():
-    """The blocks of the attention matrix of four ranks: who computes each, and when."""
-    figure, panels = plt.subplots(1, 2, figsize=(8, 4))
-    for axes, (layout, chunks_per_rank) in zip(panels, LAYOUTS.items(), strict=True):
-        num_chunks = 4 * chunks_per_rank
-        ranks = np.full((num_chunks, num_chunks), np.nan)  # later keys stay white
-        for rank in range(4):
-            ring = Ring(layout, rank, 4)
-            for step in range(4):
-                for query, key in ring.blocks(step):
-                    ranks[query, key] = rank
-                    axes.text(key, query, step, ha="center", va="center", fontsize=9)
-        image = axes.imshow(ranks, cmap="Set2", vmin=0, vmax=7)
-        axes.set_xticks(range(num_chunks))
-        axes.set_yticks(range(num_chunks))
-        axes.set_xlabel("chunk of keys")
-        axes.set_ylabel("chunk of queries")
-        axes.set_title(layout)
-    colors = [image.cmap(image.norm(rank)) for rank in range(4)]
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors]
-    labels = [f"rank {rank}" for rank in range(4)]
-    panels[0].legend(handles, labels, loc="upper right", fontsize=9)
-    return figure
-
-
 FIGURES = {
     "activation_checkpointing": draw_activation_checkpointing,
     "combining": draw_combining,
