@@ -12,7 +12,6 @@ import torch
 
 from activation_checkpointing import CHOICES, measure_blocks
 from ring_attention import LAYOUTS, Ring
-from ring_attention import LAYOUTS, Ring
 
 IMAGES = Path(__file__).with_name("images")
 
