@@ -1,14 +1,22 @@
 """Module 05: what breaks a lesson has to fail the check that guards it."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import REPO, assert_one_line, results_of, run_command
 
 ACCUMULATION = "05-advanced/gradient_accumulation.py"
 CHECKPOINTING = "05-advanced/activation_checkpointing.py"
+LOW_PRECISION = "05-advanced/low_precision.py"
 OVERLAP = "05-advanced/communication_overlap.py"
+COMPRESSION = "05-advanced/gradient_compression.py"
+TENSOR = "05-advanced/tensor_parallel.py"
+TENSOR_PLAN = "05-advanced/tensor_parallel_dtensor.py"
+PIPELINE = "05-advanced/pipeline_parallel.py"
+SCHEDULES = "05-advanced/pipeline_schedules.py"
 RING = "05-advanced/ring_attention.py"
 ULYSSES = "05-advanced/ulysses.py"
 WEIGHT_SYNC = "05-advanced/weight_sync.py"
@@ -82,6 +90,118 @@ def repeat_all_of_forward(script):
     script.Checkpointed = partial(script.Checkpointed, early_stop=False)
 
 
+def leave_out_f(script):
+    """No all-reduce in backward."""
+    script.f = script.identity
+
+
+def shift_the_rows(script):
+    """Give each rank the rows of a matrix that belong to the columns of the next rank."""
+    keep_part = script.keep_part
+
+    def keep(layer, dim):
+        if dim == 1:
+            width = layer.weight.shape[1] // script.dist.get_world_size()
+            layer.weight.data = layer.weight.data.roll(-width, dim)
+        return keep_part(layer, dim)
+
+    script.keep_part = keep
+
+
+def keep_norms_apart(script):
+    script.ParallelTransformer.sum_norm_gradients = lambda model: None
+
+
+def gather_before_norms(script):
+    """The right values, but norms keep all tokens for backward."""
+
+    def forward(block, x, cos, sin):
+        h = block.attention_norm(block.f(x))
+        x = x + block.g(block.attention(h, cos, sin))
+        h = block.ffn_norm(block.f(x))
+        return x + block.g(block.down(F.silu(block.gate(h)) * block.up(h)))
+
+    script.ParallelBlock.forward = forward
+
+
+def forget_a_norm(script):
+    plan, *rest = script.PLANS["sequence parallel"]
+    styles = plan()
+    del styles["blocks.*.ffn_norm"]
+    script.PLANS["sequence parallel"] = (lambda: styles, *rest)
+
+
+def share_no_input(script):
+    """Let each matrix make a DTensor of its own."""
+    plan, *rest = script.PLANS["tensor parallel"]
+    styles = plan()
+    del styles["blocks.*.attention"], styles["blocks.*.ffn_norm"]
+    script.PLANS["tensor parallel"] = (lambda: styles, *rest)
+
+
+def send_a_sum(script):
+    """Forget to divide by the number of ranks."""
+    hook = script.send_bfloat16
+    ranks = script.dist.get_world_size
+    script.send_bfloat16 = lambda state, bucket: hook(state, bucket).then(
+        lambda mean: mean.value() * ranks()
+    )
+
+
+def forget_the_residual(script):
+    script.TopK = lambda feedback: SimpleNamespace(feedback=False, unsent={})
+
+
+def send_places_twice(script):
+    gather = script.gather
+
+    def gather_twice(tensor):
+        if not tensor.is_floating_point():
+            gather(tensor)
+        return gather(tensor)
+
+    script.gather = gather_twice
+
+
+def clip_scaled_gradients(script):
+    """Forget to unscale before clipping."""
+
+    def train_step(model, optimizer, scaler, dtype, tokens):
+        optimizer.zero_grad()
+        loss = script.mean_loss(model, tokens, dtype)
+        scaler.scale(loss).backward()
+        script.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    script.train_step = train_step
+
+
+def keep_gradients_to_itself(script):
+    script.DDP = lambda model: model
+
+
+def round_to_two_bits(script):
+    """Round float8 inputs to e5m2 instead of e4m3."""
+    from torchao import float8
+    from torchao.float8.config import CastConfig
+
+    cast = CastConfig(target_dtype=torch.float8_e5m2)
+    float8.Float8LinearConfig = partial(
+        float8.Float8LinearConfig,
+        cast_config_input=cast,
+        cast_config_input_for_grad_weight=cast,
+    )
+
+
+def autocast_to_bfloat16(script):
+    right = script.mean_loss
+    script.mean_loss = lambda model, tokens, dtype: right(
+        model, tokens, dtype and torch.bfloat16
+    )
+
+
 def skip_the_last_bucket(script):
     divide = script.divide_into_buckets
     script.divide_into_buckets = lambda model: divide(model)[:-1]
@@ -90,6 +210,71 @@ def skip_the_last_bucket(script):
 def never_wait(script):
     pending = script.Requests.pending
     script.Requests.pending = lambda self, oldest: pending(self, min(oldest, -1))
+
+
+def reverse_the_last_rank(script):
+    right = script.SCHEDULES["1f1b"]
+
+    def reversed_on_one_rank(rank, p, m):
+        return list(right(rank, p, m))[:: -1 if rank == p - 1 else 1]
+
+    script.SCHEDULES["1f1b"] = reversed_on_one_rank
+
+
+def never_run_ahead(script):
+    script.SCHEDULES["1f1b"] = script.naive
+
+
+def run_all_forwards_ahead(script):
+    script.SCHEDULES["1f1b"] = script.gpipe
+
+
+def sum_over_micro_batches(script):
+    """Forget to divide the loss by the number of micro-batches."""
+    right = script.loss_of
+
+    def unscaled(logits, targets):
+        is_micro_batch = len(targets) == script.MICRO_BATCH
+        return right(logits, targets) * (4 if is_micro_batch else 1)
+
+    script.loss_of = unscaled
+
+
+def skip_the_last_micro_batch(script):
+    build = script.build
+
+    def shorter(name, p, m, v):
+        schedule = build(name, p, m, v)
+        return [[i for i in rank if i.micro_batch < m - 1] for rank in schedule]
+
+    script.build = shorter
+
+
+def send_everything_twice(script):
+    send, receive = script.Messages.send, script.Messages.receive
+
+    def send_twice(self, instruction, result):
+        send(self, instruction, result)
+        send(self, instruction, result)
+
+    def receive_twice(self, instruction):
+        receive(self, instruction)
+        return receive(self, instruction)
+
+    script.Messages.send = send_twice
+    script.Messages.receive = receive_twice
+
+
+def keep_the_graphs(script):
+    graphs = []
+
+    def backward(self, stage, k, gradient):
+        x, out = self.kept.pop((stage, k))
+        out.backward(gradient, retain_graph=True)
+        graphs.append(out)
+        return x.grad
+
+    script.Pipeline.backward = backward
 
 
 def forget_the_mask(script):
@@ -132,6 +317,9 @@ def leave_heads_where_they_are(script):
 
 
 GRADIENT = "gradient: relative error, every division"
+ERROR = "error of losses and gradient"
+SENT_AND_UNSENT = "top-k: error of sent + unsent"
+BYTES_SENT = "bytes sent: largest difference from the formula"
 SABOTAGE = [
     (ACCUMULATION, 2, "", ignore_other_ranks, GRADIENT),
     (ACCUMULATION, 2, "", drop_a_micro_batch, GRADIENT),
@@ -145,12 +333,38 @@ SABOTAGE = [
     (CHECKPOINTING, 1, "", leave_a_block_out, "full: bytes kept"),
     (CHECKPOINTING, 1, "", keep_attention_only, "selective: bytes kept"),
     (CHECKPOINTING, 1, "", repeat_all_of_forward, "full: FLOPs repeated"),
+    (TENSOR, 2, "", leave_out_f, f"tensor parallel: {ERROR}"),
+    (TENSOR, 2, "", shift_the_rows, f"tensor parallel: {ERROR}"),
+    (TENSOR, 2, "", keep_norms_apart, f"sequence parallel: {ERROR}"),
+    (TENSOR, 2, "", gather_before_norms, "sequence parallel: bytes kept"),
+    (TENSOR_PLAN, 2, "", forget_a_norm, f"sequence parallel: {ERROR}"),
+    (TENSOR_PLAN, 2, "", share_no_input, "tensor parallel: bytes sent in a step"),
+    (SCHEDULES, 1, "", reverse_the_last_rank, "different instructions executed"),
+    (SCHEDULES, 1, "", never_run_ahead, "sum of the bubbles"),
+    (SCHEDULES, 1, "", run_all_forwards_ahead, "sum of micro-batches kept"),
+    (PIPELINE, 2, "", sum_over_micro_batches, "loss: largest relative error"),
+    (PIPELINE, 2, "", skip_the_last_micro_batch, "gradient: largest relative error"),
+    (PIPELINE, 2, "", send_everything_twice, "bytes sent, all schedules"),
+    (PIPELINE, 2, "", keep_the_graphs, "forwards kept, all schedules"),
     (RING, 2, "", forget_the_mask, "zigzag: relative error of the gradient"),
     (RING, 3, "", shift_the_tokens, "zigzag: relative error of the gradient"),
     (RING, 2, "", forget_to_sum_gradients, "zigzag: relative error of the gradient"),
     (RING, 2, "", keep_chunks_in_order, "zigzag: pairs of the busiest rank"),
     (ULYSSES, 2, "", attend_to_all_tokens, "ulysses: relative error of the gradient"),
     (ULYSSES, 2, "", leave_heads_where_they_are, "ulysses: bytes sent per layer"),
+    (COMPRESSION, 2, "--max-steps 3", send_a_sum, "bfloat16: gradient error"),
+    (COMPRESSION, 2, "--max-steps 3", forget_the_residual, SENT_AND_UNSENT),
+    (COMPRESSION, 2, "--max-steps 3", send_places_twice, BYTES_SENT),
+    (LOW_PRECISION, 1, "", clip_scaled_gradients, "gradient: largest relative error"),
+    (
+        LOW_PRECISION,
+        2,
+        "",
+        keep_gradients_to_itself,
+        "gradient: largest relative error",
+    ),
+    (LOW_PRECISION, 1, "", round_to_two_bits, "float8: product error"),
+    (LOW_PRECISION, 1, "", autocast_to_bfloat16, "float16: gradients of 0"),
     (WEIGHT_SYNC, 3, "", skip_the_last_bucket, "largest difference of logits"),
     (WEIGHT_SYNC, 2, "--rollout-ms 2000", never_wait, "steps beyond --max-staleness"),
 ]
@@ -174,7 +388,12 @@ def test_sabotage_fails_its_check(
     [
         *((ACCUMULATION, ranks) for ranks in (1, 3, 4)),
         *((OVERLAP, ranks) for ranks in (1, 3, 4)),
+        *((COMPRESSION, ranks) for ranks in (1, 3, 4)),
         *((CHECKPOINTING, ranks) for ranks in (1, 3, 4)),
+        *((LOW_PRECISION, ranks) for ranks in (1, 3)),
+        *((TENSOR, ranks) for ranks in (1, 4, 8)),
+        *((TENSOR_PLAN, ranks) for ranks in (1, 4)),
+        *((PIPELINE, ranks) for ranks in (1, 3, 4)),
         *((RING, ranks) for ranks in (1, 2, 3)),
         *((ULYSSES, ranks) for ranks in (1, 2)),
         (WEIGHT_SYNC, 4),
@@ -190,6 +409,7 @@ def test_a_lesson_passes_on_other_ranks_and_seeds(run_script, script, ranks):
     [
         (ACCUMULATION, 5, "5 ranks: start 1, 2, 3, 4, 6 or 12"),
         (OVERLAP, 7, "--width must be a multiple of the 7 ranks"),
+        (TENSOR, 3, "3 ranks: start 1, 2, 4 or 8"),
         (RING, 7, "7 ranks: start 1, 2, 3, 4, 5, 6 or 8"),
         (ULYSSES, 3, "3 ranks: start 1, 2 or 4, to divide 4 heads"),
         (WEIGHT_SYNC, 1, "1 ranks: start 2, 3, 4, 5, 7 or 13; one samples"),
@@ -198,6 +418,12 @@ def test_a_lesson_passes_on_other_ranks_and_seeds(run_script, script, ranks):
 def test_a_wrong_number_of_ranks_is_refused(run_script, script, ranks, message):
     ended = run_script(script, world_size=ranks)
     assert_one_line(ended, message, script.split("/")[1])
+
+
+def test_micro_batches_are_a_multiple_of_the_stages(run_script):
+    ended = run_script(SCHEDULES, "--stages", 5)
+    says = "--micro-batches 8 must be a multiple of 5 stages"
+    assert_one_line(ended, says, "pipeline_schedules.py")
 
 
 # launch_advanced.sh
