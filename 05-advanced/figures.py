@@ -10,7 +10,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+import pipeline_schedules
 from activation_checkpointing import CHOICES, measure_blocks
+from low_precision import activation_gradient, build_model
 from ring_attention import LAYOUTS, Ring
 
 IMAGES = Path(__file__).with_name("images")
@@ -149,11 +151,110 @@ def draw_ring_attention():
     return figure
 
 
+INSTRUCTIONS = {  # colors and names
+    "F": ("#4477aa", "F forward"),
+    "B": ("#ee6677", "B backward"),
+    "I": ("#cc88bb", "I backward: input gradient"),
+    "W": ("#ccbb44", "W backward: weight gradients"),
+}
+
+
+def draw_schedules(names, num_micro_batches, kinds):
+    """Each of four ranks' work over time, as pipeline_schedules.py simulates it."""
+    size = (9, 0.6 + 1.3 * len(names))
+    figure, panels = plt.subplots(len(names), 1, figsize=size, sharex=True)
+    for axes, name in zip(panels, names, strict=True):
+        stages = pipeline_schedules.STAGES_PER_RANK.get(name, 1)
+        schedule = pipeline_schedules.build(name, 4, num_micro_batches, stages)
+        for rank, row in enumerate(pipeline_schedules.simulate(schedule)):
+            for (kind, stage, k), start, end in row:
+                color, _ = INSTRUCTIONS[kind]
+                style = {"color": color, "alpha": 0.9 if stage < 4 else 0.5}
+                bar = axes.barh(
+                    rank, end - start, left=start, edgecolor="white", **style
+                )
+                axes.bar_label(bar, [k], label_type="center", fontsize=7)
+        axes.set_yticks(range(4), [f"rank {rank}" for rank in range(4)], fontsize=8)
+        axes.invert_yaxis()
+        axes.margins(x=0)
+        axes.set_title(name, fontsize=9, loc="left")
+    axes.set_xlabel("time, in forwards of one micro-batch")
+    shown = [INSTRUCTIONS[kind] for kind in kinds]
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color, _ in shown]
+    labels = [label for _, label in shown]
+    figure.legend(handles, labels, loc="upper right", ncols=4, fontsize=8)
+    return figure
+
+
+def draw_pipeline_gpipe():
+    return draw_schedules(["naive", "gpipe"], 4, "FB")
+
+
+def draw_pipeline_schedules():
+    return draw_schedules(["gpipe", "1f1b", "interleaved", "zb-h1"], 8, "FBIW")
+
+
+def draw_tensor_parallel():
+    """A block's matrices, inputs x outputs, by the rank of two that has each part."""
+    dim, ffn_dim = 128, 352  # of the preset tiny
+    matrices = {
+        "wq, wk, wv": (dim, dim, [[0, 1]]),
+        "wo": (dim, dim, [[0], [1]]),
+        "gate, up": (dim, ffn_dim, [[0, 1]]),
+        "down": (ffn_dim, dim, [[0], [1]]),
+    }
+    widths = [outputs for _, outputs, _ in matrices.values()]
+    figure, panels = plt.subplots(1, 4, figsize=(8, 2.8), width_ratios=widths)
+    for axes, (name, shape) in zip(panels, matrices.items(), strict=True):
+        inputs, outputs, ranks = shape
+        axes.imshow(ranks, cmap="Set3", vmin=0, vmax=11, extent=(0, outputs, inputs, 0))
+        for rank, share in enumerate((0.25, 0.75)):
+            x, y = (share, 0.5) if len(ranks) == 1 else (0.5, share)
+            axes.text(x * outputs, y * inputs, rank, ha="center", va="center")
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("columns" if len(ranks) == 1 else "rows", fontsize=9)
+        axes.set_xticks([0, outputs])
+        axes.set_yticks([0, inputs])
+    return figure
+
+
+def draw_low_precision():
+    """The range of each format, and the gradients of a layer with and without scale."""
+    formats = ("float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn")
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 4.2), sharex=True)
+    for row, name in enumerate(formats):
+        info = torch.finfo(getattr(torch, name))
+        smallest = info.smallest_normal * info.eps
+        top.barh(row, info.max, left=info.smallest_normal, color="#4477aa")
+        top.barh(row, info.smallest_normal, left=smallest, color="#a0c4e0")
+        bits = round(1 - np.log2(info.eps))
+        top.text(2, row, f"{bits} bits", color="white", ha="center", va="center")
+    top.set_yticks(range(5), formats)
+    top.invert_yaxis()
+    top.set_title("range (light: fewer bits) and precision", fontsize=10)
+    model = build_model("32-true", argparse.Namespace(seed=0), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (2, 33), generator=generator)
+    for factor, label in ((1 / 512, "32,768 tokens"), (128, "the same, loss x 65,536")):
+        gradient = activation_gradient(model, tokens, None, factor)
+        magnitudes = gradient.abs().flatten().numpy()
+        bottom.hist(magnitudes, np.logspace(-13, 5, 73), histtype="step", label=label)
+    bottom.axvline(2.0**-25, color="gray", linestyle=":", label="below: 0 in float16")
+    bottom.set(xscale="log", xlim=(1e-13, 1e6), xlabel="magnitude", yticks=[])
+    bottom.set_title("gradients of a layer's output", fontsize=10)
+    bottom.legend(fontsize=8)
+    return figure
+
+
 FIGURES = {
+    "low_precision": draw_low_precision,
     "activation_checkpointing": draw_activation_checkpointing,
     "combining": draw_combining,
     "communication_overlap": draw_communication_overlap,
     "ring_attention_blocks": draw_ring_attention,
+    "pipeline_gpipe": draw_pipeline_gpipe,
+    "pipeline_schedules": draw_pipeline_schedules,
+    "tensor_parallel": draw_tensor_parallel,
 }
 
 

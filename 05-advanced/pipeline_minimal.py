@@ -1,9 +1,9 @@
-"""Train the same network with its layers on two processes, which hand activations on.
+"""Train the network of ddp_minimal.py with its layers divided over two processes.
 
     CPU   torchrun --standalone --nproc-per-node=2 05-advanced/pipeline_minimal.py
     GPU   torchrun --standalone --nproc-per-node=2 05-advanced/pipeline_minimal.py
 
-Look for: the losses of ddp_minimal.py, printed by the last process, which alone knows them.
+Look for: the losses of ddp_minimal.py. The last process prints them.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ["RANK"])
 local_rank = int(os.environ["LOCAL_RANK"])
 world_size = int(os.environ["WORLD_SIZE"])
-gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank here
+gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one each
 device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)
@@ -46,7 +46,7 @@ for epoch in range(5):
         optimizer.zero_grad()
         losses = []
         if rank == 0:
-            schedule.step(images.to(device))  # forward and backward of all micro-batches
+            schedule.step(images.to(device))  # all forwards and backwards
         else:
             schedule.step(target=targets.to(device), losses=losses)
         optimizer.step()

@@ -1,64 +1,53 @@
-"""Print, draw, check and count pipeline schedules for any number of stages, without running them.
+"""Compare pipeline schedules as data: print, simulate and count them; nothing trains.
 
     CPU   python 05-advanced/pipeline_schedules.py --stages 4 --micro-batches 8
     GPU   the same: no tensor is computed
 
-Look for: which schedules idle less (bubble), and which keep fewer micro-batches (activations).
-`--schedule 1f1b` prints what each rank does, in order; `--output-dir DIR` draws schedules.png.
+Look for: which schedules idle less (bubble), and which keep fewer micro-batches.
+`--schedule 1f1b` also prints when each rank does what.
 
-Sources: Huang et al., GPipe (2019); Narayanan et al., Efficient Large-Scale Language Model Training
-on GPU Clusters Using Megatron-LM (SC 2021), section 2.2; Qi et al., Zero Bubble Pipeline
-Parallelism (ICLR 2024), section 2.
+Sources: Huang et al., GPipe (2019); Narayanan et al., Megatron-LM on GPU Clusters (SC
+2021), section 2.2; Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024), section 2.
 """
 
-from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from advanced_parts import pipeline_schedules as part
-from legacy_common import cli, runtime
-from legacy_common.report import Report
+from dist_common import cli, runtime
+from dist_common.report import Report
 
 
 class Instruction(NamedTuple):
-    """F forward, B backward; or B in two halves: I for the input's gradient, W for the weights'."""
+    """F forward, B backward; or B in halves: I input gradient, W weight gradients."""
 
     kind: str  # F, B, I or W
     stage: int  # 0 .. p x v - 1
     micro_batch: int  # 0 .. m - 1
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.kind}{self.micro_batch} of stage {self.stage}"
 
 
-class Span(NamedTuple):
-    """An instruction and when a rank carried it out, in any unit of time."""
-
-    instruction: Instruction
-    start: float
-    end: float
+# A schedule lists the instructions of each of p ranks for m micro-batches, in order.
+# Rank r holds stage r; with v stages per rank it holds stages r, r + p, r + 2p, ...
 
 
-Schedule = list[list[Instruction]]  # by rank, in order
-
-
-def naive(rank: int, p: int, m: int) -> Iterator[Instruction]:
-    """A micro-batch passes all stages, there and back, before the next one starts."""
+def naive(rank, p, m):
+    """Take a micro-batch through all stages and back before the next one starts."""
     for k in range(m):
         yield Instruction("F", rank, k)
         yield Instruction("B", rank, k)
 
 
-def gpipe(rank: int, p: int, m: int) -> Iterator[Instruction]:
-    """All forwards, then all backwards in reverse (Huang et al., 2019, section 2.3)."""
+def gpipe(rank, p, m):
+    """Do all forwards, then all backwards in reverse (Huang et al., section 2.3)."""
     for k in range(m):
         yield Instruction("F", rank, k)
     for k in reversed(range(m)):
         yield Instruction("B", rank, k)
 
 
-def one_f_one_b(rank: int, p: int, m: int) -> Iterator[Instruction]:
-    """Each backward as soon as it can be (PipeDream-Flush; Narayanan et al., 2021, 2.2.1)."""
+def one_f_one_b(rank, p, m):
+    """Do each backward as soon as possible (Narayanan et al., section 2.2.1)."""
     # lab: hole one_f_one_b
     warmup = min(m, p - rank)  # forwards until the first gradient comes back
     for k in range(warmup):
@@ -70,13 +59,16 @@ def one_f_one_b(rank: int, p: int, m: int) -> Iterator[Instruction]:
     # lab: end
 
 
-def interleaved(rank: int, p: int, m: int, v: int) -> Iterator[Instruction]:
-    """1F1B over v stages per rank (Narayanan et al., 2021, 2.2.2)."""
+def interleaved(rank, p, m, v):
+    """Do 1F1B over v stages per rank (Narayanan et al., section 2.2.2)."""
 
-    def turn(number: int, kind: str) -> Instruction:
-        group, place = divmod(number, p * v)  # p micro-batches take turns through v stages
+    def turn(number, kind):
+        """Return the rank's forward or backward with this number, from 0 to m v - 1."""
+        # p micro-batches pass the first stage, then the same p the second one, ...
+        group, place = divmod(number, p * v)
         chunk, k = divmod(place, p)
-        chunk = chunk if kind == "F" else v - 1 - chunk
+        if kind == "B":
+            chunk = v - 1 - chunk
         return Instruction(kind, rank + chunk * p, group * p + k)
 
     # lab: hole interleaved
@@ -90,17 +82,15 @@ def interleaved(rank: int, p: int, m: int, v: int) -> Iterator[Instruction]:
     # lab: end
 
 
-def zb_h1(rank: int, p: int, m: int) -> Iterator[Instruction]:
-    """1F1B in which `rank` weight gradients wait for idle time (Qi et al., 2024, section 2)."""
-    warmup = min(m, p - rank)
-    for k in range(warmup):
-        yield Instruction("F", rank, k)
-    for k in range(m):
-        yield Instruction("I", rank, k)  # the rank before waits for this
-        if k >= rank:
-            yield Instruction("W", rank, k - rank)  # no rank waits for this
-        if k + warmup < m:
-            yield Instruction("F", rank, k + warmup)
+def zb_h1(rank, p, m):
+    """Do 1F1B, but put off `rank` weight gradients (Qi et al., section 2)."""
+    for kind, stage, k in one_f_one_b(rank, p, m):
+        if kind == "F":
+            yield Instruction("F", stage, k)
+        else:
+            yield Instruction("I", stage, k)  # the rank before waits for this
+            if k >= rank:
+                yield Instruction("W", stage, k - rank)  # no rank waits for this
     for k in range(m - rank, m):
         yield Instruction("W", rank, k)
 
@@ -112,28 +102,35 @@ SCHEDULES = {
     "interleaved": interleaved,
     "zb-h1": zb_h1,
 }
+STAGES_PER_RANK = {"interleaved": 2}  # of the other schedules 1
 
 
-def build(name: str, p: int, m: int, v: int = 1) -> Schedule:
-    """Return the instructions of each of p ranks; only `interleaved` has more than one stage each.
+def build(name, p, m, v=1):
+    """Return the list of instructions of each rank. Only `interleaved` takes v.
 
-    Raises: UsageError for numbers of micro-batches with which a schedule does not work.
+    m is a multiple of p for `interleaved`, and at least p for `zb-h1`.
     """
-    if name == "interleaved":
-        if m % p:
-            multiple = f"{m} micro-batches must be a multiple of {p} ranks"
-            turns = "they take turns in groups of that size"
-            raise cli.UsageError(f"interleaved: {multiple}: {turns}")
-        return [list(interleaved(rank, p, m, v)) for rank in range(p)]
-    if name == "zb-h1" and m < p:
-        late = f"the last stage has no {p - 1} weight gradients to put off"
-        raise cli.UsageError(f"zb-h1: {m} micro-batches are fewer than {p} stages: {late}")
-    return [list(SCHEDULES[name](rank, p, m)) for rank in range(p)]
+    more = (v,) if name == "interleaved" else ()
+    return [list(SCHEDULES[name](rank, p, m, *more)) for rank in range(p)]
 
 
-def needs(instruction: Instruction, last_stage: int) -> Iterator[Instruction]:
-    """Yield what has to be done before, on this stage or on the stage that sends to it."""
-    kind, stage, k = instruction.kind, instruction.stage, instruction.micro_batch
+# Costs of a schedule
+
+
+class Span(NamedTuple):
+    """An instruction and when a rank executes it, in forwards of one micro-batch."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of all layers of a rank, in forwards
+
+
+def needs(instruction, last_stage):
+    """Yield the instructions that must end first, here or on a neighbouring stage."""
+    kind, stage, k = instruction
     if kind == "F" and stage > 0:
         yield Instruction("F", stage - 1, k)
     if kind in "BI":
@@ -144,139 +141,131 @@ def needs(instruction: Instruction, last_stage: int) -> Iterator[Instruction]:
         yield Instruction("I", stage, k)
 
 
-def durations(name: str, v: int, backward: float = 2.0) -> dict[str, float]:
-    """Return how long each kind takes; a stage of v on a rank takes 1/v, I and W half of B each."""
-    share = v if name == "interleaved" else 1
-    return {"F": 1 / share, "B": backward / share, "I": backward / 2, "W": backward / 2}
+def simulate(schedule):
+    """Return each rank's spans. Sending takes no time; receiving waits for the sender.
 
-
-def simulate(schedule: Schedule, times: dict[str, float]) -> list[list[Span]]:
-    """Time each rank's instructions in order: a receive blocks, a send takes no time.
-
-    A rank that would wait for ever stops there, with fewer spans than instructions.
+    A rank that would wait forever has fewer spans than instructions.
     """
-    last_stage = max(i.stage for rank in schedule for i in rank)
-    spans: list[list[Span]] = [[] for _ in schedule]
-    ends: dict[Instruction, float] = {}
-    moved = True
-    while moved:
-        moved = False
-        for todo, done in zip(schedule, spans, strict=True):
-            while len(done) < len(todo):
-                instruction = todo[len(done)]
-                before = list(needs(instruction, last_stage))
-                if not all(other in ends for other in before):
-                    break  # another rank's turn
-                idle_from = done[-1].end if done else 0.0
-                start = max([idle_from, *(ends[other] for other in before)])
-                ends[instruction] = start + times[instruction.kind]
-                done.append(Span(instruction, start, ends[instruction]))
-                moved = True
+    last_stage = max(i.stage for instructions in schedule for i in instructions)
+    stages_per_rank = (last_stage + 1) / len(schedule)
+    spans = [[] for _ in schedule]
+    ends = {}
+    blocked = False
+    while not blocked:
+        blocked = True
+        for instructions, done in zip(schedule, spans, strict=True):
+            for instruction in instructions[len(done) :]:
+                inputs = list(needs(instruction, last_stage))
+                if any(i not in ends for i in inputs):
+                    break  # another rank has to go on first
+                free = done[-1].end if done else 0
+                start = max([free, *(ends[i] for i in inputs)])
+                end = start + DURATIONS[instruction.kind] / stages_per_rank
+                done.append(Span(instruction, start, end))
+                ends[instruction] = end
+                blocked = False
     return spans
 
 
-def violations(schedule: Schedule, m: int) -> list[str]:
-    """Say what is wrong: work that is missing, done twice or on another rank, a deadlock."""
-    last_stage = max(i.stage for rank in schedule for i in rank)
-    kinds = "FIW" if any(i.kind == "I" for rank in schedule for i in rank) else "FB"
-    times = Counter(i for rank in schedule for i in rank)
-    for stage in range(last_stage + 1):
-        for k in range(m):
-            times.subtract(Instruction(kind, stage, k) for kind in kinds)
-    found = [f"{i} occurs {n:+} times too often" for i, n in times.items() if n]
-    for rank, todo in enumerate(schedule):
-        strange = [i for i in todo if i.stage % len(schedule) != rank]
-        found += [f"rank {rank} does not hold the stage of {i}" for i in strange]
-    spans = simulate(schedule, dict.fromkeys("FBIW", 1.0))
-    for rank, (todo, ended) in enumerate(zip(schedule, spans, strict=True)):
-        if len(ended) < len(todo):
-            found.append(f"rank {rank} waits for ever before {todo[len(ended)]}")
-    return found
+def duration(spans):
+    """Return when the last rank ends, in forwards."""
+    return max(span.end for row in spans for span in row)
 
 
-def bubble(spans: list[list[Span]]) -> float:
-    """Return the idle fraction of all ranks' time, from the first start to the last end."""
-    every = [span for rank in spans for span in rank]
-    whole = max(span.end for span in every) - min(span.start for span in every)
-    return 1 - sum(span.end - span.start for span in every) / (whole * len(spans))
+def bubble(spans):
+    """Return the idle fraction of all ranks' time."""
+    busy = sum(span.end - span.start for row in spans for span in row)
+    return 1 - busy / (len(spans) * duration(spans))
 
 
-def peak_activations(instructions: list[Instruction], v: int = 1) -> float:
-    """Return the most micro-batches whose activations a rank keeps; one of v stages keeps 1/v."""
-    held = most = 0
+def bubble_formula(name, p, m, v):
+    """Return the same from the papers, for a backward of two forwards."""
+    if name == "naive":
+        return (p - 1) / p
+    if name == "zb-h1":  # idle for (p - 1) (F + I - W), busy for m (F + I + W)
+        return (p - 1) / (3 * m + p - 1)
+    return (p - 1) / (v * m + p - 1)
+
+
+def peak_activations(instructions, v=1):
+    """Return the most micro-batches whose activations a rank keeps at once.
+
+    A forward of a rank with v stages keeps 1/v of a micro-batch's activations.
+    """
+    kept = most = 0
     for instruction in instructions:
-        # With the backward in two halves, the second still needs them.
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[instruction.kind]
-        most = max(most, held)
+        # After I, W still needs the activations.
+        kept += {"F": 1, "B": -1, "I": 0, "W": -1}[instruction.kind]
+        most = max(most, kept)
     return most / v
 
 
-def name_of(instruction, p):
-    """Return F3 for the forward of micro-batch 3; F3.1 on the rank's second stage."""
-    chunk = instruction.stage // p
-    return f"{instruction.kind}{instruction.micro_batch}" + f".{chunk}" * bool(chunk)
+def peak_formula(name, rank, p, m, v):
+    """Return the same from the papers; interleaved: Korthikanti et al., 4.2.3."""
+    return {
+        "naive": 1,
+        "gpipe": m,
+        "1f1b": p - rank,
+        "interleaved": min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1) / v,
+        "zb-h1": p,  # 1F1B's p - rank, and `rank` micro-batches whose W is put off
+    }[name]
 
 
-def print_orders(report, schedule):
+# The script
+
+
+def print_timeline(run, schedule, spans, v):
+    """Print a row per rank and a column per forward of a stage; a dot is idle time."""
     for rank, instructions in enumerate(schedule):
-        names = " ".join(name_of(instruction, len(schedule)) for instruction in instructions)
-        report.say(f"rank {rank}: {names}")
+        cells = []
+        for (kind, _, k), start, end in spans[rank]:
+            cells += ["."] * (round(start * v) - len(cells))
+            cells += [f"{kind}{k}"] * round((end - start) * v)
+        if blocked := instructions[len(spans[rank]) :]:
+            cells.append(f"waits forever before {blocked[0]}")
+        run.print0(f"rank {rank}: " + " ".join(f"{cell:<2}" for cell in cells))
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     add = parser.add_argument
-    names = list(SCHEDULES)
-    add("-p", "--stages", type=cli.positive_int, default=4, help="ranks, with a stage each (4)")
-    add("-m", "--micro-batches", type=cli.positive_int, default=8, help="per step (8)")
-    add("-v", "--virtual-stages", type=cli.positive_int, default=2,
-        help="stages per rank of `interleaved` (2)")  # fmt: skip
-    add("--schedule", choices=names, nargs="+", help="one or more: " + ", ".join(names) + " (all)")
-    add("--backward", type=cli.positive_float, default=2, help="its time, in forwards (2)")
+    add("--stages", type=cli.positive_int, default=4, help="number of ranks (4)")
+    add("--micro-batches", type=cli.positive_int, default=8, help="per step (8)")
+    add("--schedule", choices=SCHEDULES, nargs="+", help="one or more (all)")
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    names = args.schedule or list(SCHEDULES)
-    schedules, left_out = {}, []
-    for name in names:
-        try:
-            if name == "zb-h1" and args.backward > 2:
-                why = "its halves must not outlast a forward"
-                raise cli.UsageError(f"zb-h1 fits --backward of at most 2: {why}")
-            schedules[name] = build(name, args.stages, args.micro_batches, args.virtual_stages)
-        except cli.UsageError as error:
-            if args.schedule:  # it was asked for
-                raise
-            left_out.append(f"left out: {error}")
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("05-advanced/pipeline_schedules.py", args, world, device)
-        times = f"a forward takes 1, a backward {args.backward:g}"
-        sizes = f"{args.stages} stages, {args.micro_batches} micro-batches"
-        report.start(f"{sizes}, {times}", *left_out)
-        if len(names) == 1:
-            print_orders(report, schedules[names[0]])
-        timelines = {}
+    p, m = args.stages, args.micro_batches
+    if m % p:
+        raise cli.UsageError(f"--micro-batches {m} must be a multiple of {p} stages")
+    with runtime.init(args.device, args.timeout) as run:
+        report = Report("05-advanced/pipeline_schedules.py", args, run)
+        run.print0(f"{p} stages, {m} micro-batches; a backward takes two forwards")
         rows = []
-        for name, schedule in schedules.items():
-            v = args.virtual_stages if name == "interleaved" else 1
-            spans = simulate(schedule, durations(name, v, args.backward))
-            idle = bubble(spans)
-            held = [peak_activations(instructions, v) for instructions in schedule]
-            wrong = violations(schedule, args.micro_batches)
-            part.check(report, name, v, wrong, idle, held)
-            timelines[name] = spans
-            ends = f"{held[0]:g}", f"{held[-1]:g}"
-            rows.append((name, f"{part.span_of(spans)[1]:g}", f"{idle:.3f}", *ends))
-        kept = ("kept by first rank", "by last rank")
-        report.table(rows, ("schedule", "duration", "bubble", *kept))
-        if report.output and world.is_rank0:
-            label = "time in forwards of one micro-batch"
-            part.draw(report.output / "schedules.png", timelines, label)
-        return report.finish(
-            "every schedule is complete, never blocks, and idles as its paper says"
-        )
+        executed = required = bubbles = expected_bubbles = kept = expected_kept = 0
+        for name in args.schedule or SCHEDULES:
+            v = STAGES_PER_RANK.get(name, 1)
+            schedule = build(name, p, m, v)
+            spans = simulate(schedule)
+            if args.schedule:
+                print_timeline(run, schedule, spans, v)
+            executed += len({span.instruction for row in spans for span in row})
+            required += p * v * m * (3 if name == "zb-h1" else 2)
+            bubbles += bubble(spans)
+            expected_bubbles += bubble_formula(name, p, m, v)
+            peaks = [peak_activations(instructions, v) for instructions in schedule]
+            kept += sum(peaks)
+            expected_kept += sum(peak_formula(name, r, p, m, v) for r in range(p))
+            costs = f"{duration(spans):g}", f"{bubble(spans):.3f}"
+            rows.append((name, *costs, f"{peaks[0]:g}", f"{peaks[-1]:g}"))
+        headers = ("schedule", "duration", "bubble", "kept, rank 0", "last rank")
+        report.table(rows, headers)
+        report.check("different instructions executed", executed, required, 0)
+        report.check("sum of the bubbles", bubbles, expected_bubbles, 1e-9)
+        report.check("sum of micro-batches kept", kept, expected_kept, 1e-9)
+        return report.finish("every schedule idles and keeps as its paper says")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_the_bubble_is_that_of_a_schedule_stepped_through(p, m, v):
     """Backward takes twice forward, and all stages are alike (Narayanan et al., 2021)."""
     name = "interleaved" if v > 1 else "1f1b"
     schedule = pipeline_schedules.build(name, p, m, v)
-    spans = pipeline_schedules.simulate(schedule, pipeline_schedules.durations(name, v))
+    spans = pipeline_schedules.simulate(schedule)
     took = max(span.end for rank in spans for span in rank)
     job = replace(JOB, model=replace(JOB.model, vocab=128), global_batch=m)
     found = parts(Layout(pp=p, virtual_stages=v), job)

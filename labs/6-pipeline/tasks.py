@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,8 @@ SCHEDULES, RUNNING = "05-advanced/pipeline_schedules.py", "05-advanced/pipeline_
 LESSONS = {
     SCHEDULES: ("Instruction", "gpipe", "one_f_one_b", "interleaved"),
     RUNNING: (
-        "loss_of", "Pipeline", "-Pipeline.I", "-Pipeline.W", "-Pipeline.run",
+        "loss_of", "Pipeline",
+        "-Pipeline.backward_input", "-Pipeline.backward_weights", "-Pipeline.execute",
     ),
 }  # fmt: skip
 TITLE = "Lab 6: fill the holes until `python labs/grade.py 6` says right everywhere."
@@ -53,7 +53,6 @@ def judge_schedule(name, seen, setting):
         if wrong := explained(lesson, schedule, m, p * v):
             return where + wrong
         right = lesson.build(name.replace("one_f_one_b", "1f1b"), p, m, v)
-        times = lesson.durations(name, v)
         for rank in range(p):
             kept, enough = (lesson.peak_activations(s[rank]) for s in (schedule, right))
             if kept > enough:
@@ -61,7 +60,7 @@ def judge_schedule(name, seen, setting):
                     f"{where}rank {rank} keeps the activations of {kept:g} forwards, {enough:g} "
                     "are enough: a backward comes as soon as it can"
                 )
-        idle, least = (lesson.bubble(lesson.simulate(s, times)) for s in (schedule, right))
+        idle, least = (lesson.bubble(lesson.simulate(s)) for s in (schedule, right))
         if idle > least + 1e-9:
             return f"{where}ranks idle {idle:.1%} of the time, {least:.1%} is possible"
     return None
@@ -82,7 +81,7 @@ def explained(lesson, schedule, m, stages):
             off = abs(times[i] - 1)
             often = "too often" if times[i] > 1 else "too seldom"
             return f"{i} is in the schedule {off} time{'s' * (off > 1)} {often}"
-    spans = lesson.simulate(schedule, dict.fromkeys("FB", 1.0))
+    spans = lesson.simulate(schedule)
     done = {span.instruction for rank in spans for span in rank}
     waits = []
     for rank, (orders, ended) in enumerate(zip(schedule, spans, strict=True)):
@@ -98,7 +97,7 @@ def explained(lesson, schedule, m, stages):
     return min(waits)[1] if waits else None
 
 
-# step: F and B of a micro-batch
+# step: forward and backward of a micro-batch
 
 
 def model_of(setting: Setting) -> nn.ModuleList:
@@ -117,25 +116,21 @@ def micro_batches(setting: Setting) -> tuple[list[torch.Tensor], list[torch.Tens
 
 def see_step(answer, setting):
     stages, (inputs, targets) = model_of(setting), micro_batches(setting)
-    mail = SimpleNamespace(last_stage=len(stages) - 1)
-    pipeline = answer.Pipeline(dict(enumerate(stages)), mail, inputs, targets)
+    pipeline = answer.Pipeline(dict(enumerate(stages)), len(stages) - 1, inputs, targets)
     for k in range(len(inputs)):
         activations = None
         for stage in range(len(stages)):
-            activations = pipeline.F(stage, k, activations)
+            activations = pipeline.forward(stage, k, activations)
             if activations.grad_fn is not None:
                 return {"graph": stage}
         gradient = None
         for stage in reversed(range(len(stages))):
-            gradient = pipeline.B(stage, k, gradient)
+            gradient = pipeline.backward(stage, k, gradient)
             if gradient is None and stage > 0:
                 return {"none": stage}
     kept = len(pipeline.kept)
     gradients = {name: p.grad for name, p in stages.named_parameters()}
-    return {
-        "got": numbers(gradients), "kept": kept, "losses": pipeline.losses,
-        "most": pipeline.most_kept,
-    }  # fmt: skip
+    return {"got": numbers(gradients), "kept": kept, "losses": pipeline.losses}
 
 
 def judge_step(seen, setting):
@@ -166,19 +161,17 @@ def judge_step(seen, setting):
     }
     own = seen[0]
     if "graph" in own:
-        return f"F of stage {own['graph']} returns its graph too: no graph crosses ranks: detach()"
+        return (
+            f"forward of stage {own['graph']} returns its graph too: no graph crosses ranks: "
+            "detach()"
+        )
     if "none" in own:
         return (
-            f"B of stage {own['none']} returns no gradient, for which the stage before waits: do "
-            "activations that arrive require one, and does B return it?"
+            f"backward of stage {own['none']} returns no gradient, for which the stage before "
+            "waits: do activations that arrive require one, and does backward return it?"
         )
     if own["kept"]:
         return f"{own['kept']} forwards are still kept after backward: memory grows with each step"
-    if own["most"] < len(stages):
-        return (
-            f"most_kept is {own['most']}, expected {len(stages)}: F notes how many forwards `kept` "
-            "holds at most, by stage and micro-batch"
-        )
     if not same(own["got"], right):
         return named(own["got"], right, mistakes)
     if len(own["losses"]) != m:
@@ -214,7 +207,7 @@ def measure(kind, answer, setting):
     schedule = lesson.build(name, RANKS, MICRO, v)
     if kind == "kept":
         return lesson.peak_activations(schedule[0])
-    return 100 * lesson.bubble(lesson.simulate(schedule, lesson.durations(name, v)))
+    return 100 * lesson.bubble(lesson.simulate(schedule))
 
 
 QUESTIONS = {
