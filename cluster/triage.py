@@ -1,295 +1,414 @@
-"""A job hangs: look at all of its processes from outside, and name the rank, its call and why.
+"""A job has died, or it hangs: name the first cause, and who only suffers from it.
 
-    CPU   python cluster/triage.py
+    CPU   python cluster/triage.py LOGS ...     it died: files and folders, dmesg's too
+          python cluster/triage.py              it hangs: the job that runs here
     GPU   srun --jobid=JOB --overlap --ntasks-per-node=1 \\
               python cluster/triage.py --save /shared/triage
           python cluster/triage.py --load /shared/triage
 
-Nothing is put into the job, and it continues. --stacks SCRIPT prints the stacks alone. --record
-FOLDER SCRIPT starts a job with a recorder of its collectives, --record FOLDER compares what its
-ranks noted. --rehearse SEED starts a small job, in which a seed draws what breaks, and looks at
-that. Look for: the verdict, which names no rank where it cannot tell; and what was not looked at,
-and why.
-
-Sources: those of cluster_parts/triage.py; torch 2.14.1, FlightRecorder.hpp.
+Nothing is put into the job, and it continues. --record FOLDER SCRIPT starts a job with
+notes of its collectives, --notes FOLDER compares them. A rank is named with evidence
+only. Exit code: 0 if the job trains or the logs have no error, 1 if something is
+wrong.
 """
 
 import argparse
 import contextlib
-import os
+import json
 import re
-import tempfile
+import socket
+import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import psutil
-import torch
+from tabulate import tabulate
 
-from cluster_parts import recorder, verdicts
-from cluster_parts import triage as part
-from cluster_parts.processes import IDLE, find_processes, show_stacks
-from cluster_parts.verdicts import ranks_of
-from cluster_parts.waits import judge_recorder
-from legacy_common import cli, runtime
-from legacy_common.report import Report
+from cluster_parts import cause, live, notes, recorder
+from cluster_parts.cause import ranks_of
+from cluster_parts.logs import IS_HARDWARE, read_logs
+from dist_common import cli
 
-# The GPU or the node is lost: no program of its own does that. Source: NVIDIA, "Xid Errors".
-FATAL_XIDS = {48, 64, 74, 79, 95, 119, 120, 140, 154}
-QUIET = (IDLE, psutil.STATUS_SLEEPING)  # of a loader's worker, of a launcher
+BUSY = 0.03  # of a core: a rank that waits on gloo uses less
 NEXT = {
-    "gpu": "drain the node; hardware.md says what each Xid means",
-    "stopped": "find who sent SIGSTOP (a debugger, the scheduler); kill -CONT PID lets it continue",
-    "disk": "df and ls on the node's file systems: one of them does not answer; dmesg says which",
-    "ended": "read its log: merge_logs.py names the first error; sacct and dmesg say who killed it",
-    "node": "ping it, ip -s link and dmesg there; drain it, and start again without it",
-    "loader": "read that file or sample by hand on that node; give each read a limit of its own",
-    "send": "compare the two ranks' schedules: one sends less often than the other receives",
-    "order": "make all ranks call the groups in one order",
-    "calls": "read that rank's code at that call",
-    "ras": "py-spy dump --pid on the node and the process that are named",
-    "elsewhere": "read that line; if it is at work and not stuck, look again with --seconds 60",
+    "training": "it is slow, or fine: 04-nccl-operations/nccl_debugging.md, It is slow",
+    "port": "give all nodes the same MASTER_ADDR and MASTER_PORT",
+    "hardware": "drain the node; 04-nccl-operations/hardware.md explains its log",
+    "stopped": "find who sent SIGSTOP: a debugger, the scheduler; kill -CONT PID",
+    "disk": "df on that node: a file system does not answer; dmesg says which",
+    "ended": "read its log: triage.py LOGS; sacct and dmesg say who killed it",
+    "network": "ping it, ip -s link and dmesg there; drain it, start without it",
+    "loader": "read that sample by hand on that node; give each read a time limit",
+    "calls": "read the code of that rank at its call",
+    "elsewhere": "read that line",
 }
 
 
 @dataclass
+class Job:
+    """What was read of a job on all of its nodes."""
+
+    processes: list
+    seconds: float  # between the two looks
+    kernel: dict = field(
+        default_factory=dict
+    )  # node -> lines of its log about hardware
+    notes: list = field(default_factory=list)  # by rank; none if one is missing
+    calls: list = field(default_factory=list)  # in all notes, at each look
+
+    @property
+    def ranks(self):
+        ranks = [one for one in self.processes if one.role == "rank"]
+        return {one.rank: one for one in sorted(ranks, key=lambda one: one.rank)}
+
+
+@dataclass
 class Finding:
-    """The verdict: what kind of fault, on which ranks, in which call, and what says so."""
+    """kind: what is wrong; ranks: who is to blame, if that is known."""
 
     kind: str
-    ranks: frozenset[int]
-    call: str
     reason: str
+    ranks: set = field(default_factory=set)
 
 
-# Each judge looks at one kind of evidence, the surest first, and returns None where it says nothing
+# Each judge looks at one kind of evidence, and returns None where it says nothing.
 
 
 def judge_progress(job):
-    """Nothing is wrong where a counter of steps or calls grows."""
-    steps = [one.steps for one in job.ranks.values() if len(one.steps) > 1]
-    for first, *_, last in [job.logged, *steps] if job.logged else steps:
-        if last > first:
-            return Finding("training", frozenset(), "", f"step {first} to {last}")
+    """Nothing is wrong if something grows, or if ranks that wait did other work."""
     if job.calls and job.calls[-1] > job.calls[0]:
         made = job.calls[-1] - job.calls[0]
-        return Finding("training", frozenset(), "", f"{made} more collectives between two looks")
+        return Finding("training", f"{made} more collectives between two looks")
+    for one in job.processes:
+        first, last = one.looks
+        for name, value in last.values.items():
+            if value > first.values.get(name, value):
+                told = f"{name} grew from {first.values[name]} to {value}"
+                return Finding("training", f"{one.title}: {told}")
+        for path, size in last.written.items():
+            if size > first.written.get(path, size) and not path.endswith(".trace"):
+                return Finding("training", f"{one.title}: {path} grew")
+    ranks = job.ranks.values()
+    changed = [one for one in ranks if one.looks[0].stack != one.last.stack]
+    if 2 * len(changed) > len(job.ranks):
+        return Finding(
+            "training", f"{len(changed)} of {len(job.ranks)} ranks have moved"
+        )
+    for one in ranks:
+        uses_cpu = one.cpu(job.seconds) > BUSY and not (job.notes or one.on_gpu)
+        if one.last.call and (uses_cpu or one in changed):
+            return Finding("training", f"{one.title} has worked between two waits")
     return None
 
 
-def judge_xids(job):
-    """A fault that the GPU's driver reports, of a process of this job or of the whole GPU."""
-    pids = {(one.node, one.pid): one for one in job.processes}
-    for node, lines in job.xids.items():
-        for line in lines:
-            what, pid = re.search(r"(S?Xid) \(.*?\): (\d+)", line), re.search(r"pid='?(\d+)", line)
-            one = pids.get((node, int(pid[1]))) if pid else None
-            if what and (one or is_fatal(what[1], int(what[2]), line)):
-                ranks = {one.rank} if one else {r for r, o in job.ranks.items() if o.node == node}
-                return Finding("gpu", frozenset(ranks), " ".join(what.groups()), f"{node}: {line}")
+def judge_port(job):
+    """Nodes that were given another address or port wait for different stores."""
+    places = Counter(one.rendezvous for one in job.ranks.values())
+    if len(places) == 1:
+        return None
+    (most, many), (_, fewer), *_ = places.most_common()
+    told = notes.tell_apart({rank: one.rendezvous for rank, one in job.ranks.items()})
+    odd = {rank for rank, one in job.ranks.items() if one.rendezvous != most}
+    reason = f"MASTER_ADDR:MASTER_PORT differ: {told}"
+    return Finding("port", reason, odd if many > fewer else set())
+
+
+def judge_kernel(job):
+    for node, lines in job.kernel.items():
+        if lines:
+            ranks = {rank for rank, one in job.ranks.items() if one.node == node}
+            return Finding("hardware", f"{node}: {lines[0]}", ranks)
     return None
-
-
-def is_fatal(kind, number, line):
-    """Say whether a GPU is lost (Xid), or a switch between them (SXid)."""
-    if kind == "SXid":
-        return ", Fatal," in line
-    return number in FATAL_XIDS and not line.endswith("(None)")  # 154: it has recovered
 
 
 def judge_states(job):
     """A process that is stopped, waits for a disk, or has ended."""
-    words = {psutil.STATUS_STOPPED: "stopped", psutil.STATUS_DISK_SLEEP: "disk",
-             psutil.STATUS_ZOMBIE: "ended"}  # fmt: skip
+    words = {
+        psutil.STATUS_STOPPED: "stopped",
+        psutil.STATUS_DISK_SLEEP: "disk",
+        psutil.STATUS_ZOMBIE: "ended",
+    }
     for one in job.processes:
-        if one.state in words and one.role in ("rank", "loader worker"):
-            text = f"{one.title}, pid {one.pid} on {one.node}: the process is {one.state}"
-            where = f", in the kernel's {one.waits_in}" if one.waits_in not in ("", "0") else ""
-            return Finding(words[one.state], frozenset([one.rank]), "", text + where)
+        state = one.last.state
+        if state in words and one.looks[0].state == state and one.role != "child":
+            reason = f"{one.title}, pid {one.pid} on {one.node}: the process is {state}"
+            return Finding(words[state], reason, {one.rank})
     for node in {one.node for one in job.ranks.values()}:
         ranks = {rank for rank, one in job.ranks.items() if one.node == node}
-        size = job.ranks[min(ranks)].local_size or 0
-        first = min(ranks) // size * size if size else 0
-        if absent := set(range(first, first + size)) - job.ranks.keys():
-            text = f"its launcher on {node} started {size} ranks, and {len(ranks)} are there"
-            return Finding("ended", frozenset(absent), "", f"{ranks_of(absent)}: {text}")
+        size = job.ranks[min(ranks)].local_size or len(ranks)
+        first = min(ranks) // size * size
+        if absent := {*range(first, first + size)} - job.ranks.keys():
+            reason = (
+                f"the launcher on {node} started {size} ranks, {len(ranks)} are there"
+            )
+            return Finding("ended", reason, absent)
     return None
 
 
 def judge_network(job):
-    """A node that answers nobody, or whom nobody answers: bytes are sent again and again."""
+    """A node that does not acknowledge what others send to it."""
     homes = {place: one.node for one in job.processes for place in one.addresses}
-    pairs = {(one.node, homes.get(peer, peer)) for one in job.processes for peer in one.stuck}
-    pairs = {(here, peer) for here, peer in pairs if here != peer}
-    if not pairs:
+    links = set()
+    for one in job.processes:
+        first, last = one.looks
+        for peer, size in last.unsent.items():
+            node = homes.get(peer, peer)
+            # A peer that is alive acknowledges within milliseconds.
+            if 0 < first.unsent.get(peer, 0) <= size and node != one.node:
+                links.add(frozenset((one.node, node)))
+    if not links:
         return None
-    links_of = Counter(node for pair in {frozenset(pair) for pair in pairs} for node in pair)
-    (most, many), *others = links_of.most_common()
-    cut = {most} if not others or many > others[0][1] else set().union(*pairs)
-    ranks = frozenset(rank for rank, one in job.ranks.items() if one.node in cut)
-    told = "; ".join(f"{here} gets no answer from {peer}" for here, peer in sorted(pairs))
-    if len(cut) > 1:
-        told += ": one of them, or the link between them"
-    return Finding("node", ranks, calls_of(job, ranks), told)
+    count = Counter(node for link in links for node in link)
+    (most, many), *others = count.most_common()
+    reason = "no answer between " + ", ".join(
+        " and ".join(sorted(link)) for link in links
+    )
+    if many == max((number for _, number in others), default=0):
+        return Finding("network", f"{reason}: one of them, or the link between them")
+    ranks = {rank for rank, one in job.ranks.items() if one.node == most}
+    return Finding("network", f"{reason}: {most} is in all of them", ranks)
 
 
 def judge_loader(job):
-    """A rank that waits for its data loader, whose worker is reading a sample."""
-    found = {}
+    """A rank that waits for its data loader, whose worker reads one sample."""
     for one in job.processes:
+        first, last = one.looks
         main = job.ranks.get(one.rank)
-        waits = main and any(f.endswith("utils/data/dataloader.py") for f, *_ in main.stack)
-        reads = any(f.endswith("data/_utils/fetch.py") for f, *_ in one.stack)
-        if one.role == "loader worker" and waits and reads:
-            found[one.rank] = one
-    if not found:
-        return None
-    told = "; ".join(f"rank {rank} waits for its loader's worker, pid {one.pid} on {one.node}, "
-                     f"which is in {one.place}" for rank, one in found.items())  # fmt: skip
-    call = "; ".join(one.place for one in found.values())
-    return Finding("loader", frozenset(found), call, told)
-
-
-def judge_ras(job):
-    """What NCCL itself says: a process that it does not reach, or a rank that launched fewer."""
-    for group in (group for told in job.ras for group in told.get("communicators", ())):
-        for one in group.get("missing_ranks", ()):
-            dead = "considered dead" if one.get("considered_dead") else "without an answer"
-            text = f"RAS: rank {one['rank']} is {dead}: pid {one.get('pid')} on {one.get('host')}"
-            return Finding("ras", frozenset([one["rank"]]), "", text)
-        ranks = [one for one in group.get("ranks", ()) if one.get("collective_counts")]
-        for call in ranks[0]["collective_counts"] if ranks else ():
-            counts = {one["rank"]: one["collective_counts"][call] for one in ranks}
-            low = frozenset(rank for rank, n in counts.items() if n < max(counts.values()))
-            if low:
-                text = f"RAS: {ranks_of(low)} launched {min(counts.values())} {call}, "
-                return Finding("ras", low, call, f"{text}the others {max(counts.values())}")
+        waits = main and any(
+            "utils/data/dataloader.py" in f for f, *_ in main.last.stack
+        )
+        reads = any("data/_utils/fetch.py" in file for file, *_ in last.stack)
+        if (
+            one.role == "loader worker"
+            and waits
+            and reads
+            and first.stack == last.stack
+        ):
+            reason = f"rank {one.rank} waits for its loader's worker, pid {one.pid} on "
+            return Finding("loader", f"{reason}{one.node}, in {last.place}", {one.rank})
     return None
 
 
-def judge_calls(job):
-    """What the recorder says: who closes a circle, is missing, differs or is behind."""
-    verdict = judge_recorder(job.notes) if job.notes else verdicts.Verdict("")
-    if not verdict.named or verdict.kind == "late":  # who is late comes in the end
-        return None
-    return Finding(verdict.kind, verdict.named, calls_of(job, verdict.named), verdict.text)
+def judge_notes(job):
+    found = notes.judge(job.notes) if job.notes else None
+    return Finding("calls", found.reason, found.ranks) if found else None
 
 
 def judge_stacks(job):
-    """On gloo: the ranks that are in no collective, while others wait in one."""
-    stacks = {r: [f[:3] for f in one.stack] for r, one in job.ranks.items() if one.stack}
-    away = {rank for rank, frames in stacks.items() if not verdicts.waits_in(frames)}
-    if any(one.on_gpu for one in job.ranks.values()) or not 0 < len(away) < len(stacks):
+    """The ranks that are in no collective while others wait; then, who differs."""
+    if any(one.on_gpu or not one.last.stack for one in job.ranks.values()):
+        return None  # on NCCL a rank that waits is not in the collective
+    away = {rank: one for rank, one in job.ranks.items() if not one.last.call}
+    if len(away) == len(job.ranks):
         return None
-    found = [(rank, job.ranks[rank]) for rank in sorted(away)]
-    told = [f"rank {rank} is in {one.place}, at {one.cpu:.0%} of a core" for rank, one in found]
-    told = f"{'; '.join(told)}; the others wait in a collective"
-    return Finding("elsewhere", frozenset(away), calls_of(job, away), told)
+    if away:
+        told = "; ".join(
+            f"rank {rank} is in {one.last.place}" for rank, one in away.items()
+        )
+        if any(is_at_work(one, job.seconds) for one in away.values()):
+            return Finding("cannot tell", f"{told}, and works; the others wait for it")
+        return Finding("elsewhere", f"{told}; the others wait in a collective", {*away})
+    calls = {rank: f"{o.last.call} in {o.last.place}" for rank, o in job.ranks.items()}
+    if len({*calls.values()}) == 1:
+        return None
+    reason = f"the ranks wait in different calls: {notes.tell_apart(calls)}"
+    if odd := notes.minority(calls):  # ranks of other groups are rightly elsewhere
+        reason += f"; if all are in one group, {ranks_of(odd)} skipped a call"
+    return Finding("calls", reason)
 
 
-JUDGES = [judge_progress, judge_xids, judge_states, judge_network, judge_loader, judge_ras,
-          judge_calls, judge_stacks]  # fmt: skip
+def is_at_work(process, seconds):
+    first, last = process.looks
+    return first.stack != last.stack or process.cpu(seconds) > BUSY
+
+
+JUDGES = (
+    judge_progress,
+    judge_port,
+    judge_kernel,
+    judge_states,
+    judge_network,
+    judge_loader,
+    judge_notes,
+    judge_stacks,
+)
 
 
 def judge(job):
-    """Return the first finding, or one that says that nothing can be told."""
+    """Return the first finding, the surest kind first; or what would tell more."""
     found = next(filter(None, (one(job) for one in JUDGES)), None)
-    return found or Finding("cannot tell", frozenset(), "", "; ".join(what_next(job)))
+    return found or Finding("cannot tell", "; ".join(what_would_tell(job)))
 
 
-def what_next(job) -> Iterator[str]:
-    """Say what would tell more."""
-    size = max((one.world_size or 0 for one in job.ranks.values()), default=0)
-    if missing := set(range(size)) - job.ranks.keys():
-        yield f"{ranks_of(missing)} run elsewhere or have ended: --save on each node, then --load"
-    if unread := [one for one in job.processes if one.unread]:
-        yield f"{unread[0].title} has no stack ({unread[0].unread}): sudo, or pip install py-spy"
-    if not job.notes and any(one.on_gpu for one in job.ranks.values()):
-        yield "on NCCL a stack does not tell: write to the recorder's pipe (nccl_debugging.md)"
+def what_would_tell(job):
+    size = max(one.world_size or 0 for one in job.ranks.values())
+    if missing := {*range(size)} - job.ranks.keys():
+        yield f"{ranks_of(missing)} run elsewhere: --save on each node, then --load"
+    if unread := [one for one in job.ranks.values() if one.last.unread]:
+        one = unread[0]
+        yield f"no stack of {one.title} ({one.last.unread}): sudo, or install py-spy"
+    if any(one.on_gpu for one in job.ranks.values()):
+        yield "on NCCL stacks do not tell: nccl_debugging.md, the flight recorder"
     elif not job.notes:
-        yield "there are no notes of calls: start it again under triage.py --record FOLDER"
-    if not job.logged and not any(one.steps for one in job.ranks.values()):
-        yield "it may train: no counter of steps was found, name its --output-dir by --job"
-    yield "look at the kernel's log and the network of all nodes; look again with --seconds 60"
+        yield "start it again under triage.py --record FOLDER, for notes of its calls"
+    yield "look again with --seconds 60"
 
 
-def calls_of(job, ranks):
-    """Return the collective that ranks are in, by their stacks, and where."""
-    return "; ".join(job.ranks[rank].call for rank in sorted(ranks) if rank in job.ranks)
+# One node writes what it knows, another one reads it.
 
 
-def show(report, job, nodes, found):
-    """Print a line for each process, what was not looked at, and the verdict."""
-    shown = [one for one in job.processes if one.role == "rank" or one.call not in QUIET]
-    rows = [(one.title, one.node, one.pid, one.state, f"{one.cpu:.0%}", (one.steps or [""])[-1],
-             one.call) for one in sorted(shown, key=lambda one: (one.rank is None, one.rank or 0))
-            ]  # fmt: skip
-    report.table(rows, ("process", "node", "pid", "state", "CPU", "step", "is in"), names=7)
-    for node in nodes:
-        for gpu in node["gpus"]:
-            report.say(f"{node['node']}: GPU {' '.join(f'{k} {v}' for k, v in gpu.items())}")
-        for name, why in node["skipped"].items():
-            report.say(f"{node['node']}: not asked: {name}: {why}")
-    report.say(f"\nverdict: {found.kind}" + (f": {ranks_of(found.ranks)}" * bool(found.ranks)))
-    for name, text in (("call", found.call), ("why", found.reason), ("next", NEXT.get(found.kind))):
-        if text:
-            report.say(f"  {name}: {text}")
+def read_node(args):
+    """Return what this node knows of a job, as values for JSON."""
+    processes = live.select(live.find_processes(), args.pid)
+    folder = args.notes or notes_folder(processes)
+    before = notes.count_calls(folder)
+    live.look_twice(processes, args.seconds)
+    since = min(
+        psutil.Process(one.pid).create_time() for one in processes if alive(one)
+    )
+    return {
+        "node": socket.gethostname(),
+        "seconds": args.seconds,
+        "notes": folder,
+        "calls": [before, notes.count_calls(folder)],
+        "kernel": kernel_log(since - psutil.boot_time()),
+        "processes": [asdict(one) for one in processes],
+    }
+
+
+def alive(process):
+    return psutil.pid_exists(process.pid)
+
+
+def notes_folder(processes):
+    """Return the folder of --record in a job's command line."""
+    for one in processes:
+        with contextlib.suppress(psutil.Error):
+            program = psutil.Process(one.pid)
+            command = program.cmdline()
+            if "--record" in command[:-1]:
+                folder = command[command.index("--record") + 1]
+                return str(Path(program.cwd()) / folder)
+    return None
+
+
+def kernel_log(since):
+    """Return the kernel's lines on hardware; `since` is in seconds after its start."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30)
+        lines = [line for line in told.stdout.splitlines() if IS_HARDWARE.search(line)]
+        stamps = [re.match(r"\[ *(\d+\.\d+)\]", line) for line in lines]
+        return [
+            line
+            for line, stamp in zip(lines, stamps, strict=True)
+            if stamp and float(stamp[1]) >= since
+        ]
+    return []
+
+
+def save(folder, facts):
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{facts['node']}.partial"
+    partial.write_text(json.dumps(facts))
+    partial.rename(partial.with_suffix(".json"))  # whole or not at all
+
+
+def load(folder):
+    facts = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    if not facts:
+        raise cli.UsageError(f"--load: no node has written to {folder}: --save there")
+    return facts
+
+
+def job_of(nodes):
+    """Put together what all nodes know."""
+    processes = []
+    for known in (one for node in nodes for one in node["processes"]):
+        looks = [live.Look(**look) for look in known.pop("looks")]
+        processes.append(live.Process(**known, looks=looks))
+    job = Job(processes, nodes[0]["seconds"])
+    job.kernel = {node["node"]: node["kernel"] for node in nodes}
+    found = notes.read_folder(nodes[0]["notes"])
+    if {*found} >= {*range(max(one.world_size or 1 for one in processes))}:
+        job.notes = [found[rank] for rank in sorted(found)]
+        job.calls = nodes[0]["calls"]
+    return job
+
+
+def show(job, found, args):
+    rows = [
+        (one.title, one.node, one.pid, one.last.state, one.last.call, one.last.place)
+        for one in sorted(job.processes, key=lambda one: (one.rank, one.role != "rank"))
+    ]
+    print(tabulate(rows, ("process", "node", "pid", "state", "waits in", "at")))
+    if args.stacks:
+        for one in job.processes:
+            print(f"\n{one.title}, pid {one.pid} on {one.node}: {one.last.unread}")
+            for file, function, line in one.last.stack:
+                print(f"  {function}, {Path(file).name}:{line}")
+    named = f": {ranks_of(found.ranks)}" if found.ranks else ""
+    print(f"\nverdict: {found.kind}{named}\n  why: {found.reason}")
+    if found.kind in NEXT:
+        print(f"  next: {NEXT[found.kind]}")
 
 
 def parse_args():
-    parser = cli.ArgumentParser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--job", metavar="FOLDER", help="the --output-dir of the job, or another folder it uses")
-    add("--pid", type=cli.positive_int, help="the job's launcher, or one of its ranks")
-    add("--notes", metavar="FOLDER", help="of the flight recorder (where the job says)")
-    add("--seconds", type=cli.positive_float, default=2.0, help="between the two looks (2)")
-    add("--save", metavar="FOLDER", help="write what this node knows there, and judge nothing")
-    add("--load", metavar="FOLDER", help="judge what all nodes have written there")
-    add("--rehearse", type=cli.whole_number, metavar="SEED",
-        help="start a small job in which this seed draws a fault, and look at it")  # fmt: skip
-    add("--stacks", metavar="SCRIPT",
-        help="print node, rank, role and stack of each process here that runs SCRIPT")  # fmt: skip
-    add("--record", nargs=argparse.REMAINDER, metavar="FOLDER [SCRIPT ...]",
-        help="run SCRIPT with its arguments and write notes of its collectives to FOLDER; without "
-        "SCRIPT: compare the ranks' notes")  # fmt: skip
+    add(
+        "logs",
+        nargs="*",
+        type=Path,
+        metavar="LOGS",
+        help="files and folders of a dead job",
+    )
+    add("--pid", type=cli.positive_int, help="a job's launcher, or one of its ranks")
+    add("--seconds", type=cli.positive_float, default=5.0, help="between two looks (5)")
+    add("--stacks", action="store_true", help="print the whole stack of each process")
+    add("--save", type=Path, metavar="DIR", help="write what this node knows there")
+    add(
+        "--load",
+        type=Path,
+        metavar="DIR",
+        help="judge what all nodes have written there",
+    )
+    add("--notes", metavar="DIR", help="notes of --record, or dumps of the recorder")
+    add(
+        "--record",
+        nargs=argparse.REMAINDER,
+        metavar="DIR SCRIPT ...",
+        help="run SCRIPT, and write notes of its collectives to DIR",
+    )
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
     if args.record is not None:
-        return recorder.run_or_compare(args.record, judge_recorder)
-    if args.stacks is not None:
-        return show_stacks(args.stacks)
-    with contextlib.ExitStack() as stack:
-        drawn = None
-        if args.rehearse is not None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            drawn = stack.enter_context(part.rehearsal(args.rehearse, folder))
-            args.pid = os.getpid()
-        nodes = part.load(Path(args.load)) if args.load else None
-        if not nodes:
-            nodes = [part.read_node(part.select(find_processes(), args), args)]
-        if args.save:
-            part.save(Path(args.save), nodes[0])
-            return 0
-        job = part.job_of(nodes)
-    report = Report("cluster/triage.py", args, runtime.discover(), torch.device("cpu"))
+        return recorder.run_recorded(args.record)
+    if args.logs:
+        for path in args.logs:
+            if not path.exists():
+                raise cli.UsageError(f"there is no {path}")
+        logs = read_logs(args.logs)
+        if not logs.lines and not logs.events:
+            raise cli.UsageError(f"no lines in the logs of {args.logs[0]}")
+        found = cause.name_cause(logs)
+        cause.show(found, logs)
+        return int(found is not None)
+    if args.notes and not args.pid:
+        return notes.compare(Path(args.notes))
+    nodes = load(args.load) if args.load else [read_node(args)]
+    if args.save:
+        save(args.save, nodes[0])
+        return 0
+    job = job_of(nodes)
     found = judge(job)
-    seen = f"{len(job.processes)} processes, {len(job.ranks)} of them ranks"
-    report.start(f"{seen}, looked at twice, {nodes[0]['seconds']:g} s apart")
-    show(report, job, nodes, found)
-    report.metrics["verdict"] = asdict(found) | {"ranks": sorted(found.ranks)}
-    if drawn is None:
-        report.check("faults found", int(found.kind != "training"), 0, 0, "the job's processes")
-        return report.finish(found.reason)
-    report.say(f"\ndrawn was: {drawn}")
-    source = "drawn/train.py, fault.json"
-    report.check("the fault's kind is named", int(found.kind == drawn["kind"]), 1, 0, source)
-    report.check("ranks named rightly", int(drawn["rank"] in found.ranks), 1, 0, source)
-    report.check("ranks named wrongly", len(found.ranks - {drawn["rank"]}), 0, 0, source)
-    return report.finish("the fault that was drawn was found")
+    show(job, found, args)
+    return int(found.kind != "training")
 
 
 if __name__ == "__main__":

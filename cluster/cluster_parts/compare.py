@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from cluster_parts.cause import ranks_of
 from cluster_parts.host import GIB
-from cluster_parts.verdicts import ranks_of
 
 LITTLE = 0.5  # of the middle node's: a limit or a disk so small is another configuration
 LITTLE_ROOM = GIB  # bytes: more is enough, whatever the others have

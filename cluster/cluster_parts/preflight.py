@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster_parts.cause import ranks_of
 from cluster_parts.compare import (
     ROWS,
     Finding,
@@ -26,7 +27,7 @@ from cluster_parts.compare import (
 )
 from cluster_parts.doctor import wrong_limits
 from cluster_parts.host import addresses_of, read_interfaces
-from cluster_parts.verdicts import VICTIM, ranks_of
+from cluster_parts.logs import IS_LOST
 from legacy_common import cli
 from legacy_common.report import Report
 
@@ -303,7 +304,7 @@ def lost(nodes, measured: list[dict], name_of: dict[int, str], timeout_s: float)
         return
     step = Counter(one["step"] for one in failed.values()).most_common(1)
     during = f" while {step[0][0]}" if step else ""
-    own = {rank: one for rank, one in failed.items() if not VICTIM.search(one["error"])}
+    own = {rank: one for rank, one in failed.items() if not IS_LOST.search(one["error"])}
     if silent:
         names = [*dict.fromkeys(name_of[rank] for rank in silent)]
         told = f"{ranks_of(silent)} stopped answering{during}"
