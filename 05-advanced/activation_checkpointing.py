@@ -263,7 +263,7 @@ def main():
 
         formula = tokens * count_repeated_flops(CONFIG, SEQ_LEN)
         report.check("full: FLOPs repeated", repeated, formula, 0)
-        report.check("gradient with dropout: error", max(errors), 0, TOLERANCE)
+        report.check("gradient with dropout: sum of errors", sum(errors), 0, TOLERANCE)
         return report.finish("backward computed again what forward had computed")
 
 
