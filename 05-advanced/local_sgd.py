@@ -1,190 +1,187 @@
-"""Talk once in H steps: average the weights of the ranks, or take DiLoCo's outer step.
+"""Communicate once in H steps: average the weights, or take DiLoCo's outer step.
 
     CPU   torchrun --standalone --nproc-per-node=2 05-advanced/local_sgd.py
     GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/local_sgd.py
 
-Look for: the bytes, 1/H of DDP's; the held-out loss after the same number of samples, and how much
-of it the bytes cost; accumulation, which sends as little and loses more. Sources: Stich, Local SGD
-(2018); Douillard et al., DiLoCo (2023).
+Look for: the bytes per step, 1/H of DDP's; the test loss after the same samples; the
+same weights as one process if H is 1.
+
+Sources: Stich, Local SGD Converges Fast and Communicates Little (2018); Douillard et
+al., DiLoCo (2023).
 """
 
-import functools
-import math
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from advanced_parts import local_sgd as part
-from dist_common.links import slow_group
-from legacy_common import cli, measure, runtime
-from legacy_common.lab import traffic
-from legacy_common.report import Report
+from dist_common import check, cli, data, runtime
+from dist_common.model import Config, build_transformer
+from dist_common.report import Report
 
-GENTLE = 0.5  # outer momentum that needs fewer rounds than the paper's 0.9
-TIMED = 3  # times that all settings end whole rounds, after one that does not count
+SEQ_LEN = 64  # T
+CONFIG = Config(256, 32, 1, 2, 1, 88, SEQ_LEN)  # V 256, D 32, one block
+MICRO_BATCH = 2  # sequences per rank and step
+TEST_BATCH = 256  # sequences of the end of the text, which no rank trains on
+METHODS = ("alone", "DDP", "averaging", "DiLoCo 0.9", "DiLoCo 0.5")
+OUTER_LR = 0.7
+INNER_LR = 0.1  # of SGD, in the comparison with one process
+# One process's SGD, to compare with H = 1: a pseudo-gradient is INNER_LR x gradient.
+ONE_PROCESS = {
+    "averaging": {"lr": INNER_LR},
+    "DiLoCo 0.9": {"lr": OUTER_LR * INNER_LR, "momentum": 0.9, "nesterov": True},
+}
 
 
 @torch.no_grad()
-def mean_over_ranks(tensors, group):
+def average(tensors):
     """Replace each tensor by its mean over all ranks, in one all-reduce."""
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-
-    dist.all_reduce(flat, group=group)
-
-    flat /= dist.get_world_size(group)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
     parts = flat.split([tensor.numel() for tensor in tensors])
     for tensor, mean in zip(tensors, parts, strict=True):
         tensor.copy_(mean.view_as(tensor))
 
 
-def average(model, optimizer, moments, group):
-    """End a round of periodic averaging: all ranks go on from the mean of their weights."""
-    mean_over_ranks(list(model.parameters()), group)
-
-    if moments == "averaged":
-        states = [optimizer.state[p] for p in model.parameters()]
-        names = ("exp_avg", "exp_avg_sq")
-        mean_over_ranks([state[name] for state in states for name in names], group)
-    elif moments == "reset":
-        optimizer.state.clear()
-
-
-def make_outer(model, lr, momentum):
-    """Return DiLoCo's outer optimizer, over a copy of the weights that the ranks agree on."""
-    agreed = [p.detach().clone() for p in model.parameters()]
-    return torch.optim.SGD(agreed, lr, momentum, nesterov=momentum > 0)
+def make_outer(model, momentum):
+    """Return DiLoCo's outer optimizer, over a copy of the agreed weights."""
+    agreed = [weight.detach().clone() for weight in model.parameters()]
+    return torch.optim.SGD(agreed, OUTER_LR, momentum, nesterov=True)
 
 
 @torch.no_grad()
-def outer_step(model, outer, group):
-    """End a round of DiLoCo: take the way that the ranks went, on average, as a gradient."""
+def outer_step(model, outer):
+    """Use the ranks' mean weight change as a pseudo-gradient (DiLoCo)."""
     agreed = outer.param_groups[0]["params"]
     for old, new in zip(agreed, model.parameters(), strict=True):
-        old.grad = old - new  # against the way this rank went in H inner steps
-
-    mean_over_ranks([old.grad for old in agreed], group)
+        old.grad = old - new  # a gradient points away from the step
+    average([old.grad for old in agreed])
     outer.step()
-
     for old, new in zip(agreed, model.parameters(), strict=True):
         new.copy_(old)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A way to train, of those that the table compares."""
-
-    name: str
-    method: str  # alone, DDP, averaging or DiLoCo
-    every: int = 1  # H: steps per round
-    moments: str = "kept"  # AdamW's, when weights are averaged: kept, averaged or reset
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    accumulate: int = 1  # micro-batches per step, in one backward
+def mean_loss(model, batch):
+    inputs, targets = batch
+    logits = model(inputs)  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def prepare(setting, model, optimizer, group):
-    """Return what computes the logits, and what to call at the end of each round."""
-    if setting.method == "DDP":
-        return DDP(model, process_group=group), lambda: None
-    if setting.method == "averaging":
-        return model, functools.partial(average, model, optimizer, setting.moments, group)
-    if setting.method == "DiLoCo":
-        outer = make_outer(model, setting.outer_lr, setting.outer_momentum)
-        return model, functools.partial(outer_step, model, outer, group)
-    return model, lambda: None
-
-
-def train(setting, model, optimizer, batches, steps, group=None):
-    """Take `steps` inner steps on this rank's own batches; a round ends every H of them."""
-    compute, end_round = prepare(setting, model, optimizer, group)
-    schedule = part.warmup_and_decay(optimizer, steps)
-    for step, (tokens, targets) in enumerate(batches, 1):
-        F.cross_entropy(compute(tokens).flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % setting.every == 0:
+def train(model, inner, batches, every=1, end_round=None):
+    """Take a step of the inner optimizer per batch; end a round every H steps."""
+    for step, batch in enumerate(batches, 1):
+        mean_loss(model, batch).backward()
+        inner.step()
+        inner.zero_grad()
+        if end_round and step % every == 0:
             end_round()
 
 
-def settings_of(args):
-    """Return the ways to compare."""
-    settings = [Setting("alone", "alone"), Setting("DDP", "DDP")]
-    for h in args.every:
-        settings.append(Setting(f"DDP, accumulating {h}", "DDP", accumulate=h))
-        settings.append(Setting(f"averaging, H = {h}", "averaging", h))
-        for momentum in sorted({args.outer_momentum, GENTLE}, reverse=True):
-            name = f"DiLoCo, H = {h}, momentum {momentum:g}"
-            settings.append(Setting(name, "DiLoCo", h, "kept", args.outer_lr, momentum))
-    for moments in ("averaged", "reset"):
-        longest = args.every[-1]
-        name = f"averaging, H = {longest}, moments {moments}"
-        settings.append(Setting(name, "averaging", longest, moments))
-    return settings
+def make_end_round(name, model):
+    """Return the function that ends a round of a method, or None."""
+    if name == "averaging":
+        return partial(average, list(model.parameters()))
+    if name.startswith("DiLoCo"):
+        outer = make_outer(model, momentum=float(name.split()[1]))
+        return partial(outer_step, model, outer)
+    return None
 
 
-def run_setting(setting, task, args, group):
-    """Train one setting; return held-out loss, what rounds send, and ms per step on the link."""
+def train_method(name, model, batches, every):
+    """Train on this rank's batches, with AdamW on each rank."""
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    end_round = make_end_round(name, model)
+    train(DDP(model) if name == "DDP" else model, inner, batches, every, end_round)
 
-    def run(steps, group=None, timer=None):
-        model, optimizer = task.build(setting)
-        steps //= setting.accumulate
-        batches = task.batches(steps, setting)
-        if timer:
-            batches = part.time_rounds(batches, args.whole_rounds // setting.accumulate, timer)
-        train(setting, model, optimizer, batches, steps, group)
-        return model
 
-    loss = task.held_out_loss(run(args.max_steps))
-    with traffic.TrafficCounter() as counter:
-        run(args.whole_rounds)
-    timer = measure.StepTimer(task.device, warmup=1)
-    run((timer.warmup + TIMED) * args.whole_rounds, group, timer)
-    return loss, counter, timer.median_ms() / args.whole_rounds
+# Measurement
+
+
+def draw_batch(text, size, generator, device):
+    """Return inputs and targets. Shapes: (B, T) each."""
+    starts = torch.randint(len(text) - SEQ_LEN, (size, 1), generator=generator)
+    windows = text[starts + torch.arange(SEQ_LEN + 1)].long().to(device)
+    return windows[:, :-1], windows[:, 1:]
+
+
+def flat_weights(model):
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def error_of_short_rounds(name, build, shares, batches):
+    """Compare a method with H = 1 and SGD with one process, which has whole batches.
+
+    Returns: the largest distance of a rank's weights, relative to how far they moved.
+    """
+    model, alone = build(), build()
+    start = flat_weights(model)
+    inner = torch.optim.SGD(model.parameters(), INNER_LR)
+    train(model, inner, shares, 1, make_end_round(name, model))
+    train(alone, torch.optim.SGD(alone.parameters(), **ONE_PROCESS[name]), batches)
+    expected = flat_weights(alone)
+    error = (flat_weights(model) - expected).norm() / (expected - start).norm()
+    return max(runtime.gather(error.item()))
+
+
+def expected_bytes(name, num_weights, every):
+    """Return the bytes that a rank sends per micro-batch: one all-reduce in H steps."""
+    if name == "alone":
+        return 0
+    n = dist.get_world_size()
+    return 2 * (n - 1) / n * 4 * num_weights / (1 if name == "DDP" else every)
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    add, positive, number = parser.add_argument, cli.positive_int, cli.positive_float
-    add("--every", type=positive, nargs="+", default=[5, 25], metavar="H",
-        help="steps per round, one value or several (5 25)")  # fmt: skip
-    add("--max-steps", type=positive, default=400, help="inner steps of each setting (400)")
-    add("--micro-batch-size", type=positive, default=2, help="sequences per rank and step (2)")
-    add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
-    add("--lr", type=number, default=3e-3, help="peak learning rate of AdamW (0.003)")
-    add("--outer-lr", type=number, default=0.7, help="DiLoCo's outer learning rate (0.7)")
-    add("--outer-momentum", type=float, default=0.9, help="DiLoCo's Nesterov momentum (0.9)")
-    add("--link", type=cli.link_rate, default=100e6 / 8,
-        help="link to emulate for step times, such as 1gbit (100mbit)")  # fmt: skip
+    add = parser.add_argument
+    add("--every", type=cli.positive_int, default=20, help="H, steps per round (20)")
+    add("--max-steps", type=cli.positive_int, default=200, help="of training (200)")
     args = parser.parse_args()
-    args.every = sorted(set(args.every))
-    args.whole_rounds = math.lcm(*args.every)  # steps in which every setting ends whole rounds
-    for h in (h for h in args.every if args.max_steps % h):
-        near = [str(n * h) for n in (args.max_steps // h, args.max_steps // h + 1) if n]
-        parser.error(f"--max-steps {args.max_steps} is not a multiple of --every {h}: "
-                     f"take {' or '.join(near)}")  # fmt: skip
-    if not 0 <= args.outer_momentum < 1:
-        parser.error(f"--outer-momentum {args.outer_momentum:g} must be from 0 to below 1")
+    if args.max_steps % args.every:
+        raise cli.UsageError(f"--max-steps must be a multiple of --every {args.every}")
     return args
 
 
 def main():
     args = parse_args()
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("05-advanced/local_sgd.py", args, world, device)
-        task = part.Task(args, world, device)
-        group, how = slow_group(args.link)
-        report.start(task.says, how)
+    with runtime.init(args.device, args.timeout) as run:
+        report = Report("05-advanced/local_sgd.py", args, run)
+        text = torch.from_numpy(data.load_text().copy())
+        split = len(text) - len(text) // 20
+        generator = torch.Generator().manual_seed(args.seed)
+        draw = partial(draw_batch, generator=generator, device=run.device)
+        test = draw(text[split:], TEST_BATCH)
+        size = MICRO_BATCH * run.world_size
+        batches = [draw(text[:split], size) for _ in range(args.max_steps)]
+        shares = [
+            [part.chunk(run.world_size)[run.rank] for part in batch]
+            for batch in batches
+        ]
+        build = partial(build_transformer, CONFIG, args.seed, run.device)
 
-        part.check_rounds(report, task, train, Setting)
+        rows, losses, wrong = [], {}, 0
+        for name in METHODS:
+            with check.CollectiveCounter() as counter:
+                train_method(name, build(), shares[: args.every], args.every)
+            sent = counter.bytes_sent["all_reduce"] / args.every
+            formula = expected_bytes(name, CONFIG.num_parameters(), args.every)
+            wrong = max(wrong, abs(sent - formula))
+            model = build()
+            train_method(name, model, shares, args.every)
+            with torch.no_grad():
+                losses[name] = mean_loss(model, test).item()
+            rows.append((name, f"{sent:,.0f}", f"{losses[name]:.3f}"))
+        report.table(rows, ("method", "bytes per step", "test loss"))
 
-        settings = settings_of(args)
-        results = [run_setting(setting, task, args, group) for setting in settings]
-        part.compare(report, task, settings, results)
-        return report.finish("each method equals itself in one process")
+        for name in ONE_PROCESS:
+            error = error_of_short_rounds(name, build, shares[:10], batches[:10])
+            report.check(f"{name}, H = 1: error against one process", error, 0, 1e-4)
+        report.check("bytes per step: largest difference", wrong, 0, 0.01)
+        report.metrics["test_loss"] = losses
+        return report.finish("H = 1 equals one process")
 
 
 if __name__ == "__main__":

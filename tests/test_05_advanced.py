@@ -10,9 +10,11 @@ from conftest import REPO, assert_one_line, results_of, run_command
 
 ACCUMULATION = "05-advanced/gradient_accumulation.py"
 CHECKPOINTING = "05-advanced/activation_checkpointing.py"
+GOODPUT = "05-advanced/goodput.py"
 LOW_PRECISION = "05-advanced/low_precision.py"
 OVERLAP = "05-advanced/communication_overlap.py"
 COMPRESSION = "05-advanced/gradient_compression.py"
+LOCAL_SGD = "05-advanced/local_sgd.py"
 TENSOR = "05-advanced/tensor_parallel.py"
 TENSOR_PLAN = "05-advanced/tensor_parallel_dtensor.py"
 PIPELINE = "05-advanced/pipeline_parallel.py"
@@ -202,6 +204,51 @@ def autocast_to_bfloat16(script):
     )
 
 
+def sum_instead_of_mean(script):
+    average = script.average
+
+    def add_up(tensors):
+        average(tensors)
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor *= script.dist.get_world_size()
+
+    script.average = add_up
+
+
+def step_along_the_rank_alone(script):
+    """Average copies, so that each rank keeps its own pseudo-gradient."""
+    average = script.average
+    script.average = lambda tensors: average([tensor.clone() for tensor in tensors])
+
+
+def exchange_twice(script):
+    average = script.average
+    script.average = lambda tensors: average(tensors) or average(tensors)
+
+
+def save_at_youngs_interval(script):
+    script.daly_interval = script.young_interval
+
+
+def restart_without_failures(script):
+    """Forget that failures come during restarts, too."""
+    exact = script.exact_goodput
+
+    def forget(job, interval_s):
+        M = job.between_s
+        without = script.Job(M, job.save_s, 0)
+        return exact(without, interval_s) * M / (M + job.restart_s)
+
+    script.exact_goodput = forget
+
+
+def keep_unsaved_work(script):
+    math = SimpleNamespace(**vars(script.math))
+    math.floor = float
+    script.math = math
+
+
 def skip_the_last_bucket(script):
     divide = script.divide_into_buckets
     script.divide_into_buckets = lambda model: divide(model)[:-1]
@@ -318,6 +365,8 @@ def leave_heads_where_they_are(script):
 
 GRADIENT = "gradient: relative error, every division"
 ERROR = "error of losses and gradient"
+SHORT = "--max-steps 10 --every 5"
+H_IS_1 = "{}, H = 1: error against one process"
 SENT_AND_UNSENT = "top-k: error of sent + unsent"
 BYTES_SENT = "bytes sent: largest difference from the formula"
 SABOTAGE = [
@@ -361,6 +410,9 @@ SABOTAGE = [
     (COMPRESSION, 2, "--max-steps 3", send_a_sum, "bfloat16: gradient error"),
     (COMPRESSION, 2, "--max-steps 3", forget_the_residual, SENT_AND_UNSENT),
     (COMPRESSION, 2, "--max-steps 3", send_places_twice, BYTES_SENT),
+    (GOODPUT, 1, "", save_at_youngs_interval, "Daly's interval, share off the best"),
+    (GOODPUT, 1, "", restart_without_failures, "simulated, standard errors off"),
+    (GOODPUT, 1, "", keep_unsaved_work, "simulated, standard errors off"),
     (LOW_PRECISION, 1, "", clip_scaled_gradients, "gradient: largest relative error"),
     (
         LOW_PRECISION,
@@ -371,6 +423,9 @@ SABOTAGE = [
     ),
     (LOW_PRECISION, 1, "", round_to_two_bits, "float8: product error"),
     (LOW_PRECISION, 1, "", autocast_to_bfloat16, "float16: gradients of 0"),
+    (LOCAL_SGD, 2, SHORT, sum_instead_of_mean, H_IS_1.format("averaging")),
+    (LOCAL_SGD, 2, SHORT, step_along_the_rank_alone, H_IS_1.format("DiLoCo 0.9")),
+    (LOCAL_SGD, 2, SHORT, exchange_twice, "bytes per step: largest difference"),
     (WEIGHT_SYNC, 3, "", skip_the_last_bucket, "largest difference of logits"),
     (WEIGHT_SYNC, 2, "--rollout-ms 2000", never_wait, "steps beyond --max-staleness"),
 ]
@@ -395,6 +450,7 @@ def test_sabotage_fails_its_check(
         *((ACCUMULATION, ranks) for ranks in (1, 3, 4)),
         *((OVERLAP, ranks) for ranks in (1, 3, 4)),
         *((COMPRESSION, ranks) for ranks in (1, 3, 4)),
+        *((LOCAL_SGD, ranks) for ranks in (1, 3, 4)),
         *((CHECKPOINTING, ranks) for ranks in (1, 3, 4)),
         *((LOW_PRECISION, ranks) for ranks in (1, 3)),
         *((TENSOR, ranks) for ranks in (1, 4, 8)),
