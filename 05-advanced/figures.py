@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+import goodput
 import pipeline_schedules
 from activation_checkpointing import CHOICES, measure_blocks
 from low_precision import activation_gradient, build_model
@@ -246,7 +247,26 @@ def draw_low_precision():
     return figure
 
 
+def draw_goodput():
+    """Goodput over the interval between saves, for jobs of four sizes."""
+    figure, axes = plt.subplots(figsize=(6.5, 3.4))
+    intervals = np.logspace(1, 5)  # seconds
+    for gpus in goodput.SIZES:
+        failures_per_day = gpus / goodput.GPUS_PER_NODE * goodput.LLAMA3_RATE
+        job = goodput.Job(goodput.DAY_S / failures_per_day, save_s=60, restart_s=360)
+        shares = [goodput.exact_goodput(job, interval_s) for interval_s in intervals]
+        (line,) = axes.semilogx(intervals / 60, shares, label=f"{gpus:,} GPUs")
+        best = goodput.daly_interval(job)
+        share = goodput.exact_goodput(job, best)
+        axes.plot(best / 60, share, "o", color=line.get_color())
+    axes.set_xlabel("minutes of training between saves (dot: Daly's formula)")
+    axes.set_ylabel("goodput")
+    axes.legend(fontsize=8)
+    return figure
+
+
 FIGURES = {
+    "goodput": draw_goodput,
     "low_precision": draw_low_precision,
     "activation_checkpointing": draw_activation_checkpointing,
     "combining": draw_combining,
