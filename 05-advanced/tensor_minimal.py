@@ -1,4 +1,4 @@
-"""Train the same network with its matrices cut: every process computes a part of each product.
+"""Train the same network, divided: each process computes a part of each product.
 
     CPU   torchrun --standalone --nproc-per-node=2 05-advanced/tensor_minimal.py
     GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/tensor_minimal.py
@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ["RANK"])
 local_rank = int(os.environ["LOCAL_RANK"])
 world_size = int(os.environ["WORLD_SIZE"])
-gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for each rank here
+# One GPU for each process of this machine, or the CPU.
+gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)
@@ -32,7 +33,8 @@ dist.init_process_group("nccl" if gpu else "gloo")
 
 pixels, labels = load_digits(return_X_y=True)  # 1,797 images of 8 x 8 pixels, 0 to 16
 dataset = TensorDataset(torch.tensor(pixels).float() / 16, torch.tensor(labels))
-sampler = DistributedSampler(dataset, num_replicas=1, rank=0, drop_last=True)  # all of them
+# Every process reads all samples.
+sampler = DistributedSampler(dataset, num_replicas=1, rank=0, drop_last=True)
 loader = DataLoader(dataset, batch_size=64, sampler=sampler, drop_last=True)
 
 torch.manual_seed(0)

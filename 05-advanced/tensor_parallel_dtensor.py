@@ -1,17 +1,16 @@
-"""Tensor and sequence parallelism by a plan: PyTorch's parallelize_module and DTensor.
+"""Tensor and sequence parallelism from a plan, with parallelize_module and DTensor.
 
-    CPU   torchrun --standalone --nproc-per-node=2 05-advanced/tensor_parallel_dtensor.py
-    GPU   torchrun --standalone --nproc-per-node=gpu 05-advanced/tensor_parallel_dtensor.py
+    CPU  torchrun --standalone --nproc-per-node=2 05-advanced/tensor_parallel_dtensor.py
+    GPU  torchrun --standalone --nproc-per-node=4 05-advanced/tensor_parallel_dtensor.py
 
-The model is not rewritten: a plan says of each module how it is cut. Look for: the losses of one
-process with every plan; collectives that a plan costs beyond those of tensor_parallel.py. For 4
-ranks add `--num-kv-heads 4`.
+The model does not change. A plan says how to divide each of its modules.
 
-Source: docs.pytorch.org, torch.distributed.tensor.parallel, and its tutorial Large Scale
-Transformer model training with Tensor Parallel.
+Look for: the losses of one process with both plans; as many bytes as by hand with the
+first one, and more with the second.
+
+Source: PyTorch's documentation, torch.distributed.tensor.parallel, and its tutorial
+Large Scale Transformer model training with Tensor Parallel.
 """
-
-import functools
 
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,47 +25,48 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from advanced_parts import tensor_job
-from legacy_common import cli, runtime
-from legacy_common.report import Report
+import tensor_parallel as by_hand
+from dist_common import cli, runtime
+from dist_common.model import build_transformer
+from dist_common.report import Report
 
-WHOLE, TOKENS = Replicate(), Shard(1)  # of (B, T, D): all of it on each rank, T/tp of it
+WHOLE = Replicate()  # every rank has all of (B, T, D)
+TOKENS = Shard(1)  # every rank has T/n tokens of (B, T, D)
 
 
-def plan_by_matrix():
-    """Cut each matrix: columns where a rank computes its own, rows where the ranks' sum is due."""
+def plan_tensor():
+    """Divide each matrix by columns, or by rows if its input is divided already."""
     return {
         "embedding": RowwiseParallel(input_layouts=WHOLE),
+        # One DTensor for the three matrices that read it.
+        "blocks.*.attention": PrepareModuleInput(
+            input_layouts=(WHOLE, None, None),
+            desired_input_layouts=(WHOLE, None, None),
+        ),
         "blocks.*.attention.wq": ColwiseParallel(),
         "blocks.*.attention.wk": ColwiseParallel(),
         "blocks.*.attention.wv": ColwiseParallel(),
         "blocks.*.attention.wo": RowwiseParallel(),
-        "blocks.*.gate": ColwiseParallel(),
-        "blocks.*.up": ColwiseParallel(),
-        "blocks.*.down": RowwiseParallel(),
-        "head": ColwiseParallel(use_local_output=False),  # logits stay cut, for loss_parallel
-    }
-
-
-def plan_by_input():
-    """Cut as before, and make one DTensor of the input that several matrices share."""
-    return plan_by_matrix() | {
-        "blocks.*.attention": PrepareModuleInput(
-            input_layouts=(WHOLE, None, None), desired_input_layouts=(WHOLE, None, None)
-        ),
+        # One DTensor for gate and up.
         "blocks.*.ffn_norm": PrepareModuleOutput(
             output_layouts=WHOLE, desired_output_layouts=WHOLE, use_local_output=False
         ),
+        "blocks.*.gate": ColwiseParallel(),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+        # The logits stay divided, and a DTensor, for loss_parallel.
+        "head": ColwiseParallel(use_local_output=False),
     }
 
 
-def plan_of_sequence():
-    """Cut as before, and between the matrices cut the tokens."""
-    return plan_by_matrix() | {
+def plan_sequence():
+    """Divide the matrices in the same way, and the tokens between them."""
+    return plan_tensor() | {
         "embedding": RowwiseParallel(input_layouts=WHOLE, output_layouts=TOKENS),
         "blocks.*.attention_norm": SequenceParallel(),
         "blocks.*.attention": PrepareModuleInput(
-            input_layouts=(TOKENS, None, None), desired_input_layouts=(WHOLE, None, None)
+            input_layouts=(TOKENS, None, None),
+            desired_input_layouts=(WHOLE, None, None),
         ),
         "blocks.*.attention.wo": RowwiseParallel(output_layouts=TOKENS),
         "blocks.*.ffn_norm": SequenceParallel(),
@@ -78,68 +78,56 @@ def plan_of_sequence():
     }
 
 
-# Name: the plan, whether it cuts tokens, how many f a block calls.
-PLANS = {
-    "by matrix": (plan_by_matrix, False, 5),  # wq, wk, wv, gate and up each make a DTensor
-    "by input": (plan_by_input, False, 2),  # as by hand
-    "of sequence": (plan_of_sequence, True, 3),  # attention once, gate and up each
-}
-
-
-def compute_gradient(model, batch):
-    """Take forward and backward; return the loss, the same on every rank."""
-    inputs, targets = batch
-    with loss_parallel():  # both: backward needs it, too
+def compute_gradient(model, inputs, targets):
+    """Run forward and backward; return the loss, which every rank has."""
+    with loss_parallel():  # around backward as well
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
     place_gradients(model)
-    return loss.detach().full_tensor()
+    return loss.full_tensor()
 
 
 def place_gradients(model):
-    """Sum the norms' gradients over the ranks; cut the embedding's, which each rank has whole.
+    """Give each gradient the placement of its weight: norms are summed over the ranks.
 
-    The optimizer would do so by itself, in each of its operations on a gradient again.
+    The optimizer would do so as well, but again in each of its operations.
     """
     for weight in model.parameters():
         if isinstance(weight, DTensor):
             weight.grad = weight.grad.redistribute(placements=weight.placements)
 
 
-def parse_args():
-    parser = cli.ArgumentParser(__doc__)
-    tensor_job.add_flags(parser)
-    return parser.parse_args()
+# The plan; how often a block makes a DTensor of a module's whole input, which is an f;
+# the norms whose gradients are summed.
+PLANS = {
+    "tensor parallel": (plan_tensor, 2, 0),
+    # Attention once, gate and up once each.
+    "sequence parallel": (plan_sequence, 3, by_hand.NUM_NORMS),
+}
 
 
 def main():
-    args = parse_args()
-    with runtime.init(args.device, args.timeout) as (world, device):
-        report = Report("05-advanced/tensor_parallel_dtensor.py", args, world, device)
-        config = tensor_job.config_of(args, world.world_size)
-        batches = tensor_job.batches_of(args, device)
-        report.start(f"{config.num_parameters():,} weights, tp = {world.world_size}")
-        mesh = init_device_mesh(device.type, (world.world_size,), mesh_dim_names=("tp",))
-        whole = tensor_job.whole_model(args, config, device)
-        alone = tensor_job.train_alone(args, whole, batches)
-        tokens = args.batch_size * args.seq_len
-        step_of = functools.partial(tensor_job.traffic_of_step, config, tokens)
-        by_hand = {"by hand": step_of(False), "by hand, sequence": step_of(True)}
-        rows = [tensor_job.row(*way) for way in by_hand.items()]
-        for name, (plan, sequence_parallel, fs) in PLANS.items():
-            model = tensor_job.whole_model(args, config, device)
+    args = cli.ArgumentParser(__doc__).parse_args()
+    with runtime.init(args.device, args.timeout) as run:
+        by_hand.validate_ranks(run)
+        report = Report("05-advanced/tensor_parallel_dtensor.py", args, run)
+        batches = by_hand.load_batches(run.device)
+        model = build_transformer(by_hand.CONFIG, args.seed, run.device)
+        alone = by_hand.train(model, by_hand.compute_gradient_alone, batches)
+        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        rows = []
+        for name, (plan, num_f, num_norms) in PLANS.items():
+            model = build_transformer(by_hand.CONFIG, args.seed, run.device)
 
-            parallelize_module(model, mesh["tp"], plan())
+            parallelize_module(model, mesh, plan())
 
-            expected = step_of(sequence_parallel, fs, norms_apart=True)
-            if world.world_size == 1:  # DTensor leaves out what a mesh of one does not need
-                expected = tensor_job.loss(tokens)
-            sent = tensor_job.check_model(
-                report, name, model, compute_gradient, batches, alone, expected
+            num_bytes = by_hand.bytes_of_step(num_f, num_norms)
+            row = by_hand.compare(
+                report, name, model, compute_gradient, batches, alone, num_bytes
             )
-            rows.append(tensor_job.row(f"plan {name}", sent))
-        report.table(rows, ("a step", *tensor_job.HEADERS))
-        return report.finish(f"the losses of {args.max_steps} steps are those of one process")
+            rows.append(row)
+        report.table(rows, by_hand.HEADERS)
+        return report.finish("losses and gradient are those of one process")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from dist_common.model import Config, Transformer, rotary_tables
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
-from legacy_common import models
 
 LESSONS = {
     "05-advanced/tensor_parallel.py": (
-        "same", "all_reduced", "gather_tokens", "scatter_tokens", "conjugate", "f", "g",
-        "f_tokens", "g_tokens", "keep_part", "ParallelBlock", "ParallelTransformer", "rows_here",
+        "identity", "all_reduce", "gather_tokens", "scatter_tokens", "conjugate", "f", "g",
+        "f_tokens", "g_tokens", "keep_part", "ParallelBlock", "ParallelTransformer", "find_rows",
         "vocabulary_parallel_loss",
     ),
 }  # fmt: skip
@@ -25,20 +25,18 @@ BATCH, HEAD_DIM = 2, 4
 
 def conjugates(answer) -> None:
     """Make f and g anew, of what `conjugate` is now."""
-    answer.f = answer.conjugate(answer.same, answer.all_reduced)
-    answer.g = answer.conjugate(answer.all_reduced, answer.same)
+    answer.f = answer.conjugate(answer.identity, answer.all_reduce)
+    answer.g = answer.conjugate(answer.all_reduce, answer.identity)
     answer.f_tokens = answer.conjugate(answer.gather_tokens, answer.scatter_tokens)
     answer.g_tokens = answer.conjugate(answer.scatter_tokens, answer.gather_tokens)
 
 
-def whole_model(setting: Setting) -> models.Transformer:
+def whole_model(setting: Setting) -> Transformer:
     """Return a small model whose heads, columns and words the ranks divide."""
     n, times = setting.world_size, setting.draw(3)[0]
-    config = models.TransformerConfig(
-        6 * n, HEAD_DIM * 2 * n, 2, 2 * n, n, 4 * n * times, max_seq_len=4 * n
-    )
+    config = Config(6 * n, HEAD_DIM * 2 * n, 2, 2 * n, n, 4 * n * times, max_seq_len=4 * n)
     torch.manual_seed(setting.seed)
-    model = models.Transformer(config)
+    model = Transformer(config)
     for weight in model.parameters():  # as it starts, norms are 1, and what a block adds is small
         nn.init.normal_(weight, std=0.5)
     return model.double()  # or sums in another order would differ
@@ -172,7 +170,7 @@ def see_block(answer, setting):
 def block_input(setting: Setting) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     n, generator = setting.world_size, setting.generator()
     x = torch.randn(BATCH, 4, HEAD_DIM * 2 * n, generator=generator).double().requires_grad_()
-    return x, models.rotary_tables(torch.arange(4), HEAD_DIM, 10_000.0)
+    return x, rotary_tables(torch.arange(4), HEAD_DIM, 10_000.0)
 
 
 def wrong_residuals(block, x, tables, ranks: int) -> dict[str, list[float]]:
@@ -218,7 +216,7 @@ def judge_block(seen, setting):
 
 def see_norms(answer, setting):
     conjugates(answer)
-    model = answer.ParallelTransformer(whole_model(setting), sequence_parallel=True)
+    model = answer.ParallelTransformer(whole_model(setting), answer.f_tokens, answer.g_tokens)
     inputs, targets = tokens_of(setting)
     answer.vocabulary_parallel_loss(model(inputs), targets).backward()
     before = numbers({name: w.grad.clone() for name, w in model.named_parameters()})
@@ -260,7 +258,7 @@ def judge_norms(seen, setting):
     return None
 
 
-# loss: cross-entropy over words of which each rank has V / tp
+# loss: cross-entropy over words of which each rank has V / n
 
 
 def logits_of(setting: Setting) -> torch.Tensor:
@@ -355,7 +353,7 @@ LAYERS, RANKS = 2, 2
 def measure(kind, answer, setting):
     """Return the all-reduces of activations in forward, or in forward and backward."""
     conjugates(answer)
-    model, calls = answer.ParallelTransformer(whole_model(setting), False), []
+    model, calls = answer.ParallelTransformer(whole_model(setting), answer.f, answer.g), []
     all_reduce = dist.all_reduce
 
     def counted(tensor, *args, **kwargs):
