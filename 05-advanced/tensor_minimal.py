@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 rank = int(os.environ["RANK"])
 local_rank = int(os.environ["LOCAL_RANK"])
 world_size = int(os.environ["WORLD_SIZE"])
-# One GPU for each process of this machine, or the CPU.
-gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one each
 device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(device)
@@ -33,7 +32,6 @@ dist.init_process_group("nccl" if gpu else "gloo")
 
 pixels, labels = load_digits(return_X_y=True)  # 1,797 images of 8 x 8 pixels, 0 to 16
 dataset = TensorDataset(torch.tensor(pixels).float() / 16, torch.tensor(labels))
-# Every process reads all samples.
 sampler = DistributedSampler(dataset, num_replicas=1, rank=0, drop_last=True)
 loader = DataLoader(dataset, batch_size=64, sampler=sampler, drop_last=True)
 

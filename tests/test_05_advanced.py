@@ -99,7 +99,7 @@ def leave_out_f(script):
 
 
 def shift_the_rows(script):
-    """Give each rank the rows of a matrix that belong to the columns of the next rank."""
+    """Give each rank the rows that match the columns of the next rank."""
     keep_part = script.keep_part
 
     def keep(layer, dim):
@@ -366,6 +366,7 @@ def leave_heads_where_they_are(script):
 
 def sum_gradients_of_experts_too(script):
     """Add up the gradients of different experts."""
+    script.STEPS = 1
 
     def sum_gradients(model):
         for weight in model.parameters():
@@ -376,6 +377,7 @@ def sum_gradients_of_experts_too(script):
 
 def shift_the_experts(script):
     """Give each rank the experts of the next rank."""
+    script.STEPS = 1
     share_of = script.share_of
 
     def shifted(tensor, run):
@@ -388,6 +390,7 @@ def shift_the_experts(script):
 
 def mix_up_experts(script):
     """Multiply rows by the matrix of another expert in the grouped product."""
+    script.STEPS = 1
     right = script.multiply
     script.multiply = lambda rows, weights, counts: right(rows, weights, counts.flip(0))
 
