@@ -1,17 +1,14 @@
 """Text without a download, and how it is dealt to ranks: the batches of the one job."""
 
 import copy
-import functools
 import hashlib
-import itertools
-import signal
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from legacy_common.cli import UsageError
 
@@ -68,15 +65,6 @@ class Sequences(Dataset):
         piece = self.text[start : end + 1].long()
         missing = (0, self.seq_len - len(piece) + 1)
         return F.pad(piece[:-1], missing), F.pad(piece[1:], missing, value=IGNORED)
-
-
-def batches_of(
-    sequences: Dataset, steps: int, global_batch: int, first: int, count: int, device
-) -> Iterator[list[torch.Tensor]]:
-    """Yield `count` sequences of each step's global batch, from its `first` on: (count, T) x 2."""
-    for start in range(first, first + steps * global_batch, global_batch):
-        items = [sequences[place % len(sequences)] for place in range(start, start + count)]
-        yield [torch.stack(part).to(device) for part in zip(*items, strict=True)]
 
 
 class ShardedSampler(Sampler[int]):
@@ -183,37 +171,6 @@ def settle_batch_sizes(args, dp_ranks: int) -> str:
     return f"global batch {total} = {micro} x {dp_ranks} ranks"
 
 
-def job_batches(
-    sequences: Dataset, sampler: Sampler, args, num_workers: int = 0, pin_memory=False
-) -> Iterator[list[Sequence[torch.Tensor]]]:  # fmt: skip
-    """Yield each step's micro-batches on this rank, (inputs, targets) of (B, T), epoch after epoch.
-
-    Any number of ranks sees the same global batches. The last one of an epoch may be smaller: its
-    micro-batches may be short or empty, but every rank yields equally many: no collective waits.
-    """
-
-    def indices_of_micro_batches() -> Iterator[list[int]]:
-        size = args.micro_batch_size
-        for step in sampler.ahead(args.global_batch_size):
-            mine = step[sampler.rank :: sampler.world_size].tolist()
-            for number in range(args.grad_accum_steps):
-                yield mine[number * size : (number + 1) * size]
-
-    while True:
-        loader = iter(DataLoader(
-            sequences,
-            batch_sampler=indices_of_micro_batches(),
-            collate_fn=functools.partial(collate, args.micro_batch_size, args.seq_len),
-            num_workers=num_workers,
-            worker_init_fn=_ignore_sigterm,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # else each epoch would draw from the model's numbers
-        ))  # fmt: skip
-        while step := list(itertools.islice(loader, args.grad_accum_steps)):
-            yield step
-        sampler.set_epoch(sampler.epoch + 1)
-
-
 def collate(rows: int, seq_len: int, items: Sequence) -> tuple[torch.Tensor, ...]:
     """Stack at most `rows` sequences, and fill up with rows that no loss counts. Shapes: (B, T).
 
@@ -226,7 +183,3 @@ def collate(rows: int, seq_len: int, items: Sequence) -> tuple[torch.Tensor, ...
         for tensor, part in zip(batch, item, strict=True):
             tensor[row] = part
     return batch
-
-
-def _ignore_sigterm(worker: int) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # launchers send it to data workers too

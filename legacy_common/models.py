@@ -347,13 +347,3 @@ class Transformer(nn.Module):
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor: its part of a DTensor, any other as it is."""
     return tensor.to_local() if hasattr(tensor, "placements") else tensor
-
-
-def cut_like(whole: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole tensor, cut as the DTensor `weight` is."""
-    if not hasattr(weight, "placements"):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    cut = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
-    return cut.to_local()

@@ -17,7 +17,7 @@ SITE = ".venv-site"  # and `make site`
 # The modules in their order, each with the package of its lessons' parts; most have none.
 PARTS = {
     "01-ddp-basics": "", "02-fsdp": "", "03-deepspeed": "", "04-nccl-operations": "",
-    "05-advanced": "advanced_parts", "benchmarks": "bench",
+    "05-advanced": "", "benchmarks": "bench",
 }  # fmt: skip
 
 

