@@ -446,8 +446,8 @@ def run_command(
 def compiled(op: str) -> bool:
     """Say whether DeepSpeed's op was compiled for this environment: it takes minutes."""
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache/torch_extensions"))
-    built = [folder for folder in cache.glob(f"**/{op}") if (folder / f"{op}.so").exists()]
-    return any(f" {sys.prefix}/" in (folder / "build.ninja").read_text() for folder in built)
+    folders = [folder for folder in cache.glob(f"**/{op}") if (folder / f"{op}.so").exists()]
+    return any(f" {sys.prefix}/" in (folder / "build.ninja").read_text() for folder in folders)
 
 
 @pytest.fixture
