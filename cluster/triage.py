@@ -154,7 +154,6 @@ def judge_network(job):
         first, last = one.looks
         for peer, size in last.unsent.items():
             node = homes.get(peer, peer)
-            # A peer that is alive acknowledges within milliseconds.
             if 0 < first.unsent.get(peer, 0) <= size and node != one.node:
                 links.add(frozenset((one.node, node)))
     if not links:

@@ -120,7 +120,7 @@ def test_each_name_and_snippet_of_a_lesson_lights_its_lines(at):
             assert code.strip() == page_reader.unindented(shown).strip(), f"{page}: {shown[:60]}"
             snippets += 1
         assert not opened.faults, f"{page}: {opened.faults}"
-    assert names > 30 and snippets > 10
+    assert names > 30 and snippets > 5
 
 
 def test_a_lesson_by_keyboard(at):
@@ -165,7 +165,7 @@ def test_symptoms_of_all_pages_are_one_list(at):
     tables = re.compile(r"^\| (?:symptom|what you see) \|.*\n\|.*\n((?:\|.*\n)+)", re.M)
     texts = [(REPO / page).read_text() for page in page_reader.PAGES]
     expected = sum(table.count("\n") for text in texts for table in tables.findall(text))
-    assert opened.evaluate(rows) == expected > 200
+    assert opened.evaluate(rows) == expected > 150
     opened.fill("#symptom", "shm")
     kept = opened.eval_on_selector_all("article tbody tr:not([hidden])", TEXTS)
     assert 0 < len(kept) < 20 and all("shm" in text.lower() for text in kept)

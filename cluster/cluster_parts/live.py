@@ -49,7 +49,7 @@ class Look:
     call: str = ""  # the collective that it waits in
     cpu_s: float = 0.0
     written: dict = field(default_factory=dict)  # path -> size of a file that it writes
-    unsent: dict = field(default_factory=dict)  # peer -> bytes without acknowledgement
+    unsent: dict = field(default_factory=dict)  # peer -> bytes sent again and again
     unread: str = ""  # why there is no stack
 
     @property
@@ -293,9 +293,11 @@ def look_at_sockets(process, look):
             if row[9] not in inodes or row[3] != ESTABLISHED:
                 continue
             here, peer = read_address(row[1]), read_address(row[2])
-            if not ipaddress.ip_address(here).is_loopback:
-                process.addresses = sorted({*process.addresses, here})
-            if size := int(row[4].split(":")[0], 16):
+            if ipaddress.ip_address(here).is_loopback:
+                continue
+            process.addresses = sorted({*process.addresses, here})
+            size, retransmissions = int(row[4].split(":")[0], 16), int(row[6], 16)
+            if size and retransmissions:  # without them it is traffic
                 look.unsent[peer] = size + look.unsent.get(peer, 0)
 
 
