@@ -1,326 +1,396 @@
-"""Check all nodes of a job before it starts, and name the node to drain.
+"""Check all nodes of a job before it starts, and name the node that is wrong.
 
     CPU   torchrun --standalone --nproc-per-node=2 cluster/preflight.py
-    GPU   srun python cluster/preflight.py    (or torchrun, on each node of the job)
+    GPU   srun --ntasks-per-node=8 python cluster/preflight.py --pairs
 
-Exit code, for a prolog: 0 healthy, 1 a node to drain, 2 the job cannot run for another reason
-(torchrun turns 2 into 1). Look for: lines that begin with DRAIN, and the table of the nodes: one
-that differs from the others is visible before it is bad enough to be named.
-
-Sources: F. Cristian, Probabilistic clock synchronization, 1989 (clocks); K.-H. Huang and
-J. Abraham, Algorithm-based fault tolerance for matrix operations, 1984 (sums of columns).
+Each rank puts facts of its node into the launcher's store, so that a result comes even
+if no process group can be made. Rank 0 compares the nodes. If no finding prevents it,
+all ranks then run a small all-reduce and, with --pairs, measure each pair of nodes.
+One line per finding. Exit code: 0 if nothing is wrong, 1 with a finding, 2 for wrong
+usage.
 """
 
+import argparse
 import contextlib
-import hashlib
+import ipaddress
 import json
 import os
+import random
 import socket
-import statistics
 import sys
-import tempfile
 import threading
 import time
-from collections import defaultdict
-from pathlib import Path
+from dataclasses import dataclass
+from datetime import timedelta
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 
-import doctor
-import legacy_common
 from cluster_parts import host
-from cluster_parts import preflight as part
-from cluster_parts.host import nodes_of
-from cluster_parts.pairwise_scan import numbers_of
-from legacy_common import cli, runtime
-from legacy_common.report import Report
-from pairwise_scan import meet, rounds_of
+from cluster_parts import preflight as judge
+from cluster_parts.preflight import show_gib, show_rate
+from dist_common import cli, runtime
 
-ROUND_TRIPS = 10  # of which the fastest tells most of a clock
-MOST = 127  # of a matrix's numbers: 1024 products of two stay below 2**24, what float32 counts to
-DEPTH = 1024  # numbers in each of the sums that a product is made of
-SIDE = {"cpu": 512, "cuda": 8192}
-FORMATS = {"cpu": [torch.float32], "cuda": [torch.float32, torch.bfloat16]}
-NUMBERS = 65_536  # in an all-reduce
-REPEATS, ENOUGH_S = 3, 10.0  # of the scan of the links, and after how long there is no other one
-BURST_S = 0.03  # what a switch or a card buffers goes through at once: a burst is longer
-SEEN_S = 5.0  # network file systems may show a new file late
-GRACE_S = 15.0  # after the timeout, for what ranks say of it
-LAST_S = 5.0  # rank 0 speaks first: a launcher ends all ranks when one fails
+GRACE_S = 5.0  # rank 0 stays longer than the others try, because it has the report
+POLL_S = 0.2  # between two looks into the store
+NUMBERS = 65_536  # in the all-reduce
+MESSAGE_BYTES = {"cpu": 2**20, "cuda": 2**26}
+MESSAGES, REPEATS = 4, 3  # between two nodes; the fastest repeat counts
 
 
-def clock_ahead(leaders):
-    """Return how far this rank's clock is ahead of rank 0's, and how wrong that may be, in s.
+@dataclass
+class Place:
+    """This rank's place in the job, and where the ranks meet."""
 
-    Rank 0's time was read between sending and receiving: half of the fastest round trip is the
-    most that it can be off. Called by the first rank of each node.
-    """
-    own, box = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
-    tries = []
-    for leader in leaders[1:]:
-        for _ in range(ROUND_TRIPS if own in (0, leader) else 0):
-            if own == 0:
-                dist.recv(box, leader)
-                box[0] = time.time()
-                dist.send(box, leader)
-                continue
-            sent = time.time()
-            dist.send(box, 0)
-            dist.recv(box, 0)
-            back = time.time()
-
-            tries.append(((back - sent) / 2, (sent + back) / 2 - box.item()))
-
-    off, ahead = min(tries, default=(0.0, 0.0))
-    return ahead, off
+    launcher: str
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master: str
+    port: int
 
 
-def multiply(device):
-    """Multiply two matrices of whole numbers; return checksums, wrong columns and TFLOP/s.
-
-    Every sum is below 2**24, so that float32 holds it exactly: the product is the same in any order
-    of additions, on any device. The sums of its columns are known without it: (1 A) B = 1 (A B).
-    """
-    side, seeded = SIDE[device.type], torch.Generator().manual_seed(0)
-    left, right = (torch.randint(-MOST, MOST + 1, shape, generator=seeded).float()
-                   for shape in ((side, DEPTH), (DEPTH, side)))  # fmt: skip
-    sums = left.double().sum(0) @ right.double()
-    found = {"checksums": [], "wrong_columns": 0, "tflop_s": 0.0}
-    for dtype in FORMATS[device.type]:
-        a, b = left.to(device, dtype), right.to(device, dtype)
-        for _ in range(2):  # a fault may come and go
-            product = torch.mm(a, b).float().cpu()
-            found["checksums"].append(hashlib.sha256(product.numpy().tobytes()).hexdigest()[:12])
-            if dtype == torch.float32:  # bfloat16 rounds
-                found["wrong_columns"] += int((product.double().sum(0) != sums).sum())
-        found["tflop_s"] = rate_of(a, b, device)
-    return found
+def find_place():
+    """Return this rank's place, and leave the environment as it was."""
+    before = dict(os.environ)
+    numbers = runtime.find_ranks()
+    place = Place(*numbers, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    return place
 
 
-def rate_of(a, b, device):
-    """Return TFLOP/s of the fastest of five tries."""
-    calls, seconds = 20 if device.type == "cuda" else 1, []
-    for _ in range(5):
-        started = time.perf_counter()
-        for _ in range(calls):
-            torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - started) / calls)
-    return 2 * a.shape[0] * a.shape[1] * b.shape[1] / min(seconds) / 1e12
+# The launcher's store
 
 
-def add_up(ranks, device):
-    """All-reduce in a group of these ranks; return how many numbers of the sum are wrong."""
-    everybody = len(ranks) == dist.get_world_size()
-    # With local synchronization only members make a group: there may be a thousand nodes.
-    group = None if everybody else dist.new_group(ranks, use_local_synchronization=True)
-    places = torch.arange(NUMBERS, device=device)
-    numbers = places + dist.get_rank()
-
-    dist.all_reduce(numbers, group=group)
-
-    return int((numbers != places * len(ranks) + sum(ranks)).sum())
-
-
-def scan_links(nodes, device, nbytes, iters):
-    """Have each node meet each other one; return [sender, receiver, GB/s] and wrong numbers.
-
-    All ranks of two nodes send at once, each to its counterpart, in as many rounds as there are
-    nodes. Of a way's repeats the best counts: what disturbs a machine makes it slower only.
-    """
-    own, size = dist.get_rank(), min(map(len, nodes))
-    message = numbers_of(own, torch.empty(max(1, nbytes // 4), device=device))
-    arrived, best, wrong = torch.empty_like(message), defaultdict(float), 0
-    rounds, started = rounds_of([node[:size] for node in nodes], nodes_only=True), time.monotonic()
-    iters = iters or enough_messages(rounds[0], message, arrived)
-    for repeat in range(REPEATS):
-        for pairs in rounds:
-            pair = next((pair for pair in pairs if own in pair), None)
-
-            gb_s, differ = meet(pair, message, arrived, iters, repeat)
-
-            wrong += differ
-            if pair:
-                way = own, sum(pair) - own
-                best[way] = max(best[way], gb_s)
-        if runtime.from_rank0(time.monotonic() - started > ENOUGH_S):
-            break
-    return [[*way, gb_s] for way, gb_s in best.items()], wrong
-
-
-def enough_messages(pairs, message, arrived):
-    """Return how many messages last BURST_S on most links: the same on all ranks."""
-    pair = next((pair for pair in pairs if dist.get_rank() in pair), None)
-    gb_s, _ = meet(pair, message, arrived, 1, 0)
-    known = [speed for speed in runtime.gather(gb_s) if speed]
-    return max(1, round(BURST_S * 1e9 * statistics.median(known) / message.nbytes))
-
-
-def share_a_file(folder, token, is_leader):
-    """Have rank 0 write a token that the first rank of each node reads; return what keeps it from.
-
-    All ranks call it. Each of those ranks also writes a file of its own.
-    """
-    own, path, problem = dist.get_rank(), Path(folder, f".preflight-{token}"), None
+def problem_with_master(place):
+    """Say why MASTER_ADDR cannot be right on this node; nothing if it can."""
     try:
+        found = socket.getaddrinfo(place.master, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return f"MASTER_ADDR={place.master} does not resolve here"
+    address = found[0][4][0]
+    is_here = ipaddress.ip_address(address.split("%")[0]).is_loopback
+    if is_here and place.rank >= place.local_world_size:
+        return f"MASTER_ADDR={place.master} is {address}, but rank 0 is on another node"
+    return ""
+
+
+def open_store(place, deadline):
+    """Connect to the launcher's store, or make it on rank 0 if there is no launcher's.
+
+    Raises: OSError or RuntimeError if it does not answer until `deadline`.
+    """
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    makes_it = place.rank == 0 and not of_agent
+    if not makes_it:
+        wait_for_port(place, deadline)
+    store = dist.TCPStore(
+        place.master,
+        place.port,
+        place.world_size,
+        makes_it,
+        timedelta(seconds=max(1.0, deadline - time.monotonic())),
+        wait_for_workers=False,
+        multi_tenant=True,  # the process group's own store may be at this port too
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"preflight/{attempt}", store)
+
+
+def wait_for_port(place, deadline):
+    """Connect once. PyTorch's store would try for longer than its timeout."""
+    while True:
+        left = deadline - time.monotonic()
         try:
-            if own == 0:
-                write_through(path, token)
-        except OSError as error:
-            problem = f"cannot write: {error.strerror}"
-        dist.barrier()
-        if is_leader and own:
-            problem = problem_with(path, token)
-        dist.barrier()
-        return problem
-    finally:
-        if own == 0:
-            path.unlink(missing_ok=True)
+            # A name may have several addresses, which are tried one after the other.
+            address = (place.master, place.port)
+            socket.create_connection(address, min(3.0, max(0.1, left))).close()
+            return
+        except OSError:
+            if left <= 0:
+                raise
+        time.sleep(random.uniform(0.2, 0.5))  # many ranks may ask
 
 
-def problem_with(path, token):
-    """Return what keeps a node from a file that another one has written; None if nothing does."""
-    if not path.parent.is_dir():
-        return "there is no such folder"
-    deadline = time.monotonic() + SEEN_S
-    while not (path.exists() and path.read_text() == token):
-        if time.monotonic() > deadline:
-            return part.UNSEEN
-        time.sleep(0.1)
+def collect(store, key, ranks, deadline):
+    """Return {rank: value} of the ranks that set `key/rank` until the deadline."""
+    keys = {rank: f"{key}/{rank}" for rank in ranks}
+    while not store.check(list(keys.values())) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    came = {rank: name for rank, name in keys.items() if store.check([name])}
+    return {rank: json.loads(store.get(name)) for rank, name in came.items()}
+
+
+def read(store, key):
+    """Wait for rank 0 to set a key; return its value."""
+    while not store.check([key]):
+        time.sleep(POLL_S)
+    return json.loads(store.get(key))
+
+
+# Measurements
+
+
+def measure(args, nodes):
+    """All-reduce on all ranks, then measure pairs of nodes; return what came out.
+
+    nodes: the ranks of each node.
+    """
+    # NCCL's watchdog would end the process, and with it the report.
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    result = {"step": "making the process group"}
     try:
-        with tempfile.TemporaryFile(dir=path.parent) as own:
-            own.write(b"0" * 4096)
-    except OSError as error:
-        return f"cannot write: {error.strerror}"
+        with runtime.init(args.device, args.timeout) as run:
+            try:
+                result["step"] = "the all-reduce"
+                result["wrong"] = count_wrong_sums(run.device)
+                if args.pairs:
+                    result["step"] = "sending between nodes"
+                    result["rates"] = measure_pairs(nodes, run.device)
+            except Exception as error:
+                error.printed = True  # rank 0 reports it
+                raise
+    except (RuntimeError, OSError) as error:
+        result["error"] = str(error)
+    return result
+
+
+def count_wrong_sums(device):
+    """All-reduce whole numbers; return how many of the sums are wrong."""
+    places = torch.arange(NUMBERS, device=device)
+    sums = places + dist.get_rank()
+    dist.all_reduce(sums)
+    world_size = dist.get_world_size()
+    expected = places * world_size + sum(range(world_size))
+    return int((sums != expected).sum())
+
+
+def measure_pairs(nodes, device):
+    """Return {peer: bytes/s}: this rank and its counterpart on each other node send.
+
+    A pair sends in both directions at once; in a round, each node is in one pair.
+    """
+    rank, best = dist.get_rank(), {}
+    message = torch.ones(MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
+    arrived = torch.empty_like(message)
+    for _ in range(REPEATS):
+        for pairs in rounds_of(len(nodes)):
+            peer = find_counterpart(rank, nodes, pairs)
+            dist.barrier()
+            if peer is None:
+                continue
+            started = time.perf_counter()
+            for _ in range(MESSAGES):
+                sends = dist.P2POp(dist.isend, message, peer)
+                receives = dist.P2POp(dist.irecv, arrived, peer)
+                for work in dist.batch_isend_irecv([sends, receives]):
+                    work.wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            rate = MESSAGES * message.nbytes / seconds
+            best[peer] = max(best.get(peer, 0.0), rate)
+    return best
+
+
+def rounds_of(count):
+    """Yield rounds of disjoint pairs, in which each of `count` nodes meets each other.
+
+    The circle method of tournaments: node 0 stays, the others move by one place.
+    """
+    circle = list(range(count + count % 2))
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        yield [pair for pair in pairs if max(pair) < count]
+        circle.insert(1, circle.pop())
+
+
+def find_counterpart(rank, nodes, pairs):
+    """Return the rank on the other node of this round's pair; None if there is none."""
+    for pair in pairs:
+        for node, other in (pair, reversed(pair)):
+            if rank in nodes[node]:
+                place = nodes[node].index(rank)
+                return nodes[other][place] if place < len(nodes[other]) else None
     return None
 
 
-def write_through(path, text):
-    """Write a file and have the operating system send it to the disk, or to the file server."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+# Report
 
 
-def own_facts(world, args):
-    """Return what doctor.py does not read: who was told what, code, the checkpoint's disk."""
-    return {
-        "world_size": world.world_size, "code": part.code_of(Path(legacy_common.__file__).parent),
-        "legacy_common": legacy_common.__version__,
-        "room": host.free_in(args.checkpoint_dir) if args.checkpoint_dir else None,
-    }  # fmt: skip
+def show(nodes, results, findings):
+    """Print the nodes, the rates of pairs, the findings and the verdict."""
+    rows = []
+    for name, here in list(nodes.items())[: judge.SHOWN]:
+        one = here[0]
+        listens = one.get("listens", {})
+        row = [name, len(here), f"torch {one['alike']['torch']}"]
+        row += [", ".join(listens.get(library, ())) for library in ("gloo", "NCCL")]
+        free = one["amounts"].get("free in /dev/shm")
+        rows.append([*row, show_gib(free) if free else ""])
+    heads = ("node", "ranks", "library", "gloo at", "NCCL at", "/dev/shm")
+    print(tabulate(rows, heads, disable_numparse=True))
+    if len(nodes) > judge.SHOWN:
+        print(f"... and {len(nodes) - judge.SHOWN} more nodes")
+    show_pairs(nodes, results)
+    for finding in findings:
+        print(finding.line)
+    ranks = sum(map(len, nodes.values()))
+    told = f"nodes: {len(nodes)}, ranks: {ranks}"
+    if findings:
+        print(f"FAILED: findings: {len(findings)}, {told}")
+    else:
+        done = "compared, all-reduce right" if results else "compared"
+        print(f"OK: {told}, {done}")
 
 
-def measure_together(args, world, token):
-    """Do what needs all ranks; return what was found, and where it ended if it failed."""
-    found = {"rank": world.rank, "step": "making the process group"}
-    try:
-        with runtime.init(args.device, args.timeout, cpu_tensors=True) as (_, device):
-            try:
-                take_steps(args, device, token, found)
-            except Exception as error:
-                error.told = True  # by rank 0, which hears of all such errors by the store
-                raise
-    except (RuntimeError, OSError) as error:
-        found["error"] = str(error)
-    return found
-
-
-def take_steps(args, device, token, found):
-    """Measure clock, product, sums, folder and links; put them and the place into `found`."""
-    nodes, rank = nodes_of(), dist.get_rank()
-    own = next(node for node in nodes if rank in node)
-    is_leader = own[0] == rank
-    found["step"] = "comparing the clocks"
-    if is_leader:
-        found["clock"] = clock_ahead([node[0] for node in nodes])
-    found["step"] = "multiplying matrices"
-    found |= multiply(device)
-    found["step"] = "the all-reduce within each node"
-    several = 1 < len(own) < dist.get_world_size()
-    found["wrong_within"] = add_up(own, device) if several else 0
-    found["step"] = "the all-reduce of all ranks"
-    found["wrong_in_all"] = add_up([*range(dist.get_world_size())], device)
-    if args.checkpoint_dir:
-        found["step"] = f"writing to {args.checkpoint_dir}"
-        found["folder"] = share_a_file(args.checkpoint_dir, token, is_leader)
-    found["step"] = "scanning the links"
-    for _ in range(2 if len(nodes) > 1 else 0):  # a node is named if it is slow twice
-        nbytes = args.bytes or part.MESSAGE[device.type]
-        ways, wrong = scan_links(nodes, device, nbytes, args.iters)
-        found.setdefault("ways", []).append(ways)
-        found["wrong_numbers"] = found.get("wrong_numbers", 0) + wrong
-        all_ways = sum(runtime.gather(ways), [])
-        if not part.slow_ranks(all_ways, nodes, args.link, args.slow_below):
-            break
-    found["step"] = "leaving"
+def show_pairs(nodes, results):
+    """Print the rate of each pair of nodes; of many nodes, the slowest pairs."""
+    pairs = {}
+    name_of = {one["rank"]: name for name, here in nodes.items() for one in here}
+    for rank, one in results.items():
+        for peer, rate in one.get("rates", {}).items():
+            if rank < int(peer):
+                pair = f"{name_of[rank]} - {name_of[int(peer)]}"
+                pairs[pair] = pairs.get(pair, 0.0) + rate
+    if pairs:
+        slowest = sorted(pairs, key=pairs.get)[: judge.SHOWN]
+        middle = show_rate(median(pairs.values()))
+        print(f"\npairs of nodes: {len(pairs)}, the middle one {middle}; the slowest:")
+        for pair in sorted(slowest):
+            print(f"  {pair}: {show_rate(pairs[pair])}")
 
 
 def parse_args():
-    parser = cli.ArgumentParser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--wait", type=cli.positive_float, default=30.0, metavar="SECONDS",
-        help="how long to wait for nodes that do not come (30)")  # fmt: skip
-    add("--expect-nodes", type=part.expected_nodes, metavar="N|NAMES",
-        help="how many nodes, or their names: node[0-3],gpu7 (those of SLURM's job)")  # fmt: skip
-    add("--checkpoint-dir", metavar="DIR", help="all nodes must read and write there (not tried)")
-    add("--free", type=cli.byte_size, default="1G", metavar="SIZE",
-        help="what must be free in --checkpoint-dir (1G)")  # fmt: skip
-    add("--max-skew", type=cli.positive_float, default=1.0, metavar="SECONDS",
-        help="how far a node's clock may be from most others (1)")  # fmt: skip
-    add("--link", type=cli.link_rate, help="what a node's network promises: 100gbit (not told)")
-    add("--slow-below", type=cli.positive_float, default=0.7, metavar="PART",
-        help="slow is below this part of the others' rate, or of --link's (0.7)")  # fmt: skip
-    add("-b", "--bytes", type=cli.byte_size, metavar="SIZE",
-        help="size of a message between nodes (256K, on GPUs 64M)")  # fmt: skip
-    add("-n", "--iters", type=cli.positive_int, help="messages in a burst (enough for 30 ms)")
-    parser.set_defaults(timeout=60.0)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto)")
+    add(
+        "--wait",
+        type=cli.positive_float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long to wait for the facts of all ranks (30)",
+    )
+    add(
+        "--timeout",
+        type=cli.positive_float,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long a collective waits for the other ranks (60)",
+    )
+    add(
+        "--expect-nodes",
+        type=judge.expand,
+        metavar="NAMES",
+        help="who has to come, such as node[0-3],gpu7 (the nodes of SLURM's job)",
+    )
+    add("--pairs", action="store_true", help="measure each pair of nodes")
+    add(
+        "--settings-only",
+        action="store_true",
+        help="compare facts only: no process group, no messages",
+    )
     return parser.parse_args()
 
 
 def main():
     args = parse_args()
-    world, master, port = doctor.look_around()
-    facts = doctor.read_facts(world, args.device)
-    if "problem" not in facts:
-        facts |= own_facts(world, args)
-    report = Report("cluster/preflight.py", args, world, torch.device("cpu"))
-    met = f"{world.world_size} ranks meet at {master}:{port}, within {args.wait:g} s"
-    report.start(met if world.world_size > 1 else "one rank: there is nobody to compare with")
     started = time.monotonic()
+    place = find_place()
+    problem = problem_with_master(place)
     try:
-        doctor.refuse_what_cannot_start(world, master)
-        ranks, store = doctor.exchange(world, master, port, facts, args.wait)
-    except cli.UsageError as error:
-        after = f" (tried for {time.monotonic() - started:.0f} s from {part.way_to(master)})"
-        return doctor.give_up(world, f"{error}{after}", started + args.wait + LAST_S)
-    if world.is_rank0:
-        return lead(args, world, report, store, ranks)
-    with ended_after(args.wait + GRACE_S, world, master):
-        token = doctor.word_of_rank0(store, "together", args.wait + GRACE_S)
-    found = measure_together(args, world, token) if token else None
-    with ended_after(args.timeout + 2 * GRACE_S, world, master):
-        if found:
-            store.set(f"measured/{world.rank}", json.dumps(found))
-        return doctor.end_with_rank0(store, args.timeout + 2 * GRACE_S)
+        if not problem:
+            store = open_store(place, started + args.wait)
+            facts = host.read_facts(place, args.device)
+            store.set(f"facts/{place.rank}", json.dumps(facts))
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0][:100]
+        problem = f"MASTER_ADDR={place.master}, MASTER_PORT={place.port}: {why}"
+    if problem:
+        return give_up(args, place, problem, started)
+    if place.rank == 0:
+        return lead(args, place, store, started)
+    return follow(args, place, store)
+
+
+def give_up(args, place, problem, started):
+    """Say why this rank cannot report to rank 0, and leave after rank 0."""
+    if place.local_rank == 0:
+        do = "Give all nodes the address and port of rank 0's node."
+        say(place, f"{problem}. {do}")
+    if place.rank > 0:  # many launchers end all ranks when one ends
+        rank0_ends = started + args.wait + 2 * GRACE_S
+        time.sleep(max(0.0, rank0_ends - time.monotonic()))
+    return cli.FAILED
+
+
+def say(place, what):
+    """Print what only this rank knows."""
+    print(f"{socket.gethostname()}: rank {place.rank}: {what}", flush=True)
+
+
+def lead(args, place, store, started):
+    """Collect, compare, have all ranks measure if nothing prevents it; report."""
+    deadline = started + args.wait + GRACE_S
+    told = collect(store, "facts", range(place.world_size), deadline)
+    ranks = list(told.values())
+    nodes = judge.group_by_node(ranks)
+    listed = os.environ.get("SLURM_JOB_NODELIST", "")
+    listed = os.environ.get("SLURM_STEP_NODELIST", listed)
+    expected = args.expect_nodes or judge.expand(listed)
+    findings = judge.find_absent(ranks, place, expected, args.wait)
+    findings += judge.compare_nodes(nodes)
+    goes_on = not args.settings_only and not any(one.stops for one in findings)
+    groups = [judge.numbers(here) for here in nodes.values()] if goes_on else []
+    store.set("measure", json.dumps(groups))
+    results = {}
+    if goes_on:
+        store.set("result/0", json.dumps(measure(args, groups)))
+        deadline = time.monotonic() + GRACE_S
+        results = collect(store, "result", told, deadline)
+        findings += judge.compare_results(nodes, results, args.timeout)
+    show(nodes, results, findings)
+    sys.stdout.flush()
+    code = cli.FAILED if findings else 0
+    store.set("code", str(code))
+    # The store ends with this rank: let the others read the code.
+    others = [rank for rank in told if rank > 0]
+    collect(store, "left", others, time.monotonic() + GRACE_S)
+    return code
+
+
+def follow(args, place, store):
+    """Measure if rank 0 says so; return rank 0's exit code."""
+    with ended_after(args.wait + 2 * GRACE_S, place):
+        nodes = read(store, "measure")
+    if nodes:
+        result = json.dumps(measure(args, nodes))
+    with ended_after(args.timeout + 2 * GRACE_S, place):
+        if nodes:
+            store.set(f"result/{place.rank}", result)
+        code = read(store, "code")
+        store.set(f"left/{place.rank}", "1")
+    return code
 
 
 @contextlib.contextmanager
-def ended_after(seconds, world, master):
-    """End this process if what is in the `with` block takes longer.
+def ended_after(seconds, place):
+    """End this process if the block takes longer.
 
-    Where the network is cut, PyTorch's store waits for ever: it tells its server that it waits no
-    longer, and waits for the answer.
+    Without a network PyTorch's store waits forever: it tells its server that it waits
+    no longer, and waits for the answer.
     """
 
     def end():
-        who = f"rank {world.rank} on host {socket.gethostname()}"
-        what = f"no word from rank 0 at {master} after {seconds:g} s, from {part.way_to(master)}"
-        print(f"preflight.py: error: {who}: {what}", file=sys.stderr, flush=True)
-        os._exit(cli.BAD_INPUT)
+        say(place, f"no word from rank 0 at {place.master} in {seconds:g} s.")
+        os._exit(cli.FAILED)
 
     timer = threading.Timer(seconds + 1.0, end)
     timer.daemon = True
@@ -329,22 +399,6 @@ def ended_after(seconds, world, master):
         yield
     finally:
         timer.cancel()
-
-
-def lead(args, world, report, store, ranks):
-    """Have the ranks measure together if all of them came; print the verdict, on rank 0."""
-    expected = args.expect_nodes or part.expected_of_slurm()
-    absent = part.absent(ranks, world, expected, args.wait)
-    alone = absent or part.cannot_meet(ranks)
-    token = "" if alone else f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
-    store.set("together", token)
-    measured = []
-    if token:
-        own = measure_together(args, world, token)
-        store.set(f"measured/{world.rank}", json.dumps(own))
-        measured = doctor.collect(store, "measured", world, time.monotonic() + GRACE_S)
-    code = part.conclude(report, args, world, ranks, measured, absent)
-    return doctor.end_together(store, code, others=len(ranks) - 1)
 
 
 if __name__ == "__main__":

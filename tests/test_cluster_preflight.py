@@ -1,384 +1,440 @@
-"""preflight.py: each fault names its node, and a healthy cluster is quiet."""
+"""preflight.py: each fault names its node, and healthy nodes are quiet."""
 
+import itertools
 import os
 import re
 import resource
-import shutil
 import socket
-import subprocess
-import sys
-import time
 
 import pytest
-import torch
-import torch.distributed as dist
-from conftest import REPO, assert_one_line, free_port, load_script, results_of, run_command
-from helpers_04 import first_is_quick
-from helpers_dgx import facts_of_dgx, plant_dgx
+from conftest import load_script
 
-from cluster_parts import preflight as part
+from cluster_parts import host
+from cluster_parts import preflight as judge
 from legacy_common.lab import namespaces
 
-PREFLIGHT = "cluster/preflight.py"
-script = load_script(PREFLIGHT)
+SCRIPT = "cluster/preflight.py"
+preflight = load_script(SCRIPT)
 GIB, MIB = 2**30, 2**20
 why_not = namespaces.why_not()
 needs_hosts = pytest.mark.skipif(why_not is not None, reason=str(why_not))
-HEALTHY = 125e6  # bytes/s: 1 Gbit/s
 
 
-# On hosts of their own, as network namespaces
+# Rules on facts of nodes
 
 
-def on_nodes(run_script, folder, nodes, *argv, each=1, fault=None, rates=None, environ=None):
-    """Run it on ranks of which `each` share a node; fault(node) is called first in each rank."""
-    port = free_port()
-
-    def before(_):
-        node = int(os.environ["RANK"]) // each
-        network.enter(node)
-        os.environ["MASTER_PORT"] = str(port)
-        name = f"node{node}"
-        socket.gethostname = lambda: name
-        script.GRACE_S = script.doctor.LEAVE_S = 2.0
-        script.SEEN_S = 0.5
-        if fault:
-            fault(node)
-
-    def launched(rank):
-        own = {"RANK": rank, "WORLD_SIZE": nodes * each, "LOCAL_RANK": rank % each,
-               "LOCAL_WORLD_SIZE": each, "GROUP_RANK": rank // each}  # fmt: skip
-        return own | (environ(rank) if environ else {})
-
-    with namespaces.hosts(rates or [HEALTHY] * nodes) as network:
-        return run_script(
-            PREFLIGHT, "--output-dir", folder, *argv, world_size=nodes * each,
-            before=before, environ=launched, end_job_on_failure=False,
-        )  # fmt: skip
+def card(name, address, mtu=1500):
+    network = re.sub(r"\.\d+$", ".0/24", address)
+    one = {"name": name, "address": address, "network": network, "mtu": mtu}
+    return one | {"virtual": name == "docker0"}
 
 
-def lines_of(ended):
-    return [line for line in ended.stdout.splitlines() if line.startswith(("DRAIN", "STOP"))]
+def facts_of(number):
+    """Return what a rank of a healthy node with 8 GPUs reads."""
+    eth0, own = f"10.0.0.{number + 1}", f"172.17.{number}.1"
+    return {
+        "rank": number,
+        "host": f"node{number}",
+        "boot": f"{number}",
+        "settings": {"NCCL_IB_HCA": "mlx5"},
+        "misspelt": {},
+        "problem": "",
+        "interfaces": [
+            card("lo", "127.0.0.1"),
+            card("eth0", eth0),
+            card("eth1", f"10.1.0.{number + 1}"),
+            card("docker0", own),
+        ],
+        "listens": {"gloo": [eth0], "NCCL": [eth0]},
+        "alike": {
+            "Python": "3.11.9",
+            "torch": "2.14.1",
+            "NCCL": "2.30.7",
+            "NVIDIA driver": "570.86",
+            "GPUs": 8,
+            "active RDMA ports": 10,
+            "WORLD_SIZE": 4,
+        },
+        "amounts": {
+            "/dev/shm": 900 * GIB + number * MIB,
+            "open files": 65_536,
+            "processes": None,
+            "locked memory": None,
+            "free in /dev/shm": 800 * GIB,
+            "free in /tmp": 50 * GIB,
+            "free in this folder": 9000 * GIB,
+        },
+    }
 
 
-@needs_hosts
-@pytest.mark.parametrize(("nodes", "each"), first_is_quick([(2, 1), (3, 1), (4, 1), (2, 2)]))
-def test_a_healthy_cluster_is_quiet(run_script, tmp_path, nodes, each):
-    (tmp_path / "shared").mkdir()
-    ended = on_nodes(
-        run_script, tmp_path / "run", nodes, "--checkpoint-dir", tmp_path / "shared", each=each
-    )
-    assert ended.codes == [0] * nodes * each, ended.stdout + ended.stderr
-    assert lines_of(ended) == [] and [*(tmp_path / "shared").iterdir()] == []
-    metrics = results_of(tmp_path / "run")["metrics"]
-    assert metrics["drain"] == metrics["suspects"] == []
-    assert len(re.findall(r"^node\d ", ended.stdout, re.M)) == nodes
-    assert all(one["wrong_within"] == one["wrong_in_all"] == 0 for one in metrics["measured"])
+def lines_of(ranks):
+    found = judge.compare_nodes(judge.group_by_node(ranks))
+    return [finding.line for finding in found]
 
 
-def everything_is_odd(node):
-    """Give node 1 another clock, packet size and limits, and a folder of its own."""
-    if node != 1:
-        return
-    now, disk_usage = time.time, shutil.disk_usage
-    time.time = lambda: now() + 3600
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-    resource.setrlimit(resource.RLIMIT_NPROC, (4000, 4000))
-
-    def usage(path):
-        found = disk_usage(path)
-        return found._replace(total=64 * MIB, free=64 * MIB) if path == "/dev/shm" else found
-
-    shutil.disk_usage = usage
-    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
-    subprocess.run(
-        ["ip", "link", "set", namespaces.CARD, "mtu", "1400"], check=True, env={"PATH": path}
-    )
-    sys.argv[sys.argv.index("--checkpoint-dir") + 1] += "/elsewhere"
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_healthy_nodes_are_quiet(count):
+    assert lines_of([facts_of(number) for number in range(count)]) == []
 
 
-@needs_hosts
-def test_each_odd_fact_names_the_node(run_script, tmp_path):
-    (tmp_path / "shared").mkdir()
-    ended = on_nodes(
-        run_script, tmp_path / "run", 3, "--checkpoint-dir", tmp_path / "shared",
-        fault=everything_is_odd,
-    )  # fmt: skip
-    assert ended.codes == [1] * 3, ended.stdout + ended.stderr
-    told = lines_of(ended)
-    assert all(line.startswith("DRAIN node1: ") for line in told), told
-    for what in (
-        "clock is 3,600.0 s ahead",
-        "open files (ulimit -n): 256", "processes (ulimit -u): 4,000", "/dev/shm: 0.06 GiB",
-        "MTU in 10.77.0.0/24 is 1400, others have 1500", "shared: there is no such folder",
-    ):  # fmt: skip
-        assert any(what in line for line in told), (what, told)
-    assert results_of(tmp_path / "run")["metrics"]["drain"] == ["node1"]
-
-
-def wrong_product(node):
-    if node == 2:
-        mm = torch.mm
-        torch.mm = lambda a, b: mm(a, b).index_fill_(1, torch.tensor([7]), 1.0)
-
-
-def dies_in_a_product(node):
-    if node == 2:
-        torch.mm = lambda a, b: os._exit(3)
-
-
-def wrong_sum(node):
-    if node == 2:
-        all_reduce = dist.all_reduce
-        dist.all_reduce = lambda numbers, **kwargs: all_reduce(numbers.add_(1), **kwargs)
-
-
-def own_folder(node):
-    if node:
-        sys.argv[sys.argv.index("--checkpoint-dir") + 1] += f"/{node}"
-
-
-@needs_hosts
-@pytest.mark.parametrize(
-    ("fault", "code", "says"),
-    first_is_quick([
-        (wrong_product, 1, "DRAIN node2: the matrix product of rank 2 differs from that of most"),
-        (dies_in_a_product, 1, "DRAIN node2: rank 2 stopped answering while"),
-        (wrong_sum, 2, "STOP: the all-reduce of all ranks gives a wrong sum on ranks 0, 1, 2"),
-        (own_folder, 2, "STOP: --checkpoint-dir .* is not shared: no other node sees"),
-    ]),
-)  # fmt: skip
-def test_what_all_ranks_measure_together(run_script, tmp_path, monkeypatch, fault, code, says):
-    for name in ("shared", "shared/1", "shared/2"):
-        (tmp_path / name).mkdir()
-    ended = on_nodes(
-        run_script, tmp_path / "run", 3, "--timeout", "5", "--checkpoint-dir", tmp_path / "shared",
-        fault=fault,
-    )  # fmt: skip
-    assert ended.codes[:2] == [code] * 2, ended.stdout + ended.stderr
-    (line,) = lines_of(ended)
-    assert re.match(says, line), line
-
-
-# Nodes that do not come
-
-
-def leaves(node):
-    if node == 2:
-        os._exit(3)
-
-
-def looks_elsewhere(node):
-    if node == 2:
-        os.environ["MASTER_ADDR"] = "10.77.0.99"
-
-
-@needs_hosts
-@pytest.mark.parametrize(
-    ("fault", "argv", "says"),
-    first_is_quick([
-        (leaves, ("--expect-nodes", "node[0-2]"), "DRAIN node2: no word after 3 s (rank 2)"),
-        (looks_elsewhere, (), "DRAIN the node of rank 2: no word after 3 s (--expect-nodes NAMES"),
-    ]),
-)  # fmt: skip
-def test_a_node_that_does_not_come(run_script, tmp_path, monkeypatch, fault, argv, says):
-    ended = on_nodes(run_script, tmp_path / "run", 3, "--wait", "3", *argv, fault=fault)
-    assert ended.codes[:2] == [1, 1], ended.stdout + ended.stderr
-    (line,) = lines_of(ended)
-    assert line.startswith(says), line
-    if fault is looks_elsewhere:
-        tried = r"MASTER_ADDR=10.77.0.99 \(10.77.0.99\), port \d+ does not answer here"
-        assert re.search(tried, ended.stderr), ended.stderr
-        assert re.search(r"tried for \d s from interface link0, 10.77.0.3\)$", ended.stderr, re.M)
+def test_racks_may_have_networks_of_their_own():
+    ranks = [facts_of(number) for number in range(4)]
+    for number, one in enumerate(ranks):
+        address = f"10.{number}.0.7"
+        one["interfaces"] = [card("eth0", address)]
+        one["listens"] = {"gloo": [address], "NCCL": [address]}
+    assert lines_of(ranks) == []
 
 
 @pytest.mark.parametrize(
-    ("nodes", "silent", "says"),
+    ("key", "change", "says"),
     [
-        (4, [3], "DRAIN node3: rank 3 stopped answering"),
-        (4, [2, 3], "DRAIN node2, node3: ranks 2, 3 stopped answering"),
-        (4, [1, 2, 3], "DRAIN node0: rank 0 is cut off: ranks 1, 2, 3 stopped answering"),
-        (2, [1], "DRAIN node0 or node1: rank 1 stopped answering"),
+        ("alike", {"torch": "2.13.0"}, "torch: 2.13.0, others: 2.14.1"),
+        ("alike", {"NCCL": "2.29.1"}, "NCCL: 2.29.1, others: 2.30.7"),
+        ("alike", {"NVIDIA driver": "550.1"}, "NVIDIA driver: 550.1, others: 570.86"),
+        ("alike", {"GPUs": 7}, "GPUs: 7, others: 8. Run nvidia-smi"),
+        ("alike", {"active RDMA ports": 9}, "active RDMA ports: 9, others: 10"),
+        ("alike", {"WORLD_SIZE": 3}, "WORLD_SIZE: 3, others: 4"),
+        ("settings", {"NCCL_PROTO": "LL"}, "NCCL_PROTO: LL, others: unset"),
+        ("settings", {"NCCL_IB_HCA": "mlx4"}, "NCCL_IB_HCA: mlx4, others: mlx5"),
+        ("misspelt", {"NCCL_ALGOS": "NCCL_ALGO"}, "NCCL_ALGOS: no library reads this"),
+        ("amounts", {"/dev/shm": 64 * MIB}, "/dev/shm: 0.06 GiB, at least 1.00 GiB"),
+        ("amounts", {"/dev/shm": 300 * GIB}, "/dev/shm: 300.00 GiB, others: 900.00"),
+        ("amounts", {"free in /dev/shm": 0}, "free in /dev/shm: 0.00 GiB, at least"),
+        ("amounts", {"free in /tmp": MIB}, "free in /tmp: 0.00 GiB, at least 1.00"),
+        ("amounts", {"open files": 256}, "open files: 256, at least 1,024 needed"),
+        ("amounts", {"open files": 4096}, "open files: 4,096, others: 65,536"),
+        ("amounts", {"processes": 4000}, "processes: 4,000, others: no limit"),
+        ("amounts", {"locked memory": MIB}, "locked memory: 0.00 GiB, others: no lim"),
+        ("listens", {"gloo": ["127.0.1.1"]}, "gloo listens at 127.0.1.1, where no oth"),
+        ("listens", {"gloo": ["172.17.2.1"]}, "network of gloo: 172.17.2.0/24"),
+        ("listens", {"NCCL": ["10.1.0.3"]}, "network of NCCL: 10.1.0.0/24 (eth1"),
+        ("listens", {"NCCL": []}, "NCCL finds no interface with NCCL_SOCKET_IFNAME"),
     ],
 )
-def test_who_is_cut_off(nodes, silent, says):
-    names = {rank: f"node{rank}" for rank in range(nodes)}
-    measured = [{"rank": rank} for rank in range(nodes) if rank not in silent]
-    found = [*part.lost(dict.fromkeys(names.values(), []), measured, names, 60)]
-    assert [finding.line for finding in found] == [says]
+def test_one_odd_node_is_named(key, change, says):
+    ranks = [facts_of(number) for number in range(4)]
+    ranks[2][key] |= change
+    (line,) = lines_of(ranks)
+    assert line.startswith(f"node2: {says}"), line
 
 
-@pytest.mark.parametrize(
-    ("errors", "says"),
-    [
-        ({2: "CUDA error: uncorrectable ECC error"}, "DRAIN node2: rank 2 failed while"),
-        ({0: "Connection closed by peer [10.0.0.2]:99", 2: "no"}, "DRAIN node2: rank 2 failed"),
-        ({0: "Timed out waiting 9 ms for recv from [10.0.0.1]:99", 2: "Broken pipe [10.0.0.1]:7"},
-         "DRAIN node1: ranks lost each other while multiplying matrices, within 60 s"),
-    ],
-)  # fmt: skip
-def test_who_failed_and_who_lost_it(errors, says):
-    names = {rank: f"node{rank}" for rank in range(3)}
-    nodes = {name: [{"interfaces": [{"addresses": [f"10.0.0.{rank}/24"]}]}]
-             for rank, name in names.items()}  # fmt: skip
-    step = {"step": "multiplying matrices"}
-    measured = [{"rank": rank} | ({"error": errors[rank]} | step if rank in errors else {})
-                for rank in range(3)]  # fmt: skip
-    (finding,) = part.lost(nodes, measured, names, 60)
-    assert finding.line.startswith(says)
+def test_a_problem_a_missing_card_and_another_mtu_are_named():
+    ranks = [facts_of(number) for number in range(4)]
+    ranks[0]["problem"] = "Unable to find address for: eth7"
+    del ranks[1]["interfaces"][2]
+    ranks[2]["interfaces"][1] = card("eth0", "10.0.0.3", mtu=9000)
+    told = lines_of(ranks)
+    assert "node0: a rank cannot start: Unable to find address for: eth7." in told
+    assert "node1: no card that is up in 10.1.0.0/24. Run ip address there." in told
+    assert "node2: MTU of gloo's card: 9000, others: 1500. Set one MTU." in told
+    assert len(told) == 4  # NCCL has the same card
 
 
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
-        ("4", 4),
-        ("node[0-2]", ["node0", "node1", "node2"]),
-        ("dgx-[001-003,7]-ib,gpu9", ["dgx-001-ib", "dgx-002-ib", "dgx-003-ib", "dgx-7-ib", "gpu9"]),
-        ("r[1-2]n[0-1]", ["r1n0", "r1n1", "r2n0", "r2n1"]),
-    ],
-)
-def test_a_list_of_nodes_is_expanded(given, names):
-    assert part.expected_nodes(given) == names
+def test_of_two_nodes_that_differ_both_are_suspects():
+    ranks = [facts_of(0), facts_of(1)]
+    ranks[1]["alike"]["torch"] = "2.13.0"
+    (line,) = lines_of(ranks)
+    assert line.startswith("node0 or node1: torch: 2.14.1 on node0, 2.13.0 on node1")
 
 
-@pytest.mark.parametrize(
-    ("argv", "environ", "says"),
-    first_is_quick([
-        (("--expect-nodes", "0"), {}, "argument --expect-nodes: must be a number or names"),
-        (("--link", "fast"), {}, "argument --link: must be like 100mbit or 1gbit"),
-        ((), {"MASTER_ADDR": "no.such.invalid"}, "=no.such.invalid does not resolve here"),
-    ]),
-)  # fmt: skip
-def test_bad_input_is_one_line(run_script, argv, environ, says):
-    here = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    ended = run_script(PREFLIGHT, *argv, environ=here | environ)
-    says_where = "MASTER_ADDR" in environ
-    if says_where:
-        assert ended.codes == [2] and says in ended.stderr, ended
-    else:
-        assert_one_line(ended, says, "preflight.py")
+def test_nodes_with_one_finding_share_a_line():
+    ranks = [facts_of(number) for number in range(4)]
+    for one in ranks:
+        one["amounts"]["open files"] = 256
+    (line,) = lines_of(ranks)
+    assert line.startswith("node0, node1, node2, node3: open files: 256")
 
 
-# On the virtual cluster: nodes with clocks, cards and memory of their own
-
-
-def virtual_cluster(folder, *argv):
-    command = [sys.executable, "cluster/virtual_cluster.py", argv[0], "--at", folder]
-    return run_command([*map(str, command), *argv[1:]], REPO, 120)
-
-
-# The rules, on the facts of large nodes: a DGX H100 has ports for storage and management too
-
-
-@pytest.fixture(scope="module")
-def dgx(tmp_path_factory):
-    """Return a function that makes what a rank of a healthy node reads, but for what is given."""
-    root = plant_dgx(tmp_path_factory.mktemp("dgx"))
-
-    def node(number, **other):
-        own = facts_of_dgx(root, number) | {
-            "world_size": 5, "legacy_common": "1.0", "code": "c0de", "room": None,
-        }  # fmt: skip
-        for key, value in other.items():
-            own[key] = own[key] | value if isinstance(value, dict) else value
-        return own
-
-    return node
-
-
-def judged(ranks):
-    nodes = part.nodes_by_name(ranks)
-    return [finding.line for finding in [*part.problems(nodes), *part.by_facts(nodes)]]
-
-
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_healthy_large_nodes_are_quiet(dgx, number):
-    assert judged([dgx(n) for n in range(number)]) == []
-
-
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        ({"code": "bad"}, "the code of legacy_common is bad, others have c0de"),
-        ({"legacy_common": "0.9"}, "the version of legacy_common is 0.9, others have 1.0"),
-        ({"world_size": 4}, "WORLD_SIZE is 4, others have 5"),
-        ({"driver": "550.1"}, "NVIDIA's driver is 550.1, others have 570.86.15"),
-        ({"versions": {"NCCL": "2.29.1"}}, "NCCL is 2.29.1, others have 2.30.7"),
-        ({"installed": 7}, "GPUs: 7, others have 8"),
-        ({"infiniband": []}, "active RDMA ports: 0, others have 10: no adapter at 0000:18:00.0"),
-        ({"limits": {"locked memory": 64 * 2**10}}, "memory that may be locked: 0.00 GiB, others"),
-        ({"limits": {"shared memory left": MIB}}, "left in /dev/shm: 0.00 GiB, others have"),
-        ({"temporary": 0}, "free for temporary files: 0.00 GiB, others have 900.00 GiB"),
-        ({"processes": 4000}, "processes (ulimit -u): 4,000, others have 4,000,000"),
-        ({"listens": {"gloo": ["127.0.1.1"]}}, "gloo listens at 127.0.1.1, out of others' reach"),
-    ],
-)
-def test_one_odd_large_node_is_named(dgx, other, says):
-    """Faults of adapters and cards are broken in the doctor's tests: one implementation."""
-    (told,) = judged([dgx(n, **(other if n == 3 else {})) for n in range(5)])
-    assert told.startswith(f"DRAIN dgx3: {says}"), told
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"network": None}, "no running card in 10.1.0.0/16, where 4 nodes have one"),
-        ({"mbit_s": 1000}, "Mbit/s of the card in 10.1.0.0/16: 1,000, others have 10,000"),
-    ],
-)
-def test_one_odd_card_is_named(dgx, change, says):
-    ranks = [dgx(n) for n in range(5)]
-    next(card for card in ranks[3]["cards"] if card["name"] == "eno3").update(change)
-    assert judged(ranks) == [f"DRAIN dgx3: {says}"]
-
-
-def test_of_two_that_differ_both_are_suspects(dgx):
-    told = judged([dgx(0), dgx(1, driver="550.1")])
-    assert told == [
-        "DRAIN dgx0 or dgx1: NVIDIA's driver differs: dgx0 has 570.86.15, dgx1 has 550.1; "
-        "most do not agree"
+def test_two_nodes_of_one_name_are_told_apart_by_their_ranks():
+    ranks = [facts_of(number) | {"host": "localhost"} for number in range(2)]
+    assert list(judge.group_by_node(ranks)) == [
+        "localhost (rank 0)",
+        "localhost (rank 1)",
     ]
 
 
-def ways_of(nodes, speed):
-    """Return what each rank sends to its counterparts: speed(sender, receiver) in GB/s."""
-    return [[a, b, speed(a, b)] for one in nodes for other in nodes if one != other
-            for a, b in zip(one, other, strict=True)]  # fmt: skip
-
-
-FOUR = [[8 * node + rank for rank in range(8)] for node in range(4)]
+# Ranks that do not come
 
 
 @pytest.mark.parametrize(
-    ("nodes", "speed", "slow"),
+    ("listed", "names"),
     [
-        (FOUR, lambda a, b: 50, []),
-        (FOUR, lambda a, b: 25 if 8 <= a < 16 or 8 <= b < 16 else 50, [*range(8, 16)]),
-        (FOUR, lambda a, b: 25 if a == 9 else 50, [9]),  # one adapter of eight
-        (FOUR, lambda a, b: 40 if a % 2 else 50, []),
-        (FOUR, lambda a, b: 10 if (a, b) == (0, 8) else 50, []),  # a path, not a node
-        ([[0], [1], [2]], lambda a, b: 5 if 2 in (a, b) else 50, [2]),
-        ([[0], [1]], lambda a, b: 5, []),
+        ("", []),
+        ("node[0-2]", ["node0", "node1", "node2"]),
+        ("dgx-[001-002,7]-ib,gpu9", ["dgx-001-ib", "dgx-002-ib", "dgx-7-ib", "gpu9"]),
+        ("r[1-2]n[0-1]", ["r1n0", "r1n1", "r2n0", "r2n1"]),
     ],
 )
-def test_a_slow_node_is_named_not_a_pair(nodes, speed, slow):
-    assert sorted(part.slow_ranks(ways_of(nodes, speed), nodes, None, 0.7)) == slow
-
-
-def product(rank, checksum="good", wrong=0, again=None):
-    return {"rank": rank, "checksums": [checksum, again or checksum], "wrong_columns": wrong}
+def test_a_list_of_nodes_is_expanded(listed, names):
+    assert judge.expand(listed) == names
 
 
 @pytest.mark.parametrize(
-    ("products", "told"),
+    ("expected", "came", "says"),
     [
-        ([product(0), product(1), product(2)], []),
-        ([product(0), product(1), product(2, "bad", 1)], ["node2"]),
-        ([product(0), product(1, "bad", 1)], ["node1"]),  # the sums of its columns say which
-        ([product(0), product(1), product(2, "bad", 1, again="good")], ["node2"]),
+        ([], [0, 1, 2, 3], None),
+        ([], [0, 1], "the node of rank 2: no word from ranks 2, 3 in 30 s"),
+        (["node0", "node1"], [0, 1], "node1: no word from ranks 2, 3 in 30 s"),
+        (["node0", "node9"], [0, 1, 2, 3], "node1: no word"),
     ],
 )
-def test_a_wrong_product_names_its_rank(products, told):
-    names = {n: f"node{n}" for n in range(3)}
-    found = [*part.by_products(products, names)]
-    assert [name for finding in found for name in finding.nodes] == told
+def test_who_has_not_come(expected, came, says):
+    place = preflight.Place("srun", 0, 0, 4, 2, "node0", 29500)
+    ranks = [facts_of(rank) | {"host": f"node{rank // 2}.cluster"} for rank in came]
+    found = judge.find_absent(ranks, place, expected, 30)
+    if expected[1:] == ["node9"]:
+        says = "node9: no word, and the job has no rank there in 30 s"
+    assert [one.line.startswith(says) for one in found] == ([True] if says else [])
+
+
+# Results of measurements
+
+
+NODES = {f"node{n}": [facts_of(n)] for n in range(4)}
+NAMES = {rank: f"node{rank}" for rank in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("results", "says"),
+    [
+        ({rank: {"wrong": 0} for rank in range(4)}, []),
+        ({rank: {"step": "a"} for rank in range(3)}, ["node3: rank 3 stopped answ"]),
+        (
+            {rank: {"wrong": 7} for rank in range(4)},
+            ["job: the all-reduce gives a wrong sum on ranks 0, 1, 2, 3"],
+        ),
+        (
+            {
+                rank: {"step": "a", "error": f"Timed out [10.0.0.{peer}]:99"}
+                for rank, peer in enumerate((3, 3, 1, 3))
+            },
+            ["node2: a failed within 60 s on ranks 0, 1, 2, 3"],
+        ),
+        (
+            {rank: {"step": "a", "error": "no peer"} for rank in range(4)},
+            ["job: a failed within 60 s on ranks 0, 1, 2, 3: no peer"],
+        ),
+    ],
+)
+def test_who_failed_in_a_measurement(results, says):
+    found = judge.compare_results(NODES, results, 60)
+    assert len(found) == len(says)
+    for one, start in zip(found, says, strict=True):
+        assert one.line.startswith(start), one.line
+
+
+def rates_of(slow, count=4):
+    """Return rates between nodes of one rank; `slow` are pairs or ranks."""
+    rates = {rank: {} for rank in range(count)}
+    for a, b in itertools.permutations(range(count), 2):
+        is_slow = any(one in (a, b, (a, b), (b, a)) for one in slow)
+        rates[a][b] = 1e9 if is_slow else 50e9
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("slow", "count", "says"),
+    [
+        ([], 4, []),
+        ([2], 4, ["node2: rank 2: 1 GB/s to most nodes, others: 50 GB/s"]),
+        ([(0, 3)], 4, ["node0 or node3: 1 GB/s between ranks 0 and 3, to others: 50"]),
+        ([1], 3, ["node1: rank 1: 1 GB/s to most nodes"]),
+        ([(0, 1)], 2, []),
+    ],
+)
+def test_a_slow_node_or_a_slow_path_is_named(slow, count, says):
+    found = list(judge.find_slow(rates_of(slow, count), NAMES))
+    assert len(found) == len(says)
+    for one, start in zip(found, says, strict=True):
+        assert one.line.startswith(start), one.line
+
+
+@pytest.mark.parametrize("count", [2, 3, 6, 7])
+def test_each_node_meets_each_other_node_once(count):
+    rounds = list(preflight.rounds_of(count))
+    for pairs in rounds:
+        met = [node for pair in pairs for node in pair]
+        assert len(met) == len(set(met))
+    met = sorted(tuple(sorted(pair)) for pairs in rounds for pair in pairs)
+    assert met == list(itertools.combinations(range(count), 2))
+
+
+# What a node reads
+
+
+def test_settings_come_from_nccl_s_files_too(tmp_path, monkeypatch):
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("# x\nNCCL_PROTO=LL\nNCCL_ALGO=Ring\n")
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("NCCL_VERSION", "2.20")
+    settings = host.read_settings()
+    assert (settings["NCCL_PROTO"], settings["NCCL_ALGO"]) == ("LL", "Tree")
+    assert "NCCL_VERSION" not in settings
+
+
+def test_devices_are_counted(tmp_path, monkeypatch):
+    for path, content in {
+        "proc/driver/nvidia/version": "NVRM version: Kernel Module  570.86.15  x",
+        "proc/driver/nvidia/gpus/0000:18:00.0/information": "",
+        "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
+        "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(content)
+    monkeypatch.setattr(host, "ROOT", tmp_path)
+    found = host.read_versions()
+    assert found["NVIDIA driver"] == "570.86.15"
+    assert (found["GPUs"], found["active RDMA ports"]) == (1, 1)
+
+
+def test_a_name_that_no_library_reads_is_found():
+    if not host.names_in("libnccl", "NCCL_"):
+        pytest.skip("this PyTorch has no NCCL")
+    names = {
+        "NCCL_SOCKET_IFNAM",
+        "NCCL_SOCKET_IFNAME",
+        "MASTER_PRT",
+        "NCCL_XYZ_TUNER_QUUX",
+    }
+    meant = {"NCCL_SOCKET_IFNAM": "NCCL_SOCKET_IFNAME", "MASTER_PRT": "MASTER_PORT"}
+    assert host.find_misspelt(names | {"HOME", "LOCAL_WORLD_SIZE"}) == meant
+
+
+# Real ranks, each in a network namespace of its own
+
+
+def on_nodes(run_script, *argv, count=3, fault=None, rates=None, before=None):
+    """Run preflight with a rank on each node; fault is {name: value} for node 1."""
+
+    def enter(script):
+        rank = int(os.environ["RANK"])
+        network.enter(rank)
+        socket.gethostname = lambda: f"node{rank}"
+        script.GRACE_S, script.MESSAGE_BYTES = 2.0, {"cpu": 2**18}
+        if rank == 1:
+            os.environ.update(fault or {})
+            if before:
+                before()
+
+    def launched(rank):
+        place = {"RANK": rank, "LOCAL_RANK": 0}
+        return place | {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": 1}
+
+    with namespaces.hosts(rates or [125e6] * count) as network:
+        return run_script(
+            SCRIPT,
+            "--timeout=10",
+            *argv,
+            world_size=count,
+            before=enter,
+            environ=launched,
+            end_job_on_failure=False,
+        )
+
+
+@needs_hosts
+def test_healthy_nodes_pass(run_script):
+    ended = on_nodes(run_script)
+    assert ended.codes == [0, 0, 0], ended.stdout + ended.stderr
+    assert ended.stdout.endswith("OK: nodes: 3, ranks: 3, compared, all-reduce right\n")
+    rows = re.findall(r"^node(\d) .*? (10\.77\.0\.\d) ", ended.stdout, re.M)
+    assert rows == [("0", "10.77.0.1"), ("1", "10.77.0.2"), ("2", "10.77.0.3")]
+
+
+@needs_hosts
+def test_pairs_name_a_slow_node(run_script):
+    rates = [50e6, 2e6, 50e6, 50e6]  # bytes per second
+    ended = on_nodes(run_script, "--pairs", "--timeout=60", count=4, rates=rates)
+    assert ended.codes == [1] * 4, ended.stdout + ended.stderr
+    assert "pairs of nodes: 6, the middle one" in ended.stdout
+    assert re.search(r"^node1: rank 1: \S+ MB/s to most nodes", ended.stdout, re.M)
+
+
+def few_files():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
+
+
+def dies_in_the_all_reduce():
+    preflight.count_wrong_sums = lambda device: os._exit(3)
+
+
+def adds_wrongly():
+    arange = preflight.torch.arange
+    preflight.torch.arange = lambda *args, **kwargs: arange(*args, **kwargs) + 1
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("fault", "before", "says"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "lo"}, None, "node1: gloo listens at 127.0.0.1"),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, None, "node1: a rank cannot start: .*eth7"),
+        ({"NCCL_PROTO": "LL"}, None, "node1: NCCL_PROTO: LL, others: unset"),
+        (None, few_files, "node1: open files: 300, at least 1,024 needed"),
+        (None, dies_in_the_all_reduce, "node1: rank 1 stopped answering in the all-"),
+        (None, adds_wrongly, "job: the all-reduce gives a wrong sum on ranks 0, 1, 2"),
+    ],
+)
+def test_a_fault_on_one_node_is_named(run_script, fault, before, says):
+    ended = on_nodes(run_script, fault=fault, before=before)
+    died = before is dies_in_the_all_reduce
+    assert ended.codes == [1, 3 if died else 1, 1], ended.stdout + ended.stderr
+    assert re.search(f"^{says}", ended.stdout, re.M), ended.stdout
+    assert ended.stdout.splitlines()[-1].startswith("FAILED: findings: ")
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ({"MASTER_PORT": "29511"}, "MASTER_ADDR=10.77.0.1, MASTER_PORT=29511: .*refus"),
+        (
+            {"MASTER_ADDR": "localhost"},
+            "MASTER_ADDR=localhost is 127.0.0.1, but rank 0",
+        ),
+    ],
+)
+def test_a_node_that_cannot_join_says_why(run_script, fault, says):
+    ended = on_nodes(run_script, "--wait=8", fault=fault)
+    assert ended.codes == [1, 1, 1], ended.stdout + ended.stderr
+    assert re.search(f"^node1: rank 1: {says}", ended.stdout, re.M), ended.stdout
+    assert "the node of rank 1: no word from rank 1 in 8 s" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("master", "rank", "says"),
+    [
+        ("x.invalid", 0, "MASTER_ADDR=x.invalid does not resolve here"),
+        ("127.0.1.1", 1, "MASTER_ADDR=127.0.1.1 is 127.0.1.1, but rank 0 is on"),
+        ("127.0.0.1", 0, ""),
+        ("10.0.0.1", 1, ""),
+    ],
+)
+def test_an_address_that_cannot_be_right(master, rank, says):
+    place = preflight.Place("torchrun", rank, 0, 2, 1, master, 29500)
+    problem = preflight.problem_with_master(place)
+    assert problem.startswith(says) and bool(problem) == bool(says)
+
+
+@needs_hosts
+def test_settings_only_makes_no_process_group(run_script):
+    ended = on_nodes(run_script, "--settings-only", before=dies_in_the_all_reduce)
+    assert ended.codes == [0, 0, 0], ended.stdout + ended.stderr
+    assert ended.stdout.endswith("OK: nodes: 3, ranks: 3, compared\n")
+
+
+def test_one_rank_needs_no_launcher(run_script):
+    ended = run_script(SCRIPT, environ={})
+    assert ended.codes == [0], ended.stdout + ended.stderr
+    assert "OK: nodes: 1, ranks: 1" in ended.stdout
+
+
+@pytest.mark.parametrize("argv", [("--wait", "0"), ("--device", "tpu"), ("--bytes",)])
+def test_wrong_usage_is_exit_code_2(monkeypatch, argv):
+    monkeypatch.setattr("sys.argv", [SCRIPT, *argv])
+    with pytest.raises(SystemExit) as ended:
+        preflight.parse_args()
+    assert ended.value.code == 2

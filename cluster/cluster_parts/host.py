@@ -1,9 +1,12 @@
-"""What a rank finds on its host, as plain values that can be gathered: read only, no judgement.
+"""Read what a rank sees of its node: settings, interfaces, memory, limits, versions.
 
-Sources: sysfs(5), proc(5), cgroups(7), getrlimit(2).
+The facts are plain values, which travel as JSON. Nothing is judged here.
+Sources: sysfs(5), proc(5), getrlimit(2); NCCL user guide, "Environment Variables".
 """
 
 import contextlib
+import difflib
+import functools
 import ipaddress
 import mmap
 import os
@@ -13,299 +16,210 @@ import resource
 import shutil
 import socket
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from legacy_common import cli, runtime
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+from dist_common import runtime
 
 ROOT = Path("/")
-GIB = 2**30  # bytes
-# Cards of containers and virtual machines, which come and go on a healthy host.
-VIRTUAL = re.compile(r"(lo|docker|veth|virbr|vnet|br-|cni|flannel|cali|podman|tun|tap|vxlan)")
-LIMITS = {"locked memory": resource.RLIMIT_MEMLOCK, "open files": resource.RLIMIT_NOFILE}
-SHOWN = re.compile(r"((TORCH_)?NCCL|TORCH_(FR|GLOO|DISTRIBUTED)|GLOO|FI|OFI_NCCL|RDMAV)_")
-UNREAD = re.compile(r"NCCL_(VERSION|HOME|ROOT|(INCLUDE|LIB)_DIR|.*PACKAGE.*)$")  # images set them
+# Variables of these libraries are read, and compared between nodes.
+PREFIXES = re.compile(r"(NCCL|TORCH_NCCL|TORCH_FR|GLOO)_")
+# Images set these, a plugin reads them, or each rank has its own value.
+IGNORED = re.compile(
+    r"NCCL_(VERSION|HOME|ROOT|DEBUG_FILE|HOSTID|FASTRAK_\w+|\w+_DIR|\w*PACKAGE\w*)$"
+)
+# Which loaded library has the names that begin like this.
+LIBRARIES = {
+    "NCCL_": "libnccl",
+    "TORCH_NCCL_": "libtorch_cuda",
+    "TORCH_FR_": "libtorch_cpu",
+    "GLOO_": "libtorch_cpu",
+}
+LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
+# Interfaces of containers and virtual machines come and go on a healthy node.
+VIRTUAL = re.compile(r"(lo|docker|veth|virbr|vnet|br-|cni|flannel|cali|tun|tap|vxlan)")
 
 
-def text(path: Path) -> str:
-    """Return a file's text; nothing where the system has no such file, or no answer in it."""
+def read_facts(place, device):
+    """Return what this rank finds on its node, and what keeps it from starting.
+
+    `place` has the rank and the numbers of ranks. Only the first rank of a node reads
+    the names in the libraries, which are large files.
+    """
+    names = set(os.environ)
+    facts = {
+        "rank": place.rank,
+        "host": socket.gethostname(),
+        "boot": text("proc/sys/kernel/random/boot_id"),  # two hosts may have one name
+        "settings": read_settings(),
+        "interfaces": read_interfaces(),
+        "alike": read_versions() | {"WORLD_SIZE": place.world_size},
+        "amounts": read_amounts(),
+        "problem": "",
+    }
+    facts["misspelt"] = {}
+    if place.local_rank == 0:
+        facts["misspelt"] = find_misspelt(names | set(facts["settings"]))
     try:
-        return path.read_text().strip()
+        runtime.choose_device(
+            device, place.launcher, place.local_rank, place.local_world_size
+        )
+        facts["listens"] = {"gloo": listens_at(make_group_of_one)}
+    except Exception as error:  # whatever it is, rank 0 has to hear of it
+        named = os.environ.get("GLOO_SOCKET_IFNAME")
+        where = f" (GLOO_SOCKET_IFNAME={named})" if named else ""
+        why = re.sub(r"\[enforce fail at .*?\] ", "", " ".join(str(error).split()))
+        facts["problem"] = f"{why[:160].rstrip('. ')}{where}"
+        return facts
+    if nccl_version():
+        facts["listens"]["NCCL"] = nccl_listens_at()
+    return facts
+
+
+def text(path):
+    """Return the text of a file below ROOT; nothing if it cannot be read."""
+    try:
+        return (ROOT / path).read_text().strip()
     except OSError:
         return ""
 
 
-def read_toml(path: Path) -> dict:
-    return tomllib.loads(path.read_text())
+# Settings
 
 
-# Network interfaces, and where gloo and NCCL listen.
+def read_settings():
+    """Return the libraries' variables: the environment wins over NCCL's files."""
+    found = {}
+    own = os.environ.get("NCCL_CONF_FILE", os.path.expanduser("~/.nccl.conf"))
+    for path in ("etc/nccl.conf", own):
+        for line in text(path).splitlines():
+            name, equals, value = line.partition("=")
+            if equals and not line.startswith("#"):
+                found[name] = value
+    found |= {name: value for name, value in os.environ.items() if PREFIXES.match(name)}
+    return {name: value for name, value in found.items() if not IGNORED.match(name)}
 
 
-@dataclass
-class Interface:
-    """A network interface as the kernel shows it."""
+def find_misspelt(names):
+    """Return {name: similar name} for names that no library reads."""
+    found = {}
+    for name in names:
+        prefix = next((one for one in LIBRARIES if name.startswith(one)), None)
+        known = names_in(LIBRARIES[prefix], prefix) if prefix else set(LAUNCHER)
+        likeness = 0.8 if prefix else 0.9
+        if known and name not in known and not IGNORED.match(name):
+            similar = difflib.get_close_matches(name, known, 1, likeness)
+            # A name unlike all others may be a variable of a network plugin.
+            if similar:
+                found[name] = similar[0]
+    return found
 
-    name: str
-    running: bool  # switched on, and its cable has a signal
-    loopback: bool
-    mtu: int  # bytes of the largest packet
-    addresses: list[str]  # with the length of the network's prefix, IPv4 first: 10.0.0.5/24
 
-    def ips(self):
-        """Return the addresses without the length of their prefix."""
-        return [address.split("/")[0] for address in self.addresses]
+@functools.cache
+def names_in(library, prefix):
+    """Return the names that begin so in a loaded library; none if it is not loaded."""
+    loaded = re.search(rf"/\S*{library}\.so\S*", text("proc/self/maps"))
+    if not loaded:
+        return set()
+    with (
+        open(loaded[0], "rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data,
+    ):
+        found = re.findall(rb"%b[A-Z0-9_]+" % prefix.encode(), data)
+    return {name.decode() for name in found}
+
+
+# Network
 
 
 def read_interfaces():
-    """Return the interfaces that have an address, in the kernel's order."""
+    """Return name, address, network, MTU in bytes of each interface that is up."""
     stats = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():
-        addresses = [with_prefix(entry.address, entry.netmask) for entry in entries
-                     if entry.family in (socket.AF_INET, socket.AF_INET6)]  # fmt: skip
         state = stats.get(name.split(":")[0])  # eth0:1 is a second address of eth0
-        if addresses and state:
-            loopback = "loopback" in state.flags.split(",")
-            found.append(Interface(name, state.isup, loopback, state.mtu, addresses))
-    return sorted(found, key=lambda interface: socket.if_nametoindex(interface.name))
+        for entry in entries:
+            if entry.family == socket.AF_INET and state and state.isup:
+                own = ipaddress.ip_interface(f"{entry.address}/{entry.netmask or 32}")
+                one = {"name": name, "address": str(own.ip), "mtu": state.mtu}
+                one["network"] = str(own.network)
+                one["virtual"] = bool(VIRTUAL.match(name))
+                found.append(one)
+    return found
 
 
-def with_prefix(address, netmask):
-    """Return an address with the length of its prefix: 255.255.255.0 is /24."""
-    own = ipaddress.ip_address(address.split("%")[0])  # fe80::1%eth0 names its interface
-    mask = ipaddress.ip_address(netmask) if netmask else None
-    return f"{own}/{int(mask).bit_count() if mask else own.max_prefixlen}"
-
-
-def addresses_of(hostname):
-    """Return the addresses that a name resolves to here; none if it does not."""
-    with contextlib.suppress(OSError):
-        places = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
-        return sorted({place[4][0] for place in places})
-    return []
-
-
-def matches(name, rule):
-    """Say whether a name is in a list of NCCL's: "eth,ib" prefixes, "=eth0" exactly, "^lo" not."""
-    exclude = rule.startswith("^")
-    rule = rule.removeprefix("^")
-    exact = rule.startswith("=")
-    words = [word for word in rule.removeprefix("=").split(",") if word]
-    found = any(name == word if exact else name.startswith(word) for word in words)
-    return found != exclude
+def make_group_of_one():
+    """Have gloo listen where it would in the job, without another rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def listens_at(start):
-    """Call start(); return the addresses at which it made this process listen."""
+    """Call start(); return the addresses at which this process then listens."""
 
     def listening():
         sockets = psutil.Process().net_connections("tcp")
-        return {own.laddr for own in sockets if own.status == psutil.CONN_LISTEN}
+        return {one.laddr for one in sockets if one.status == psutil.CONN_LISTEN}
 
     before = listening()
-    with contextlib.suppress(RuntimeError):  # NCCL found no interface
+    try:
         start()
-    return sorted({place.ip for place in listening() - before})
+        return sorted({place.ip for place in listening() - before})
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def ask_libraries(settings):
-    """Return where gloo and NCCL make this process listen. A collective: gloo makes a group."""
-    found = {"gloo": listens_at(lambda: dist.new_group(backend="gloo"))}
-    # Where NCCL_COMM_ID is set, NCCL looks for the subnet of that address, which is not shown here.
-    if nccl_version() and "NCCL_COMM_ID" not in settings:
-        found["nccl"] = listens_at(torch.cuda.nccl.unique_id)
-    return found
+def nccl_listens_at():
+    """Return the address of NCCL's first socket; none if it finds no interface."""
+    with contextlib.suppress(RuntimeError):
+        return listens_at(torch.cuda.nccl.unique_id)
+    return []
+
+
+# Versions and devices
+
+
+def read_versions():
+    """Return versions and numbers of devices, which all nodes of a job have alike."""
+    driver = re.search(r"\d+\.\d[\d.]*", text("proc/driver/nvidia/version"))
+    ports = (ROOT / "sys/class/infiniband").glob("*/ports/*/state")
+    return {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "NCCL": nccl_version(),
+        "NVIDIA driver": driver[0] if driver else "none",
+        "GPUs": len(list((ROOT / "proc/driver/nvidia/gpus").glob("*"))),
+        "active RDMA ports": sum("ACTIVE" in text(port) for port in ports),
+    }
 
 
 def nccl_version():
-    """Return NCCL's version, as 2.30.7; None for a PyTorch without NCCL."""
+    """Return NCCL's version, as 2.30.7; nothing for a PyTorch without NCCL."""
     with contextlib.suppress(AttributeError, ImportError):
         return ".".join(map(str, torch.cuda.nccl.version()))
-    return None
+    return ""
 
 
-def refuse_unknown(named):
-    """Raises: UsageError for an interface that gloo would stop for, saying less."""
-    known = [one.name for one in read_interfaces()]
-    for name in (named or "").split(","):
-        if name and known and name not in known:
-            raise cli.UsageError(f"GLOO_SOCKET_IFNAME: {name} has no address, {known} have")
+# Memory, disks, limits
 
 
-# What the host has.
-
-
-def read_settings(environ, known, root: Path = ROOT) -> dict[str, list[str]]:
-    """Return {name: [value, where it was set]}: the environment wins, then the first file."""
-    found = {}
-    for name, value in environ.items():
-        if name in known or (SHOWN.match(name) and not UNREAD.match(name)):
-            found[name] = [value, "environment"]
-    own = environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf"
-    for path in (own, "/etc/nccl.conf"):
-        for line in text(root / path.lstrip("/")).splitlines():
-            name, equals, value = line.partition("=")
-            if equals and not line.startswith("#"):
-                found.setdefault(name, [value, path])
+def read_amounts():
+    """Return sizes in bytes and limits; None is no limit."""
+    limits = {
+        "open files": resource.RLIMIT_NOFILE,
+        "processes": resource.RLIMIT_NPROC,
+        "locked memory": resource.RLIMIT_MEMLOCK,
+    }
+    found = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+    for name, most in found.items():
+        found[name] = None if most == resource.RLIM_INFINITY else most
+    folders = {"/tmp": tempfile.gettempdir(), "this folder": "."}
+    if os.path.isdir("/dev/shm"):
+        found["/dev/shm"] = shutil.disk_usage("/dev/shm").total
+        folders["/dev/shm"] = "/dev/shm"
+    for name, folder in folders.items():
+        found[f"free in {name}"] = shutil.disk_usage(folder).free
     return found
-
-
-def read_cpu_limit(root: Path = ROOT) -> float | None:
-    """Return how many cores' time this process's control groups grant, None for all of it."""
-    top = root / "sys/fs/cgroup"
-    own = top / (re.findall(r"^0::/(.*)$", text(root / "proc/self/cgroup"), re.M) or [""])[0]
-    pairs = [text(folder / "cpu.max").split() for folder in (own, *own.parents)]
-    pairs += [[text(top / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]]  # version 1
-    limits = [int(p[0]) / int(p[1]) for p in pairs if len(p) == 2 and p[0].isdecimal()]
-    return min(limits, default=None)
-
-
-def read_limits() -> dict[str, int | None]:
-    """Return limits that NCCL and data loaders meet first, in bytes or files; None: unlimited."""
-    found = {name: resource.getrlimit(limit)[0] for name, limit in LIMITS.items()}
-    found = {name: None if most == resource.RLIM_INFINITY else most for name, most in found.items()}
-    if Path("/dev/shm").exists():
-        shm = shutil.disk_usage("/dev/shm")
-        found |= {"shared memory": shm.total, "shared memory left": shm.free}
-    return found
-
-
-def read_processes() -> int | None:
-    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    return None if most == resource.RLIM_INFINITY else most
-
-
-def free_in(folder: str) -> int | None:
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(folder).free
-    return None
-
-
-def read_infiniband(root: Path = ROOT) -> list[dict]:
-    """Return state, Gbit/s and adapter of each port of an InfiniBand or RoCE adapter.
-
-    Adapters are numbered in the order in which they were found, so that after a missing one the
-    names of the others shift: `place`, the PCI address and port, does not.
-    """
-    found = []
-    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        adapter, rate = port.parent.parent, text(port / "rate").split()
-        pci = (adapter / "device").resolve().name if (adapter / "device").exists() else adapter.name
-        found.append({
-            "name": f"{adapter.name}:{port.name}", "place": f"{pci} port {port.name}",
-            "state": text(port / "state").split(": ")[-1], "link": text(port / "link_layer"),
-            "gbit_s": float(rate[0]) if rate else None, "board": text(adapter / "board_id") or None,
-            "firmware": text(adapter / "fw_ver") or None,
-        })  # fmt: skip
-    return found
-
-
-def read_cards(interfaces: list[dict], root: Path = ROOT) -> list[dict]:
-    """Return the network cards that other hosts can be behind, those without an address too.
-
-    `interfaces` as read_interfaces returns them. `physical` has a device: a bond has none, its
-    parts have; `rdma` belongs to one of the adapters of read_infiniband.
-    """
-    known, folder = {own["name"]: own for own in interfaces}, root / "sys/class/net"
-    # By USB a server's controller (BMC) shows itself: it leads to no other host.
-    devices = {path.parent.name for path in folder.glob("*/device")
-               if "/usb" not in str(path.resolve())}  # fmt: skip
-    found = []
-    for name in sorted(known.keys() | devices):
-        own, seen = known.get(name), folder / name
-        if VIRTUAL.match(name) or (own and own["loopback"]):
-            continue
-        addresses = map(ipaddress.ip_interface, own["addresses"] if own else ())
-        networks = [str(one.network) for one in addresses if not one.ip.is_link_local]
-        speed, mtu, state = (text(seen / file) for file in ("speed", "mtu", "operstate"))
-        found.append({
-            "name": name, "running": own["running"] if own else state == "up",
-            "network": next(iter(networks), None),
-            "mtu": own["mtu"] if own else int(mtu or 0),
-            "mbit_s": int(speed) if speed.isdecimal() else None,
-            "physical": name in devices, "rdma": (seen / "device/infiniband").exists(),
-        })  # fmt: skip
-    return found
-
-
-def read_driver(root: Path = ROOT) -> str | None:
-    """Return the version of NVIDIA's driver; None where there is none."""
-    found = re.search(r"(\d+\.\d[\d.]*)", text(root / "proc/driver/nvidia/version"))
-    return found[1] if found else None
-
-
-def read_ofed(root: Path = ROOT) -> str | None:
-    """Return the version of the adapters' driver; None without such adapters.
-
-    OFED's modules (DOCA-OFED, MLNX_OFED) say their version, recent kernels' own do not.
-    """
-    module = root / "sys/module/mlx5_core"
-    return (text(module / "version") or "the kernel's own") if module.exists() else None
-
-
-def read_hardware(interfaces: list[dict], root: Path = ROOT) -> dict:
-    """Return adapters, network cards, GPUs and their drivers."""
-    return {
-        "infiniband": read_infiniband(root), "cards": read_cards(interfaces, root),
-        "installed": len([*(root / "proc/driver/nvidia/gpus").glob("*")]),
-        "driver": read_driver(root), "ofed": read_ofed(root),
-    }  # fmt: skip
-
-
-def read_lanes(pci: str, root: Path = ROOT) -> dict:
-    """Return how many PCIe lanes a device uses now, and how many it could."""
-    files = [root / f"sys/bus/pci/devices/{pci}/{kind}_link_width" for kind in ("current", "max")]
-    lanes, most = (int(width) if width.isdecimal() else None for width in map(text, files))
-    return {"pci": pci, "lanes": lanes, "most_lanes": most}
-
-
-def read_gpus() -> list[dict]:
-    """Return PCI address and lanes of the GPUs that this process sees."""
-    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    places = ((card.pci_domain_id, card.pci_bus_id, card.pci_device_id) for card in cards)
-    return [read_lanes("{:04x}:{:02x}:{:02x}.0".format(*place)) for place in places]
-
-
-def names_in(library: str, prefix: str) -> set[str] | None:
-    """Return the names with this prefix among the strings of a loaded library; None without it."""
-    loaded = re.search(rf"/\S*{library}\.so\S*", text(ROOT / "proc/self/maps"))
-    if not loaded:
-        return None
-    with open(loaded[0], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-        return {name.decode() for name in re.findall(rb"%b[A-Z0-9_]*" % prefix.encode(), data)}
-
-
-def read_host(world, known) -> dict:
-    """Return what this rank finds on its host. A collective: gloo makes a group."""
-    settings = read_settings(os.environ, known)
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
-    interfaces = [asdict(own) for own in read_interfaces()]
-    return {
-        "host": socket.gethostname(), "boot": text(ROOT / "proc/sys/kernel/random/boot_id"),
-        "rank": world.rank, "told": world.local_world_size,
-        "torchrun": os.environ.get("GROUP_RANK"),  # there may be two on one host
-        "environ": sorted(os.environ), "settings": settings, "limits": read_limits(),
-        "cores": sorted(cores), "cpu_limit": read_cpu_limit(), "threads": torch.get_num_threads(),
-        "gpus": read_gpus(), "interfaces": interfaces, **read_hardware(interfaces),
-        "processes": read_processes(), "temporary": free_in(tempfile.gettempdir()),
-        "listens": {"nccl": None} | ask_libraries(settings),
-        "versions": {"Python": platform.python_version(), "torch": torch.__version__,
-                     "NCCL": nccl_version()},
-    }  # fmt: skip
-
-
-def nodes_of() -> list[list[int]]:
-    """Return the ranks of each node, nodes in order of their first rank. A collective."""
-    boot_id = text(ROOT / "proc/sys/kernel/random/boot_id")  # containers may share a host's name
-    places = runtime.gather((socket.gethostname(), boot_id, os.environ.get("GROUP_RANK")))
-    return [[r for r, other in enumerate(places) if other == p] for p in dict.fromkeys(places)]
