@@ -132,7 +132,8 @@ def test_a_lesson_by_keyboard(at):
             break
     name = opened.evaluate("document.activeElement.textContent")
     opened.keyboard.press("Enter")
-    assert name in opened.inner_text(".line.lit >> nth=0")
+    lit = "name => document.querySelector('.line.lit')?.textContent.includes(name)"
+    opened.wait_for_function(lit, arg=name)  # a slow machine scrolls later
 
 
 def test_the_front_pages_picture_is_a_lesson_as_it_opens(at):
