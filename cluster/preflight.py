@@ -54,7 +54,7 @@ class Place:
 
 
 def find_place():
-    """Return this rank's place, and leave the environment as it was."""
+    """Return this rank's place, and restore the environment."""
     before = dict(os.environ)
     numbers = runtime.find_ranks()
     place = Place(*numbers, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))

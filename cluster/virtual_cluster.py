@@ -1,247 +1,351 @@
-"""Several nodes on one machine: own network, host name, processes and memory; they can break.
+"""Several hosts on one machine, with networks of their own: launch on them, break them.
 
     CPU   python cluster/virtual_cluster.py up --nodes 2 --link 1gbit
           python cluster/virtual_cluster.py run -- hostname
           python cluster/virtual_cluster.py down
 
-A node is a first process in namespaces of its own, made by unshare. A switch is one more network
-namespace, with a bridge for each card. Look for: what a job does when you cut, slow or kill a node
-under it. Linux; root, or a kernel that lets everybody make user namespaces.
+A node is a first process in its own namespaces. The switch is a first process too, with
+a bridge for each network card; all nodes end with the switch. Needs Linux, and root or
+a kernel that lets every user make namespaces. Imports no torch: a verb starts at once.
 
-Sources: namespaces(7), pid_namespaces(7), unshare(1), nsenter(1), tc-tbf(8), tc-netem(8).
+Sources: namespaces(7), pid_namespaces(7), unshare(1), nsenter(1), tc-tbf(8).
 """
 
+import argparse
 import contextlib
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import threading
+import time
 from pathlib import Path
 
-from cluster_parts import virtual_cluster as part
-from legacy_common import cli
+import psutil
+
+from cluster_parts import virtual_cluster as linux
+from cluster_parts.virtual_cluster import ClusterError, Node
 
 MOST_NODES, MOST_CARDS = 32, 4
+GRACE_S = 40.0  # torchrun gives its workers 30 s to save after SIGTERM
+END_S = 60.0
+# nsenter begins at the root of the node's file systems.
+ENTER = 'cd "$0" && exec "$@"'
 
 
-@dataclass
-class Node:
-    """A node, as the supervisor sees it."""
-
-    number: int
-    process: subprocess.Popen | None = None  # unshare, which started it; None: it is off
-    host_pid: int | None = None  # of its first process, as this machine counts
-    cut: bool = False
-    loss: float = 0.0
-    rates: dict = field(default_factory=dict)  # bytes/s by card, where it is not the link's
-
-    @property
-    def pid(self):
-        """Return the number of the process that ends with the node; None: it is off."""
-        return self.process.pid if self.process else None
-
-    @property
-    def name(self):
-        return f"node{self.number}"
-
-    def port(self, card):
-        """Return the name of the switch's end of the cable to one of the node's cards."""
-        return f"port{self.number}-{card}"
+# Verbs
 
 
-class Cluster:
-    """The nodes and what can happen to them. It lives in the supervisor, on the switch."""
+def start_cluster(args):
+    """Start the switch and the nodes; return the status."""
+    linux.check_machine()
+    args.at.mkdir(parents=True, exist_ok=True)
+    if linux.find(args.at):
+        raise ClusterError(f"a cluster is up already at {args.at}: `down` ends it")
+    cluster = linux.start_switch(args)
+    try:
+        for number in range(args.nodes):
+            cluster.nodes.append(Node(number))
+        linux.write_hosts(cluster)
+        for node in cluster.nodes:
+            linux.boot(cluster, node)
+        linux.save(cluster)
+    except BaseException:
+        os.kill(cluster.pid, signal.SIGKILL)
+        raise
+    return describe(cluster)
 
-    def __init__(self, args, folder):
-        self.args = args
-        self.folder = folder
-        self.nodes = [Node(number) for number in range(args.nodes)]
-        self.cards = range(args.cards)
-        if args.link.delay:
-            part.need_netem()
-        for card in self.cards:
-            part.run("ip", f"link add bridge{card} type bridge", f"link set bridge{card} up")
-        lines = ["127.0.0.1 localhost"]
-        for card in self.cards:
-            for node in self.nodes:
-                name = f"{node.name}-link{card}" if card else node.name
-                lines.append(f"{part.address(node.number, card)} {name}")
-                # torch's store looks up an IPv4 peer in this form, and warns of one without a name.
-                lines.append(f"::ffff:{part.address(node.number, card)} {name}-peer")
-        (folder / "hosts").write_text("\n".join([*lines, ""]))
-        for node in self.nodes:
-            self.boot(node)
 
-    # a node
-
-    def boot(self, node):
-        """Start a node's first process, and connect its cards to the switch."""
-        node.cut, node.loss, node.rates = False, 0.0, {}
-        node.process, node.host_pid = part.boot(
-            node.name, self.folder, self.args.shm, self.args.disk
+def describe(cluster):
+    """Return a line for the cluster and one for each node."""
+    link = f"{linux.show_rate(cluster.rate)} by token buckets"
+    delay = f", {cluster.delay_s * 1e3:g} ms by netem" if cluster.delay_s else ""
+    lines = [
+        f"nodes: {len(cluster.nodes)}, cards of each: {cluster.cards}, {link}{delay}"
+    ]
+    for node in cluster.nodes:
+        state = "up" if node.is_up else "off"
+        if node.is_up and node.is_cut:
+            state = "cut"
+        rates = [
+            f"link{card} {linux.show_rate(node.rates[card])}"
+            for card in range(cluster.cards)
+        ]
+        lines.append(
+            f"{node.name}  {linux.address(node.number)}  {state}  {', '.join(rates)}"
         )
-        for card in self.cards:
-            port = node.port(card)
-            mac = f"02:00:00:00:{card:02x}:{node.number + 1:02x}"
-            inside = f"/proc/{node.host_pid}/ns/net"
-            part.run(
-                "ip",
-                f"link add {port} type veth peer name link{card} address {mac} netns {inside}",
-                f"link set {port} master bridge{card} up",
-            )
-            place = f"{part.address(node.number, card)}/24"
-            lines = [f"address add {place} dev link{card}", f"link set link{card} up"]
-            part.run("ip", *lines, "link set lo up", pid=node.host_pid)
-            self.shape(node, card)
-        if any(other.loss for other in self.nodes):
-            self.send_packets(node)
+    return "\n".join(lines)
 
-    def shape(self, node, card):
-        """Let a card send and receive so many bytes/s, late, and lose packets: at both ends."""
-        link = self.args.link
-        rate = node.rates.get(card, link.rate)
-        sends = part.queues(f"link{card}", rate, link.delay, node.loss)
-        part.run("tc", *sends, pid=node.host_pid)
-        part.run("tc", *part.queues(node.port(card), rate, 0, node.loss))
 
-    # verbs
+def change(args):
+    """Do what a verb says to a node; return what to print."""
+    cluster = linux.load(args.at)
+    node = find_node(cluster, args.node)
+    if node.is_up == (args.verb == "start"):
+        state = "is up already" if node.is_up else "is off: `start` boots it"
+        raise ClusterError(f"{node.name} {state}")
+    told = ""
+    match args.verb:
+        case "cut":
+            linux.set_cables(cluster, node, "down")
+            told = "cables unplugged"
+        case "restore":
+            linux.set_cables(cluster, node, "up")
+            linux.slow(cluster, node, cluster.rate)
+            told = "as new"
+        case "slow":
+            linux.slow(cluster, node, args.rate, args.card)
+            told = linux.show_rate(args.rate)
+        case "kill":
+            linux.remove_cables(cluster, node)  # first: a power cut sends nothing
+            end_process(node.pid)
+            told = "killed"
+        case "start":
+            linux.boot(cluster, node)
+            told = "booted"
+    linux.save(cluster)
+    return f"{node.name}: {told}"
 
-    def cut(self, node):
-        """Unplug a node's cables at the switch: nobody there is told."""
-        part.run("ip", *(f"link set {node.port(card)} down" for card in self.cards))
-        node.cut = True
-        return f"{node.name}: cables unplugged"
 
-    def restore(self, node):
-        """Undo cut, slow and lose."""
-        node.cut, node.loss, node.rates = False, 0.0, {}
-        for card in self.cards:
-            part.run("ip", f"link set {node.port(card)} up")
-            self.shape(node, card)
-        return f"{node.name}: as new"
+def find_node(cluster, name):
+    for node in cluster.nodes:
+        if name in (node.name, str(node.number)):
+            return node
+    last = cluster.nodes[-1].name
+    raise ClusterError(f"no node {name!r}: the nodes are node0 to {last}")
 
-    def slow(self, node, card, rate):
-        """Give one of a node's cards, or all of them, another rate."""
-        for one in self.cards if card is None else [card]:
-            node.rates[one] = rate
-            self.shape(node, one)
-        return f"{node.name}: {part.mbit(rate)}"
 
-    def send_packets(self, node):
-        """Let a node's cards send single packets, not up to 64 KiB that are cut later."""
-        cards = (f"link set link{card} gso_max_segs 1" for card in self.cards)
-        part.run("ip", *cards, pid=node.host_pid)
+def end_process(pid):
+    """Kill a first process, and wait until the kernel has ended its namespace."""
+    with contextlib.suppress(ProcessLookupError):
+        ending = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        select.select([ending], [], [], END_S)
+        os.close(ending)
 
-    def lose(self, node, share):
-        """Lose a share of the packets that a node sends, and of those sent to it."""
-        part.need_netem()
-        for other in self.nodes:
-            if other.pid:
-                self.send_packets(other)
-        node.loss = share
-        for card in self.cards:
-            self.shape(node, card)
-        return f"{node.name}: {100 * share:g}% of its packets are lost"
 
-    def kill(self, node):
-        """Cut the power: the kernel ends all processes of a PID namespace with its first one."""
-        self.unplug(node)
-        os.kill(part.pid_in(node.host_pid), signal.SIGKILL)
-        return f"{node.name}: killed"
+def end_cluster(args):
+    """End the switch, and with it all nodes."""
+    end_process(linux.load(args.at).pid)
+    for name in linux.FILES:
+        (args.at / name).unlink()
+    return "down"
 
-    def start(self, node):
-        """Boot a node that was killed: memory and disk are empty."""
-        self.boot(node)
-        return f"{node.name}: booted"
 
-    def unplug(self, node):
-        """Remove a node's cables, unless they have gone with it."""
-        for card in self.cards:
-            with contextlib.suppress(OSError):
-                part.run("ip", f"link delete {node.port(card)}")
+# Running commands on nodes
 
-    def says(self):
-        """Describe the cluster in one line."""
-        link = self.args.link
-        how = [f"{len(self.nodes)} nodes, network cards of each: {len(self.cards)}"]
-        how += [f"{part.mbit(link.rate)} by token buckets"] if link.rate else []
-        how += [f"{1e3 * link.delay:g} ms by netem"] if link.delay else []
-        how += [f"clock of {name} {offset:+g} s, for Python's time()"
-                for name, offset in self.args.clock]  # fmt: skip
-        return "; ".join(how)
+
+def run_on_nodes(args, command):
+    """Run a command on nodes at once; return the first code that is not 0, or 0."""
+    cluster = linux.load(args.at)
+    nodes = [node for node in cluster.nodes if node.is_up]
+    if args.on:
+        nodes = [find_node(cluster, name) for name in args.on.split(",")]
+    off = [node.name for node in nodes if not node.is_up]
+    if off or not nodes:
+        raise ClusterError(f"{(off or ['each node'])[0]} is off: `start` boots it")
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    guard, stop_guard = start_guard(mark)
+    started = []
+    deadline = float("inf")
+
+    def hand_on(number, frame):
+        """Pass SIGTERM or SIGINT on, so that jobs save; after a second one, end."""
+        nonlocal deadline
+        first = deadline == float("inf")
+        deadline = time.monotonic() + (GRACE_S if first else 0.0)
+        for process in started:
+            with contextlib.suppress(psutil.Error):
+                for child in psutil.Process(process.pid).children():
+                    child.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, hand_on)
+    lock, printers = threading.Lock(), []
+    for place, node in enumerate(nodes):
+        process = start_command(cluster, nodes, place, command, mark)
+        started.append(process)
+        for source, target in (
+            (process.stdout, sys.stdout),
+            (process.stderr, sys.stderr),
+        ):
+            words = (node.name, source, target, lock)
+            printers.append(threading.Thread(target=copy_lines, args=words))
+            printers[-1].start()
+    code = wait_for(started, lambda: time.monotonic() > deadline)
+    os.close(stop_guard)  # the guard kills what is left
+    os.waitpid(guard, 0)
+    for printer in printers:
+        printer.join()
+    return code
+
+
+def start_command(cluster, nodes, place, command, mark):
+    """Start the command on one of these nodes, with its placeholders filled in."""
+    node = nodes[place]
+    words = {
+        "node": place,
+        "nodes": len(nodes),
+        "name": node.name,
+        "master": linux.address(nodes[0].number),
+    }
+    path = os.environ.get("PATH", os.defpath)
+    environ = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "GLOO_SOCKET_IFNAME": "link0",
+        "NCCL_SOCKET_IFNAME": "link0",
+        "VIRTUAL_RUN": mark,
+        "PATH": f"{os.path.dirname(sys.executable)}:{path}",
+    }
+    inside = linux.enter(cluster, node.pid, *linux.OWN)
+    filled = [fill_in(word, words) for word in command]
+    return subprocess.Popen(
+        [*inside, "sh", "-c", ENTER, os.getcwd(), *filled],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | environ,
+        start_new_session=True,
+    )
+
+
+def fill_in(word, values):
+    """Fill in {node} and so on; other text in braces stays."""
+    pattern = r"\{(" + "|".join(values) + r")\}"
+    return re.sub(pattern, lambda match: str(values[match[1]]), word)
+
+
+def wait_for(processes, is_late):
+    """Wait until all have ended or is_late(); return the first code that is not 0."""
+    code, running = 0, list(processes)
+    while running and not is_late():
+        for process in [one for one in running if one.poll() is not None]:
+            running.remove(process)
+            ended = process.returncode
+            code = code or (ended if ended >= 0 else 128 - ended)
+        time.sleep(0.02)
+    return code or (137 if running else 0)
+
+
+def copy_lines(name, source, target, lock):
+    """Print a command's lines with the name of its node before them."""
+    for line in source:
+        with lock:
+            target.write(f"[{name}] {line.decode(errors='replace').rstrip(chr(10))}\n")
+            target.flush()
+
+
+def start_guard(mark):
+    """Fork a process that waits for the end of this one, then kills what it has left.
+
+    Returns its pid, and the descriptor whose closing it waits for.
+    """
+    ended, stop = os.pipe()
+    guard = os.fork()
+    if guard == 0:
+        os.setsid()
+        os.close(stop)
+        os.read(ended, 1)
+        while kill_marked(mark):
+            time.sleep(0.02)
+        os._exit(0)
+    os.close(ended)
+    return guard, stop
+
+
+def kill_marked(mark):
+    """Kill the processes with this mark in their environment; return their number."""
+    killed = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_ours = process.environ().get("VIRTUAL_RUN") == mark
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                killed += 1
+    return killed
+
+
+# Command line
 
 
 def parse_args(argv):
-    """Parse the command line; what follows `--` is the command to run."""
+    """Parse the command line; the words after `--` are the command to run."""
     own, command = argv, []
     if "--" in argv:
         own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
-    parser = part.Parser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    def verb(name, text, *positional):
+    def add_verb(name, text, of_node=False):
         added = verbs.add_parser(name, help=text, description=text)
-        added.add_argument("--at", default="runs/virtual_cluster", metavar="FOLDER", type=Path,
-                           help="the cluster's folder (runs/virtual_cluster)")  # fmt: skip
-        for one in positional:
-            added.add_argument(one, metavar=one.upper())
-        return added
+        add = added.add_argument
+        folder = Path("runs/virtual_cluster")
+        add("--at", default=folder, metavar="FOLDER", type=Path, help=f"({folder})")
+        if of_node:
+            add("node", metavar="NODE")
+        return add
 
-    up = verb("up", "start a cluster").add_argument
-    up("--nodes", type=cli.positive_int, default=2, help="(2)")
-    up("--cards", type=cli.positive_int, default=1, help="network cards of a node (1)")
-    up("--link", type=part.link, default=part.Link(), metavar="RATE[,DELAY]",
-       help="such as 1gbit or 100mbit,1ms (as fast as this machine)")  # fmt: skip
-    up("--clock", type=part.clock, action="append", default=[], metavar="NODE=OFFSET",
-       help="a node's clock is wrong, such as node1=+1h; may be repeated")  # fmt: skip
-    up("--shm", type=cli.byte_size, default="64M", metavar="SIZE", help="of /dev/shm (64M)")
-    up("--disk", type=cli.byte_size, default="64M", metavar="SIZE", help="of its disk (64M)")
-    add = verb("run", "run a command on each node: run -- COMMAND").add_argument
-    add("--on", metavar="NODES", help="on these only, such as node0,node2")
-    verb("status", "print what each node is and does")
-    verb("cut", "unplug a node's cables", "node")
-    verb("restore", "undo cut, slow and lose", "node")
-    slow = verb("slow", "slow a node's cards", "node").add_argument
-    slow("--card", type=cli.whole_number, help="this one only (all)")
-    slow("--rate", type=cli.link_rate, required=True, help="such as 50mbit")
-    lose = verb("lose", "lose a share of a node's packets", "node").add_argument
-    lose("share", type=part.share, metavar="SHARE", help="such as 2%%")
-    verb("kill", "end a node at once, as by a power cut", "node")
-    verb("start", "boot a node that was killed", "node")
-    send = verb("signal", "send a signal to agent, worker or worker:LOCAL_RANK", "node", "target")
-    send.add_argument("signal", metavar="SIGNAL", type=part.signal_of)
-    verb("down", "end the cluster and all that runs on it")
+    up = add_verb("up", "start a cluster")
+    up("--nodes", type=number_to(MOST_NODES), default=2, help="(2)")
+    up("--cards", type=number_to(MOST_CARDS), default=1, help="cards of a node (1)")
+    up(
+        "--link",
+        type=linux.parse_link,
+        default=(0.0, 0.0),
+        metavar="RATE[,DELAY]",
+        help="such as 1gbit or 100mbit,1ms (as fast as this machine)",
+    )
+    up("--shm", type=linux.parse_size, default="1g", help="size of /dev/shm (1g)")
+    run = add_verb("run", "run a command on each node: run -- COMMAND")
+    run("--on", metavar="NODES", help="on these nodes only, such as node0,node2")
+    add_verb("status", "print the state of each node")
+    add_verb("cut", "unplug a node's cables", of_node=True)
+    add_verb("restore", "undo cut and slow", of_node=True)
+    slow = add_verb("slow", "slow a node's cards", of_node=True)
+    slow("--card", type=int, help="this card only (all)")
+    slow("--rate", type=linux.parse_rate, required=True, help="such as 50mbit")
+    add_verb("kill", "end a node at once, as a power cut does", of_node=True)
+    add_verb("start", "boot a node that was killed", of_node=True)
+    add_verb("down", "end the cluster and everything that runs on it")
     args = parser.parse_args(own)
     if (args.verb == "run") != bool(command):
-        parser.error("run takes a command behind --, such as: run -- hostname")
+        parser.error("run takes a command after --, such as: run -- hostname")
+    args.at = args.at.absolute()
     return args, command
+
+
+def number_to(most):
+    """Return a parser of whole numbers from 1 to `most`."""
+
+    def parse(text):
+        if not (text.isdecimal() and 1 <= int(text) <= most):
+            raise argparse.ArgumentTypeError(f"must be 1 to {most}, not {text!r}")
+        return int(text)
+
+    return parse
 
 
 def main():
     args, command = parse_args(sys.argv[1:])
-    part.refuse_other_systems()
-    args.at = args.at.absolute()
-    match args.verb:
-        case "up":
-            if args.nodes > MOST_NODES or args.cards > MOST_CARDS:
-                raise cli.UsageError(f"at most {MOST_NODES} nodes with {MOST_CARDS} cards each")
-            known = {f"node{number}" for number in range(args.nodes)}
-            if unknown := {name for name, _ in args.clock} - known:
-                raise cli.UsageError(f"--clock: there is no {min(unknown)} of {args.nodes} nodes")
-            if part.READY in os.environ:  # this is the process that `up` has started
-                part.supervise(args.at, lambda: Cluster(args, args.at))
-            else:
-                print(part.up(args.at))
-        case "run":
-            return part.run_on_nodes(args.at, args.on, command)
-        case "down":
-            print(part.down(args.at))
-        case verb:
-            rest = {k: v for k, v in vars(args).items() if k not in ("verb", "at")}
-            print(part.ask(args.at, verb, **rest))
+    try:
+        match args.verb:
+            case "up":
+                print(start_cluster(args))
+            case "run":
+                return run_on_nodes(args, command)
+            case "status":
+                print(describe(linux.load(args.at)))
+            case "down":
+                print(end_cluster(args))
+            case _:
+                print(change(args))
+    except (ClusterError, OSError) as error:
+        print(f"virtual_cluster.py: error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    sys.exit(main())

@@ -44,7 +44,7 @@ VIRTUAL = re.compile(r"(lo|docker|veth|virbr|vnet|br-|cni|flannel|cali|tun|tap|v
 
 
 def read_facts(place, device):
-    """Return what this rank finds on its node, and what keeps it from starting.
+    """Return the facts of this rank's node, and the problem that stops the rank.
 
     `place` has the rank and the numbers of ranks. Only the first rank of a node reads
     the names in the libraries, which are large files.
@@ -183,7 +183,7 @@ def nccl_listens_at():
 
 
 def read_versions():
-    """Return versions and numbers of devices, which all nodes of a job have alike."""
+    """Return versions and numbers of devices, which should be equal on all nodes."""
     driver = re.search(r"\d+\.\d[\d.]*", text("proc/driver/nvidia/version"))
     ports = (ROOT / "sys/class/infiniband").glob("*/ports/*/state")
     return {
@@ -207,7 +207,7 @@ def nccl_version():
 
 
 def read_amounts():
-    """Return sizes in bytes and limits; None is no limit."""
+    """Return sizes in bytes and limits; None means unlimited."""
     limits = {
         "open files": resource.RLIMIT_NOFILE,
         "processes": resource.RLIMIT_NPROC,

@@ -29,7 +29,7 @@ DO = {
     "WORLD_SIZE": "Start all nodes with the same command.",
     "ranks": "Start all nodes with the same command.",
 }
-# Least amount that a job needs, and what to do. The first four are also compared.
+# Least amount that a job needs, and the cure. The first four are also compared.
 AMOUNTS = {
     "/dev/shm": (
         GIB,
@@ -150,7 +150,7 @@ def compare_nodes(nodes):
     for what in sorted({key for own in settings.values() for key in own}):
         if not what.endswith("_SOCKET_IFNAME"):
             values = {name: own.get(what, "unset") for name, own in settings.items()}
-            found += differing(f"{what}:", values, "Set it alike on all nodes.")
+            found += differing(f"{what}:", values, "Set the same value on all nodes.")
     found += compare_amounts(
         {name: one["amounts"] for name, one in first.items()}, nodes
     )
@@ -187,7 +187,7 @@ def find_odd(values, same=operator.eq):
 
 
 def differing(what, values, do, show=str, same=operator.eq):
-    """Return findings for nodes whose value is not the one of most nodes."""
+    """Return findings for nodes that do not have the value of most nodes."""
     odd, sure = find_odd(values, same)
     if not sure:
         told = ", ".join(f"{show(values[name])} on {name}" for name in odd[:SHOWN])
@@ -316,7 +316,7 @@ def find_lost(nodes, results, name_of, timeout_s):
         for card in here[0]["interfaces"]
         if not card["address"].startswith("127.")
     }
-    # Each rank that waits in vain names the address of its peer.
+    # The error of each rank has the address of its missing peer.
     blamed = Counter()
     for rank, one in failed.items():
         for address in set(re.findall(r"(\d+\.\d+\.\d+\.\d+)\]?:\d", one["error"])):
