@@ -128,17 +128,17 @@ def when(event):
 
 
 def show(cause, logs):
-    """Print the cause, what says so, who suffered and what to do next."""
+    """Print the cause with its evidence, who suffered from it, and the next step."""
     if cause is None:
         print("no error in these logs")
         return
     print(f"first cause: {cause.who}: {shortened(cause.reason)}")
-    for events in fold(cause.events)[:3]:
-        first = events[0]
+    if cause.events:  # all of them say the same
+        first = min(cause.events, key=lambda event: event.line.time)
         code = f", {first.code}" if first.code else ""
         print(f"  {when(first)}, {first.line.place}{code}")
-        if len(events) > 1:
-            print(f"  {len(events)} lines like it")
+        if len(cause.events) > 1:
+            print(f"  {len(cause.events)} lines like it")
         print(f"  > {first.line.raw.strip()[:200]}")
     for group, members in group_positions(logs.positions).items():
         print(f"\ngroup {group}: last collective enqueued and completed, lowest first")
@@ -163,7 +163,8 @@ def show(cause, logs):
 def ranks_of(numbers):
     """Return "rank 1" or "ranks 0, 2"."""
     numbers = sorted(numbers)
-    return f"rank{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
+    word = "rank" if len(numbers) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, numbers))}"
 
 
 def shortened(line):

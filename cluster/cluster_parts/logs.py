@@ -155,9 +155,8 @@ def read_logs(paths):
         by_source.setdefault(id(line.source), []).append(line)
     for lines in by_source.values():
         logs.events += find_events(lines)
-    for (
-        event
-    ) in logs.events:  # what a launcher says of a rank that has lines of its own
+    # A launcher reports ranks that also have lines of their own.
+    for event in logs.events:
         if event.source.rank is None and event.source.label.startswith("local rank"):
             key = event.source.node, event.source.label
             event.source = sources.get(key, event.source)
