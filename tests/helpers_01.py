@@ -1,4 +1,4 @@
-"""What tests of several scripts share: a small job of ddp_training.py, what it wrote."""
+"""A small job of ddp_training.py, and what it wrote."""
 
 import json
 import os
@@ -19,14 +19,26 @@ def small_job(folder: Path) -> tuple:
     text = (Path(os.__file__).parent / "argparse.py").read_bytes()[:12_000]
     (folder / "text").write_bytes(text)
     fixed = ("--text-file", folder / "text", "--seq-len", 32, "--log-every", 1)
-    return (*fixed, "--max-steps", 24, "--warmup-steps", 4, "--save-every", 5, "--lr", 1e-2)
+    return (
+        *fixed,
+        "--max-steps",
+        24,
+        "--warmup-steps",
+        4,
+        "--save-every",
+        5,
+        "--lr",
+        1e-2,
+    )
 
 
 # what a run wrote
 
 
 def steps_in(folder: Path, name: str = "loss") -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     found = [(line["step"], line[name]) for line in lines if name in line]
     assert len(found) == len(dict(found)), "a step is there twice"
     return dict(found)
@@ -49,13 +61,18 @@ def wait_for(condition, timeout_s: float = 200) -> None:
 
 
 def trace_without_a_compiler(script):
-    """Trace as torch.compile does, name each graph's products, and run it: no C++ is built."""
+    """Trace as torch.compile does, name each graph's products, and run it: no C++ is
+    built.
+    """
     from torch._dynamo.backends.debugging import aot_eager
 
     def backend(graph, inputs):
         parts = [part.graph for part in graph.modules() if hasattr(part, "graph")]
         calls = [str(node.target) for part in parts for node in part.nodes]
-        print(f"graph with {sum('linear' in call for call in calls)} products", file=sys.stderr)
+        print(
+            f"graph with {sum('linear' in call for call in calls)} products",
+            file=sys.stderr,
+        )
         return aot_eager(graph, inputs)
 
     plain = torch.nn.Module.compile

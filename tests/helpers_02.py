@@ -6,5 +6,10 @@ import pytest
 
 
 def quick(count: int, rows: list) -> list:
-    """Return a table of which the first rows are quick, and the others only in the whole set."""
-    return [*rows[:count], *(pytest.param(*row, marks=pytest.mark.full) for row in rows[count:])]
+    """Return a table of which the first rows are quick, and the others only in the
+    whole set.
+    """
+    return [
+        *rows[:count],
+        *(pytest.param(*row, marks=pytest.mark.full) for row in rows[count:]),
+    ]

@@ -1,7 +1,8 @@
 """A SLURM for tests, from Debian's packages, on the nodes of a virtual cluster.
 
-The packages are unpacked below runs/ once. The daemons see them laid over /usr, in namespaces of
-their own: nothing is installed, or left when pytest ends, however it ends.
+The packages are unpacked below runs/ once. The daemons see them laid over /usr, in
+namespaces of their own: nothing is installed, or left when pytest ends, however it
+ends.
 """
 
 import contextlib
@@ -50,16 +51,18 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=5
 KillWait=5
-SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 {nodes}
 PartitionName=usual Nodes=ALL Default=YES
 """
 
 
 def need(words: list[str], **how) -> str:
-    """Return what a command prints, or skip the test with what it says of its failure."""
+    """Return what a command prints, or skip the test with its error message."""
     try:
-        ended = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, **how)
+        ended = subprocess.run(
+            words, capture_output=True, text=True, timeout=DEADLINE_S, **how
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         pytest.skip(f"no SLURM here: {error}")
     if ended.returncode:
@@ -76,13 +79,23 @@ def packages() -> Path:
         new = UNPACKED.with_name(f"slurm-{os.getpid()}")
         new.mkdir(parents=True)
         try:
-            install = ["apt-get", "install", "--simulate", "--no-install-recommends", *PACKAGES]
+            install = [
+                "apt-get",
+                "install",
+                "--simulate",
+                "--no-install-recommends",
+                *PACKAGES,
+            ]
             names = re.findall(r"^Inst (\S+)", need(install), re.M)
             need(["apt-get", "download", *names], cwd=new)
             for package in new.glob("*.deb"):
                 need(["dpkg-deb", "--extract", str(package), str(new)])
                 package.unlink()
-            for name in ("slurmctld", "slurmd", "slurmstepd"):  # as an installation links them
+            for name in (
+                "slurmctld",
+                "slurmd",
+                "slurmstepd",
+            ):  # as an installation links them
                 (new / "usr" / "sbin" / name).symlink_to(f"{name}-wlm")
             new.rename(UNPACKED)
         finally:
@@ -94,25 +107,36 @@ class Slurm:
     """The daemons, on all nodes of a virtual cluster; the first one is the head too."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.folder, self.packages, self.cluster = folder, packages(), folder / "cluster"
+        self.folder, self.packages, self.cluster = (
+            folder,
+            packages(),
+            folder / "cluster",
+        )
         self.head: int | None = None
         self.environ = {name: text for name, text in os.environ.items() if name != MARK}
         names = [f"node{number}" for number in range(count)]
         for name in ("state", *names):
             (folder / name).mkdir()
-        nodes = [f"NodeName={name} NodeAddr=10.77.0.{number + 1} CPUs=8 RealMemory=4000"
-                 for number, name in enumerate(names)]  # fmt: skip
+        nodes = [
+            f"NodeName={name} NodeAddr=10.77.0.{number + 1} CPUs=8 RealMemory=4000"
+            for number, name in enumerate(names)
+        ]
         conf = CONF.format(folder=folder, nodes="\n".join(nodes))
         (folder / "slurm.conf").write_text(conf)
         # Not what it finds at /sys/fs/cgroup, which differs; nothing here uses them.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         need(self.verb("up", "--nodes", str(count)), env=self.environ, cwd=REPO)
-        # The cluster lives until its guard's input is closed: by stop, or because pytest ended.
+        # The cluster lives until its guard's input is closed: by stop, or because
+        # pytest ended.
         down = f"read; exec {shlex.join(self.verb('down'))}"
         self.guard = subprocess.Popen(
-            ["bash", "-c", down], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            env=self.environ, cwd=REPO, start_new_session=True,
-        )  # fmt: skip
+            ["bash", "-c", down],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=self.environ,
+            cwd=REPO,
+            start_new_session=True,
+        )
         try:
             daemons = self.boot(*names)
             while self.run("sinfo -h -o '%D %t'") != f"{count} idle":
@@ -128,10 +152,19 @@ class Slurm:
 
     def boot(self, *names: str) -> subprocess.Popen:
         """Start the daemons of nodes; what is returned ends with the last of them."""
-        words = ["unshare", "--mount", "bash", str(INIT), str(self.packages), str(self.folder)]
+        words = [
+            "unshare",
+            "--mount",
+            "bash",
+            str(INIT),
+            str(self.packages),
+            str(self.folder),
+        ]
         command = self.verb("run", "--on", ",".join(names), "--", *words, "{name}")
         with (self.folder / "daemons.log").open("a") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env=self.environ, cwd=REPO)
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, env=self.environ, cwd=REPO
+            )
 
     def log(self) -> str:
         return (self.folder / "daemons.log").read_text()[-2000:]
@@ -141,7 +174,7 @@ class Slurm:
         self.guard.wait(60)
 
     def run(self, line: str) -> str:
-        """Run a line of bash where the head's daemon runs; return all that it prints."""
+        """Run a line of bash where the head's daemon runs; return its output."""
         conf = str(self.folder / "slurm.conf")
         for process in psutil.process_iter() if self.head is None else ():
             with contextlib.suppress(psutil.Error):
@@ -154,18 +187,35 @@ class Slurm:
             "SLURM_CONF": conf,
             "GLOO_SOCKET_IFNAME": "link0",
         }
-        words = ["nsenter", "--all", f"--target={self.head}", f"--wd={REPO}", "bash", "-c", line]
+        words = [
+            "nsenter",
+            "--all",
+            f"--target={self.head}",
+            f"--wd={REPO}",
+            "bash",
+            "-c",
+            line,
+        ]
         ended = subprocess.run(
-            words, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=DEADLINE_S,
-        )  # fmt: skip
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+        )
         return ended.stdout.strip()
 
     def wait_for(self, line: str, expected: str) -> str:
-        """Run a line again and again until a regular expression is found in what it prints."""
+        """Run a line again and again until a regular expression is found in what it
+        prints.
+        """
         deadline = time.monotonic() + DEADLINE_S
         while not re.search(expected, said := self.run(line), re.M):
-            assert time.monotonic() < deadline, f"no {expected!r}: {line}: {said}\n{self.log()}"
+            assert time.monotonic() < deadline, (
+                f"no {expected!r}: {line}: {said}\n{self.log()}"
+            )
             time.sleep(0.2)
         return said
 
@@ -193,12 +243,14 @@ class Slurm:
         return self.fact(job, "JobState")
 
     def start_again(self, job: str) -> None:
-        """Wait until a job is queued again; have it start soon, and not only after two minutes.
+        """Wait until a job is queued again; have it start soon, and not only after two
+        minutes.
 
-        SLURM waits that long since it does not let a job start while the end of the last start is
-        still on its way to the nodes: "Job credential revoked".
+        SLURM waits that long since it does not let a job start while the end of the
+        last start is still on its way to the nodes: "Job credential revoked".
         """
-        again = r"JobState=PENDING Reason=BeginTime|JobState=RUNNING(.*\n)*?.*Restarts=[1-9]"
+        waits = r"JobState=PENDING Reason=BeginTime"
+        again = rf"{waits}|JobState=RUNNING(.*\n)*?.*Restarts=[1-9]"
         self.wait_for(f"scontrol show job {job}", f"{again}|{ENDED}")
         time.sleep(3)
         self.run(f"scontrol update job={job} StartTime=now")

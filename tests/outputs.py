@@ -1,12 +1,15 @@
-"""Compare what a command printed with what a page shows: claims exactly, measured times not at all.
+"""Compare a command's output with the page: claims exactly, measured times not at all.
 
-- Words that only measure speed, or name a machine, a process, a date or a version, are masked.
-- A row of a check table with a tolerance is compared by its name and its verdict: what a tolerance
-  covers differs from processor to processor. A row whose tolerance is 0 is compared digit by digit.
-- Elsewhere numbers with a decimal point may differ by 3 percent, and a rounding error (1e-7, or a
-  number below 0.01 where line or table header speak of an error) by as much as it likes.
+- Words that only measure speed, or name a machine, a process, a date or a version, are
+  masked.
+- A row of a check table with a tolerance is compared by its name and its verdict: what
+  a tolerance covers differs from processor to processor. A row whose tolerance is 0 is
+  compared digit by digit.
+- Elsewhere numbers with a decimal point may differ by 3 percent. A rounding error
+  (1e-7, or a number below 0.01 where the line or the table's header names an error) may
+  have any value.
 - Losses on text may differ by 15 percent, on the few sequences of a test set by 30.
-- Lines that name a rank may come in any order among themselves: ranks print when they get there.
+- Lines that name a rank may come in any order: ranks print when they get there.
 - A line `...` of a page stands for any lines.
 """
 
@@ -20,8 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 
 ELISION = "..."
-# Losses on text differ most: the text is the sources of Python's library, another one in each of
-# its versions, patches too.
+# Losses on text differ most: the text is the sources of Python's library, another one
+# in each of its versions, patches too.
 TOLERANCE, ON_TEXT, ON_A_LITTLE_TEXT = 0.03, 0.15, 0.3
 ERROR_BELOW = 0.01  # a smaller number in a line about an error is a rounding error
 
@@ -31,9 +34,16 @@ TEMPORARY = rf"(?:{re.escape(tempfile.gettempdir())}|/tmp|/var/folders)/[^\s:;,)
 MASKS = [
     (re.compile(pattern), mask)
     for pattern, mask in (
-        (r"(?i)\b(torch|python|deepspeed|nccl|cuda|transformers) v?\d+\.\d+\S*", r"\1 VERSION"),
+        (
+            r"(?i)\b(torch|python|deepspeed|nccl|cuda|transformers) v?\d+\.\d+\S*",
+            r"\1 VERSION",
+        ),
         (r"^(python +ok: )\d\S+,", r"\1VERSION,"),
-        (r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?)?", "DATE"),
+        (
+            r"\d{4}-\d\d-\d\d"
+            r"(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?)?",
+            "DATE",
+        ),
         (r"\b\d{8}-\d{6}\b", "DATE"),
         (r"\b\d\d:\d\d:\d\d(?:\.\d+)?\b", "CLOCK"),
         (r"(?i)(?<![a-z])(pid|port)(?: is|:|=)? ?\d+", r"\1 NUMBER"),
@@ -41,23 +51,33 @@ MASKS = [
         (r"\bon host \S+", "on host NAME"),
         (TEMPORARY, "TEMPORARY"),
         (r"(runs/\S*?)\btmp\w+", r"\1TEMPORARY"),
-        (r"\bb(['\"]).*\1", "TEXT"),  # generated: one rounding error, and it goes on otherwise
+        (
+            r"\bb(['\"]).*\1",
+            "TEXT",
+        ),  # generated: one rounding error, and it goes on otherwise
         (rf"-?{NUMBER} (?:ms|us|µs|s)\b", "TIME"),
         (r"\b\d+\.\d+s\b", "TIME"),
-        (rf"[+-]{NUMBER}%|(?<![\d.])\d+%", "RATIO"),  # of times: others have a decimal, no sign
+        (
+            rf"[+-]{NUMBER}%|(?<![\d.])\d+%",
+            "RATIO",
+        ),  # of times: others have a decimal, no sign
         (rf"\bmfu {NUMBER}%", "mfu RATIO"),
         (rf"{NUMBER} (?:KB\b|[KMG]i?B/s|[KMG]bit/s|[GTP]FLOPS?(?:/s)?)(?!\w)", "RATE"),
         (rf"{NUMBER} (?:samples|sequences|steps|it|tok(?:ens)?)/s", "RATE"),
         (r"(Avg bus bandwidth +: ).*", r"\1RATE"),
-        # nccl-tests' line: time and bandwidths, out of place and in place; sizes and #wrong stay
-        (rf"^(\S* +\d+ +\d+ +\w+ +\w+ +-?\d+){SPEEDS} +(\d+){SPEEDS} +(\d+)$", r"\1 \2 \3"),
+        # nccl-tests' line: time and bandwidths, out of place and in place; sizes and
+        # #wrong stay
+        (
+            rf"^(\S* +\d+ +\d+ +\w+ +\w+ +-?\d+){SPEEDS} +(\d+){SPEEDS} +(\d+)$",
+            r"\1 \2 \3",
+        ),
         (r"\d[\d,]*\.\d+ GiB\b", "MEMORY"),
         (r"\b\d+\.\d+x(?=[ ,]|$)", "RATIO"),
         (r"\b\d+ cores", "CORES"),
         (r"more than [\d,]+ such ranks", "RANKS"),  # of this machine's memory
         (r" {2,}|-{3,}", " "),  # column widths follow the numbers in them
     )
-]  # fmt: skip
+]
 WORD_WITH_NUMBER = re.compile(r"(\D*?)(-?[\d,]*\.?\d+(?:e[+-]\d+)?)(\D*)")
 ABOUT_AN_ERROR = re.compile(r"\b(errors?|drift\w*|differences?|rounding)\b", re.I)
 ABOUT_A_LOSS = re.compile(r"\bloss(es)?\b(?! error)", re.I)
@@ -70,7 +90,9 @@ CHECK_ROW = re.compile(r"(\S.*?) {2,}(\S+) {2,}(\S+) {2,}(\S+) {2,}(yes|NO)")
 
 @dataclass(frozen=True)
 class Line:
-    """A printed line, the header of the table it is a row of, whether its losses are of text."""
+    """A printed line, the header of the table it is a row of, whether its losses are of
+    text.
+    """
 
     text: str
     header: str = ""
@@ -87,13 +109,19 @@ def by_rank(texts: list[str]) -> list[int]:
     """Return the indexes of lines with neighbours that name a rank sorted by it."""
     named = [re.search(r"\brank (\d+)\b", text) for text in texts]
     order: list[int] = []
-    for _, run in itertools.groupby(range(len(texts)), lambda index: named[index] is not None):
-        order += sorted(run, key=lambda index: int(named[index][1]) if named[index] else 0)
+    for _, run in itertools.groupby(
+        range(len(texts)), lambda index: named[index] is not None
+    ):
+        order += sorted(
+            run, key=lambda index: int(named[index][1]) if named[index] else 0
+        )
     return order
 
 
 def lines_of(printed: str) -> list[Line]:
-    """Split what was printed; a table ends at the first line that does not fit its columns."""
+    """Split what was printed; a table ends at the first line that does not fit its
+    columns.
+    """
     texts = printed.splitlines()
     texts = [texts[index] for index in by_rank(texts)]
     lines, header, gaps = [], "", []
@@ -115,7 +143,9 @@ def words_of(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-def same_word(expected: str, printed: str, tolerance: float, about_an_error: bool = False) -> bool:
+def same_word(
+    expected: str, printed: str, tolerance: float, about_an_error: bool = False
+) -> bool:
     if expected == printed:
         return True
     one, two = (WORD_WITH_NUMBER.fullmatch(word) for word in (expected, printed))
@@ -123,7 +153,9 @@ def same_word(expected: str, printed: str, tolerance: float, about_an_error: boo
         return False
     texts = (one[2], two[2])
     a, b = (float(text.replace(",", "")) for text in texts)
-    if max(abs(a), abs(b)) < ERROR_BELOW and (about_an_error or any("e-" in t for t in texts)):
+    if max(abs(a), abs(b)) < ERROR_BELOW and (
+        about_an_error or any("e-" in t for t in texts)
+    ):
         return True
     if not any("." in text for text in texts):  # whole numbers are counts
         return False
@@ -131,7 +163,9 @@ def same_word(expected: str, printed: str, tolerance: float, about_an_error: boo
 
 
 def differing_words(expected: str, printed: Line) -> list[tuple[str, str]]:
-    """Return the pairs that tell a page's line from a printed one: none where they are the same."""
+    """Return the pairs that tell a page's line from a printed one: none where they are
+    the same.
+    """
     pairs = []
     about_an_error = bool(ABOUT_AN_ERROR.search(f"{printed.text} {printed.header}"))
     one, two = (CHECK_ROW.fullmatch(text.strip()) for text in (expected, printed.text))
@@ -143,20 +177,25 @@ def differing_words(expected: str, printed: Line) -> list[tuple[str, str]]:
     a, b = words_of(expected), words_of(printed.text)
     if len(a) == len(b):
         return pairs + [
-            (x, y) for x, y in zip(a, b, strict=True)
+            (x, y)
+            for x, y in zip(a, b, strict=True)
             if not same_word(x, y, printed.tolerance(), about_an_error)
-        ]  # fmt: skip
+        ]
     changes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
     return pairs + [
-        (" ".join(a[i:j]), " ".join(b[k:m])) for kind, i, j, k, m in changes if kind != "equal"
+        (" ".join(a[i:j]), " ".join(b[k:m]))
+        for kind, i, j, k, m in changes
+        if kind != "equal"
     ]
 
 
 def find(shown: list[str], printed: list[Line]) -> tuple[dict[int, int], int | None]:
-    """Place a page's lines among the printed ones; return the places and the first line with none.
+    """Place a page's lines among the printed ones; return the places and the first line
+    with none.
 
-    Each run of lines between elisions is placed as early as it can be; the first and the last have
-    to be at the ends. With a place for each line, the index len(shown) means that more was printed.
+    Each run of lines between elisions is placed as early as it can be; the first and
+    the last have to be at the ends. With a place for each line, the index len(shown)
+    means that more was printed.
     """
     places: dict[int, int] = {}
     at = index = 0
@@ -175,7 +214,9 @@ def find(shown: list[str], printed: list[Line]) -> tuple[dict[int, int], int | N
         most = {}
         for start in starts:
             fitting = {}
-            for line, place in zip(range(index, end), range(start, len(printed)), strict=False):
+            for line, place in zip(
+                range(index, end), range(start, len(printed)), strict=False
+            ):
                 if differing_words(shown[line], printed[place]):
                     break
                 fitting[line] = place
@@ -191,7 +232,8 @@ def find(shown: list[str], printed: list[Line]) -> tuple[dict[int, int], int | N
 
 
 def difference(shown: str, *printed: str, first_line: int = 1) -> str | None:
-    """Return None where a page shows what was printed, or the first line that it shows wrongly.
+    """Return None where a page shows what was printed, or the first line that it shows
+    wrongly.
 
     Of several orders in which it may have been printed, the best counts.
     """
@@ -207,7 +249,9 @@ def difference(shown: str, *printed: str, first_line: int = 1) -> str | None:
     where, rest = f"line {first_line + [*numbers, len(kept)][miss]}", lines[at:]
     if miss == len(kept):
         return f"{where}: the page shows no more, but printed was\n  {rest[0].text}\n"
-    if rest and miss > 0 and kept[miss - 1].strip() == ELISION:  # it may be anywhere in the rest
+    if (
+        rest and miss > 0 and kept[miss - 1].strip() == ELISION
+    ):  # it may be anywhere in the rest
         beside = max(rest, key=lambda line: likeness(kept[miss], line))
     else:
         beside = rest[0] if rest else None
@@ -216,7 +260,10 @@ def difference(shown: str, *printed: str, first_line: int = 1) -> str | None:
         f"{where} of the page was not printed:\n"
         f"  page:    {kept[miss]}\n"
         f"  printed: {beside.text if beside else '(nothing more)'}\n"
-        + "".join(f"  differs: {one or '(nothing)'} | {two or '(nothing)'}\n" for one, two in pairs)
+        + "".join(
+            f"  differs: {one or '(nothing)'} | {two or '(nothing)'}\n"
+            for one, two in pairs
+        )
     )
 
 
@@ -226,7 +273,8 @@ def likeness(shown: str, line: Line) -> float:
 
 
 def shown_like(shown: str, printed: str) -> tuple[list[str], bool]:
-    """Return the printed lines, left out where the page left lines out, and whether all could be.
+    """Return the printed lines, left out where the page left lines out, and whether all
+    could be.
 
     An elision is kept where the line before it and the line after it are still printed.
     """
@@ -250,7 +298,7 @@ def shown_like(shown: str, printed: str) -> tuple[list[str], bool]:
 
 
 def common_lines(kept: list[str], lines: list[Line]) -> dict[int, int]:
-    """Return the longest series of page lines printed in this order, with their places."""
+    """Return the longest series of page lines in printed order, with their places."""
     same = [[not differing_words(text, line) for line in lines] for text in kept]
     longest = [[0] * (len(lines) + 1) for _ in range(len(kept) + 1)]
     for i in reversed(range(len(kept))):

@@ -5,6 +5,7 @@ Plain Python: site/ reads the pages by it too, in an environment without PyTorch
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 from dataclasses import dataclass, field
@@ -14,18 +15,24 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ".venv-frameworks"  # what `make frameworks` installs
 SITE = ".venv-site"  # and `make site`
-# The modules in their order, each with the package of its lessons' parts; most have none.
-PARTS = {
-    "01-ddp-basics": "", "02-fsdp": "", "03-deepspeed": "", "04-nccl-operations": "",
-    "05-advanced": "", "benchmarks": "bench",
-}  # fmt: skip
+# The modules in their order.
+MODULES = [
+    "01-ddp-basics",
+    "02-fsdp",
+    "03-deepspeed",
+    "04-nccl-operations",
+    "05-advanced",
+]
 
 
 def files_of_the_repository() -> list[str]:
     asked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=REPO, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if asked.returncode == 0:
         return [path for path in asked.stdout.splitlines() if (REPO / path).exists()]
     # a copy without git, from an archive
@@ -40,12 +47,18 @@ def files_of_the_repository() -> list[str]:
 
 TRACKED = files_of_the_repository()
 # Without those of the site alone, whose links hold there.
-PAGES = [path for path in TRACKED if path.endswith(".md") and not path.startswith("site/pages/")]
+PAGES = [
+    path
+    for path in TRACKED
+    if path.endswith(".md") and not path.startswith("site/pages/")
+]
 
 
 @dataclass
 class Block:
-    """A fenced block: its language, its lines, the line it starts at, the prose leading to it."""
+    """A fenced block: its language, its lines, the line it starts at, the prose leading
+    to it.
+    """
 
     language: str
     text: str
@@ -84,7 +97,7 @@ def read(path: str | Path) -> Page:
 
 
 def commands(block: Block) -> list[tuple[int, str]]:
-    """Return the commands of a block, each with the line of the page where it begins."""
+    """Return the commands of a block, each with its first line on the page."""
     found, pieces, start = [], [], 0
     for number, line in enumerate(block.text.splitlines(), block.line + 1):
         if not pieces:
@@ -99,25 +112,62 @@ def commands(block: Block) -> list[tuple[int, str]]:
 
 
 def unindented(text: str) -> str:
-    """Return code without indentation and the comments of labs: a page may show a part of it."""
+    """Return code without indentation and the comments of labs: a page may show a part
+    of it.
+    """
     return re.sub(r"^ *# lab: .*\n|^[ \t]+", "", text, flags=re.M)
 
 
 def sources_of(page: str, ending: str) -> list[str]:
-    """Return the files that a page's code can be from: its folder's and the shared packages'."""
-    near = Path(page).parent, Path("dist_common"), Path("legacy_common")
-    return [path for path in TRACKED if path.endswith(ending)
-            and any(Path(path).is_relative_to(folder) for folder in near)]  # fmt: skip
+    """Return the files that a page's code can be from: its folder's and the shared
+    packages'.
+    """
+    near = Path(page).parent, Path("dist_common")
+    return [
+        path
+        for path in TRACKED
+        if path.endswith(ending)
+        and any(Path(path).is_relative_to(folder) for folder in near)
+    ]
 
 
 def lessons_in_order(folder: str) -> list[str]:
-    """Return the pages that a module's README lists in its table of lessons, in their order.
+    """Return the pages that a module's README lists in its table of lessons, in their
+    order.
 
-    Rows of that table end in minutes; scripts without minutes follow, from the other tables.
+    Rows of that table end in minutes; scripts without minutes follow, from the other
+    tables.
     """
     rows = re.findall(r"^\|.*", (REPO / folder / "README.md").read_text(), re.M)
     rows.sort(key=lambda row: not re.search(r"\| \d+ \|$", row))
     return list(dict.fromkeys(re.findall(r"\]\((\w+)\.(?:md|py)\)", "\n".join(rows))))
+
+
+@cache
+def imports(path):
+    """Return the modules that a file imports, with the names taken from packages."""
+    names = set()
+    for node in ast.walk(ast.parse((REPO / path).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def opened_by(script):
+    """Return a script and all files of the repository that it imports."""
+    opened, left = set(), {script}
+    while left:
+        path = left.pop()
+        opened.add(path)
+        stems = {name.replace(".", "/") for name in imports(path)}
+        stems |= {f"{Path(script).parent}/{stem}" for stem in stems}
+        candidates = {f"{stem}.py" for stem in stems}
+        candidates |= {f"{stem}/__init__.py" for stem in stems}
+        left |= candidates & set(TRACKED) - opened
+    return opened
 
 
 def slug(heading: str) -> str:
@@ -126,19 +176,25 @@ def slug(heading: str) -> str:
 
 
 DEFINES = re.compile(
-    r"(?:^|(?<=[.:)] ))(?:(?:An?|The|Each) )?(\*\*?)((?!The )[A-Za-z][\w/ -]+?)\1(?: \([^)]*\))? "
-    r"(?:is|are|means|has|have|keeps?|gives|adds|holds|sends|says|counts) .*?(?:\.(?=\s|$)|$)"
+    r"(?:^|(?<=[.:)] ))(?:(?:An?|The|Each) )?"
+    r"(\*\*?)((?!The )[A-Za-z][\w/ -]+?)\1(?: \([^)]*\))? "
+    r"(?:is|are|means|has|have|keeps?|gives|adds|holds|sends|says|counts) "
+    r".*?(?:\.(?=\s|$)|$)"
 )
 
 
 def definitions() -> list[tuple[str, str, str]]:
-    """Return (term, page, sentence) for each sentence of prose that begins with a term in italics
-    or bold and says what it is."""
+    """Return (term, page, sentence) for each sentence of prose that begins with a term
+    in italics or bold and says what it is.
+    """
     found = []
     for page in PAGES:
         prose = re.sub(r"<!--.*?-->", "", read(page).prose, flags=re.S)
         for paragraph in re.split(r"\n\s*\n", prose):
             if not re.match(r"\s*([-|#>]|\d+\. )", paragraph):
                 text = " ".join(paragraph.split())
-                found += [(match[2].lower(), page, match[0]) for match in DEFINES.finditer(text)]
+                found += [
+                    (match[2].lower(), page, match[0])
+                    for match in DEFINES.finditer(text)
+                ]
     return found

@@ -19,18 +19,19 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, Ended, compiled, run_command
+from helpers_nodes import why_no_nodes
 from matplotlib import image as png
 from outputs import difference
 from page_reader import FRAMEWORKS, PAGES, TRACKED, Block, Page, commands, read
 
-from legacy_common.lab import namespaces
-
-DEADLINE_S = 600  # of one command, for a hang: five times what the slowest takes on a quiet machine
+DEADLINE_S = 600  # of one command: five times the slowest on a quiet machine
 
 
 @dataclass
 class Step:
-    """A block of commands, the output that is shown right after it, the prose after both."""
+    """A block of commands, the output that is shown right after it, the prose after
+    both.
+    """
 
     commands: Block
     output: Block | None
@@ -38,7 +39,9 @@ class Step:
     recorded: bool  # on a machine that the tests do not have
 
     def needs(self) -> str | None:
-        """Return what has to be there: an operation of DeepSpeed, `frameworks` or `nodes`."""
+        """Return what has to be there: an operation of DeepSpeed, `frameworks` or
+        `nodes`.
+        """
         named = re.search(r"<!-- needs: (\w+) -->", self.commands.lead)
         return named[1] if named else None
 
@@ -48,16 +51,21 @@ class Step:
             return "recorded on another machine"
         needed = self.needs()
         if needed == "nodes":
-            return namespaces.why_not()
+            return why_no_nodes()
         if needed == "frameworks":
             there = any(
-                (folder / FRAMEWORKS).exists() for folder in (Path(sys.prefix).parent, REPO)
+                (folder / FRAMEWORKS).exists()
+                for folder in (Path(sys.prefix).parent, REPO)
             )
             return None if there else f"{FRAMEWORKS} is not there: make frameworks"
-        return None if needed is None or compiled(needed) else f"{needed} is not compiled"
+        return (
+            None if needed is None or compiled(needed) else f"{needed} is not compiled"
+        )
 
     def fails(self) -> bool:
-        """Say whether the paragraph before the commands names an exit code other than 0."""
+        """Say whether the paragraph before the commands names an exit code other than
+        0.
+        """
         prose = re.sub(r"<!--.*?-->", "", self.commands.lead, flags=re.S).strip()
         paragraph = " ".join(prose.split("\n\n")[-1].split())
         return bool(re.search(r"exit codes?\b(?!\W{1,3}0\b)", paragraph))
@@ -74,7 +82,9 @@ def steps(page: Page) -> list[Step]:
         after = [*page.blocks[position + 1 :], Block("end", "", 0, page.rest)]
         output = after[0] if after[0].language == "text" and not after[0].lead else None
         recorded = after[0].language == "text" and RECORDED.fullmatch(after[0].lead)
-        found.append(Step(block, output, after[1 if output else 0].lead, bool(recorded)))
+        found.append(
+            Step(block, output, after[1 if output else 0].lead, bool(recorded))
+        )
     return found
 
 
@@ -82,29 +92,37 @@ def all_of(language: str) -> list:
     """Return (page, block) for each block of a language, as parameters of a test."""
     return [
         pytest.param(page, block, id=f"{page}:{block.line}")
-        for page in PAGES for block in read(page).blocks if block.language == language
-    ]  # fmt: skip
+        for page in PAGES
+        for block in read(page).blocks
+        if block.language == language
+    ]
 
 
 # running
 
-# What makes the environment that a test runs in is not done again inside it, and tests do not
-# start themselves.
-NOT_RUN = re.compile(r"git clone|cd |source |python3? -m venv|(python3? -m )?pip install|uv ")
+# What makes the environment that a test runs in is not done again inside it, and tests
+# do not start themselves.
+NOT_RUN = re.compile(
+    r"git clone|cd |source |python3? -m venv|(python3? -m )?pip install|uv "
+)
 TESTS = re.compile(r"\bpytest\b|python tests/")
 PLAIN = re.compile(
-    r"(?:OMP_NUM_THREADS=1 )?(?:torchrun --standalone --nproc-per-node=(\d+)|python) (\S+\.py)(.*)"
+    r"(?:OMP_NUM_THREADS=1 )?(?:torchrun --standalone --nproc-per-node=(\d+)|python) "
+    r"(\S+\.py)(.*)"
 )
 # What a script of ours says on stderr: neither torchrun's report nor PyTorch's logging.
 OWN_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
-# A machine whose own name has no address, and a launcher whose last barrier, heartbeat or closing
-# of the rendezvous finds that the store's node has ended: PyTorch's word on these is no script's.
+# A machine whose own name has no address, and a launcher whose last barrier, heartbeat
+# or closing of the rendezvous finds that the store's node has ended: PyTorch's word on
+# these is no script's.
 OF_THE_MACHINE = re.compile(
     r"(\[node\d+\] )?(\[W.*socket\.cpp.*(hostname|IPv6)|.*\d+(%\||it/s)|\s*$"
-    r"|\[W.*TCPStore\.cpp.* failed on SocketImpl\(|Exception raised from (recv|send)Bytes"
+    r"|\[W.*TCPStore\.cpp.* failed on SocketImpl\("
+    r"|Exception raised from (recv|send)Bytes"
     r"|frame #\d+: |<omitting python frames>|E\d{4} .*elastic/agent/server/api\.py"
-    r"|(\[rank\d+\]:)?W\d{4} .*_pytree\.py:\d+\] <enum "  # torchao's import, with torch 2.14
-    r"|W\d{4} .*dynamic_rendezvous\.py:\d+\] The node .* has failed to (send a keep-alive|shutdown)"
+    r"|(\[rank\d+\]:)?W\d{4} .*_pytree\.py:\d+\] <enum "  # import of torchao
+    r"|W\d{4} .*dynamic_rendezvous\.py:\d+\] The node .* has failed to "
+    r"(send a keep-alive|shutdown)"
     r")"
 )
 LAUNCHED_ELSEWHERE = re.compile(r"launch_\w+\.sh (multi-node|hostfile|slurm|elastic)")
@@ -120,14 +138,20 @@ def runnable(command: str) -> str | None:
         return None
     elsewhere = "virtual_cluster.py run" not in command
     on_a_cluster = elsewhere and LAUNCHED_ELSEWHERE.search(command)
-    return f"{command} --dry-run" if on_a_cluster or command.startswith("make ") else command
+    return (
+        f"{command} --dry-run"
+        if on_a_cluster or command.startswith("make ")
+        else command
+    )
 
 
 def plain(command: str) -> tuple[int | None, str, list[str]] | None:
-    """Take apart a command that only starts a script: ranks (None: python), script, arguments."""
+    """Take apart a command that only starts a script: ranks (None: python), script,
+    arguments.
+    """
     match = PLAIN.fullmatch(command)
-    # It writes to runs/ of the checkout it stands in; is no script of torch, and starts at once; or
-    # leaves processes, found by environment.
+    # It writes to runs/ of the checkout it stands in; is no script of torch, and starts
+    # at once; or leaves processes, found by environment.
     apart = ("labs/", "planner/", "cluster/virtual_cluster.py")
     if match and match[2].startswith(apart):
         return None
@@ -136,24 +160,33 @@ def plain(command: str) -> tuple[int | None, str, list[str]] | None:
     return int(match[1]) if match[1] else None, match[2], shlex.split(match[3])
 
 
-STAND_IN = "01-ddp-basics/ddp_mnist.py"  # a module that gets a first step's code as main
+STAND_IN = (
+    "01-ddp-basics/ddp_mnist.py"  # a module that gets a first step's code as main
+)
 
 
-FRESH = "02-fsdp/fsdp_checkpoint.md"  # a process that writes imports this page's script anew
+# A process that writes imports this page's script again.
+FRESH = "02-fsdp/fsdp_checkpoint.md"
 
 
 def has_main(script: str) -> bool:
-    """Say whether a script has a main to call; first steps are plain code from top to bottom."""
+    """Say whether a script has a main to call; first steps are plain code from top to
+    bottom.
+    """
     return bool(re.search(r"^def main\(", (REPO / script).read_text(), re.M))
 
 
 def folders(command: str) -> set[str]:
-    """Return what a command names below runs/: it writes there, or reads what another one wrote."""
+    """Return what a command names below runs/: it writes there, or reads what another
+    one wrote.
+    """
     return set(re.findall(r"\bruns/[^/\s\"']+", command))
 
 
 def copy_repository(folder: Path) -> Path:
-    """Copy the repository for one page's commands: none finds what another page's wrote."""
+    """Copy the repository for one page's commands: none finds what another page's
+    wrote.
+    """
     folder.mkdir(parents=True)
     for path in TRACKED:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +196,9 @@ def copy_repository(folder: Path) -> Path:
 
 @dataclass
 class Printed:
-    """What a command printed: a terminal mixes both streams, a page shows one after the other."""
+    """What a command printed: a terminal mixes both streams, a page shows one after the
+    other.
+    """
 
     failed: bool
     out: str
@@ -172,7 +207,9 @@ class Printed:
     everything: str
 
     def orders(self) -> tuple[str, str]:
-        """Return both orders, the likelier one first: an error ends a run, a warning does not."""
+        """Return both orders, the likelier one first: an error ends a run, a warning
+        does not.
+        """
         orders = (self.err + self.out, self.out + self.err)
         return orders[::-1] if self.failed else orders
 
@@ -189,7 +226,9 @@ def printed_by(ended: Ended, copy: Path) -> Printed:
 def launch(command: str, copy: Path) -> Printed:
     """Run a command as a reader would."""
     environ = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    return printed_by(run_command(["bash", "-c", command], copy, DEADLINE_S, **environ), copy)
+    return printed_by(
+        run_command(["bash", "-c", command], copy, DEADLINE_S, **environ), copy
+    )
 
 
 def fork(command: str, copy: Path, run_script: Callable[..., Ended]) -> Printed:
@@ -203,29 +242,39 @@ def fork(command: str, copy: Path, run_script: Callable[..., Ended]) -> Printed:
             module.main = lambda: runpy.run_path(script, run_name="__main__") and 0
 
     ended = run_script(
-        script if has_main(script) else STAND_IN, *arguments, world_size=ranks or 1,
-        environ=None if ranks else {}, before=enter, timeout_s=DEADLINE_S,
-    )  # fmt: skip
+        script if has_main(script) else STAND_IN,
+        *arguments,
+        world_size=ranks or 1,
+        environ=None if ranks else {},
+        before=enter,
+        timeout_s=DEADLINE_S,
+    )
     return printed_by(ended, copy)
 
 
 # figures and recorded outputs
 
 FIGURE = re.compile(
-    r"!\[[^\]]+\]\(([^)]+)\)\n<!-- drawn by the command above(, times differ)?: (\S+) -->"
+    r"!\[[^\]]+\]\(([^)]+)\)\n"
+    r"<!-- drawn by the command above(, times differ)?: (\S+) -->"
 )
 
 
 def fault_of_figure(figure: Path, drawn: Path, times_differ: bool) -> str | None:
-    """Say why a page's figure is not the one that its command drew; None where it is."""
+    """Say why a page's figure is not what its command drew; None where it is."""
     if not drawn.exists():
         return f"no command drew {drawn} for {figure}"
-    if figure.suffix == ".svg":  # coordinates are measured or rounded; the shapes and words are not
-        one, two = (re.sub(r"[\d.]+", "N", file.read_text()) for file in (figure, drawn))
+    if (
+        figure.suffix == ".svg"
+    ):  # coordinates are measured or rounded; the shapes and words are not
+        one, two = (
+            re.sub(r"[\d.]+", "N", file.read_text()) for file in (figure, drawn)
+        )
         same = one == two or (times_differ and one.count("<") == two.count("<"))
     else:
         one, two = png.imread(figure), png.imread(drawn)
-        # Another picture of the same kind differs in a few hundredths, a blank one in more.
+        # Another picture of the same kind differs in a few hundredths, a blank one in
+        # more.
         limit = 0.15 if times_differ else 0.01
         same = one.shape == two.shape and (
             abs(one - two).mean() < limit and two.std() > 0.5 * one.std()
@@ -242,22 +291,29 @@ def fault_of_record(text: str, file: Path) -> str | None:
     if missing:
         return f"{file} has no {sorted(missing)}"
     if record["output"] != text.splitlines():
-        return difference(text, "\n".join(record["output"])) or f"{file} has other digits"
+        return (
+            difference(text, "\n".join(record["output"])) or f"{file} has other digits"
+        )
     return None
 
 
 def follow(path: str, copy: Path, run_script) -> None:
     """Run a page's commands and compare what they print and draw with what it shows.
 
-    The commands of the front page are launched as a reader would; scripts on other pages run on
-    forks, for a third of the time.
+    The commands of the front page are launched as a reader would; scripts on other
+    pages run on forks, for a third of the time.
     """
     __tracebackhide__ = True  # the message says it all
-    launched, missing = set(), set()  # scripts; folders that commands left out would have filled
+    launched, missing = (
+        set(),
+        set(),
+    )  # scripts; folders that commands left out would have filled
     for step in steps(read(path)):
         lacks = step.lacks()
         if lacks and not step.recorded:
-            warnings.warn(f"{path}:{step.commands.line} was not run: {lacks}", stacklevel=1)
+            warnings.warn(
+                f"{path}:{step.commands.line} was not run: {lacks}", stacklevel=1
+            )
         printed, left_out = None, False
         for line, command in commands(step.commands):
             run = runnable(command)
@@ -271,21 +327,33 @@ def follow(path: str, copy: Path, run_script) -> None:
             script = plain(run) and plain(run)[1]
             fresh = path in ("README.md", FRESH)
             # Ranks of hello_*.py print in turns.
-            forked = script and (script in launched or not fresh) and "/hello_" not in script
+            forked = (
+                script and (script in launched or not fresh) and "/hello_" not in script
+            )
             launched.add(script)
             try:
                 printed = fork(run, copy, run_script) if forked else launch(run, copy)
             except (Exception, pytest.fail.Exception) as error:
                 raise AssertionError(f"{where}{error}") from error
             fault = "did not fail" if step.fails() else "failed"
-            assert printed.failed == step.fails(), f"{where}{fault}:\n{printed.everything}"
-            assert not printed.noise, f"{where}stderr says what no page shows:\n{printed.noise}"
+            assert printed.failed == step.fails(), (
+                f"{where}{fault}:\n{printed.everything}"
+            )
+            assert not printed.noise, (
+                f"{where}stderr says what no page shows:\n{printed.noise}"
+            )
         if left_out:
             continue
         if step.output:
             assert printed, f"{path}:{step.output.line}: output without a command"
-            wrong = difference(step.output.text, *printed.orders(), first_line=step.output.line + 1)
-            assert not wrong, f"{where}{path}: {wrong}\nprinted was:\n{printed.everything}"
+            wrong = difference(
+                step.output.text, *printed.orders(), first_line=step.output.line + 1
+            )
+            assert not wrong, (
+                f"{where}{path}: {wrong}\nprinted was:\n{printed.everything}"
+            )
         for figure, times_differ, drawn in FIGURE.findall(step.after):
-            fault = fault_of_figure((REPO / path).parent / figure, copy / drawn, bool(times_differ))
+            fault = fault_of_figure(
+                (REPO / path).parent / figure, copy / drawn, bool(times_differ)
+            )
             assert not fault, f"{where}{fault}"

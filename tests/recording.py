@@ -1,4 +1,6 @@
-"""Write into the pages what is generated: what their commands print, their figures, their diffs."""
+"""Write into the pages what is generated: what their commands print, their figures,
+their diffs.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from pages import steps as steps_of
 
 
 def record(file: Path) -> list[str]:
-    """Run a page's commands in a fresh copy, write what they print into it; return what is left.
+    """Run a page's commands in a fresh copy, write what they print into it; return what
+    is left.
 
-    Every command is launched. One that does not end as the page says leaves its block as it was.
+    Every command is launched. One that does not end as the page says leaves its block
+    as it was.
     """
     left, written = [], []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -40,14 +44,18 @@ def record(file: Path) -> list[str]:
                 lines, whole = as_shown(step.output.text, printed)
                 written.append((step.output, lines))
                 if not whole:
-                    left.append(f"{file}:{step.output.line}: elide by hand what `...` stood for")
+                    left.append(
+                        f"{file}:{step.output.line}: elide by hand what `...` stood for"
+                    )
             for figure, _, drawn in FIGURE.findall(step.after):
                 if (copy / drawn).exists():
                     shutil.copyfile(copy / drawn, file.parent / figure)
                 else:
                     left.append(f"{where}: nothing drew {drawn}")
     lines = file.read_text().splitlines()
-    for block, new in reversed(written):  # from the end, so that the lines above keep their numbers
+    for block, new in reversed(
+        written
+    ):  # from the end, so that the lines above keep their numbers
         lines[block.line : block.line + len(block.text.splitlines())] = new
     file.write_text("\n".join(lines) + "\n")
     read.cache_clear()
@@ -66,26 +74,35 @@ def launch_all(step: Step, file: Path, copy: Path) -> Printed | None:
             printed = launch(run, copy)
         except pytest.fail.Exception as error:  # it ran until the deadline
             raise RuntimeError(f"{file}:{line}: {error}") from error
-        print(f"{file}:{line}: {time.monotonic() - started:.0f} s: {command}", flush=True)
+        print(
+            f"{file}:{line}: {time.monotonic() - started:.0f} s: {command}", flush=True
+        )
         if printed.failed != step.fails():
             how = "failed" if printed.failed else "did not fail"
-            raise RuntimeError(f"{file}:{line}: {command}\n{how}:\n{printed.everything}")
+            raise RuntimeError(
+                f"{file}:{line}: {command}\n{how}:\n{printed.everything}"
+            )
     return printed
 
 
 def as_shown(text: str, printed: Printed) -> tuple[list[str], bool]:
     """Return a block's new lines, in the order of streams that the old ones show."""
     candidates = [
-        (difference(text, order) is None, *shown_like(text, order)) for order in printed.orders()
+        (difference(text, order) is None, *shown_like(text, order))
+        for order in printed.orders()
     ]
-    _, lines, whole = max(candidates, key=lambda candidate: (candidate[0], candidate[2]))
+    _, lines, whole = max(
+        candidates, key=lambda candidate: (candidate[0], candidate[2])
+    )
     return lines, whole
 
 
 DIFF = re.compile(r"<!-- diff: (\S+?)(?: (\w+))?, (\S+?)(?: (\w+))? -->$")
 
 
-def diff_of(folder: Path, file: str, name: str | None, other: str, other_name: str | None) -> str:
+def diff_of(
+    folder: Path, file: str, name: str | None, other: str, other_name: str | None
+) -> str:
     """Return how a function, or a whole file, turns into another, without comments."""
     sides = (code_of(folder / file, name), code_of(folder / other, other_name))
     lines = difflib.ndiff(*sides)
@@ -93,11 +110,17 @@ def diff_of(folder: Path, file: str, name: str | None, other: str, other_name: s
 
 
 def code_of(file: Path, name: str | None) -> list[str]:
-    """Return the code of a file, or of one of its functions, without comments and docstring."""
+    """Return the code of a file, or of one of its functions, without comments and
+    docstring.
+    """
     code = ast.parse(file.read_text())
     if name:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        named = [node for node in ast.walk(code) if isinstance(node, kinds) and node.name == name]
+        named = [
+            node
+            for node in ast.walk(code)
+            if isinstance(node, kinds) and node.name == name
+        ]
         assert len(named) == 1, f"{file} has {len(named)} functions {name}"
         code = named[0]
     if ast.get_docstring(code):

@@ -2,9 +2,9 @@
 
     python tests/run_all.py [PYTEST ARGUMENTS]
 
-A test that fails on a busy machine and passes alone does not fail the run, but its name is
-printed at the end: it has to be mended or removed. A complete run without arguments writes
-tests/durations.json.
+A test that fails on a busy machine and passes alone does not fail the run, but its name
+is printed at the end: it has to be mended or removed. A complete run without arguments
+writes tests/durations.json.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def write_durations(recorder: Recorder, whole_s: float) -> None:
     longest_first = sorted(recorder.seconds.items(), key=lambda item: -item[1])
     record = {
         "wall_seconds": round(whole_s),
-        "seconds_per_file": {file: round(seconds, 1) for file, seconds in longest_first},
+        "seconds_per_file": {
+            file: round(seconds, 1) for file, seconds in longest_first
+        },
     }
     DURATIONS.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -57,7 +59,8 @@ def main() -> int:
         return int(code)
     again = [sys.executable, "-m", "pytest", "-n", "0", *recorder.failed]
     code = subprocess.run(again, check=False).returncode
-    print(f"\n{len(recorder.failed)} tests failed in the parallel run and ran once more, alone:")
+    count = len(recorder.failed)
+    print(f"\n{count} tests failed in the parallel run and ran once more, alone:")
     print(*recorder.failed, sep="\n")
     return code
 

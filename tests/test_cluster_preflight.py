@@ -8,15 +8,15 @@ import socket
 
 import pytest
 from conftest import load_script
+from helpers_nodes import enter, open_nodes, why_no_nodes
 
 from cluster_parts import host
 from cluster_parts import preflight as judge
-from legacy_common.lab import namespaces
 
 SCRIPT = "cluster/preflight.py"
 preflight = load_script(SCRIPT)
 GIB, MIB = 2**30, 2**20
-why_not = namespaces.why_not()
+why_not = why_no_nodes()
 needs_hosts = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 
 
@@ -306,12 +306,12 @@ def test_a_name_that_no_library_reads_is_found():
 # Real ranks, each in a network namespace of its own
 
 
-def on_nodes(run_script, *argv, count=3, fault=None, rates=None, before=None):
+def on_nodes(run_script, folder, *argv, count=3, fault=None, rates=None, before=None):
     """Run preflight with a rank on each node; fault is {name: value} for node 1."""
 
-    def enter(script):
+    def arrive(script):
         rank = int(os.environ["RANK"])
-        network.enter(rank)
+        enter(cluster, rank)
         socket.gethostname = lambda: f"node{rank}"
         script.GRACE_S, script.MESSAGE_BYTES = 2.0, {"cpu": 2**18}
         if rank == 1:
@@ -323,21 +323,21 @@ def on_nodes(run_script, *argv, count=3, fault=None, rates=None, before=None):
         place = {"RANK": rank, "LOCAL_RANK": 0}
         return place | {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": 1}
 
-    with namespaces.hosts(rates or [125e6] * count) as network:
+    with open_nodes(folder, rates or [125e6] * count) as cluster:
         return run_script(
             SCRIPT,
             "--timeout=10",
             *argv,
             world_size=count,
-            before=enter,
+            before=arrive,
             environ=launched,
             end_job_on_failure=False,
         )
 
 
 @needs_hosts
-def test_healthy_nodes_pass(run_script):
-    ended = on_nodes(run_script)
+def test_healthy_nodes_pass(run_script, tmp_path):
+    ended = on_nodes(run_script, tmp_path / "nodes")
     assert ended.codes == [0, 0, 0], ended.stdout + ended.stderr
     assert ended.stdout.endswith("OK: nodes: 3, ranks: 3, compared, all-reduce right\n")
     rows = re.findall(r"^node(\d) .*? (10\.77\.0\.\d) ", ended.stdout, re.M)
@@ -345,9 +345,11 @@ def test_healthy_nodes_pass(run_script):
 
 
 @needs_hosts
-def test_pairs_name_a_slow_node(run_script):
+def test_pairs_name_a_slow_node(run_script, tmp_path):
     rates = [50e6, 2e6, 50e6, 50e6]  # bytes per second
-    ended = on_nodes(run_script, "--pairs", "--timeout=60", count=4, rates=rates)
+    ended = on_nodes(
+        run_script, tmp_path / "nodes", "--pairs", "--timeout=60", count=4, rates=rates
+    )
     assert ended.codes == [1] * 4, ended.stdout + ended.stderr
     assert "pairs of nodes: 6, the middle one" in ended.stdout
     assert re.search(r"^node1: rank 1: \S+ MB/s to most nodes", ended.stdout, re.M)
@@ -378,8 +380,8 @@ def adds_wrongly():
         (None, adds_wrongly, "job: the all-reduce gives a wrong sum on ranks 0, 1, 2"),
     ],
 )
-def test_a_fault_on_one_node_is_named(run_script, fault, before, says):
-    ended = on_nodes(run_script, fault=fault, before=before)
+def test_a_fault_on_one_node_is_named(run_script, tmp_path, fault, before, says):
+    ended = on_nodes(run_script, tmp_path / "nodes", fault=fault, before=before)
     died = before is dies_in_the_all_reduce
     assert ended.codes == [1, 3 if died else 1, 1], ended.stdout + ended.stderr
     assert re.search(f"^{says}", ended.stdout, re.M), ended.stdout
@@ -397,8 +399,8 @@ def test_a_fault_on_one_node_is_named(run_script, fault, before, says):
         ),
     ],
 )
-def test_a_node_that_cannot_join_says_why(run_script, fault, says):
-    ended = on_nodes(run_script, "--wait=8", fault=fault)
+def test_a_node_that_cannot_join_says_why(run_script, tmp_path, fault, says):
+    ended = on_nodes(run_script, tmp_path / "nodes", "--wait=8", fault=fault)
     assert ended.codes == [1, 1, 1], ended.stdout + ended.stderr
     assert re.search(f"^node1: rank 1: {says}", ended.stdout, re.M), ended.stdout
     assert "the node of rank 1: no word from rank 1 in 8 s" in ended.stdout
@@ -420,8 +422,10 @@ def test_an_address_that_cannot_be_right(master, rank, says):
 
 
 @needs_hosts
-def test_settings_only_makes_no_process_group(run_script):
-    ended = on_nodes(run_script, "--settings-only", before=dies_in_the_all_reduce)
+def test_settings_only_makes_no_process_group(run_script, tmp_path):
+    ended = on_nodes(
+        run_script, tmp_path / "nodes", "--settings-only", before=dies_in_the_all_reduce
+    )
     assert ended.codes == [0, 0, 0], ended.stdout + ended.stderr
     assert ended.stdout.endswith("OK: nodes: 3, ranks: 3, compared\n")
 

@@ -11,13 +11,12 @@ import time
 import psutil
 import pytest
 from conftest import REPO, assert_one_line, load_script, run_command, started_here
-
-from legacy_common.lab import namespaces
+from helpers_nodes import why_no_nodes
 
 SCRIPT = "cluster/virtual_cluster.py"
 script = load_script(SCRIPT)
 linux = script.linux
-why_not = namespaces.why_not()
+why_not = why_no_nodes()
 needs_nodes = pytest.mark.skipif(why_not is not None, reason=str(why_not))
 HANG_S = 200
 

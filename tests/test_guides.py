@@ -1,28 +1,33 @@
-"""Keep every Markdown page true. Works on any page that is added; what a page must look like:
+"""Keep every Markdown page true, also a new one. What a page must look like:
 
-- A ```bash block holds commands, one a line (or continued by a backslash). They are run in order,
-  in a copy of the repository. A ```text block right after it is what the last one printed;
-  outputs.py says how the two are compared. Where the last paragraph before the commands names an
-  exit code other than 0, they must fail.
-- `python tests/test_guides.py --record PAGE` runs the commands and writes such blocks and figures.
+- A ```bash block holds commands, one a line (or continued by a backslash). They run in
+  order, in a copy of the repository. A ```text block right after it is the output of
+  the last one; outputs.py says how the two are compared. Where the last paragraph
+  before the commands names an exit code other than 0, they must fail.
+- `python tests/test_guides.py --record PAGE` runs the commands and writes such blocks
+  and figures.
 - Nothing may stand on stderr but lines of a script of ours, unless the command fails.
-- A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's OP has not
-  been compiled, which takes minutes; after <!-- needs: frameworks -->, without their environment;
-  after <!-- needs: nodes -->, where the machine permits no namespaces.
-- <!-- recorded: FILE --> before a ```text block: it was printed on another machine, and stands as
-  "output" in that JSON file, beside machine, versions and date. Commands right before are not run.
-- An image is followed by <!-- drawn by the command above: PATH -->, the file it is a copy of; with
-  ", times differ" before the colon, it may differ as much as measured times do. Or by
-  <!-- drawn on PAGE -->, which has it with its command, or by <!-- drawn by figures.py -->.
-- A ```python, ```json or ```yaml block stands, word for word, in a file of the page's folder or
-  legacy_common.
+- A block that follows <!-- needs: OP --> is left out, with a warning, where DeepSpeed's
+  OP has not been compiled, which takes minutes; after <!-- needs: frameworks -->,
+  without their environment; after <!-- needs: nodes -->, where the machine permits no
+  namespaces.
+- <!-- recorded: FILE --> before a ```text block: another machine printed it, and it is
+  "output" in that JSON file, next to machine, versions and date. The commands right
+  before it do not run.
+- An image is followed by <!-- drawn by the command above: PATH -->, the file it is a
+  copy of; with ", times differ" before the colon, it may differ as much as measured
+  times do. Or by <!-- drawn on PAGE -->, which has it with its command, or by <!--
+  drawn by figures.py -->.
+- A ```python, ```json or ```yaml block stands, word for word, in a file of the page's
+  folder or dist_common.
 - A ```tree block lists paths that exist, first word of each line.
-- A ```diff block follows <!-- diff: FILE FUNCTION, FILE FUNCTION --> and is the difference between
-  the two functions of the page's folder, without comments; without FUNCTION, between the files.
-  `python tests/test_guides.py` writes it.
-- "Change it" names the copy that its exercises are done on, and minutes for each: "(5 min)".
-- "N minutes" in a page's head, its row in the README and the hours of a module follow the rule of
-  minutes.py; the same command writes them.
+- A ```diff block follows <!-- diff: FILE FUNCTION, FILE FUNCTION --> and is the
+  difference between the two functions of the page's folder, without comments; without
+  FUNCTION, between the files. `python tests/test_guides.py` writes it.
+- "Change it" names the copy that its exercises are done on, and minutes for each:
+  "(5 min)".
+- "N minutes" in a page's head, its row in the README and the hours of a module follow
+  the rule of minutes.py; the same command writes them.
 """
 
 from __future__ import annotations
@@ -58,7 +63,9 @@ def test_every_command_prints_and_draws_what_the_page_shows(path, copy, run_scri
     pages.follow(path, copy, run_script)
 
 
-@pytest.mark.parametrize("path", [path for path in minutes.RULED if minutes.stated(path)])
+@pytest.mark.parametrize(
+    "path", [path for path in minutes.RULED if minutes.stated(path)]
+)
 def test_minutes_of_a_page_are_those_of_the_rule(path):
     right = minutes.by_rule(path)
     assert abs(minutes.stated(path) - right) <= 4, (
@@ -77,14 +84,22 @@ def test_minutes_of_lessons_are_those_of_their_pages(path):
     if path == "README.md":  # the afternoon track is no module
         return
     hours = sum(int(number) for _, _, number, _ in lessons) / 60
-    stated = re.search(rf"^\| \[{folder}\].*\| (\d+) \|$", read("README.md").prose, re.M)
-    assert abs(int(stated[1]) - hours) <= 0.6, f"README.md: {folder} takes {hours:.1f} hours"
+    stated = re.search(
+        rf"^\| \[{folder}\].*\| (\d+) \|$", read("README.md").prose, re.M
+    )
+    assert abs(int(stated[1]) - hours) <= 0.6, (
+        f"README.md: {folder} takes {hours:.1f} hours"
+    )
 
 
 def test_every_choice_of_tests_finds_some():
     """Tests do not start tests: of a pytest command only the choice is looked at."""
-    found = [(path, *found) for path in PAGES for step in steps(read(path))
-             for found in commands(step.commands)]  # fmt: skip
+    found = [
+        (path, *found)
+        for path in PAGES
+        for step in steps(read(path))
+        for found in commands(step.commands)
+    ]
     for path, line, command in found:
         if not re.search(r"\bpytest\b", command) or "install" in command:
             continue
@@ -98,13 +113,17 @@ def test_every_choice_of_tests_finds_some():
         if "-k" in words:
             wanted += re.split(r" (?:or|and)(?: not)? ", words[words.index("-k") + 1])
         for name in wanted or ["test_"]:
-            assert any(name in test for test in tests), f"{path}:{line}: {command}: no {name}"
+            assert any(name in test for test in tests), (
+                f"{path}:{line}: {command}: no {name}"
+            )
 
 
 def test_recorded_outputs_are_in_their_files():
     for path in PAGES:
         for block in read(path).blocks:
-            for file in pages.RECORDED.findall(block.lead) if block.language == "text" else ():
+            for file in (
+                pages.RECORDED.findall(block.lead) if block.language == "text" else ()
+            ):
                 fault = pages.fault_of_record(block.text, (REPO / path).parent / file)
                 assert not fault, f"{path}:{block.line}: {fault}"
 
@@ -127,7 +146,7 @@ def test_code_on_a_page_is_the_code_that_runs(path, block):
     ending = ENDINGS[block.language]
     texts = [unindented((REPO / file).read_text()) for file in sources_of(path, ending)]
     folder = (REPO / path).parent.name
-    where = f"{path}:{block.line}: no file of {folder}/ or the shared packages has these lines"
+    where = f"{path}:{block.line}: no file of {folder}/ or dist_common has these lines"
     assert any(unindented(block.text) in text for text in texts), where
 
 
@@ -168,16 +187,21 @@ def test_every_image_says_what_drew_it():
     for page in PAGES:
         prose, folder = read(page).prose, (REPO / page).parent
         comment = (
-            "each ![picture] needs, on the next line, <!-- drawn by the command above: FILE -->"
+            "each ![picture] needs, on the next line, "
+            "<!-- drawn by the command above: FILE -->"
         )
         borrowed, tested = ELSEWHERE.findall(prose), BY_TEST.findall(prose)
         made = BY_FIGURES.findall(prose)
-        known = len(pages.FIGURE.findall(prose)) + len(borrowed) + len(tested) + len(made)
+        known = (
+            len(pages.FIGURE.findall(prose)) + len(borrowed) + len(tested) + len(made)
+        )
         assert prose.count("![") == known, f"{page}: {comment}"
         for image in made:
             assert (folder / "images" / image).exists(), f"{page}: no {image}"
         for test, drawn in tested:
-            assert Path(drawn).name in (REPO / test).read_text(), f"{page}: {test} draws no {drawn}"
+            assert Path(drawn).name in (REPO / test).read_text(), (
+                f"{page}: {test} draws no {drawn}"
+            )
         for image, other in borrowed:
             text = (folder / other).read_text()
             drawn = [figure for figure, *_ in pages.FIGURE.findall(text)]
@@ -191,7 +215,9 @@ def test_every_image_says_what_drew_it():
 EXERCISES = re.compile(r"^## Change it\n(.*?)(?=^<details>|^## |\Z)", re.M | re.S)
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if EXERCISES.search(read(path).prose)])
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if EXERCISES.search(read(path).prose)]
+)
 def test_exercises_are_done_on_a_copy_and_say_their_minutes(path):
     asked = EXERCISES.search(read(path).prose)[1]
     copied = re.findall(r"`python labs/try\.py (\S+)`", asked)
@@ -206,30 +232,26 @@ def test_exercises_are_done_on_a_copy_and_say_their_minutes(path):
 
 @cache
 def flags_of(path: str) -> set[str]:
-    """Return the flags that a script or launcher of the repository knows, without running it."""
+    """Return the flags that a script or launcher of the repository knows, without
+    running it.
+    """
     source = (REPO / path).read_text()
     if path.endswith((".sh", ".sbatch")):
         return set(re.findall(r"--[a-z][a-z0-9_-]+", source))
     known = {"--help"}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call):
-            values = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
-            flags = {v for v in values if isinstance(v, str) and re.match(r"--[a-z]", v)}
-            if "BooleanOptionalAction" in ast.unparse(node):
-                flags |= {flag.replace("--", "--no-", 1) for flag in flags}
-            known |= flags
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if re.fullmatch(r"--[a-z][a-z0-9_-]*", node.value):
+            known.add(node.value)
+    if "BooleanOptionalAction" in source:
+        known |= {flag.replace("--", "--no-", 1) for flag in known}
     return known
 
 
 def flags_for(script: str) -> set[str]:
-    """Return a script's flags and those of what it may import: parts, and lessons that it names."""
-    folder, source = str(Path(script).parent), (REPO / script).read_text()
-    helpers = [
-        p for p in TRACKED if p.startswith(f"{folder}/") and p.endswith(".py")
-        and (not pages.has_main(p) or re.search(rf"^from {Path(p).stem} import", source, re.M))
-    ]  # fmt: skip
-    shared = [p for p in TRACKED if re.match(r"(dist|legacy)_common/.*\.py", p)]
-    return set().union(*map(flags_of, [script, *helpers, *shared]))
+    """Return a script's flags and those of the files that it imports."""
+    return set().union(*map(flags_of, page_reader.opened_by(script)))
 
 
 FLAGS_OF_OTHER_TOOLS = """
@@ -241,21 +263,24 @@ FLAGS_OF_OTHER_TOOLS = """
     ruff: --check --fix
     pytest: --dist --durations --numprocesses
     accelerate: --cpu --num_processes --mpirun_hostfile
-    Megatron-LM: --data-path --eval-interval --mock-data --no-gradient-accumulation-fusion
+    Megatron-LM: --data-path --eval-interval --mock-data
+        --no-gradient-accumulation-fusion
     py-spy: --pid --native --locals
     torchfrtrace: --allow-incomplete-ranks
     srun: --no-kill
     torchrun of torch 2.14: --shutdown-timeout
     ibdiagnet: --get_phy_info
-    deepspeed: --num_gpus --num_nodes --hostfile --master_addr --master_port --include --exclude
-        --bind_cores_to_rank
+    deepspeed: --num_gpus --num_nodes --hostfile --master_addr --master_port --include
+        --exclude --bind_cores_to_rank
 """
 
 
 @cache
 def all_flags() -> set[str]:
     ours = [
-        p for p in TRACKED if p.endswith((".py", ".sh", ".sbatch")) and not p.startswith("tests/")
+        p
+        for p in TRACKED
+        if p.endswith((".py", ".sh", ".sbatch")) and not p.startswith("tests/")
     ]
     known = set().union(*map(flags_of, [*ours, "tests/test_guides.py"]))
     from torch.distributed.run import get_args_parser
@@ -276,9 +301,13 @@ def test_every_flag_exists(path):
     for text in code:
         for script in re.findall(r"[\w./-]+\.py\b", text):
             if script in TRACKED:
-                after = text.split(script, 1)[1].partition(" -- ")[0]  # a command has its own
+                after = text.split(script, 1)[1].partition(" -- ")[
+                    0
+                ]  # a command has its own
                 own = set(re.findall(flag, after))
-                assert own <= flags_for(script), f"{path}: {text}: {own - flags_for(script)}"
+                assert own <= flags_for(script), (
+                    f"{path}: {text}: {own - flags_for(script)}"
+                )
 
 
 @pytest.mark.parametrize("path", PAGES)
@@ -291,12 +320,16 @@ def test_every_link_resolves(path):
         assert whole.exists(), f"{path}: {target} is not there"
         assert whole.is_relative_to(REPO), f"{path}: {target} leaves the repository"
         if anchor:
-            headings = re.findall(r"^#+ (.+)$", read(str(whole.relative_to(REPO))).prose, re.M)
+            headings = re.findall(
+                r"^#+ (.+)$", read(str(whole.relative_to(REPO))).prose, re.M
+            )
             assert anchor in map(slug, headings), f"{path}: no heading for {target}"
 
 
 def test_a_term_is_defined_on_one_page():
-    """The site's glossary is made of these sentences; a later page may remind, without italics."""
+    """The site's glossary is made of these sentences; a later page may remind, without
+    italics.
+    """
     found = {}
     for term, page, sentence in page_reader.definitions():
         assert found.setdefault(term, (page, sentence)) == (page, sentence), (
@@ -309,17 +342,27 @@ def test_every_entry_of_a_file_tree_exists():
     for path in PAGES:
         for block in read(path).blocks:
             for line in block.text.splitlines() if block.language == "tree" else ():
-                assert ((REPO / path).parent / line.split()[0]).exists(), f"{path}: {line}"
+                assert ((REPO / path).parent / line.split()[0]).exists(), (
+                    f"{path}: {line}"
+                )
 
 
 def test_the_readmes_show_the_commands_that_make_runs(copy):
-    """Whatever make trains, tests and checks stands there as a plain command, beneath it."""
+    """Whatever make trains, tests and checks stands there as a plain command, beneath
+    it.
+    """
 
     def words(command: str) -> list[str]:
-        return shlex.split(re.sub(r"runs/\S+", "runs/DIR", command.replace(".venv/bin/", "")))
+        return shlex.split(
+            re.sub(r"runs/\S+", "runs/DIR", command.replace(".venv/bin/", ""))
+        )
 
-    shown = [words(command) for page in ("README.md", "benchmarks/README.md")
-             for step in steps(read(page)) for _, command in commands(step.commands)]  # fmt: skip
+    shown = [
+        words(command)
+        for page in ("README.md", "benchmarks/README.md")
+        for step in steps(read(page))
+        for _, command in commands(step.commands)
+    ]
     for goal in ("quickstart", "bench", "test", "test-all"):
         planned = run_command(["make", "--dry-run", goal], copy, 60)
         lines = planned.stdout.replace("\\\n", " ").splitlines()
@@ -332,9 +375,15 @@ def test_the_readmes_show_the_commands_that_make_runs(copy):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write what is generated into the pages.")
-    parser.add_argument("--record", nargs="+", metavar="PAGE", help="outputs and figures of pages")
-    parser.add_argument("--diffs", action="store_true", help="diffs and minutes (default)")
+    parser = argparse.ArgumentParser(
+        description="Write what is generated into the pages."
+    )
+    parser.add_argument(
+        "--record", nargs="+", metavar="PAGE", help="outputs and figures of pages"
+    )
+    parser.add_argument(
+        "--diffs", action="store_true", help="diffs and minutes (default)"
+    )
     args = parser.parse_args()
     if args.diffs or not args.record:
         write_diffs()

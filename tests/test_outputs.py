@@ -1,4 +1,6 @@
-"""The rules by which test_guides.py compares pages with what commands print, each seen to fail."""
+"""The rules by which test_guides.py compares pages with what commands print, each seen
+to fail.
+"""
 
 import json
 
@@ -15,7 +17,9 @@ EXACT = "bytes (worst of 4)            605,224     605,224            0   yes"
 TABLE = f"{HEADER}\n{DASHES}\n{CLOSE}\n{EXACT}\nOK: 2 checks passed\n"
 
 
-def same_line(expected: str, printed: str, header: str = "", on_text: bool = True) -> bool:
+def same_line(
+    expected: str, printed: str, header: str = "", on_text: bool = True
+) -> bool:
     return not differing_words(expected, Line(printed, header, on_text))
 
 
@@ -35,11 +39,13 @@ def test_output_comparison_can_fail():
     assert not same_line(on_text, on_text.replace("3.7535", "3.9"), on_text=False)
     assert same_line("step 10 | test loss 3.7", "step 10 | test loss 4.7")
     assert same_line("bytes  605,224  605,224   0  yes", "bytes 605,224 605,224 0 yes")
-    assert not same_line("bytes  605,224  605,224   0  yes", "bytes 605,225 605,224 0 yes")
-    row = (
-        "    8    2    float     sum      -1   3.82   0.1   0.1       0   5.0   0.1   2e+05       0"
+    assert not same_line(
+        "bytes  605,224  605,224   0  yes", "bytes 605,225 605,224 0 yes"
     )
-    assert same_line(row, row.replace("3.82", "12.1")) and not same_line(row, row[:-1] + "1")
+    row = "    8    2    float     sum      -1   3.82   0.1   0.1       0   5.0"
+    row += "   0.1   2e+05       0"
+    assert same_line(row, row.replace("3.82", "12.1"))
+    assert not same_line(row, row[:-1] + "1")
     assert not same_line(row, row.replace("sum", "max"))
     assert shows(["a", "...", "c"], ["a", "b", "b", "c"])
     assert shows(["...", "b", "...", "d"], ["a", "b", "c", "b", "d"])
@@ -81,7 +87,9 @@ def test_a_changed_claim_is_found(old, new, words):
 
 
 def test_only_a_table_of_checks_has_verdicts():
-    plan = "plan    gpus    hours    nodes    ok\n----  ------  -------  -------  ----\n"
+    plan = (
+        "plan    gpus    hours    nodes    ok\n----  ------  -------  -------  ----\n"
+    )
     plan += "one        8      1.5        2   yes\n"
     assert difference(plan, plan) is None
     assert "8 | 16" in difference(plan, plan.replace(" 8 ", "16 "))
@@ -94,7 +102,10 @@ def test_only_a_table_of_checks_has_verdicts():
         ("12,345 tok/s", "9 tok/s"),
         ("a rank has 1,051.3 GiB", "a rank has 10.5 GiB"),
         ("rank 1's pid 4242", "rank 1's pid 77"),
-        ("listens on port 29500 at 127.0.0.1:40123", "listens on port 1 at 127.0.0.1:9"),
+        (
+            "listens on port 29500 at 127.0.0.1:40123",
+            "listens on port 1 at 127.0.0.1:9",
+        ),
         ("started 2025-11-22T04:30:01+00:00", "started 2026-01-02T00:00:00+00:00"),
         ("runs/tmpab12_x/log", "runs/tmpzz/log"),
         ("torch 2.14.1+cu130", "torch 2.15.0"),
@@ -123,16 +134,16 @@ def test_what_is_claimed_is_compared(one, other):
 
 
 def test_a_small_number_below_a_header_about_an_error_is_rounding():
-    table = (
-        "way    weights    loss error\n---  ---------  ------------\nddp       2.00        0.0003"
-    )
+    table = "way    weights    loss error\n---  ---------  ------------\n"
+    table += "ddp       2.00        0.0003"
     assert difference(table, table.replace("0.0003", "     0")) is None
     assert difference(table, table.replace("2.00", "3.00"))
 
 
 def test_ranks_print_in_any_order():
     assert shows(
-        ["rank 0 a", "rank 0 b", "rank 1 a", "end"], ["rank 1 a", "rank 0 a", "rank 0 b", "end"]
+        ["rank 0 a", "rank 0 b", "rank 1 a", "end"],
+        ["rank 1 a", "rank 0 a", "rank 0 b", "end"],
     )
     assert not shows(["rank 0 a", "rank 0 b", "end"], ["rank 0 b", "rank 0 a", "end"])
     assert "line 12 of" in difference(
@@ -158,7 +169,10 @@ def test_a_difference_names_the_first_line_that_was_not_printed():
 
 
 def test_elisions_are_kept_where_their_neighbours_are_still_printed():
-    assert shown_like("a 1 ms\n...\nd", "a 2 ms\nb\nc\nd") == (["a 2 ms", "...", "d"], True)
+    assert shown_like("a 1 ms\n...\nd", "a 2 ms\nb\nc\nd") == (
+        ["a 2 ms", "...", "d"],
+        True,
+    )
     assert shown_like("...\nd", "a\nd") == (["...", "d"], True)
     assert shown_like("a\n...", "a\nb") == (["a", "..."], True)
     assert shown_like("a\nx\n...\nd", "a\nb\nc\nd") == (["a", "b", "c", "d"], False)
@@ -216,38 +230,62 @@ def test_a_page_is_taken_apart(tmp_path):
         "runs/z",
     }
     script = "01-ddp-basics/ddp_mnist.py"
-    ranks, path, arguments = pages.plain(
-        f"OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=4 {script} --op 'a b'"
-    )
+    launch = "OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node=4"
+    ranks, path, arguments = pages.plain(f"{launch} {script} --op 'a b'")
     assert (ranks, path, arguments) == (4, script, ["--op", "a b"])
     assert pages.plain(f"python {script}") == (None, script, [])
-    assert not pages.plain(f"python {script} > runs/log") and not pages.plain("python no_such.py")
+    assert not pages.plain(f"python {script} > runs/log") and not pages.plain(
+        "python no_such.py"
+    )
 
 
 def test_what_is_run_in_place_of_a_command():
-    for command in ("cd x", "python3 -m venv .venv", "pip install x", ".venv/bin/uv pip install x"):
+    for command in (
+        "cd x",
+        "python3 -m venv .venv",
+        "pip install x",
+        ".venv/bin/uv pip install x",
+    ):
         assert pages.runnable(command) is None
-    for command in (".venv/bin/python -m pytest -k x", "python tests/test_guides.py --record x"):
+    for command in (
+        ".venv/bin/python -m pytest -k x",
+        "python tests/test_guides.py --record x",
+    ):
         assert pages.runnable(command) is None
     assert pages.runnable("make test") == "make test --dry-run"
-    assert pages.runnable("bash x/launch_ddp.sh slurm") == "bash x/launch_ddp.sh slurm --dry-run"
+    assert (
+        pages.runnable("bash x/launch_ddp.sh slurm")
+        == "bash x/launch_ddp.sh slurm --dry-run"
+    )
     assert pages.runnable("bash x/launch_ddp.sh local") == "bash x/launch_ddp.sh local"
-    assert pages.runnable("torchrun --nproc-per-node=gpu x") == "torchrun --nproc-per-node=2 x"
+    assert (
+        pages.runnable("torchrun --nproc-per-node=gpu x")
+        == "torchrun --nproc-per-node=2 x"
+    )
 
 
 def test_a_recorded_output_is_compared_with_its_file(tmp_path):
     file = tmp_path / "h200.json"
     assert "is not there" in pages.fault_of_record("a\n", file)
-    content = {"machine": "H200", "versions": {}, "date": "2025-11-22", "output": ["a", "1.5 ms"]}
+    content = {
+        "machine": "H200",
+        "versions": {},
+        "date": "2025-11-22",
+        "output": ["a", "1.5 ms"],
+    }
     file.write_text(json.dumps(content))
     assert pages.fault_of_record("a\n1.5 ms\n", file) is None
-    assert pages.fault_of_record("a\n1.6 ms\n", file) and pages.fault_of_record("b\n1.5 ms\n", file)
+    assert pages.fault_of_record("a\n1.6 ms\n", file) and pages.fault_of_record(
+        "b\n1.5 ms\n", file
+    )
     file.write_text(json.dumps({"output": ["a"]}))
     assert "machine" in pages.fault_of_record("a\n", file)
 
 
 def test_a_command_at_its_deadline_leaves_nothing_behind(tmp_path):
-    """Not even what has a session of its own, as torchrun's ranks have, and outlives its parent."""
+    """Not even what has a session of its own, as torchrun's ranks have, and outlives
+    its parent.
+    """
     command = ["bash", "-c", "setsid --fork sleep 300; echo begun; sleep 300"]
     with pytest.raises(pytest.fail.Exception, match="begun"):
         run_command(command, tmp_path, 1)

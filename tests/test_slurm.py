@@ -1,4 +1,6 @@
-"""A job under a real SLURM, on two nodes: it stops when its time is up, queues itself, resumes."""
+"""A job under a real SLURM, on two nodes: it stops when its time is up, queues itself,
+resumes.
+"""
 
 import re
 
@@ -19,7 +21,14 @@ def slurm(tmp_path):
 
 
 def test_a_job_whose_time_is_up_saves_and_queues_itself_and_resumes(slurm, tmp_path):
-    words = [TRAINING, *small_job(tmp_path), "--device", "cpu", "--resume", "--output-dir"]
+    words = [
+        TRAINING,
+        *small_job(tmp_path),
+        "--device",
+        "cpu",
+        "--resume",
+        "--output-dir",
+    ]
     flags = "--nodes=2 --ntasks-per-node=1 launch.sbatch"
     job = slurm.submit(flags, *words, tmp_path / "run")
     slurm.wait_for(f"cat {slurm.folder}/job-{job}.out", "^step 2 ")
