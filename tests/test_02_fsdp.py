@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import assert_one_line, load_script, results_of
 from torch import nn
@@ -59,36 +58,11 @@ def build_the_optimizer_first(script):
     script.count_held_bytes = lambda *_: 0
 
 
-def add_up_gradients(script):
-    script.accumulate_gradient = times_ranks(script.accumulate_gradient)
-
-
-def times_ranks(accumulate):
-    def accumulate_more(model, micro_batches):
-        loss = accumulate(model, micro_batches)
-        if isinstance(model, torch.distributed.fsdp.FSDPModule):
-            for weight in model.parameters():
-                weight.grad.mul_(dist.get_world_size())
-        return loss
-
-    return accumulate_more
-
-
 def keep_own_gradient(script):
     def copy_own_part(part, whole):
         part.copy_(script.part_of(whole))
 
     script.reduce_scatter_single = copy_own_part
-
-
-def add_up_the_mean(script):
-    def reduce_again(unit):
-        reduce(unit)
-        if unit.shard.grad is not None:
-            unit.shard.grad *= dist.get_world_size()
-
-    reduce = script.Unit.reduce
-    script.Unit.reduce = reduce_again
 
 
 def never_free(script):
@@ -132,14 +106,12 @@ def compile_other_blocks(script):
 HYBRID = "--sharding hybrid --grad-accum-steps 2"
 SABOTAGE = [
     (BASICS, 2, "", shard_nothing, "full: error of the gradient"),
-    (BASICS, 2, "", add_up_gradients, "full: error of the gradient"),
     (BASICS, 2, "", build_the_optimizer_first, "full: error of the losses"),
     (BASICS, 2, "", shard_the_whole_model_only, "full: bytes whole"),
     (BASICS, 2, "", keep_blocks_whole, "full: bytes sent"),
     (BASICS, 2, "", shard_nothing, "full: bytes held"),
     (BASICS, 4, HYBRID, all_reduce_every_micro_batch, "hybrid: bytes sent"),
     (SCRATCH, 2, "", keep_own_gradient, "32-true: error of the losses"),
-    (SCRATCH, 2, "", add_up_the_mean, "32-true: error of the losses"),
     (SCRATCH, 2, "", never_free, "32-true: bytes whole"),
     (SCRATCH, 2, "", gather_in_float32, "bf16-mixed: bytes sent"),
     (
@@ -179,14 +151,9 @@ def test_sabotage_fails_its_check(
 WAYS = [
     (BASICS, 3, "--sharding full grad-op none --seed 3"),
     (BASICS, 4, "--sharding full grad-op hybrid none --grad-accum-steps 2"),
-    (BASICS, 1, "--sharding full grad-op hybrid none"),
     (SCRATCH, 3, "--seed 3"),
-    (SCRATCH, 4, "--grad-accum-steps 1"),
-    (SCRATCH, 1, ""),
-    (MEMORY, 3, "--activation-checkpointing full --seed 3"),
     (MEMORY, 1, "--world-size 64 --preset llama3-70b --precision bf16-mixed"),
-    (COMPILE, 1, "--seed 3"),
-    (COMPILE, 3, ""),
+    (COMPILE, 3, "--seed 3"),
 ]
 
 

@@ -174,36 +174,6 @@ def check_that_fails(ended, name):
     assert name in ended.stdout.splitlines()[-1], ended.stdout
 
 
-def save_without_a_copy(script):
-    """Let the thread write the shards themselves, late, as on a slow disk."""
-    import threading
-
-    state_of = script.state_of
-
-    def save(model, optimizer, folder, group):
-        state = state_of(model, optimizer)
-        trained = threading.Event()
-        train = script.train
-
-        def train_and_tell(*args):
-            losses = train(*args)
-            trained.set()
-            return losses
-
-        script.train = train_and_tell
-
-        def write():
-            trained.wait()
-            script.train = train
-            script.dcp.save(state, checkpoint_id=folder, process_group=group)
-
-        from concurrent.futures import ThreadPoolExecutor
-
-        return ThreadPoolExecutor(1).submit(write)
-
-    script.save_in_background = save
-
-
 def lose_the_moments(script):
     script.set_optimizer_state_dict = lambda *args, **kwargs: None
 
@@ -229,7 +199,6 @@ def shift_a_row(script):
     ("change", "name"),
     [
         (lose_the_moments, "a loss, one-file"),
-        pytest.param(save_without_a_copy, "a loss, background", marks=full),
         pytest.param(swap_gate_and_up, "loss in transformers", marks=full),
         pytest.param(shift_a_row, "a loss, shards", marks=full),
     ],
@@ -241,7 +210,7 @@ def test_sabotage_of_a_checkpoint(run_script, tmp_path, change, name):
 
 
 @full
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (4, 1), (1, 4), (3, 2)])
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (4, 1)])
 def test_any_ranks_load(run_script, tmp_path, saved_by, loaded_by):
     for ranks, flag in ((saved_by, "--output-dir"), (loaded_by, "--load")):
         words = (flag, tmp_path / "saved", "--seed", 3)
@@ -302,24 +271,6 @@ def shard_as_one_unit(script):
     )
 
 
-def train_a_frozen_layer(script):
-    build = script.build
-
-    def build_and_thaw(*args):
-        model = build(*args)
-        model.norm.weight.requires_grad_(script.dist.get_rank() < 0)
-        model.blocks[0].ffn_norm.weight.requires_grad_(True)
-        return model
-
-    script.build = build_and_thaw
-    sent = script.bytes_sent
-
-    def of_adapters(weights, world_size):
-        return sent([w for w in weights if w.dim() > 1], world_size)
-
-    script.bytes_sent = of_adapters
-
-
 def repeat_samples(script):
     train = script.train
 
@@ -334,7 +285,6 @@ def repeat_samples(script):
     [
         (shard_as_one_unit, "", "bytes gathered"),
         pytest.param(scale_by_alpha, "", "a logit in peft", marks=full),
-        pytest.param(train_a_frozen_layer, "", "bytes scattered", marks=full),
         pytest.param(repeat_samples, "--quantize nf4", "a loss", marks=full),
     ],
 )
@@ -348,9 +298,7 @@ def test_sabotage_of_adapters(run_script, tmp_path, change, flags, name):
     ("ranks", "flags", "checks"),
     [
         (2, "--quantize nf4", 3),
-        pytest.param(1, "", 4, marks=full),
         pytest.param(3, "--seed 3", 4, marks=full),
-        pytest.param(4, "--quantize nf4 --seed 4", 3, marks=full),
     ],
 )
 def test_adapters_on_other_ranks(run_script, tmp_path, ranks, flags, checks):

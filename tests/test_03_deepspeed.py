@@ -11,15 +11,12 @@ from conftest import REPO, assert_one_line, compiled, load_script, results_of
 from helpers_03 import deepspeed_in_the_parent
 from torch import nn
 
-from dist_common import model
-
 SCRATCH = "03-deepspeed/zero_from_scratch.py"
 STAGES = "03-deepspeed/zero_stages.py"
 OFFLOAD = "03-deepspeed/zero_offload.py"
 INFERENCE = "03-deepspeed/deepspeed_inference.py"
 CHECK = "03-deepspeed/check_config.py"
 CONFIGS = sorted((REPO / "03-deepspeed/configs").glob("*.json"))
-NARROW = model.Config(256, 32, 2, 4, 2, 64, 256)
 SHORT = ("--micro-batch-size", 1, "--seq-len", 16, "--max-steps", 2)
 FLAGS = {
     SCRATCH: SHORT,
@@ -36,29 +33,11 @@ def deepspeed_is_imported():
         yield
 
 
-def small_model(script):
-    model.PRESETS["tiny"] = NARROW
-
-
 # Sabotage
 
 
 def keep_own_gradient(script):
     script.reduce_scatter_single = lambda mean, whole: mean.copy_(script.part_of(whole))
-
-
-def clip_by_own_norm(script):
-    script.dist.all_reduce = lambda tensor: None
-
-
-def keep_whole_gradients(script):
-    reduce = script.Bucket.reduce
-
-    def broken(self):
-        self.kept = [weight.grad.clone() for weight in self.parameters]
-        reduce(self)
-
-    script.Bucket.reduce = broken
 
 
 def reduce_once_a_step(script):
@@ -86,10 +65,6 @@ def change_config(change):
 
 def take_a_lower_stage(zero):
     zero["stage"] = max(0, zero["stage"] - 1)
-
-
-def all_reduce_buckets(zero):
-    zero.pop("use_multi_rank_bucket_allreduce", None)
 
 
 def start_with_other_weights(script):
@@ -175,18 +150,14 @@ def forget_the_cache(script):
 
 SABOTAGE = [
     (SCRATCH, keep_own_gradient, "largest error: float32"),
-    (SCRATCH, clip_by_own_norm, "largest error: float32"),
-    (SCRATCH, keep_whole_gradients, "largest error: bytes"),
     (SCRATCH, reduce_once_a_step, "largest error: bytes"),
     (STAGES, change_config(take_a_lower_stage), "largest error: gradients"),
-    (STAGES, change_config(all_reduce_buckets), "largest error: bytes sent"),
     (STAGES, start_with_other_weights, "largest error: loss"),
     (OFFLOAD, change_offload(leave_weights_whole), "largest error: weights"),
     (OFFLOAD, change_offload(take_larger_steps), "largest error: loss"),
     (OFFLOAD, change_offload(keep_a_third_moment), "largest error: optimizer state"),
     (INFERENCE, change_model(shift_a_shard), "relative error of a logit"),
     (INFERENCE, leave_the_head_whole, "bytes of weights"),
-    (INFERENCE, leave_the_head_whole, "all-reduces"),
     (INFERENCE, forget_the_cache, "bytes of KV cache"),
 ]
 
@@ -210,13 +181,10 @@ def test_sabotage_fails_its_check(run_script, tmp_path, script, sabotage, check)
 @pytest.mark.parametrize(
     ("script", "ranks", "flags"),
     [
-        *((script, ranks, ()) for script in (SCRATCH, STAGES) for ranks in (1, 3, 4)),
-        (SCRATCH, 2, ("--grad-accum-steps", 3)),
-        (STAGES, 2, ("--grad-accum-steps", 1)),
+        (SCRATCH, 3, ()),
+        (STAGES, 3, ()),
         (OFFLOAD, 1, ("--precision", "32-true")),
-        (OFFLOAD, 3, ()),
         (INFERENCE, 1, ()),
-        (INFERENCE, 2, ("--precision", "bf16-true")),
     ],
 )
 def test_a_lesson_passes_on_other_ranks(run_script, script, ranks, flags):

@@ -44,7 +44,7 @@ def test_a_case_breaks_and_is_cured(run_script, tmp_path, name):
 
 
 @full
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", QUICK)
 def test_a_case_breaks_and_is_cured_on_three_ranks(run_script, tmp_path, name):
     ended, _ = run_case(run_script, tmp_path, name, "--ranks", 3)
     assert ended.codes == [0], ended.stdout + ended.stderr

@@ -114,7 +114,6 @@ SABOTAGE = [
     (MESSAGES, "--kib 64", receive_nothing, MESSAGE),
     (MESSAGES, "--kib 64", add_nothing, RING_SUM),
     (MESSAGES, "--kib 64", add_nothing, "ring: bytes sent by a rank"),
-    (MESSAGES, "--kib 64", send_twice, "ring: bytes sent by a rank"),
     (MESSAGES, "--kib 64", send_twice, "one-shot: bytes sent by a rank"),
     (MESSAGES, "--kib 64", add_nothing_in_one_shot, ONE_SHOT_SUM),
     (BANDWIDTH, "--collective all_gather -e 4K -n 2", swap_parts, "wrong elements"),
@@ -124,7 +123,6 @@ SABOTAGE = [
         skip("all_reduce"),
         "wrong elements",
     ),
-    (BANDWIDTH, "--collective gather -e 4K -n 2", skip("gather"), "wrong elements"),
 ]
 
 
@@ -144,9 +142,9 @@ def test_sabotage_fails_its_check(run_script, tmp_path, script, flags, before, c
 
 SMALL = "--collective all -e 8K -f 8 -n 2"
 RANKS = [
-    *((COLLECTIVES, "", ranks) for ranks in (1, 2, 3, 6)),
-    *((MESSAGES, "--kib 64", ranks) for ranks in (3, 4)),
-    *((BANDWIDTH, SMALL, ranks) for ranks in (3, 4)),
+    *((COLLECTIVES, "", ranks) for ranks in (3, 6)),
+    (MESSAGES, "--kib 64", 3),
+    (BANDWIDTH, SMALL, 3),
 ]
 
 

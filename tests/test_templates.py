@@ -79,9 +79,6 @@ ROWS = [
         (DDP, broken.shift_no_targets, "", "loss"),
         (DDP, broken.average_the_averages, "--global-batch-size 3", "gradient norm"),
         (DDP, broken.deal_rank_0_s_samples_to_all, "", "loss"),
-        (FSDP, broken.optimize_a_copy, "", "weight change"),
-        (FSDP, broken.forget_zero_grad, "", "gradient norm"),
-        (FSDP, broken.drop_a_micro_batch, "--global-batch-size 8", "loss"),
         (
             FSDP,
             broken.all_reduce_nothing_between_replicas,
@@ -110,13 +107,10 @@ WAYS = [
     (DDP, 3, "--global-batch-size 7 --seed 3"),
     (FSDP, 2, "--activation-checkpointing full --precision bf16-mixed"),
     *in_full(
-        (DDP, 2, "--precision bf16-mixed"),
         (DDP, 2, "--precision 16-mixed"),
         (DDP, 6, "--global-batch-size 16 --lr 0.1"),
         (FSDP, 3, "--global-batch-size 7 --seed 3"),
-        (FSDP, 2, "--activation-checkpointing full --sharding grad-op"),
         (FSDP, 4, "--sharding hybrid --shard-group-size 2 --global-batch-size 15"),
-        (FSDP, 6, "--global-batch-size 4"),
     ),
 ]
 
