@@ -8,6 +8,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
 IMAGES = Path(__file__).with_name("images")
 # busbw (GB/s) of an all-reduce on 8 H200, from 32 KiB on in steps of 4. Source:
@@ -16,28 +17,38 @@ H200_BUSBW = [1.44, 5.73, 23.94, 64.53, 155.53, 275.84, 401.93, 450.29, 469.17, 
 
 
 def draw_collectives():
-    """Which numbers three ranks hold after each collective; a color is an owner."""
-    # For each rank the owners of its numbers; + is a sum over all ranks.
+    """Which numbers three ranks hold after each collective."""
+    # a0 is the first number of rank 0; S0 is the sum of a0, b0 and c0.
     panels = {
-        "before": "000,111,222",
-        "broadcast": "000,000,000",
-        "all-reduce": "+++,+++,+++",
-        "reduce": "+++,,",
-        "all-gather": "000111222,000111222,000111222",
-        "gather": "000111222,,",
-        "reduce-scatter": "+,+,+",
-        "scatter": "0,0,0",
-        "all-to-all": "012,012,012",
+        "before": "a0 a1 a2,b0 b1 b2,c0 c1 c2",
+        "broadcast": "a0 a1 a2,a0 a1 a2,a0 a1 a2",
+        "all-reduce": "S0 S1 S2,S0 S1 S2,S0 S1 S2",
+        "reduce": "S0 S1 S2,,",
+        "all-gather": ",".join(["a0 a1 a2 b0 b1 b2 c0 c1 c2"] * 3),
+        "gather": "a0 a1 a2 b0 b1 b2 c0 c1 c2,,",
+        "reduce-scatter": "S0,S1,S2",
+        "scatter": "a0,a1,a2",
+        "all-to-all": "a0 b0 c0,a1 b1 c1,a2 b2 c2",
     }
+    colors = {"a": "C0", "b": "C1", "c": "C2", "S": "0.3"}
     figure, axes = plt.subplots(3, 3, figsize=(8, 4.2))
-    for panel, (name, owners_by_rank) in zip(axes.flat, panels.items(), strict=True):
-        for rank, owners in enumerate(owners_by_rank.split(",")):
-            for place, owner in enumerate(owners):
-                color = "0.3" if owner == "+" else f"C{owner}"
-                panel.barh(rank, 0.9, 0.8, place, color=color)
+    for panel, (name, rows) in zip(axes.flat, panels.items(), strict=True):
+        for rank, row in enumerate(rows.split(",")):
+            for place, number in enumerate(row.split()):
+                color = colors[number[0]]
+                cell = panel.barh(rank, 0.9, 0.8, place, color=color)
+                style = {"color": "white", "fontsize": 8, "label_type": "center"}
+                panel.bar_label(cell, [number], **style)
         panel.set(title=name, xlim=(0, 9), ylim=(2.6, -0.6), xticks=[])
         panel.set_yticks([0, 1, 2], ["rank 0", "rank 1", "rank 2"])
     return figure
+
+
+def label_ticks(axes):
+    """Write sizes in bytes with their unit, and other numbers without exponents."""
+    axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.minorticks_off()
 
 
 def draw_all_reduces():
@@ -49,7 +60,10 @@ def draw_all_reduces():
     figure, axes = plt.subplots(figsize=(7, 3.2))
     axes.loglog(size, ring * 1e3, label="ring")
     axes.loglog(size, one_shot * 1e3, label="one-shot")
-    axes.set(xlabel="tensor, bytes", ylabel="predicted time, ms")
+    axes.set(xlabel="size of the tensor", ylabel="predicted time, ms")
+    axes.set_xticks([1e2, 1e3, 1e4, 1e5, 1e6, 1e7])
+    axes.set_yticks([10, 100, 1000])
+    label_ticks(axes)
     axes.legend()
     return figure
 
@@ -65,7 +79,10 @@ def draw_bandwidth():
     axes.loglog(size, H200_BUSBW, "o", label="measured")
     axes.loglog(size, factor * size / predicted / 1e9, label="alpha + beta x size")
     axes.axhline(450, color="0.7", linestyle="--", label="NVLink, one direction")
-    axes.set(xlabel="tensor, bytes", ylabel="busbw, GB/s")
+    axes.set(xlabel="size of the tensor", ylabel="busbw, GB/s")
+    axes.set_xticks([1e5, 1e6, 1e7, 1e8, 1e9, 1e10])
+    axes.set_yticks([1, 10, 100, 450])
+    label_ticks(axes)
     axes.legend()
     return figure
 

@@ -35,10 +35,15 @@ def draw_combining():
     fsdp.set_title("FSDP: hidden below the line")
     tensor.set_xlabel("GPUs of the axis, n")
     tensor.set_xticks(sizes, map(str, sizes))
-    tensor.minorticks_off()
     tensor.set_title("tensor parallelism: added to the step")
+    fsdp.set_yticks([0.01, 0.1, 1, 10, 100])
+    fsdp.set_xticks([100, 1000, 10_000, 100_000])
+    fsdp.xaxis.set_major_formatter("{x:,.0f}")
+    tensor.set_yticks([0.1, 1])
     for axes in (fsdp, tensor):
         axes.axhline(1, color="gray", linestyle="--")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
         axes.set_ylabel("communication / computation")
         axes.legend(fontsize=8)
     return figure
