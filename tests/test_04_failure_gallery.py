@@ -18,12 +18,12 @@ gallery = load_script(GALLERY)
 CASES = gallery.CASES
 full = pytest.mark.full
 # One case of each kind that waits for no timeout.
-QUICK = {
+QUICK = [
     "exception-on-one-rank",
     "shapes-differ",
     "batch-skipped",
     "unfrozen-after-ddp",
-}
+]
 
 
 def run_case(run_script, tmp_path, *argv, before=None):
