@@ -69,10 +69,10 @@ def find_place():
 def problem_with_master(place):
     """Say why MASTER_ADDR cannot be right on this node; nothing if it can."""
     try:
-        found = socket.getaddrinfo(place.master, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(place.master, None, type=socket.SOCK_STREAM)
     except OSError:
         return f"MASTER_ADDR={place.master} does not resolve here"
-    address = found[0][4][0]
+    address = addresses[0][4][0]
     is_here = ipaddress.ip_address(address.split("%")[0]).is_loopback
     if is_here and place.rank >= place.local_world_size:
         return f"MASTER_ADDR={place.master} is {address}, but rank 0 is on another node"
@@ -225,10 +225,10 @@ def find_counterpart(rank, nodes, pairs):
 def show(nodes, results, findings):
     """Print the nodes, the rates of pairs, the findings and the verdict."""
     rows = []
-    for name, here in list(nodes.items())[: judge.SHOWN]:
-        one = here[0]
+    for name, members in list(nodes.items())[: judge.SHOWN]:
+        one = members[0]
         listens = one.get("listens", {})
-        row = [name, len(here), f"torch {one['alike']['torch']}"]
+        row = [name, len(members), f"torch {one['alike']['torch']}"]
         row += [", ".join(listens.get(library, ())) for library in ("gloo", "NCCL")]
         free = one["amounts"].get("free in /dev/shm")
         rows.append([*row, show_gib(free) if free else ""])
@@ -240,18 +240,18 @@ def show(nodes, results, findings):
     for finding in findings:
         print(finding.line)
     ranks = sum(map(len, nodes.values()))
-    told = f"nodes: {len(nodes)}, ranks: {ranks}"
+    totals = f"nodes: {len(nodes)}, ranks: {ranks}"
     if findings:
-        print(f"FAILED: findings: {len(findings)}, {told}")
+        print(f"FAILED: findings: {len(findings)}, {totals}")
     else:
         done = "compared, all-reduce right" if results else "compared"
-        print(f"OK: {told}, {done}")
+        print(f"OK: {totals}, {done}")
 
 
 def show_pairs(nodes, results):
     """Print the rate of each pair of nodes; of many nodes, the slowest pairs."""
     pairs = {}
-    name_of = {one["rank"]: name for name, here in nodes.items() for one in here}
+    name_of = {one["rank"]: name for name, members in nodes.items() for one in members}
     for rank, one in results.items():
         for peer, rate in one.get("rates", {}).items():
             if rank < int(peer):
@@ -339,8 +339,8 @@ def say(place, what):
 def lead(args, place, store, started):
     """Collect, compare, have all ranks measure if nothing prevents it; report."""
     deadline = started + args.wait + GRACE_S
-    told = collect(store, "facts", range(place.world_size), deadline)
-    ranks = list(told.values())
+    facts = collect(store, "facts", range(place.world_size), deadline)
+    ranks = list(facts.values())
     nodes = judge.group_by_node(ranks)
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
     listed = os.environ.get("SLURM_STEP_NODELIST", listed)
@@ -348,20 +348,20 @@ def lead(args, place, store, started):
     findings = judge.find_absent(ranks, place, expected, args.wait)
     findings += judge.compare_nodes(nodes)
     goes_on = not args.settings_only and not any(one.stops for one in findings)
-    groups = [judge.numbers(here) for here in nodes.values()] if goes_on else []
+    groups = [judge.numbers(members) for members in nodes.values()] if goes_on else []
     store.set("measure", json.dumps(groups))
     results = {}
     if goes_on:
         store.set("result/0", json.dumps(measure(args, groups)))
         deadline = time.monotonic() + GRACE_S
-        results = collect(store, "result", told, deadline)
+        results = collect(store, "result", facts, deadline)
         findings += judge.compare_results(nodes, results, args.timeout)
     show(nodes, results, findings)
     sys.stdout.flush()
     code = cli.FAILED if findings else 0
     store.set("code", str(code))
     # The store ends with this rank: let the others read the code.
-    others = [rank for rank in told if rank > 0]
+    others = [rank for rank in facts if rank > 0]
     collect(store, "left", others, time.monotonic() + GRACE_S)
     return code
 

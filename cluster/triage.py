@@ -46,8 +46,8 @@ NEXT = {
 
 
 @dataclass
-class Job:
-    """What was read of a job on all of its nodes."""
+class ObservedJob:
+    """The processes, kernel logs and notes of a job, read on all of its nodes."""
 
     processes: list
     seconds: float  # between the two looks
@@ -64,8 +64,8 @@ class Job:
 
 
 @dataclass
-class Finding:
-    """kind: what is wrong; ranks: who is to blame, if that is known."""
+class Diagnosis:
+    """The kind of fault, the reason, and the ranks to blame, if they are known."""
 
     kind: str
     reason: str
@@ -79,26 +79,26 @@ def judge_progress(job):
     """Nothing is wrong if something grows, or if ranks that wait did other work."""
     if job.calls and job.calls[-1] > job.calls[0]:
         made = job.calls[-1] - job.calls[0]
-        return Finding("training", f"{made} more collectives between two looks")
+        return Diagnosis("training", f"{made} more collectives between two looks")
     for one in job.processes:
         first, last = one.looks
         for name, value in last.values.items():
             if value > first.values.get(name, value):
-                told = f"{name} grew from {first.values[name]} to {value}"
-                return Finding("training", f"{one.title}: {told}")
+                growth = f"{name} grew from {first.values[name]} to {value}"
+                return Diagnosis("training", f"{one.title}: {growth}")
         for path, size in last.written.items():
             if size > first.written.get(path, size) and not path.endswith(".trace"):
-                return Finding("training", f"{one.title}: {path} grew")
+                return Diagnosis("training", f"{one.title}: {path} grew")
     ranks = job.ranks.values()
     changed = [one for one in ranks if one.looks[0].stack != one.last.stack]
     if 2 * len(changed) > len(job.ranks):
-        return Finding(
+        return Diagnosis(
             "training", f"{len(changed)} of {len(job.ranks)} ranks have moved"
         )
     for one in ranks:
         uses_cpu = one.cpu(job.seconds) > BUSY and not (job.notes or one.on_gpu)
         if one.last.call and (uses_cpu or one in changed):
-            return Finding("training", f"{one.title} has worked between two waits")
+            return Diagnosis("training", f"{one.title} has worked between two waits")
     return None
 
 
@@ -108,17 +108,19 @@ def judge_port(job):
     if len(places) == 1:
         return None
     (most, many), (_, fewer), *_ = places.most_common()
-    told = notes.tell_apart({rank: one.rendezvous for rank, one in job.ranks.items()})
+    differences = notes.tell_apart(
+        {rank: one.rendezvous for rank, one in job.ranks.items()}
+    )
     odd = {rank for rank, one in job.ranks.items() if one.rendezvous != most}
-    reason = f"MASTER_ADDR:MASTER_PORT differ: {told}"
-    return Finding("port", reason, odd if many > fewer else set())
+    reason = f"MASTER_ADDR:MASTER_PORT differ: {differences}"
+    return Diagnosis("port", reason, odd if many > fewer else set())
 
 
 def judge_kernel(job):
     for node, lines in job.kernel.items():
         if lines:
             ranks = {rank for rank, one in job.ranks.items() if one.node == node}
-            return Finding("hardware", f"{node}: {lines[0]}", ranks)
+            return Diagnosis("hardware", f"{node}: {lines[0]}", ranks)
     return None
 
 
@@ -133,7 +135,7 @@ def judge_states(job):
         state = one.last.state
         if state in words and one.looks[0].state == state and one.role != "child":
             reason = f"{one.title}, pid {one.pid} on {one.node}: the process is {state}"
-            return Finding(words[state], reason, {one.rank})
+            return Diagnosis(words[state], reason, {one.rank})
     for node in {one.node for one in job.ranks.values()}:
         ranks = {rank for rank, one in job.ranks.items() if one.node == node}
         size = job.ranks[min(ranks)].local_size or len(ranks)
@@ -142,7 +144,7 @@ def judge_states(job):
             reason = (
                 f"the launcher on {node} started {size} ranks, {len(ranks)} are there"
             )
-            return Finding("ended", reason, absent)
+            return Diagnosis("ended", reason, absent)
     return None
 
 
@@ -164,9 +166,9 @@ def judge_network(job):
         " and ".join(sorted(link)) for link in links
     )
     if many == max((number for _, number in others), default=0):
-        return Finding("network", f"{reason}: one of them, or the link between them")
+        return Diagnosis("network", f"{reason}: one of them, or the link between them")
     ranks = {rank for rank, one in job.ranks.items() if one.node == most}
-    return Finding("network", f"{reason}: {most} is in all of them", ranks)
+    return Diagnosis("network", f"{reason}: {most} is in all of them", ranks)
 
 
 def judge_loader(job):
@@ -185,13 +187,15 @@ def judge_loader(job):
             and first.stack == last.stack
         ):
             reason = f"rank {one.rank} waits for its loader's worker, pid {one.pid} on "
-            return Finding("loader", f"{reason}{one.node}, in {last.place}", {one.rank})
+            return Diagnosis(
+                "loader", f"{reason}{one.node}, in {last.place}", {one.rank}
+            )
     return None
 
 
 def judge_notes(job):
-    found = notes.judge(job.notes) if job.notes else None
-    return Finding("calls", found.reason, found.ranks) if found else None
+    verdict = notes.judge(job.notes) if job.notes else None
+    return Diagnosis("calls", verdict.reason, verdict.ranks) if verdict else None
 
 
 def judge_stacks(job):
@@ -202,19 +206,23 @@ def judge_stacks(job):
     if len(away) == len(job.ranks):
         return None
     if away:
-        told = "; ".join(
+        elsewhere = "; ".join(
             f"rank {rank} is in {one.last.place}" for rank, one in away.items()
         )
         if any(is_at_work(one, job.seconds) for one in away.values()):
-            return Finding("cannot tell", f"{told}, and works; the others wait for it")
-        return Finding("elsewhere", f"{told}; the others wait in a collective", {*away})
+            return Diagnosis(
+                "cannot tell", f"{elsewhere}, and works; the others wait for it"
+            )
+        return Diagnosis(
+            "elsewhere", f"{elsewhere}; the others wait in a collective", {*away}
+        )
     calls = {rank: f"{o.last.call} in {o.last.place}" for rank, o in job.ranks.items()}
     if len({*calls.values()}) == 1:
         return None
     reason = f"the ranks wait in different calls: {notes.tell_apart(calls)}"
     if odd := notes.minority(calls):  # ranks of other groups are rightly elsewhere
         reason += f"; if all are in one group, {ranks_of(odd)} skipped a call"
-    return Finding("calls", reason)
+    return Diagnosis("calls", reason)
 
 
 def is_at_work(process, seconds):
@@ -236,8 +244,8 @@ JUDGES = (
 
 def judge(job):
     """Return the first finding, the surest kind first; or what would tell more."""
-    found = next(filter(None, (one(job) for one in JUDGES)), None)
-    return found or Finding("cannot tell", "; ".join(what_would_tell(job)))
+    diagnosis = next(filter(None, (one(job) for one in JUDGES)), None)
+    return diagnosis or Diagnosis("cannot tell", "; ".join(what_would_tell(job)))
 
 
 def what_would_tell(job):
@@ -295,8 +303,8 @@ def notes_folder(processes):
 def kernel_log(since):
     """Return the kernel's lines on hardware; `since` is in seconds after its start."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30)
-        lines = [line for line in told.stdout.splitlines() if IS_HARDWARE.search(line)]
+        log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30)
+        lines = [line for line in log.stdout.splitlines() if IS_HARDWARE.search(line)]
         stamps = [re.match(r"\[ *(\d+\.\d+)\]", line) for line in lines]
         return [
             line
@@ -324,18 +332,18 @@ def job_of(nodes):
     """Put together what all nodes know."""
     processes = []
     for known in (one for node in nodes for one in node["processes"]):
-        looks = [live.Look(**look) for look in known.pop("looks")]
+        looks = [live.Look(**values) for values in known.pop("looks")]
         processes.append(live.Process(**known, looks=looks))
-    job = Job(processes, nodes[0]["seconds"])
+    job = ObservedJob(processes, nodes[0]["seconds"])
     job.kernel = {node["node"]: node["kernel"] for node in nodes}
-    found = notes.read_folder(nodes[0]["notes"])
-    if {*found} >= {*range(max(one.world_size or 1 for one in processes))}:
-        job.notes = [found[rank] for rank in sorted(found)]
+    by_rank = notes.read_folder(nodes[0]["notes"])
+    if {*by_rank} >= {*range(max(one.world_size or 1 for one in processes))}:
+        job.notes = [by_rank[rank] for rank in sorted(by_rank)]
         job.calls = nodes[0]["calls"]
     return job
 
 
-def show(job, found, args):
+def show(job, diagnosis, args):
     rows = [
         (one.title, one.node, one.pid, one.last.state, one.last.call, one.last.place)
         for one in sorted(job.processes, key=lambda one: (one.rank, one.role != "rank"))
@@ -346,10 +354,10 @@ def show(job, found, args):
             print(f"\n{one.title}, pid {one.pid} on {one.node}: {one.last.unread}")
             for file, function, line in one.last.stack:
                 print(f"  {function}, {Path(file).name}:{line}")
-    named = f": {ranks_of(found.ranks)}" if found.ranks else ""
-    print(f"\nverdict: {found.kind}{named}\n  why: {found.reason}")
-    if found.kind in NEXT:
-        print(f"  next: {NEXT[found.kind]}")
+    named = f": {ranks_of(diagnosis.ranks)}" if diagnosis.ranks else ""
+    print(f"\nverdict: {diagnosis.kind}{named}\n  why: {diagnosis.reason}")
+    if diagnosis.kind in NEXT:
+        print(f"  next: {NEXT[diagnosis.kind]}")
 
 
 def parse_args():
@@ -395,9 +403,9 @@ def main():
         logs = read_logs(args.logs)
         if not logs.lines and not logs.events:
             raise cli.UsageError(f"no lines in the logs of {args.logs[0]}")
-        found = cause.name_cause(logs)
-        cause.show(found, logs)
-        return int(found is not None)
+        first_cause = cause.name_cause(logs)
+        cause.show(first_cause, logs)
+        return int(first_cause is not None)
     if args.notes and not args.pid:
         return notes.compare(Path(args.notes))
     nodes = load(args.load) if args.load else [read_node(args)]
@@ -405,9 +413,9 @@ def main():
         save(args.save, nodes[0])
         return 0
     job = job_of(nodes)
-    found = judge(job)
-    show(job, found, args)
-    return int(found.kind != "training")
+    diagnosis = judge(job)
+    show(job, diagnosis, args)
+    return int(diagnosis.kind != "training")
 
 
 if __name__ == "__main__":

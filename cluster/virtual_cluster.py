@@ -86,27 +86,27 @@ def change(args):
     if node.is_up == (args.verb == "start"):
         state = "is up already" if node.is_up else "is off: `start` boots it"
         raise ClusterError(f"{node.name} {state}")
-    told = ""
+    outcome = ""
     match args.verb:
         case "cut":
             linux.set_cables(cluster, node, "down")
-            told = "cables unplugged"
+            outcome = "cables unplugged"
         case "restore":
             linux.set_cables(cluster, node, "up")
             linux.slow(cluster, node, cluster.rate)
-            told = "as new"
+            outcome = "as new"
         case "slow":
             linux.slow(cluster, node, args.rate, args.card)
-            told = linux.show_rate(args.rate)
+            outcome = linux.show_rate(args.rate)
         case "kill":
             linux.remove_cables(cluster, node)  # first: a power cut sends nothing
             end_process(node.pid)
-            told = "killed"
+            outcome = "killed"
         case "start":
             linux.boot(cluster, node)
-            told = "booted"
+            outcome = "booted"
     linux.save(cluster)
-    return f"{node.name}: {told}"
+    return f"{node.name}: {outcome}"
 
 
 def find_node(cluster, name):
@@ -272,9 +272,9 @@ def kill_marked(mark):
 
 def parse_args(argv):
     """Parse the command line; the words after `--` are the command to run."""
-    own, command = argv, []
+    options, command = argv, []
     if "--" in argv:
-        own, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
+        options, command = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -309,7 +309,7 @@ def parse_args(argv):
     add_verb("kill", "end a node at once, as a power cut does", of_node=True)
     add_verb("start", "boot a node that was killed", of_node=True)
     add_verb("down", "end the cluster and everything that runs on it")
-    args = parser.parse_args(own)
+    args = parser.parse_args(options)
     if (args.verb == "run") != bool(command):
         parser.error("run takes a command after --, such as: run -- hostname")
     args.at = args.at.absolute()

@@ -31,7 +31,7 @@ def card(name, address, mtu=1500):
 
 def facts_of(number):
     """Return what a rank of a healthy node with 8 GPUs reads."""
-    eth0, own = f"10.0.0.{number + 1}", f"172.17.{number}.1"
+    eth0, bridge = f"10.0.0.{number + 1}", f"172.17.{number}.1"
     return {
         "rank": number,
         "host": f"node{number}",
@@ -43,7 +43,7 @@ def facts_of(number):
             card("lo", "127.0.0.1"),
             card("eth0", eth0),
             card("eth1", f"10.1.0.{number + 1}"),
-            card("docker0", own),
+            card("docker0", bridge),
         ],
         "listens": {"gloo": [eth0], "NCCL": [eth0]},
         "alike": {
@@ -68,8 +68,8 @@ def facts_of(number):
 
 
 def lines_of(ranks):
-    found = judge.compare_nodes(judge.group_by_node(ranks))
-    return [finding.line for finding in found]
+    findings = judge.compare_nodes(judge.group_by_node(ranks))
+    return [finding.line for finding in findings]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -124,11 +124,11 @@ def test_a_problem_a_missing_card_and_another_mtu_are_named():
     ranks[0]["problem"] = "Unable to find address for: eth7"
     del ranks[1]["interfaces"][2]
     ranks[2]["interfaces"][1] = card("eth0", "10.0.0.3", mtu=9000)
-    told = lines_of(ranks)
-    assert "node0: a rank cannot start: Unable to find address for: eth7." in told
-    assert "node1: no card that is up in 10.1.0.0/24. Run ip address there." in told
-    assert "node2: MTU of gloo's card: 9000, others: 1500. Set one MTU." in told
-    assert len(told) == 4  # NCCL has the same card
+    lines = lines_of(ranks)
+    assert "node0: a rank cannot start: Unable to find address for: eth7." in lines
+    assert "node1: no card that is up in 10.1.0.0/24. Run ip address there." in lines
+    assert "node2: MTU of gloo's card: 9000, others: 1500. Set one MTU." in lines
+    assert len(lines) == 4  # NCCL has the same card
 
 
 def test_of_two_nodes_that_differ_both_are_suspects():
@@ -182,10 +182,10 @@ def test_a_list_of_nodes_is_expanded(listed, names):
 def test_who_has_not_come(expected, came, says):
     place = preflight.Place("srun", 0, 0, 4, 2, "node0", 29500)
     ranks = [facts_of(rank) | {"host": f"node{rank // 2}.cluster"} for rank in came]
-    found = judge.find_absent(ranks, place, expected, 30)
+    findings = judge.find_absent(ranks, place, expected, 30)
     if expected[1:] == ["node9"]:
         says = "node9: no word, and the job has no rank there in 30 s"
-    assert [one.line.startswith(says) for one in found] == ([True] if says else [])
+    assert [one.line.startswith(says) for one in findings] == ([True] if says else [])
 
 
 # Results of measurements
@@ -218,9 +218,9 @@ NAMES = {rank: f"node{rank}" for rank in range(4)}
     ],
 )
 def test_who_failed_in_a_measurement(results, says):
-    found = judge.compare_results(NODES, results, 60)
-    assert len(found) == len(says)
-    for one, start in zip(found, says, strict=True):
+    findings = judge.compare_results(NODES, results, 60)
+    assert len(findings) == len(says)
+    for one, start in zip(findings, says, strict=True):
         assert one.line.startswith(start), one.line
 
 
@@ -244,9 +244,9 @@ def rates_of(slow, count=4):
     ],
 )
 def test_a_slow_node_or_a_slow_path_is_named(slow, count, says):
-    found = list(judge.find_slow(rates_of(slow, count), NAMES))
-    assert len(found) == len(says)
-    for one, start in zip(found, says, strict=True):
+    findings = list(judge.find_slow(rates_of(slow, count), NAMES))
+    assert len(findings) == len(says)
+    for one, start in zip(findings, says, strict=True):
         assert one.line.startswith(start), one.line
 
 
@@ -260,7 +260,7 @@ def test_each_node_meets_each_other_node_once(count):
     assert met == list(itertools.combinations(range(count), 2))
 
 
-# What a node reads
+# Facts that a node reads
 
 
 def test_settings_come_from_nccl_s_files_too(tmp_path, monkeypatch):
@@ -285,9 +285,9 @@ def test_devices_are_counted(tmp_path, monkeypatch):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(content)
     monkeypatch.setattr(host, "ROOT", tmp_path)
-    found = host.read_versions()
-    assert found["NVIDIA driver"] == "570.86.15"
-    assert (found["GPUs"], found["active RDMA ports"]) == (1, 1)
+    versions = host.read_versions()
+    assert versions["NVIDIA driver"] == "570.86.15"
+    assert (versions["GPUs"], versions["active RDMA ports"]) == (1, 1)
 
 
 def test_a_name_that_no_library_reads_is_found():

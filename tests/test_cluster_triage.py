@@ -138,16 +138,16 @@ def test_who_failed_first(tmp_path, files, who, says):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    found = cause.name_cause(logs.read_logs([tmp_path]))
-    assert found.who.startswith(who), found
-    assert says in found.reason, found
+    first_cause = cause.name_cause(logs.read_logs([tmp_path]))
+    assert first_cause.who.startswith(who), first_cause
+    assert says in first_cause.reason, first_cause
 
 
 def test_equal_lines_are_folded_and_a_silent_rank_is_shown(tmp_path, capsys):
     lines = [f"{AT.format(rank, 1, rank)}{TIMEOUT}\n" for rank in range(63)]
     (tmp_path / "job.log").write_text("".join(lines) + "[rank63]: step 4\n")
-    found = logs.read_logs([tmp_path])
-    cause.show(cause.name_cause(found), found)
+    job_logs = logs.read_logs([tmp_path])
+    cause.show(cause.name_cause(job_logs), job_logs)
     out = capsys.readouterr().out
     assert out.count("Watchdog") == 1 and "(63 lines)" in out
     assert "no error from rank 63; its last line: step 4" in out
@@ -240,8 +240,10 @@ HEALTHY = ("counts_iterations", "waits_for_a_slow_rank", "counts_nothing")
 def test_a_healthy_job_is_never_accused(starter, tmp_path, kind, ranks):
     with running(starter, tmp_path / "job", kind, ranks) as launcher:
         for _ in range(3):
-            found = verdict(launcher, tmp_path / "job")
-            assert found.kind in ("training", "cannot tell") and not found.ranks, found
+            diagnosis = verdict(launcher, tmp_path / "job")
+            assert (
+                diagnosis.kind in ("training", "cannot tell") and not diagnosis.ranks
+            ), diagnosis
 
 
 @full
@@ -249,11 +251,11 @@ def test_a_job_that_was_stopped_and_continues_is_healthy(starter, tmp_path):
     with running(starter, tmp_path / "job", HEALTHY[0], 2) as launcher:
         rank = launcher.children()[1]
         rank.send_signal(signal.SIGSTOP)
-        found = verdict(launcher, tmp_path / "job")
-        assert (found.kind, found.ranks) == ("stopped", {1})
+        diagnosis = verdict(launcher, tmp_path / "job")
+        assert (diagnosis.kind, diagnosis.ranks) == ("stopped", {1})
         rank.send_signal(signal.SIGCONT)
-        found = verdict(launcher, tmp_path / "job")
-        assert (found.kind, found.ranks) == ("training", set())
+        diagnosis = verdict(launcher, tmp_path / "job")
+        assert (diagnosis.kind, diagnosis.ranks) == ("training", set())
 
 
 @full
@@ -274,12 +276,12 @@ def test_who_is_to_blame(starter, tmp_path, kind, record, verdict_kind, named):
     folder = tmp_path / "job"
     with running(starter, folder, kind, 3, record) as launcher:
         deadline = time.monotonic() + 60
-        found = None
+        diagnosis = None
         while time.monotonic() < deadline:  # until the fault has spread
-            found = verdict(launcher, folder)
-            if found.kind == verdict_kind:
+            diagnosis = verdict(launcher, folder)
+            if diagnosis.kind == verdict_kind:
                 break
-        assert (found.kind, found.ranks) == (verdict_kind, named), found
+        assert (diagnosis.kind, diagnosis.ranks) == (verdict_kind, named), diagnosis
 
 
 @full
@@ -295,7 +297,7 @@ def test_what_a_node_knows_is_saved_and_loaded(starter, tmp_path, run_script):
     assert "  a_rank_sleeps, helpers_triage.py:" in loaded.stdout
 
 
-# What no machine here has: processes that are made up
+# Made-up processes: no machine of the tests has these
 
 
 def a_process(rank, role="rank", looks=({}, {}), **other):
@@ -308,13 +310,13 @@ def a_process(rank, role="rank", looks=({}, {}), **other):
         "job": ["one"],
         "rendezvous": "node0:29500",
     }
-    looks = [live.Look(**{"state": "sleeping"} | look) for look in looks]
+    looks = [live.Look(**{"state": "sleeping"} | values) for values in looks]
     return live.Process(role=role, rank=rank, looks=looks, **known | other)
 
 
 def a_job(changes=None, **other):
     ranks = [a_process(rank, **changes.get(rank, {})) for rank in range(4)]
-    return triage.Job([one for one in ranks if one.pid], 2.0, **other)
+    return triage.ObservedJob([one for one in ranks if one.pid], 2.0, **other)
 
 
 WAITS = {
@@ -374,9 +376,9 @@ PORT = {"rendezvous": "node0:29501"}
     ],
 )
 def test_each_kind_of_evidence(job, kind, ranks, says):
-    found = triage.judge(job)
-    assert (found.kind, found.ranks) == (kind, ranks), found
-    assert says in found.reason, found
+    diagnosis = triage.judge(job)
+    assert (diagnosis.kind, diagnosis.ranks) == (kind, ranks), diagnosis
+    assert says in diagnosis.reason, diagnosis
 
 
 def test_an_address_is_read_as_the_kernel_writes_it():
@@ -415,9 +417,9 @@ def test_a_script_is_recorded_and_its_notes_compared(run_script, tmp_path):
     script = REPO / "04-nccl-operations/failures/leaves-early/broken.py"
     ran = run_script(SCRIPT, "--record", recorded, script, world_size=2)
     assert sorted(ran.codes) == [0, 1], ran.stderr
-    told = run_script(SCRIPT, "--notes", recorded, environ={})
-    assert told.codes == [1], told.stderr
-    assert told.stdout.splitlines() == [
+    compared = run_script(SCRIPT, "--notes", recorded, environ={})
+    assert compared.codes == [1], compared.stderr
+    assert compared.stdout.splitlines() == [
         "rank 0: 4 calls, the last one all_reduce [1] Float",
         "rank 1: 3 calls, the last one all_reduce [1] Float",
         "one calls too often, or too seldom: rank 0: 4 calls; rank 1: 3 calls",
@@ -425,8 +427,8 @@ def test_a_script_is_recorded_and_its_notes_compared(run_script, tmp_path):
     again = run_script(SCRIPT, "--record", recorded, script, environ={})
     assert_one_line(again, "rank-0.trace is of an earlier job", "triage.py")
     (recorded / "rank-0.trace").unlink()
-    told = run_script(SCRIPT, "--notes", recorded, environ={})
-    assert "no file of rank 0, which died or wrote it elsewhere" in told.stdout
+    compared = run_script(SCRIPT, "--notes", recorded, environ={})
+    assert "no file of rank 0, which died or wrote it elsewhere" in compared.stdout
 
 
 @pytest.mark.parametrize(
@@ -440,12 +442,13 @@ def test_a_script_is_recorded_and_its_notes_compared(run_script, tmp_path):
     ],
 )
 def test_dumps_that_two_ranks_wrote_on_nccl(run_script, tmp_path, failure, says):
-    """NCCL 2.30.7, torch 2.11.0: what the watchdog had each rank write."""
+    """NCCL 2.30.7, torch 2.11.0: each rank wrote its dump when the watchdog asked."""
     dumps = json.loads((REPO / "tests/nccl_dumps.json").read_text())[failure]
-    for rank, told in dumps.items():
-        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(told))
-    told = run_script(SCRIPT, "--notes", tmp_path, environ={})
-    assert told.stdout.splitlines()[-1].startswith(says), told.stdout + told.stderr
+    for rank, dump in dumps.items():
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps(dump))
+    compared = run_script(SCRIPT, "--notes", tmp_path, environ={})
+    verdict_line = compared.stdout.splitlines()[-1]
+    assert verdict_line.startswith(says), compared.stdout + compared.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""virtual_cluster.py: what a node has, what happens to it, and that nothing is left."""
+"""virtual_cluster.py: a node's resources, its verbs, and that nothing is left."""
 
 import contextlib
 import json
@@ -215,11 +215,11 @@ SLEEPERS = "sleep 1000 & (setsid sleep 1000 &); echo up; sleep 1000; :"
 
 def asleep():
     """Count the sleeping processes that this test has started."""
-    found = 0
+    count = 0
     for process in started_here():
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += process.name() == "sleep"
-    return found
+            count += process.name() == "sleep"
+    return count
 
 
 @needs_nodes

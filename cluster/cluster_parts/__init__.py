@@ -1,1 +1,1 @@
-"""What the programs of this folder share: a part for each, or for a topic."""
+"""Parts of the programs of this folder: one for each program, or for a topic."""

@@ -20,7 +20,7 @@ ADVICE = {
 
 @dataclass
 class Cause:
-    """Who failed first (NOBODY if the logs do not tell), by which events or reason."""
+    """Who failed first (NOBODY if the logs do not tell), and its events."""
 
     who: str
     reason: str
@@ -31,11 +31,11 @@ class Cause:
 def name_cause(logs):
     """Return the first cause; None where the logs have no error.
 
-    What a rank or a node says of itself comes first, whatever the clocks say: a rank
-    that fails takes a second to leave, and others may notice and end before it.
+    A rank's or node's report about itself comes first, whatever the clocks say: a rank
+    that fails takes a second to leave, and others may notice and end before.
     """
-    if own := [event for event in logs.events if event.kind in CAUSES]:
-        return first_error(own, logs)
+    if errors := [event for event in logs.events if event.kind in CAUSES]:
+        return first_error(errors, logs)
     if behind := who_is_behind(logs.positions):
         return behind
     if not logs.events:
@@ -46,20 +46,22 @@ def name_cause(logs):
     groups = group_positions(logs.positions)
     reason = f"{together(waited)} waited, and none of them says for whom"
     if len(groups) > 1:
-        told = "; ".join(
+        places = "; ".join(
             f"{together({one.source.name for one in members})} in group {group}"
             for group, members in groups.items()
         )
-        reason += f". They wait in different groups: {told}. Their numbers say nothing"
+        reason += (
+            f". They wait in different groups: {places}. Their numbers say nothing"
+        )
     elif groups:
         reason += ": all have enqueued the same work"
     return Cause(NOBODY, reason, ADVICE[WAITED])
 
 
-def first_error(own, logs):
-    """Name the sources of the surest error, the earliest of them."""
-    first = min(own, key=lambda event: (CAUSES.index(event.kind), event.line.time))
-    alike = [one for one in own if normalized(one) == normalized(first)]
+def first_error(errors, logs):
+    """Name the sources of the surest error; among equals, of the earliest."""
+    first = min(errors, key=lambda event: (CAUSES.index(event.kind), event.line.time))
+    alike = [one for one in errors if normalized(one) == normalized(first)]
     names = {event.source.name for event in alike}
     advice = ADVICE.get(first.kind) or f"read {first.code or first.line.place}"
     if re.search("out of memory|oom.kill", first.message, re.I):
@@ -77,7 +79,7 @@ def first_error(own, logs):
 
 
 def who_is_behind(positions):
-    """Name who enqueued less than the others of its group: they wait for it."""
+    """Name the ranks for which their group waits: they have enqueued less work."""
     for group, members in group_positions(positions).items():
         most = max(one.enqueued for one in members)
         behind = [one for one in members if one.enqueued < most]
@@ -105,21 +107,21 @@ def normalized(event):
 
 def fold(events):
     """Return the events with equal messages together, in order of their first time."""
-    found = defaultdict(list)
+    folded = defaultdict(list)
     for event in sorted(events, key=lambda event: event.line.time):
-        found[normalized(event)].append(event)
-    return list(found.values())
+        folded[normalized(event)].append(event)
+    return list(folded.values())
 
 
 def together(names):
     """Return "ranks 0, 2" for the names of several ranks."""
     names = sorted(names)
     ranks = [
-        found for name in names if (found := re.fullmatch(r"rank (\d+)( on .*)?", name))
+        match for name in names if (match := re.fullmatch(r"rank (\d+)( on .*)?", name))
     ]
     if len(names) == 1 or len(ranks) < len(names):
         return ", ".join(names)
-    return ranks_of(int(found[1]) for found in ranks)
+    return ranks_of(int(match[1]) for match in ranks)
 
 
 def when(event):

@@ -92,20 +92,22 @@ def text(path):
 
 def read_settings():
     """Return the libraries' variables: the environment wins over NCCL's files."""
-    found = {}
-    own = os.environ.get("NCCL_CONF_FILE", os.path.expanduser("~/.nccl.conf"))
-    for path in ("etc/nccl.conf", own):
+    settings = {}
+    config_file = os.environ.get("NCCL_CONF_FILE", os.path.expanduser("~/.nccl.conf"))
+    for path in ("etc/nccl.conf", config_file):
         for line in text(path).splitlines():
             name, equals, value = line.partition("=")
             if equals and not line.startswith("#"):
-                found[name] = value
-    found |= {name: value for name, value in os.environ.items() if PREFIXES.match(name)}
-    return {name: value for name, value in found.items() if not IGNORED.match(name)}
+                settings[name] = value
+    settings |= {
+        name: value for name, value in os.environ.items() if PREFIXES.match(name)
+    }
+    return {name: value for name, value in settings.items() if not IGNORED.match(name)}
 
 
 def find_misspelt(names):
     """Return {name: similar name} for names that no library reads."""
-    found = {}
+    misspelt = {}
     for name in names:
         prefix = next((one for one in LIBRARIES if name.startswith(one)), None)
         known = names_in(LIBRARIES[prefix], prefix) if prefix else set(LAUNCHER)
@@ -114,8 +116,8 @@ def find_misspelt(names):
             similar = difflib.get_close_matches(name, known, 1, likeness)
             # A name unlike all others may be a variable of a network plugin.
             if similar:
-                found[name] = similar[0]
-    return found
+                misspelt[name] = similar[0]
+    return misspelt
 
 
 @functools.cache
@@ -128,8 +130,8 @@ def names_in(library, prefix):
         open(loaded[0], "rb") as file,
         mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data,
     ):
-        found = re.findall(rb"%b[A-Z0-9_]+" % prefix.encode(), data)
-    return {name.decode() for name in found}
+        names = re.findall(rb"%b[A-Z0-9_]+" % prefix.encode(), data)
+    return {name.decode() for name in names}
 
 
 # Network
@@ -138,17 +140,19 @@ def names_in(library, prefix):
 def read_interfaces():
     """Return name, address, network, MTU in bytes of each interface that is up."""
     stats = psutil.net_if_stats()
-    found = []
+    interfaces = []
     for name, entries in psutil.net_if_addrs().items():
         state = stats.get(name.split(":")[0])  # eth0:1 is a second address of eth0
         for entry in entries:
             if entry.family == socket.AF_INET and state and state.isup:
-                own = ipaddress.ip_interface(f"{entry.address}/{entry.netmask or 32}")
-                one = {"name": name, "address": str(own.ip), "mtu": state.mtu}
-                one["network"] = str(own.network)
+                interface = ipaddress.ip_interface(
+                    f"{entry.address}/{entry.netmask or 32}"
+                )
+                one = {"name": name, "address": str(interface.ip), "mtu": state.mtu}
+                one["network"] = str(interface.network)
                 one["virtual"] = bool(VIRTUAL.match(name))
-                found.append(one)
-    return found
+                interfaces.append(one)
+    return interfaces
 
 
 def make_group_of_one():
@@ -213,13 +217,13 @@ def read_amounts():
         "processes": resource.RLIMIT_NPROC,
         "locked memory": resource.RLIMIT_MEMLOCK,
     }
-    found = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
-    for name, most in found.items():
-        found[name] = None if most == resource.RLIM_INFINITY else most
+    amounts = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
+    for name, most in amounts.items():
+        amounts[name] = None if most == resource.RLIM_INFINITY else most
     folders = {"/tmp": tempfile.gettempdir(), "this folder": "."}
     if os.path.isdir("/dev/shm"):
-        found["/dev/shm"] = shutil.disk_usage("/dev/shm").total
+        amounts["/dev/shm"] = shutil.disk_usage("/dev/shm").total
         folders["/dev/shm"] = "/dev/shm"
     for name, folder in folders.items():
-        found[f"free in {name}"] = shutil.disk_usage(folder).free
-    return found
+        amounts[f"free in {name}"] = shutil.disk_usage(folder).free
+    return amounts

@@ -27,7 +27,7 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")  # torchrun's have the 
 SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT")
 JOB = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", *RENDEZVOUS)
-LOADER = "pt_data_worker"  # what PyTorch calls the main thread of a loader's worker
+LOADER = "pt_data_worker"  # PyTorch's name for the main thread of a loader's worker
 LIBRARY = re.compile(
     r"(site|dist)-packages/|/lib/python3|^<|cluster_parts/|cluster/triage\.py"
 )
@@ -41,7 +41,7 @@ PY_SPY_S = 30.0  # the longest wait for it
 
 @dataclass
 class Look:
-    """What a process did at one moment."""
+    """The state of a process at one moment."""
 
     state: str = ""  # psutil's word: "stopped", "disk-sleep", "zombie", "sleeping", ...
     stack: list = field(default_factory=list)  # [file, function, line], innermost first
@@ -105,7 +105,7 @@ def find_processes():
         with contextlib.suppress(psutil.Error):  # another user's, or it has ended
             program = os.path.basename(process.exe() or "python")
             seen[process.pid] = (process.ppid(), process.environ(), program)
-    found = []
+    candidates = []
     for pid, (parent, environ, program) in seen.items():
         place, rank = rank_in(environ)
         if rank is None or "python" not in program or pid == os.getpid():
@@ -125,12 +125,12 @@ def find_processes():
             [environ.get(name, "") for name in JOB],
             ":".join(environ.get(name, "") for name in RENDEZVOUS),
         )
-        found.append((environ.get("SLURM_JOB_ID"), place, process))
+        candidates.append((environ.get("SLURM_JOB_ID"), place, process))
     # srun names a rank, too, where it has started torchrun.
     best = {}
-    for job, place, _ in found:
+    for job, place, _ in candidates:
         best[job] = min(place, best.get(job, place))
-    return [process for job, place, process in found if place == best[job]]
+    return [process for job, place, process in candidates if place == best[job]]
 
 
 def select(processes, pid):
@@ -177,15 +177,15 @@ def node_of(pid):
     """Return this machine's name; of a process in its own network, an address there."""
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"):
-            told = file_of(pid, "net/fib_trie")
-            for address in re.findall(r"\|-- ([\d.]+)\n\s+/32 host LOCAL", told):
+            routes = file_of(pid, "net/fib_trie")
+            for address in re.findall(r"\|-- ([\d.]+)\n\s+/32 host LOCAL", routes):
                 if not address.startswith("127."):
                     return address
             return f"network of {pid}"
     return socket.gethostname()
 
 
-# What they do
+# Their activity
 
 
 def look_twice(processes, seconds):
@@ -197,27 +197,27 @@ def look_twice(processes, seconds):
 
 
 def look_at(process):
-    look = Look()
-    process.looks.append(look)
+    snapshot = Look()
+    process.looks.append(snapshot)
     try:
         program = psutil.Process(process.pid)
-        look.state = program.status()
-        look.cpu_s = sum(program.cpu_times()[:2])
+        snapshot.state = program.status()
+        snapshot.cpu_s = sum(program.cpu_times()[:2])
     except psutil.Error:
-        look.state = psutil.STATUS_ZOMBIE
+        snapshot.state = psutil.STATUS_ZOMBIE
         return
-    look.written = files_written(process.pid)
-    look_at_sockets(process, look)
-    if look.state != psutil.STATUS_STOPPED:  # py-spy would wait for it
-        read_stack(process.pid, look)
+    snapshot.written = files_written(process.pid)
+    look_at_sockets(process, snapshot)
+    if snapshot.state != psutil.STATUS_STOPPED:  # py-spy would wait for it
+        read_stack(process.pid, snapshot)
 
 
-def read_stack(pid, look):
+def read_stack(pid, snapshot):
     """Read the main thread's stack and its integers, by py-spy."""
     beside = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
     py_spy = shutil.which("py-spy", path=beside)
     if py_spy is None:
-        look.unread = "py-spy is not installed"
+        snapshot.unread = "py-spy is not installed"
         return
     command = [py_spy, "dump", "--json", "--locals", "--pid", str(pid)]
     try:
@@ -225,22 +225,22 @@ def read_stack(pid, look):
             command, capture_output=True, text=True, timeout=PY_SPY_S, check=True
         )
     except subprocess.SubprocessError as error:
-        told = (getattr(error, "stderr", "") or "py-spy gave no answer").strip()
-        look.unread = told.splitlines()[-1]
+        message = (getattr(error, "stderr", "") or "py-spy gave no answer").strip()
+        snapshot.unread = message.splitlines()[-1]
         return
     for frame in main_thread(json.loads(asked.stdout), pid):
         file, function = frame["filename"], frame["name"]
-        look.stack.append([file, function, frame["line"]])
+        snapshot.stack.append([file, function, frame["line"]])
         values = {one["name"]: one["repr"] or "" for one in frame["locals"] or ()}
         if Path(file).name == "distributed_c10d.py":  # the outermost one is the call
-            look.call = function
+            snapshot.call = function
         if not LIBRARY.search(file):
             for name, value in values.items():
                 if re.fullmatch(r"-?\d+", value):
-                    look.values[f"{function}: {name}"] = int(value)
-        if function == "_worker_loop":  # what is below was its parent's
+                    snapshot.values[f"{function}: {name}"] = int(value)
+        if function == "_worker_loop":  # the frames below were its parent's
             break
-    look.call = look.call or waits_below(look.stack)
+    snapshot.call = snapshot.call or waits_below(snapshot.stack)
 
 
 def waits_below(stack):
@@ -262,7 +262,7 @@ def main_thread(threads, pid):
 
 def files_written(pid):
     """Return path and size of the regular files that a process has open to write."""
-    found = {}
+    sizes = {}
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
@@ -273,11 +273,11 @@ def files_written(pid):
                 if os.path.isfile(path) and int(flags[1], 8) & (
                     os.O_WRONLY | os.O_RDWR
                 ):
-                    found[path] = os.path.getsize(path)
-    return found
+                    sizes[path] = os.path.getsize(path)
+    return sizes
 
 
-def look_at_sockets(process, look):
+def look_at_sockets(process, snapshot):
     """Note which peers have not acknowledged what was sent to them."""
     opened = []
     with contextlib.suppress(OSError):
@@ -286,24 +286,24 @@ def look_at_sockets(process, look):
                 opened.append(os.readlink(entry))
     process.on_gpu |= any(re.match(r"/dev/(nvidia\d|kfd)", path) for path in opened)
     inodes = {
-        found[1] for path in opened if (found := re.match(r"socket:\[(\d+)", path))
+        match[1] for path in opened if (match := re.match(r"socket:\[(\d+)", path))
     }
     for table in ("net/tcp", "net/tcp6"):
         for row in map(str.split, file_of(process.pid, table).splitlines()[1:]):
             if row[9] not in inodes or row[3] != ESTABLISHED:
                 continue
-            here, peer = read_address(row[1]), read_address(row[2])
-            if ipaddress.ip_address(here).is_loopback:
+            address, peer = read_address(row[1]), read_address(row[2])
+            if ipaddress.ip_address(address).is_loopback:
                 continue
-            process.addresses = sorted({*process.addresses, here})
+            process.addresses = sorted({*process.addresses, address})
             size, retransmissions = int(row[4].split(":")[0], 16), int(row[6], 16)
             if size and retransmissions:  # without them it is traffic
-                look.unsent[peer] = size + look.unsent.get(peer, 0)
+                snapshot.unsent[peer] = size + snapshot.unsent.get(peer, 0)
 
 
-def read_address(told):
+def read_address(column):
     """Read a column of /proc/net/tcp: words of 32 bits, the lowest byte first."""
-    digits = told.split(":")[0]
+    digits = column.split(":")[0]
     words = [digits[at : at + 8] for at in range(0, len(digits), 8)]
     address = ipaddress.ip_address(b"".join(bytes.fromhex(w)[::-1] for w in words))
     return str(getattr(address, "ipv4_mapped", None) or address)

@@ -15,10 +15,10 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 ENDINGS = {".log", ".out", ".err", ".txt", ".dmesg"}
-ERROR_FILE = "error.json"  # what TORCHELASTIC_ERROR_FILE names under torchrun
+ERROR_FILE = "error.json"  # torchrun's TORCHELASTIC_ERROR_FILE
 
 # The kinds of events, the surest cause first. A rank that LOST another one suffers from
-# what happened there. WAITED: it stood in a collective until its time was up.
+# that rank's failure. One that WAITED stood in a collective until its time was up.
 HARDWARE, OWN, KILLED, LOST, WAITED = "hardware", "error", "killed", "lost", "waited"
 CAUSES = (HARDWARE, OWN, KILLED)
 
@@ -58,7 +58,7 @@ GROUP = re.compile(r"PG (?:ID \d+ PG )?GUID (\d+)(?:\((\w+)\))?|PG ID (\d+)")
 
 CLOCK = r"(?P<hour>\d\d):(?P<minute>\d\d):(?P<second>\d\d)(?:[.,](?P<part>\d+))?"
 DATE = r"(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)"
-# What may stand before a line's text. All of them are taken away, in any order.
+# Prefixes of a line's text. All of them are taken away, in any order.
 PREFIXES = [
     re.compile(rf"\[?{DATE}[T _]{CLOCK}(?P<zone>Z|[+-]\d\d:?\d\d)?[\]|,:]* +"),
     re.compile(
@@ -85,7 +85,7 @@ SLURM = re.compile(r".*?\d+(?:_\d+)?-(?:([a-zA-Z][\w.-]*?)-)?(\d+)\.(?:out|err)"
 
 
 @dataclass
-class Source:
+class LogSource:
     """A rank, a GPU, a node's kernel or a launcher: whoever writes lines."""
 
     label: str = ""  # where no rank is known: "local rank 0", "job.log"
@@ -100,10 +100,10 @@ class Source:
 
 
 @dataclass
-class Line:
-    """A line without what stands before its text."""
+class LogLine:
+    """A line without the prefixes of its text."""
 
-    source: Source
+    source: LogSource
     text: str
     raw: str
     place: str  # file:number
@@ -113,12 +113,12 @@ class Line:
 
 @dataclass
 class Event:
-    """What went wrong in a source, told once."""
+    """An error of a source, once."""
 
     kind: str
-    source: Source
+    source: LogSource
     message: str
-    line: Line
+    line: LogLine
     code: str = ""  # of a traceback: file, line and function of the program
 
 
@@ -126,7 +126,7 @@ class Event:
 class Position:
     """How far a rank had come in a process group, by its own count of collectives."""
 
-    source: Source
+    source: LogSource
     group: str
     enqueued: int
     completed: int
@@ -134,7 +134,7 @@ class Position:
 
 @dataclass
 class Logs:
-    lines: list[Line] = field(default_factory=list)
+    lines: list[LogLine] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     positions: list[Position] = field(default_factory=list)
 
@@ -172,9 +172,9 @@ def read_lines(file, root, sources):
     prefixes = [LABEL, *PREFIXES] if is_labelled else PREFIXES
     times = {}  # of each source's line before
     for number, raw in enumerate(texts, 1):
-        text, told = take_prefixes(raw, prefixes)
-        source = find_source(file, root, told, sources)
-        time = time_of(told, changed)
+        text, fields = take_prefixes(raw, prefixes)
+        source = find_source(file, root, fields, sources)
+        time = time_of(fields, changed)
         about = "at"
         if time is None:
             time, about = times.get(id(source), changed), "after"
@@ -182,36 +182,36 @@ def read_lines(file, root, sources):
                 about = "by"
         else:
             times[id(source)] = time
-        yield Line(source, text, raw, f"{file}:{number}", time, about)
+        yield LogLine(source, text, raw, f"{file}:{number}", time, about)
 
 
 def take_prefixes(text, prefixes):
-    """Return a line without what stands before its text, and what that told."""
-    told = {}
+    """Return a line without its prefixes, and the prefixes' fields."""
+    fields = {}
     while True:
-        found = next(filter(None, (prefix.match(text) for prefix in prefixes)), None)
-        if not found:
-            return text, told
-        told |= {name: value for name, value in found.groupdict().items() if value}
-        text = text[found.end() :]
+        match = next(filter(None, (prefix.match(text) for prefix in prefixes)), None)
+        if not match:
+            return text, fields
+        fields |= {name: value for name, value in match.groupdict().items() if value}
+        text = text[match.end() :]
 
 
-def find_source(file, root, told, sources):
-    """Return who wrote a line, by what stands before it and by its file's path."""
+def find_source(file, root, fields, sources):
+    """Return who wrote a line, by its prefixes and by its file's path."""
     path = str(file.relative_to(root)) if file != root else file.name
     label, node, rank = place_of(path)
-    node = told.get("node", node)
-    rank = int(told["rank"]) if "rank" in told else rank
-    if "pid" in told:
-        label = f"pid {told['pid']}"
-    elif "gpu" in told:
-        label, node = f"GPU {told['gpu']} of {node}", ""
-    elif "local" in told:
-        label = f"local rank {told['local']}"
+    node = fields.get("node", node)
+    rank = int(fields["rank"]) if "rank" in fields else rank
+    if "pid" in fields:
+        label = f"pid {fields['pid']}"
+    elif "gpu" in fields:
+        label, node = f"GPU {fields['gpu']} of {node}", ""
+    elif "local" in fields:
+        label = f"local rank {fields['local']}"
     # A process that has told its rank once is this rank in all of its lines.
     is_process = label.startswith(("pid", "local rank"))
     key = (node, label) if is_process or rank is None else rank
-    source = sources.setdefault(key, Source(label, node))
+    source = sources.setdefault(key, LogSource(label, node))
     source.rank = rank if rank is not None else source.rank
     return source
 
@@ -222,39 +222,39 @@ def place_of(path):
     Known are torchrun's RUN/attempt_N/LOCAL_RANK/stderr.log, below a folder per node if
     they were copied together; SLURM's slurm-%j-%N-%t.out; and NODE.dmesg.
     """
-    if found := TORCHRUN.fullmatch(path):
-        again = f", attempt {found[3]}" if found[3] != "0" else ""
-        return f"local rank {found[4]}{again}", found[1] or "", None
+    if match := TORCHRUN.fullmatch(path):
+        again = f", attempt {match[3]}" if match[3] != "0" else ""
+        return f"local rank {match[4]}{again}", match[1] or "", None
     folder, _, name = path.rpartition("/")
-    if found := SLURM.fullmatch(name):
-        return name, found[1] or folder, int(found[2])
+    if match := SLURM.fullmatch(name):
+        return name, match[1] or folder, int(match[2])
     if name.endswith(".dmesg") or name.startswith("dmesg"):
         return f"kernel of {folder or name.split('.')[0]}", "", None
     return name, folder, None
 
 
-def time_of(told, changed):
+def time_of(fields, changed):
     """Return seconds since 1970. A date takes what it leaves out from `changed`."""
-    if "hour" not in told:
+    if "hour" not in fields:
         return None
     then = datetime.fromtimestamp(changed)
-    month = told.get("month", then.month)
-    if "name" in told:
-        month = list(calendar.month_abbr).index(told["name"])
+    month = fields.get("month", then.month)
+    if "name" in fields:
+        month = list(calendar.month_abbr).index(fields["name"])
     try:
         time = datetime(
-            int(told.get("year", then.year)),
+            int(fields.get("year", then.year)),
             int(month),
-            int(told.get("day", then.day)),
-            *(int(told[part]) for part in ("hour", "minute", "second")),
+            int(fields.get("day", then.day)),
+            *(int(fields[part]) for part in ("hour", "minute", "second")),
         )
     except ValueError:  # it only looks like a date
         return None
-    if zone := told.get("zone", "").replace("Z", "+0000").replace(":", ""):
+    if zone := fields.get("zone", "").replace("Z", "+0000").replace(":", ""):
         minutes = int(zone[0] + "1") * (60 * int(zone[1:3]) + int(zone[3:5]))
         time = time.replace(tzinfo=timezone(timedelta(minutes=minutes)))
-    seconds = time.timestamp() + float(f"0.{told.get('part', 0)}")
-    if "year" not in told and seconds > changed + 86_400:  # from December to January
+    seconds = time.timestamp() + float(f"0.{fields.get('part', 0)}")
+    if "year" not in fields and seconds > changed + 86_400:  # from December to January
         seconds = time.replace(year=time.year - 1).timestamp()
     return seconds
 
@@ -262,10 +262,10 @@ def time_of(told, changed):
 def number_local_ranks(lines, sources):
     """torchrun's report says which rank each of its processes was."""
     for line in lines:
-        if found := re.match(r"\s+rank +: (\d+) \(local_rank: (\d+)\)", line.raw):
-            known = sources.get((line.source.node, f"local rank {found[2]}"))
+        if match := re.match(r"\s+rank +: (\d+) \(local_rank: (\d+)\)", line.raw):
+            known = sources.get((line.source.node, f"local rank {match[2]}"))
             if known and known.rank is None:
-                known.rank = int(found[1])
+                known.rank = int(match[1])
 
 
 def read_error_file(file, root, sources, logs):
@@ -280,9 +280,9 @@ def read_error_file(file, root, sources, logs):
     time = float(extra.get("timestamp") or file.stat().st_mtime)
     source = find_source(file, root, {}, sources)
     text = message["message"]
-    line = Line(source, text, text, str(file), time, "at")
+    line = LogLine(source, text, text, str(file), time, "at")
     stack = extra.get("py_callstack", "").splitlines()
-    logs.events.append(Event(kind_of(text), source, text, line, code_of(stack)))
+    logs.events.append(Event(classify(text), source, text, line, code_of(stack)))
 
 
 def find_events(lines):
@@ -294,7 +294,7 @@ def find_events(lines):
             end, message = read_traceback(lines, place)
             if message is not None:
                 text = lines[message].text.strip()
-                stack = [own.text for own in lines[place:message]]
+                stack = [entry.text for entry in lines[place:message]]
                 kind = kind_of_exception(text, stack)
                 yield Event(kind, line.source, text, lines[message], code_of(stack))
             place = end
@@ -320,14 +320,14 @@ def read_traceback(lines, start):
 
 def kind_of_exception(message, stack):
     """PyTorch tells a lost peer. A connection of the program's own is its error."""
-    frames = [found[1] for line in stack if (found := FRAME.match(line))]
+    frames = [match[1] for line in stack if (match := FRAME.match(line))]
     by_torch = message.startswith(("RuntimeError", "torch"))
     if by_torch or (frames and "/torch/" in frames[-1]):
-        return kind_of(message)
+        return classify(message)
     return OWN
 
 
-def kind_of(text):
+def classify(text):
     for pattern, kind in (
         (IS_WAITING, WAITED),
         (IS_LOST, LOST),
@@ -339,33 +339,33 @@ def kind_of(text):
 
 
 def code_of(stack):
-    """Return the innermost frame of a traceback that is no library's."""
-    frames = [found for line in stack if (found := FRAME.match(line))]
-    own = [frame for frame in frames if not LIBRARY.search(frame[1])]
-    last = (own or frames or [None])[-1]
+    """Return the innermost frame of a traceback that is not in a library."""
+    frames = [match for line in stack if (match := FRAME.match(line))]
+    program_frames = [frame for frame in frames if not LIBRARY.search(frame[1])]
+    last = (program_frames or frames or [None])[-1]
     return f"{Path(last[1]).name}:{last[2]} in {last[3]}" if last else ""
 
 
 def event_of(line):
     """Yield what a single line tells: an error, or a rank that a launcher saw die."""
     text, source = line.text, line.source
-    if found := SRUN.search(text):
-        who = Source(f"task {found[2]}", found[1])
-        if "Out Of Memory" in found[3]:
-            yield Event(HARDWARE, who, f"{found[3]} (says srun)", line)
-        elif re.search(r"Killed|Segmentation|Bus error", found[3]):
-            yield Event(KILLED, who, f"{found[3]} (says srun)", line)
-    elif found := DIED.search(text):
-        number = -int(found[1])
+    if match := SRUN.search(text):
+        who = LogSource(f"task {match[2]}", match[1])
+        if "Out Of Memory" in match[3]:
+            yield Event(HARDWARE, who, f"{match[3]} (says srun)", line)
+        elif re.search(r"Killed|Segmentation|Bus error", match[3]):
+            yield Event(KILLED, who, f"{match[3]} (says srun)", line)
+    elif match := DIED.search(text):
+        number = -int(match[1])
         # SIGTERM comes from the launcher, SIGABRT from the watchdog.
         if number not in (signal.SIGTERM, signal.SIGABRT):
-            who = Source(f"local rank {found[2]}", source.node)
+            who = LogSource(f"local rank {match[2]}", source.node)
             name = signal.Signals(number).name
             yield Event(KILLED, who, f"killed by {name} (says torchrun)", line)
     elif IS_WAITING.search(text):
         yield Event(WAITED, source, text, line)
     elif "torch/distributed/elastic" in line.raw or "ChildFailedError" in text:
-        return  # the launcher's report of what a rank has told itself
+        return  # the launcher repeats a rank's report
     elif IS_HARDWARE.search(text):
         yield Event(HARDWARE, source, text, line)
     elif IS_LOST.search(text) and re.search(r"NCCL|\[[EF]\d|[Ee]rror", line.raw):
@@ -376,11 +376,11 @@ def event_of(line):
 
 def find_positions(lines):
     """Return the last position that each rank told of each process group."""
-    found = {}
+    positions = {}
     for line in lines:
-        if told := ENQUEUED.search(line.raw):
+        if match := ENQUEUED.search(line.raw):
             group = GROUP.search(line.raw)
             name = (group[1] or group[3]) if group else "0"
-            position = Position(line.source, name, int(told[1]), int(told[2]))
-            found[line.source.name, name] = position
-    return list(found.values())
+            position = Position(line.source, name, int(match[1]), int(match[2]))
+            positions[line.source.name, name] = position
+    return list(positions.values())

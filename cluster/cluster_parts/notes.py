@@ -1,6 +1,6 @@
 """Compare the ranks' notes of their collectives: who differs, who waits for whom.
 
-All members of a group have to make the same calls in it. Notes are recorder.py's, or
+All members of a group have to make the same calls. Notes are recorder.py's, or
 dumps that PyTorch writes on NCCL. Source: torch 2.14.1, FlightRecorder.hpp.
 """
 
@@ -20,7 +20,7 @@ ANSWER = {"send": "receive", "receive": "send"}
 
 @dataclass
 class Notes:
-    """What a rank has called."""
+    """The calls of a rank."""
 
     calls: list = field(default_factory=list)  # in the group of all ranks
     new_groups: list = field(default_factory=list)  # calls of new_group
@@ -39,8 +39,8 @@ class Notes:
 
 
 @dataclass
-class Verdict:
-    """What the notes tell, and the ranks to blame: none where they do not tell."""
+class NotesVerdict:
+    """The verdict from all ranks' notes, and the ranks to blame, if the notes tell."""
 
     reason: str
     ranks: set = field(default_factory=set)
@@ -51,50 +51,50 @@ class Verdict:
 
 def read_folder(folder):
     """Read the notes of all ranks in a folder, or the dumps there, named ..._N."""
-    found = {}
+    notes = {}
     for file in Path(folder).glob("*") if folder else ():
         if name := re.fullmatch(r"rank-(\d+)\.trace|[^.]*_(\d+)", file.name):
-            found[int(name[1] or name[2])] = read_notes(file)
-    return found
+            notes[int(name[1] or name[2])] = read_notes(file)
+    return notes
 
 
 def read_notes(file):
     """Read a rank's notes, or its dump as PyTorch writes it on NCCL."""
-    told = pickle.loads(file.read_bytes())
-    if "pg_config" in told:
+    dump = pickle.loads(file.read_bytes())
+    if "pg_config" in dump:
         groups = {
-            g["name"]: literal_eval(g["ranks"]) for g in told["pg_config"].values()
+            g["name"]: literal_eval(g["ranks"]) for g in dump["pg_config"].values()
         }
-        told = told | {"groups": groups} | messages_of(told["entries"], groups)
-    groups = told["groups"]
+        dump = dump | {"groups": groups} | messages_of(dump["entries"], groups)
+    groups = dump["groups"]
     world_size = max(map(len, groups.values()), default=0)
-    found = Notes(
-        new_groups=told.get("new_groups", []),
-        first=told.get("first", 0),
+    notes = Notes(
+        new_groups=dump.get("new_groups", []),
+        first=dump.get("first", 0),
         members={
             name: ranks for name, ranks in groups.items() if len(ranks) < world_size
         },
-        sends=told["sends"],
-        waits=told["waits"],
+        sends=dump["sends"],
+        waits=dump["waits"],
         world_size=world_size,
     )
-    for entry in told["entries"]:
+    for entry in dump["entries"]:
         if entry["is_p2p"]:
             continue
         name = entry["profiling_name"].split(":")[-1]
         shapes = " ".join(map(str, entry["input_sizes"] or entry["output_sizes"]))
         types = " ".join(entry["input_dtypes"] or entry["output_dtypes"])
         call, group = f"{name} {shapes} {types}", entry["process_group"][0]
-        own = (
-            found.within.setdefault(group, [])
-            if group in found.members
-            else found.calls
+        calls = (
+            notes.within.setdefault(group, [])
+            if group in notes.members
+            else notes.calls
         )
-        own.append(call)
-        found.started[group] = entry["collective_seq_id"]
+        calls.append(call)
+        notes.started[group] = entry["collective_seq_id"]
         if not entry["retired"]:
-            found.open.append((group, entry["collective_seq_id"], call))
-    return found
+            notes.open.append((group, entry["collective_seq_id"], call))
+    return notes
 
 
 def messages_of(entries, groups):
@@ -115,36 +115,36 @@ def messages_of(entries, groups):
 
 def count_calls(folder):
     """Return how many calls and messages all ranks have noted together."""
-    found = read_folder(folder).values()
-    within = sum(len(calls) for own in found for calls in own.within.values())
-    return within + sum(own.count + sum(own.sends.values()) for own in found)
+    all_notes = read_folder(folder).values()
+    within = sum(len(calls) for notes in all_notes for calls in notes.within.values())
+    return within + sum(notes.count + sum(notes.sends.values()) for notes in all_notes)
 
 
 # Comparing
 
 
 def compare(folder):
-    """Print each rank's last call and what the notes tell; return the exit code."""
-    found = read_folder(folder)
-    if not found:
+    """Print each rank's last call and the verdict; return the exit code."""
+    notes = read_folder(folder)
+    if not notes:
         raise cli.UsageError(f"there is no rank-N.trace in {folder}, nor a dump")
-    size = max(max(found) + 1, *(own.world_size for own in found.values()))
+    size = max(max(notes) + 1, *(one.world_size for one in notes.values()))
     for rank in range(size):
-        told = "no file"
-        if rank in found:
-            calls = found[rank].calls
+        summary = "no file"
+        if rank in notes:
+            calls = notes[rank].calls
             last = f", the last one {calls[-1]}" if calls else ""
-            told = f"{found[rank].count} calls{last}"
-        print(f"rank {rank}: {told}")
-    if missing := {*range(size)} - {*found}:
-        counts = {rank: own.count for rank, own in found.items()}
+            summary = f"{notes[rank].count} calls{last}"
+        print(f"rank {rank}: {summary}")
+    if missing := {*range(size)} - {*notes}:
+        counts = {rank: one.count for rank, one in notes.items()}
         fewest = {rank for rank in counts if counts[rank] == min(counts.values())}
-        told = f"no file of {ranks_of(missing)}, which died or wrote it elsewhere"
-        if len(fewest) < len(found):
-            told += f"; of the others {ranks_of(fewest)} made the fewest calls"
-        print(told)
+        summary = f"no file of {ranks_of(missing)}, which died or wrote it elsewhere"
+        if len(fewest) < len(notes):
+            summary += f"; of the others {ranks_of(fewest)} made the fewest calls"
+        print(summary)
         return 1
-    verdict = judge([found[rank] for rank in range(size)])
+    verdict = judge([notes[rank] for rank in range(size)])
     print(verdict.reason if verdict else "the same calls on all ranks, in one order")
     return int(verdict is not None)
 
@@ -152,27 +152,27 @@ def compare(folder):
 def judge(notes):
     """Return who called something else, or for whom the others wait; None if nobody."""
     for number, made in enumerate(
-        zip(*(own.new_groups for own in notes), strict=False), 1
+        zip(*(one.new_groups for one in notes), strict=False), 1
     ):
         if len({*made}) > 1:
             return differ(dict(enumerate(made)), f"new_group {number} differs")
-    if found := judge_waits(notes):
-        return found
+    if verdict := judge_waits(notes):
+        return verdict
     for group, members in all_members(notes).items():
         calls = [notes[rank].within.get(group, []) for rank in members]
         # PyTorch drops the oldest notes, of whichever group.
-        if any(own.first for own in notes):
+        if any(one.first for one in notes):
             break
         for number, made in enumerate(zip(*calls, strict=False), 1):
             if len({*made}) > 1:
                 what = f"call {number} of group {members} differs"
                 return differ(dict(zip(members, made, strict=True)), what)
-    start = max(own.first for own in notes)
-    calls = [own.calls[start - own.first :] for own in notes]
+    start = max(one.first for one in notes)
+    calls = [one.calls[start - one.first :] for one in notes]
     for number, made in enumerate(zip(*calls, strict=False), start + 1):
         if len({*made}) > 1:
             return differ(dict(enumerate(made)), f"call {number} differs")
-    counts = {rank: own.count for rank, own in enumerate(notes)}
+    counts = {rank: one.count for rank, one in enumerate(notes)}
     if len({*counts.values()}) > 1:
         calls = {rank: f"{count} calls" for rank, count in counts.items()}
         return differ(calls, "one calls too often, or too seldom")
@@ -180,7 +180,7 @@ def judge(notes):
 
 
 def differ(values, what):
-    return Verdict(f"{what}: {tell_apart(values)}", minority(values))
+    return NotesVerdict(f"{what}: {tell_apart(values)}", minority(values))
 
 
 def tell_apart(values):
@@ -192,7 +192,7 @@ def tell_apart(values):
 
 
 def minority(values):
-    """Return the ranks whose value differs from what most have; none if most do not."""
+    """Return the ranks that differ from the majority; none if there is no majority."""
     (most, many), *_ = Counter(values.values()).most_common(1)
     if 2 * many <= len(values):
         return set()
@@ -200,33 +200,35 @@ def minority(values):
 
 
 def all_members(notes):
-    return {name: ranks for own in notes for name, ranks in own.members.items()}
+    return {name: ranks for one in notes for name, ranks in one.members.items()}
 
 
 def judge_waits(notes):
-    """Name the rank that waits for nobody while others wait for it, or owes data."""
+    """Name a rank that is waited for and waits for nobody, or that owes data."""
     waits = {
-        rank: found for rank in range(len(notes)) if (found := waits_of(notes, rank))
+        rank: awaited
+        for rank in range(len(notes))
+        if (awaited := waits_of(notes, rank))
     }
-    told = "; ".join(
+    waiting = "; ".join(
         f"rank {rank} waits for rank {other} in {call}"
         for rank, others in waits.items()
         for other, call in others.items()
     )
     absent = {other for others in waits.values() for other in others} - waits.keys()
-    if absent and any(own.sends or own.members for own in notes):
-        return Verdict(f"{told}; {ranks_of(absent)} waits for nobody", absent)
+    if absent and any(one.sends or one.members for one in notes):
+        return NotesVerdict(f"{waiting}; {ranks_of(absent)} waits for nobody", absent)
     circle = [rank for rank in waits if reaches(waits, rank, rank)]
     if not circle:
         return None
     if late := late_message(notes, waits):
-        return Verdict(f"{told}; {late.reason}", late.ranks)
-    return Verdict(f"{ranks_of(circle)} wait in a circle: {told}")
+        return NotesVerdict(f"{waiting}; {late.reason}", late.ranks)
+    return NotesVerdict(f"{ranks_of(circle)} wait in a circle: {waiting}")
 
 
 def waits_of(notes, rank):
     """Return {other rank: call}: who has not come to a call that this rank waits in."""
-    found = {}
+    calls = {}
     for group, number, call in notes[rank].open:
         for other in notes[rank].members.get(group, range(len(notes))):
             if notes[other].started.get(group, 0) < number:
@@ -235,10 +237,10 @@ def waits_of(notes, rank):
                     if group in notes[rank].members
                     else ""
                 )
-                found[other] = f"call {number}{of}, {call}"
+                calls[other] = f"call {number}{of}, {call}"
     for kind, peer, number in unanswered(notes, rank):
-        found[peer] = f"{kind} {number} {'to' if kind == 'send' else 'from'} it"
-    return found
+        calls[peer] = f"{kind} {number} {'to' if kind == 'send' else 'from'} it"
+    return calls
 
 
 def unanswered(notes, rank):
@@ -267,5 +269,5 @@ def late_message(notes, waits):
             if not unanswered(notes, peer) and reaches(waits, peer, rank):
                 made = notes[peer].sends.get((ANSWER[kind], rank), 0)
                 owed = f"has no {ANSWER[kind]} {number} for rank {rank}, only {made}"
-                return Verdict(f"rank {peer} {owed}", {peer})
+                return NotesVerdict(f"rank {peer} {owed}", {peer})
     return None

@@ -80,8 +80,8 @@ def group_by_node(ranks):
         nodes[one["host"], one["boot"]].append(one)
     often = Counter(host for host, _ in nodes)
     return {
-        host if often[host] == 1 else f"{host} ({ranks_of(numbers(here))})": here
-        for (host, _), here in nodes.items()
+        host if often[host] == 1 else f"{host} ({ranks_of(numbers(members))})": members
+        for (host, _), members in nodes.items()
     }
 
 
@@ -91,27 +91,27 @@ def numbers(ranks):
 
 def expand(names):
     """Return the names in a list as SLURM writes it: node[0-2,7],gpu9."""
-    found = []
+    expanded = []
     for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", names):
         before, _, rest = word.partition("[")
         inside, _, after = rest.partition("]")
         for span in inside.split(",") if inside else ():
             first, _, last = span.partition("-")
             for number in range(int(first), int(last or first) + 1):
-                found += expand(f"{before}{number:0{len(first)}}{after}")
+                expanded += expand(f"{before}{number:0{len(first)}}{after}")
         if not inside:
-            found.append(word)
-    return found
+            expanded.append(word)
+    return expanded
 
 
 def find_absent(ranks, place, expected, wait_s):
     """Name the nodes of ranks that put nothing into the store; `expected` may be []."""
     missing = sorted({*range(place.world_size)} - {*numbers(ranks)})
-    here = {one["host"].split(".")[0] for one in ranks}
-    names = [name for name in expected if name.split(".")[0] not in here]
+    present = {one["host"].split(".")[0] for one in ranks}
+    names = [name for name in expected if name.split(".")[0] not in present]
     if not missing and not names:
         return []
-    told = (
+    detail = (
         f" from {ranks_of(missing)}" if missing else ", and the job has no rank there"
     )
     if not names:
@@ -120,7 +120,7 @@ def find_absent(ranks, place, expected, wait_s):
         names = [f"the node of rank {rank}" for rank in first]
     where = f"{place.master}:{place.port}"
     do = f"Read its own message: is it up, and does it reach {where}?"
-    return [Finding(names, f"no word{told} in {wait_s:g} s", do, stops=True)]
+    return [Finding(names, f"no word{detail} in {wait_s:g} s", do, stops=True)]
 
 
 # Facts compared
@@ -128,37 +128,41 @@ def find_absent(ranks, place, expected, wait_s):
 
 def compare_nodes(nodes):
     """Return the findings in the facts of all nodes."""
-    found = []
-    for name, here in nodes.items():
-        problems = {one["problem"] for one in here if one["problem"]}
-        found += [
+    findings = []
+    for name, members in nodes.items():
+        problems = {one["problem"] for one in members if one["problem"]}
+        findings += [
             Finding([name], f"a rank cannot start: {problem}", stops=True)
             for problem in sorted(problems)
         ]
-    first = {name: here[0] for name, here in nodes.items()}
+    first = {name: members[0] for name, members in nodes.items()}
     for library in ("gloo", "NCCL"):
-        found += compare_listening(library, first)
-    found += compare_networks(first)
+        findings += compare_listening(library, first)
+    findings += compare_networks(first)
     alike = {name: one["alike"] for name, one in first.items()}
-    for name, here in nodes.items():
-        alike[name]["ranks"] = len(here)
+    for name, members in nodes.items():
+        alike[name]["ranks"] = len(members)
     for what, do in DO.items():
-        values = {name: own[what] for name, own in alike.items()}
-        found += differing(f"{what}:", values, do)
+        values = {name: facts[what] for name, facts in alike.items()}
+        findings += differing(f"{what}:", values, do)
     settings = {name: one["settings"] for name, one in first.items()}
     # Cards may have other names on other nodes: compare_listening judges these.
-    for what in sorted({key for own in settings.values() for key in own}):
+    for what in sorted({key for facts in settings.values() for key in facts}):
         if not what.endswith("_SOCKET_IFNAME"):
-            values = {name: own.get(what, "unset") for name, own in settings.items()}
-            found += differing(f"{what}:", values, "Set the same value on all nodes.")
-    found += compare_amounts(
+            values = {
+                name: facts.get(what, "unset") for name, facts in settings.items()
+            }
+            findings += differing(
+                f"{what}:", values, "Set the same value on all nodes."
+            )
+    findings += compare_amounts(
         {name: one["amounts"] for name, one in first.items()}, nodes
     )
-    for name, here in nodes.items():
-        for wrong, meant in sorted(here[0]["misspelt"].items()):
+    for name, members in nodes.items():
+        for wrong, meant in sorted(members[0]["misspelt"].items()):
             do = f"Did you mean {meant}?"
-            found.append(Finding([name], f"{wrong}: no library reads this name", do))
-    return fold(found)
+            findings.append(Finding([name], f"{wrong}: no library reads this name", do))
+    return fold(findings)
 
 
 def fold(findings):
@@ -190,8 +194,8 @@ def differing(what, values, do, show=str, same=operator.eq):
     """Return findings for nodes that do not have the value of most nodes."""
     odd, sure = find_odd(values, same)
     if not sure:
-        told = ", ".join(f"{show(values[name])} on {name}" for name in odd[:SHOWN])
-        return [Finding(odd, f"{what} {told}", do, sure=False, stops=True)]
+        examples = ", ".join(f"{show(values[name])} on {name}" for name in odd[:SHOWN])
+        return [Finding(odd, f"{what} {examples}", do, sure=False, stops=True)]
     usual = [show(values[name]) for name in values if name not in odd]
     return [
         Finding([n], f"{what} {show(values[n])}, others: {usual[0]}", do, stops=True)
@@ -201,7 +205,7 @@ def differing(what, values, do, show=str, same=operator.eq):
 
 def compare_listening(library, first):
     """Find nodes on which a library listens where no other node can reach it."""
-    found, places = [], {}
+    findings, places = [], {}
     for name, one in first.items():
         addresses = one.get("listens", {}).get(library)
         variable = f"{library.upper()}_SOCKET_IFNAME"
@@ -209,16 +213,16 @@ def compare_listening(library, first):
             there = ", ".join(sorted({card["name"] for card in one["interfaces"]}))
             what = f"{library} finds no interface with {variable}"
             what += f"={one['settings'].get(variable, '')}; the node has {there}"
-            found.append(Finding([name], what, "Name one of these.", stops=True))
+            findings.append(Finding([name], what, "Name one of these.", stops=True))
         for address in addresses or ():
             if ipaddress.ip_address(address).is_loopback and len(first) > 1:
                 what = f"{library} listens at {address}, where no other node reaches it"
                 do = f"Correct /etc/hosts there, or set {variable}."
-                found.append(Finding([name], what, do, stops=True))
+                findings.append(Finding([name], what, do, stops=True))
             for card in one["interfaces"]:
                 if address == card["address"] and not address.startswith("127."):
                     places[name] = card
-    found += differing(
+    findings += differing(
         f"network of {library}:",
         places,
         f"Set {library.upper()}_SOCKET_IFNAME.",
@@ -227,7 +231,7 @@ def compare_listening(library, first):
         lambda a, b: a["network"] == b["network"] or a["name"] == b["name"],
     )
     mtus = {name: card["mtu"] for name, card in places.items()}
-    return found + differing(f"MTU of {library}'s card:", mtus, "Set one MTU.")
+    return findings + differing(f"MTU of {library}'s card:", mtus, "Set one MTU.")
 
 
 def compare_networks(first):
@@ -236,26 +240,26 @@ def compare_networks(first):
         name: {c["network"] for c in one["interfaces"] if not c["virtual"]}
         for name, one in first.items()
     }
-    often = Counter(network for own in networks.values() for network in own)
+    often = Counter(network for known in networks.values() for network in known)
     return [
         Finding([name], f"no card that is up in {network}", "Run ip address there.")
         for network, number in sorted(often.items())
-        for name, own in networks.items()
-        if 2 * number > len(first) and network not in own
+        for name, known in networks.items()
+        if 2 * number > len(first) and network not in known
     ]
 
 
 def compare_amounts(amounts, nodes):
     """Find limits, memory and disks that are too small, or far smaller than others."""
-    found = []
+    findings = []
     world_size = sum(map(len, nodes.values()))
     for what, (least, do) in AMOUNTS.items():
         if what == "open files":
             least = max(least, FILES_PER_RANK * world_size)
         known = {
-            name: float("inf") if own[what] is None else own[what]
-            for name, own in amounts.items()
-            if what in own
+            name: float("inf") if values[what] is None else values[what]
+            for name, values in amounts.items()
+            if what in values
         }
         middle = statistics.median_high(known.values()) if known else 0
         show = show_number if what in ("open files", "processes") else show_gib
@@ -263,14 +267,16 @@ def compare_amounts(amounts, nodes):
             small_shm = amounts[name].get("/dev/shm", GIB) < GIB
             if what == "free in /dev/shm" and small_shm:
                 continue  # the finding above says it
-            told = f"{what}: {show(value)}"
+            amount = f"{what}: {show(value)}"
             if value < least:
-                found.append(
-                    Finding([name], f"{told}, at least {show(least)} needed", do)
+                findings.append(
+                    Finding([name], f"{amount}, at least {show(least)} needed", do)
                 )
             elif what in COMPARED and value < FAR_LESS * middle:
-                found.append(Finding([name], f"{told}, others: {show(middle)}", do))
-    return found
+                findings.append(
+                    Finding([name], f"{amount}, others: {show(middle)}", do)
+                )
+    return findings
 
 
 def show_number(number):
@@ -286,18 +292,18 @@ def show_gib(number):
 
 def compare_results(nodes, results, timeout_s):
     """Return the findings in the ranks' results, by rank."""
-    name_of = {one["rank"]: name for name, here in nodes.items() for one in here}
-    found = find_lost(nodes, results, name_of, timeout_s)
+    name_of = {one["rank"]: name for name, members in nodes.items() for one in members}
+    findings = find_lost(nodes, results, name_of, timeout_s)
     wrong = [rank for rank, one in results.items() if one.get("wrong")]
     if wrong:
         what = f"the all-reduce gives a wrong sum on {ranks_of(wrong)}"
-        found.append(Finding([], what, "Run it on fewer nodes until it is right."))
+        findings.append(Finding([], what, "Run it on fewer nodes until it is right."))
     rates = {
         rank: {int(peer): rate for peer, rate in one["rates"].items()}
         for rank, one in results.items()
         if "rates" in one
     }
-    return found + fold(find_slow(rates, name_of))
+    return findings + fold(find_slow(rates, name_of))
 
 
 def find_lost(nodes, results, name_of, timeout_s):
@@ -312,8 +318,8 @@ def find_lost(nodes, results, name_of, timeout_s):
         return []
     owner = {
         card["address"]: name
-        for name, here in nodes.items()
-        for card in here[0]["interfaces"]
+        for name, members in nodes.items()
+        for card in members[0]["interfaces"]
         if not card["address"].startswith("127.")
     }
     # The error of each rank has the address of its missing peer.
@@ -339,28 +345,28 @@ def find_slow(rates, name_of):
     rates: {rank: {peer: bytes/s}}. A rank's rate is the one to its middle peer, so that
     one slow path does not make a rank slow.
     """
-    own = {
+    middle = {
         rank: statistics.median_high(peers.values())
         for rank, peers in rates.items()
         if len(peers) > 1
     }
-    if not own:
+    if not middle:
         return  # two nodes: there is nothing to compare their pair with
-    usual = statistics.median_high(own.values())
+    usual = statistics.median_high(middle.values())
     slow = defaultdict(list)
-    for rank, rate in own.items():
+    for rank, rate in middle.items():
         if rate < SLOW * usual:
             slow[name_of[rank]].append(rank)
     for name, ranks in slow.items():
-        rate = min(own[rank] for rank in ranks)
+        rate = min(middle[rank] for rank in ranks)
         what = f"{ranks_of(ranks)}: {show_rate(rate)} to most nodes, others: "
         do = "Compare ethtool or ibstat with another node's."
         yield Finding([name], what + show_rate(usual), do)
     for rank, peers in rates.items():
         for peer, rate in peers.items():
-            if rank < peer and rate < SLOW * min(own[rank], own[peer]):
+            if rank < peer and rate < SLOW * min(middle[rank], middle[peer]):
                 what = f"{show_rate(rate)} between ranks {rank} and {peer}, to others: "
-                what += show_rate(min(own[rank], own[peer]))
+                what += show_rate(min(middle[rank], middle[peer]))
                 do = "Both nodes are fast to others: look at the path between them."
                 yield Finding([name_of[rank], name_of[peer]], what, do, sure=False)
 

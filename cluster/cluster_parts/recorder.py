@@ -1,7 +1,7 @@
 """Put into a job without a change to its script: notes of each rank's collectives.
 
-PyTorch's flight recorder is written to FOLDER/rank-N.trace up to 50 times a second,
-with what it lacks on gloo: groups, sends and receives. Source: torch 2.14.1,
+PyTorch's flight recorder is written to FOLDER/rank-N.trace up to 50 times a second.
+On gloo it lacks groups, sends and receives, so these are added. Source: torch 2.14.1,
 FlightRecorder.hpp.
 """
 
@@ -53,7 +53,7 @@ def record(file):
     new_groups, groups = [], {}
     new_group = dist.new_group
     sends, pending = count_messages()
-    before = recorded()  # in a fork: what its parent called
+    before = recorded()  # in a fork: its parent's calls
     start = before[-1]["record_id"] + 1 if before else 0
     ended, was_open, was_waiting = threading.Event(), set(), set()
 
@@ -75,7 +75,7 @@ def record(file):
         was_waiting |= {one[:3] for one in pending}
         was_waiting = {one for one in was_waiting if sends[one[:2]] == one[2]}
         groups.update(members_of_groups())  # at the end there are none any more
-        told = {
+        notes = {
             "entries": entries,
             "first": entries[0]["record_id"] - start if entries else 0,
             "new_groups": new_groups,
@@ -84,7 +84,7 @@ def record(file):
             "waits": sorted(was_waiting),
         }
         partial = file.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps(told))
+        partial.write_bytes(pickle.dumps(notes))
         partial.replace(file)  # whole or not at all
 
     def run():
@@ -156,7 +156,7 @@ def count_messages():
 
         return counted
 
-    def has_ended(work):  # what failed has waited to the end
+    def has_ended(work):  # a call that failed has waited to the end
         if not isinstance(work, dist.Work):
             return True
         return work.is_completed() and work.exception() is None

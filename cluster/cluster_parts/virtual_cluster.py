@@ -85,7 +85,7 @@ class Node:
 
 
 @dataclass
-class Cluster:
+class VirtualCluster:
     """All that the verbs need to know, as the state file holds it."""
 
     folder: str
@@ -126,7 +126,7 @@ def find(folder):
         return None
     if not is_running(state["pid"], state["started"]):
         return None
-    cluster = Cluster(**state)
+    cluster = VirtualCluster(**state)
     cluster.nodes = [Node(**node) for node in state["nodes"]]
     return cluster
 
@@ -181,10 +181,10 @@ def address(node, card=0):
 def program(name):
     """Return a program's path. Raises: ClusterError with the package that has it."""
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
-    found = shutil.which(name, path=path)
-    if found is None:
+    executable = shutil.which(name, path=path)
+    if executable is None:
         raise ClusterError(f"no program {name}: install the package {PACKAGES[name]}")
-    return found
+    return executable
 
 
 def check_machine():
@@ -244,7 +244,7 @@ def start_switch(args):
     unshare += ["--pid", "--mount", "--net", "--fork", "--kill-child"]
     pid = start_first([*unshare, "bash", "-c", SWITCH])
     rate, delay_s = args.link
-    cluster = Cluster(
+    cluster = VirtualCluster(
         str(args.at),
         pid,
         start_time(pid),
