@@ -32,7 +32,7 @@ BIAS_RATE = 0.01  # change of the bias per step
 TOLERANCE = 1e-5  # float32 sums in another order differ in the last bits
 
 
-class AllToAll(torch.autograd.Function):
+class AllToAllV(torch.autograd.Function):
     """Send rows to all ranks; in backward their gradients travel back.
 
     sends[r] rows go to rank r, receives[r] rows come from rank r. The bytes for other
@@ -50,7 +50,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return AllToAll.apply(gradient.contiguous(), *ctx.way_back), None, None, None
+        return AllToAllV.apply(gradient.contiguous(), *ctx.way_back), None, None, None
 
 
 # Experts
@@ -127,13 +127,13 @@ class MoE(nn.Module):
         sends, receives = given.sum(1).tolist(), taken.sum(1).tolist()
         self.sent = []  # bytes of each all-to-all of rows
 
-        arrived = AllToAll.apply(rows, sends, receives, self.sent)
+        arrived = AllToAllV.apply(rows, sends, receives, self.sent)
         # Rows arrive sorted by rank, then by expert. An expert wants its rows together.
         experts = torch.arange(taken.shape[1], device=rows.device).repeat(n)
         order = experts.repeat_interleave(taken.flatten()).argsort()
         computed = self.experts(arrived[order], taken.sum(0))
         computed = computed[order.argsort()]  # in the order of arrival
-        return AllToAll.apply(computed, receives, sends, self.sent)
+        return AllToAllV.apply(computed, receives, sends, self.sent)
 
 
 class DenseMoE(MoE):
@@ -246,12 +246,12 @@ def check_step(report):
     sum_gradients(model)
     error = abs(sum(runtime.gather(loss.item())) / expected.item() - 1)
     report.check("loss: relative error", error, 0, TOLERANCE)
-    grads, right = {}, {}
+    grads, expected_grads = {}, {}
     for name, weight in alone.named_parameters():
         grads[name] = model.get_parameter(name).grad
         is_expert = ".experts." in name
-        right[name] = share_of(weight.grad, run) if is_expert else weight.grad
-    errors = runtime.gather(check.relative_error(grads, right))
+        expected_grads[name] = share_of(weight.grad, run) if is_expert else weight.grad
+    errors = runtime.gather(check.relative_error(grads, expected_grads))
     report.check("gradient: relative error", sum(errors), 0, TOLERANCE)  # of all ranks
     check_bytes(report, model, alone)
     return model

@@ -96,7 +96,7 @@ def plan_fsdp(layers, prefetch):
 
 
 def draw_communication_overlap():
-    """What rank 0 computes and what its link sends, in four ways to take a step."""
+    """Draw the computation and the traffic of rank 0, in four ways to take a step."""
     panels = {
         "ddp-one-bucket": plan_ddp(4, buckets=1),
         "ddp-buckets": plan_ddp(4, buckets=4),

@@ -27,7 +27,7 @@ LLAMA3_RATE = 419 / 54 / 2048  # unexpected interruptions, days, nodes
 
 @dataclass(frozen=True)
 class Job:
-    """What a save and a failure cost, in seconds; failures come at random."""
+    """The costs of a save and of a failure, in seconds; failures come at random."""
 
     between_s: float  # M, mean time between failures: any node's stops the job
     save_s: float  # training stands still for each save

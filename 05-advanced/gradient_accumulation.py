@@ -220,12 +220,12 @@ def main():
             mean_of_rank_means,
             mean_of_micro_batch_means,
         ):
-            found = []
-            for tokens, right in ((full, flat_gradient(alone)), (batch, expected)):
+            cells = []
+            for tokens, reference in ((full, flat_gradient(alone)), (batch, expected)):
                 parts = divide(tokens, MICRO_BATCH, run)
                 gradient, _ = measure(model, accumulate, parts, divide_by(parts))
-                found.append(f"{relative_error(gradient, right):.1%}")
-            rows.append((divide_by.__name__, *found))
+                cells.append(f"{relative_error(gradient, reference):.1%}")
+            rows.append((divide_by.__name__, *cells))
         report.table(rows, ("the loss is a", "equal lengths", "1 to T tokens"))
 
         report.check(

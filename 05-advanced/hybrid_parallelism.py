@@ -106,7 +106,7 @@ def build_mesh(args, run):
         "shard": shards,
         "tp": args.tp,
     }
-    # An axis of size 1 would get a group per rank. FSDP needs one of them.
+    # An axis of size 1 would get a group per rank. FSDP needs the shard axis.
     sizes = {axis: n for axis, n in sizes.items() if n > 1 or axis == "shard"}
     return init_device_mesh(
         run.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)

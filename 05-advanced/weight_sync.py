@@ -33,7 +33,7 @@ STOP = -2  # instead of a version: the trainers have finished
 
 
 def divide_into_buckets(model):
-    """Return lists of weights that travel together: those of a block, for example.
+    """Return lists of weights that travel together, such as a block's.
 
     Both sides divide the same model, so names and shapes need not be sent.
     """
@@ -111,7 +111,7 @@ class Requests:
 
 
 def train(args, run, trainers, group, control):
-    """Train, and send weights whenever the sampler asks for them.
+    """Train, and send weights whenever the sampler asks.
 
     Returns: the staleness of the newest rollout at each step, in steps (rank 0 only),
     and the logits of the prompt by version.
