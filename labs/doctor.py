@@ -2,8 +2,8 @@
 
     python labs/doctor.py
 
-Look for: a line that does not say ok, which says what to do. Exit code 1 if there is one. It runs
-before anything is installed, too, and on a Python that is too old.
+Look for: a line that does not say ok, which says what to do. Exit code 1 if there is
+one. It runs before anything is installed, too, and on a Python that is too old.
 """
 
 import contextlib
@@ -22,7 +22,9 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 INSTALL = "type make labs, or pip install --requirement labs/requirements.txt"
 GIB, MIB = 2**30, 2**20
-MEMORY_GIB = 1  # the grader with three ranks takes 0.6: they share what they have imported
+MEMORY_GIB = (
+    1  # the grader with three ranks takes 0.6: they share what they have imported
+)
 ADDRESS_SPACE_GIB = 6  # PyTorch maps three when it is imported, of which it uses little
 DISK_MIB = 100
 PORTS = 16  # three ranks open two for each pair of them
@@ -42,12 +44,16 @@ def python():
 
 
 def packages():
-    """Look for what labs/requirements.txt pins; older ones are named, newer ones are not."""
+    """Look for what labs/requirements.txt pins; older ones are named, newer ones are
+    not.
+    """
     text = (REPO / "labs/requirements.txt").read_text()
     pins = dict(re.findall(r"^([\w-]+)==([\d.]+)", text, re.M))
     if sys.version_info >= (3, 11):
         pins.pop("tomli")
-    least = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', (REPO / "pyproject.toml").read_text()))
+    least = dict(
+        re.findall(r'"([\w-]+)>=([\d.]+)"', (REPO / "pyproject.toml").read_text())
+    )
     wrong, other = [], []
     for name, pin in pins.items():
         try:
@@ -61,11 +67,13 @@ def packages():
             other.append(f"{name} {version} (tested: {pin})")
     if wrong:
         raise Lack(f"{', '.join(wrong)}: {INSTALL}")
-    found = importlib.util.find_spec("legacy_common")
+    found = importlib.util.find_spec("dist_common")
     if found is None or REPO not in Path(found.origin).resolve().parents:
-        whose = f"legacy_common is {found.origin}'s" if found else "no legacy_common"
+        whose = f"dist_common is {found.origin}'s" if found else "no dist_common"
         raise Lack(f"{whose}: in this folder, pip install --no-deps --editable .")
-    return f"{len(pins)} of labs/requirements.txt" + "".join(f", {one}" for one in other)
+    return f"{len(pins)} of labs/requirements.txt" + "".join(
+        f", {one}" for one in other
+    )
 
 
 def numbers(version):
@@ -78,7 +86,11 @@ def cores():
     count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
-    return str(count) if count > 1 else "1: ranks take turns on it, and the grader takes longer"
+    return (
+        str(count)
+        if count > 1
+        else "1: ranks take turns on it, and the grader takes longer"
+    )
 
 
 def memory():
@@ -108,7 +120,9 @@ def limits_of_the_container():
     name = re.findall(r"^0::/(.*)$", own.read_text(), re.M) if own.exists() else []
     group = top / (name[0] if name else "")
     groups = [group, *(one for one in group.parents if top in [one, *one.parents])]
-    return [one / "memory.max" for one in groups] + [top / "memory/memory.limit_in_bytes"]
+    return [one / "memory.max" for one in groups] + [
+        top / "memory/memory.limit_in_bytes"
+    ]
 
 
 def shared_memory():
@@ -140,7 +154,9 @@ def disk():
             if free < DISK_MIB * MIB:
                 raise Lack(f"{free // MIB} MiB free in {folder}: free {DISK_MIB} MiB")
     except OSError as error:
-        raise Lack(f"{error}: make it a folder of yours that can be written to") from error
+        raise Lack(
+            f"{error}: make it a folder of yours that can be written to"
+        ) from error
     return f"{shutil.disk_usage(runs).free / GIB:.1f} GiB free in runs/"
 
 
@@ -152,7 +168,9 @@ def start_method():
     try:
         process.start()
     except OSError as error:
-        raise Lack(f"fork: {error}: look at ulimit -u, or a container's --pids-limit") from error
+        raise Lack(
+            f"fork: {error}: look at ulimit -u, or a container's --pids-limit"
+        ) from error
     process.join()
     return "fork"
 
@@ -167,7 +185,9 @@ def ports():
         own = socket.gethostbyname("localhost")
     except OSError as error:
         do = "look at ip address show lo, at a firewall, at ulimit -n"
-        raise Lack(f"{len(opened) // 2} of {PORTS} ports answer, then: {error}: {do}") from error
+        raise Lack(
+            f"{len(opened) // 2} of {PORTS} ports answer, then: {error}: {do}"
+        ) from error
     finally:
         for one in opened:
             one.close()
@@ -201,10 +221,23 @@ def loopback():
             said = (rank.err.strip().splitlines() or ["it says nothing"])[-1]
             do = f"look at ip address show {LOOPBACK}, at a firewall"
             raise Lack(f"rank {number} ended by {rank.ended}: {said}: {do}")
-    return f"an all-reduce of two processes over {LOOPBACK}, {time.monotonic() - started:.1f} s"
+    return (
+        f"an all-reduce of two processes over {LOOPBACK}, "
+        f"{time.monotonic() - started:.1f} s"
+    )
 
 
-CHECKS = (python, packages, cores, memory, shared_memory, disk, start_method, ports, loopback)
+CHECKS = (
+    python,
+    packages,
+    cores,
+    memory,
+    shared_memory,
+    disk,
+    start_method,
+    ports,
+    loopback,
+)
 
 
 def main():
@@ -216,11 +249,17 @@ def main():
             said = str(lack)
         except ImportError as error:
             said = f"not tried, {error}: {INSTALL}"
-        except Exception as error:  # whatever it is, the other lines are to be read, too
+        except (
+            Exception
+        ) as error:  # whatever it is, the other lines are to be read, too
             said = f"{type(error).__name__}: {error}: ask for help, with this line"
         missing += not said.startswith("ok: ")
         print(f"{check.__name__.replace('_', ' '):<14} {said}", flush=True)
-    print(f"{missing} of {len(CHECKS)} need something" if missing else "Nothing is missing.")
+    print(
+        f"{missing} of {len(CHECKS)} need something"
+        if missing
+        else "Nothing is missing."
+    )
     return 1 if missing else 0
 
 

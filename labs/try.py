@@ -1,8 +1,10 @@
-"""Copy a lesson with what it imports, to change the copy: exercises leave the lesson as it is.
+"""Copy a lesson with what it imports, to change the copy: exercises leave the lesson as
+it is.
 
     python labs/try.py 01-ddp-basics/ddp_from_scratch.py
 
-Its folder goes to runs/try, without pictures and data. The command to run the copy is printed.
+Its folder goes to runs/try, without pictures and data. The command to run the copy is
+printed.
 """
 
 import argparse
@@ -10,13 +12,15 @@ import re
 import shutil
 from pathlib import Path
 
+from dist_common import cli
 from grade import Parser
 from lab_parts.holes import REPO
-from legacy_common import cli
 
 
 def copy_of(script: Path) -> Path:
-    """Copy a lesson's folder to the first free runs/try/MODULE-N; return the copied script."""
+    """Copy a lesson's folder to the first free runs/try/MODULE-N; return the copied
+    script.
+    """
     number = 1
     while (target := REPO / "runs/try" / f"{script.parent.name}-{number}").exists():
         number += 1
@@ -26,7 +30,9 @@ def copy_of(script: Path) -> Path:
 
 
 def command_of(script: Path) -> str:
-    """Return the command for the CPU from a script's docstring; a plain one, if it has none."""
+    """Return the command for the CPU from a script's docstring; a plain one, if it has
+    none.
+    """
     name = str(script.relative_to(REPO))
     shown = re.search(r"^ *CPU +((?:.*\\\n)*.*)$", script.read_text(), re.M)
     plain = f"torchrun --standalone --nproc-per-node=2 {name}"
@@ -34,8 +40,12 @@ def command_of(script: Path) -> str:
 
 
 def parse_args():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("script", help="a lesson's path: 01-ddp-basics/ddp_from_scratch.py")
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "script", help="a lesson's path: 01-ddp-basics/ddp_from_scratch.py"
+    )
     return parser.parse_args()
 
 

@@ -1,4 +1,6 @@
-"""Lab 8: a case is drawn by a seed, its evidence tells, and an answer is judged by running it."""
+"""Lab 8: a case is drawn by a seed, its evidence tells, and an answer is judged by
+running it.
+"""
 
 import ast
 import itertools
@@ -12,21 +14,18 @@ from conftest import REPO
 
 sys.path.insert(0, str(REPO / "labs"))
 import grade
+from dist_common.cli import UsageError
 from lab_parts import cases, evidence, exam, recorder, running
 from lab_parts.holes import Answer
 from lab_parts.judging import tomllib
-from legacy_common.cli import UsageError
 
 lab = grade.load("exam")
-SEEDS = {case.failure.name: seed for seed, case in enumerate(lab.exam.cases)}  # one for each case
+SEEDS = {
+    case.failure.name: seed for seed, case in enumerate(lab.exam.cases)
+}  # one for each case
 TABLE = tomllib.loads((REPO / "tests/labs/8-exam.toml").read_text())
 full = pytest.mark.full
-# A case each: of numbers that are wrong, of an error, of a rank that hangs. Two need no timeout.
-QUICK = {"nan-on-one-rank", "exception-on-one-rank", "rank-hangs"}
-# What is judged before anything runs takes no time, the others here half a second.
-SLOW = re.compile(
-    r"longer timeout|except around|barrier|rank of the evidence|on purpose|unused|averaged|alone"
-)
+QUICK = {"nan-on-one-rank"}  # the others take seconds
 needs_py_spy = pytest.mark.skipif(
     recorder.py_spy() is None, reason="needs py-spy: pip install py-spy"
 )
@@ -34,7 +33,9 @@ needs_py_spy = pytest.mark.skipif(
 
 def script_of(row: dict) -> str:
     source = lab.exam.cases[SEEDS[row["case"]]].script(row.get("from", "broken.py"))
-    assert source.count(row["lines"]) == 1, "these lines are not in the script, or twice"
+    assert source.count(row["lines"]) == 1, (
+        "these lines are not in the script, or twice"
+    )
     return source.replace(row["lines"], row["instead"])
 
 
@@ -59,32 +60,33 @@ def test_a_script_says_nothing_of_the_rank_and_has_a_title_of_its_own():
     titles = Counter()
     for case in lab.exam.cases:
         text = case.script()
-        assert "#" not in text and text.count('ODD_RANK = int(os.environ["ODD_RANK"])') == 1
+        assert (
+            "#" not in text
+            and text.count('ODD_RANK = int(os.environ["ODD_RANK"])') == 1
+        )
         assert text.count("ODD_RANK") > 2, "nothing is at fault"
         titles[ast.get_docstring(ast.parse(text))] += 1
-        for pattern in case.stays:  # or it would be missed in every cure
-            assert re.search(pattern, ast.unparse(ast.parse(text))), pattern
-        for pattern in case.hides:
-            assert not re.search(pattern, ast.unparse(ast.parse(text))), pattern
     assert set(titles.values()) == {1}
 
 
-TELLS = {  # a regular expression for what of the evidence names the rank at fault, {odd}
+TELLS = {  # a file of the evidence and a pattern that names the rank at fault, {odd}
     "batch-skipped": ("calls.txt", r"rank {odd}: 3 calls"),
     "exception-on-one-rank": ("rank-{odd}.log", r"ValueError: sample 7"),
     "gather-on-rank-0": ("stacks.txt", r"rank {odd}:\n  all_gather"),
     "leaves-early": ("calls.txt", r"rank {odd}: 3 calls"),
     "nan-on-one-rank": ("calls.txt", r"rank {odd}: .*\n.*\n  summand 1 has 1 numbers"),
-    "rank-hangs": ("stacks.txt", r"rank {odd}:\n  next_batch, mine.py:\d+"),
     "shapes-differ": ("calls.txt", r"rank {odd}: (1 calls.*\n  1 all_reduce \[8\])"),
     "unused-parameters": ("rank-{odd}.log", r"Expected to have finished reduction"),
-    "validation-on-rank-0": ("stacks.txt", r"rank {odd}:\n.*_distributed_broadcast_coalesced"),
 }
 
 
 @needs_py_spy
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "exception-on-one-rank" else full) for n in SEEDS]
+    "name",
+    [
+        pytest.param(n, marks=() if n == "exception-on-one-rank" else full)
+        for n in SEEDS
+    ],
 )
 def test_the_evidence_tells_which_rank_is_at_fault(name, tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "DEADLINE_S", 3.5)  # gloo's timeout is 2 s
@@ -109,41 +111,41 @@ def test_the_evidence_tells_which_rank_is_at_fault(name, tmp_path, monkeypatch):
 )
 def test_the_cure_of_the_gallery_passes_on_2_and_3_ranks(name, tmp_path):
     case, odd = lab.exam.draw(SEEDS[name])
-    assert judge_cure(tmp_path, name, case.script("cured.py")) is None
-    assert exam.judge_rank(case, odd, odd) is None
-    assert exam.judge_cause(case, name) is None
+    assert judge_cure(tmp_path, name, case.script("cured.py")) == ""
+    assert exam.judge_rank(case, odd, odd) == ""
+    assert exam.judge_cause(case, name) == ""
 
 
 @full
 @pytest.mark.parametrize("row", TABLE["right"], ids=lambda row: row["case"])
 def test_another_right_cure_passes(row, tmp_path):
-    assert judge_cure(tmp_path, row["case"], script_of(row), 3) is None
+    assert judge_cure(tmp_path, row["case"], script_of(row), 3) == ""
 
 
 def rows():
     for row in TABLE["wrong"]:
-        marks = full if SLOW.search(row["name"]) else ()
+        marks = full if row["task"] == "cure" else ()
         yield pytest.param(row, id=row["name"], marks=marks)
 
 
 @pytest.mark.parametrize("row", list(rows()))
 def test_a_wrong_answer_is_named(row, tmp_path, monkeypatch):
-    monkeypatch.setattr(exam, "DEADLINE_S", 7.0)  # of what waits, and polls while it does
+    monkeypatch.setattr(
+        exam, "DEADLINE_S", 7.0
+    )  # of what waits, and polls while it does
     case, odd = lab.exam.draw(SEEDS[row["case"]])
     if row["task"] == "rank":
         said = exam.judge_rank(case, odd, (odd + 1) % cases.RANKS)
     elif row["task"] == "cause":
         said = exam.judge_cause(case, row["said"])
-    elif "cure_of" in row:
-        other = lab.exam.cases[SEEDS[row["cure_of"]]]
-        said = judge_cure(tmp_path, row["case"], other.script("cured.py"))
     else:
         said = judge_cure(tmp_path, row["case"], script_of(row))
     assert said and row["says"] in said, said
 
 
 ABUSE = {
-    # After a second, in which the other ranks have come too: they would say that it is gone.
+    # After a second, in which the other ranks have come too: they would say that it is
+    # gone.
     "leaves without a word": (
         "import time; time.sleep(1); os._exit(0)",
         "calls all_reduce 0 times",
@@ -151,21 +153,22 @@ ABUSE = {
     "waits for ever": ("import time; time.sleep(600)", "hangs: rank 0 is at line"),
     "overwrites": (
         "open('calls-0.json', 'w').write('{'); os._exit(0)",
-        "the cure overwrote what the grader wrote",
+        "the cure overwrote a file of the grader",
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=full if "ever" in n else ()) for n in ABUSE]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=full) for n in ABUSE])
 def test_a_cure_that_does_not_come_is_named(name, tmp_path, monkeypatch):
     monkeypatch.setattr(exam, "STUCK_S", 1.5)
     monkeypatch.setattr(running, "CPU_S", 2.0)
     line, says = ABUSE[name]
     script = lab.exam.cases[SEEDS["nan-on-one-rank"]].script("cured.py")
     said = judge_cure(
-        tmp_path, "nan-on-one-rank", script.replace("weights = ", f"{line}\nweights = "), 2
+        tmp_path,
+        "nan-on-one-rank",
+        script.replace("weights = ", f"{line}\nweights = "),
+        2,
     )
     assert said and says in said, said
 
@@ -173,11 +176,22 @@ def test_a_cure_that_does_not_come_is_named(name, tmp_path, monkeypatch):
 # The command line.
 
 
+@full
 def test_grade_draws_by_the_seed_and_writes_json(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evidence, "gather", lambda case, odd: {"job.txt": "as it was"})
     monkeypatch.setattr(grade, "REPO", tmp_path)
     seed, told = SEEDS["nan-on-one-rank"], tmp_path / "told.json"
-    words = ["grade.py", "8", "--seed", str(seed), "--ranks", "2", "--json", str(told), "--hint"]
+    words = [
+        "grade.py",
+        "8",
+        "--seed",
+        str(seed),
+        "--ranks",
+        "2",
+        "--json",
+        str(told),
+        "--hint",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     assert grade.main() == 1
     first = capsys.readouterr().out
@@ -203,25 +217,30 @@ def test_grade_draws_by_the_seed_and_writes_json(tmp_path, monkeypatch, capsys):
     ("name", "said", "says"),
     [
         ("rank", "", "not answered"),
-        ("rank", "two", "answers.toml has 'two': a number is needed"),
+        ("rank", "two", "answers.toml has 'two': write a number"),
         ("rank", 3, "there is no rank 3: the job has ranks 0 to 2"),
-        ("cause", 3, "answers.toml has 3: a name is needed"),
-        ("cause", "deadlock", "there is no cause deadlock: the names are those of"),
+        ("cause", 3, "answers.toml has 3: write a name"),
+        ("cause", "deadlock", "there is no cause deadlock: take a name of"),
     ],
 )
 def test_an_answer_of_a_wrong_form_is_said(name, said, says, tmp_path):
     answer = Answer(tmp_path / "mine.py", [])
-    told = list(itertools.islice(lab.exam.grade(answer, {name: said}, name, 0, [2, 3]), 1))
+    told = list(
+        itertools.islice(lab.exam.grade(answer, {name: said}, name, 0, [2, 3]), 1)
+    )
     assert told[0][0] == name and says in told[0][1]
 
 
 def test_one_rank_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="--ranks 1: the exam's jobs need 2 ranks or more"):
+    with pytest.raises(UsageError, match="--ranks 1: the exam's jobs need 2 or more"):
         next(lab.exam.grade(Answer(tmp_path / "mine.py", []), {}, None, 0, [1, 2]))
 
 
 def test_the_page_has_hints_and_minutes():
-    page, front = (lab.folder / "README.md").read_text(), (REPO / "labs/README.md").read_text()
+    page, front = (
+        (lab.folder / "README.md").read_text(),
+        (REPO / "labs/README.md").read_text(),
+    )
     for task in ("rank", "cause", "cure"):
         assert len(lab.hints(task)) >= 2, f"{task} needs two hints on its page"
     taken = sum(map(int, re.findall(r"^\| .* \| (\d+) \|$", page, re.M)))

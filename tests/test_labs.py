@@ -1,7 +1,10 @@
-"""Labs: starters are cut from lessons, which pass; a wrong answer is named as its row says."""
+"""Labs: starters are cut from lessons, which pass; a wrong answer is named as its row
+says.
+"""
 
 import contextlib
 import copy
+import functools
 import json
 import re
 import sys
@@ -13,43 +16,59 @@ from conftest import REPO, assert_one_line, load_script, run_command
 sys.path.insert(0, str(REPO / "labs"))
 import grade
 from dist_common import ranks
+from dist_common.cli import UsageError
+from lab_parts import running
 from lab_parts.holes import Answer
 from lab_parts.judging import judge_number, tomllib
-from lab_parts.running import MISREAD, Setting, run
-from legacy_common.cli import UsageError
-from make_starters import starters
+from lab_parts.running import MISREAD, Setting, compare_calls, run
 
-LABS = [path.parent.name for path in sorted((REPO / "labs").glob("*/starter.py"))]  # no exam
+LABS = [
+    path.parent.name for path in sorted((REPO / "labs").glob("*/answers.toml"))
+]  # no exam
 full = pytest.mark.full
 
 
-def wrong_answers():
-    """Yield all of them: the first of each task for make test, all for make test-all."""
-    seen = set()
+def rows(kind):
+    """Yield the rows of tests/labs: the first of each lab for make test."""
     for lab in LABS:
-        for row in tomllib.loads((REPO / "tests/labs" / f"{lab}.toml").read_text())["wrong"]:
-            place = lab, row["task"]
-            marks = full if place in seen else ()
-            seen.add(place)
+        table = tomllib.loads((REPO / f"tests/labs/{lab}.toml").read_text())
+        for number, row in enumerate(table.get(kind, [])):
+            marks = full if number or kind == "right" else ()
             yield pytest.param(lab, row, id=f"{lab}: {row['name']}", marks=marks)
 
 
-def judge(path: Path, lab: grade.Lab, task: str, seed: int = 0, ranks: int = 2) -> str | None:
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(running, "STUCK_S", 0.8)
+    monkeypatch.setattr(running, "CPU_S", 4.0)
+
+
+def judge(path: Path, lab: grade.Lab, task: str, seed: int = 0, ranks: int = 2) -> str:
     return grade.grade_task(lab, Answer(path, lab.lessons), task, seed, [ranks]).wrong
 
 
-@pytest.mark.parametrize(("path", "text"), [(str(p), t) for p, t in starters()])
-def test_starters_are_cut_from_the_lessons(path, text):
-    assert Path(path).read_text() == text, "run python labs/make_starters.py"
+def judge_row(name, row, tmp_path):
+    """Grade the lesson with a row's lines in place of its own."""
+    lab = grade.load(name)
+    lesson = next(one for one in lab.lessons if row["task"] in one.holes)
+    assert lesson.source.count(row["lines"]) == 1, "not in the lesson, or twice"
+    mine = tmp_path / "mine.py"
+    mine.write_text(lesson.source.replace(row["lines"], row["instead"]))
+    return judge(mine, lab, row["task"], ranks=row.get("ranks", 2))
 
 
 @pytest.mark.parametrize("name", LABS)
 def test_a_lab_has_tasks_hints_and_questions_for_its_holes(name):
     lab = grade.load(name)
-    assert {*lab.tasks.TASKS} == {hole for lesson in lab.lessons for hole in lesson.holes}
+    assert {*lab.tasks.TASKS} == {
+        hole for lesson in lab.lessons for hole in lesson.holes
+    }
     for task in lab.tasks.TASKS:
         assert len(lab.hints(task)) >= 2, f"{name}: {task} needs two hints on its page"
-    page, front = (lab.folder / "README.md").read_text(), (REPO / "labs/README.md").read_text()
+    page, front = (
+        (lab.folder / "README.md").read_text(),
+        (REPO / "labs/README.md").read_text(),
+    )
     taken = sum(map(int, re.findall(r"^\| .* \| (\d+) \|$", page, re.M)))
     assert re.search(r"^(\d+) minutes\.", page, re.M)[1] == str(taken)
     assert re.search(rf"\]\({name}/README.md\).*\| {taken} \|", front)
@@ -61,24 +80,19 @@ def test_a_lab_has_tasks_hints_and_questions_for_its_holes(name):
 def test_a_starter_fails_at_its_first_task_with_the_first_hint(name, tmp_path, capsys):
     lab = grade.load(name)
     first = next(iter(lab.tasks.TASKS))
-    assert "is still empty" in judge(lab.starter, lab, first)
+    mine = tmp_path / "mine.py"
+    mine.write_text(lab.starter())
+    assert "is still empty" in judge(mine, lab, first)
+    assert lab.starter().count("NotImplementedError") == sum(
+        len(names) for one in lab.lessons for names in one.holes.values()
+    )
     assert lab.hints(first)[0] in grade.next_hint(lab, first, tmp_path)
     assert lab.hints(first)[1] in grade.next_hint(lab, first, tmp_path)
 
 
 @full
-@pytest.mark.parametrize("name", [name for name in LABS if grade.load(name).together][-1:])
-def test_the_lesson_passes_alone(name):
-    lab = grade.load(name)
-    said = list(
-        grade.grade(lab, Answer(REPO / lab.lessons[0].path, lab.lessons), None, None, 2, [2])
-    )
-    assert said[-1].task == "together"
-    assert not any(verdict.wrong for verdict in said)
-
-
 def test_holes_that_do_not_fit_together_are_seen(tmp_path):
-    """The hook notes a fourth thing of each bucket, which its own wait does not expect."""
+    """The hook notes a fourth value for each bucket; its own wait expects three."""
     lab = grade.load("ddp")
     loop = "not self.missing[len(self.started)]\n        ):\n            self.start()\n"
     assert loop in lab.lessons[0].source
@@ -92,22 +106,32 @@ def test_holes_that_do_not_fit_together_are_seen(tmp_path):
 
 @full
 @pytest.mark.parametrize("name", LABS)
-def test_the_lesson_passes_and_is_accused_of_nothing(name):
+def test_the_lesson_is_right_and_accused_of_nothing(name, tmp_path):
+    """As one file, with the numbers of ranks and the seed of another day."""
     lab = grade.load(name)
-    for task in lab.tasks.TASKS:
-        solution = next(REPO / one.path for one in lab.lessons if task in one.holes)
-        assert judge(solution, lab, task, 4, 3) is None
-
-
-@pytest.mark.parametrize(("name", "row"), list(wrong_answers()))
-def test_a_wrong_answer_is_named(name, row, tmp_path):
-    lab = grade.load(name)
-    lesson = next(one for one in lab.lessons if row["task"] in one.holes)
-    assert lesson.source.count(row["lines"]) == 1, "these lines are not in the lesson, or twice"
     mine = tmp_path / "mine.py"
-    mine.write_text(lesson.source.replace(row["lines"], row["instead"]))
-    said = judge(mine, lab, row["task"], ranks=row.get("ranks", 2))
-    assert said and row["says"] in said, said
+    mine.write_text(lab.solution(0))
+    answer = Answer(mine, lab.lessons)
+    verdicts = list(grade.grade(lab, answer, None, None, 4, [3]))
+    assert [verdict.task for verdict in verdicts] == lab.graded
+    assert not [verdict.wrong for verdict in verdicts if verdict.wrong]
+
+
+@pytest.mark.parametrize(("name", "row"), list(rows("wrong")))
+def test_a_wrong_answer_is_named(name, row, tmp_path):
+    said = judge_row(name, row, tmp_path)
+    assert row["says"] in said, said or "it passes"
+
+
+@pytest.mark.parametrize(("name", "row"), list(rows("right")))
+def test_another_right_answer_passes(name, row, tmp_path):
+    assert judge_row(name, row, tmp_path) == ""
+
+
+def test_ranks_with_different_calls_are_named():
+    calls = [{"all_reduce": 2}, {"all_reduce": 1, "broadcast": 1}]
+    assert "rank 0 calls all_reduce 2 times, rank 1 1 time:" in compare_calls(calls)
+    assert compare_calls([calls[0], calls[0]]) is None
 
 
 ABUSE = {
@@ -116,16 +140,18 @@ ABUSE = {
     "kills itself": ("os.kill(os.getpid(), 9)", "ended before the task did: SIGKILL"),
     "never ends": ("while True: pass", "hangs: rank 0 is at line"),
     "waits for input": ("input()", "EOFError"),
-    "another form": ("return 5", "another form than the lesson's"),
+    "another form": ("return 5", "another form than the docstring asks for"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=full if n == "never ends" else ()) for n in ABUSE]
+    "name", [pytest.param(n, marks=full if n != "another form" else ()) for n in ABUSE]
 )
 def test_an_answer_that_does_not_come_is_named(name, tmp_path):
     lab, (line, says) = grade.load("ddp"), ABUSE[name]
-    source = lab.lessons[0].source.replace("    # lab: hole buckets\n", f"    {line}\n", 1)
+    source = lab.lessons[0].source.replace(
+        "    # lab: hole buckets\n", f"    {line}\n", 1
+    )
     mine = tmp_path / "mine.py"
     mine.write_text(f"import os\n{source}".replace("# lab: end\n", "", 1))
     said = judge(mine, lab, "buckets")
@@ -138,9 +164,15 @@ def test_an_answer_that_does_not_come_is_named(name, tmp_path):
         (["9"], "error: there is no lab 9: choose from 1-same-model, 2-ddp"),
         (["2", "--task", "x"], "error: --task x: lab 2-ddp has start, buckets,"),
         (["2", "--file", "nowhere.py"], "nowhere.py: No such file"),
-        (["2", "--json", "nowhere/told.json"], "error: --json nowhere/told.json: there is no such"),
+        (
+            ["2", "--json", "nowhere/told.json"],
+            "error: --json nowhere/told.json: there is no such",
+        ),
         (["2", "--file", "broken.py"], "broken.py, line 2: invalid syntax"),
-        (["2", "--file", "ok.py"], "error: answers.toml: there is no question cals: they are"),
+        (
+            ["2", "--file", "ok.py"],
+            "error: answers.toml: there is no question cals: choose from",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words, says, tmp_path, monkeypatch, capsys):
@@ -153,47 +185,75 @@ def test_bad_input_is_one_line(words, says, tmp_path, monkeypatch, capsys):
         grade.main()
 
 
+@full
 def test_a_missing_hole_costs_its_own_task_alone(tmp_path, monkeypatch, capsys):
     lab = grade.load("ddp")
     mine = tmp_path / "mine.py"
     mine.write_text(lab.lessons[0].source.replace("def buckets_of", "def baskets_of"))
     (tmp_path / "answers.toml").write_text('calls = "many"\nbytes = 1\n')
     told = tmp_path / "told.json"
-    words = ["grade.py", "2", "--file", str(mine), "--ranks", "2", "--json", str(told), "--hint"]
+    words = [
+        "grade.py",
+        "2",
+        "--file",
+        str(mine),
+        "--ranks",
+        "2",
+        "--json",
+        str(told),
+        "--hint",
+    ]
     monkeypatch.setattr(sys, "argv", words)
     assert grade.main() == 1
     tests = {test["name"]: test for test in json.loads(told.read_text())["tests"]}
     assert tests["buckets"]["output"] == "there is no buckets_of in mine.py"
-    assert tests["calls"]["output"] == "answers.toml has 'many': a number is needed, in all-reduces"
+    assert (
+        tests["calls"]["output"]
+        == "answers.toml has 'many': write a number, in all-reduces"
+    )
     assert "is not what was measured" in tests["bytes"]["output"]
     right = ["start", "pack", "hook", "wait"]
     assert [name for name, test in tests.items() if test["status"] == "passed"] == right
-    assert f"hint 1 of {len(lab.hints('buckets'))} for buckets" in capsys.readouterr().out
+    assert (
+        f"hint 1 of {len(lab.hints('buckets'))} for buckets" in capsys.readouterr().out
+    )
 
 
+@full
 @pytest.mark.parametrize("name", LABS)
 def test_a_prediction_is_right_or_its_misconception_is_named(name):
     lab = grade.load(name)
     for question in lab.tasks.QUESTIONS:
         asked, right = lab.tasks.QUESTIONS[question], grade.measured(lab, question)
         assert judge_number(asked, right, right) is None
-        assert "is not what was measured" in judge_number(asked, 1.3 * right, right)
+        said = judge_number(asked, 1.3 * right, right)
+        assert said.endswith("is not what was measured"), "it gives the answer away"
         for words, wrong in asked.mistakes(right).items():
             assert words in judge_number(asked, wrong, right)
 
 
 def test_the_command_of_a_copy_starts_the_lesson():
     """Also of one whose docstring has no command for the CPU."""
-    pages = [path for path in REPO.glob("[0b]*/*.md") if "\n## Change it\n" in path.read_text()]
+    pages = [
+        path
+        for path in REPO.glob("[0b]*/*.md")
+        if "\n## Change it\n" in path.read_text()
+    ]
     assert pages
-    for script in [page.with_suffix(".py") for page in pages if page.with_suffix(".py").exists()]:
+    for script in [
+        page.with_suffix(".py") for page in pages if page.with_suffix(".py").exists()
+    ]:
         name = str(script.relative_to(REPO))
         assert name in load_script("labs/try.py").command_of(script).split(), name
 
 
 def test_what_is_no_lesson_cannot_be_tried():
-    ended = run_command([sys.executable, "labs/try.py", "05-advanced/nothing.py"], REPO, 60)
-    assert_one_line(ended, "05-advanced/nothing.py: no script of this repository", "try.py")
+    ended = run_command(
+        [sys.executable, "labs/try.py", "05-advanced/nothing.py"], REPO, 60
+    )
+    assert_one_line(
+        ended, "05-advanced/nothing.py: no script of this repository", "try.py"
+    )
 
 
 EMPTY = ([], {}, None, 0, "")
@@ -203,7 +263,9 @@ def containers(value, path=()):
     """Yield the place of each list and dict in a value of JSON that is not empty."""
     if isinstance(value, dict | list) and value:
         yield path
-        for key, inside in value.items() if isinstance(value, dict) else enumerate(value):
+        for key, inside in (
+            value.items() if isinstance(value, dict) else enumerate(value)
+        ):
             yield from containers(inside, (*path, key))
 
 
@@ -216,26 +278,31 @@ def emptied(value, path, empty):
     return value
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=full if name[0] in "24567" else ()) for name in LABS]
-)
+def judge_emptied(task, seen, setting, _) -> list:
+    """Return what a judge takes for right although something in it is empty."""
+    taken = []
+    for path in containers(seen[0]):
+        for empty in EMPTY:
+            with contextlib.suppress(*MISREAD):  # reported as another form
+                changed = [emptied(value, path, empty) for value in seen]
+                if task.judge(changed, setting) is None:
+                    taken.append(f"{empty!r} at {path}")
+    return taken
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=full) for name in LABS])
 def test_no_judge_takes_something_empty_for_right(name, tmp_path):
-    """Whatever part of what the ranks saw is missing on all of them: a judge of nothing says so."""
+    """Whatever part of what the ranks saw is missing on all of them: a judge of nothing
+    says so.
+    """
     lab, setting = grade.load(name), Setting(0, 2, 0)
     tasks = lab.tasks.TASKS | ({"together": lab.together} if lab.together else {})
 
-    def judged(task, seen) -> list:
-        taken = []
-        for path in containers(seen[0]):
-            for empty in EMPTY:
-                with contextlib.suppress(*MISREAD):  # said as another form
-                    if task.judge([emptied(own, path, empty) for own in seen], setting) is None:
-                        taken.append(f"{empty!r} at {path}")
-        return taken
-
     for task, asked in tasks.items():
-        lesson = Answer(lab.starter, lab.lessons)
-        seen, why, _ = run(asked.see, lesson, None, setting, tmp_path / task)
-        assert seen, why
-        (ended,) = ranks.fork(lambda _: judged(asked, seen), 1, tmp_path / f"{task}-judged", 60)  # noqa: B023
+        lesson = Answer(tmp_path / "lesson.py", lab.lessons)
+        lesson.path.write_text(lab.solution(0))
+        outcome = run(asked.see, lesson, task, setting)
+        assert outcome.seen, outcome.problem
+        body = functools.partial(judge_emptied, asked, outcome.seen, setting)
+        (ended,) = ranks.fork(body, 1, tmp_path / task, 60)
         assert ended.value == [], f"{name}, {task}: {ended.value}{ended.err}"

@@ -1,31 +1,45 @@
-"""Lab 2, DistributedDataParallel: how an answer is looked at, and which mistake a wrong one shows.
+"""Lab 2, DistributedDataParallel: how an answer is looked at, and which mistake a wrong
+one shows.
 
-A mistake is what it would give: a judge compares what came with what is right, and then with that.
+A mistake is what it would give: a judge compares what came with what is right, and then
+with that.
 """
 
 import functools
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dist_common.check import CollectiveCounter
 from dist_common.model import PRESETS, Transformer
-from lab_parts.judging import Question, differs, named, numbers, same
+from lab_parts.judging import Question, describe_difference, named, numbers, same
 from lab_parts.running import OTHER_FORM, Setting, Task
 
 LESSONS = {
     "01-ddp-basics/ddp_from_scratch.py": (
-        "MIB", "start_equal", "trainable", "gradient_or_zeros", "buckets_of", "pack", "unpack",
-        "Overlapped", "start_sum", "wrap",
+        "MIB",
+        "start_equal",
+        "trainable",
+        "gradient_or_zeros",
+        "buckets_of",
+        "pack",
+        "unpack",
+        "Overlapped",
+        "start_sum",
+        "wrap",
     ),
-}  # fmt: skip
-TITLE = "Lab 2: fill the holes until `python labs/grade.py 2` says right everywhere."
+}
 
 
 class Net(nn.Module):
-    """What a real model has: a frozen weight, a shared one, a buffer, a branch taken at times."""
+    """A model with a frozen weight, a weight used twice, a buffer and a branch.
+
+    `early` is registered late but used first, so its bucket is complete last.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,10 +47,12 @@ class Net(nn.Module):
         self.frozen = nn.Linear(8, width).requires_grad_(False)
         self.shared = nn.Linear(width, width)
         self.odd = nn.Linear(width, width)
-        self.last = nn.Linear(width, 4)
+        self.early = nn.Linear(8, 8)
+        self.last = nn.Linear(width, 16)  # a bucket of its own
         self.register_buffer("shift", torch.randn(width))
 
     def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = torch.tanh(self.early(x))
         h = torch.tanh(self.first(x) + self.frozen(x) + self.shift)
         h = torch.tanh(self.shared(self.shared(h)))
         h = torch.tanh(self.odd(h)) if odd else h
@@ -44,7 +60,9 @@ class Net(nn.Module):
 
 
 def net(setting: Setting, rank: int = 0) -> Net:
-    """Return the model, in a width drawn from the seed, with weights of this rank's own."""
+    """Return the model, in a width drawn from the seed, with weights of this rank's
+    own.
+    """
     torch.manual_seed(setting.seed + rank)
     return Net(8 + setting.draw(6)[0])
 
@@ -64,38 +82,76 @@ def see_start(answer, setting):
 
 
 def judge_start(seen, setting):
-    drawn = [numbers(net(setting, rank).state_dict()) for rank in range(setting.world_size)]
+    drawn = [
+        numbers(net(setting, rank).state_dict()) for rank in range(setting.world_size)
+    ]
     if all(same(own, drawn[0]) for own in seen):
         return None
     if all(same(own, drawn[-1]) for own in seen):
         return f"all ranks have rank {setting.world_size - 1}'s weights, not rank 0's"
-    mean = {name: torch.tensor([own[name] for own in drawn]).mean(0).tolist() for name in drawn[0]}
-    total = {name: torch.tensor([own[name] for own in drawn]).sum(0).tolist() for name in drawn[0]}
+    mean = {
+        name: torch.tensor([own[name] for own in drawn]).mean(0).tolist()
+        for name in drawn[0]
+    }
+    total = {
+        name: torch.tensor([own[name] for own in drawn]).sum(0).tolist()
+        for name in drawn[0]
+    }
     if all(same(own, mean) or same(own, total) for own in seen):
-        return "the ranks' weights were added up or averaged: send rank 0's, by a broadcast"
+        return (
+            "the ranks' weights were added up or averaged: send rank 0's, by a "
+            "broadcast"
+        )
     if not same(seen[0], drawn[0]):
-        return f"rank 0's own weights have changed: {differs(seen[0], drawn[0])}"
+        return (
+            "rank 0's own weights have changed: "
+            f"{describe_difference(seen[0], drawn[0])}"
+        )
     rank, own = next((n, own) for n, own in enumerate(seen) if not same(own, drawn[0]))
     left = [name for name in own if not same(own[name], drawn[0][name])]
     kinds = {"shift": "the buffer `shift`", "frozen.weight": "the frozen weights"}
     if len(left) == len(own):
         return f"rank {rank} keeps all of its own weights: no rank got rank 0's"
     what = kinds.get(left[0], left[0])
-    return f"rank {rank} keeps its own values of {what}: all parameters and buffers are sent"
+    return (
+        f"rank {rank} keeps its own values of {what}: all parameters and buffers are "
+        "sent"
+    )
 
 
 # buckets: from the last layer on, each closed once it has bucket_bytes
 
 
-def see_buckets(answer, setting):
+def mixed_net(setting: Setting) -> nn.Module:
+    """Return a model with two types of numbers and a weight that two modules share."""
     model = net(setting)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    sizes = {"everything": 2**20, "each": 1, "some": bucket_bytes(setting)}
+    model.tied = nn.Linear(1, 1, bias=False)
+    model.tied.weight = model.shared.weight
+    model.early.double()
+    return model
+
+
+def bucket_sizes(setting: Setting) -> dict[str, int]:
+    """Return the sizes in bytes; `exactly` is the size of the first two parameters."""
+    last = net(setting).last
     return {
-        kind: [[names[parameter] for parameter in bucket]
-               for bucket in answer.buckets_of(model, size)]
-        for kind, size in sizes.items()
-    }  # fmt: skip
+        "everything": 2**20,
+        "each": 1,
+        "some": bucket_bytes(setting),
+        "exactly": last.weight.nbytes + last.bias.nbytes,
+    }
+
+
+def see_buckets(answer, setting):
+    model = mixed_net(setting)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        kind: [
+            [names[parameter] for parameter in bucket]
+            for bucket in answer.buckets_of(model, size)
+        ]
+        for kind, size in bucket_sizes(setting).items()
+    }
 
 
 def bucket_bytes(setting: Setting) -> int:
@@ -114,35 +170,51 @@ def buckets_by(names, nbytes, size, closes=lambda bucket, more, size: bucket >= 
 
 
 def judge_buckets(seen, setting):
-    model, size = net(setting), bucket_bytes(setting)
-    weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    nbytes, last_first = {n: p.nbytes for n, p in model.named_parameters()}, [*weights][::-1]
-    right = buckets_by(last_first, nbytes, size)
-    for rank, own in enumerate(seen):
-        got, each = own["some"], [[name] for name in last_first]
-        flat = list(itertools.chain(*got))
-        if got == right and own["each"] == each and own["everything"] == [last_first]:
-            continue
-        where = f"rank {rank}: "
-        if missing := [name for name in last_first if name not in flat]:
-            return f"{where}{missing[0]} is in no bucket: its gradient would never be averaged"
-        if twice := [name for name in flat if flat.count(name) > 1]:
-            return f"{where}{twice[0]} is in two buckets: its gradient would be sent twice"
-        if frozen := [name for name in flat if name not in weights]:
-            return f"{where}{frozen[0]} gets no gradient: only trainable parameters are in buckets"
-        if flat == last_first[::-1]:
-            return f"{where}the first bucket has the first layer: backward completes the last first"
-        if all(len(bucket) == 1 for bucket in got):
-            return f"{where}each parameter has a bucket of its own, whatever bucket_bytes is"
-        if len(own["each"]) == 1:
-            return f"{where}one bucket holds everything: it is never closed at bucket_bytes"
-        if got == buckets_by(last_first, nbytes, 4 * size):
-            return f"{where}buckets are closed at {size} numbers, not bytes: a float32 has 4 bytes"
-        below = buckets_by(last_first, nbytes, size, lambda b, more, most: b + more > most)
-        if got == below:
-            return f"{where}buckets are closed before {size} bytes: they are of at least as many"
-        return f"{where}buckets for {size} bytes are {got}, expected {right}"
+    weights = dict(mixed_net(setting).named_parameters())
+    trained = [name for name, weight in weights.items() if weight.requires_grad]
+    for rank, kinds in enumerate(seen):
+        for kind, size in bucket_sizes(setting).items():
+            if wrong := explain_buckets(kinds[kind], trained[::-1], weights, size):
+                return f"rank {rank}: {wrong}"
     return None
+
+
+def explain_buckets(got, last_first, weights, size):
+    """Say what is wrong with the buckets of `size` bytes; None if they are right."""
+    nbytes = {name: weight.nbytes for name, weight in weights.items()}
+    counts = {name: weight.numel() for name, weight in weights.items()}
+    flat = list(itertools.chain(*got))
+    if got == buckets_by(last_first, nbytes, size):
+        return None
+    if missing := [name for name in last_first if name not in flat]:
+        return f"{missing[0]} is in no bucket: its gradient would never be averaged"
+    if twice := [name for name in flat if flat.count(name) > 1]:
+        return f"{twice[0]} is in the buckets twice: two modules share it, send it once"
+    if frozen := [name for name in flat if name not in last_first]:
+        return f"{frozen[0]} gets no gradient: put trainable parameters in buckets only"
+    if flat == last_first[::-1]:
+        return "the first bucket has the first layer: backward completes the last first"
+    if all(len(bucket) == 1 for bucket in got):
+        return "each parameter has a bucket of its own, whatever bucket_bytes is"
+    if flat != last_first:
+        return f"parameters are in the order {flat}, expected {last_first}"
+    if len(got) == 1:
+        return "one bucket holds everything: it is never closed at bucket_bytes"
+    if got == buckets_by(last_first, counts, size):
+        return f"buckets are closed at {size} numbers, not bytes: use nbytes"
+    if got == buckets_by(last_first, {n: 4 * counts[n] for n in counts}, size):
+        return "not every number has 4 bytes: use nbytes"
+    below = buckets_by(last_first, nbytes, size, lambda b, more, most: b + more > most)
+    if got == below:
+        return f"buckets are closed before {size} bytes: each has at least as many"
+    late = buckets_by(last_first, nbytes, size, lambda b, more, most: b > most)
+    if got == late:
+        return f"a bucket of exactly {size} bytes has enough: close it"
+    right = buckets_by(last_first, nbytes, size)
+    place = next(
+        n for n, pair in enumerate(zip(got, right, strict=False)) if pair[0] != pair[1]
+    )
+    return f"bucket {place} of {size} bytes is {got[place]}, expected {right[place]}"
 
 
 # pack and unpack: gradients to one vector, and their mean back
@@ -154,28 +226,41 @@ def see_pack(answer, setting):
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     model(batch(setting, setting.rank), odd=setting.rank == 0).backward()
     weights = [parameter.detach().clone() for parameter in bucket]
-    flat = answer.pack(bucket)
-    sent = len(flat)
-    if setting.all_agree(sent == sum(parameter.numel() for parameter in bucket)):
+    with CollectiveCounter() as counter:
+        flat = answer.pack(bucket)
+    sent, whole = len(flat), sum(parameter.numel() for parameter in bucket)
+    if setting.all_agree(sent == whole):
         dist.all_reduce(flat)
-        answer.unpack(flat, bucket)
-    moved = any(not torch.equal(p, w) for p, w in zip(bucket, weights, strict=True))
-    gradients = {names[id(p)]: None if p.grad is None else p.grad for p in bucket}
-    return {"sent": sent, "got": numbers(gradients), "moved": moved}
+        with counter:
+            answer.unpack(flat, bucket)
+    changed = zip(bucket, weights, strict=True)
+    return {
+        "sent": sent,
+        "got": numbers({names[id(p)]: p.grad for p in bucket}),
+        "moved": any(not torch.equal(p, weight) for p, weight in changed),
+        "calls": sum(counter.calls.values()),
+    }
 
 
 def gradients_of(setting: Setting, rank: int, step: int = 0) -> dict[str, list]:
-    """Return a rank's own gradients by name, zeros where its loss used no such weight."""
+    """Return a rank's gradients by name, zeros for weights that it does not use."""
     model = net(setting)
-    model(batch(setting, rank, step), odd=(rank + step) % 2 == 0 if step else rank == 0).backward()
+    model(
+        batch(setting, rank, step), odd=(rank + step) % 2 == 0 if step else rank == 0
+    ).backward()
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    zeros = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in weights.items()}
+    zeros = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in weights.items()
+    }
     return numbers(zeros)
 
 
 def mean_of(of_ranks: list[dict[str, list]], factor: float = 1.0) -> dict[str, list]:
-    return {name: (factor * torch.tensor([own[name] for own in of_ranks]).mean(0)).tolist()
-            for name in of_ranks[0]}  # fmt: skip
+    return {
+        name: (factor * torch.tensor([own[name] for own in of_ranks]).mean(0)).tolist()
+        for name in of_ranks[0]
+    }
 
 
 def of_gradients(setting: Setting, step: int = 0) -> tuple[dict, dict]:
@@ -183,13 +268,22 @@ def of_gradients(setting: Setting, step: int = 0) -> tuple[dict, dict]:
     own = [gradients_of(setting, rank, step) for rank in range(setting.world_size)]
     n = setting.world_size
     mistakes = {
-        f"gradients are {n} times too large: summed, not divided by the ranks": mean_of(own, n),
-        f"gradients are {n} times too small: divided by the ranks twice": mean_of(own, 1 / n),
-        f"gradients are {n * n} times too large: multiplied by the ranks": mean_of(own, n * n),
+        f"gradients are {n} times too large: summed, not divided by the ranks": mean_of(
+            own, n
+        ),
+        f"gradients are {n} times too small: divided by the ranks twice": mean_of(
+            own, 1 / n
+        ),
+        f"gradients are {n * n} times too large: multiplied by the ranks": mean_of(
+            own, n * n
+        ),
     }
     for rank in range(n):
         mistakes[f"rank {rank}'s own gradients, not averaged"] = own[rank]
-        unsummed = f"rank {rank}'s own gradients, divided by {n}: no sum has come yet: wait for it"
+        unsummed = (
+            f"rank {rank}'s own gradients, divided by {n}: no sum has come yet: wait "
+            "for it"
+        )
         mistakes[unsummed] = mean_of([own[rank]], 1 / n)
         added = f"the mean is added to rank {rank}'s own gradients: it replaces them"
         mistakes[added] = mean_of([mean_of(own), own[rank]], 2)
@@ -198,40 +292,67 @@ def of_gradients(setting: Setting, step: int = 0) -> tuple[dict, dict]:
 
 def judge_pack(seen, setting):
     right, mistakes = of_gradients(setting)
-    total = sum(len(values) for values in right.values())
-    for rank, own in enumerate(seen):
-        if own["moved"]:
-            return f"rank {rank}: the weights have changed: gradients belong in parameter.grad"
-        if own["sent"] != total:
+    vector = list(itertools.chain(*[right[name] for name in [*right][::-1]]))
+    total = len(vector)
+    mistakes[
+        "each parameter gets the first numbers of the vector: cut it in pieces"
+    ] = {name: vector[: len(values)] for name, values in right.items()}
+    mistakes["the pieces are in the opposite order of the bucket's parameters"] = cut(
+        vector, right
+    )
+    mistakes["each parameter gets the last numbers of the vector: cut it in pieces"] = {
+        name: vector[-len(values) :] for name, values in right.items()
+    }
+    for rank, ends in enumerate(seen):
+        where = f"rank {rank}: "
+        if ends["calls"]:
             return (
-                f"rank {rank}: the vector has {own['sent']} numbers, the bucket {total}: zeros "
-                "stand in for a gradient that is not there"
+                f"{where}pack or unpack calls a collective: Overlapped.start sums the "
+                "vector between the two"
             )
-    for rank, own in enumerate(seen):
-        if None in own["got"].values():
-            none = next(name for name, value in own["got"].items() if value is None)
-            return f"rank {rank}: {none} has no gradient: a rank without one gets the mean too"
-        if not same(own["got"], right):
-            return f"rank {rank}: {named(own['got'], right, mistakes)}"
+        if ends["moved"]:
+            return f"{where}the weights changed: the means belong in parameter.grad"
+        if ends["sent"] != total:
+            return (
+                f"{where}the vector has {ends['sent']} numbers, the bucket {total}: "
+                "put "
+                "zeros in place of a gradient that is missing"
+            )
+    for rank, ends in enumerate(seen):
+        if None in ends["got"].values():
+            name = next(name for name, value in ends["got"].items() if value is None)
+            return f"rank {rank}: {name} has no gradient: this rank needs the mean too"
+        if not same(ends["got"], right):
+            return f"rank {rank}: {named(ends['got'], right, mistakes)}"
     return None
+
+
+def cut(vector: list, like: dict[str, list]) -> dict[str, list]:
+    """Cut a vector into pieces as long as the lists."""
+    pieces = torch.tensor(vector, dtype=torch.double).split([*map(len, like.values())])
+    return numbers(dict(zip(like, pieces, strict=True)))
 
 
 # hook: a bucket's all-reduce starts during backward, in order
 
 
 class Noted:
-    """Stand-in for an all-reduce: it notes what is handed to it, and sends nothing."""
+    """Stand in for an all-reduce: note the buckets that start, and send nothing."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.there, self.calls, self.waits = 0, [], 0
-        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-            parameter.register_post_accumulate_grad_hook(self.count)
+        self.complete = []  # parameters whose gradient is complete, in order
+        self.calls = []  # numbers in the bucket, and gradients that are complete
+        self.waits = 0
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = functools.partial(self.note, name)
+                parameter.register_post_accumulate_grad_hook(hook)
 
-    def count(self, parameter: torch.Tensor) -> None:
-        self.there += 1
+    def note(self, name: str, parameter: torch.Tensor) -> None:
+        self.complete.append(name)
 
     def __call__(self, flat: torch.Tensor) -> SimpleNamespace:
-        self.calls.append((flat.numel(), self.there))
+        self.calls.append((flat.numel(), len(self.complete)))
         return SimpleNamespace(wait=self.wait)
 
     def wait(self) -> None:
@@ -245,60 +366,84 @@ def see_hook(answer, setting):
     sizes = [sum(p.numel() for p in bucket) for bucket in overlapped.buckets]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     buckets = [[names[id(p)] for p in bucket] for bucket in overlapped.buckets]
-    # On rank 0 a middle branch is not used: the buckets after its own have to wait for it.
+    # Rank 0 does not use the branch: the buckets after its bucket have to wait for it.
     model(batch(setting, setting.rank), odd=setting.rank != 0).backward()
-    return {"calls": note.calls, "waits": note.waits, "sizes": sizes, "buckets": buckets}
+    return {
+        "calls": note.calls,
+        "complete": note.complete,
+        "waits": note.waits,
+        "sizes": sizes,
+        "buckets": buckets,
+    }
+
+
+def expected_starts(ends: dict) -> list[int]:
+    """Return how many gradients are complete when each bucket can start, in order."""
+    starts, latest = [], 0
+    for bucket in ends["buckets"]:
+        if not set(bucket) <= set(ends["complete"]):
+            break
+        latest = max(latest, *(1 + ends["complete"].index(name) for name in bucket))
+        starts.append(latest)
+    return starts
 
 
 def judge_hook(seen, setting):
-    waiting = next(n for n, bucket in enumerate(seen[0]["buckets"])
-                   if any(name.startswith("odd") for name in bucket))  # fmt: skip
-    if not all(bucket for own in seen for bucket in own["buckets"]):
-        return OTHER_FORM
-    for rank, own in enumerate(seen):
-        sizes, started = own["sizes"], [size for size, _ in own["calls"]]
-        may = sizes[:waiting] if rank == 0 else sizes  # where the branch is not used
-        if own["waits"]:
-            return (
-                f"rank {rank}: the hook waits for a sum: backward stands still meanwhile, and "
-                "nothing overlaps: wait after backward"
-            )
-        if len(started) > len(sizes):
-            return f"rank {rank}: {len(started)} all-reduces of {len(sizes)} buckets: sent twice"
-        if not started and may:
-            return (
-                f"rank {rank}: no all-reduce starts during backward: start a bucket in the hook, "
-                "once none of its gradients is missing"
-            )
-        if started == may and complete(own, started):
-            continue
-        if started != sizes[: len(started)]:
-            return (
-                f"rank {rank} starts its buckets in another order than they are in, as they are "
-                "complete: another rank, which uses other weights, would call them in another order"
-            )
-        if not complete(own, started):
-            return f"rank {rank}: a bucket starts before all of its gradients are there"
-        if len(started) > len(may):
-            return f"rank {rank}: a bucket starts whose gradient is not there on this rank"
+    for rank, ends in enumerate(seen):
+        if not all(ends["buckets"]):
+            return OTHER_FORM
+        if wrong := explain_starts(ends, expected_starts(ends)):
+            return f"rank {rank}: {wrong}"
+    return None
+
+
+def explain_starts(ends: dict, expected: list[int]) -> str | None:
+    """Say what is wrong with the starts of the buckets; None if they are right."""
+    sizes, total = ends["sizes"], len(ends["complete"])
+    started = [size for size, _ in ends["calls"]]
+    if ends["waits"]:
         return (
-            f"rank {rank}: {len(started)} buckets start during backward, {len(may)} are complete: "
-            "after one starts, the next may be complete too"
+            "the hook waits for a sum, and backward stops meanwhile: wait after "
+            "backward"
+        )
+    if Counter(started) - Counter(sizes):
+        return (
+            f"all-reduces of {started} numbers, buckets of {sizes}: one is sent twice"
+        )
+    if not started and expected:
+        return (
+            "no all-reduce starts during backward: in the hook, start a bucket when "
+            "none of its gradients is missing"
+        )
+    if started != sizes[: len(started)]:
+        return (
+            "the buckets start when they are complete, not in their order: another "
+            "rank, which uses other weights, would call them in another order"
+        )
+    for number, (_, complete) in enumerate(ends["calls"]):
+        if number >= len(expected):
+            return "a bucket starts that lacks a gradient on this rank"
+        if complete < expected[number]:
+            return f"bucket {number} starts before all of its gradients are complete"
+        if complete > expected[number]:
+            late = (
+                f"{expected[number]} of {total} gradients, and starts after {complete}"
+            )
+            return f"bucket {number} is complete after {late}: nothing overlaps"
+    if len(started) < len(expected):
+        return (
+            f"{len(started)} buckets start during backward, {len(expected)} are "
+            "complete: after one starts, the next may be complete too"
         )
     return None
 
 
-def complete(own, started) -> bool:
-    """Say whether each bucket had its gradients when it started: so many tensors at least."""
-    needed = itertools.accumulate(len(bucket) for bucket in own["buckets"])
-    return all(there >= least for (_, there), least in zip(own["calls"], needed, strict=False))
-
-
-# wait: the rest is started, all are waited for, means are put back; and again in the next step
+# wait: the rest is started, all are waited for, means are put back; and again in the
+# next step
 
 
 class Lazy:
-    """An all-reduce that happens when it is waited for: who does not wait, has no sum."""
+    """Stand in for an all-reduce: it happens in `wait`."""
 
     def __init__(self, all_reduce) -> None:
         self.all_reduce, self.numbers = all_reduce, 0
@@ -312,7 +457,7 @@ def see_wait(answer, setting):
     silent = two_steps(answer, setting, lambda flat: None)
     total = sum(p.numel() for p in net(setting).parameters() if p.requires_grad)
     if not setting.all_agree(all(step["sent"] == total for step in silent)):
-        return silent  # the ranks' all-reduces might not fit: which are missing is seen without
+        return silent  # the sizes may differ, and a real all-reduce would hang
     return two_steps(answer, setting, dist.all_reduce)
 
 
@@ -327,7 +472,9 @@ def two_steps(answer, setting, all_reduce):
         odd = (rank + step) % 2 == 0 if step else rank == 0
         model(batch(setting, rank, step), odd=odd).backward()
         overlapped.wait()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        gradients = {
+            name: p.grad for name, p in model.named_parameters() if p.requires_grad
+        }
         seen.append({"got": numbers(gradients), "sent": lazy.numbers - before})
     return seen
 
@@ -336,23 +483,31 @@ def judge_wait(seen, setting):
     total = sum(map(len, gradients_of(setting, 0).values()))
 
     def of_step(step):
-        return [(f"step {step + 1}, rank {n}: ", own[step]) for n, own in enumerate(seen)]
+        return [
+            (f"step {step + 1}, rank {n}: ", own[step]) for n, own in enumerate(seen)
+        ]
 
     for step in (0, 1):
         for where, own in of_step(step):
             if None in own["got"].values():
                 none = next(name for name, value in own["got"].items() if value is None)
                 return (
-                    f"{where}{none} has no gradient: this rank's loss did not use it, and its "
+                    f"{where}{none} has no gradient: this rank's loss did not use it, "
+                    "and its "
                     "bucket was never started: the other ranks would wait for it"
                 )
             if own["sent"] < total:
                 return (
-                    f"{where}{own['sent']} of {total} gradients were all-reduced: buckets with a "
-                    "parameter that is not used never complete: start them after backward"
+                    f"{where}{own['sent']} of {total} gradients were all-reduced: "
+                    "buckets with a "
+                    "parameter that is not used never complete: start them after "
+                    "backward"
                 )
             if own["sent"] > total:
-                return f"{where}{own['sent']} numbers all-reduced for {total} weights: sent twice"
+                return (
+                    f"{where}{own['sent']} numbers all-reduced for {total} weights: "
+                    "sent twice"
+                )
     for step in (0, 1):
         right, mistakes = of_gradients(setting, step)
         for where, own in of_step(step):
@@ -404,8 +559,11 @@ def mistakes_of_calls(right):
             buckets_by(last_first, sizes, 2 * BUCKET)
         ),
         "one for each parameter: that is step 1, without buckets": tensors,
-        "bytes / bucket size: a bucket is closed once it has 0.25 MiB or more": nbytes // BUCKET,
-        "bytes / bucket size, rounded up: a bucket has 0.25 MiB or more": -(-nbytes // BUCKET),
+        "bytes / bucket size: a bucket is closed once it has 0.25 MiB or more": nbytes
+        // BUCKET,
+        "bytes / bucket size, rounded up: a bucket has 0.25 MiB or more": -(
+            -nbytes // BUCKET
+        ),
         "one for everything: 0.25 MiB is less than the model": 1,
     }
 
@@ -413,12 +571,15 @@ def mistakes_of_calls(right):
 def mistakes_of_bytes(right):
     return {
         "weights, not bytes: a float32 has 4": right / 4,
-        "twice: that is what a ring of many ranks sends; one gradient is handed over": 2 * right,
+        "twice: that is what a ring of many ranks sends; one gradient is handed over": 2
+        * right,
         "half: gradients are float32 here, not bfloat16": right / 2,
     }
 
 
 QUESTIONS = {
-    "calls": Question("all-reduces", functools.partial(measure, "calls"), mistakes_of_calls),
+    "calls": Question(
+        "all-reduces", functools.partial(measure, "calls"), mistakes_of_calls
+    ),
     "bytes": Question("bytes", functools.partial(measure, "bytes"), mistakes_of_bytes),
 }

@@ -1,7 +1,8 @@
-"""Lab 3, the ring all-reduce: how an answer is looked at, and which mistake a wrong one shows.
+"""Lab 3, the ring all-reduce: how an answer is looked at, and which mistake a wrong one
+shows.
 
-Each number says whose part of what it is: rank r's part c holds 8 ** (r * ranks + c), so that a sum
-tells how often each is in it.
+Each number says whose part of what it is: rank r's part c holds 8 ** (r * ranks + c),
+so that a sum tells how often each is in it.
 """
 
 import functools
@@ -14,14 +15,17 @@ from lab_parts.running import OTHER_FORM, Setting, Task
 
 LESSONS = {
     "04-nccl-operations/point_to_point.py": (
-        "ring_reduce_scatter", "ring_all_gather", "ring_all_reduce",
+        "ring_reduce_scatter",
+        "ring_all_gather",
+        "ring_all_reduce",
     ),
-}  # fmt: skip
-TITLE = "Lab 3: fill the holes until `python labs/grade.py 3` says right everywhere."
+}
 
 
 class Move:
-    """Send one tensor and receive another in the same step; note what was sent, what misfits."""
+    """Send one tensor and receive another in the same step; note what was sent, what
+    misfits.
+    """
 
     def __init__(self, room: int) -> None:
         self.room, self.sent, self.misfits = room, [], []
@@ -62,7 +66,10 @@ def marked(length: int, setting: Setting, rank: int) -> torch.Tensor:
 
 def counts_in(number: float, ranks: int) -> list[list[int]]:
     """Return how often each rank's each part is in a sum: [rank][part]."""
-    return [[int(number) // 8 ** (r * ranks + c) % 8 for c in range(ranks)] for r in range(ranks)]
+    return [
+        [int(number) // 8 ** (r * ranks + c) % 8 for c in range(ranks)]
+        for r in range(ranks)
+    ]
 
 
 def see(loop, answer, setting):
@@ -74,7 +81,9 @@ def see_one(loop, answer, setting, length):
     x = marked(length, setting, setting.rank)
     if loop == "all_reduce":
         answer.ring_all_reduce(x, move)
-        move.sent = move.sent[: len(move.sent) // 2] if len(move.sent) == 2 * ranks - 2 else []
+        move.sent = (
+            move.sent[: len(move.sent) // 2] if len(move.sent) == 2 * ranks - 2 else []
+        )
     elif loop == "reduce_scatter":
         answer.ring_reduce_scatter(x.tensor_split(ranks), move)
     else:  # part rank + 1 is whole, the others are not
@@ -83,15 +92,24 @@ def see_one(loop, answer, setting, length):
         x.tensor_split(ranks)[place].copy_(whole.tensor_split(ranks)[place])
         answer.ring_all_gather(x.tensor_split(ranks), move)
     ends = [part.unique().tolist() for part in x.tensor_split(ranks)]
-    parts = [counts_in(values[0], ranks) if len(values) == 1 else None for values in ends]
-    return {"parts": parts, "sent": move.sent, "misfits": move.misfits, "length": length}
+    parts = [
+        counts_in(values[0], ranks) if len(values) == 1 else None for values in ends
+    ]
+    return {
+        "parts": parts,
+        "sent": move.sent,
+        "misfits": move.misfits,
+        "length": length,
+    }
 
 
 def judge_each(judge, seen, setting):
     """Return the first mistake: with parts of equal length, then with others."""
     if any(len(own) != len(lengths(setting)) for own in seen):
         return OTHER_FORM
-    return next(filter(None, (judge(one, setting) for one in zip(*seen, strict=True))), None)
+    return next(
+        filter(None, (judge(one, setting) for one in zip(*seen, strict=True))), None
+    )
 
 
 def judge_moves(own: dict, setting: Setting, place: str) -> str | None:
@@ -102,16 +120,26 @@ def judge_moves(own: dict, setting: Setting, place: str) -> str | None:
     most = max(numbers for _, numbers in own["sent"])
     if most > longest:
         return (
-            f"{place} sends {most} numbers in a step: all of x has {own['length']}; a step "
+            f"{place} sends {most} numbers in a step: all of x has {own['length']}; a "
+            "step "
             f"sends one part, {longest} at most"
         )
     if own["misfits"]:
         numbers, source, room = own["misfits"][0]
-        arrive = f"{place}: {numbers} numbers arrive from rank {source} in a place for {room}"
-        return f"{arrive}: parts differ in length: receive into one as long as the part that comes"
+        arrive = (
+            f"{place}: {numbers} numbers arrive from rank {source} in a place for "
+            f"{room}"
+        )
+        return (
+            f"{arrive}: parts differ in length: receive into one as long as the part "
+            "that comes"
+        )
     following = (int(place.split()[1]) + 1) % ranks
     if strays := [to for to, _ in own["sent"] if to != following]:
-        return f"{place} sends to rank {strays[0]}: in a ring it sends to the next one, {following}"
+        return (
+            f"{place} sends to rank {strays[0]}: in a ring it sends to the next one, "
+            f"{following}"
+        )
     if len(own["sent"]) > ranks - 1:
         rounds = f"{place} sends {len(own['sent'])} times, {ranks - 1} are enough"
         return f"{rounds}: what left comes back after {ranks} rounds"
@@ -129,8 +157,10 @@ def judge_parts(own: dict, ranks: int, place: str) -> str | None:
                 turned = to == before and ranks > 2
                 back = f"; it sends to rank {to}, the one before it" if turned else ""
                 return (
-                    f"{place}: part {part} has numbers of part {other[0]} in it: what is sent and "
-                    f"what it is added to, on the next rank, are not the same part{back}"
+                    f"{place}: part {part} has numbers of part {other[0]} in it: what "
+                    "is sent and "
+                    "what it is added to, on the next rank, are not the same "
+                    f"part{back}"
                 )
     return None
 
@@ -138,17 +168,24 @@ def judge_parts(own: dict, ranks: int, place: str) -> str | None:
 def judge_sum(counts: list[list[int]] | None, part: int, place: str) -> str | None:
     """Say what is wrong with a part that has to be the sum over all ranks."""
     if not counts:
-        return f"{place}: part {part} was overwritten in places: a view of another length"
+        return (
+            f"{place}: part {part} was overwritten in places: a view of another length"
+        )
     times = [row[part] for row in counts]
     if twice := [rank for rank, n in enumerate(times) if n > 1]:
-        return f"{place}: rank {twice[0]}'s part {part} is in the sum {times[twice[0]]} times"
+        return (
+            f"{place}: rank {twice[0]}'s part {part} is in the sum {times[twice[0]]} "
+            "times"
+        )
     if missing := [rank for rank, n in enumerate(times) if n == 0]:
         return f"{place}: part {part} lacks what rank {missing[0]} has"
     return None
 
 
 def whole_parts(own: dict, ranks: int) -> list[int]:
-    return [part for part in range(ranks) if not judge_sum(own["parts"][part], part, "")]
+    return [
+        part for part in range(ranks) if not judge_sum(own["parts"][part], part, "")
+    ]
 
 
 def judge_reduce_scatter(seen, setting):
@@ -161,7 +198,8 @@ def judge_reduce_scatter(seen, setting):
         found = whole_parts(own, ranks)
         if wrong and found:
             return (
-                f"{place} ends with part {found[0]} whole, not part {part}, rank + 1: the loop "
+                f"{place} ends with part {found[0]} whole, not part {part}, rank + 1: "
+                "the loop "
                 "begins with another part, or sends in the other direction"
             )
         if moves := judge_moves(own, setting, place):
@@ -226,6 +264,10 @@ def mistakes_of_sent(right):
 
 
 QUESTIONS = {
-    "steps": Question("messages", functools.partial(measure, "steps"), mistakes_of_steps, RANKS),
-    "sent": Question("numbers", functools.partial(measure, "sent"), mistakes_of_sent, RANKS),
+    "steps": Question(
+        "messages", functools.partial(measure, "steps"), mistakes_of_steps, RANKS
+    ),
+    "sent": Question(
+        "numbers", functools.partial(measure, "sent"), mistakes_of_sent, RANKS
+    ),
 }

@@ -3,21 +3,29 @@
 import torch
 from torch import nn
 
+from dist_common.check import CollectiveCounter
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
 from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
 
 LESSONS = {
     "02-fsdp/fsdp_from_scratch.py": (
-        "all_gather_single", "reduce_scatter_single", "flatten", "part_of", "Unit", "AfterBackward",
-        "groups_of", "Sharded", "modules_of",
+        "all_gather_single",
+        "reduce_scatter_single",
+        "flatten",
+        "part_of",
+        "Unit",
+        "AfterBackward",
+        "groups_of",
+        "Sharded",
+        "modules_of",
     ),
-}  # fmt: skip
-TITLE = "Lab 5: fill the holes until `python labs/grade.py 5` says right everywhere."
+}
 
 
 REPLACED = (
-    "the vector was replaced by another one: autograd has saved views of the old one for backward, "
+    "the vector was replaced by another one: autograd has saved views of the old one "
+    "for backward, "
     "which no gather fills again"
 )
 
@@ -41,29 +49,27 @@ def held(unit) -> int:
 
 
 def see_gather(answer, setting):
-    calls = []
-    collective = answer.all_gather_single
-
-    def counted(whole, part):
-        calls.append((whole.dtype, whole.numel(), part.numel()))
-        return collective(whole, part)
-
-    answer.all_gather_single = counted
     unit, parameters = unit_of(answer, setting)
     vector = id(unit.whole)
-    unit.gather()
-    stays = id(unit.whole) == vector
-    got, shapes = by_number(parameters), [list(p.shape) for p in parameters]
-    shares = [p.data_ptr() == v.data_ptr() for p, v in zip(parameters, unit.views, strict=True)]
-    once = len(calls)
-    unit.gather()
+    with CollectiveCounter() as counter:
+        unit.gather()
+        once = sum(counter.calls.values())
+        got, shapes = by_number(parameters), [list(p.shape) for p in parameters]
+        pairs = zip(parameters, unit.views, strict=True)
+        shares = [parameter.data_ptr() == view.data_ptr() for parameter, view in pairs]
+        stays = id(unit.whole) == vector
+        unit.gather()
     low, _ = unit_of(answer, setting, torch.bfloat16)
-    twice = len(calls)
-    low.gather()
+    with CollectiveCounter() as low_counter:
+        low.gather()
     return {
-        "got": got, "stays": stays, "shapes": shapes, "shares": shares, "calls": [once, twice],
-        "low": str(calls[-1][0]) if len(calls) > twice else "none",
-    }  # fmt: skip
+        "got": got,
+        "stays": stays,
+        "shapes": shapes,
+        "shares": shares,
+        "calls": [once, sum(counter.calls.values())],
+        "low": sum(low_counter.bytes_sent.values()),
+    }
 
 
 def judge_gather(seen, setting):
@@ -72,11 +78,16 @@ def judge_gather(seen, setting):
     part = len(whole) // ranks
 
     def cut(vector):
-        pieces = vector[: sum(t.numel() for t in right)].split([t.numel() for t in right])
+        pieces = vector[: sum(t.numel() for t in right)].split(
+            [t.numel() for t in right]
+        )
         return by_number(pieces)
 
-    mistakes = {"the parts of the ranks stand in another order": cut(
-        torch.cat(list(whole.chunk(ranks))[::-1]))}  # fmt: skip
+    mistakes = {
+        "the parts of the ranks stand in another order": cut(
+            torch.cat(list(whole.chunk(ranks))[::-1])
+        )
+    }
     for rank in range(ranks):
         mistakes[f"rank {rank}'s part everywhere: no other rank's came"] = cut(
             whole[rank * part : (rank + 1) * part].repeat(ranks)
@@ -85,11 +96,15 @@ def judge_gather(seen, setting):
         where = f"rank {rank}: "
         shapes = [list(t.shape) for t in right]
         if own["calls"][0] == 0:
-            return f"{where}nothing is gathered: the parts of the others are on the other ranks"
+            return (
+                f"{where}nothing is gathered: the parts of the others are on the "
+                "other ranks"
+            )
         if own["shapes"] != shapes:
             n = next(n for n, shape in enumerate(own["shapes"]) if shape != shapes[n])
             return (
-                f"{where}a parameter of shape {shapes[n]} has shape {own['shapes'][n]} after "
+                f"{where}a parameter of shape {shapes[n]} has shape "
+                f"{own['shapes'][n]} after "
                 "gather: give each one its view of the vector back"
             )
         if not same(own["got"], by_number(right)):
@@ -97,11 +112,17 @@ def judge_gather(seen, setting):
         if not own["stays"]:
             return f"{where}{REPLACED}"
         if own["shares"] != [True] * len(right):
-            return f"{where}parameters are copies of the vector: as views they take no memory twice"
+            return (
+                f"{where}parameters are copies of the vector: as views they take no "
+                "memory twice"
+            )
         if own["calls"][1] > own["calls"][0]:
-            return f"{where}gathered again while it was full: forward and backward would send twice"
-        if own["low"] != "torch.bfloat16":
-            return f"{where}a unit of bfloat16 sends {own['low']}: cast the shard before it is sent"
+            return (
+                f"{where}gathered again while it was full: forward and backward would "
+                "send twice"
+            )
+        if own["low"] > 2 * len(whole) * (ranks - 1) / ranks:  # bytes
+            return f"{where}a bfloat16 unit sends float32: cast the shard first"
     return None
 
 
@@ -124,7 +145,13 @@ def see_free(answer, setting):
         gradient = parameters[0].grad.tolist()
     except RuntimeError as error:
         gradient = str(error).splitlines()[0]
-    return {"full": full, "freed": here, "same": same_vector, "left": left, "gradient": gradient}
+    return {
+        "full": full,
+        "freed": here,
+        "same": same_vector,
+        "left": left,
+        "gradient": gradient,
+    }
 
 
 def judge_free(seen, setting):
@@ -133,21 +160,27 @@ def judge_free(seen, setting):
     for rank, own in enumerate(seen):
         where = f"rank {rank}: "
         if "none" in own:
-            return f"{where}self.whole is None after free: its views and autograd keep the memory"
+            return (
+                f"{where}self.whole is None after free: its views and autograd keep "
+                "the memory"
+            )
         if not own["same"]:
             return f"{where}{REPLACED}"
         if own["freed"]:
             return (
-                f"{where}{own['freed']} of {own['full']} bytes are still there after free: a view "
+                f"{where}{own['freed']} of {own['full']} bytes are still there after "
+                "free: a view "
                 "or a name less frees nothing, the storage has to be resized"
             )
         if own["left"] != [0] * len(tensors(setting, 0)):
             return (
-                f"{where}parameters still point to the memory that was given back: a crash, later"
+                f"{where}parameters still point to the memory that was given back: a "
+                "crash, later"
             )
         if not same(own["gradient"], weight.grad.tolist()):
             return (
-                f"{where}backward after gather gives {own['gradient']}, not the weight's gradient"
+                f"{where}backward after gather gives {own['gradient']}, not the "
+                "weight's gradient"
             )
     return None
 
@@ -156,18 +189,12 @@ def judge_free(seen, setting):
 
 
 def see_reduce(answer, setting):
-    calls, collective = [], answer.reduce_scatter_single
-
-    def counted(part, whole):
-        calls.append(whole.numel())
-        return collective(part, whole)
-
-    answer.reduce_scatter_single = counted
     unit, parameters = unit_of(answer, setting)
     unit.gather()
-    unit.reduce()  # of frozen parameters: none has a gradient
+    with CollectiveCounter() as counter:
+        unit.reduce()  # of frozen parameters: none has a gradient
     unit.free()
-    unused, ends = len(calls), []
+    ends = []
     for micro in (0, 1):
         unit.gather()
         set_gradients(parameters, setting, micro)
@@ -178,8 +205,8 @@ def see_reduce(answer, setting):
     low.gather()
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
-    low.reduce()  # an error where their dtype is not the shard's
-    return {"unused": unused, "ends": ends}
+    low.reduce()  # an error if the gradients do not get the shard's type
+    return {"unused": sum(counter.calls.values()), "ends": ends}
 
 
 def judge_all(seen, setting):
@@ -235,11 +262,14 @@ def see_backward(answer, setting):
         return {"error": str(error).splitlines()[0], "gathers": len(most) - before}
     parts = [unit.shard.grad for unit in sharded.units]
     return {
-        "parts": by_number(parts), "most": max(most[before:] or [0]),
-        "left": sum(map(held, sharded.units)), "whole": sum(u.whole.nbytes for u in sharded.units),
+        "parts": by_number(parts),
+        "most": max(most[before:] or [0]),
+        "left": sum(map(held, sharded.units)),
+        "whole": sum(u.whole.nbytes for u in sharded.units),
         "largest": max(u.whole.nbytes for u in sharded.units[:-1]),
-        "rest": sharded.units[-1].whole.nbytes, "gathers": len(most) - before,
-    }  # fmt: skip
+        "rest": sharded.units[-1].whole.nbytes,
+        "gathers": len(most) - before,
+    }
 
 
 def judge_backward(seen, setting):
@@ -251,10 +281,15 @@ def judge_backward(seen, setting):
     for rank, own in enumerate(seen):
         where = f"rank {rank}: "
         if "error" in own:
-            gathered = "" if own["gathers"] else ": no unit is gathered again before its backward"
+            gathered = (
+                ""
+                if own["gathers"]
+                else ": no unit is gathered again before its backward"
+            )
             return f"{where}backward fails{gathered} ({own['error']})"
         right = by_number(
-            padded([p.grad for p in group], ranks).chunk(ranks)[rank] for group in groups
+            padded([p.grad for p in group], ranks).chunk(ranks)[rank]
+            for group in groups
         )
         if None in own["parts"].values():
             return f"{where}a unit's shard has no gradient after backward: reduce it"
@@ -262,10 +297,14 @@ def judge_backward(seen, setting):
             return where + named(own["parts"], right, {})
         if own["left"]:
             return (
-                f"{where}{own['left']} of {own['whole']} bytes are whole after backward: free them"
+                f"{where}{own['left']} of {own['whole']} bytes are whole after "
+                "backward: free them"
             )
         if own["most"] > own["rest"] + 2 * own["largest"]:
-            return f"{where}{own['most']} bytes are whole at once in backward: only the unit's own"
+            return (
+                f"{where}{own['most']} bytes are whole at once in backward: only the "
+                "unit's own"
+            )
     return None
 
 
@@ -276,20 +315,24 @@ def see_units(answer, setting):
 
 
 def judge_units(seen, setting):
-    right = [f"blocks.{n}" for n in range(len(model_of(setting).blocks))]
+    model = model_of(setting)
+    blocks = [f"blocks.{n}" for n in range(len(model.blocks))]
     got = seen[0]
-    if sorted(got) == right:
-        return None
     if not got or got == [""]:
-        return "one unit: all weights are whole at once, on every rank: a unit for each block"
-    if inner := [name for name in got if any(name.startswith(f"{block}.") for block in right)]:
+        return "one unit: every rank holds all weights whole at once: a unit per block"
+    if inner := [name for name in got if name.count(".") > 1]:
         return f"{inner[0]} is a part of a block: small units send many small messages"
-    if missing := [name for name in right if name not in got]:
+    if "" in got:
+        return "the model itself is the rest already, which Sharded takes care of"
+    if "blocks" in got:
+        return "nobody calls the list `blocks` itself, so its hooks would never run"
+    if missing := [name for name in blocks if name not in got]:
         return (
-            f"{missing[0]} is in no unit of its own: it is whole from the first layer to the last"
+            f"{missing[0]} has no unit: it stays whole from the first layer to the last"
         )
-    extra = next(name for name in got if name not in right) or "the model itself"
-    return f"{extra} is no block: small units send many small messages, and wait for each"
+    if len(set(got)) < len(got):
+        return "a module is in the list twice"
+    return None  # embedding and head may be units of their own
 
 
 TASKS = {
@@ -302,7 +345,8 @@ TASKS = {
 WHOLE = TASKS["backward"]
 
 
-# What is to be predicted: 8 blocks of 1,000 weights and a rest of 2,000, float32, on 4 ranks.
+# What is to be predicted: 8 blocks of 1,000 weights and a rest of 2,000, float32, on 4
+# ranks.
 
 BLOCKS, WEIGHTS, REST, RANKS = 8, 1000, 2000, 4
 
@@ -310,7 +354,9 @@ BLOCKS, WEIGHTS, REST, RANKS = 8, 1000, 2000, 4
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WEIGHTS, 1, bias=False) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(
+            nn.Linear(WEIGHTS, 1, bias=False) for _ in range(BLOCKS)
+        )
         self.rest = nn.Parameter(torch.ones(REST))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -321,45 +367,54 @@ class Wide(nn.Module):
 
 
 def measure(answer, setting):
-    """Return the bytes of weights that a rank holds at rest, at most, and is sent in one step."""
-    model, sent = Wide(), []
+    """Return the bytes of weights: at rest, at the peak, and gathered in a step."""
+    model = Wide()
     sharded = answer.Sharded(model, answer.modules_of(model))
     gather, most = answer.Unit.gather, []
-    collective = answer.all_gather_single
-
-    def counted(whole, part):
-        sent.append(whole.nbytes)
-        return collective(whole, part)
 
     def watched(unit):
         gather(unit)
         most.append(sum(map(held, sharded.units)) + rest)
 
     rest = sum(unit.shard.nbytes for unit in sharded.units)
-    answer.all_gather_single, answer.Unit.gather = counted, watched
-    model(torch.ones(1, WEIGHTS)).backward()
-    return {"rest": rest, "most": max(most), "gathered": sum(sent)}
+    answer.Unit.gather = watched
+    with CollectiveCounter() as counter:
+        model(torch.ones(1, WEIGHTS)).backward()
+    gathered = counter.bytes_sent["all_gather"] * RANKS / (RANKS - 1)
+    return {"rest": rest, "most": max(most), "gathered": gathered}
 
 
 def question(kind, mistakes):
-    return Question("bytes", lambda answer, setting: measure(answer, setting)[kind],
-                    mistakes, RANKS)  # fmt: skip
+    return Question(
+        "bytes", lambda answer, setting: measure(answer, setting)[kind], mistakes, RANKS
+    )
 
 
 ALL = 4 * (BLOCKS * WEIGHTS + REST)
 QUESTIONS = {
-    "rest": question("rest", lambda right: {
-        "the whole model, as DDP holds it": ALL,
-        "weights, not bytes: a float32 has 4": right / 4,
-    }),
-    "most": question("most", lambda right: {
-        "the whole model beside the shards: one block at a time is whole": ALL + ALL / RANKS,
-        "two blocks whole, as in fully_shard: the starter gathers none early": right + 4 * WEIGHTS,
-        "without the shards, which stay": right - ALL / RANKS,
-        "without the rest, which is whole all the time": right - 4 * REST,
-    }),
-    "gathered": question("gathered", lambda right: {
-        "each weight once: backward gathers blocks again, the rest stays": ALL,
-        "each weight twice: the rest is gathered once": 2 * ALL,
-    }),
-}  # fmt: skip
+    "rest": question(
+        "rest",
+        lambda right: {
+            "the whole model, as DDP holds it": ALL,
+            "weights, not bytes: a float32 has 4": right / 4,
+        },
+    ),
+    "most": question(
+        "most",
+        lambda right: {
+            "the whole model beside the shards: one block at a time is whole": ALL
+            + ALL / RANKS,
+            "two blocks whole, as in fully_shard: the starter gathers none early": right
+            + 4 * WEIGHTS,
+            "without the shards, which stay": right - ALL / RANKS,
+            "without the rest, which is whole all the time": right - 4 * REST,
+        },
+    ),
+    "gathered": question(
+        "gathered",
+        lambda right: {
+            "each weight once: backward gathers blocks again, the rest stays": ALL,
+            "each weight twice: the rest is gathered once": 2 * ALL,
+        },
+    ),
+}

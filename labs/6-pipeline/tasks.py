@@ -12,15 +12,20 @@ from lab_parts.holes import import_lesson
 from lab_parts.judging import Question, named, numbers, same
 from lab_parts.running import Setting, Task
 
-SCHEDULES, RUNNING = "05-advanced/pipeline_schedules.py", "05-advanced/pipeline_parallel.py"
+SCHEDULES, RUNNING = (
+    "05-advanced/pipeline_schedules.py",
+    "05-advanced/pipeline_parallel.py",
+)
 LESSONS = {
     SCHEDULES: ("Instruction", "gpipe", "one_f_one_b", "interleaved"),
     RUNNING: (
-        "loss_of", "Pipeline",
-        "-Pipeline.backward_input", "-Pipeline.backward_weights", "-Pipeline.execute",
+        "loss_of",
+        "Pipeline",
+        "-Pipeline.backward_input",
+        "-Pipeline.backward_weights",
+        "-Pipeline.execute",
     ),
-}  # fmt: skip
-TITLE = "Lab 6: fill the holes until `python labs/grade.py 6` says right everywhere."
+}
 V = 2  # stages on each rank of `interleaved`
 
 
@@ -28,17 +33,23 @@ V = 2  # stages on each rank of `interleaved`
 
 
 def pipelines(name: str, setting: Setting) -> list[tuple[int, int]]:
-    """Return (ranks, micro-batches) of some pipelines; interleaved stages need multiples."""
+    """Return (ranks, micro-batches): from 1 micro-batch on; interleaved, multiples."""
     p = 2 + setting.draw(3)[0]
-    return [(2, 2), (p, 2 * p), (p, p if name == "interleaved" else p - 1)]
+    if name == "interleaved":
+        return [(ranks, k * ranks) for ranks in (2, p) for k in (1, 2, 3)]
+    return [(ranks, m) for ranks in (2, p) for m in range(1, 2 * p + 1)]
 
 
 def see_schedule(name, answer, setting):
-    # On each rank the same: no rank need talk to another for it.
+    # The same on each rank: no rank has to talk to another.
     def orders(p, m):
         make = getattr(answer, name)
         more = (V,) if name == "interleaved" else ()
-        return [[tuple(i) for i in make(rank, p, m, *more)] for rank in range(p)]
+        most = 2 * m * V + 9  # one that does not end is cut
+        return [
+            [tuple(i) for i in itertools.islice(make(rank, p, m, *more), most)]
+            for rank in range(p)
+        ]
 
     return [orders(p, m) for p, m in pipelines(name, setting)]
 
@@ -57,7 +68,8 @@ def judge_schedule(name, seen, setting):
             kept, enough = (lesson.peak_activations(s[rank]) for s in (schedule, right))
             if kept > enough:
                 return (
-                    f"{where}rank {rank} keeps the activations of {kept:g} forwards, {enough:g} "
+                    f"{where}rank {rank} keeps the activations of {kept:g} forwards, "
+                    f"{enough:g} "
                     "are enough: a backward comes as soon as it can"
                 )
         idle, least = (lesson.bubble(lesson.simulate(s)) for s in (schedule, right))
@@ -67,12 +79,17 @@ def judge_schedule(name, seen, setting):
 
 
 def explained(lesson, schedule, m, stages):
-    """Say what is wrong with a schedule: strange work, then missing work, then a wait for ever."""
+    """Say what is wrong with a schedule: strange work, then missing work, then a wait
+    for ever.
+    """
     times = Counter(i for rank in schedule for i in rank)
     for rank, orders in enumerate(schedule):
         for i in orders:
             if not (i.kind in "FB" and 0 <= i.micro_batch < m):
-                return f"rank {rank}: {i} is no micro-batch of this step, which has 0 to {m - 1}"
+                return (
+                    f"rank {rank}: {i} is no micro-batch of this step, which has 0 to "
+                    f"{m - 1}"
+                )
             if not 0 <= i.stage < stages or i.stage % len(schedule) != rank:
                 return f"rank {rank} does not hold the stage of {i}"
     for stage, k, kind in itertools.product(range(stages), range(m), "FB"):
@@ -87,13 +104,22 @@ def explained(lesson, schedule, m, stages):
     for rank, (orders, ended) in enumerate(zip(schedule, spans, strict=True)):
         if len(ended) < len(orders):
             blocked = orders[len(ended)]
-            missing = next(i for i in lesson.needs(blocked, stages - 1) if i not in done)
-            holder = missing.stage % len(schedule)
-            later = "comes later in its own order" if holder == rank else f"is rank {holder}'s"
-            sentence = (
-                f"rank {rank} waits for ever before {blocked}: it needs {missing}, which {later}"
+            missing = next(
+                i for i in lesson.needs(blocked, stages - 1) if i not in done
             )
-            waits.append((holder != rank, sentence))  # who blocks itself, blocks the others
+            holder = missing.stage % len(schedule)
+            later = (
+                "comes later in its own order"
+                if holder == rank
+                else f"is rank {holder}'s"
+            )
+            sentence = (
+                f"rank {rank} waits for ever before {blocked}: it needs {missing}, "
+                f"which {later}"
+            )
+            waits.append(
+                (holder != rank, sentence)
+            )  # who blocks itself, blocks the others
     return min(waits)[1] if waits else None
 
 
@@ -116,7 +142,9 @@ def micro_batches(setting: Setting) -> tuple[list[torch.Tensor], list[torch.Tens
 
 def see_step(answer, setting):
     stages, (inputs, targets) = model_of(setting), micro_batches(setting)
-    pipeline = answer.Pipeline(dict(enumerate(stages)), len(stages) - 1, inputs, targets)
+    pipeline = answer.Pipeline(
+        dict(enumerate(stages)), len(stages) - 1, inputs, targets
+    )
     for k in range(len(inputs)):
         activations = None
         for stage in range(len(stages)):
@@ -152,33 +180,56 @@ def judge_step(seen, setting):
     mistakes = {
         f"gradients are {m} times too large: the loss is not divided by the number of "
         "micro-batches": by_name(total),
-        f"gradients are {m} times too small: divided by the micro-batches twice": by_name(
-            [value / m**2 for value in total]
-        ),
-        "the last micro-batch's gradient alone: gradients of micro-batches add up": by_name(
-            [value / m for value in each[-1]]
-        ),
+        f"gradients are {m} times too small: divided by the micro-batches "
+        "twice": by_name([value / m**2 for value in total]),
+        "the last micro-batch's gradient alone: gradients of micro-batches add "
+        "up": by_name([value / m for value in each[-1]]),
+    }
+    first_inputs = [torch.zeros_like(value) for value in total]
+    for target in targets:
+        x = inputs[0]
+        for stage in stages:
+            x = stage(x)
+        loss = F.cross_entropy(x.flatten(0, 1), target.flatten()) / m
+        each_first = torch.autograd.grad(loss, list(stages.parameters()))
+        first_inputs = [a + b for a, b in zip(first_inputs, each_first, strict=True)]
+    mistakes |= {
+        "every micro-batch gets the inputs of micro-batch 0": by_name(first_inputs),
+        f"divided by the number of stages, {len(stages)}: it is the mean over "
+        "micro-batches": by_name([value / len(stages) for value in total]),
     }
     own = seen[0]
     if "graph" in own:
         return (
-            f"forward of stage {own['graph']} returns its graph too: no graph crosses ranks: "
+            f"forward of stage {own['graph']} returns its graph too: no graph crosses "
+            "ranks: "
             "detach()"
         )
     if "none" in own:
         return (
-            f"backward of stage {own['none']} returns no gradient, for which the stage before "
-            "waits: do activations that arrive require one, and does backward return it?"
+            f"backward of stage {own['none']} returns no gradient, for which the "
+            "stage before "
+            "waits: do activations that arrive require one, and does backward return "
+            "it?"
         )
     if own["kept"]:
-        return f"{own['kept']} forwards are still kept after backward: memory grows with each step"
+        return (
+            f"{own['kept']} forwards are still kept after backward: memory grows with "
+            "each step"
+        )
+    if empty := [name for name in names if own["got"][name] is None]:
+        return f"{empty[0]} gets no gradient: does every stage call out.backward?"
     if not same(own["got"], right):
         return named(own["got"], right, mistakes)
     if len(own["losses"]) != m:
         return f"{len(own['losses'])} losses noted of {m} micro-batches"
     if not same(sum(own["losses"]), sum(losses) / m):
-        mistakes = {f"{m} times too large: a part is the loss divided by {m}": sum(losses)}
-        return f"the sum of losses: {named(sum(own['losses']), sum(losses) / m, mistakes)}"
+        mistakes = {
+            f"{m} times too large: a part is the loss divided by {m}": sum(losses)
+        }
+        return (
+            f"the sum of losses: {named(sum(own['losses']), sum(losses) / m, mistakes)}"
+        )
     return None
 
 
@@ -194,7 +245,8 @@ TASKS = {
 }
 
 
-# What is to be predicted: 4 ranks, 8 micro-batches, a backward that takes as long as two forwards.
+# What is to be predicted: 4 ranks, 8 micro-batches, a backward that takes as long as
+# two forwards.
 
 RANKS, MICRO = 4, 8
 ROUNDED = 0.02  # relative: a percentage without decimals is right
@@ -212,9 +264,12 @@ def measure(kind, answer, setting):
 
 QUESTIONS = {
     "bubble": Question(
-        "percent", functools.partial(measure, "1f1b"),
+        "percent",
+        functools.partial(measure, "1f1b"),
         lambda right: {
-            "idle time over busy time: a bubble is a part of the whole time": 100 * 3 / 8,
+            "idle time over busy time: a bubble is a part of the whole time": 100
+            * 3
+            / 8,
             "that of one micro-batch: 3 of 4 ranks idle": 75,
             "p ranks wait for p - 1 others": 100 * 4 / 12,
             FRACTION: right / 100,
@@ -222,16 +277,22 @@ QUESTIONS = {
         tolerance=ROUNDED,
     ),
     "kept": Question(
-        "micro-batches", functools.partial(measure, "kept"),
+        "micro-batches",
+        functools.partial(measure, "kept"),
         lambda right: {"all of them: that is GPipe": MICRO, "the last rank's": 1},
     ),
     "bubble_v2": Question(
-        "percent", functools.partial(measure, "bubble_v2"),
+        "percent",
+        functools.partial(measure, "bubble_v2"),
         lambda right: {
-            "that of one stage per rank: two shorten what a rank waits for": 100 * 3 / 11,
-            "idle time over busy time: a bubble is a part of the whole time": 100 * 3 / 16,
+            "that of one stage per rank: two shorten what a rank waits for": 100
+            * 3
+            / 11,
+            "idle time over busy time: a bubble is a part of the whole time": 100
+            * 3
+            / 16,
             FRACTION: right / 100,
         },
         tolerance=ROUNDED,
     ),
-}  # fmt: skip
+}

@@ -1,4 +1,6 @@
-"""Lab 8, the debugging exam: which cases of the failure gallery are drawn, is in cases.toml."""
+"""Lab 8, the debugging exam: which cases of the failure gallery are drawn, is in
+cases.toml.
+"""
 
 from pathlib import Path
 

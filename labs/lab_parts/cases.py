@@ -1,6 +1,6 @@
-"""Cases of the failure gallery as the exam hands them out: which rank is at fault is nowhere said.
+"""Cases of the failure gallery as the exam hands them out: nobody says who is at fault.
 
-The script reads it from ODD_RANK, so that it runs with any rank at fault, and with none.
+The script reads the rank at fault from ODD_RANK, so it runs with any rank, or none.
 """
 
 import os
@@ -12,39 +12,49 @@ from lab_parts.holes import import_lesson
 from lab_parts.running import LOOPBACK
 
 gallery = import_lesson("04-nccl-operations/failure_gallery.py")
-# The line of a broken script that names the rank at fault.
+# The line of a gallery script that names the rank at fault.
 CULPRIT = re.compile(r"^([A-Z]+) = \d+(?=  # the rank )", re.M)
-RANKS = 3  # of the job that is handed out: of two ranks that differ none can be named
-NONE = -1  # the rank at fault, where none is
+LAST_LINE = re.compile(r"^print\(.*\n", re.M)
+RANKS = 3  # with two ranks that differ, nobody could say which is at fault
+NONE = -1  # ODD_RANK if no rank is at fault
 
 
 @dataclass
 class Case:
-    """A failure of the gallery as an exam asks for it: an entry of cases.toml."""
+    """An entry of cases.toml, which explains the fields."""
 
     failure: Any
-    calls: dict[str, int]  # regular expressions of collectives: how often each rank has to call it
-    right: str = ""  # what each rank prints last, where the gallery says something else
-    healthy: str = ""  # and where no rank is at fault, if that differs
-    stays: dict[str, str] = field(default_factory=dict)  # regular expressions of code, and why
-    hides: dict[str, str] = field(default_factory=dict)  # of code that hides the fault, and how
-    near: dict[str, str] = field(default_factory=dict)  # causes that look alike: what tells them
+    calls: dict[str, int]
+    right: str = ""
+    healthy: str = ""
+    prints: str = ""
+    saves: bool = False
+    near: dict[str, str] = field(default_factory=dict)
 
     def script(self, name: str = "broken.py") -> str:
-        """Return a script of the gallery that does not say which rank is at fault."""
+        """Return a script of the gallery that does not say who is at fault."""
         constant = CULPRIT.search(self.failure.script("broken.py").read_text())[1]
         source = self.failure.script(name).read_text()
         text = CULPRIT.sub('ODD_RANK = int(os.environ["ODD_RANK"])', source)
-        return re.sub(r"  # .*", "", re.sub(rf"\b{constant}\b", "ODD_RANK", text))
+        text = re.sub(rf"\b{constant}\b", "ODD_RANK", text)
+        if self.prints:
+            text = LAST_LINE.sub(f"{self.prints}\n", text)
+        return re.sub(r"  # .*", "", text)
 
     def result(self, ranks: int, odd: int) -> str:
-        """Return what each rank of a right cure prints last."""
+        """Return the last line of each rank of a cured job."""
         text = self.right or self.failure.right
-        text = (self.healthy or text) if odd == NONE else text
-        # The last one: four weights of 1, less a tenth of the sum of all ranks' gradients of 1.
-        return text.format(n=ranks, others=ranks - 1, loss=4 - 0.4 * ranks)
+        if odd == NONE:
+            text = self.healthy or text
+        numbers = {
+            # Four weights of 1, less a tenth of n gradients of 1 each.
+            "loss": 4 - 0.4 * ranks,
+            # Two steps with a gradient of 2, averaged with one rank that has none.
+            "share": 4 * (ranks - 1) / ranks,
+        }
+        return text.format(n=ranks, others=ranks - 1, **numbers)
 
 
 def set_odd_rank(odd: int) -> None:
-    """Let this rank's script read which rank is at fault."""
+    """Tell this rank's script which rank is at fault."""
     os.environ.update(ODD_RANK=str(odd), GLOO_SOCKET_IFNAME=LOOPBACK)

@@ -1,6 +1,8 @@
-"""What a student of the exam gets: the script, and what was seen of the job that it broke.
+"""What a student of the exam gets: the script, and what was seen of the job that it
+broke.
 
-The job runs twice: as it is, while py-spy reads the stacks, and with the flight recorder in it.
+The job runs twice: as it is, while py-spy reads the stacks, and with the flight
+recorder in it.
 """
 
 import contextlib
@@ -14,15 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dist_common.cli import UsageError
 from dist_common.ranks import Rank
 from lab_parts import recorder
 from lab_parts.cases import NONE, RANKS, Case, gallery, set_odd_rank
 from lab_parts.holes import REPO
-from legacy_common.cli import UsageError
 
 PR_SET_PTRACER = 0x59616D61  # prctl(2)
 STUCK_S = 1.0  # from the start of a job until its stacks are read
-DEADLINE_S = 6.0  # of each run: some end by themselves, after gloo's timeout of 2 s, some never
+DEADLINE_S = 6.0  # of each run; gloo's timeout ends some after 2 s
 ANSWERS = """\
 # Seed {seed}. Read case.txt, then evidence/.
 
@@ -45,24 +47,28 @@ def hand_out(folder: Path, case: Case, odd: int, seed: int) -> None:
             (folder / name).write_text(text)
 
 
+TASK = """\
+mine.py was started on 3 ranks:  ODD_RANK=? torchrun --nproc-per-node=3 mine.py
+
+ODD_RANK is the rank at fault. You have to find it. The grader runs your cure with
+another rank at fault, and once with {none}, which means none. Each rank has to end with
+exit code 0, and its last line has to be
+
+{results}
+
+The cure has to do all of the job's work. If ODD_RANK stands for damaged or uneven data,
+the cure has to live with it. The timeout is long enough.
+"""
+
+
 def described(case: Case) -> str:
-    """Say what a cure has to do, and what it has to live with."""
-    lines = ["mine.py was started on 3 ranks:  ODD_RANK=? torchrun --nproc-per-node=3 mine.py", ""]
-    lines += [
-        "ODD_RANK is the rank at fault, which you are to find. When your cure runs it is another",
-        f"one, and once {NONE}: none. Each rank has to end with exit code 0, and to print last",
-        "",
-    ]
+    """Say what a cured job prints."""
+    lines = []
     for ranks in (2, 3):
         ill, well = case.result(ranks, 0), case.result(ranks, NONE)
-        lines.append(f"  on {ranks} ranks{',  one at fault' * (ill != well):<17}  {ill}")
-        lines += [f"  on {ranks} ranks, none at fault    {well}"] * (ill != well)
-    lines += [
-        "",
-        "and to leave no work out. Where ODD_RANK stands for damaged or uneven data, or for a",
-        "part of a machine that is broken, a cure has to live with it. The timeout is long enough.",
-    ]
-    return "\n".join(lines) + "\n"
+        lines.append(f"  on {ranks} ranks, one at fault:   {ill}")
+        lines.append(f"  on {ranks} ranks, none at fault:  {well}")
+    return TASK.format(none=NONE, results="\n".join(lines))
 
 
 def gather(case: Case, odd: int) -> dict[str, str]:
@@ -75,7 +81,8 @@ def gather(case: Case, odd: int) -> dict[str, str]:
         @contextlib.contextmanager
         def readable(rank: int) -> Iterator[None]:
             set_odd_rank(odd)
-            if sys.platform == "linux":  # Ubuntu lets py-spy read none but its own children
+            # Ubuntu lets py-spy read its own children only.
+            if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1))
             yield
 
@@ -103,33 +110,50 @@ def gather(case: Case, odd: int) -> dict[str, str]:
 
         gallery.run_job(script, RANKS, folder, recorded, None, DEADLINE_S)
         logs = {f"rank-{n}.log": log_of(rank, folder) for n, rank in enumerate(ended)}
-        ends = [f"rank {n}: {gallery.describe_end(rank)}" for n, rank in enumerate(ended)]
+        ends = [
+            f"rank {n}: {gallery.describe_end(rank)}" for n, rank in enumerate(ended)
+        ]
         files = zip(notes, inputs, strict=True)
         calls = [calls_of(rank, *pair) for rank, pair in enumerate(files)]
-    texts = {"job.txt": ends, "stacks.txt": [f"rank {n}:\n{own}" for n, own in enumerate(stacks)]}
-    return logs | {n: "\n".join(own) + "\n" for n, own in (texts | {"calls.txt": calls}).items()}
+    texts = {
+        "job.txt": ends,
+        "stacks.txt": [f"rank {n}:\n{own}" for n, own in enumerate(stacks)],
+    }
+    return logs | {
+        n: "\n".join(own) + "\n" for n, own in (texts | {"calls.txt": calls}).items()
+    }
 
 
 def log_of(rank: Rank, folder: Path) -> str:
     """Return what a rank said, without the frames of what started the script."""
     text = f"{rank.out}{rank.err}".replace(f"{folder}/", "").replace(f"{REPO}/", "")
-    return re.sub(r'(?<=Traceback \(most recent call last\):\n).*?(?=  File "mine.py")', "", text,
-                  flags=re.S)  # fmt: skip
+    return re.sub(
+        r'(?<=Traceback \(most recent call last\):\n).*?(?=  File "mine.py")',
+        "",
+        text,
+        flags=re.S,
+    )
 
 
 def stack_of(pid: int) -> str:
-    """Return a rank's stack a second after the start, innermost first, down to the script."""
+    """Return a rank's stack a second after the start, innermost first, down to the
+    script.
+    """
     try:
         frames = recorder.stack_of(pid)
     except UsageError as error:
         return f"  {error}"
     rows = [f"  {name}, {Path(file).name}:{line}" for file, name, line in frames]
-    last = next((n for n, row in enumerate(rows) if "<module>, mine.py" in row), len(rows))
+    last = next(
+        (n for n, row in enumerate(rows) if "<module>, mine.py" in row), len(rows)
+    )
     return "\n".join(rows[: last + 1]) or "  has ended"
 
 
 def calls_of(rank: int, notes: Path, inputs: Path) -> str:
-    """Return what the flight recorder has of a rank, and whether what it sums up is finite."""
+    """Return what the flight recorder has of a rank, and whether what it sums up is
+    finite.
+    """
     calls = json.loads(notes.read_text()) if notes.exists() else []
     lines = [f"rank {rank}: {len(calls)} calls in the group of all ranks"]
     lines += [f"  {number} {call}" for number, call in enumerate(calls, 1)]

@@ -1,6 +1,8 @@
-"""What a rank of the exam's job does, seen from outside: its calls, its summands and its stack.
+"""What a rank of the exam's job does, seen from outside: its calls, its summands and
+its stack.
 
-The calls are those of PyTorch's flight recorder. Source: torch 2.14.1, FlightRecorder.hpp.
+The calls are those of PyTorch's flight recorder. Source: torch 2.14.1,
+FlightRecorder.hpp.
 """
 
 import json
@@ -12,12 +14,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_common.cli import UsageError
+from dist_common.cli import UsageError
+from lab_parts.running import runs
 
 EVERY_S = 0.1
 
@@ -30,7 +32,9 @@ def noted() -> list[dict]:
 
 
 def record(file: Path) -> Callable[[], None]:
-    """Write this rank's calls to `file` again and again, from a thread; return what ends it."""
+    """Write this rank's calls to `file` again and again, from a thread; return what
+    ends it.
+    """
     before = noted()  # of the process that forked this one
     start = before[-1]["record_id"] + 1 if before else 0
     ended = threading.Event()
@@ -64,7 +68,7 @@ def words_of(entry: dict) -> str:
 
 
 def before_each_sum(look: Callable[[torch.Tensor], None]) -> None:
-    """Call look(tensor) with what dist.all_reduce gets, and with each gradient that DDP reduces."""
+    """Call look(tensor) before each all-reduce and for each gradient under DDP."""
     all_reduce, make_ddp = dist.all_reduce, DistributedDataParallel.__init__
 
     def watched(tensor, *args, **kwargs):
@@ -87,14 +91,19 @@ def py_spy() -> str | None:
 
 
 def stack_of(pid: int) -> list[tuple[str, str, int]]:
-    """Return (file, function, line) of a process's main thread, innermost first; [] if it ended."""
+    """Return (file, function, line) of a process's frames, innermost first.
+
+    The list is empty if the process has ended.
+    """
     if py_spy() is None:
         raise UsageError("this needs py-spy: pip install py-spy")
     command = [py_spy(), "dump", "--json", "--pid", str(pid)]
     asked = subprocess.run(command, capture_output=True, text=True)
     if asked.returncode:
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            raise UsageError(f"py-spy cannot read process {pid}: {asked.stderr.strip()}")
+        if runs(pid):
+            raise UsageError(
+                f"py-spy cannot read process {pid}: {asked.stderr.strip()}"
+            )
         return []
     threads = [one for one in json.loads(asked.stdout) if one["os_thread_id"] == pid]
     frames = threads[0]["frames"] if threads else []

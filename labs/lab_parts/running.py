@@ -1,6 +1,6 @@
-"""Run one task of a lab on some ranks, and say in a sentence how it ended.
+"""Run one task of a lab on several ranks, and say in a sentence what went wrong.
 
-What a rank saw comes back as JSON, and is judged in this process: an answer's code never runs here.
+The ranks return JSON, which this process judges: an answer's code never runs here.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,26 +26,36 @@ import torch
 import torch.distributed as dist
 
 from dist_common import ranks
+from dist_common.check import CollectiveCounter
 from lab_parts.holes import Answer, import_lesson
 
-DEADLINE_S = 120.0  # of a task, for a hang that nothing else shows: one takes a second or so
-CPU_S = 8.0  # of a rank: more is a loop without an end
-STUCK_S = 1.5  # a task hangs when all its ranks sleep and have used no CPU for as long
+DEADLINE_S = 120.0  # of a task; a right answer takes about a second
+CPU_S = 8.0  # of a rank; a rank that uses more is in an endless loop
+STUCK_S = 1.5  # a task hangs if all ranks sleep and use no CPU for this long
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-MISFIT = re.compile(r"op\.preamble|Received data size doesn't match")  # gloo's
+MISFIT = re.compile(r"op\.preamble|Received data size doesn't match")  # gloo's words
 UNEQUAL = "got another number of bytes than it waits for"
-OTHER_FORM = "what came has another form than the lesson's: see the docstring"
-# What a judge raises over something of another form: torch's errors are RuntimeErrors.
-MISREAD = (ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError,
-           ValueError)  # fmt: skip
+OTHER_FORM = "the answer returns another form than the docstring asks for"
+# What a judge raises for a value of another form: torch's errors are RuntimeErrors.
+MISREAD = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
 FRAME = re.compile(r'File "(.+)", line (\d+) in ([\w<>]+)')
-# What a rank says whose partner is gone: the mistake is elsewhere.
-LOST = re.compile(r"closed by peer|reset by peer|[Cc]onnection (refused|closed)|timed out")
+# What a rank says after its partner has failed: the mistake is on another rank.
+LOST = re.compile(
+    r"closed by peer|reset by peer|[Cc]onnection (refused|closed)|timed out"
+)
 
 
 @dataclass
 class Setting:
-    """What a task may use: which rank this is of how many, and a seed that is drawn anew."""
+    """What a task may use: the rank, the number of ranks, and a seed."""
 
     rank: int
     world_size: int
@@ -61,108 +71,178 @@ class Setting:
         dist.all_reduce(agreed, dist.ReduceOp.MIN)
         return bool(agreed)
 
-    def draw(self, *of: int) -> list[int]:
-        """Return a number from 1 to each of `of`, the same on all ranks."""
-        own = random.Random(self.seed)
-        return [own.randint(1, most) for most in of]
+    def draw(self, *limits: int) -> list[int]:
+        """Return a number from 1 to each limit, the same on all ranks."""
+        generator = random.Random(self.seed)
+        return [generator.randint(1, limit) for limit in limits]
 
 
 @dataclass
 class Task:
-    """What is asked of a hole: `see` runs on each rank, `judge` gets what all of them saw.
+    """What a hole has to do: `see` runs on each rank, `judge` gets all ranks' results.
 
-    `see(answer, setting)` returns what JSON can hold; `judge(seen, setting)` the mistake in words,
-    or None.
+    `see(answer, setting)` returns a value that JSON can hold. `judge(seen, setting)`
+    returns the mistake in words, or None.
     """
 
     see: Callable[[Any, Setting], Any]
     judge: Callable[[list, Setting], str | None]
 
 
+@dataclass
+class Outcome:
+    """What the ranks returned, or why they did not; and what they printed."""
+
+    seen: list | None
+    problem: str | None = None
+    printed: str = ""
+    calls: list[dict] = field(default_factory=list)  # collectives by kind, of each rank
+
+
+def grade(task: Task, answer: Answer, hole: str, setting: Setting) -> tuple[str, str]:
+    """Return what is wrong with an answer ("" if nothing is) and what it printed."""
+    outcome = run(task.see, answer, hole, setting)
+    wrong = outcome.problem
+    if outcome.seen is not None:
+        wrong = judge(task, outcome.seen, setting) or compare_calls(outcome.calls)
+    return wrong or "", outcome.printed
+
+
 def run(
-    see: Callable[[Any, Setting], Any], answer: Answer, hole: str | None, setting: Setting,
-    folder: Path,
-) -> tuple[list | None, str, str]:  # fmt: skip
-    """Return what each rank saw, or None and why not; and what the ranks printed."""
-
-    def be(rank: int) -> dict:
-        os.environ.update(GLOO_SOCKET_IFNAME=LOOPBACK, OMP_NUM_THREADS="1")
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(setting.world_size))
-        try:
-            store = dist.FileStore(str(folder / "store"), setting.world_size)
-            place = {"rank": rank, "world_size": setting.world_size, "store": store}
-            dist.init_process_group("gloo", timeout=timedelta(seconds=2 * DEADLINE_S), **place)
-            module = answer.module(hole)
-            saw = see(module, Setting(rank, setting.world_size, setting.seed))
-            json.dumps(saw)  # a tensor where a number should be: said here
-            all_done.wait()  # one that left would cut the others' calls short
-            return {"saw": saw}
-        except BaseException as error:  # SystemExit too
-            return {"error": describe(error, str(answer.path))}
-
-    # Import here, once, what each fork would have to import again.
+    see: Callable[[Any, Setting], Any],
+    answer: Answer,
+    hole: str,
+    setting: Setting,
+) -> Outcome:
+    """Run `see` on all ranks; the answer's own lines are in this hole only."""
+    # Import once what each fork would import again.
     importlib.import_module("torch._dynamo")
     for lesson in answer.lessons:
         import_lesson(lesson.path)
     aborted: list[int] = []
     all_done = multiprocessing.get_context("fork").Barrier(setting.world_size)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+
+        def body(rank: int) -> dict:
+            place = Setting(rank, setting.world_size, setting.seed)
+            return run_rank(see, answer, hole, place, folder / "store", all_done)
+
+        try:
+            ended = ranks.fork(
+                body,
+                setting.world_size,
+                folder,
+                DEADLINE_S,
+                during=lambda pids: aborted.extend(abort_stuck(pids)),
+                values=json,
+            )
+        except ValueError:  # only the grader's lines write a rank's result
+            return Outcome(None, "the answer overwrote a file of the grader")
+    lines = [f"rank {n}: {s}\n" for n, rank in enumerate(ended) for s in lines_of(rank)]
+    printed = "".join(lines)
+    values = [rank.value if isinstance(rank.value, dict) else {} for rank in ended]
+    if all("seen" in value for value in values):
+        seen = [value["seen"] for value in values]
+        return Outcome(seen, None, printed, [value["calls"] for value in values])
+    return Outcome(None, explain(ended, values, aborted, str(answer.path)), printed)
+
+
+def lines_of(rank: ranks.Rank) -> list[str]:
+    return rank.out.splitlines()
+
+
+def run_rank(see, answer, hole, setting, store, all_done) -> dict:
+    """Be a rank: return what `see` returns and the collectives, or the error."""
+    environ = {"RANK": setting.rank, "LOCAL_RANK": setting.rank}
+    environ |= {"WORLD_SIZE": setting.world_size, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in environ.items()})
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
     try:
-        ended = ranks.fork(
-            be, setting.world_size, folder, DEADLINE_S,
-            during=lambda pids: aborted.extend(abort_stuck(pids)), values=json,
-        )  # fmt: skip
-    except ValueError:  # a rank's answer is written by the grader's lines alone
-        return None, "the answer overwrote what the grader wrote", ""
-    printed = "".join(f"rank {n}: {line}\n" for n, rank in enumerate(ended)
-                      for line in rank.out.splitlines())  # fmt: skip
-    told = [rank.value if isinstance(rank.value, dict) else None for rank in ended]
-    if all(one and "saw" in one for one in told):
-        return [one["saw"] for one in told], "", printed
-    errors = {n: one["error"] for n, one in enumerate(told) if one and "error" in one}
-    own = {n: text for n, text in errors.items() if not LOST.search(text)}
-    for number, text in own.items():
-        return None, f"rank {number}: {text}", printed
-    if hanging := [n for n, rank in enumerate(ended) if n in aborted or rank.code is None]:
-        return None, hang(ended, hanging, errors, str(answer.path)), printed
+        dist.init_process_group(
+            "gloo",
+            timeout=timedelta(seconds=2 * DEADLINE_S),
+            rank=setting.rank,
+            world_size=setting.world_size,
+            store=dist.FileStore(str(store), setting.world_size),
+        )
+        module = answer.module(hole)
+        with CollectiveCounter() as counter:
+            seen = see(module, setting)
+        json.dumps(seen)  # an error if there is a tensor instead of a number
+        all_done.wait()  # a rank that left would end the other ranks' calls
+        return {"seen": seen, "calls": dict(counter.calls)}
+    except BaseException as error:  # SystemExit too
+        return {"error": describe(error, str(answer.path))}
+
+
+def compare_calls(calls: list[dict]) -> str | None:
+    """Name a collective that some ranks call more often than rank 0."""
+    for rank, counts in enumerate(calls):
+        for kind in sorted(counts.keys() | calls[0].keys()):
+            number, first = counts.get(kind, 0), calls[0].get(kind, 0)
+            if number != first:
+                return (
+                    f"rank 0 calls {kind} {times(first)}, rank {rank} {times(number)}: "
+                    "every rank has to make the same calls, whatever its values are"
+                )
+    return None
+
+
+def times(number: int) -> str:
+    return f"{number} time" if number == 1 else f"{number} times"
+
+
+def explain(ended, values, aborted, path: str) -> str:
+    """Say why some ranks returned nothing: an error, a hang or a crash."""
+    errors = {n: value["error"] for n, value in enumerate(values) if "error" in value}
+    for number, text in errors.items():
+        if not LOST.search(text):
+            return f"rank {number}: {text}"
+    hanging = [n for n, rank in enumerate(ended) if n in aborted or rank.code is None]
+    if hanging:
+        return describe_hang(ended, hanging, path)
     for number, rank in enumerate(ended):
-        if told[number] is None:
-            return None, f"rank {number} {crash(rank, str(answer.path))}", printed
+        if not values[number]:
+            return f"rank {number} {describe_crash(rank, path)}"
     number = min(errors)
-    return None, f"rank {number}: {errors[number]}: which rank makes another call?", printed
+    return f"rank {number}: {errors[number]}: which rank makes another call?"
 
 
 def judge(task: Task, seen: list, setting: Setting) -> str | None:
-    """Return what is wrong, or None. In a fork: one after a backward pass could not run another.
+    """Return what is wrong, or None.
 
-    Its folder is one that no answer knows.
+    It judges in a fork, because a process that has run backward could not fork ranks
+    again. No answer knows the fork's folder.
     """
 
-    def be(_) -> str | None:
+    def body(_) -> str | None:
         try:
             return task.judge(seen, setting)
         except MISREAD:
             return OTHER_FORM
 
     with tempfile.TemporaryDirectory() as folder:
-        (judged,) = ranks.fork(be, 1, Path(folder), DEADLINE_S, values=json)
+        (judged,) = ranks.fork(body, 1, Path(folder), DEADLINE_S, values=json)
     if judged.code != 0:
-        raise RuntimeError(f"the grader itself ended by {judged.ended}: {judged.err[-500:]}")
+        raise RuntimeError(f"the grader failed: {judged.ended}: {judged.err[-500:]}")
     return judged.value
 
 
 def abort_stuck(
-    pids: list[int], stuck_s: float = STUCK_S, limit_s: float = DEADLINE_S
+    pids: list[int], stuck_s: float | None = None, limit_s: float = DEADLINE_S
 ) -> list[int]:
-    """Wait for the ranks; abort those that hang, so that each writes where; return which."""
+    """Wait for the ranks. If they hang, abort them: each writes where. Return which."""
+    stuck_s = stuck_s or STUCK_S
     last, since = None, time.monotonic()
     end = since + limit_s
     while alive := {rank: pid for rank, pid in enumerate(pids) if runs(pid)}:
         try:
             processes = list(map(psutil.Process, alive.values()))
             used = [round(sum(process.cpu_times()[:2]), 2) for process in processes]
-            # One that waits for the disk, or for its turn on a busy machine, does not sleep.
-            asleep = all(process.status() == psutil.STATUS_SLEEPING for process in processes)
-        except psutil.Error:  # it has ended by now
+            # A rank that waits for the disk or for its turn on a core does not sleep.
+            asleep = all(p.status() == psutil.STATUS_SLEEPING for p in processes)
+        except psutil.Error:  # the process has ended by now
             continue
         if used != last or not asleep:
             last, since = used, time.monotonic()
@@ -183,43 +263,52 @@ def runs(pid: int) -> bool:
 
 
 def describe(error: BaseException, path: str) -> str:
-    """Say what was raised, and at which line of the answer."""
+    """Return an error's name, message and line in the answer."""
     text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
     if MISFIT.search(text):
         text = UNEQUAL
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-             if frame.filename == path]  # fmt: skip
-    if lines or isinstance(error, SystemExit | RuntimeError):
-        return f"{text} ({line_of(path, lines[-1])})" if lines else text
-    return f"{OTHER_FORM} ({text})"  # raised by the grader's lines, over what the answer returned
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    if lines:
+        return f"{text} ({line_of(path, lines[-1])})"
+    if isinstance(error, SystemExit | RuntimeError):
+        return text
+    return f"{OTHER_FORM} ({text})"  # the grader's lines raised it
 
 
-def crash(rank: ranks.Rank, path: str) -> str:
-    """Say where a rank ended, as faulthandler wrote it: gloo aborts where messages do not fit."""
-    lines = [int(line) for file, line, _ in FRAME.findall(rank.err) if file == path]
-    at = f" ({line_of(path, lines[0])})" if lines else ""
+def describe_crash(rank: ranks.Rank, path: str) -> str:
+    """Say where a rank ended. gloo aborts a process whose messages do not fit."""
+    lines = [int(n) for file, n, _ in FRAME.findall(rank.err) if file == path]
+    place = f" ({line_of(path, lines[0])})" if lines else ""
     if MISFIT.search(rank.err):
-        return f"{UNEQUAL}: it is in another call than the other ranks{at}"
-    return f"ended before the task did: {rank.ended}{at}"
+        return f"{UNEQUAL}: it is in another call than the other ranks{place}"
+    return f"ended before the task did: {rank.ended}{place}"
 
 
 def line_of(path: str, number: int) -> str:
     return f"line {number}: {linecache.getline(path, number).strip()}"
 
 
-def hang(ended: list[ranks.Rank], hanging: list[int], errors: dict[int, str], path: str) -> str:
-    """Say which rank waits in which call, as faulthandler wrote it, and what the others do."""
-    told = []
+def describe_hang(ended: list[ranks.Rank], hanging: list[int], path: str) -> str:
+    """Say in which call each rank waits, as faulthandler wrote it."""
+    parts = []
     for number, rank in enumerate(ended):
-        frames = FRAME.findall(rank.err)
-        own = [place for place, (file, _, _) in enumerate(frames) if file == path]
-        if number not in hanging:
-            told.append(f"rank {number} lost another rank")
-        elif own:
-            called = [name for _, _, name in frames[: own[0]] if name != "wrapper"]
-            where = line_of(path, int(frames[own[0]][1]))
-            told.append(f"rank {number} is in {called[-1]} ({where})" if called
-                        else f"rank {number} is at {where}")  # fmt: skip
-        else:
-            told.append(f"rank {number} has ended its part")
-    return f"hangs: {'; '.join(told)}"
+        place = "lost another rank"
+        if number in hanging:
+            place = describe_place(FRAME.findall(rank.err), path)
+        parts.append(f"rank {number} {place}")
+    return f"hangs: {'; '.join(parts)}"
+
+
+def describe_place(frames: list[tuple[str, str, str]], path: str) -> str:
+    """Say where a rank is. frames: (file, line, function), innermost first."""
+    inside = [place for place, (file, _, _) in enumerate(frames) if file == path]
+    if inside:
+        called = [name for _, _, name in frames[: inside[0]] if name != "wrapper"]
+        where = line_of(path, int(frames[inside[0]][1]))
+        return f"is in {called[-1]} ({where})" if called else f"is at {where}"
+    if any(
+        "synchronize.py" in file or "/distributed/" in file for file, _, _ in frames
+    ):
+        return "has ended its part"
+    return "reads what the answer returns, which does not end"

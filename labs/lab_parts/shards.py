@@ -1,4 +1,6 @@
-"""What labs 4 and 5 share: vectors of which each rank keeps a part, and how a reduce is judged."""
+"""What labs 4 and 5 share: vectors of which each rank keeps a part, and how a reduce is
+judged.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,9 @@ from lab_parts.running import Setting
 
 
 def tensors(setting: Setting, kind: int) -> list[torch.Tensor]:
-    """Return tensors of odd shapes, drawn anew for each kind; ranks do not divide their numbers."""
+    """Return tensors of odd shapes, drawn anew for each kind; ranks do not divide their
+    numbers.
+    """
     width = 2 + setting.draw(5)[0]
     generator = torch.Generator().manual_seed(setting.seed + 97 * kind)
     shapes = [(3, width), (width,), (2, 2, width), (1,)]
@@ -22,9 +26,15 @@ def padded(values: list[torch.Tensor], ranks: int) -> torch.Tensor:
 
 
 def gradients(setting: Setting, rank: int, micro: int) -> list[torch.Tensor | None]:
-    """Return a rank's gradients of a micro-batch; of one parameter none on rank 1."""
+    """Return a rank's gradients of a micro-batch.
+
+    Rank 1 lacks one of them in micro-batches 0 and 1, and all of them in 2.
+    """
     drawn = tensors(setting, 10 + 10 * micro + rank)
-    return [None if rank == 1 and n == 1 else tensor for n, tensor in enumerate(drawn)]
+    unused = range(len(drawn)) if micro == 2 else [1]
+    return [
+        None if rank == 1 and n in unused else tensor for n, tensor in enumerate(drawn)
+    ]
 
 
 def set_gradients(parameters: list[torch.Tensor], setting: Setting, micro: int) -> None:
@@ -34,47 +44,72 @@ def set_gradients(parameters: list[torch.Tensor], setting: Setting, micro: int) 
 
 
 def kept(parameters: list[torch.Tensor], part: torch.Tensor | None) -> dict:
-    """Return what is left after reduce: this rank's part, and how many whole gradients."""
+    """Return this rank's part after reduce, and the number of whole gradients."""
     whole = sum(parameter.grad is not None for parameter in parameters)
     return {"part": None if part is None else part.tolist(), "whole": whole}
 
 
 def judge_reduce(seen: list[list[dict]], setting: Setting, name: str) -> str | None:
-    """Judge what each rank kept after each of two micro-batches; `name` is where its part goes."""
-    ranks, means = setting.world_size, []
+    """Judge what each rank kept after each micro-batch. `name` is where it belongs."""
+    ranks = setting.world_size
+    means = [mean_gradient(setting, micro) for micro in range(len(seen[0]))]
+    for rank, ends in enumerate(seen):
+        if wrong := judge_first(ends[0], means[0], rank, ranks, name):
+            return f"rank {rank}: {wrong}"
+        mistakes = {
+            "the second micro-batch's gradient alone: add it to the first": means[1],
+            "the first micro-batch's gradient alone: the second is lost": means[0],
+            "the sum is divided again with each micro-batch": means[0] / ranks
+            + means[1],
+            "the whole sum is divided again": (means[0] + means[1]) / ranks,
+        }
+        for micro in range(1, len(ends)):
+            right = sum(means[: micro + 1]).chunk(ranks)[rank].tolist()
+            if same(ends[micro]["part"], right):
+                continue
+            if micro == 2:
+                mistakes = {
+                    "a micro-batch is lost in which rank 1 used no parameter": sum(
+                        means[:2]
+                    )
+                }
+            parts = {w: m.chunk(ranks)[rank].tolist() for w, m in mistakes.items()}
+            return f"rank {rank}: {named(ends[micro]['part'], right, parts)}"
+    return None
+
+
+def mean_gradient(setting: Setting, micro: int) -> torch.Tensor:
+    """Return the mean of all ranks' gradients as one vector."""
     zeros = [torch.zeros_like(tensor) for tensor in tensors(setting, 0)]
-    for micro in (0, 1):
-        of_ranks = (gradients(setting, rank, micro) for rank in range(ranks))
-        filled = ([z if g is None else g for g, z in zip(own, zeros, strict=True)]
-                  for own in of_ranks)  # fmt: skip
-        means.append(sum(padded(own, ranks) for own in filled) / ranks)
+    total = 0
+    for rank in range(setting.world_size):
+        given = zip(gradients(setting, rank, micro), zeros, strict=True)
+        filled = [zero if gradient is None else gradient for gradient, zero in given]
+        total = total + padded(filled, setting.world_size)
+    return total / setting.world_size
 
-    for rank, (first, second) in enumerate(seen):
-        where = f"rank {rank}: "
 
-        def part(vector: torch.Tensor, of: int = rank) -> list[float]:
-            return vector.chunk(ranks)[of].tolist()
+def judge_first(
+    first: dict, mean: torch.Tensor, rank: int, ranks: int, name: str
+) -> str | None:
+    """Judge what a rank kept after the first micro-batch."""
 
-        if first["part"] is None:
-            return f"{where}{name} is None after reduce: that is where this rank's part belongs"
-        if len(first["part"]) == len(means[0]):
-            return f"{where}the gradient of all ranks' parts is kept: 1/{ranks} of it is enough"
-        mistakes = {
-            f"{ranks} times too large: summed, not divided by the ranks": part(ranks * means[0]),
-            f"{ranks} times too small: divided by the ranks twice": part(means[0] / ranks),
-        }
-        mistakes |= {f"the part of rank {of}": part(means[0], of) for of in range(ranks)}
-        if not same(first["part"], part(means[0])):
-            return where + named(first["part"], part(means[0]), mistakes)
-        if first["whole"]:
-            return f"{where}{first['whole']} whole gradients are kept: they are what is to be saved"
-        mistakes = {
-            "the second micro-batch's gradient alone: add it to the first": part(means[1]),
-            "the first micro-batch's gradient alone: the second is lost": part(means[0]),
-            "the sum is divided again with each micro-batch": part(means[0] / ranks + means[1]),
-            "the whole sum is divided again": part((means[0] + means[1]) / ranks),
-        }
-        total = part(means[0] + means[1])
-        if not same(second["part"], total):
-            return where + named(second["part"], total, mistakes)
+    def part(vector: torch.Tensor, of: int = rank) -> list[float]:
+        return vector.chunk(ranks)[of].tolist()
+
+    if first["part"] is None:
+        return f"{name} is None after reduce: this rank's part belongs there"
+    if len(first["part"]) == len(mean):
+        return f"it keeps all ranks' parts of the gradient: keep 1/{ranks} of it"
+    mistakes = {
+        f"{ranks} times too large: summed, not divided by the ranks": part(
+            ranks * mean
+        ),
+        f"{ranks} times too small: divided by the ranks twice": part(mean / ranks),
+    }
+    mistakes |= {f"the part of rank {of}": part(mean, of) for of in range(ranks)}
+    if not same(first["part"], part(mean)):
+        return named(first["part"], part(mean), mistakes)
+    if first["whole"]:
+        return f"{first['whole']} whole gradients stay: drop them to save their memory"
     return None
