@@ -66,13 +66,13 @@ def compute(model, batch):
     F.cross_entropy(logits.flatten(0, -2), targets.flatten()).backward()
 
 
-def gradient_error(ddp_model, own, whole):
+def gradient_error(ddp_model, local_batch, whole):
     """Return the relative error of DDP's gradient against one process.
 
     In evaluation mode, because batch norm would use the mean of a rank's samples.
     """
     gradients = []
-    for model, batch in ((ddp_model, own), (ddp_model.module, whole)):
+    for model, batch in ((ddp_model, local_batch), (ddp_model.module, whole)):
         model.eval()
         compute(model, batch)
         gradients.append(torch.cat([w.grad.flatten() for w in model.parameters()]))
@@ -111,12 +111,14 @@ def measure(args, run):
     """Time steps with the same global batch (strong) or batch per rank (weak)."""
     model, make_batch = build_model(args.model, args.seed, run.device)
     whole = make_batch(args.global_batch_size)
-    own = [part.chunk(run.world_size)[run.rank] for part in whole]
+    local_batch = [part.chunk(run.world_size)[run.rank] for part in whole]
     ddp_model = DDP(model)
-    error = max(runtime.gather(gradient_error(ddp_model, own, whole), run.cpu_group))
+    error = max(
+        runtime.gather(gradient_error(ddp_model, local_batch, whole), run.cpu_group)
+    )
     return {
         "gradient_error": error,
-        "strong": time_step(ddp_model, own, args.rounds, run),
+        "strong": time_step(ddp_model, local_batch, args.rounds, run),
         "weak": time_step(ddp_model, whole, args.rounds, run),
     }
 
@@ -147,14 +149,14 @@ def split_step(kind, ranks, measured, alone):
     return {"ideal": ideal, **dict(zip(LOSSES, losses, strict=True))}
 
 
-def show_scaling(report, found):
+def show_scaling(report, measured):
     """Print where the time goes on each number of ranks, and the efficiency."""
     rows = []
     report.metrics["scaling"] = []
     for kind in ("strong", "weak"):
-        for ranks, metrics in found.items():
+        for ranks, metrics in measured.items():
             step = metrics[kind]["step"]
-            parts = split_step(kind, ranks, metrics[kind], found[1][kind])
+            parts = split_step(kind, ranks, metrics[kind], measured[1][kind])
             efficiency = parts["ideal"] / step
             times = [f"{value:.1f} ms" for value in (step, *parts.values())]
             rows.append((kind, str(ranks), *times, f"{efficiency:.0%}"))
@@ -212,20 +214,20 @@ def main():
         report = Report("01-ddp-basics/ddp_benchmark.py", args, run)
         if run.device.type == "cpu":
             torch.set_num_threads(1)  # one core for each rank, also for a single one
-        found = {run.world_size: measure(args, run)}
+        measured = {run.world_size: measure(args, run)}
         for ranks in more_ranks:
-            found[ranks] = measure_in_new_processes(ranks)
+            measured[ranks] = measure_in_new_processes(ranks)
         if started_alone:
-            show_scaling(report, found)
+            show_scaling(report, measured)
         else:
-            report.metrics = found[run.world_size]
+            report.metrics = measured[run.world_size]
             for kind in ("strong", "weak"):
                 times = report.metrics[kind]
                 run.print0(
                     f"{kind} scaling: {times['step']:.1f} ms per step, "
                     f"{times['slowest']:.1f} ms without the all-reduce"
                 )
-        for ranks, metrics in found.items():
+        for ranks, metrics in measured.items():
             # A ReLU near 0 may turn a last bit into another gradient.
             tolerance = 0.05 if args.model == "resnet50" else 1e-5
             name = f"world size {ranks}: relative error of the gradient"

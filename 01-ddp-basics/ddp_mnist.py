@@ -123,12 +123,14 @@ def draw(path, losses, accuracies):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.semilogy(range(1, len(losses) + 1), losses)
-    left.set(title="Training loss", xlabel="step", ylabel="cross-entropy")
-    right.plot(range(1, len(accuracies) + 1), accuracies, marker="o")
-    right.set(title="Test accuracy", xlabel="epoch", ylabel="share of the test set")
-    for axes in (left, right):
+    loss_plot, accuracy_plot = figure.subplots(1, 2)
+    loss_plot.semilogy(range(1, len(losses) + 1), losses)
+    loss_plot.set(title="Training loss", xlabel="step", ylabel="cross-entropy")
+    accuracy_plot.plot(range(1, len(accuracies) + 1), accuracies, marker="o")
+    accuracy_plot.set(
+        title="Test accuracy", xlabel="epoch", ylabel="share of the test set"
+    )
+    for axes in (loss_plot, accuracy_plot):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
 

@@ -242,7 +242,7 @@ def save_all(args, run, config):
         started = time.perf_counter()
         writing = save(model, optimizer, args.folder / way, run.cpu_group)
         stall_ms[way] = (time.perf_counter() - started) * 1e3
-    # The weights change while the thread writes its copy of them.
+    # The weights change while the thread writes its copy.
     train(model, optimizer, range(SAVE_AT, STEPS), *ranks)
     writing.result()  # a script that ends earlier has saved nothing
     return stall_ms

@@ -40,7 +40,7 @@ ALPHA = 16  # the adapter's output is scaled by ALPHA / RANK
 class LoRALinear(nn.Module):
     """A frozen layer W with two thin matrices: y = W x + alpha / r B A x.
 
-    Shapes: W (out, in), A (r, in), B (out, r). The names are those of peft.
+    Shapes: W (out, in), A (r, in), B (out, r). peft uses the same names.
     """
 
     def __init__(self, base_layer):
@@ -163,7 +163,7 @@ def main():
         mesh = init_device_mesh(run.device.type, (world_size,))
         for unit in (*model.blocks, model):
             fully_shard(unit, mesh=mesh)  # frozen and trained weights share a unit
-        # Frozen weights get no gradients, so AdamW makes no moments for them.
+        # Frozen weights get no gradients, so AdamW makes no moments.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with check.CollectiveCounter() as counter:
             losses = train(model, optimizer, range(STEPS), run.rank, world_size)

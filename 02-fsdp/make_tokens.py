@@ -120,7 +120,7 @@ def write_tokens(folder, documents, tokenizer):
     return about
 
 
-class Parser(argparse.ArgumentParser):
+class TokensParser(argparse.ArgumentParser):
     """argparse with errors in one line."""
 
     def error(self, message):
@@ -128,7 +128,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_args():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = TokensParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("files", nargs="+", type=Path, metavar="FILE", help="text, or lines of JSON")
     add("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")

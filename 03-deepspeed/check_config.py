@@ -186,11 +186,11 @@ def main():
                 config = json.loads(path.read_text())
             except (OSError, ValueError) as error:
                 raise cli.UsageError(f"{path}: {error}") from error
-            found = list(hints(config))
-            found += fill_auto(config, args.reader)
-            found += check_values(config, args.world_size)
-            found += try_config(deepspeed, config)
-            for kind, line in found:
+            remarks = list(hints(config))
+            remarks += fill_auto(config, args.reader)
+            remarks += check_values(config, args.world_size)
+            remarks += try_config(deepspeed, config)
+            for kind, line in remarks:
                 run.print0(f"{path}: {kind}: {line}")
                 counts[kind] += 1
         for kind in KINDS:

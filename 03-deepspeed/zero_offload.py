@@ -221,8 +221,8 @@ def main():
             expected = expected_bytes(
                 engine_config, shards, num_weights, width, run.world_size
             )
-            for kind, found, right in zip(BYTES, measured, expected, strict=True):
-                errors[kind].append(abs(found - right) / num_weights)
+            for kind, actual, predicted in zip(BYTES, measured, expected, strict=True):
+                errors[kind].append(abs(actual - predicted) / num_weights)
             cells = [show_bytes(kind, num_weights) for kind in held]
             rows.append((name, *cells, f"{measured[3] / num_weights:.2f}"))
         run.print0(

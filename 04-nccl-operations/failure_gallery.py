@@ -53,14 +53,14 @@ class Failure:
     nccl: str
     says: str
     ends: str
-    right: str
+    last_line: str
 
     def script(self, name):
         return FAILURES / self.name / name
 
     def result(self, n):
         """Return the last line of each of n ranks of the cured job."""
-        return self.right.format(n=n, others=n - 1, mean=(n - 1) / 2)
+        return self.last_line.format(n=n, others=n - 1, mean=(n - 1) / 2)
 
 
 TABLE = tomllib.loads((FAILURES / "cases.toml").read_text())
@@ -146,11 +146,11 @@ def check_ends(report, failure, broken, cured):
     said = any(re.search(failure.says, line) for line in logs)
     ends = re.fullmatch(failure.ends, ", ".join(map(describe_end, broken)))
     well = sum(rank.code == 0 for rank in cured)
-    right = sum(rank.out.splitlines()[-1:] == [failure.result(n)] for rank in cured)
+    correct = sum(rank.out.splitlines()[-1:] == [failure.result(n)] for rank in cured)
     report.check("broken: a rank says the words", int(said), 1, 0)
     report.check("broken: all ranks end as described", int(bool(ends)), 1, 0)
     report.check("cured: ranks that end with exit code 0", well, n, 0)
-    report.check("cured: ranks with the right result", right, n, 0)
+    report.check("cured: ranks with the right result", correct, n, 0)
 
 
 def parse_args():

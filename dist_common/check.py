@@ -79,10 +79,10 @@ def first_two_steps(
         report.check(f"relative error of {name}", errors[name], 0, tolerance)
     if report.failed:
         report.write()
-        found = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
+        error_list = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
         raise CheckError(
             "self-check failed: relative errors of two steps against one process: "
-            f"{found} (skip the check with --no-self-check)"
+            f"{error_list} (skip the check with --no-self-check)"
         )
 
 
@@ -157,7 +157,7 @@ RING_FACTORS = {
 )
 
 
-def kind_of(operator):
+def classify_collective(operator):
     """Return the kind of collective of an operator, such as all_reduce, or None."""
     plain = operator.replace("_", "")
     for kind in RING_FACTORS:
@@ -185,7 +185,7 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, operator, args):
-        kind = kind_of(operator)
+        kind = classify_collective(operator)
         ranks = group_size(args) if kind else 1
         if ranks == 1:
             return  # it waits or receives, or sends to no one

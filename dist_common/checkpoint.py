@@ -148,7 +148,7 @@ class Checkpoints:
         partial.rename(final)
         steps = self.list_steps()
         earlier = [step for step in steps if step <= facts["step"]]
-        # Also those of later steps, if the run went back.
+        # Also the later steps, if the run went back.
         for step in set(steps) - set(earlier[-self.args.keep :]):
             shutil.rmtree(self.folder / f"step-{step:08}", ignore_errors=True)
 
@@ -189,7 +189,7 @@ class Checkpoints:
         return None
 
     def inspect(self, folder):
-        """Return a checkpoint's facts, and what is wrong with this rank's share of it.
+        """Return a checkpoint's facts, and the fault in this rank's share of its files.
 
         The ranks share the work of reading all files.
         """
@@ -244,7 +244,7 @@ class Checkpoints:
 
 def find_reason(error, rank):
     """Return the rank and the cause of a failed save, such as a full disk."""
-    if isinstance(error, CheckpointException):  # all ranks get those of all ranks
+    if isinstance(error, CheckpointException):  # every rank gets all ranks' errors
         rank, (error, _) = next(iter(error.failures.items()))
     cause = error
     while cause and not isinstance(cause, OSError):

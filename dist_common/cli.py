@@ -205,15 +205,15 @@ def lost_rank(error):
         r"Connection (closed|reset|refused)|Broken pipe|[Tt]imed out|[Tt]imeout"
         r"|No route to host|Network is unreachable"
     )
-    found = re.search(patterns, text)
-    if not found or not isinstance(error, (dist.DistError, RuntimeError)):
+    match = re.search(patterns, text)
+    if not match or not isinstance(error, (dist.DistError, RuntimeError)):
         return None
     if dist.is_initialized():
         return (
-            f"lost contact with another rank ({found[0]}): it died or stopped "
+            f"lost contact with another rank ({match[0]}): it died or stopped "
             "answering. Look for the rank that failed first"
         )
-    line = f"not all {os.environ.get('WORLD_SIZE')} ranks met at {where} ({found[0]}): "
+    line = f"not all {os.environ.get('WORLD_SIZE')} ranks met at {where} ({match[0]}): "
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         # The restarted ranks may read the old ranks' addresses from torchrun's store.
         return line + (

@@ -164,8 +164,8 @@ class GlobalBatches:
         epoch, start = divmod(self.samples_seen, len(self.dataset))
         order = global_order(len(self.dataset), self.args.seed, epoch, start)
         batches = BatchSampler(order, self.args.global_batch_size, drop_last=False)
-        # The workers seed Python, NumPy and PyTorch with it: augmentation differs
-        # between ranks and epochs.
+        # The workers seed Python, NumPy and PyTorch from this generator: augmentation
+        # differs between ranks and epochs.
         generator = torch.Generator()
         generator.manual_seed(hash((self.args.seed, self.samples_seen, self.run.rank)))
         return DataLoader(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from dist_common.check import RING_FACTORS, kind_of, num_bytes
+from dist_common.check import RING_FACTORS, classify_collective, num_bytes
 
 
 def slow_group(bytes_per_second):
@@ -69,7 +69,7 @@ class SlowGroup(dist.ProcessGroup):
         """Start a collective of the real group; return a handle that completes late."""
         started_at = time.perf_counter()
         work = getattr(self.real, method)(output, *rest)
-        kind = kind_of(method)
+        kind = classify_collective(method)
         whole = max(map(num_bytes, (output, *rest)))  # the other is a rank's part of it
         seconds = RING_FACTORS[kind](self.size()) * whole / self.bytes_per_second
         future = torch.futures.Future()
@@ -91,7 +91,7 @@ class SlowGroup(dist.ProcessGroup):
 # reduce_scatter_single. One that is not replaced would hang: C++ holds Python's lock
 # then, and gloo needs it to free a tensor.
 for name in dir(dist.ProcessGroup):
-    if kind_of(name) not in (None, "send"):
+    if classify_collective(name) not in (None, "send"):
         setattr(SlowGroup, name, functools.partialmethod(SlowGroup.start, name))
 
 

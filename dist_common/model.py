@@ -120,7 +120,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then a SwiGLU feed-forward, each on an RMSNorm of its input.
 
-    activation_checkpointing: what backward computes again: none, or full (all).
+    activation_checkpointing: backward computes nothing (none) or all (full) again.
     """
 
     activation_checkpointing = "none"

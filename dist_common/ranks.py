@@ -22,7 +22,7 @@ import torch
 
 @dataclass
 class Rank:
-    """How a rank ended: what it printed and returned.
+    """How a rank ended, and its output and return value.
 
     code: the exit code, negative for a signal (-9 is SIGKILL), None if the rank hung.
     """
@@ -118,7 +118,7 @@ def run_rank(body, rank, stem, deadline_s, values):
     signal.alarm(int(deadline_s) + 60)  # ends this rank if its parent was killed
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an abort leaves no core file
     atexit._clear()  # the parent's handlers, which remove its temporary folders
-    gc.freeze()  # what the parent holds is not this rank's to collect
+    gc.freeze()  # leave the parent's objects alone
     returned = values.dumps(body(rank))
     if isinstance(returned, str):
         returned = returned.encode()

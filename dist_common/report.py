@@ -1,4 +1,4 @@
-"""What a script reports: a header, a table of checks, a verdict, results.json."""
+"""A script's report: a header, a table of checks, a verdict, results.json."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the training loops of the templates share: schedule, stop signal, log."""
+"""Training utilities that the templates share: schedule, stop signal, log."""
 
 import argparse
 import contextlib
@@ -178,7 +178,7 @@ class Log:
     def add(self, step, loss_sum, num_tokens, grad_norm):
         """Keep the results of a step; print when a line is due.
 
-        loss_sum is this rank's, num_tokens and grad_norm are those of all ranks.
+        loss_sum is this rank's; num_tokens and grad_norm cover all ranks.
         """
         norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
         self.unread.append((step, loss_sum.detach(), num_tokens, norm))

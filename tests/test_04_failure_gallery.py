@@ -99,7 +99,7 @@ def test_a_cured_script_runs_under_torchrun(tmp_path):
     script = FAILURES / "set-epoch-forgotten/cured.py"
     cured = run_command([*launch, str(script)], tmp_path, 90)
     assert cured.codes == [0], cured.stderr
-    assert cured.stdout.count(CASES["set-epoch-forgotten"].right) == 2, cured.stdout
+    assert cured.stdout.count(CASES["set-epoch-forgotten"].last_line) == 2, cured.stdout
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -64,13 +64,13 @@ def environ(monkeypatch):
     return set_all
 
 
-@pytest.mark.parametrize(("variables", "found"), LAUNCHES)
-def test_every_launcher_is_understood(environ, variables, found):
+@pytest.mark.parametrize(("variables", "place"), LAUNCHES)
+def test_every_launcher_is_understood(environ, variables, place):
     environ(variables)
-    assert runtime.find_ranks() == found
-    expected = {"torchrun": "node0", "srun": "gpu07"}.get(found[0], "127.0.0.1")
+    assert runtime.find_ranks() == place
+    expected = {"torchrun": "node0", "srun": "gpu07"}.get(place[0], "127.0.0.1")
     assert os.environ["MASTER_ADDR"] == expected
-    assert os.environ["RANK"] == str(found[1])
+    assert os.environ["RANK"] == str(place[1])
 
 
 @pytest.mark.parametrize(
