@@ -10,7 +10,7 @@ UV := $(shell command -v uv || echo $(BIN)/uv)
 TORCH_BACKEND := $(shell cat $(VENV)/.torch_backend 2>/dev/null)
 # Lightning, Ray and the like, which the guide itself does not need, in an environment of their own.
 FRAMEWORKS := .venv-frameworks
-# Sphinx and what it vendors, for the guide as a site.
+# What builds the guide as a site.
 SITE := .venv-site
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 # A folder of its own for each run: nothing is overwritten.
@@ -95,7 +95,7 @@ site: $(SITE)/.installed
 
 # Node comes with it, so npm needs none on the machine; both check what they install by checksums.
 $(SITE)/.installed: $(STAMP) site/requirements.txt site/package-lock.json
-	@echo "Installing Sphinx, Mermaid, Pyodide and a browser for tests into $(SITE) and site/node_modules."
+	@echo "Installing what builds the site, and a browser, into $(SITE) and site/node_modules."
 	test -x $(SITE)/bin/python || $(BIN)/python -m venv $(SITE)
 	$(UV) pip install --python $(SITE)/bin/python --requirement site/requirements.txt \
 	  || $(SITE)/bin/python -m pip install --requirement site/requirements.txt

@@ -2,201 +2,246 @@
 
     python site/build.py [OUT]      in the environment that `make site` installs
 
-It stages the pages with the code that they link to (nothing of it is kept in the repository), and
-lets Sphinx build OUT (runs/site), which works from a folder over file:// and without a network.
+OUT (runs/site) works from a folder over file://, without a server and a network.
 """
 
 import argparse
-import os
+import base64
+import json
 import re
 import shutil
-import subprocess
 import sys
 import time
-from functools import partial
+from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
-import glossary  # noqa: E402
-import in_browser  # noqa: E402
-from page_reader import PAGES, PARTS, REPO, TRACKED, lessons_in_order  # noqa: E402
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+import calculator  # noqa: E402
+from beside import functions_of, numbered, panel_of, put_beside  # noqa: E402
+from diagrams import draw_diagrams  # noqa: E402
+from jinja2 import Environment, FileSystemLoader  # noqa: E402
+from page_reader import MODULES, PAGES, REPO, TRACKED, lessons_in_order  # noqa: E402
+from pygments.formatters import HtmlFormatter  # noqa: E402
+from render import Rendered, address, render_page, root_of  # noqa: E402
 
-STAGE, OUT = REPO / "runs" / "site-source", REPO / "runs" / "site"
-MERMAID = HERE / "node_modules" / "mermaid" / "dist" / "mermaid.min.js"
-PYODIDE = HERE / "node_modules" / "pyodide" / "pyodide.asm.wasm"
-LANGUAGES = {"py": "python", "sh": "bash", "sbatch": "bash", "toml": "toml", "json": "json"}
-IMAGES = (".png", ".svg")
-LINK = re.compile(r"\]\(([^)\s#]+)((?:#[^)\s]*)?)\)")
-FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
-
-
-SYMPTOMS = """# Symptoms
-
-**It hangs, fails, or the numbers are wrong: which page knows it?**
-
-All tables of all pages that begin with a symptom. Type a word of the message.
-
-<input type="search" id="symptom" aria-label="A word of the message">
-"""
-
-
-def stage() -> None:
-    """Write what Sphinx reads: the pages, their pictures, and a page for each file of code."""
-    shutil.rmtree(STAGE, ignore_errors=True)
-    code = {path for path in TRACKED if path.endswith(".py") and not path.startswith("tests/")}
-    for page in (HERE / "pages").glob("*.md"):
-        write(page.name, page.read_text())
-    write("glossary.md", glossary.page())
-    write("symptoms.md", with_links_to_code("symptoms.md", symptoms(), code))
-    for page in PAGES:
-        text = with_links_to_code(page, (REPO / page).read_text(), code)
-        write(page, text + contents_of(page))
-    for path in code:
-        write(f"{path}.md", code_page(path))
-    for path in TRACKED:
-        if path.endswith(IMAGES):
-            write(path, (REPO / path).read_bytes())
+SITE = "Distributed Training Guide"
+MODULES_DIR = HERE / "node_modules"
+FONTS = {
+    ("Inter", "100 900"): "@fontsource-variable/inter/files/inter-latin-wght-normal",
+    ("Code", "400"): "@fontsource/jetbrains-mono/files/jetbrains-mono-latin-400-normal",
+    ("Code", "700"): "@fontsource/jetbrains-mono/files/jetbrains-mono-latin-700-normal",
+}
+LIBRARIES = ("minisearch/dist/umd/index.js",)
+STYLES = {
+    "light": "a11y-high-contrast-light",
+    "dark": "a11y-high-contrast-dark",
+}
+PROGRAMS = ("benchmarks", "planner", "cluster", "labs")
+LOOK_UP = (
+    "SYMPTOMS.md",
+    "site/pages/glossary.md",
+    "README.md",
+    "TEACHING.md",
+    "CONTRIBUTING.md",
+)
+START = ("site/pages/index.md", "site/pages/plan_in_browser.md")
 
 
-def write(path: str, content: str | bytes) -> None:
-    target = STAGE / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(content if isinstance(content, bytes) else content.encode())
+def pages_in_order() -> dict[str, list[str]]:
+    """Return the chapters of the sidebar, each with its pages in the course's order."""
+    chapters = {"Start": list(START)}
+    for folder in (*MODULES, *PROGRAMS):
+        inside = [page for page in PAGES if page.startswith(f"{folder}/")]
+        listed = [f"{folder}/{stem}.md" for stem in lessons_in_order(folder)]
+        order = [f"{folder}/README.md", *listed, *inside]
+        chapters[folder] = [page for page in dict.fromkeys(order) if page in inside]
+    chapters["Look up"] = list(LOOK_UP)
+    return chapters
 
 
-def with_links_to_code(page: str, text: str, code: set[str]) -> str:
-    """Point a page's links at what the site has: files are pages there; adds them to `code`."""
-
-    def site_link(match: re.Match) -> str:
-        target, anchor = match.groups()
-        whole = (REPO / page).parent / target
-        if "://" in target or not whole.exists():
-            return match[0]
-        path = whole.resolve().relative_to(REPO)
-        if path.is_relative_to("site/pages"):  # which stand at the site's top
-            return f"]({'../' * page.count('/')}{path.name}{anchor})"
-        if path.suffix == ".md" or path.suffix in IMAGES:
-            return match[0]
-        if whole.is_dir():
-            if not (whole / "README.md").exists():
-                write(f"{path}/README.md", folder_page(str(path), code))
-            return f"]({target.rstrip('/')}/README.md)"
-        code.add(str(path))
-        return f"]({target}.md)"
-
-    parts, end = [], 0
-    for fence in FENCE.finditer(text):
-        parts += [LINK.sub(site_link, text[end : fence.start()]), fence[0]]
-        end = fence.end()
-    return "".join([*parts, LINK.sub(site_link, text[end:])])
+def name_of_chapter(folder: str, pages: dict[str, Rendered]) -> str:
+    """Return a chapter's name: the title of its first page, for a module shortened."""
+    if folder not in MODULES:
+        return folder[0].upper() + folder[1:]
+    title = pages[f"{folder}/README.md"].title.removeprefix("Module ")
+    number, name = title.split(": ", 1)
+    return f"{number} · {name[0].upper()}{name[1:]}"
 
 
-def symptoms() -> str:
-    """Return a page of everything that the pages say of what breaks, by page, in one list."""
-    lines = [SYMPTOMS]
-    for page in PAGES:
-        folder = page.rpartition("/")[0]
-        text = (REPO / page).read_text()
-        tables = re.findall(r"^\| (?:symptom|what you see) \|.*\n(?:\|.*\n)+", text, re.M)
-        if tables:
-            title = re.search(r"^# (.+)$", text, re.M)[1]
-            lines += ["", f"## [{title}]({page})", ""]
-            link = re.compile(r"\]\(([^)\s#]*)(#?[^)\s]*)\)")
-            lines += [link.sub(partial(from_the_top, folder, page), table) for table in tables]
-    return "\n".join(lines) + "\n"
+def navigation(pages: dict[str, Rendered], chapters: dict, current: Rendered) -> str:
+    """Return the sidebar: chapters, their pages, the sections of the current page."""
+    root = root_of(current.url)
+    parts = []
+    for folder, inside in chapters.items():
+        is_open = current.path in inside or folder == "Start"
+        name = escape(name_of_chapter(folder, pages))
+        parts.append(
+            f"<details{' open' if is_open else ''}><summary>{name}</summary><ul>"
+        )
+        for path in inside:
+            page = pages[path]
+            here = ' aria-current="page"' if page is current else ""
+            title = page.title
+            if path.endswith("/README.md") and folder in (*MODULES, *PROGRAMS):
+                title = "Overview" if path.count("/") == 1 else title
+            minutes = f"<small>{page.minutes} min</small>" if page.minutes else ""
+            link = f'<a href="{root}{page.url}"{here}>{escape(title)}{minutes}</a>'
+            parts.append(f"<li>{link}{sections_of(page) if here else ''}</li>")
+        parts.append("</ul></details>")
+    return "".join(parts)
 
 
-def from_the_top(folder: str, page: str, link: re.Match) -> str:
-    """Return a page's link as it is from the top of the repository."""
-    target, anchor = link.groups()
-    if "://" in target:
-        return link[0]
-    whole = os.path.normpath(os.path.join(folder, target)) if target else page
-    return f"]({whole}{anchor})"
+def sections_of(page: Rendered) -> str:
+    """Return the list of a page's sections, for the sidebar."""
+    links = [
+        f'<li><a href="#{section.id}">{escape(section.title)}</a></li>'
+        for section in page.sections
+        if section.level == 2
+    ]
+    return f'<ul class="sections">{"".join(links)}</ul>' if links else ""
 
 
-def folder_page(folder: str, code: set[str]) -> str:
-    """Return a page that lists a folder's files, which are pages."""
-    inside = [path for path in TRACKED if path.startswith(f"{folder}/")]
-    code |= set(inside)
-    lines = [f"- [{path.removeprefix(f'{folder}/')}]({path.removeprefix(f'{folder}/')}.md)"
-             for path in inside]  # fmt: skip
-    return f"---\norphan: true\n---\n# {folder}\n\n" + "\n".join(lines) + "\n"
-
-
-def code_page(path: str) -> str:
-    """Return the page of a file: its lines with numbers, found by the search as well."""
-    language = LANGUAGES.get(path.rpartition(".")[2], "text")
-    name = path.rpartition("/")[2]
-    source = (REPO / path).read_text()
-    ticks = "`" * 5
-    return (
-        f"---\norphan: true\n---\n# {name}\n\n`{path}`\n\n"
-        f"{ticks}{{code-block}} {language}\n:linenos:\n\n{source}\n{ticks}\n"
-    )
-
-
-def contents_of(page: str) -> str:
-    """Return the hidden table of contents that gives the pages below this one their order."""
-    folder, _, name = page.rpartition("/")
-    if name != "README.md":
-        return ""
-    if not folder:
-        below = [f"{module}/README.md" for module in PARTS]
-        below += [
-            "planner/README.md",
-            "cluster/README.md",
-            "labs/README.md",
-            "SYMPTOMS.md",
-            "TEACHING.md",
-            "CONTRIBUTING.md",
-        ]
-        below += [
-            "symptoms.md",
-            "glossary.md",
-            *sorted(page.name for page in (HERE / "pages").glob("*.md")),
-        ]
+def code_page(path: str) -> Rendered:
+    """Return the page of a file: its lines with numbers."""
+    html = f"<h1><code>{escape(path)}</code></h1>"
+    if (REPO / path).is_dir():
+        inside = [each for each in TRACKED if each.startswith(f"{path}/")]
+        root = root_of(address(path))
+        links = [f'<li><a href="{root}{address(p)}">{p}</a></li>' for p in inside]
+        html += f"<ul>{''.join(links)}</ul>"
     else:
-        inside = [p for p in PAGES if p.startswith(f"{folder}/") and p != page]
-        order = [f"{folder}/{stem}.md" for stem in lessons_in_order(folder)]
-        below = [p for p in order if p in inside] + [p for p in inside if p not in order]
-        below = [p.removeprefix(f"{folder}/") for p in below]
-    entries = [titled(below_it, Path(folder) / below_it) for below_it in below]
-    return "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(entries) + "\n```\n"
+        html += f'<pre class="whole"><code>{numbered(path)}</code></pre>'
+    return Rendered(path, address(path), path, html=html)
 
 
-def titled(name: str, page: Path) -> str:
-    """Return a page's entry in the contents: its title, and its minutes if it says them."""
-    file = REPO / page if (REPO / page).exists() else STAGE / page
-    text = file.read_text()
-    title = re.search(r"^# (.+)$", text, re.M)[1].replace("`", "")
-    minutes = re.search(r"^(\d+) minutes[.;,]", text, re.M)
-    return f"{title} ({minutes[1]} min) <{name}>" if minutes else name
+def files_with_pages(pages: list[Rendered]) -> list[str]:
+    """Return the scripts and all other files that a page links to."""
+    files = {path for path in TRACKED if path.endswith(".py")}
+    files = {path for path in files if not path.startswith(("tests/", "site/"))}
+    for page in pages:
+        files |= page.linked_files
+    for folder in [path for path in files if (REPO / path).is_dir()]:
+        files |= {path for path in TRACKED if path.startswith(f"{folder}/")}
+    pictures = (".png", ".svg")
+    return sorted(path for path in files if not path.endswith((".md", *pictures)))
+
+
+def search_index(pages: list[Rendered], scripts: list[str]) -> str:
+    """Return a script with what the search looks through: sections, then scripts."""
+    entries = []
+    for page in pages:
+        for section in page.sections:
+            text = re.sub(r"\s+", " ", " ".join(section.text)).strip()
+            anchor = f"#{section.id}" if section.level > 1 else ""
+            heading = section.title if section.level > 1 else ""
+            entries.append([page.url + anchor, page.title, heading, text, page.path])
+    for path in scripts:
+        if path.endswith(".py"):
+            names = " ".join(functions_of(path))
+            text = re.sub(r"\s+", " ", (REPO / path).read_text().partition('"""')[2])
+            text = text.partition('"""')[0][:400]
+            entries.append([address(path), path, names, text, ""])
+    return f"const guideEntries = {json.dumps(entries, ensure_ascii=False)};\n"
+
+
+def font_style() -> str:
+    """Return a style sheet with the fonts inside: file:// allows no other files."""
+    faces = []
+    for (family, weight), name in FONTS.items():
+        data = base64.b64encode((MODULES_DIR / f"{name}.woff2").read_bytes()).decode()
+        source = f"url(data:font/woff2;base64,{data})"
+        faces.append(
+            f"@font-face {{ font-family: {family}; font-weight: {weight}; "
+            f"font-display: swap; src: {source} format('woff2'); }}\n"
+        )
+    return "".join(faces)
+
+
+def write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+
+
+def write_static(out: Path, fonts: str) -> None:
+    """Write style sheets, scripts, fonts, pictures and the planner."""
+    static = out / "_static"
+    shutil.copytree(HERE / "static", static)
+    for library in LIBRARIES:
+        shutil.copy2(MODULES_DIR / library, static / "minisearch.js")
+    colors = [
+        HtmlFormatter(style=style, nobackground=True).get_style_defs(
+            f'[data-theme="{theme}"] code'
+        )
+        for theme, style in STYLES.items()
+    ]
+    with (static / "guide.css").open("a") as sheet:
+        sheet.write("\n".join(colors))
+    write(static / "fonts.css", fonts)
+    calculator.write(static)
+    for path in TRACKED:
+        if path.endswith((".png", ".svg")):
+            (out / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / path, out / path)
+
+
+def build(out: Path) -> int:
+    """Write the whole site into a folder; return the number of pages."""
+    shutil.rmtree(out, ignore_errors=True)
+    chapters = pages_in_order()
+    order = [path for inside in chapters.values() for path in inside]
+    pages = {path: render_page(path) for path in order}
+    missed = set(PAGES) - set(order)
+    pages |= {path: render_page(path) for path in sorted(missed)}
+    fonts = font_style()
+    sources = [source for page in pages.values() for source in page.diagrams]
+    drawings = draw_diagrams(sources, REPO / "runs" / "site-diagrams", fonts)
+    files = files_with_pages(list(pages.values()))
+    template = Environment(loader=FileSystemLoader(HERE / "theme")).get_template(
+        "page.html"
+    )
+    panels: dict[str, dict[str, str]] = {}
+    codes = [code_page(path) for path in files]
+    for page in [*pages.values(), *codes]:
+        for number, source in enumerate(page.diagrams):
+            figure = f'<figure class="diagram">{drawings[source]}</figure>'
+            page.html = page.html.replace(f"<!--diagram {number}-->", figure)
+        beside = put_beside(page) if page.path in PAGES else []
+        for path in beside:
+            panels.setdefault(path, panel_of(path))
+        place = order.index(page.path) if page.path in order else None
+        near = [None, None]
+        if place is not None:
+            near[0] = pages[order[place - 1]] if place else None
+            near[1] = pages[order[place + 1]] if place + 1 < len(order) else None
+        text = template.render(
+            site=SITE,
+            title=page.title,
+            root=root_of(page.url),
+            html=page.html,
+            navigation=navigation(pages, chapters, page),
+            files=[panels[path] for path in beside],
+            before=near[0],
+            after=near[1],
+            front=page.path == START[0],
+        )
+        write(out / page.url, text)
+    write_static(out, fonts)
+    write(out / "_static" / "search-data.js", search_index(list(pages.values()), files))
+    return len(pages) + len(codes)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", nargs="?", type=Path, default=OUT)
+    parser.add_argument("out", nargs="?", type=Path, default=REPO / "runs" / "site")
     args = parser.parse_args()
-    for needed in (MERMAID, PYODIDE):
-        if not needed.exists():
-            print(f"site/build.py: {needed} is not there: make site", file=sys.stderr)
-            return 2
+    if not MODULES_DIR.exists():
+        print(f"site/build.py: {MODULES_DIR} is not there: make site", file=sys.stderr)
+        return 2
     started = time.monotonic()
-    stage()
-    shutil.rmtree(args.out, ignore_errors=True)
-    words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-j", "auto", "-c", str(HERE)]
-    words += ["-d", str(STAGE.with_name("site-doctrees")), str(STAGE), str(args.out)]
-    ended = subprocess.run([sys.executable, *words], check=False).returncode
-    if ended:
-        return ended
-    shutil.copy2(MERMAID, args.out / "_static")
-    in_browser.write(args.out / "_static")
-    front = '<!doctype html><meta http-equiv="refresh" content="0; url=README.html">\n'
-    (args.out / "index.html").write_text(front)
-    pages = len(list(args.out.rglob("*.html")))
-    print(f"{pages} pages in {time.monotonic() - started:.0f} s: open {args.out}/index.html")
+    pages = build(args.out)
+    seconds = time.monotonic() - started
+    print(f"{pages} pages in {seconds:.0f} s: open {args.out}/index.html")
     return 0
 
 

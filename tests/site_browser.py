@@ -1,6 +1,6 @@
-"""The built site in a headless Chromium, for the tests that look at its pages: fixtures.
+"""Fixtures of the site's tests: the built site in a headless Chromium.
 
-`make site` installs what they need; the browser is a package too. One worker builds it once.
+`make site` installs what they need, with the browser. One worker builds the site.
 """
 
 import site
@@ -14,6 +14,7 @@ import pytest
 REPO = page_reader.REPO
 INSTALLED = REPO / page_reader.SITE
 WIDE, PHONE = (1280, 800), (390, 800)
+sys.path.append(str(REPO / "site"))
 
 
 @pytest.fixture(scope="session")
@@ -29,27 +30,20 @@ def built() -> Path:
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory):
-    """Start a headless Chromium, unpacked from its package."""
-    if not (INSTALLED / ".installed").exists():
-        pytest.skip(f"{page_reader.SITE} is not there: make site")
+def browser(built):
+    """Start a headless Chromium."""
     # Of the same Python; the guide's own environment needs no browser.
-    site.addsitedir(INSTALLED / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
-                    / "site-packages")  # fmt: skip
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site.addsitedir(INSTALLED / "lib" / version / "site-packages")
+    from browser import FLAGS, find_browser
     from conftest import MARK
     from playwright.sync_api import sync_playwright
 
-    asked = 'import("@sparticuz/chromium").then(c => c.default.executablePath()).then(console.log)'
-    node, temporary = INSTALLED / "bin" / "node", tmp_path_factory.mktemp("browser")
-    path = subprocess.check_output(
-        [node, "--input-type=module", "-e", asked], cwd=REPO / "site", text=True, timeout=120,
-        env={"TMPDIR": str(temporary)},
-    ).strip()  # fmt: skip
+    path = find_browser()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(MARK)  # or the first test's end would end it
         driver = sync_playwright().start()
-        flags = ["--no-sandbox", "--disable-gpu"]  # as root in a container; nothing from elsewhere
-        running = driver.chromium.launch(executable_path=path, args=flags)
+        running = driver.chromium.launch(executable_path=path, args=FLAGS)
     yield running
     running.close()
     driver.stop()
@@ -57,25 +51,30 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tab(browser):
-    """One tab that notes what goes wrong: errors, and requests that leave the folder."""
-    page = browser.new_page(viewport=dict(zip(("width", "height"), WIDE, strict=True)))
+    """One tab that notes errors, and requests that leave the folder."""
+    page = browser.new_page()
     page.faults = []
+    local = ("file:", "data:", "blob:")
     page.on("console", lambda m: m.type == "error" and page.faults.append(m.text))
     page.on("pageerror", lambda error: page.faults.append(str(error)))
-    page.on("request", lambda r: r.url.startswith(("file:", "data:", "blob:"))
-            or page.faults.append(f"asks for {r.url}"))  # fmt: skip
+    page.on(
+        "request",
+        lambda r: r.url.startswith(local) or page.faults.append(f"asks for {r.url}"),
+    )
     return page
 
 
 @pytest.fixture
 def at(built, tab):
-    """Open a page of the site, by its path without .html, with nothing kept from another one."""
+    """Open a page of the site, by its address without .html."""
 
-    def opened(path: str, size: tuple[int, int] = WIDE, theme: str = "light"):
+    def opened(address: str, size: tuple[int, int] = WIDE, theme: str = "light"):
         tab.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
         tab.emulate_media(color_scheme=theme)
         tab.faults.clear()
-        tab.goto((built / f"{path}.html").as_uri())
+        path, hash_, rest = address.partition("#")
+        tab.goto("about:blank")
+        tab.goto(f"{(built / f'{path}.html').as_uri()}{hash_}{rest}")
         return tab
 
     return opened
