@@ -20,7 +20,9 @@ class Parser(argparse.ArgumentParser):
 def positive_int(text: str) -> int:
     """Parse a whole number from 1 to 2**31 - 1."""
     if not (text.isdecimal() and 1 <= int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1, not {text!r}"
+        )
     return int(text)
 
 

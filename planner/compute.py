@@ -1,4 +1,6 @@
-"""What a GPU computes in a layer and how long it takes: products, attention, memory, launches."""
+"""What a GPU computes in a layer and how long it takes: products, attention, memory,
+launches.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,20 @@ from planner.hardware import Cluster
 from planner.job import Job, Layout, Model
 from planner.rates import rate_of
 
-NARROW = ("fp8", "fp8-rows", "fp4")  # their operands are cast first; the head stays in 16 bits
-WIDTH = 2  # bytes of a number on its way: bfloat16 or float16
+NARROW = (
+    "fp8",
+    "fp8-rows",
+    "fp4",
+)  # their operands are cast first; the head stays in 16 bits
+WIDTH = 2  # bytes of a number: bfloat16 or float16
+HBM = 0.85  # share of the memory's rate that kernels reach
+ATTENTION_BACKWARD = 0.8  # of forward's rate (Dao, 2023, figure 5)
+ATTENTION_STORED = 0.5  # of the peak: products of attention that stores its scores
+# 16-bit numbers that are read and written, forward.
+FFN_PASSES = 3.0  # of the feed-forward's width: activation
+SCORE_PASSES = 8.0  # of each score that is stored
+LOGIT_PASSES = 6.0  # of each logit, forward and backward
+LAUNCH_COMPILED_US = 150.0  # to launch a compiled layer's forward
 
 
 @dataclass(frozen=True)
@@ -22,14 +36,16 @@ class Seconds:
     attention: float  # part of forward
     attention_backward: float
     core: float = 0.0  # of forward: what selective recomputation computes again
-    half: float = 0.0  # the same, where all operators but attention and every second product are
+    half: float = (
+        0.0  # the same, where all operators but attention and every second product are
+    )
 
 
 def product_seconds(m, n, k, job: Job, cluster: Cluster, rates) -> float:
     """Return the seconds of a product (m, k) x (k, n).
 
-    Short sides fill tiles and pipelines less: each side s gives s / (s + side) of the rate.
-    Never faster than its operands come from memory.
+    Short sides fill tiles and pipelines less: each side s gives s / (s + side) of the
+    rate. Never faster than its operands come from memory.
     """
     gpu = cluster.gpu
     precision = job.precision
@@ -37,12 +53,14 @@ def product_seconds(m, n, k, job: Job, cluster: Cluster, rates) -> float:
     if precision in NARROW:
         share *= rates[f"matrix.{precision}"]
     peak = gpu.tflops.get(precision.split("-")[0]) or gpu.tflops["bf16"]
-    if precision == "fp4":  # power limits it: GB300 gains over GB200 what it gains in 8 bits
+    if (
+        precision == "fp4"
+    ):  # power limits it: GB300 gains over GB200 what it gains in 8 bits
         peak = min(peak, 4 * gpu.tflops["bf16"])
     side = rates["matrix.side"]
     lost = (1 + side / m) * (1 + side / n) * (1 + side / k)
     flops = 2 * m * n * k / (peak * 1e12 * share * cluster.matrix_scale) * lost
-    moved = WIDTH * (m * n + n * k + m * k) / (gpu.hbm_gb_s * 1e9 * rates["hbm"])
+    moved = WIDTH * (m * n + n * k + m * k) / (gpu.hbm_gb_s * 1e9 * HBM)
     return max(flops, moved)
 
 
@@ -57,13 +75,15 @@ def three_products(m, n, k, job, cluster, rates) -> tuple[float, float]:
 
 
 def fuses(job: Job) -> bool:
-    """Tell whether norms and activations run in fused kernels: compiled, or Megatron-LM's own."""
+    """Tell whether norms and activations run in fused kernels: compiled, or
+    Megatron-LM's own.
+    """
     return job.compiled or job.stack in ("megatron", "thunder")
 
 
-def memory_seconds(numbers: float, cluster: Cluster, rates) -> float:
+def memory_seconds(numbers: float, cluster: Cluster) -> float:
     """Return the seconds to read or write so many 16-bit numbers."""
-    return WIDTH * numbers / (cluster.gpu.hbm_gb_s * 1e9 * rates["hbm"])
+    return WIDTH * numbers / (cluster.gpu.hbm_gb_s * 1e9 * HBM)
 
 
 def attention_flops(model: Model, pairs: float) -> float:
@@ -74,11 +94,15 @@ def attention_flops(model: Model, pairs: float) -> float:
     return 2 * pairs * (2 * models.query_width(model) + model.heads * model.rope_dim)
 
 
-def attention_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> tuple[float, float]:
-    """Return seconds of softmax(QK')V forward and backward, for one micro-batch and layer.
+def attention_seconds(
+    job: Job, layout: Layout, cluster: Cluster, rates
+) -> tuple[float, float]:
+    """Return seconds of softmax(QK')V forward and backward, for one micro-batch and
+    layer.
 
-    Flash attention skips the masked half and computes scores again backward: 2.5 times forward's
-    products (Dao, 2023, section 4.1). Attention that stores scores computes all of them.
+    Flash attention skips the masked half and computes scores again backward: 2.5 times
+    forward's products (Dao, 2023, section 4.1). Each generation of kernels has a rate
+    for each family of GPUs. Attention that stores scores computes all of them.
     """
     model = job.model
     gpu = cluster.gpu
@@ -87,24 +111,29 @@ def attention_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> tupl
     pairs = sequences * job.seq_len * job.seq_len / layout.cp / layout.tp
     flops = attention_flops(model, pairs)
     if job.flash:
-        forward = flops / 2 / (peak * rate_of(rates, "attention", gpu.family))
-        return forward, 2.5 * forward / rates["attention.backward"]
-    products = flops / (peak * rates["attention.stored"])
-    scores = memory_seconds(rates["passes.scores"] * pairs * model.heads, cluster, rates)
+        rate = rate_of(rates, f"attention.{job.attention}", gpu.family)
+        forward = flops / 2 / (peak * rate)
+        return forward, 2.5 * forward / ATTENTION_BACKWARD
+    products = flops / (peak * ATTENTION_STORED)
+    scores = memory_seconds(SCORE_PASSES * pairs * model.heads, cluster)
     return products + scores, 2 * products + 1.5 * scores
 
 
 def attention_matrices(model: Model, t: int) -> list[tuple[float, float]]:
     """Return (n, k) of attention's matrices on one of t GPUs.
 
-    Latent attention goes down to a rank, whole on each GPU, and up for each head (DeepSeek-V2,
-    section 2.1).
+    Latent attention goes down to a rank, whole on each GPU, and up for each head
+    (DeepSeek-V2, section 2.1).
     """
     h, queries, keys = model.hidden, models.query_width(model), models.key_width(model)
     if not model.kv_rank:
         return [((queries + 2 * keys) / t, h), (h, queries / t)]
     turned = queries + model.heads * model.rope_dim
-    into = [(model.q_rank, h), (turned / t, model.q_rank)] if model.q_rank else [(turned / t, h)]
+    into = (
+        [(model.q_rank, h), (turned / t, model.q_rank)]
+        if model.q_rank
+        else [(turned / t, h)]
+    )
     return [
         *into,
         (model.kv_rank + model.rope_dim, h),
@@ -113,8 +142,12 @@ def attention_matrices(model: Model, t: int) -> list[tuple[float, float]]:
     ]
 
 
-def layer_matrices(job: Job, layout: Layout, dense: bool) -> list[tuple[float, float, float]]:
-    """Return the (m, n, k) of a layer's products on one GPU; experts' as one product each kind."""
+def layer_matrices(
+    job: Job, layout: Layout, dense: bool
+) -> list[tuple[float, float, float]]:
+    """Return the (m, n, k) of a layer's products on one GPU; experts' as one product
+    each kind.
+    """
     model = job.model
     t = layout.tp
     tokens = layout.micro_batch * job.seq_len / layout.cp
@@ -127,11 +160,20 @@ def layer_matrices(job: Job, layout: Layout, dense: bool) -> list[tuple[float, f
     return shapes
 
 
-def expert_matrices(job: Job, layout: Layout) -> tuple[int, list[tuple[float, float, float]]]:
+def expert_matrices(
+    job: Job, layout: Layout
+) -> tuple[int, list[tuple[float, float, float]]]:
     """Return a GPU's experts, and the products of one, if tokens are spread evenly."""
     model = job.model
     experts = max(1, model.experts // layout.ep)
-    tokens = layout.micro_batch * job.seq_len / layout.cp * model.top_k * layout.ep / model.experts
+    tokens = (
+        layout.micro_batch
+        * job.seq_len
+        / layout.cp
+        * model.top_k
+        * layout.ep
+        / model.experts
+    )
     t = layout.tp
     up = 2 if model.gated else 1
     return experts, [
@@ -141,17 +183,17 @@ def expert_matrices(job: Job, layout: Layout) -> tuple[int, list[tuple[float, fl
 
 
 def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> Seconds:
-    """Return the seconds of one layer on one GPU, for one micro-batch, without communication."""
+    """Return the seconds of one layer on one GPU, for one micro-batch, without
+    communication.
+    """
     model = job.model
     t = layout.tp
     tokens = layout.micro_batch * job.seq_len / layout.cp
     forward = backward = 0.0
-    inputs = 0.0
     for m, n, k in layer_matrices(job, layout, dense):
         one, two = three_products(m, n, k, job, cluster, rates)
         forward += one
         backward += two
-        inputs += m * k
     width = models.dense_width(model) if dense else model.shared_experts * model.ffn
     if not dense:
         experts, shapes = expert_matrices(job, layout)
@@ -159,16 +201,13 @@ def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> Seconds:
             one, two = three_products(m, n, k, job, cluster, rates)
             forward += experts * one
             backward += experts * two
-            inputs += experts * m * k
         width += model.top_k * model.ffn
     passes = rates["passes.compiled"] if fuses(job) else 1.0
     cut = t if layout.sequence_parallel else 1
     hidden = model.hidden * (1 if dense else 1 + model.top_k / 2)
     numbers = rates["passes.hidden"] * hidden / cut
-    numbers += rates["passes.ffn"] * width * (1.5 if model.gated else 1) / t
-    moved = memory_seconds(passes * numbers * tokens, cluster, rates)
-    if job.precision in NARROW:
-        moved += memory_seconds(rates["passes.cast"] * inputs, cluster, rates)
+    numbers += FFN_PASSES * width * (1.5 if model.gated else 1) / t
+    moved = memory_seconds(passes * numbers * tokens, cluster)
     attention, attention_backward = attention_seconds(job, layout, cluster, rates)
     products = forward
     forward += moved + attention
@@ -178,8 +217,10 @@ def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> Seconds:
 
 
 def launch_seconds(job: Job, rates) -> float:
-    """Return the seconds in which the host launches a layer's forward: no GPU is faster."""
-    return rates["launch.compiled_us" if job.compiled else "launch.eager_us"] * 1e-6
+    """Return the seconds in which the host launches a layer's forward: no GPU is
+    faster.
+    """
+    return (LAUNCH_COMPILED_US if job.compiled else rates["launch.eager_us"]) * 1e-6
 
 
 def head_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> Seconds:
@@ -189,7 +230,7 @@ def head_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> Seconds:
     sixteen = job if job.precision not in NARROW else _in_bf16(job)
     one, two = three_products(tokens, vocab, job.model.hidden, sixteen, cluster, rates)
     passes = rates["passes.compiled"] if fuses(job) else 1.0
-    moved = memory_seconds(passes * rates["passes.logits"] * tokens * vocab, cluster, rates)
+    moved = memory_seconds(passes * LOGIT_PASSES * tokens * vocab, cluster)
     return Seconds(one + moved / 2, two + moved / 2, 0.0, 0.0)
 
 
@@ -201,15 +242,24 @@ def _in_bf16(job: Job) -> Job:
 def flops_per_token(model: Model, seq_len: int) -> float:
     """Return the FLOPs of forward and backward for one token, all of attention counted.
 
-    Source: PaLM (Chowdhery et al., 2022), appendix B: 6 per weight and token, 12 per layer, width
-    and position.
+    Source: PaLM (Chowdhery et al., 2022), appendix B: 6 per weight and token, 12 per
+    layer, width and position.
     """
     tables = models.table_parameters(model)
-    weights = models.active_parameters(model) - tables * (1 if model.tied_embeddings else 2)
+    weights = models.active_parameters(model) - tables * (
+        1 if model.tied_embeddings else 2
+    )
     weights += tables - model.learned_positions * model.hidden
     return 6 * weights + 12 * model.layers * models.query_width(model) * seq_len
 
 
 def model_flops(job: Job) -> float:
-    """Return the FLOPs of a step on all GPUs, without recomputation (flops_per_token)."""
-    return flops_per_token(job.model, job.seq_len) * job.global_batch * job.seq_len
+    """Return the FLOPs of a step on all GPUs, without recomputation.
+
+    Frozen weights get no gradients: 4 of 6 FLOPs per weight are left.
+    """
+    each = flops_per_token(job.model, job.seq_len)
+    if job.frozen:
+        attention = each - flops_per_token(job.model, 0)
+        each = (each - attention) * 2 / 3 + attention
+    return each * job.global_batch * job.seq_len

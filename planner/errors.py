@@ -1,29 +1,29 @@
-"""How far predictions are from published figures: by source, by feature, beside others' models."""
+"""How far predictions are from published figures: statistics, and who is like a job."""
 
 from __future__ import annotations
 
-import csv
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
-from planner import models
-from planner.compute import model_flops
-from planner.published import ANCHORS, SINGLE_NODE, Row
+from planner import published
+from planner.hardware import Cluster
+from planner.job import Job, Layout
+from planner.published import Run
+from planner.step import step_seconds
 
 ALIKE = 0.01  # two measurements closer than this are not ranked: runs differ by as much
+FEWEST = 3  # rows that say how large an error is
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A row with what was measured and predicted, in one unit."""
+    """A published run with its predicted figure, in the same unit."""
 
-    row: object
+    run: Run
     measured: float
     predicted: float
-    fitted: bool  # the constants were fitted on this row among others
 
     @property
     def error(self) -> float:
@@ -31,151 +31,146 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def percentile(values: Iterable[float], share: float) -> float:
-    """Return a percentile, between the two nearest values if it falls between them."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
 @dataclass(frozen=True)
 class Errors:
-    """Errors of some rows: of their sizes the median, mean and 95th percentile; the median sign."""
+    """Of the sizes of some errors the median and 95th percentile; the median sign."""
 
     count: int
     median: float
-    mean: float
     p95: float
     bias: float
 
 
-def errors_of(errors: Sequence[float]) -> Errors:
-    """Return the statistics of signed errors.
-
-    Raises: ValueError without errors.
-    """
+def errors_of(errors: Iterable[float]) -> Errors:
+    """Return the statistics of signed errors. Raises: ValueError without errors."""
+    errors = list(errors)
     if not errors:
         raise ValueError("no errors")
-    sizes = [abs(error) for error in errors]
-    return Errors(len(errors), median(sizes), fmean(sizes), percentile(sizes, 0.95), median(errors))
+    sizes = sorted(map(abs, errors))
+    place = 0.95 * (len(sizes) - 1)
+    low = int(place)
+    high = min(low + 1, len(sizes) - 1)
+    p95 = sizes[low] + (place - low) * (sizes[high] - sizes[low])
+    return Errors(len(sizes), median(sizes), p95, median(errors))
 
 
-def by(compared: Iterable[Compared], key: Callable) -> dict[str, list[Compared]]:
+def compare_steps(runs: Iterable[Run]) -> list[Compared]:
+    """Return the runs with a step time, in seconds."""
+    return [
+        Compared(run, run.step_time_s, step_seconds(run.job, run.layout, run.cluster))
+        for run in runs
+        if run.step_time_s
+    ]
+
+
+def by(compared: Iterable[Compared], key: Callable[[Run], str]):
     """Return rows by a key, in order of their first."""
     groups = defaultdict(list)
     for each in compared:
-        groups[key(each.row)].append(each)
+        groups[key(each.run)].append(each)
     return dict(groups)
 
 
-@functools.cache
-def table_share(model) -> float:
-    """Return the share of a model's active weights that one table of its vocabulary has."""
-    return models.table_parameters(model) / models.active_parameters(model)
+# The published runs that are most like a job
 
 
-def features_of(row: Row) -> list[str]:
+def traits_of(job: Job, layout: Layout, cluster: Cluster) -> tuple[str, ...]:
+    """Return what errors depend on: GPU, kind of model, bits, method, stack."""
+    axes = layout.tp * layout.pp > 1
+    method = "tensor or pipeline parallelism" if axes else "data parallelism"
+    if job.adapter_rank:
+        method = "adapters"
+    narrow = job.precision.startswith(("fp8", "fp4"))
+    return (
+        cluster.gpu.name,
+        "experts" if job.model.experts else "dense",
+        "8 or 4 bits" if narrow else "16 bits",
+        method,
+        "Megatron-LM" if job.stack == "megatron" else "PyTorch",
+    )
+
+
+def closest(job: Job, layout: Layout, cluster: Cluster) -> tuple[list[str], Errors]:
+    """Return what published runs share with a job, and the errors of these runs.
+
+    All traits where three runs have them, else without the stack, else without the
+    method. Runs that constants were fitted on count only where no others are.
+    Without any such run: no traits, and no errors (None).
+    """
+    traits = traits_of(job, layout, cluster)
+    runs = [
+        run
+        for run in published.read_runs(single_node=False)
+        if run.step_time_s
+        and run.cluster.gpu.name == cluster.gpu.name
+        and traits_of(run.job, run.layout, run.cluster)[:3] == traits[:3]
+    ]
+    for length in (5, 4, 3):
+        if length == 3 and job.adapter_rank:
+            break  # training all weights says nothing about adapters
+        alike = [
+            run
+            for run in runs
+            if traits_of(run.job, run.layout, run.cluster)[:length] == traits[:length]
+        ]
+        unseen = [run for run in alike if run.set != "fit"]
+        if len(alike) >= FEWEST:
+            rows = unseen if len(unseen) >= FEWEST else alike
+            errors = errors_of(each.error for each in compare_steps(rows))
+            return list(traits[:length]), errors
+    return [], None
+
+
+# What validate.py prints
+
+
+def features_of(run: Run) -> list[str]:
     """Return what a run has that a term of the model is for."""
-    job, layout, model = row.job, row.layout, row.job.model
-    nodes = layout.gpus > row.cluster.gpus_per_node
-    table = table_share(model)
+    job, layout = run.job, run.layout
     has = {
-        "tensor parallel": layout.tp > 1,
-        "tensor parallel across nodes": layout.tp > row.cluster.gpus_per_node,
-        "pipeline": layout.pp > 1,
-        "pipeline, interleaved": layout.virtual_stages > 1,
-        "context parallel": layout.cp > 1,
-        "experts": model.experts > 0,
-        "FSDP": layout.zero == 3 and job.stack != "deepspeed",
-        "FSDP across nodes": layout.zero == 3 and job.stack != "deepspeed" and nodes,
-        "ZeRO-3, tensor by tensor": layout.zero == 3 and job.stack == "deepspeed",
+        "FSDP": layout.zero == 3,
         "full recomputation": layout.recompute == "full",
+        "tensor parallel": layout.tp > 1,
+        "pipeline": layout.pp > 1,
+        "context parallel": layout.cp > 1,
+        "experts": job.model.experts > 0,
+        "adapters": job.adapter_rank > 0,
         "sequences of 16k and longer": job.seq_len >= 16_384,
-        "large vocabulary": table > 0.15,
         "8 or 4 bits": job.precision.startswith(("fp8", "fp4")),
     }
     return [name for name, is_so in has.items() if is_so]
 
 
-def feature_biases(compared: list[Compared]) -> dict[str, Errors]:
-    """Return errors of all rows that have a feature, fitted or not, without the single node's."""
-    found: dict[str, list[float]] = {}
-    for each in compared:
-        if not is_single(each.row):
-            for feature in features_of(each.row):
-                found.setdefault(feature, []).append(each.error)
-    return {feature: errors_of(own) for feature, own in found.items()}
-
-
-def naive_seconds(rows: Sequence[Row], half: set[str]) -> dict[str, float]:
-    """Return each row's step time if every GPU type had one MFU: its median on the fitted half.
-
-    vTrain's single node has an MFU of its own: its small models would move all of A100's.
-    """
-
-    def kind(row: Row) -> tuple[str, bool]:
-        return row.cluster.gpu.name, is_single(row)
-
-    def mfu(row: Row) -> float:
-        return model_flops(row.job) / row.step_time_s / row.layout.gpus / peak(row)
-
+def by_feature(compared: Iterable[Compared]) -> dict[str, Errors]:
+    """Return the errors of all rows that have a feature."""
     found = defaultdict(list)
-    for row in rows:
-        if row.id in half:
-            found[kind(row)].append(mfu(row))
-    usual = median(value for values in found.values() for value in values)
-    return {
-        row.id: model_flops(row.job)
-        / row.layout.gpus
-        / peak(row)
-        / (median(found[kind(row)]) if found[kind(row)] else usual)
-        for row in rows
-    }
+    for each in compared:
+        for feature in features_of(each.run):
+            found[feature].append(each.error)
+    return {feature: errors_of(values) for feature, values in found.items()}
 
 
-def peak(row: Row) -> float:
-    tflops = row.cluster.gpu.tflops
-    return (tflops.get(row.job.precision.split("-")[0]) or tflops["bf16"]) * 1e12
+def strategy_pairs(compared: Iterable[Compared]) -> tuple[int, int]:
+    """Return how many pairs that differ in strategy only are ranked, and how many
+    right.
 
-
-def peers(quantity: str = "step_time_s") -> dict[str, dict[str, float]]:
-    """Return signed errors of other models by peer and id (planner/data)."""
-    found: dict[str, dict[str, float]] = defaultdict(dict)
-    with (ANCHORS / "peer_predictions.csv").open(newline="", encoding="utf-8") as file:
-        for line in csv.DictReader(file):
-            if line["quantity"] == quantity and line["signed_err_pct"]:
-                found[line["peer"]][line["id"]] = float(line["signed_err_pct"]) / 100
-    return dict(found)
-
-
-def strategy_pairs(compared: Iterable[Compared], within_group: bool) -> tuple[int, int]:
-    """Return how many pairs that differ in strategy only are ranked, and how many rightly.
-
-    The same model, sequence, batch, GPUs and precision of one source; with `within_group`, one
-    group of the published table as well (as a rule one layout, with other micro-batches,
-    recomputation, schedules or kernels). Pairs measured within 1% of each other are left out.
+    The same model, sequence, batch, GPUs and precision of one source. Pairs that were
+    measured within 1% of each other are left out.
     """
     groups = defaultdict(list)
     for each in compared:
-        row = each.row
-        shape = (row.job.model.layers, row.job.model.hidden, row.job.seq_len)
-        size = (row.job.global_batch, row.layout.gpus, row.job.precision, row.cluster.gpu.name)
-        groups[row.source.split(" line ")[0], shape, size, row.group * within_group].append(each)
+        job, layout = each.run.job, each.run.layout
+        shape = (job.model.layers, job.model.hidden, job.seq_len, job.global_batch)
+        size = (layout.gpus, job.precision, each.run.cluster.gpu.name)
+        groups[each.run.source_name, shape, size].append(each)
     ranked = right = 0
     for members in groups.values():
         for index, one in enumerate(members):
             for two in members[index + 1 :]:
-                if (one.row.job, one.row.layout) == (two.row.job, two.row.layout):
-                    continue
+                same = (one.run.job, one.run.layout) == (two.run.job, two.run.layout)
                 measured = one.measured / two.measured
-                if abs(measured - 1) <= ALIKE:
+                if same or abs(measured - 1) <= ALIKE:
                     continue
                 ranked += 1
                 right += (measured > 1) == (one.predicted > two.predicted)
     return ranked, right
-
-
-def is_single(row: Row) -> bool:
-    return row.short_source == SINGLE_NODE

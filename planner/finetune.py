@@ -1,34 +1,41 @@
-"""What fine-tuning holds on a GPU, in bytes: frozen weights, adapters, and what backward needs.
+"""What fine-tuning holds on a GPU, in bytes: frozen weights, adapters, and what
+backward needs.
 
-A frozen matrix keeps no input for backward (its weight has no gradient): that is why LoRA's
-activations are fewer than full training's. A 4-bit matrix does keep it: its kernel saves both.
-Checked against litgpt's tables: eager PyTorch, one tensor per line of its code.
+A frozen matrix keeps no input for backward (its weight has no gradient): that is why
+LoRA's activations are fewer than full training's. A 4-bit matrix does keep it: its
+kernel saves both. Checked against litgpt's tables: eager PyTorch, one tensor per line
+of its code.
 """
 
 from __future__ import annotations
 
-from planner import models
-from planner.job import Model
-from planner.memory import BF16, FP32
+from dataclasses import replace
 
+from planner import activations, models
+from planner.activations import BF16, FP32, logit_bytes, tokens_of
+from planner.job import Job, Layout, Model
+
+QUANT = {"lora": "", "qlora": "nf4-dq"}  # of a method's frozen matrices
 METHODS = ("full", "lora", "adapter", "adapter_v2")
 TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 NF4_BLOCK = 64  # weights that share a scale (Dettmers et al., 2023, section 3)
 SCALE_BLOCK = 256  # scales that share a scale: double quantization
 PROMPT = 10  # learned rows of LLaMA-Adapter's prefix (Zhang et al., 2023)
 # Calibrated on the half of finetune_memory.csv that is not held out: 16-bit logits and
-# log-probabilities (4 bytes) stand for part of it, the rest is the loss' backward in chunks.
+# log-probabilities (4 bytes) stand for part of it, the rest is the loss' backward in
+# chunks.
 LOGIT = 10
-# Share of the memory's rate at which kernels of 2024 unpacked 4-bit weights: calibrated on
-# Answer.AI's rows of finetune_times.csv, torchtune's are shown. Those of 2026 reach memory's own.
+# Share of the memory's rate at which kernels of 2024 unpacked 4-bit weights: calibrated
+# on Answer.AI's rows of finetune_times.csv, torchtune's are shown. Those of 2026 reach
+# memory's own.
 NF4_RATE = 0.2
 
 
 def frozen_weight_bytes(quant: str = "") -> float:
     """Return the bytes of a frozen weight of a matrix: 16 bits, or NF4 with its scales.
 
-    NF4: half a byte, a float32 scale for 64; with double quantization ("nf4-dq") the scales are
-    8 bits each, with a float32 scale for 256 of them (QLoRA, section 3).
+    NF4: half a byte, a float32 scale for 64; with double quantization ("nf4-dq") the
+    scales are 8 bits each, with a float32 scale for 256 of them (QLoRA, section 3).
     """
     if quant == "nf4":
         return 0.5 + FP32 / NF4_BLOCK
@@ -41,25 +48,42 @@ def frozen_weight_bytes(quant: str = "") -> float:
 
 def adapter_shapes(model: Model, targets: tuple[str, ...]) -> list[tuple[int, int]]:
     """Return inputs and outputs of a layer's matrices that LoRA is added to."""
-    h, q, kv, wide = model.hidden, models.query_width(model), models.key_width(model), model.ffn
+    h, q, kv, wide = (
+        model.hidden,
+        models.query_width(model),
+        models.key_width(model),
+        model.ffn,
+    )
     inner = [(h, wide)] * (2 if model.gated else 1) + [(wide, h)]
-    shapes = {"query": [(h, q)], "key": [(h, kv)], "value": [(h, kv)], "projection": [(q, h)]}
+    shapes = {
+        "query": [(h, q)],
+        "key": [(h, kv)],
+        "value": [(h, kv)],
+        "projection": [(q, h)],
+    }
     shapes["mlp"] = inner
-    return [shape for name, found in shapes.items() if name in targets for shape in found]
+    return [
+        shape for name, found in shapes.items() if name in targets for shape in found
+    ]
 
 
 def lora_shapes(outputs: int, inputs: int, rank: int) -> list[tuple[int, int]]:
-    """Return the shapes (rows, columns) of a matrix' A and B (Hu et al., 2021, section 4.1)."""
+    """Return the shapes (rows, columns) of a matrix' A and B (Hu et al., 2021, section
+    4.1).
+    """
     return [(rank, inputs), (outputs, rank)]
 
 
 def trained_parameters(
-    model: Model, method: str, rank: int = 8, targets: tuple[str, ...] = ("query", "value")
+    model: Model,
+    method: str,
+    rank: int = 8,
+    targets: tuple[str, ...] = ("query", "value"),
 ) -> int:
     """Return the weights that are trained.
 
-    LoRA: A and B of each matrix. Adapter: a prefix and a gate per head in all layers but the first
-    two; v2 trains norms, a scale and a bias of each output too.
+    LoRA: A and B of each matrix. Adapter: a prefix and a gate per head in all layers
+    but the first two; v2 trains norms, a scale and a bias of each output too.
     """
     h, q, kv = model.hidden, models.query_width(model), models.key_width(model)
     if method == "full":
@@ -81,14 +105,20 @@ def trained_parameters(
 
 
 def finetuned_parameters(model: Model) -> int:
-    """Return all weights with an output layer of its own: libraries that load it untie it."""
+    """Return all weights with an output layer of its own: libraries that load it untie
+    it.
+    """
     tied = models.table_parameters(model) if model.tied_embeddings else 0
     return models.parameters(model) + tied
 
 
 def matrix_parameters(model: Model) -> int:
-    """Return the weights that 4-bit quantization takes: every layer's matrices, the output's."""
-    layers = sum(models.matrix_parameters(model, layer) for layer in range(model.layers))
+    """Return the weights that 4-bit quantization takes: every layer's matrices, the
+    output's.
+    """
+    layers = sum(
+        models.matrix_parameters(model, layer) for layer in range(model.layers)
+    )
     return layers + models.table_parameters(model)
 
 
@@ -106,7 +136,8 @@ def norm_bytes(model: Model, method: str, mixed: bool = False) -> float:
 def input_bytes(model: Model) -> float:
     """Return bytes per token of a layer's matrices' inputs that nothing else keeps.
 
-    Outputs of both norms, and the last matrix' input: kept where matrices are trained or in 4 bits.
+    Outputs of both norms, and the last matrix' input: kept where matrices are trained
+    or in 4 bits.
     """
     return BF16 * (2 * model.hidden + model.ffn)
 
@@ -114,8 +145,8 @@ def input_bytes(model: Model) -> float:
 def attention_bytes(model: Model, method: str, seq_len: int) -> float:
     """Return bytes per token of attention: queries, keys, values, output, log-sum-exp.
 
-    Values are a view of the fused product of all three, which stays; where query heads share keys
-    (GQA) keys and values are copied for each instead.
+    Values are a view of the fused product of all three, which stays; where query heads
+    share keys (GQA) keys and values are copied for each instead.
     """
     q, kv = models.query_width(model), models.key_width(model)
     values = q if model.kv_heads < model.heads else q + 2 * kv
@@ -126,7 +157,8 @@ def attention_bytes(model: Model, method: str, seq_len: int) -> float:
 
 
 def mlp_bytes(model: Model) -> float:
-    """Return bytes per token of a feed-forward: gate, its activation, up; or the input of GeLU.
+    """Return bytes per token of a feed-forward: gate, its activation, up; or the input
+    of GeLU.
 
     A token passes top_k experts, and goes to each and back as a copy.
     """
@@ -137,9 +169,9 @@ def mlp_bytes(model: Model) -> float:
 def adapter_bytes(model: Model, method: str, targets: tuple[str, ...]) -> float:
     """Return bytes per token that a layer's adapters keep.
 
-    LoRA: its dropped-out input and the mask, 3 bytes a number; where queries, keys and values are
-    not all adapted, their outputs too, which are copied into a padded tensor. Adapter v2: each
-    matrix' output before its scale.
+    LoRA: its dropped-out input and the mask, 3 bytes a number; where queries, keys and
+    values are not all adapted, their outputs too, which are copied into a padded
+    tensor. Adapter v2: each matrix' output before its scale.
     """
     h, q, kv = model.hidden, models.query_width(model), models.key_width(model)
     if method == "adapter_v2":
@@ -152,11 +184,18 @@ def adapter_bytes(model: Model, method: str, targets: tuple[str, ...]) -> float:
     if 0 < len(fused) < 3:
         kept += BF16 * sum(q if name == "query" else kv for name in fused)
     rest = tuple(name for name in targets if name in ("projection", "mlp"))
-    return kept + (BF16 + mask) * sum(inputs for inputs, _ in adapter_shapes(model, rest))
+    return kept + (BF16 + mask) * sum(
+        inputs for inputs, _ in adapter_shapes(model, rest)
+    )
 
 
 def layer_bytes(
-    model: Model, method: str, seq_len: int, quant: str, targets: tuple[str, ...], mixed: bool
+    model: Model,
+    method: str,
+    seq_len: int,
+    quant: str,
+    targets: tuple[str, ...],
+    mixed: bool,
 ) -> float:
     """Return bytes per token that a layer keeps for backward."""
     kept = model.norms * norm_bytes(model, method, mixed)
@@ -167,7 +206,8 @@ def layer_bytes(
 
 
 def frozen_bytes(model: Model, method: str, quant: str, mixed: bool) -> float:
-    """Return bytes of what is not trained; under autocast float32, and its 16-bit casts.
+    """Return bytes of what is not trained; under autocast float32, and its 16-bit
+    casts.
 
     Autograd keeps each frozen matrix' cast for the gradient of its input.
     """
@@ -197,12 +237,13 @@ def memory_of_finetune(
 ) -> dict[str, float]:
     """Return bytes by part on a GPU, as torch.cuda.max_memory_allocated would count.
 
-    Weights, gradients and both of Adam's moments are 16 bits (bf16-true), float32 with `mixed`.
-    `gpus`: FSDP shards all. `recompute`: each block keeps its input alone (None: with FSDP).
-    `alike`: steps are of equal length, so that a 4-bit matrix still has the last step's input
-    (bitsandbytes' MatMul4Bit keeps it outside autograd) at the next one's peak. `accumulates`: a
-    step has several micro-batches. `frees_frozen`: FSDP2 frees frozen weights after a block's
-    backward; FSDP1 has no gradient's hook to do so at.
+    Weights, gradients and both of Adam's moments are 16 bits (bf16-true), float32 with
+    `mixed`. `gpus`: FSDP shards all. `recompute`: each block keeps its input alone
+    (None: with FSDP). `alike`: steps are of equal length, so that a 4-bit matrix still
+    has the last step's input (bitsandbytes' MatMul4Bit keeps it outside autograd) at
+    the next one's peak. `accumulates`: a step has several micro-batches.
+    `frees_frozen`: FSDP2 frees frozen weights after a block's backward; FSDP1 has no
+    gradient's hook to do so at.
 
     Raises: ValueError for an unknown method or quant.
     """
@@ -217,7 +258,9 @@ def memory_of_finetune(
     elif quant and alike:
         inputs = input_bytes(model) + BF16 * models.query_width(model)
         activations += tokens * model.layers * inputs
-    head = number * model.hidden * tokens * (1 + ("head" in targets and method == "lora"))
+    head = (
+        number * model.hidden * tokens * (1 + ("head" in targets and method == "lora"))
+    )
     held = {
         "frozen": frozen / gpus,
         "parameters": number * trained / gpus,
@@ -233,17 +276,21 @@ def memory_of_finetune(
     held["gathered"] = gathered_bytes(model, frozen, number, frees_frozen)
     if method == "full" and accumulates:  # added up whole (no_sync)
         held["gradients"] = number * trained
-    if frozen and not frees_frozen:  # fullest at the end of backward: logits' values are left
+    if (
+        frozen and not frees_frozen
+    ):  # fullest at the end of backward: logits' values are left
         held["logits"] = number * tokens * model.vocab
     return held
 
 
-def gathered_bytes(model: Model, frozen: float, number: int, frees_frozen: bool) -> float:
+def gathered_bytes(
+    model: Model, frozen: float, number: int, frees_frozen: bool
+) -> float:
     """Return what FSDP holds whole at its fullest.
 
-    Both tables from forward to backward; a block's weights and the next one's. What is trained
-    adds its gradients: a block's, and the tables'. FSDP1 has all frozen weights late in backward,
-    and a gradient's room for a block of them.
+    Both tables from forward to backward; a block's weights and the next one's. What is
+    trained adds its gradients: a block's, and the tables'. FSDP1 has all frozen weights
+    late in backward, and a gradient's room for a block of them.
     """
     layer = number * models.layer_parameters(model)
     tables = 2 * number * models.table_parameters(model)
@@ -252,3 +299,60 @@ def gathered_bytes(model: Model, frozen: float, number: int, frees_frozen: bool)
     if not frees_frozen:
         return frozen + 2 * layer
     return tables + 2 * max(0.0, frozen - tables) / model.layers
+
+
+# A plan of adapters
+
+
+def every_target(model: Model) -> tuple[str, ...]:
+    """Return the matrices that get adapters: all but experts."""
+    return TARGETS[:4] if model.experts else TARGETS[:5]
+
+
+def with_adapters(job: Job, method: str, rank: int) -> Job:
+    """Return the job with frozen weights, of 4 bits for qlora, and trained adapters."""
+    return replace(
+        job,
+        frozen=True,
+        adapter_rank=rank,
+        adapter_targets=every_target(job.model),
+        quant=QUANT[method],
+    )
+
+
+def memory_of_adapters(job: Job, layout: Layout) -> dict[str, float]:
+    """Return bytes by part on a GPU that trains adapters beside frozen weights.
+
+    Adapters, their gradients and Adam's moments are float32. tp divides matrices and
+    what they keep; FSDP (ZeRO-3) shards frozen weights, ZeRO-2 what is trained. With
+    recomputation a block keeps its input (Chen et al., 2016). The GPU is fullest at the
+    loss, or in the backward of a block.
+    """
+    model, t = job.model, layout.tp
+    shards = layout.shards if layout.zero == 3 else 1
+    states = layout.shards if layout.zero >= 2 else 1
+    targets = job.adapter_targets
+    trained = trained_parameters(model, "lora", job.adapter_rank, targets) / t
+    tokens = tokens_of(job, layout)
+    layer = layer_bytes(model, "lora", job.seq_len, job.quant, targets, False) / t
+    if job.compiled:  # kernels are fused, and the frozen matrices' inputs are not kept
+        layer = activations.layer_bytes(job, layout)
+    kept = model.layers * layer
+    if layout.recompute == "full":
+        kept = model.layers * BF16 * model.hidden / t
+    weights = models.layer_parameters(model) / t
+    block = 2 * weights * frozen_weight_bytes(job.quant) if shards > 1 else 0.0
+    largest = model.hidden * models.dense_width(model) / t
+    unpacked = BF16 * largest if job.quant else 0.0  # one matrix at a time
+    frozen = frozen_bytes(model, "lora", job.quant, False) / t
+    held = {
+        "parameters": frozen / shards + FP32 * trained / states,
+        "gradients": FP32 * trained / states,
+        "optimizer": 2 * FP32 * trained / states,
+        "gathered": block + unpacked,
+    }
+    at_loss = tokens * logit_bytes(job) * model.vocab / t
+    in_backward = tokens * layer if layout.recompute == "full" else 0.0
+    if at_loss > in_backward:
+        return held | {"activations": tokens * kept, "logits": at_loss}
+    return held | {"activations": tokens * kept + in_backward, "logits": 0.0}

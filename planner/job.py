@@ -7,11 +7,15 @@ from dataclasses import dataclass
 AXES = ("tp", "cp", "dp", "pp")
 RECOMPUTE = ("none", "selective", "full")
 CP_KINDS = ("ring", "ulysses", "gather")
+ATTENTION = ("flash2", "flash3", "stored")
+LOSSES = ("whole", "chunked", "fused")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder. `ffn` is the inner width; gated: SwiGLU's three matrices, otherwise two."""
+    """A decoder. `ffn` is the inner width; gated: SwiGLU's three matrices, otherwise
+    two.
+    """
 
     layers: int
     hidden: int
@@ -29,9 +33,15 @@ class Model:
     dense_layers: int = 0  # the first layers without experts
     shared_experts: int = 0
     dense_ffn: int = 0  # inner width of layers without experts; 0: ffn
-    norms: int = 2  # of a layer: four where what attention and feed-forward return is normed too
-    softcap: bool = False  # scores pass a tanh (Gemma 2): no flash kernel in eager PyTorch
-    q_rank: int = 0  # multi-head latent attention (DeepSeek-V2): of queries; 0: no compression
+    norms: int = (
+        2  # of a layer: four where what attention and feed-forward return is normed too
+    )
+    softcap: bool = (
+        False  # scores pass a tanh (Gemma 2): no flash kernel in eager PyTorch
+    )
+    q_rank: int = (
+        0  # multi-head latent attention (DeepSeek-V2): of queries; 0: no compression
+    )
     kv_rank: int = 0  # and of keys and values; 0: plain attention
     rope_dim: int = 0  # of a latent head, beside head_dim: what turns with the position
     name: str = ""
@@ -44,26 +54,40 @@ class Job:
     model: Model
     seq_len: int
     global_batch: int  # sequences per step
-    precision: str = "bf16"  # of the products: bf16, fp16, fp8, fp8-rows, fp4, fp32, tf32
+    precision: str = (
+        "bf16"  # of the products: bf16, fp16, fp8, fp8-rows, fp4, fp32, tf32
+    )
     gradient_bytes: int = 4  # of a gradient while it is accumulated and reduced
     parameter_bytes: int = 2  # of a weight that computes
     optimizer_bytes: int = 12  # per weight: float32 master copy and Adam's two moments
-    flash: bool = True  # attention that stores no scores and skips the masked half
+    attention: str = (
+        "flash2"  # FlashAttention 2, 3 (as cuDNN's since Hopper), or stored scores
+    )
     compiled: bool = False
+    updates_in_backward: bool = False  # the optimizer runs where a gradient is ready
     frozen: bool = False  # LoRA: the model's own weights get no gradients
     adapter_rank: int = 0  # LoRA's, of which the time is counted; 0: none
     adapter_targets: tuple[str, ...] = ()  # names of finetune.TARGETS
     quant: str = ""  # of frozen matrices: nf4, nf4-dq, or 16 bits
     unpacks_slowly: bool = False  # by the kernels of 2024 (finetune.NF4_RATE)
     dropout: bool = False  # its masks are kept (Korthikanti et al., 2022)
-    fused_loss: bool = False  # one kernel: the logits' gradient takes the logits' place
+    loss: str = (
+        "whole"  # logits at once, in chunks of the tokens, or by one fused kernel
+    )
     stack: str = "torch"  # whose code runs: what it keeps in memory (stacks.py)
     reduce_bytes: int = 4  # of a gradient on its way between replicas
+
+    @property
+    def flash(self) -> bool:
+        """Tell whether attention stores no scores and skips the masked half."""
+        return self.attention != "stored"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ways each axis splits the job. GPUs: tp x cp x pp x dp; ep divides dp x cp."""
+    """How many ways each axis splits the job. GPUs: tp x cp x pp x dp; ep divides dp x
+    cp.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -71,16 +95,20 @@ class Layout:
     dp: int = 1
     ep: int = 1
     zero: int = 0  # 0: DDP; 1: optimizer; 2: and gradients; 3: and parameters (FSDP)
-    shard: int = 0  # HSDP: GPUs that shard the states; the others are copies. 0: all of dp x cp
+    shard: int = (
+        0  # HSDP: GPUs that shard the states; the others are copies. 0: all of dp x cp
+    )
     micro_batch: int = 1  # sequences
     recompute: str = "none"
     sequence_parallel: bool = True
     virtual_stages: int = 1  # interleaved
     cp_kind: str = "ring"
     offload: str = "none"  # none, optimizer, all (ZeRO-3)
-    overlap_tp: bool = False  # products cut so that tp's collectives run beside them (async TP)
+    overlap_tp: bool = (
+        False  # products cut so that tp's collectives run beside them (async TP)
+    )
     overlap_dp: bool = True  # gradients are reduced while backward computes
-    order: tuple[str, ...] = AXES  # of ranks, innermost first: neighbours differ in the first
+    order: tuple[str, ...] = AXES  # of ranks, innermost first
 
     @property
     def gpus(self) -> int:
@@ -88,7 +116,9 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same weights: those of cp see other tokens, so they average too."""
+        """Ranks with the same weights: those of cp see other tokens, so they average
+        too.
+        """
         return self.dp * self.cp
 
     @property
@@ -107,7 +137,9 @@ class Prediction:
 
     layout: Layout
     memory: dict[str, float]  # bytes: parameters, gradients, optimizer, activations
-    step: dict[str, float]  # s: compute, tp, cp, ep, dp, pp, bubble, optimizer, other (exposed)
+    step: dict[
+        str, float
+    ]  # s: compute, tp, cp, ep, dp, pp, bubble, optimizer, other (exposed)
     model_flops: float  # of a step on all GPUs, without recomputation
     tokens: int  # of a step
     memory_limit: float  # bytes that a job may fill

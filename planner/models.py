@@ -1,74 +1,88 @@
-"""Shapes of published models, and the weights that a shape has."""
+"""Shapes of published models (data/models.csv), and the weights that a shape has."""
 
 from __future__ import annotations
 
+import csv
+import difflib
 import json
-from dataclasses import replace
+import math
+import re
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 
+from planner.hardware import DATA
 from planner.job import Model
 
 
-def _model(name, layers, hidden, heads, kv_heads, ffn, vocab, **more) -> Model:
-    return Model(layers, hidden, heads, kv_heads, ffn, vocab, name=name, **more)
+def read_models() -> tuple[dict[str, Model], dict[str, str]]:
+    """Return the shapes of data/models.csv, and the names of each spelling."""
+    shapes, spellings = {}, {}
+    with (DATA / "models.csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            name, others = row["name"], row.pop("also").split()
+            shapes[name] = model_of_row(row)
+            for spelling in (name, *others):
+                spellings[plain(spelling)] = name
+    return shapes, spellings
 
 
-def _gpt(name, layers, hidden, heads, vocab=51_200, positions=2_048) -> Model:
-    """GPT: two matrices of 4 h, biases, learned positions, one table for tokens and logits."""
-    more = {"gated": False, "tied_embeddings": True, "biases": True, "learned_positions": positions}
-    return _model(name, layers, hidden, heads, heads, 4 * hidden, vocab, **more)
+def model_of_row(row: dict[str, str]) -> Model:
+    """Return the model whose sizes are columns of a row; empty is the default."""
+    flags = ("gated", "tied_embeddings", "biases", "softcap")
+    sizes = {}
+    for field in fields(Model):
+        text = row.get(field.name)
+        if text and field.name != "name":
+            sizes[field.name] = text == "1" if field.name in flags else int(text)
+    return Model(**sizes, name=row.get("name", ""))
 
 
-def _deepseek(name, layers, hidden, dense_ffn, ffn, vocab, experts, **more) -> Model:
-    """DeepSeek-V2 and V3: latent attention of 128 heads, fine-grained and shared experts."""
-    latent = {"head_dim": 128, "q_rank": 1_536, "kv_rank": 512, "rope_dim": 64}
-    more = {"dense_ffn": dense_ffn, "experts": experts, **latent, **more}
-    more["dense_layers"] = 1 if name.endswith("v2") else 3
-    return _model(name, layers, hidden, 128, 128, ffn, vocab, **more)
+def plain(name: str) -> str:
+    """Return a name's letters, digits and dots, without the owner on the Hub."""
+    return re.sub(r"[^a-z0-9.]", "", name.lower().rpartition("/")[2])
 
 
-_PHI = {"gated": False, "biases": True, "norms": 1}
-_GEMMA2 = {"head_dim": 256, "tied_embeddings": True, "norms": 4, "softcap": True}
-_ALL = [
-    _model("tiny", 4, 128, 4, 2, 352, 256),  # the templates' own, as 124m and 1b
-    _model("124m", 12, 768, 12, 12, 2_048, 50_257, tied_embeddings=True),
-    _model("1b", 16, 2_048, 32, 8, 8_192, 128_256, tied_embeddings=True),
-    _gpt("gpt2-124m", 12, 768, 12, 50_257, 1_024),
-    _gpt("gpt2-350m", 24, 1_024, 16, 50_257, 1_024),
-    _gpt("gpt2-774m", 36, 1_280, 20, 50_257, 1_024),
-    _gpt("gpt2-1.5b", 48, 1_600, 25, 50_257, 1_024),
-    _gpt("gpt-22b", 48, 6_144, 64),
-    _gpt("gpt3-175b", 96, 12_288, 96),
-    _gpt("gpt-530b", 105, 20_480, 128),
-    _gpt("gpt-1t", 128, 25_600, 160),
-    _model("llama2-7b", 32, 4_096, 32, 32, 11_008, 32_000),
-    _model("llama2-13b", 40, 5_120, 40, 40, 13_824, 32_000),
-    _model("llama2-70b", 80, 8_192, 64, 8, 28_672, 32_000),
-    _model("llama3-8b", 32, 4_096, 32, 8, 14_336, 128_256),
-    _model("llama3-70b", 80, 8_192, 64, 8, 28_672, 128_256),
-    _model("llama3-405b", 126, 16_384, 128, 8, 53_248, 128_256),
-    _model("llama3.2-1b", 16, 2_048, 32, 8, 8_192, 128_256, tied_embeddings=True),
-    _model("yi-34b", 60, 7_168, 56, 8, 20_480, 64_000),
-    _model("tinyllama-1.1b", 22, 2_048, 32, 4, 5_632, 32_000),
-    _model("mistral-7b", 32, 4_096, 32, 8, 14_336, 32_000),
-    _model("mixtral-8x7b", 32, 4_096, 32, 8, 14_336, 32_000, experts=8, top_k=2),
-    _model("mixtral-8x22b", 56, 6_144, 48, 8, 16_384, 32_768, experts=8, top_k=2),
-    _model("gemma-2b", 18, 2_048, 8, 1, 16_384, 256_000, head_dim=256, tied_embeddings=True),
-    _model("gemma-7b", 28, 3_072, 16, 16, 24_576, 256_000, head_dim=256, tied_embeddings=True),
-    _model("gemma-2-2b", 26, 2_304, 8, 4, 9_216, 256_000, **_GEMMA2),
-    _model("gemma-2-9b", 42, 3_584, 16, 8, 14_336, 256_000, **_GEMMA2),
-    _model("llama3.2-3b", 28, 3_072, 24, 8, 8_192, 128_256, tied_embeddings=True),
-    _model("phi-3-mini", 32, 3_072, 32, 32, 8_192, 32_064),
-    _model("phi-1.5", 24, 2_048, 32, 32, 8_192, 51_200, **_PHI),
-    _model("phi-2", 32, 2_560, 32, 32, 10_240, 51_200, **_PHI),
-    _model("stablelm-alpha-3b", 16, 4_096, 32, 32, 16_384, 50_688, gated=False, biases=True),
-    _model("falcon-7b", 32, 4_544, 71, 1, 18_176, 65_024, gated=False, tied_embeddings=True),
-    _model("falcon-40b", 60, 8_192, 128, 8, 32_768, 65_024, gated=False, tied_embeddings=True),
-    _deepseek("deepseek-v2", 60, 5_120, 12_288, 1_536, 102_400, 160, top_k=6, shared_experts=2),
-    _deepseek("deepseek-v3", 61, 7_168, 18_432, 2_048, 129_280, 256, top_k=8, shared_experts=1),
-]
-MODELS: dict[str, Model] = {model.name: model for model in _ALL}
+MODELS, SPELLINGS = read_models()
+
+
+def find_model(name: str) -> Model:
+    """Return the shape that a name means: `llama3-8b`, `Qwen/Qwen3-32B`, `7b`.
+
+    The name may have more words, as `Meta-Llama-3.1-8B-Instruct`. A number of weights
+    gets the nearest dense shape, with as many layers as make up the number.
+    Raises: ValueError with near names.
+    """
+    short = plain(name)
+    if short in SPELLINGS:
+        return MODELS[SPELLINGS[short]]
+    number = re.fullmatch(r"([\d.]*\d)([mbt])", short)
+    if number:
+        return of_size(
+            float(number[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[number[2]], name
+        )
+    within = [
+        spelling
+        for spelling in SPELLINGS
+        if len(spelling) > 4 and re.search(rf"(?<![\d.]){re.escape(spelling)}", short)
+    ]
+    if within:  # a 671B is not a 1B: no digit stands before the spelling
+        return MODELS[SPELLINGS[max(within, key=len)]]
+    near = [known for known in MODELS if short in plain(known)]
+    near = near or difflib.get_close_matches(short, MODELS, 3, 0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"{name} is unknown; {hint}known are {', '.join(MODELS)}")
+
+
+def of_size(weights: float, name: str) -> Model:
+    """Return a dense shape with about so many weights."""
+    dense = [model for model in MODELS.values() if model.gated and not model.experts]
+    near = min(dense, key=lambda model: abs(math.log(parameters(model) / weights)))
+    tables = parameters(near) - near.layers * layer_parameters(near)
+    layers = max(1, round((weights - tables) / layer_parameters(near)))
+    return replace(
+        near, layers=layers, name=f"{name} (a {near.name} of {layers} layers)"
+    )
 
 
 def head_width(model: Model) -> int:
@@ -94,11 +108,17 @@ Shape = tuple[int, int, str]  # outputs, inputs, how it is cut
 def attention_shapes(model: Model) -> list[Shape]:
     """Return a layer's attention: queries, keys, values, output.
 
-    Latent attention (DeepSeek-V2, section 2.1): down to a rank, a norm, and up for each head.
+    Latent attention (DeepSeek-V2, section 2.1): down to a rank, a norm, and up for each
+    head.
     """
     h, queries, keys = model.hidden, query_width(model), key_width(model)
     if not model.kv_rank:
-        return [(queries, h, COLUMN), (keys, h, COLUMN), (keys, h, COLUMN), (h, queries, ROW)]
+        return [
+            (queries, h, COLUMN),
+            (keys, h, COLUMN),
+            (keys, h, COLUMN),
+            (h, queries, ROW),
+        ]
     turned = queries + model.heads * model.rope_dim
     down = [(model.kv_rank + model.rope_dim, h, WHOLE), (model.kv_rank, 1, WHOLE)]
     up = [(2 * queries, model.kv_rank, COLUMN), (h, queries, ROW)]
@@ -109,7 +129,9 @@ def attention_shapes(model: Model) -> list[Shape]:
 
 
 def mlp_shapes(model: Model, width: int, copies: int = 0) -> list[Shape]:
-    """Return a feed-forward: three matrices where gated (SwiGLU), else two; or `copies` of it."""
+    """Return a feed-forward: three matrices where gated (SwiGLU), else two; or `copies`
+    of it.
+    """
     up = 2 if model.gated else 1
     if copies:
         one = [(width, model.hidden, EXPERT)] * up + [(model.hidden, width, EXPERT)]
@@ -131,7 +153,8 @@ def is_dense(model: Model, layer: int) -> bool:
 def shapes_of_kind(model: Model, dense: bool) -> tuple[Shape, ...]:
     """Return all weights of a layer of a kind; a vector is a column.
 
-    Biases of a matrix cut by its inputs (output, second of the feed-forward) stay whole.
+    Biases of a matrix cut by its inputs (output, second of the feed-forward) stay
+    whole.
     """
     h = model.hidden
     width = dense_width(model) if dense else model.shared_experts * model.ffn
@@ -139,11 +162,16 @@ def shapes_of_kind(model: Model, dense: bool) -> tuple[Shape, ...]:
     if width:
         shapes += mlp_shapes(model, width)
     if not dense:
-        shapes += [(model.experts, h, WHOLE), *mlp_shapes(model, model.ffn, model.experts)]
+        shapes += [
+            (model.experts, h, WHOLE),
+            *mlp_shapes(model, model.ffn, model.experts),
+        ]
     if model.biases:
         cut = [query_width(model), key_width(model), key_width(model)]
         cut += [width] * (2 if model.gated else 1)
-        shapes += [(size, 1, COLUMN) for size in cut] + [(h, 1, WHOLE)] * (2 + model.norms)
+        shapes += [(size, 1, COLUMN) for size in cut] + [(h, 1, WHOLE)] * (
+            2 + model.norms
+        )
     return tuple(shapes)
 
 
@@ -154,12 +182,14 @@ def _sum(model: Model, dense: bool, kinds: tuple[str, ...]) -> int:
 
 
 def whole_parameters(model: Model, layer: int) -> int:
-    """Return a layer's weights that tensor parallelism does not split: norms, router, ..."""
+    """Return a layer's weights that tensor parallelism does not split: norms, router,
+    ...
+    """
     return _sum(model, is_dense(model, layer), (WHOLE,))
 
 
 def split_parameters(model: Model, layer: int) -> int:
-    """Return a layer's weights that tensor parallelism splits, but for routed experts'."""
+    """Return a layer's weights that tensor parallelism splits, without experts."""
     return _sum(model, is_dense(model, layer), (COLUMN, ROW))
 
 
@@ -176,7 +206,9 @@ def matrix_parameters(model: Model, layer: int) -> int:
 
 def layer_parameters(model: Model, layer: int = -1) -> int:
     """Return the weights of a layer (from 0; the last one if not said)."""
-    return _sum(model, is_dense(model, layer % model.layers), (COLUMN, ROW, WHOLE, EXPERT))
+    return _sum(
+        model, is_dense(model, layer % model.layers), (COLUMN, ROW, WHOLE, EXPERT)
+    )
 
 
 def table_parameters(model: Model) -> int:
@@ -185,7 +217,9 @@ def table_parameters(model: Model) -> int:
 
 
 def parameters(model: Model) -> int:
-    """Return all weights: layers, tables of tokens, positions and logits, the last norm."""
+    """Return all weights: layers, tables of tokens, positions and logits, the last
+    norm.
+    """
     layers = sum(layer_parameters(model, layer) for layer in range(model.layers))
     tables = table_parameters(model) * (1 if model.tied_embeddings else 2)
     positions = model.learned_positions * model.hidden
@@ -208,12 +242,33 @@ _FIELDS = {
     "ffn": ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim"),
     "vocab": ("vocab_size",),
 }
-_UNGATED = {"gpt2", "gpt_neox", "gptj", "opt", "falcon", "mpt", "bloom", "phi", "gpt_bigcode"}
-_TIED = {"gpt2", "gemma", "gemma2", "gemma3", "opt", "bloom", "gpt_bigcode", "mpt", "falcon"}
+_UNGATED = {
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "opt",
+    "falcon",
+    "mpt",
+    "bloom",
+    "phi",
+    "gpt_bigcode",
+}
+_TIED = {
+    "gpt2",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "opt",
+    "bloom",
+    "gpt_bigcode",
+    "mpt",
+    "falcon",
+}
 
 
 def from_hf_config(config: str | Path | dict) -> Model:
-    """Return the shape in a Hugging Face `config.json` (a file, its folder, or its dict).
+    """Return the shape in a Hugging Face `config.json` (a file, its folder, or its
+    dict).
 
     Raises ValueError naming the fields that are missing.
     """
@@ -223,7 +278,9 @@ def from_hf_config(config: str | Path | dict) -> Model:
         config = json.loads(path.read_text())
     values = {}
     for field, names in _FIELDS.items():
-        values[field] = next((config[n] for n in names if config.get(n) is not None), None)
+        values[field] = next(
+            (config[n] for n in names if config.get(n) is not None), None
+        )
     kind = config.get("model_type", "")
     if values["ffn"] is None and values["hidden"] and kind in _UNGATED:
         values["ffn"] = 4 * values["hidden"]
@@ -234,7 +291,9 @@ def from_hf_config(config: str | Path | dict) -> Model:
     experts = experts or config.get("num_experts") or 0
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads")
     kv_heads = (
-        1 if config.get("multi_query") and not config.get("new_decoder_architecture") else kv_heads
+        1
+        if config.get("multi_query") and not config.get("new_decoder_architecture")
+        else kv_heads
     )
     latent = config.get("kv_lora_rank")
     model = Model(
@@ -248,7 +307,11 @@ def from_hf_config(config: str | Path | dict) -> Model:
         biases=kind in ("gpt2", "gpt_neox", "opt", "bloom", "phi"),
         dense_layers=config.get("first_k_dense_replace") or 0,
         shared_experts=config.get("n_shared_experts") or 0,
-        norms=4 if kind in ("gemma2", "gemma3") else 1 if kind in ("phi", "falcon", "gptj") else 2,
+        norms=4
+        if kind in ("gemma2", "gemma3")
+        else 1
+        if kind in ("phi", "falcon", "gptj")
+        else 2,
         softcap=bool(config.get("attn_logit_softcapping")),
         q_rank=config.get("q_lora_rank") or 0 if latent else 0,
         kv_rank=latent or 0,

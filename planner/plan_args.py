@@ -1,27 +1,37 @@
 """The flags of `plan.py`, and the job, cluster and layout that they mean.
 
-A flag that contradicts another one, or divides nothing, is a UsageError: one line, exit code 2.
+A flag that contradicts another one, or divides nothing, is a UsageError: one line, exit
+code 2.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from planner import cli, models
-from planner.hardware import GPUS, Cluster, find_gpu
-from planner.job import AXES, CP_KINDS, RECOMPUTE, Job, Layout, Model
+from planner.finetune import QUANT, with_adapters
+from planner.hardware import GPUS, LATENCY_US, Cluster, cluster_of, find_gpu
+from planner.job import ATTENTION, AXES, CP_KINDS, LOSSES, RECOMPUTE, Job, Layout, Model
 from planner.stacks import STACKS
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k")
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
-LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "shard", "micro_batch", "recompute",
-          "virtual_stages", "cp_kind", "offload", "order")  # fmt: skip
-USUAL_TOKENS = 4 * 2**20  # of a step, where --global-batch is not given
+LAYOUT = ("tp", "pp", "dp", "cp", "ep", "zero", "shard", "micro_batch", "recompute")
+LAYOUT += ("virtual_stages", "cp_kind", "offload", "order")
 LORA_RANK = 16
+# Tokens of a step by the number of weights (Brown et al., 2020, table 2.1).
+USUAL_TOKENS = ((2e9, 2**19), (5e9, 2**20), (20e9, 2**21), (float("inf"), 2**22))
 TUNING_TOKENS = 2**18
+# Bytes per weight of parameter, gradient and optimizer state.
+OPTIMIZERS = {
+    "adamw": (2, 4, 12),  # float32 master weight and two moments
+    "adamw-bf16": (2, 2, 4),  # all in 16 bits, without a master weight
+    "adamw-8bit": (2, 2, 2),  # moments of 8 bits (Dettmers et al., 2022)
+}
 
 
 def amount(text: str) -> float:
@@ -32,7 +42,9 @@ def amount(text: str) -> float:
     except ValueError:
         value = 0
     if not 0 < value < 1e18:
-        raise argparse.ArgumentTypeError(f"must be a number like 300B or 15T, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be a number like 300B or 15T, not {text!r}"
+        )
     return value
 
 
@@ -40,8 +52,17 @@ def order(text: str) -> tuple[str, ...]:
     """Parse the order of ranks: each axis once, innermost first."""
     axes = tuple(text.split("-"))
     if sorted(axes) != sorted(AXES):
-        raise argparse.ArgumentTypeError(f"must name {', '.join(AXES)} once each, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must name {', '.join(AXES)} once each, not {text!r}"
+        )
     return axes
+
+
+def network_rate(text: str) -> tuple[float, str]:
+    """Parse 50 (GB/s of a GPU's card) or 400Gbit (Gbit/s of a node)."""
+    number = re.sub(r"gbit(/s)?$", "", text.lower())
+    unit = "Gbit" if number != text.lower() else "GB"
+    return cli.positive_float(number), unit
 
 
 def make_parser() -> cli.Parser:
@@ -54,21 +75,30 @@ def make_parser() -> cli.Parser:
     ):
         sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
         add_job_flags(sub)
+        add_tuning_flags(sub)
         add_hardware_flags(sub)
         add_layout_flags(sub, verb)
-        add, rate = sub.add_argument, cli.positive_float
+        add = sub.add_argument
         add("--tokens", type=amount, help="to train on, as 300B or 15T: days")
-        add("--dollars-per-gpu-hour", type=rate, metavar="PRICE", help="with --tokens: dollars")
-        add("--explain", action="store_true", help="put numbers into each formula, with its source")
-        add("--json", action="store_true", help="print one JSON object, bytes and seconds")
+        add(
+            "--dollars-per-gpu-hour",
+            type=cli.positive_float,
+            metavar="PRICE",
+            help="with --tokens: dollars",
+        )
+        add("--explain", action="store_true", help="print formulas with their numbers")
+        add("--json", action="store_true", help="print one JSON object, bytes, seconds")
     return parser
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse what follows the script's name: a verb and its flags."""
     args = make_parser().parse_args(argv)
-    if args.lora_rank and args.finetune not in ("lora", "qlora"):
+    args.adapters = args.finetune in QUANT
+    if args.lora_rank and not args.adapters:
         raise cli.UsageError("--lora-rank needs --finetune lora or qlora")
+    if args.adapters and (args.optimizer != "adamw" or args.optimizer_in_backward):
+        raise cli.UsageError(f"--optimizer changes little for {args.finetune}: omit it")
     args.lora_rank = args.lora_rank or LORA_RANK
     return args
 
@@ -76,11 +106,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def add_job_flags(parser: cli.Parser) -> None:
     add, count = parser.add_argument, cli.positive_int
     source = parser.add_mutually_exclusive_group()
-    known = ", ".join(models.MODELS)
-    source.add_argument("--model", metavar="PRESET", help=f"one of {known}")
-    source.add_argument("--hf-config", metavar="FILE", help="a Hugging Face config.json")
+    source.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a name (Qwen/Qwen3-32B), a number of weights (7b), or a config.json",
+    )
+    source.add_argument("--hf-config", metavar="FILE", help="a config.json")
     size = partial(add, type=count, metavar="N")
-    size("--layers", help="with the next four: a model, or a preset's changed")
+    size("--layers", help="with the next four: a model, or a change of --model")
     size("--hidden", help="width between blocks")
     size("--heads", help="of queries")
     size("--ffn", help="inner width of the feed-forward")
@@ -88,32 +121,67 @@ def add_job_flags(parser: cli.Parser) -> None:
     size("--kv-heads", help="of keys and values (--heads)")
     size("--experts", help="of each layer (0: dense)")
     size("--top-k", help="experts that compute a token (2)")
-    add("--mlp", choices=("gated", "plain"), help="SwiGLU's three matrices, or GPT's two (gated)")
+    add("--mlp", choices=("gated", "plain"), help="SwiGLU, or GPT's two matrices")
     add("--seq-len", type=count, default=4096, help="tokens of a sequence (4096)")
-    add("--global-batch", "--global-batch-size", type=count, metavar="N",
-        help="sequences of a step on all GPUs (4M tokens; 262,144 to fine-tune)")  # fmt: skip
-    add("--precision", choices=("bf16", "fp16", "fp8", "fp32", "tf32"), default="bf16",
-        help="of matrix products (bf16)")  # fmt: skip
-    add("--gradient-bytes", type=int, choices=(2, 4), default=4, help="of a gradient (4)")
-    add("--no-flash", action="store_true", help="attention that stores its scores")
-    add("--compiled", action="store_true", help="blocks under torch.compile")
-    add("--stack", choices=STACKS, default="torch", help="whose code runs: what it keeps (torch)")
-    add("--finetune", choices=("none", "full", "lora", "qlora"), default="none",
-        help="all weights, or adapters beside frozen ones of 16 or 4 bits (none)")  # fmt: skip
-    add("--lora-rank", type=count, metavar="N",
-        help="of adapters on all matrices, with experts on attention's alone (16)")  # fmt: skip
+    add(
+        "--global-batch",
+        "--global-batch-size",
+        type=count,
+        metavar="N",
+        help="sequences of a step (0.5M to 4M tokens by size; 262,144 to fine-tune)",
+    )
+    kinds = ("bf16", "fp16", "fp8", "fp32", "tf32")
+    add("--precision", choices=kinds, default="bf16", help="of products (bf16)")
+    add("--attention", choices=ATTENTION, help="kernel (flash2; Megatron: flash3)")
+    add("--no-flash", action="store_true", help="the same as --attention stored")
+    add("--compiled", "--compile", action="store_true", help="torch.compile of blocks")
+    add("--stack", choices=STACKS, default="torch", help="whose code runs (torch)")
+
+
+def add_tuning_flags(parser: cli.Parser) -> None:
+    add = parser.add_argument
+    add(
+        "--finetune",
+        choices=("none", "full", *QUANT),
+        default="none",
+        help="all weights, or adapters beside frozen ones of 16 or 4 bits (none)",
+    )
+    add(
+        "--lora-rank",
+        type=cli.positive_int,
+        metavar="N",
+        help="of adapters on all matrices; with experts on attention's alone (16)",
+    )
+    add("--loss", choices=LOSSES, default="whole", help="logits at once (whole)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="states (adamw)")
+    add(
+        "--optimizer-in-backward",
+        action="store_true",
+        help="free each gradient at once; needs one micro-batch",
+    )
+    add("--gradient-bytes", type=int, choices=(2, 4), help="of a gradient (4)")
 
 
 def add_hardware_flags(parser: cli.Parser) -> None:
     add, count, rate = parser.add_argument, cli.positive_int, cli.positive_float
     add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(GPUS)} (h100)")
     add("--gpus", type=count, help="GPUs of the job (8, or those of the axes)")
-    add("--gpus-per-node", type=count, help="that fast links join (the GPU's usual: 8)")
-    add("--gpu-memory-gib", type=rate, metavar="GIB", help="instead of the data sheet's")
+    add("--gpus-per-node", type=count, help="that fast links join (the GPU's usual)")
+    add("--gpu-memory-gib", type=rate, metavar="GIB", help="not the data sheet's")
     add("--gpu-tflops", type=rate, metavar="TFLOPS", help="peak of --precision, dense")
     add("--hbm-gb-s", type=rate, metavar="GB_S", help="of the GPU's memory")
-    add("--link-gb-s", type=rate, metavar="GB_S", help="of a GPU to its node, each way")
-    add("--network-gb-s", type=rate, metavar="GB_S", help="of a GPU's network card, each way")
+    add("--link-gb-s", type=rate, metavar="GB_S", help="in a node, each way")
+    add(
+        "--network-gb-s",
+        type=network_rate,
+        metavar="RATE",
+        help="each way: GB/s of a GPU's card (50), or a node's Gbit/s (400Gbit)",
+    )
+    add(
+        "--network",
+        choices=LATENCY_US,
+        help="start of a message: 20 or 100 us (rdma; ethernet for consumer GPUs)",
+    )
 
 
 def add_layout_flags(parser: cli.Parser, verb: str) -> None:
@@ -127,116 +195,172 @@ def add_layout_flags(parser: cli.Parser, verb: str) -> None:
     axis("--dp", help="ranks of data parallelism (what the others leave)")
     zero = "searched" if verb == "plan" else "0"
     add("--zero", type=int, choices=range(4), help=f"0: DDP, 3: FSDP ({zero})")
-    add("--shard", type=count, metavar="GPUS", help="HSDP: GPUs that share the states (all)")
-    add("--micro-batch", "--micro-batch-size", type=count, metavar="N", help=f"sequences ({rest})")
+    axis("--shard", help="HSDP: GPUs that share the states (all)")
+    axis("--micro-batch", "--micro-batch-size", help=f"sequences ({rest})")
     add("--recompute", choices=RECOMPUTE, help="in backward (none, or searched)")
-    add("--sequence-parallel", action=argparse.BooleanOptionalAction, default=True,
-        help="tokens between matrices cut over tp (yes)")  # fmt: skip
-    add("--interleave", "--virtual-stages", dest="virtual_stages", type=count, metavar="V",
-        help=f"stages of each rank of pp ({rest})")  # fmt: skip
-    add("--cp-kind", choices=CP_KINDS, help="of context parallelism (ring, or searched)")
-    add("--offload", choices=("none", "optimizer", "all"), help="to the host (none if that fits)")
+    add(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="cut tokens between matrices over tp (yes)",
+    )
+    add(
+        "--interleave",
+        "--virtual-stages",
+        dest="virtual_stages",
+        type=count,
+        metavar="V",
+        help=f"stages of each rank of pp ({rest})",
+    )
+    add("--cp-kind", choices=CP_KINDS, help="of context parallelism (ring)")
+    kinds = ("none", "optimizer", "all")
+    add("--offload", choices=kinds, help="to the host (none if that fits)")
     add("--order", type=order, help=f"of ranks, innermost first ({'-'.join(AXES)})")
 
 
-# what is asked
+# What the flags mean
 
 
 def model_of(args) -> Model:
-    """Return the model of a preset, a file, or sizes. Raises: UsageError."""
-    own = {name: getattr(args, name) for name in SIZES if getattr(args, name)}
+    """Return the model of a name, a file, or sizes. Raises: UsageError."""
+    sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name)}
     if args.mlp:
-        own["gated"] = args.mlp == "gated"
-    if args.hf_config:
+        sizes["gated"] = args.mlp == "gated"
+    file = args.hf_config
+    if args.model and Path(args.model).exists():
+        file = args.model
+    if file:
         try:
-            model = models.from_hf_config(args.hf_config)
+            model = models.from_hf_config(file)
         except (OSError, ValueError) as error:
-            raise cli.UsageError(f"--hf-config {args.hf_config}: {error}") from error
-    elif args.model or not own:
-        name = args.model or "llama2-7b"
-        if name not in models.MODELS:
-            near = [known for known in models.MODELS if name.lower() in known]
-            near = near or difflib.get_close_matches(name.lower(), models.MODELS, 1)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
-            known = f"{hint}known are {', '.join(models.MODELS)}; or --hf-config FILE"
-            raise cli.UsageError(f"--model {name} is unknown; {known}")
-        model = models.MODELS[name]
+            raise cli.UsageError(f"{file}: {error}") from error
+    elif args.model or not sizes:
+        try:
+            model = models.find_model(args.model or "llama2-7b")
+        except ValueError as error:
+            raise cli.UsageError(f"--model {error}; or a config.json") from error
     else:
-        missing = [f"--{name}" for name in NEEDED if name not in own]
+        missing = [f"--{name}" for name in NEEDED if name not in sizes]
         if missing:
-            raise cli.UsageError(f"a model of sizes lacks {', '.join(missing)}, or give --model")
-        return checked(Model(**({"kv_heads": own["heads"], "top_k": 2 * ("experts" in own)} | own)))
-    return checked(replace(model, **own) if own else model)
-
-
-def checked(model: Model) -> Model:
-    """Return a model whose heads make its width. Raises: UsageError."""
+            raise cli.UsageError(
+                f"a model of sizes lacks {', '.join(missing)}, or give --model"
+            )
+        usual = {"kv_heads": sizes["heads"], "top_k": 2 if "experts" in sizes else 0}
+        model = Model(**usual | sizes)
+    model = replace(model, **sizes)
     if not model.head_dim and model.hidden % model.heads:
-        raise cli.UsageError(f"--heads {model.heads} do not divide --hidden {model.hidden}")
+        raise cli.UsageError(
+            f"--heads {model.heads} do not divide --hidden {model.hidden}"
+        )
     if model.heads % model.kv_heads:
-        raise cli.UsageError(f"--kv-heads {model.kv_heads} do not divide --heads {model.heads}")
+        raise cli.UsageError(
+            f"--kv-heads {model.kv_heads} do not divide --heads {model.heads}"
+        )
     if model.experts and not 0 < model.top_k <= model.experts:
-        raise cli.UsageError(f"--top-k {model.top_k} must be 1 to --experts {model.experts}")
+        raise cli.UsageError(
+            f"--top-k {model.top_k} must be 1 to --experts {model.experts}"
+        )
     return model
 
 
-def cluster_of(args, gpus: int) -> Cluster:
-    """Return the hardware of a preset with own values. Raises: UsageError."""
+def cluster_from(args, gpus: int) -> Cluster:
+    """Return the hardware of a name with the given values. Raises: UsageError."""
     try:
         gpu = find_gpu(args.gpu)
     except ValueError as error:
         raise cli.UsageError(f"--gpu: {error}") from error
     if args.precision not in gpu.tflops and not args.gpu_tflops:
-        has = ", ".join(gpu.tflops)
-        raise cli.UsageError(f"--precision {args.precision}: {gpu.name} has {has}")
-    own = {
+        raise cli.UsageError(
+            f"--precision {args.precision}: {gpu.name} has {', '.join(gpu.tflops)}"
+        )
+    given = {
         "memory_gib": args.gpu_memory_gib,
         "hbm_gb_s": args.hbm_gb_s,
         "link_gb_s": args.link_gb_s,
     }
     if args.gpu_tflops:
-        own["tflops"] = {**gpu.tflops, args.precision: args.gpu_tflops}
-    gpu = replace(gpu, **{name: value for name, value in own.items() if value})
+        given["tflops"] = gpu.tflops | {args.precision: args.gpu_tflops}
+    gpu = replace(gpu, **{name: value for name, value in given.items() if value})
     node = args.gpus_per_node or gpu.gpus_per_node
     if gpus > node and gpus % node:
-        raise cli.UsageError(f"--gpus {gpus} must be a multiple of --gpus-per-node {node}")
-    return Cluster(gpu, node, args.network_gb_s or gpu.network_gb_s)
+        raise cli.UsageError(
+            f"--gpus {gpus} must be a multiple of --gpus-per-node {node}"
+        )
+    rate = None
+    if args.network_gb_s:
+        rate, unit = args.network_gb_s
+        rate = rate / 8 / min(gpus, node) if unit == "Gbit" else rate
+    return cluster_of(gpu, gpus_per_node=node, network_gb_s=rate, network=args.network)
 
 
-def job_of(args, gpus: int) -> Job:
-    """Return the job; a batch that is not given has about four million tokens."""
-    batch = args.global_batch
-    if not batch:
-        usual = TUNING_TOKENS if args.finetune != "none" else USUAL_TOKENS
-        batch = max(1, round(usual / args.seq_len))
-        batch = max(1, batch // gpus) * gpus if batch > gpus else 2 ** (batch.bit_length() - 1)
-        if args.finetune in ("lora", "qlora"):
-            batch = max(batch, gpus)  # replicas alone: each takes a sequence
-    more = {"flash": not args.no_flash, "compiled": args.compiled, "stack": args.stack}
-    more["reduce_bytes"] = args.gradient_bytes
-    bytes_of = 4 if args.precision in ("fp32", "tf32") else 2
-    if bytes_of == 4:
-        more |= {"parameter_bytes": 4, "optimizer_bytes": 8}
-    return Job(model_of(args), args.seq_len, batch, args.precision, args.gradient_bytes, **more)
+def job_of(args, cluster: Cluster, gpus: int) -> Job:
+    """Return the job; a batch that is not given is usual for the model's size."""
+    model = model_of(args)
+    batch = args.global_batch or usual_batch(args, model, gpus)
+    parameter, gradient, optimizer = OPTIMIZERS[args.optimizer]
+    if args.precision in ("fp32", "tf32"):
+        parameter, optimizer = 4, 8
+    gradient = args.gradient_bytes or gradient
+    attention = args.attention or usual_attention(args.stack, cluster)
+    job = Job(
+        model,
+        args.seq_len,
+        batch,
+        args.precision,
+        gradient_bytes=gradient,
+        parameter_bytes=parameter,
+        optimizer_bytes=optimizer,
+        attention="stored" if args.no_flash else attention,
+        compiled=args.compiled,
+        updates_in_backward=args.optimizer_in_backward,
+        loss=args.loss,
+        stack=args.stack,
+        reduce_bytes=gradient,
+    )
+    if args.adapters:
+        return with_adapters(job, args.finetune, args.lora_rank)
+    return job
+
+
+def usual_batch(args, model: Model, gpus: int) -> int:
+    """Return the sequences of a step that is usual for a model of this size."""
+    weights = models.parameters(model)
+    tokens = next(tokens for most, tokens in USUAL_TOKENS if weights < most)
+    if args.finetune != "none":
+        tokens = TUNING_TOKENS
+    batch = max(1, round(tokens / args.seq_len))
+    if batch > gpus:
+        return batch // gpus * gpus
+    return gpus if args.adapters else 2 ** (batch.bit_length() - 1)
+
+
+def usual_attention(stack: str, cluster: Cluster) -> str:
+    """Return the kernel that a library calls: Megatron cuDNN's, PyTorch version 2."""
+    newer = cluster.gpu.family.startswith(("hopper", "blackwell"))
+    return "flash3" if stack == "megatron" and newer else "flash2"
 
 
 def given_layout(args) -> dict:
     """Return the fields of a Layout that were given."""
-    found = {name: getattr(args, name) for name in LAYOUT if getattr(args, name) is not None}
+    found = {
+        name: getattr(args, name) for name in LAYOUT if getattr(args, name) is not None
+    }
     if not args.sequence_parallel:
         found["sequence_parallel"] = False
+    if args.shard and args.zero is None:
+        found["zero"] = 3
     return found
 
 
 def one_layout(args) -> Layout:
-    """Return the layout of `predict`: what is not given is 1; dp takes the other GPUs."""
+    """Return the layout of `predict`: 1 is the default; dp takes the other GPUs."""
     given = given_layout(args)
-    axes = [given.get(axis, 1) for axis in ("tp", "pp", "cp")]
-    others = axes[0] * axes[1] * axes[2]
+    others = given.get("tp", 1) * given.get("pp", 1) * given.get("cp", 1)
     gpus = args.gpus or others * given.get("dp", 1)
     given.setdefault("dp", max(1, gpus // others))
     layout = Layout(**given)
     if layout.gpus != gpus:
-        product = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "pp", "dp"))
+        axes = ("tp", "cp", "pp", "dp")
+        product = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
         raise cli.UsageError(f"{product} = {layout.gpus} GPUs, but --gpus is {gpus}")
     return layout

@@ -1,22 +1,21 @@
-"""The command that runs a layout of planner.py on one of this repository's templates.
+"""The command that runs a layout on one of this repository's templates.
 
-`launch_of` returns words where no template can: each reason is one that the template's own
-parse_args or docstring gives, and tests/test_planner_plan.py feeds each line to that parser.
+`launch_of` returns words where no template can. Each reason is one that the template's
+own parser gives.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
-from planner import memory
+from planner import memory, models
 from planner.job import AXES, Job, Layout, Model
 
 # The templates' names for shapes of planner/models.py.
-PRESETS = {
-    "tiny": "tiny", "124m": "124m", "gpt2-124m": "124m", "1b": "1b", "llama3.2-1b": "1b",
-    "llama2-7b": "llama2-7b", "llama3-8b": "llama3-8b",
-    "llama3-70b": "llama3-70b", "mixtral-8x7b": "mixtral-8x7b",
-}  # fmt: skip
+SAME_NAMES = ("tiny", "124m", "1b", "llama2-7b", "llama3-8b", "llama3-70b")
+PRESETS = {name: name for name in (*SAME_NAMES, "mixtral-8x7b")}
+PRESETS |= {"gpt2-124m": "124m", "llama3.2-1b": "1b"}
 ZERO_CONFIGS = {
     (1, "none"): "zero1_config.json",
     (2, "optimizer"): "zero2_offload_cpu_config.json",
@@ -39,11 +38,18 @@ class Launch:
 
 
 def launch_of(
-    job: Job, layout: Layout, gpus_per_node: int, finetune: str = "none", rank: int = 16
+    job: Job,
+    layout: Layout,
+    gpus_per_node: int,
+    finetune: str = "none",
+    limit: float = math.inf,
 ) -> Launch:
-    """Return what runs a layout: commands, and what differs from the plan."""
+    """Return what runs a layout: commands, and what differs from the plan.
+
+    limit: the bytes that a GPU may hold.
+    """
     if finetune != "none":
-        return of_finetuning(job, layout, gpus_per_node, finetune, rank)
+        return of_finetuning(job, layout, gpus_per_node, finetune, limit)
     script, flags, remarks = template_of(job, layout)
     if not script:
         return Launch([], remarks)
@@ -51,14 +57,22 @@ def launch_of(
     remarks += [about] if about else []
     if not shape:
         return Launch([], remarks)
-    batch = f"--global-batch-size {job.global_batch} --micro-batch-size {layout.micro_batch}"
-    common = f"{shape} --seq-len {job.seq_len} {batch} --precision {precision_of(job)}"
-    line = f"{torchrun(layout.gpus, gpus_per_node)} {script} {common} {' '.join(flags)}".strip()
-    return Launch([*written, line], remarks)
+    start = torchrun(layout.gpus, gpus_per_node)
+    line = [start, script, shape, batch_flags(job, layout), *flags]
+    return Launch([*written, " ".join(line)], remarks)
+
+
+def batch_flags(job: Job, layout: Layout) -> str:
+    """Return the flags of a batch that all templates have."""
+    batch = f"--global-batch-size {job.global_batch}"
+    batch += f" --micro-batch-size {layout.micro_batch}"
+    return f"--seq-len {job.seq_len} {batch} --precision {precision_of(job)}"
 
 
 def torchrun(gpus: int, gpus_per_node: int) -> str:
-    """Return torchrun's part of the line; on several nodes it is started on each of them."""
+    """Return torchrun's part of the line; on several nodes it is started on each of
+    them.
+    """
     nodes = -(-gpus // gpus_per_node)
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node={gpus}"
@@ -74,23 +88,34 @@ def precision_of(job: Job) -> str:
 
 
 def template_of(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
-    """Return a template, the flags of the layout's axes, and remarks; no template: the reason."""
-    plain = layout.tp == layout.cp == layout.pp == layout.ep == 1 and not job.model.experts
+    """Return a template, the flags of the layout's axes, and remarks; no template: the
+    reason.
+    """
+    plain = (
+        layout.tp == layout.cp == layout.pp == layout.ep == 1 and not job.model.experts
+    )
     if job.precision == "fp8":
-        return "", [], ["no template multiplies in float8: see 05-advanced/low_precision.py"]
+        return (
+            "",
+            [],
+            ["no template multiplies in float8: see 05-advanced/low_precision.py"],
+        )
     found = of_replicas(job, layout) if plain else None
     return found or of_axes(job, layout)
 
 
 def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | None:
-    """Return the template of module 01, 02 or 03 that shards as the layout does, if one does."""
+    """Return the template of module 01, 02 or 03 that shards as the layout does, if one
+    does.
+    """
     again = layout.recompute
     if layout.zero == 0 and again == "none":
         return "01-ddp-basics/ddp_training.py", [], []
     config = ZERO_CONFIGS.get((layout.zero, layout.offload))
     if config and job.precision != "fp16":
         flags = [f"--deepspeed_config 03-deepspeed/configs/{config}"]
-        flags += [f"--activation-checkpointing {again}"] * (again != "none")
+        if again != "none":
+            flags.append(f"--activation-checkpointing {again}")
         return "03-deepspeed/deepspeed_train.py", flags, []
     if layout.zero >= 2 and job.precision != "fp16" and layout.offload == "none":
         flags = [f"--sharding {'grad-op' if layout.zero == 2 else 'full'}"]
@@ -103,13 +128,15 @@ def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | 
 
 
 def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
-    """Return hybrid_parallelism.py, its flags, and what it does otherwise than planned."""
+    """Return hybrid_parallelism.py, its flags, and what differs from the plan."""
     model, stages, refused, remarks = job.model, layout.virtual_stages, [], []
     parts = layout.pp * stages
     if parts > 1 and model.layers % parts:
         refused.append(f"{model.layers} layers in {parts} unequal stages")
     if model.tied_embeddings:
-        refused.append("one table for tokens and logits, which pp and FSDP's units would split")
+        refused.append(
+            "one table for tokens and logits, which pp and FSDP's units would split"
+        )
     if model.experts:
         refused.append("experts (05-advanced/expert_parallel.py is the lesson)")
     if stages > 2:
@@ -119,7 +146,9 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     if refused:
         return "", [], [f"none has {' or '.join(refused)}"]
     if layout.zero == 1:
-        remarks.append("its grad-op stands for ZeRO-1: FSDP that gathers weights once a step")
+        remarks.append(
+            "its grad-op stands for ZeRO-1: FSDP that gathers weights once a step"
+        )
     if layout.cp > 1 and layout.cp_kind != "gather":
         remarks.append(f"its cp gathers keys and values; the plan has {layout.cp_kind}")
     if layout.order != AXES:
@@ -129,9 +158,11 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
         kind = "grad-op"  # its full frees a stage's weights in each micro-batch
     if layout.zero == 3 and 0 < layout.shard < layout.replicas:
         kind = "hybrid"
-        remarks.append(f"its hybrid shards inside a machine; the plan over {layout.shard} ranks")
-    axes = [f"--{axis} {getattr(layout, axis)}" for axis in ("tp", "cp", "pp")
-            if getattr(layout, axis) > 1]  # fmt: skip
+        remarks.append(
+            f"its hybrid shards inside a machine; the plan over {layout.shard} ranks"
+        )
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp")}
+    axes = [f"--{axis} {size}" for axis, size in sizes.items() if size > 1]
     flags = [*axes, f"--sharding {kind}"]
     if layout.pp > 1:
         flags.append(f"--schedule {'1f1b' if stages == 1 else 'interleaved'}")
@@ -141,9 +172,13 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
 
 
 def shape_of(model: Model) -> tuple[str, list[str], str]:
-    """Return the flag that gives a template the shape, a command before it, and a remark."""
+    """Return the flag that gives a template the shape, a command before it, and a
+    remark.
+    """
     llama = model.gated and not model.biases and not model.dense_layers
-    about = "" if llama else "the templates train a Llama of these widths, not this block"
+    about = (
+        "" if llama else "the templates train a Llama of these widths, not this block"
+    )
     if model.name in PRESETS:
         return f"--preset {PRESETS[model.name]}", [], about
     if model.experts:
@@ -151,33 +186,61 @@ def shape_of(model: Model) -> tuple[str, list[str], str]:
     if model.head_dim and model.head_dim * model.heads != model.hidden:
         return "", [], "the templates' heads are hidden / heads wide"
     ffn = model.ffn if model.gated else round(2 / 3 * model.ffn)
-    shape = (model.vocab, model.hidden, model.layers, model.heads, model.kv_heads, ffn, 131_072)
+    shape = (
+        model.vocab,
+        model.hidden,
+        model.layers,
+        model.heads,
+        model.kv_heads,
+        ffn,
+        131_072,
+    )
     tied = ", tied_embeddings=True" if model.tied_embeddings else ""
     name = (model.name or "model").replace("/", "-")
     row = f'"{name}": Config({", ".join(map(str, shape))}{tied})'
-    return f"--preset {name}", [f"# first add {row} to PRESETS in dist_common/model.py"], about
+    return (
+        f"--preset {name}",
+        [f"# first add {row} to PRESETS in dist_common/model.py"],
+        about,
+    )
 
 
 FSDP_ALONE = "--zero 3 --tp 1 --cp 1 --pp 1 --ep 1 --offload none"
 
 
-def of_finetuning(job: Job, layout: Layout, gpus_per_node: int, finetune: str, rank: int) -> Launch:
-    """Return the line of fsdp_finetune.py, which shards as ZeRO-3 does and has no other axis."""
+def of_finetuning(
+    job: Job, layout: Layout, gpus_per_node: int, finetune: str, limit: float
+) -> Launch:
+    """Return the line of fsdp_finetune.py, which shards as ZeRO-3 and has no other
+    axis.
+    """
     if finetune == "qlora":
-        text = "none reads a model into 4 bits; the lesson 02-fsdp/fsdp_lora.py has the layer"
-        return Launch([], [f"{text}, its shards and its gathers"])
+        text = (
+            "no template reads a model into 4 bits; 02-fsdp/fsdp_lora.py has the layer"
+        )
+        return Launch([], [text])
     plain = layout.tp == layout.cp == layout.pp == layout.ep == 1
-    if not plain or layout.shard not in (0, layout.replicas) or layout.offload != "none":
-        return Launch([], [f"02-fsdp/fsdp_finetune.py has FSDP alone: give {FSDP_ALONE}"])
-    remarks = ["it shards as ZeRO-3 does"] * (layout.zero != 3 and layout.gpus > 1)
+    whole = layout.shard in (0, layout.replicas)
+    if not plain or not whole or layout.offload != "none":
+        return Launch([], [f"02-fsdp/fsdp_finetune.py has FSDP alone: {FSDP_ALONE}"])
+    remarks = []
+    if layout.zero != 3 and layout.gpus > 1:
+        remarks.append("it shards as ZeRO-3 does")
     if layout.recompute != "full":
         remarks.append("it recomputes every layer: fewer bytes, a longer step")
-    if finetune == "lora":
+    adapters = ""
+    if job.adapter_rank:
         remarks.append("its frozen weights are float32, 4 bytes each")
+        adapters = f" --lora-rank {job.adapter_rank}"
+        sharded = replace(layout, zero=3, recompute="full")
+        held = sum(memory.memory_of(job, sharded).values())
+        frozen = models.parameters(job.model) / layout.gpus
+        held += (memory.FP32 - memory.BF16) * frozen
+        if held > limit:
+            lacks = (held - limit) / memory.GIB
+            text = "02-fsdp/fsdp_finetune.py keeps frozen weights in float32"
+            return Launch([], [f"{text}: it lacks {lacks:.1f} GiB on each GPU"])
+    start = f"{torchrun(layout.gpus, gpus_per_node)} 02-fsdp/fsdp_finetune.py"
     data = "--init-from MODEL_DIR --data chats.jsonl"
-    batch = f"--global-batch-size {job.global_batch} --micro-batch-size {layout.micro_batch}"
-    adapters = f" --lora-rank {rank}" if finetune == "lora" else ""
-    line = f"{torchrun(layout.gpus, gpus_per_node)} 02-fsdp/fsdp_finetune.py {data}"
-    line += f" --seq-len {job.seq_len} {batch} --precision bf16-mixed"
-    line += f" --activation-checkpointing full{adapters}"
-    return Launch([line], remarks)
+    line = f"{start} {data} {batch_flags(job, layout)}"
+    return Launch([f"{line} --activation-checkpointing full{adapters}"], remarks)

@@ -1,32 +1,148 @@
-"""Find the fastest layouts that fit: cuts in the order of a lower bound, memory before time.
+"""Find the fastest layouts that fit, by a lower bound of their time, memory before
+time.
 
-Nothing is left out that could be among the best five, or first where a rate is a fifth lower, on
-two conditions of planner: more recomputation never makes a step shorter, and what a
-layout does besides sharding states and stepping takes at least as long as it would without
-recomputation. Tests try all layouts instead.
+No layout is left out that could be among the best five, or first where a rate is a
+fifth lower, on two conditions: more recomputation never makes a step shorter, and what
+a layout does besides sharding states takes at least as long as without recomputation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from planner import memory
+from planner import memory, models
+from planner.activations import layers_of_stages
 from planner.hardware import Cluster
 from planner.job import RECOMPUTE, Job, Layout, Prediction
-from planner.plan_rules import divisors, why_not_cp, why_not_stages, why_not_tp
 from planner.rates import RATES as REACHED
 from planner.step import predict, slower, step_parts
 
 CUT = ("tp", "cp", "pp", "dp", "ep")
-STATES = ("zero", "shard")
 RATES = ("network", "matrix")
-FALL = 0.8  # of a rate: what is first there is looked for, too
+FALL = 0.8  # of a rate: what is first there is searched, too
 NEAR = 1.5  # of the memory: what would fit on a somewhat larger GPU
 MICRO_BATCHES = tuple(2**power for power in range(8))
 VIRTUAL = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+SHORTEST_PART = 512  # tokens of a sequence on a rank of cp
+SAME = 0.05  # layouts of one cut that are as fast: the one that holds less is taken
+
+
+# Which layouts there can be
+
+
+def divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def why_not(job: Job, cluster: Cluster, layout: Layout) -> str:
+    """Say in a line why a layout cannot be; nothing where it can."""
+    checks = (
+        why_not_tp(job, cluster, layout.tp),
+        why_not_cp(job, layout),
+        why_not_stages(job, layout),
+        why_not_replicas(job, layout),
+        why_not_adapters(job, layout),
+    )
+    return next(filter(None, checks), "")
+
+
+def why_not_tp(job: Job, cluster: Cluster, tp: int) -> str:
+    if tp > cluster.gpus_per_node:
+        return f"tp {tp} is more than the {cluster.gpus_per_node} GPUs of a node"
+    model = job.model
+    sizes = {"heads": model.heads, "key-value heads": model.kv_heads}
+    for name, whole in (sizes | {"inner width": model.ffn}).items():
+        if whole % tp:
+            return f"tp {tp} does not divide the {whole} {name}"
+    return ""
+
+
+def why_not_cp(job: Job, layout: Layout) -> str:
+    """Each rank has a part from the front of a sequence and one from its end."""
+    cp, tp, seq_len = layout.cp, layout.tp, job.seq_len
+    if cp > 1 and (seq_len % (2 * cp) or seq_len // cp < SHORTEST_PART):
+        least = f"less than {SHORTEST_PART} of {seq_len} tokens"
+        return f"cp {cp} leaves {least}, or unequal parts"
+    if seq_len % (cp * tp):
+        return f"tp {tp} x cp {cp} does not divide {seq_len} tokens"
+    if layout.cp_kind == "ulysses" and job.model.kv_heads % (tp * cp):
+        heads = job.model.kv_heads
+        return f"Ulysses: tp x cp must divide the {heads} key-value heads"
+    return ""
+
+
+def why_not_stages(job: Job, layout: Layout) -> str:
+    layers, pp, v = job.model.layers, layout.pp, layout.virtual_stages
+    if v > 1 and pp == 1:
+        return f"{v} virtual stages need a pipeline: pp 2 or more"
+    if min(layers_of_stages(layers, pp * v)) < 1:
+        chunks = f"pp {pp} x {v} virtual stages" if v > 1 else f"pp {pp}"
+        return f"{chunks} leaves a stage without a layer: the model has {layers}"
+    if v > 1 and layout.micro_batches(job) % pp:
+        number = layout.micro_batches(job)
+        return f"interleaving needs a multiple of {pp} micro-batches, not {number}"
+    return ""
+
+
+def why_not_replicas(job: Job, layout: Layout) -> str:
+    experts = job.model.experts
+    together = layout.dp * layout.micro_batch
+    if job.global_batch % together:
+        cut = f"dp {layout.dp} x micro-batch {layout.micro_batch} = {together}"
+        return f"{cut} does not divide the {job.global_batch} sequences of a step"
+    ep = layout.ep
+    if ep > 1 and (not experts or experts % ep or layout.replicas % ep):
+        return f"ep {ep} must divide the model's {experts} experts and dp x cp"
+    if layout.shard and (layout.replicas % layout.shard or layout.shard % ep):
+        group = f"{layout.shard} GPUs of a shard group"
+        return f"{group} do not divide the {layout.replicas} of dp x cp"
+    return ""
+
+
+def why_not_adapters(job: Job, layout: Layout) -> str:
+    if not job.adapter_rank:
+        return ""
+    for axis in ("pp", "cp", "ep"):
+        if getattr(layout, axis) > 1:
+            size = getattr(layout, axis)
+            return f"{axis} {size}: adapters are planned with tp and dp alone"
+    if layout.offload != "none":
+        return f"--offload {layout.offload}: adapters are planned without offload"
+    if job.precision not in ("bf16", "fp16"):
+        return f"--precision {job.precision}: adapters compute in bf16 or fp16"
+    widest = min(job.model.hidden, models.key_width(job.model))
+    if job.adapter_rank >= widest:
+        rank = f"--lora-rank {job.adapter_rank}"
+        return f"{rank}: an adapter is thinner than its matrix, less than {widest}"
+    return ""
+
+
+def none_divides(job: Job, cluster: Cluster, gpus: int, only: dict) -> str:
+    """Say why no layout of so many GPUs divides the job."""
+    others = math.prod(only.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    given = replace(Layout(**only), dp=only.get("dp", max(1, gpus // others)))
+    if only and given.gpus == gpus and (reason := why_not(job, cluster, given)):
+        return reason
+    model = job.model
+    heads = math.gcd(model.heads, model.kv_heads, model.ffn)
+    sizes = [n for n in divisors(heads) if n <= cluster.gpus_per_node]
+    routed = (
+        f", and ep the {model.experts} experts and dp x cp" if model.experts else ""
+    )
+    return (
+        f"no layout of {gpus} GPUs divides the job: tp may be"
+        f" {' '.join(map(str, sizes))} (heads {model.heads}, key-value heads"
+        f" {model.kv_heads}), pp at most {model.layers} (layers), and dp must divide"
+        f" the {job.global_batch} sequences of a step{routed}: change --gpus or"
+        " --global-batch"
+    )
+
+
+# The search
 
 
 def cut_of(layout: Layout) -> tuple[int, ...]:
@@ -35,38 +151,56 @@ def cut_of(layout: Layout) -> tuple[int, ...]:
 
 @dataclass
 class Found:
-    """What a search has: predictions by time, and what does not fit.
+    """What a search has: predictions by time, and what does not fit."""
 
-    `row_of` names what the best differ in; `timed` predicts a layout on another cluster.
-    """
-
-    fitting: list[Prediction] = field(default_factory=list)  # best first
+    fitting: list[Prediction] = field(default_factory=list)  # fastest first
     near: list[Prediction] = field(default_factory=list)  # faster, but too large
     smallest: Prediction | None = None  # of all that were tried, where none fits
     tried: int = 0
-    row_of: Callable = cut_of
-    timed: Callable = predict
 
-    @property
-    def best(self) -> list[Prediction]:
-        """Return the fastest layout of each way to cut the axes, best first."""
-        first = {}
-        for prediction in self.fitting:
-            first.setdefault(self.row_of(prediction.layout), prediction)
-        return list(first.values())
+    def best(self, tie: float = 0.0) -> list[Prediction]:
+        """Return a layout of each way to cut the axes: the simplest, then by time.
+
+        The first is the simplest of those that are slower than the fastest by at most
+        `tie`, a share. Of one cut, the layout that holds least of the equally fast.
+        """
+        cuts: dict[tuple, list[Prediction]] = {}
+        for plan in self.fitting:
+            cuts.setdefault(cut_of(plan.layout), []).append(plan)
+        best = []
+        for plans in cuts.values():
+            limit = plans[0].step_time_s * (1 + (SAME if tie else 0))
+            same = [plan for plan in plans if plan.step_time_s <= limit]
+            best.append(
+                min(same, key=lambda plan: plan.memory_total) if tie else same[0]
+            )
+        best.sort(key=lambda plan: plan.step_time_s)
+        limit = best[0].step_time_s * (1 + tie)
+        tied = [plan for plan in best if plan.step_time_s <= limit]
+        first = min(tied, key=lambda plan: (complexity(plan.layout), plan.step_time_s))
+        return [first, *(plan for plan in best if plan is not first)]
+
+
+def complexity(layout: Layout) -> int:
+    """Return how many techniques a layout combines."""
+    axes = sum(getattr(layout, axis) > 1 for axis in CUT)
+    return axes + (layout.virtual_stages > 1) + (layout.offload != "none")
 
 
 def search(job: Job, cluster: Cluster, gpus: int, only: dict | None = None) -> Found:
-    """Return the fastest layouts of `gpus` GPUs; with offload only where nothing fits without.
+    """Return the fastest layouts; with offload only where nothing fits without.
 
-    `only` holds fields of a Layout that are given. A search that finds no cut has tried 0.
+    `only` holds fields of a Layout that are given. A search without a cut tried 0.
     """
     only = only or {}
     kinds = [only["offload"]] if "offload" in only else ["none", "optimizer", "all"]
+    if job.adapter_rank:
+        only = dict.fromkeys(("pp", "cp", "ep"), 1) | only
+        kinds = kinds[:1]
     found = Found()
     for offload in kinds:
         tried = search_with(job, cluster, gpus, {**only, "offload": offload})
-        held = [f.smallest for f in (found, tried) if f.smallest]
+        held = [each.smallest for each in (found, tried) if each.smallest]
         tried.smallest = min(held, key=lambda p: p.memory_total, default=None)
         tried.tried += found.tried
         found = tried
@@ -76,14 +210,17 @@ def search(job: Job, cluster: Cluster, gpus: int, only: dict | None = None) -> F
 
 
 def search_with(job: Job, cluster: Cluster, gpus: int, only: dict) -> Found:
-    """Search with one kind of offload: the cuts whose lower bound is lowest come first."""
-    found, bounds = Found(), []
-    for cut in cuts(job, cluster, gpus, only):
-        bounds.append((lower_bound(job, cut, cluster, only), len(bounds), cut))
+    """Search with one kind of offload: the cuts with the lowest bounds come first."""
+    found = Found()
+    bounds = sorted(
+        (lower_bound(job, cut, cluster, only), number, cut)
+        for number, cut in enumerate(cuts(job, cluster, gpus, only))
+    )
     slow = {name: slower(cluster, **{name: FALL}) for name in RATES}
     best_of_cut: dict[tuple, float] = {}
-    needed = dict.fromkeys(RATES, math.inf)  # what the best takes where a rate is a fifth lower
-    for bound, _, cut in sorted(bounds):
+    # What the best takes where a rate is a fifth lower.
+    needed = dict.fromkeys(RATES, math.inf)
+    for bound, _, cut in bounds:
         times = sorted(best_of_cut.values())[:5]
         fifth = times[-1] if len(times) == 5 else math.inf
         if bound > max(fifth, *needed.values()):
@@ -93,7 +230,10 @@ def search_with(job: Job, cluster: Cluster, gpus: int, only: dict) -> Found:
             continue
         for plan in predictions(job, cluster, cut, only, found):
             if plan.step_time_s < min(best_of_cut.values(), default=math.inf):
-                needed = {name: predict(job, plan.layout, slow[name]).step_time_s for name in RATES}
+                needed = {
+                    name: predict(job, plan.layout, slow[name]).step_time_s
+                    for name in RATES
+                }
             key = cut_of(cut)
             best_of_cut[key] = min(best_of_cut.get(key, math.inf), plan.step_time_s)
     found.fitting.sort(key=lambda p: (p.step_time_s, p.memory_total))
@@ -102,99 +242,89 @@ def search_with(job: Job, cluster: Cluster, gpus: int, only: dict) -> Found:
 
 
 def lower_bound(job: Job, cut: Layout, cluster: Cluster, only: dict) -> float:
-    """Return what a step takes whatever the states' sharding is: without dp and optimizer."""
+    """Return what a step takes however states are sharded: no dp and no optimizer."""
     least = replace(cut, recompute=only.get("recompute", RECOMPUTE[0]))
     parts = step_parts(job, least, cluster, REACHED)
-    return sum(seconds for part, seconds in parts.items() if part not in ("dp", "optimizer"))
+    return sum(parts[part] for part in parts if part not in ("dp", "optimizer"))
 
 
 def predictions(job, cluster, cut: Layout, only: dict, found: Found):
-    """Yield the predictions of a cut that fit: for each sharding, with the least recomputation."""
+    """Yield the predictions of a cut that fit, with the least recomputation."""
     limit = memory.memory_limit(cluster.gpu)
     kinds = [only["recompute"]] if "recompute" in only else RECOMPUTE
-
-    def held_by(layout: Layout) -> float:
-        found.tried += 1
-        return sum(memory.memory_of(job, layout, cluster.gpus_per_node).values())
-
-    for zero, shard in shardings(cut, cluster, only):
-        layouts = [replace(cut, zero=zero, shard=shard, recompute=kind) for kind in kinds]
-        least = held_by(layouts[-1])
-        if not found.fitting and (not found.smallest or least < found.smallest.memory_total):
-            found.smallest = predict(job, layouts[-1], cluster)
-        if least > NEAR * limit:
-            continue
-        held = [*map(held_by, layouts[:-1]), least]
-        nearly = [
-            layout for layout, size in zip(layouts, held, strict=True) if size <= NEAR * limit
+    for zero, shard in shardings(job, cut, cluster, only):
+        layouts = [
+            replace(cut, zero=zero, shard=shard, recompute=kind) for kind in kinds
         ]
-        fits = [layout for layout, size in zip(layouts, held, strict=True) if size <= limit]
+        sizes = [sum(memory.memory_of(job, layout).values()) for layout in layouts]
+        found.tried += len(sizes)
+        if not found.fitting and (
+            not found.smallest or sizes[-1] < found.smallest.memory_total
+        ):
+            found.smallest = predict(job, layouts[-1], cluster)
+        held = list(zip(layouts, sizes, strict=True))
+        nearly = [layout for layout, size in held if size <= NEAR * limit]
+        fits = [layout for layout, size in held if size <= limit]
         if nearly[:1] != fits[:1]:
             found.near.append(predict(job, nearly[0], cluster))
         if fits:
-            prediction = predict(job, fits[0], cluster)
-            found.fitting.append(prediction)
-            yield prediction
+            plan = predict(job, fits[0], cluster)
+            found.fitting.append(plan)
+            yield plan
 
 
-def shardings(cut: Layout, cluster: Cluster, only: dict) -> Iterator[tuple[int, int]]:
-    """Yield (zero, shard): stages of ZeRO, and HSDP within a node and within eight."""
+def shardings(job: Job, cut: Layout, cluster: Cluster, only: dict):
+    """Yield (zero, shard): stages of ZeRO, and HSDP within one node or eight."""
+    least = {"none": 0, "optimizer": 1, "all": 3}[cut.offload]
+    stages = [0, 2, 3] if job.adapter_rank else list(range(least, 4))
     if cut.replicas == 1:
-        stages = [(0, 0)]
-    else:
-        stages = [(zero, 0) for zero in range(4)]
-        inside = cluster.gpus_per_node // cut.tp
-        for shard in (inside, 8 * inside):
-            if 1 < shard < cut.replicas and cut.replicas % shard == 0 and shard % cut.ep == 0:
-                stages.append((3, shard))
-    if cut.offload != "none":
-        stages = [
-            (zero, shard) for zero, shard in stages if zero >= (3 if cut.offload == "all" else 1)
-        ]
-    for zero, shard in stages:
-        if only.get("zero", zero) == zero and only.get("shard", shard) == shard:
+        stages = [least]
+    if "zero" in only:
+        stages = [only["zero"]]
+    inside = cluster.gpus_per_node // cut.tp
+    groups = [only["shard"]] if "shard" in only else [0, inside, 8 * inside]
+    for zero, shard in product(stages, groups):
+        usual = "shard" in only or (zero == 3 and 1 < shard < cut.replicas)
+        divides = shard and cut.replicas % shard == 0 and shard % cut.ep == 0
+        if not shard or (usual and divides):
             yield zero, shard
 
 
 def cuts(job: Job, cluster: Cluster, gpus: int, only: dict) -> Iterator[Layout]:
-    """Yield layouts without sharding and recomputation: axes, micro-batch, schedule, kind of cp."""
+    """Yield layouts without sharding and recomputation; given values stay."""
 
-    def allowed(name: str, values) -> list:
-        return [value for value in values if only.get(name, value) == value]
+    def values(name: str, usual) -> list:
+        return [only[name]] if name in only else list(usual)
 
-    model = job.model
-    for tp, pp in product(allowed("tp", divisors(gpus)), allowed("pp", divisors(gpus))):
-        if gpus % (tp * pp) or why_not_tp(model, cluster, tp) or pp > model.layers:
+    fixed = ("offload", "order", "sequence_parallel")
+    own = {name: only[name] for name in fixed if name in only}
+    for tp, pp in product(values("tp", divisors(gpus)), values("pp", divisors(gpus))):
+        if gpus % (tp * pp) or why_not_tp(job, cluster, tp) or pp > job.model.layers:
             continue
-        for cp in allowed("cp", divisors(gpus // (tp * pp))):
-            dp = gpus // (tp * pp * cp)
-            if why_not_cp(job, cp, tp) or job.global_batch % dp or only.get("dp", dp) != dp:
+        for cp in values("cp", divisors(gpus // (tp * pp))):
+            dp, rest = divmod(gpus, tp * pp * cp)
+            if rest or job.global_batch % dp or only.get("dp", dp) != dp:
                 continue
-            for ep, kind in product(allowed("ep", experts_over(model, dp * cp)),
-                                    allowed("cp_kind", kinds_of_cp(job, tp, cp))):  # fmt: skip
-                given = {name: only[name] for name in ("offload", "order") if name in only}
-                base = Layout(tp, cp, pp, dp, ep, cp_kind=kind, **given)
-                yield from scheduled(job, base, allowed)
+            ways = divisors(math.gcd(job.model.experts, dp * cp) or 1)
+            kinds = ("ring", "ulysses") if cp > 1 else ("ring",)
+            for ep, kind in product(values("ep", ways), values("cp_kind", kinds)):
+                base = Layout(tp, cp, pp, dp, ep, cp_kind=kind, **own)
+                if not why_not_cp(job, base):
+                    yield from scheduled(job, base, values, "virtual_stages" in only)
 
 
-def scheduled(job: Job, base: Layout, allowed: Callable) -> Iterator[Layout]:
-    """Yield a cut with each micro-batch and number of virtual stages that it allows."""
-    own = job.global_batch // base.dp
-    sizes = [size for size in allowed("micro_batch", MICRO_BATCHES) if own % size == 0]
-    for size in sizes:
-        for stages in allowed("virtual_stages", VIRTUAL):
-            layout = replace(base, micro_batch=size, virtual_stages=stages)
-            if not why_not_stages(job, layout):
-                yield layout
+def scheduled(job: Job, base: Layout, values, uneven: bool) -> Iterator[Layout]:
+    """Yield a cut with each micro-batch and number of virtual stages that it allows.
 
-
-def experts_over(model, replicas: int) -> list[int]:
-    """Return the ways to spread experts: over a divisor of both experts and replicas."""
-    return divisors(math.gcd(model.experts, replicas)) if model.experts else [1]
-
-
-def kinds_of_cp(job: Job, tp: int, cp: int) -> list[str]:
-    """Return the kinds of context parallelism: Ulysses needs a key head for each rank."""
-    if cp == 1:
-        return ["ring"]
-    return ["ring", "ulysses"] if job.model.kv_heads % (tp * cp) == 0 else ["ring"]
+    Only a given number of virtual stages makes chunks of unequal layers.
+    """
+    layers = job.model.layers
+    sizes = values("micro_batch", MICRO_BATCHES)
+    for size, v in product(sizes, values("virtual_stages", VIRTUAL)):
+        layout = replace(base, micro_batch=size, virtual_stages=v)
+        chunks = base.pp * v
+        equal = v == 1 or layers % chunks == 0 or (layers + 2) % chunks == 0
+        if (equal or uneven) and not (
+            why_not_replicas(job, layout) or why_not_stages(job, layout)
+        ):
+            yield layout

@@ -1,4 +1,4 @@
-"""What planner.py prints: tables of layouts, and in words why the first one is first."""
+"""What plan.py prints: tables of layouts, and in words why the first one is first."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from dataclasses import replace
 
 from tabulate import tabulate
 
+from planner import errors, models
 from planner.hardware import Cluster
 from planner.job import Job, Layout, Prediction
 from planner.memory import GIB
-from planner.plan_search import FALL, RATES, Found
-from planner.step import slower
+from planner.plan_search import FALL, RATES, Found, cut_of
+from planner.step import axes_of, predict, slower
 
 SHOWN = 5
 SHARDING = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP")
-CLOSE = 0.07  # median error of a step's time on published runs: planner/validate.py
-KEPT = 60  # layouts that are looked at again when a rate changes
+KEPT = 60  # layouts that are compared again when a rate changes
+# Rows that differ by less are a tie: the usual error of similar runs, within limits.
+TIE_LEAST, TIE_MOST = 0.02, 0.10
 
 
-def axes_of(layout: Layout) -> str:
+def axes_name(layout: Layout) -> str:
     """Name the axes that a layout has."""
     names = ("tp", "cp", "pp", "dp")
-    cut = [f"{name} {getattr(layout, name)}" for name in names if getattr(layout, name) > 1]
+    sizes = [f"{name} {getattr(layout, name)}" for name in names]
+    cut = [size for size in sizes if not size.endswith(" 1")]
     inside = f" (ep {layout.ep})" if layout.ep > 1 else ""
     return (" x ".join(cut) or "1 GPU") + inside
 
@@ -33,12 +36,13 @@ def sharding_of(layout: Layout) -> str:
         kind = "none"
     elif layout.zero == 3 and layout.shards < layout.replicas:
         kind = f"HSDP {layout.shards}"
-    return kind + {"none": "", "optimizer": ", offload", "all": ", all offloaded"}[layout.offload]
+    offloads = {"none": "", "optimizer": ", offload", "all": ", all offloaded"}
+    return kind + offloads[layout.offload]
 
 
 def name_of(layout: Layout) -> str:
     """Name all of a layout in one phrase."""
-    words = [axes_of(layout), sharding_of(layout), f"recompute {layout.recompute}"]
+    words = [axes_name(layout), sharding_of(layout), f"recompute {layout.recompute}"]
     words.append(f"micro-batch {layout.micro_batch}")
     if layout.virtual_stages > 1:
         words.append(f"{layout.virtual_stages} virtual stages")
@@ -48,90 +52,153 @@ def name_of(layout: Layout) -> str:
 
 
 def table(rows, headers, names: int = 1) -> str:
-    """Return an aligned table: the first `names` columns to the left, values to the right."""
+    """Return an aligned table: the first `names` columns left, values right."""
     sides = (*["left"] * names, *["right"] * (len(headers) - names))
     return tabulate(rows, headers, "simple", colalign=sides, disable_numparse=True)
 
 
-def layouts_table(job: Job, plans: list[Prediction], mfus: list[float]) -> str:
-    """Return one row for each plan: what it is, holds and takes."""
+def head_lines(job: Job, cluster: Cluster, gpus: int) -> list[str]:
+    """Return what is trained, in which batches, on what."""
+    model = job.model
+    weights = f"{models.parameters(model) / 1e9:.2f}e9 weights"
+    if model.experts:
+        weights += f", {models.active_parameters(model) / 1e9:.2f}e9 for a token"
+    node = f"{min(gpus, cluster.gpus_per_node)} a node"
+    rates = f"{cluster.gpu.link_gb_s:g} GB/s in a node"
+    rates += f", {cluster.network_gb_s:g} between"
+    tokens = f"{job.global_batch * job.seq_len / 1e6:.2f}e6 tokens a step"
+    sequences = f"{job.global_batch:,} sequences of {job.seq_len:,}"
+    return [
+        f"{model.name or 'model'}: {weights}; {gpus:,} {cluster.gpu.name}, {node}",
+        f"{sequences}: {tokens}, {job.precision}; {rates}",
+    ]
+
+
+def layouts_table(job: Job, cluster: Cluster, plans: list[Prediction]) -> str:
+    """Return one row for each plan: its layout, memory and speed."""
     rows = []
-    for number, (plan, mfu) in enumerate(zip(plans, mfus, strict=True), 1):
+    for number, plan in enumerate(plans, 1):
         layout = plan.layout
-        again = layout.recompute
-        batch = f"{layout.micro_batch} x {layout.micro_batches(job)}"
-        kind = f", {layout.cp_kind}" if layout.cp > 1 else ""
-        stages = f", v {layout.virtual_stages}" if layout.virtual_stages > 1 else ""
-        what = (str(number), axes_of(layout) + kind + stages, sharding_of(layout), again, batch)
-        held = f"{plan.memory_total / GIB:.1f} GiB"
-        speed = f"{plan.tokens_per_s_per_gpu:,.0f}", f"{mfu:.1%}"
-        rows.append((*what, held, f"{plan.step_time_s:.3f} s", *speed))
-    headers = ("", "layout", "states", "recompute", "micro", "memory", "step", "tokens/s", "MFU")
-    return table(rows, headers, 5)
+        name = axes_name(layout)
+        if layout.cp > 1:
+            name += f", {layout.cp_kind}"
+        if layout.virtual_stages > 1:
+            name += f", v {layout.virtual_stages}"
+        rows.append(
+            (
+                str(number),
+                name,
+                sharding_of(layout),
+                layout.recompute,
+                f"{layout.micro_batch} x {layout.micro_batches(job)}",
+                f"{plan.memory_total / GIB:.1f} GiB",
+                f"{plan.step_time_s:.3f} s",
+                f"{plan.tokens_per_s_per_gpu:,.0f}",
+                f"{mfu_of(plan, job, cluster):.1%}",
+            )
+        )
+    headers = ("", "layout", "states", "recompute", "micro")
+    return table(rows, (*headers, "memory", "step", "tokens/s", "MFU"), 5)
 
 
-def parts_shown(values: list[dict[str, float]]) -> list[str]:
-    """Return the parts that are not zero in all of some layouts' memory or step."""
-    return [name for name in values[0] if any(each.get(name) for each in values)]
+def mfu_of(plan: Prediction, job: Job, cluster: Cluster) -> float:
+    """Return model FLOP/s over the peak of the job's precision."""
+    return plan.model_tflops_per_gpu / cluster.gpu.tflops[job.precision]
 
 
 def parts_table(plans: list[Prediction], of: str, unit: float, digits: int) -> str:
     """Return one row for each plan, one column for each part of its memory or step."""
     values = [getattr(plan, of) for plan in plans]
-    names = parts_shown(values)
+    names = [name for name in values[0] if any(each.get(name) for each in values)]
     rows = []
     for number, each in enumerate(values, 1):
-        cells = [f"{each.get(name, 0) / unit:.{digits}f}" for name in names]
-        rows.append((str(number), *cells, f"{sum(each.values()) / unit:.{digits}f}"))
+        numbers = [*(each.get(name, 0) for name in names), sum(each.values())]
+        rows.append((str(number), *(f"{n / unit:.{digits}f}" for n in numbers)))
     return table(rows, (f"{of}, {'GiB' if unit > 1 else 's'}", *names, "sum"))
 
 
-def money(plan: Prediction, tokens: float | None, dollars: float | None) -> str:
-    """Say how long a budget of tokens takes, and what it costs."""
-    if not tokens:
-        return ""
-    days = days_of(plan, tokens)
-    text = f"{tokens / 1e9:,.4g}e9 tokens take {days:,.1f} days"
-    if dollars:
-        text += f" and {dollars_of(plan, tokens, dollars):,.0f} dollars at {dollars:g} a GPU-hour"
-    return text
-
-
 def days_of(plan: Prediction, tokens: float) -> float:
-    """Return the days in which a layout reads so many tokens, without failures or restarts."""
+    """Return the days in which a layout reads so many tokens, without failures."""
     return tokens / (plan.tokens_per_s_per_gpu * plan.layout.gpus) / 86_400
 
 
-def dollars_of(plan: Prediction, tokens: float, dollars: float) -> float:
-    return days_of(plan, tokens) * 24 * plan.layout.gpus * dollars
+def money_line(plan: Prediction, tokens: float, price: float | None) -> str:
+    """Say how long a budget of tokens takes, and what it costs."""
+    days = days_of(plan, tokens)
+    text = f"{tokens / 1e9:,.4g}e9 tokens take {days:,.1f} days"
+    if price:
+        dollars = days * 24 * plan.layout.gpus * price
+        text += f" and {dollars:,.0f} dollars at {price:g} a GPU-hour"
+    return text
 
 
-# why
+# How certain
 
 
-def why_first(found: Found) -> list[str]:
-    """Say by which parts of a step the first beats the second."""
-    best = found.best
+def certainty_of(job: Job, layout: Layout, cluster: Cluster) -> dict | None:
+    """Return the errors of the published runs that are most like a plan, or None."""
+    traits, found = errors.closest(job, layout, cluster)
+    if not found:
+        return None
+    return {
+        "like": traits,
+        "runs": found.count,
+        "median": found.median,
+        "p95": found.p95,
+        "bias": found.bias,
+    }
+
+
+def certainty_line(certainty: dict | None, job: Job, layout, cluster) -> str:
+    """Say how large the errors of similar published runs are."""
+    if not certainty:
+        traits = ", ".join(errors.traits_of(job, layout, cluster))
+        return f"certainty: no published run like this ({traits}): measure it"
+    bias = certainty["bias"]
+    leans = f"predicted {abs(bias):.0%} too {'slow' if bias > 0 else 'fast'}"
+    return (
+        f"certainty: {certainty['runs']} published runs like this"
+        f" ({', '.join(certainty['like'])}): error {certainty['median']:.0%} in the"
+        f" median, {certainty['p95']:.0%} at the 95th percentile, {leans}"
+    )
+
+
+def tie_of(certainty: dict | None) -> float:
+    """Return the difference below which two layouts are a tie, as a share."""
+    if not certainty:
+        return TIE_MOST
+    return min(TIE_MOST, max(TIE_LEAST, certainty["median"]))
+
+
+# Why the first is first
+
+
+def why_first(best: list[Prediction], tie: float) -> list[str]:
+    """Say why the first row is first, and which rows are a tie."""
     if len(best) < 2:
         return ["no other kind of layout fits"]
     first, second = best[:2]
     gap = second.step_time_s - first.step_time_s
     less, more = differences(first, second)
-    text = f"1 beats 2 by {gap:.3f} s ({gap / first.step_time_s:.1%})"
-    text += f": it takes {' and '.join(less)} less" * bool(less)
-    text += f", but {' and '.join(more)} more" * bool(more)
-    lines = [text]
-    close = sum(p.step_time_s <= (1 + CLOSE) * first.step_time_s for p in best)
-    if close > 1:
-        lines.append(
-            f"{close} rows lie within {CLOSE:.0%}, less than these formulas can tell apart:"
-            " measure them"
-        )
-    return lines
+    if gap >= 0:
+        text = f"1 beats 2 by {gap:.3f} s ({gap / first.step_time_s:.1%})"
+    else:
+        text = f"1 is simpler than 2, which is {-gap:.3f} s"
+        text += f" ({-gap / second.step_time_s:.1%}) faster"
+    if less:
+        text += f": 1 takes {' and '.join(less)} less"
+    if more:
+        text += f"{', but' if less else ': 1 takes'} {' and '.join(more)} more"
+    limit = min(plan.step_time_s for plan in best) * (1 + tie)
+    close = sum(plan.step_time_s <= limit for plan in best)
+    if close < 2:
+        return [text]
+    tied = f"{close} rows lie within {tie:.0%}, less than the error: the simplest is 1"
+    return [text, f"{tied}; measure them"]
 
 
 def differences(first: Prediction, second: Prediction) -> tuple[list[str], list[str]]:
-    """Return the two largest parts of a step that the first has less of, and more of."""
+    """Return the two largest parts of a step that the first has less and more of."""
     gaps = {part: second.step[part] - first.step[part] for part in first.step}
     size = max(map(abs, gaps.values())) / 20
     ordered = sorted(gaps, key=lambda part: -abs(gaps[part]))
@@ -141,75 +208,85 @@ def differences(first: Prediction, second: Prediction) -> tuple[list[str], list[
     return less, more
 
 
-def rivals(job: Job, found: Found, cluster: Cluster, count: int | None = None) -> list[Prediction]:
-    """Return what may be first where a rate is a fifth lower, timed on another cluster.
+def survival(job: Job, cluster: Cluster, plan: Prediction, found: Found) -> dict:
+    """Return what is faster than a plan where a rate is a fifth lower.
 
-    Times grow by 1 / 0.8 at most and none falls: a layout that is 1.25 times slower cannot win.
+    Times grow by 1 / 0.8 at most: only layouts that are 1.25 times slower at most can
+    overtake.
     """
-    limit = found.fitting[0].step_time_s / FALL
-    kept = [p for p in found.fitting if p.step_time_s <= limit][:count]
-    again = (found.timed(job, p.layout, cluster) for p in kept)
-    return sorted(again, key=lambda p: p.step_time_s)
-
-
-def survival(job: Job, cluster: Cluster, found: Found) -> dict[str, dict]:
-    """Return what is first, and how much slower the plan is, where a rate is a fifth lower."""
+    limit = plan.step_time_s / FALL
+    rivals = [p for p in found.fitting if p.step_time_s <= limit][:KEPT]
     result = {}
     for name in RATES:
         changed = slower(cluster, **{name: FALL})
-        plan = found.timed(job, found.fitting[0].layout, changed)
-        first = rivals(job, found, changed, 400)[0]
-        stays = found.row_of(first.layout) == found.row_of(plan.layout)
+        again = predict(job, plan.layout, changed)
+        timed = [predict(job, rival.layout, changed) for rival in rivals]
+        first = min([again, *timed], key=lambda p: p.step_time_s)
         result[name] = {
-            "stays_first": stays,
-            "step_time_s": plan.step_time_s,
+            "stays_first": cut_of(first.layout) == cut_of(plan.layout),
+            "step_time_s": again.step_time_s,
             "first": name_of(first.layout),
-            "behind": plan.step_time_s / first.step_time_s - 1,
-            "until": None if stays else turning_point(job, cluster, found, name),
+            "behind": again.step_time_s / first.step_time_s - 1,
         }
     return result
 
 
-def turning_point(job: Job, cluster: Cluster, found: Found, name: str) -> float:
-    """Return the share of a rate down to which the plan stays first, to a percent."""
-    for percent in range(99, round(100 * FALL) - 1, -1):
-        changed = slower(cluster, **{name: percent / 100})
-        first = rivals(job, found, changed, KEPT)[0]
-        if found.row_of(first.layout) != found.row_of(found.fitting[0].layout):
-            return (percent + 1) / 100
-    return FALL
-
-
-def survival_lines(found: Found, survives: dict[str, dict]) -> list[str]:
-    """Say in words what a fifth less of bandwidth, and of the matrix rate, would change."""
+def survival_lines(plan: Prediction, survives: dict[str, dict]) -> list[str]:
+    """Say what a fifth less of bandwidth, and of the matrix rate, would change."""
     names = {"network": "bandwidth", "matrix": "matrix rate"}
-    now, lines = found.fitting[0].step_time_s, []
+    lines = []
     for kind, each in survives.items():
-        text = f"-20% of {names[kind]}: step {each['step_time_s'] / now - 1:+.1%}, "
+        slows = each["step_time_s"] / plan.step_time_s - 1
+        text = f"{each['first']} is then {each['behind']:.1%} faster"
         if each["stays_first"]:
-            text += "1 stays first"
-        else:
-            text += f"{each['first']} is then {each['behind']:.1%} faster;"
-            lost = each["until"] - 1
-            text += f" 1 is first down to {lost:.0%}" if lost else " 1 is first at full rate alone"
-        lines.append(text)
+            text = "no other kind of layout is faster"
+        lines.append(f"-20% of {names[kind]}: step {slows:+.1%}, {text}")
     return lines
 
 
-def larger_memory(cluster: Cluster, found: Found) -> str:
-    """Say which faster layout a larger GPU would allow; "" if none."""
-    first = found.fitting[0]
+def larger_memory(first: Prediction, found: Found) -> list[str]:
+    """Say which faster layout a larger GPU would allow."""
     for plan in found.near:
-        if plan.step_time_s < 0.99 * first.step_time_s:
+        if plan.step_time_s < 0.97 * first.step_time_s:
             lacks = (plan.memory_total - plan.memory_limit) / GIB
             gain = first.step_time_s / plan.step_time_s - 1
-            return f"{lacks:.1f} GiB more on each GPU: {name_of(plan.layout)} is {gain:.1%} faster"
-    return ""
+            name = name_of(plan.layout)
+            return [f"{lacks:.1f} GiB more on each GPU: {name} is {gain:.1%} faster"]
+    return []
 
 
-def batch_twice(job: Job, cluster: Cluster, found: Found) -> str:
-    """Say what twice the batch would give the first layout: a smaller bubble, fewer gathers."""
-    first = found.fitting[0]
-    twice = found.timed(replace(job, global_batch=2 * job.global_batch), first.layout, cluster)
+def batch_twice(job: Job, cluster: Cluster, first: Prediction) -> str:
+    """Say what twice the batch would give: a smaller bubble, fewer gathers."""
+    larger = replace(job, global_batch=2 * job.global_batch)
+    twice = predict(larger, first.layout, cluster)
     gain = twice.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu - 1
     return f"twice the batch: {gain:+.1%} tokens/s"
+
+
+# What each axis sends
+
+SPLITS = {
+    "tp": "matrices; tokens in between",
+    "cp": "each sequence",
+    "ep": "experts",
+    "dp": "batch (and states)",
+    "pp": "layers",
+}
+
+
+def axes_lines(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
+    """Return a table of the axes larger than 1, and the collectives of each."""
+    axes = axes_of(job, layout, cluster)
+    if not axes:
+        return []
+    rows = []
+    for name, axis in axes.items():
+        link = f"network x{axis.cards}" if axis.cards else "node"
+        sizes = f"{axis.layer_bytes / 1e6:,.1f} MB", f"{axis.step_bytes / 1e9:,.1f} GB"
+        times = (f"{s:.3f} s" for s in (axis.seconds, axis.beside, axis.exposed))
+        link = f"{link}, {axis.gb_s:g} GB/s"
+        rows.append((f"{name} {axis.ranks}", SPLITS[name], link, *sizes, *times))
+    sent = ("per layer", "per step", "takes", "beside", "exposed")
+    headers = ("axis", "splits", "link", *sent)
+    lines = [f"{name}: {axis.sends}" for name, axis in axes.items()]
+    return [table(rows, headers, 3), "", *lines]
