@@ -103,13 +103,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Import what no fork shall have to: in workers, not in the process above them."""
+    """Import in each worker what every fork would import otherwise."""
     for name in ("sklearn.datasets", "torchvision.datasets", "matplotlib.pyplot"):
         importlib.import_module(name)
 
 
 def run_backward_in_forks(*args: Any, **kwargs: Any) -> Any:
-    """Refuse a backward pass in pytest's own process: no fork after it could run one.
+    """Refuse a backward pass in pytest's own process: later forks could not run one.
 
     Which tests come after it differs from run to run, so the test that is wrong has to
     say so.
@@ -143,7 +143,7 @@ def take_contiguous_tensors_only(name: str) -> None:
         co_name=name
     )  # stacks are read by tests too
     setattr(dist, name, checked)
-    setattr(dist.distributed_c10d, name, checked)  # where P2POp looks
+    setattr(dist.distributed_c10d, name, checked)  # P2POp reads it there
 
 
 for call in (
@@ -216,27 +216,27 @@ def keeper_of_stores() -> socket.socket:
 
 
 def let_go_of_all_files_but(kept: int) -> None:
-    """Close what a fork has inherited: who waits for the end of a pipe would wait for
-    this one.
+    """Close the files that a fork has inherited: whoever reads one of their pipes would
+    wait for this fork.
     """
-    for number in range(3):  # what is opened next shall not be what others print to
+    for number in range(3):  # later files must not get these numbers
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
     for number in map(int, os.listdir("/dev/fd")):
         if number > 2 and number != kept:
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # the listing's own descriptor
                 os.close(number)
 
 
 def new_store() -> int:
-    """Return the port of a store with nothing in it; the one before ends."""
+    """Return the port of an empty store; the earlier store ends."""
     keeper = keeper_of_stores()
     keeper.send(b"+")
     return int(keeper.recv(8))
 
 
 def load_script(path: str) -> ModuleType:
-    """Import a script of the repository by its path; the folder names are no module
-    names.
+    """Import a script of the repository by its path. Folder names like 02-fsdp cannot
+    be imported.
     """
     name = re.sub(r"\W", "_", path)
     if name not in sys.modules:
@@ -269,12 +269,12 @@ def fork_ranks(
     if late:
         # faulthandler ends with the names of all extension modules: the stacks stand
         # before them.
-        told = [
+        stacks = [
             re.sub(r"\n\s*Extension modules: .*", "", ended[n].err, flags=re.S)
             for n in late
         ]
         # The innermost call comes first.
-        said = "".join(text[text.rfind("Current thread") :][:2000] for text in told)
+        said = "".join(text[text.rfind("Current thread") :][:2000] for text in stacks)
         now = os.times()
         computed_s = sum(now[2:4]) - sum(
             before[2:4]
@@ -351,10 +351,10 @@ def timeouts_of_groups() -> set[float]:
 
 
 def after_a_look_at_timeouts(destroy: Callable) -> Callable:
-    """Return destroy_process_group, which fails where a group never got the script's
+    """Return a destroy_process_group that fails if a group has not got the script's
     --timeout.
 
-    A script without runtime.init has none.
+    A script without runtime.init has no --timeout.
     """
 
     def destroy_all() -> None:
@@ -401,9 +401,12 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RUN_ID": "test",
             }
-            own = environ(rank) if callable(environ) else environ
+            variables = environ(rank) if callable(environ) else environ
             os.environ.update(
-                {k: str(v) for k, v in (launched if own is None else own).items()}
+                {
+                    k: str(v)
+                    for k, v in (launched if variables is None else variables).items()
+                }
             )
             sys.argv = [path, *map(str, argv)]
             if before:
@@ -424,10 +427,10 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
 def started_here() -> list[psutil.Process]:
     """Return what commands of this process's tests have started and left running.
 
-    By a mark in the environment: torchrun puts each rank into a session of its own, and
-    whoever outlives its parent is in no tree of processes any more.
+    A mark in the environment identifies them: torchrun puts each rank into its own
+    session, and a process that outlives its parent has left the tree of processes.
     """
-    found = []
+    leftovers = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or ended by now
             if (
@@ -436,15 +439,15 @@ def started_here() -> list[psutil.Process]:
                 continue
             marked = process.environ().get(MARK) == os.environ[MARK]
             if marked and "resource_tracker" not in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+                leftovers.append(process)
+    return leftovers
 
 
 def end_what_was_started() -> None:
-    """Kill it: a run that nobody ends would slow down every test after it.
+    """Kill the processes that a test has left: they would slow down later tests.
 
-    Again until nothing is left: a process that was just being made is not listed at
-    first, and one that was killed takes a moment to end.
+    Repeat until nothing is left: a new process may not be listed yet, and a killed
+    process takes a moment to end.
     """
     deadline = time.monotonic() + 30
     while (left := started_here()) and time.monotonic() < deadline:

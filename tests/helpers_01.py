@@ -1,4 +1,4 @@
-"""A small job of ddp_training.py, and what it wrote."""
+"""A small job of ddp_training.py, and readers of its files."""
 
 import json
 import os
@@ -32,16 +32,16 @@ def small_job(folder: Path) -> tuple:
     )
 
 
-# what a run wrote
+# Files of a run
 
 
 def steps_in(folder: Path, name: str = "loss") -> dict[int, float]:
     lines = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    found = [(line["step"], line[name]) for line in lines if name in line]
-    assert len(found) == len(dict(found)), "a step is there twice"
-    return dict(found)
+    values = [(line["step"], line[name]) for line in lines if name in line]
+    assert len(values) == len(dict(values)), "a step is there twice"
+    return dict(values)
 
 
 def largest_difference(one: Path, other: Path) -> float:

@@ -1,4 +1,4 @@
-"""What tests of module 02 share: tables with quick rows."""
+"""Tables with quick rows, for the tests of module 02."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pytest
 
 
 def quick(count: int, rows: list) -> list:
-    """Return a table of which the first rows are quick, and the others only in the
-    whole set.
-    """
+    """Return a table whose first rows are quick; the other rows are full."""
     return [
         *rows[:count],
         *(pytest.param(*row, marks=pytest.mark.full) for row in rows[count:]),

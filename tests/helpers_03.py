@@ -1,4 +1,4 @@
-"""What the tests of module 03 share: DeepSpeed imported once, in the parent."""
+"""A fixture for module 03: DeepSpeed is imported once, in the parent."""
 
 import contextlib
 import importlib
@@ -7,7 +7,7 @@ import os
 
 @contextlib.contextmanager
 def deepspeed_in_the_parent(*names):
-    """Import here what each fork would import otherwise, for seconds."""
+    """Import DeepSpeed in the parent: it takes each fork seconds."""
     before = os.environ.get("DS_ACCELERATOR")
     os.environ["DS_ACCELERATOR"] = "cpu"  # read by the import
     for name in ("deepspeed", "deepspeed.runtime.zero.muon.original_muon", *names):

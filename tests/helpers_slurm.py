@@ -22,7 +22,7 @@ from conftest import MARK, REPO
 UNPACKED = REPO / "runs" / "slurm"
 INIT = REPO / "tests" / "helpers_slurm.sh"
 CLUSTER = REPO / "cluster" / "virtual_cluster.py"
-DEADLINE_S = 300  # of what takes seconds on a quiet machine
+DEADLINE_S = 300  # takes seconds on a quiet machine
 ENDED = "JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)"
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 
@@ -57,11 +57,11 @@ PartitionName=usual Nodes=ALL Default=YES
 """
 
 
-def need(words: list[str], **how) -> str:
+def need(words: list[str], **options) -> str:
     """Return what a command prints, or skip the test with its error message."""
     try:
         ended = subprocess.run(
-            words, capture_output=True, text=True, timeout=DEADLINE_S, **how
+            words, capture_output=True, text=True, timeout=DEADLINE_S, **options
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         pytest.skip(f"no SLURM here: {error}")
@@ -123,7 +123,7 @@ class Slurm:
         ]
         conf = CONF.format(folder=folder, nodes="\n".join(nodes))
         (folder / "slurm.conf").write_text(conf)
-        # Not what it finds at /sys/fs/cgroup, which differs; nothing here uses them.
+        # /sys/fs/cgroup differs between machines, and no test needs it.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         need(self.verb("up", "--nodes", str(count)), env=self.environ, cwd=REPO)
         # The cluster lives until its guard's input is closed: by stop, or because
@@ -151,7 +151,7 @@ class Slurm:
         return [sys.executable, str(CLUSTER), verb, "--at", str(self.cluster), *words]
 
     def boot(self, *names: str) -> subprocess.Popen:
-        """Start the daemons of nodes; what is returned ends with the last of them."""
+        """Start the daemons of nodes; return a process that ends with the last one."""
         words = [
             "unshare",
             "--mount",
@@ -222,15 +222,15 @@ class Slurm:
     # jobs
 
     def submit(self, line: str, *argv) -> str:
-        """Submit what follows sbatch's own flags; return the job's number."""
+        """Submit a job script with its arguments; return the job's number."""
         out = f"--output={self.folder}/job-%j.out"
         said = self.run(f"sbatch --parsable {out} {line} {shlex.join(map(str, argv))}")
         assert said.isdecimal(), said
         return said
 
     def fact(self, job: str, name: str) -> str:
-        found = re.search(rf"\b{name}=(\S+)", self.run(f"scontrol show job {job}"))
-        return found[1] if found else ""
+        match = re.search(rf"\b{name}=(\S+)", self.run(f"scontrol show job {job}"))
+        return match[1] if match else ""
 
     def output(self, job: str) -> str:
         """Return what a job has printed, over all its starts."""

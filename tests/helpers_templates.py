@@ -1,4 +1,4 @@
-"""What the tests of the templates share: a small job, signals and kills, sabotage."""
+"""Helpers for the tests of templates: a small job, signals and kills, sabotage."""
 
 import ast
 import dataclasses
@@ -41,7 +41,7 @@ def small_model(*changes):
     return before
 
 
-# What a run wrote
+# Files of a run
 
 
 def rows_of(folder: Path, name: str = "loss") -> dict[int, float]:
@@ -170,9 +170,11 @@ def clip_by_the_local_norm(script):
     def clip_locally(weights, most):
         weights = list(weights)
         norm = clip(weights, float("inf"))
-        own = torch.stack([weight.grad.to_local().norm() for weight in weights]).norm()
+        local_norm = torch.stack(
+            [weight.grad.to_local().norm() for weight in weights]
+        ).norm()
         for weight in weights:
-            weight.grad.to_local().mul_(min(1.0, most / own.item()))
+            weight.grad.to_local().mul_(min(1.0, most / local_norm.item()))
         return norm
 
     torch.nn.utils.clip_grad_norm_ = clip_locally
@@ -212,15 +214,15 @@ def count_local_tokens(script):
 
 
 def average_the_averages(script):
-    """Weigh each rank's mean loss alike, although they hold different token counts."""
+    """Give each rank's mean loss the same weight, although token counts differ."""
     loss = script.summed_loss
 
     def scaled(model, inputs, targets, *more):
-        own = torch.tensor(float(targets.numel()))
-        total = own.clone()
+        num_tokens = torch.tensor(float(targets.numel()))
+        total = num_tokens.clone()
         dist.all_reduce(total)
         mean = total / dist.get_world_size()
-        return loss(model, inputs, targets, *more) * mean / own
+        return loss(model, inputs, targets, *more) * mean / num_tokens
 
     script.summed_loss = scaled
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
-# What a rank overwrites: names and values as long as those that it needs.
+# A rank overwrites these: names and values have the lengths that it needs.
 BLANK = {
     "XANK": "0",
     "XORLD_SIZE": "4",

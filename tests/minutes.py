@@ -19,13 +19,13 @@ EXERCISE = re.compile(r"^\d+\. \((\d+) min\)", re.M)
 ROW = re.compile(r"^(\| .*?\]\(([\w/-]+\.md)\).*\| )(\d+)( \|)$", re.M)
 RULED = [
     path for path in PAGES if not path.startswith("labs/")
-]  # a lab's are of doing it
+]  # a lab's minutes are for doing the lab
 TABLE = re.compile(r"^\|.*\| minutes \|\n(?:\|.*\n)+", re.M)
 STATED = re.compile(r"(\d+)(\s+minutes)")
 
 
 def lines_of_lesson(script: str) -> int:
-    """Return the lines of a script's lesson: what stands between its imports and
+    """Return the lines of a script's lesson, which are between its imports and
     parse_args.
     """
     source = (REPO / script).read_text()
@@ -68,13 +68,13 @@ def rows_of(text: str) -> list[tuple[str, ...]]:
 
 def stated(path: str) -> int | None:
     """Return the minutes that a page's head states, before its first section."""
-    found = STATED.search(read(path).prose.split("\n##")[0])
-    return int(found[1]) if found else None
+    match = STATED.search(read(path).prose.split("\n##")[0])
+    return int(match[1]) if match else None
 
 
 def write() -> None:
-    """Write the minutes of all pages, of their rows, and the hours of the modules; to
-    fives.
+    """Write the minutes of all pages, of their rows, and the hours of the modules,
+    rounded to 5 minutes.
     """
     taken = {
         path: max(5, 5 * round(by_rule(path) / 5)) for path in RULED if stated(path)

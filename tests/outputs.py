@@ -2,9 +2,9 @@
 
 - Words that only measure speed, or name a machine, a process, a date or a version, are
   masked.
-- A row of a check table with a tolerance is compared by its name and its verdict: what
-  a tolerance covers differs from processor to processor. A row whose tolerance is 0 is
-  compared digit by digit.
+- A row of a check table with a tolerance is compared by its name and its verdict:
+  numbers within a tolerance differ from processor to processor. A row whose tolerance
+  is 0 is compared digit by digit.
 - Elsewhere numbers with a decimal point may differ by 3 percent. A rounding error
   (1e-7, or a number below 0.01 where the line or the table's header names an error) may
   have any value.
@@ -54,7 +54,7 @@ MASKS = [
         (
             r"\bb(['\"]).*\1",
             "TEXT",
-        ),  # generated: one rounding error, and it goes on otherwise
+        ),  # generated text: one rounding error changes the rest
         (rf"-?{NUMBER} (?:ms|us|µs|s)\b", "TIME"),
         (r"\b\d+\.\d+s\b", "TIME"),
         (
@@ -90,9 +90,7 @@ CHECK_ROW = re.compile(r"(\S.*?) {2,}(\S+) {2,}(\S+) {2,}(\S+) {2,}(yes|NO)")
 
 @dataclass(frozen=True)
 class Line:
-    """A printed line, the header of the table it is a row of, whether its losses are of
-    text.
-    """
+    """A printed line, the header of its table, and whether its losses are of text."""
 
     text: str
     header: str = ""
@@ -106,7 +104,7 @@ class Line:
 
 
 def by_rank(texts: list[str]) -> list[int]:
-    """Return the indexes of lines with neighbours that name a rank sorted by it."""
+    """Return the indexes of lines; neighbours that name a rank are sorted by rank."""
     named = [re.search(r"\brank (\d+)\b", text) for text in texts]
     order: list[int] = []
     for _, run in itertools.groupby(
@@ -245,7 +243,7 @@ def difference(shown: str, *printed: str, first_line: int = 1) -> str | None:
         if miss is None:
             return None
         misses.append((miss, max(places.values(), default=-1) + 1, lines_of(order)))
-    miss, at, lines = max(misses, key=lambda found: found[0])
+    miss, at, lines = max(misses, key=lambda candidate: candidate[0])
     where, rest = f"line {first_line + [*numbers, len(kept)][miss]}", lines[at:]
     if miss == len(kept):
         return f"{where}: the page shows no more, but printed was\n  {rest[0].text}\n"

@@ -1,6 +1,6 @@
 """Read the Markdown pages: blocks, commands, order; and find a snippet in the code.
 
-Plain Python: site/ reads the pages by it too, in an environment without PyTorch.
+Plain Python: site/ imports it in an environment without PyTorch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def files_of_the_repository() -> list[str]:
 
 
 TRACKED = files_of_the_repository()
-# Without those of the site alone, whose links hold there.
+# Without the pages that only the site has.
 PAGES = [
     path
     for path in TRACKED
@@ -55,10 +55,8 @@ PAGES = [
 
 
 @dataclass
-class Block:
-    """A fenced block: its language, its lines, the line it starts at, the prose leading
-    to it.
-    """
+class CodeBlock:
+    """A fenced block: its language, its lines, its first line, the prose before it."""
 
     language: str
     text: str
@@ -67,21 +65,21 @@ class Block:
 
 
 @dataclass
-class Page:
+class GuidePage:
     path: str
     prose: str = ""
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[CodeBlock] = field(default_factory=list)
     rest: str = ""  # the prose after the last block
 
 
 @cache
-def read(path: str | Path) -> Page:
+def read(path: str | Path) -> GuidePage:
     """Read a page, by its path in the repository."""
-    page, block, between = Page(str(path)), None, []
+    page, block, between = GuidePage(str(path)), None, []
     for number, line in enumerate((REPO / path).read_text().splitlines(), 1):
         fence = re.match(r"```(\w*)$", line)
         if block is None and fence:
-            block = Block(fence[1], "", number, "\n".join(between).strip())
+            block = CodeBlock(fence[1], "", number, "\n".join(between).strip())
         elif block is not None and line == "```":
             page.blocks.append(block)
             block, between = None, []
@@ -91,14 +89,14 @@ def read(path: str | Path) -> Page:
             between.append(line)
             page.prose += line + "\n"
     if block is not None:
-        page.blocks.append(Block("never closed", block.text, block.line))
+        page.blocks.append(CodeBlock("never closed", block.text, block.line))
     page.rest = "\n".join(between)
     return page
 
 
-def commands(block: Block) -> list[tuple[int, str]]:
+def commands(block: CodeBlock) -> list[tuple[int, str]]:
     """Return the commands of a block, each with its first line on the page."""
-    found, pieces, start = [], [], 0
+    numbered, pieces, start = [], [], 0
     for number, line in enumerate(block.text.splitlines(), block.line + 1):
         if not pieces:
             start = number
@@ -106,22 +104,20 @@ def commands(block: Block) -> list[tuple[int, str]]:
                 continue
         pieces.append(line.removesuffix("\\").strip())
         if not line.endswith("\\"):
-            found.append((start, " ".join(pieces)))
+            numbered.append((start, " ".join(pieces)))
             pieces = []
-    return found
+    return numbered
 
 
 def unindented(text: str) -> str:
-    """Return code without indentation and the comments of labs: a page may show a part
-    of it.
+    """Return code without indentation and the comments of labs, because a page may show
+    a part of a function.
     """
     return re.sub(r"^ *# lab: .*\n|^[ \t]+", "", text, flags=re.M)
 
 
 def sources_of(page: str, ending: str) -> list[str]:
-    """Return the files that a page's code can be from: its folder's and the shared
-    packages'.
-    """
+    """Return the files that a page may quote: in its folder and the shared packages."""
     near = Path(page).parent, Path("dist_common")
     return [
         path
@@ -187,14 +183,14 @@ def definitions() -> list[tuple[str, str, str]]:
     """Return (term, page, sentence) for each sentence of prose that begins with a term
     in italics or bold and says what it is.
     """
-    found = []
+    terms = []
     for page in PAGES:
         prose = re.sub(r"<!--.*?-->", "", read(page).prose, flags=re.S)
         for paragraph in re.split(r"\n\s*\n", prose):
             if not re.match(r"\s*([-|#>]|\d+\. )", paragraph):
                 text = " ".join(paragraph.split())
-                found += [
+                terms += [
                     (match[2].lower(), page, match[0])
                     for match in DEFINES.finditer(text)
                 ]
-    return found
+    return terms

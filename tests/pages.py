@@ -22,7 +22,7 @@ from conftest import REPO, Ended, compiled, run_command
 from helpers_nodes import why_no_nodes
 from matplotlib import image as png
 from outputs import difference
-from page_reader import FRAMEWORKS, PAGES, TRACKED, Block, Page, commands, read
+from page_reader import FRAMEWORKS, PAGES, TRACKED, CodeBlock, GuidePage, commands, read
 
 DEADLINE_S = 600  # of one command: five times the slowest on a quiet machine
 
@@ -33,15 +33,13 @@ class Step:
     both.
     """
 
-    commands: Block
-    output: Block | None
+    commands: CodeBlock
+    output: CodeBlock | None
     after: str
     recorded: bool  # on a machine that the tests do not have
 
     def needs(self) -> str | None:
-        """Return what has to be there: an operation of DeepSpeed, `frameworks` or
-        `nodes`.
-        """
+        """Return a requirement: an operation of DeepSpeed, `frameworks` or `nodes`."""
         named = re.search(r"<!-- needs: (\w+) -->", self.commands.lead)
         return named[1] if named else None
 
@@ -74,18 +72,18 @@ class Step:
 RECORDED = re.compile(r"<!-- recorded: (\S+) -->")
 
 
-def steps(page: Page) -> list[Step]:
-    found = []
+def steps(page: GuidePage) -> list[Step]:
+    result = []
     for position, block in enumerate(page.blocks):
         if block.language != "bash":
             continue
-        after = [*page.blocks[position + 1 :], Block("end", "", 0, page.rest)]
+        after = [*page.blocks[position + 1 :], CodeBlock("end", "", 0, page.rest)]
         output = after[0] if after[0].language == "text" and not after[0].lead else None
         recorded = after[0].language == "text" and RECORDED.fullmatch(after[0].lead)
-        found.append(
+        result.append(
             Step(block, output, after[1 if output else 0].lead, bool(recorded))
         )
-    return found
+    return result
 
 
 def all_of(language: str) -> list:
@@ -100,8 +98,7 @@ def all_of(language: str) -> list:
 
 # running
 
-# What makes the environment that a test runs in is not done again inside it, and tests
-# do not start themselves.
+# Tests do not install their own environment, and do not start themselves.
 NOT_RUN = re.compile(
     r"git clone|cd |source |python3? -m venv|(python3? -m )?pip install|uv "
 )
@@ -110,11 +107,11 @@ PLAIN = re.compile(
     r"(?:OMP_NUM_THREADS=1 )?(?:torchrun --standalone --nproc-per-node=(\d+)|python) "
     r"(\S+\.py)(.*)"
 )
-# What a script of ours says on stderr: neither torchrun's report nor PyTorch's logging.
+# Lines of our scripts on stderr, not torchrun's report or PyTorch's logging.
 OWN_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
 # A machine whose own name has no address, and a launcher whose last barrier, heartbeat
-# or closing of the rendezvous finds that the store's node has ended: PyTorch's word on
-# these is no script's.
+# or closing of the rendezvous finds that the store's node has ended: PyTorch reports
+# these, not a script.
 OF_THE_MACHINE = re.compile(
     r"(\[node\d+\] )?(\[W.*socket\.cpp.*(hostname|IPv6)|.*\d+(%\||it/s)|\s*$"
     r"|\[W.*TCPStore\.cpp.* failed on SocketImpl\("
@@ -129,9 +126,9 @@ LAUNCHED_ELSEWHERE = re.compile(r"launch_\w+\.sh (multi-node|hostfile|slurm|elas
 
 
 def runnable(command: str) -> str | None:
-    """Return what a test runs in place of a command, or None.
+    """Return the command that a test runs instead, or None.
 
-    Two ranks stand for a GPU each, the plan of a cluster job for the job.
+    Two ranks replace one per GPU, and the plan of a cluster job replaces the job.
     """
     command = command.replace(".venv/bin/", "").replace("-per-node=gpu", "-per-node=2")
     if NOT_RUN.match(command) or TESTS.search(command):
@@ -150,8 +147,8 @@ def plain(command: str) -> tuple[int | None, str, list[str]] | None:
     arguments.
     """
     match = PLAIN.fullmatch(command)
-    # It writes to runs/ of the checkout it stands in; is no script of torch, and starts
-    # at once; or leaves processes, found by environment.
+    # Labs write to runs/ of their checkout, the planner starts at once without torch,
+    # and virtual_cluster.py leaves processes, which their environment identifies.
     apart = ("labs/", "planner/", "cluster/virtual_cluster.py")
     if match and match[2].startswith(apart):
         return None
@@ -177,16 +174,12 @@ def has_main(script: str) -> bool:
 
 
 def folders(command: str) -> set[str]:
-    """Return what a command names below runs/: it writes there, or reads what another
-    one wrote.
-    """
+    """Return the paths below runs/ that a command names, to write or to read."""
     return set(re.findall(r"\bruns/[^/\s\"']+", command))
 
 
 def copy_repository(folder: Path) -> Path:
-    """Copy the repository for one page's commands: none finds what another page's
-    wrote.
-    """
+    """Copy the repository for one page's commands, without other pages' files."""
     folder.mkdir(parents=True)
     for path in TRACKED:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -196,14 +189,14 @@ def copy_repository(folder: Path) -> Path:
 
 @dataclass
 class Printed:
-    """What a command printed: a terminal mixes both streams, a page shows one after the
-    other.
+    """The output of a command: a terminal mixes both streams, a page shows one after
+    the other.
     """
 
     failed: bool
     out: str
-    err: str  # what a script of ours said
-    noise: str  # what else stood on stderr of a run that went well
+    err: str  # stderr lines of our scripts
+    noise: str  # other stderr lines of a successful run
     everything: str
 
     def orders(self) -> tuple[str, str]:
@@ -216,11 +209,11 @@ class Printed:
 
 def printed_by(ended: Ended, copy: Path) -> Printed:
     out, err = (text.replace(f"{copy}/", "") for text in (ended.stdout, ended.stderr))
-    own = "".join(line for line in err.splitlines(True) if OWN_LINE.match(line))
+    own_lines = "".join(line for line in err.splitlines(True) if OWN_LINE.match(line))
     failed = any(ended.codes)  # then a launcher reports, too
     rest = [line for line in err.splitlines(True) if not OWN_LINE.match(line)]
     noise = "".join(line for line in rest if not OF_THE_MACHINE.match(line))
-    return Printed(failed, out, own, "" if failed else noise, err + out)
+    return Printed(failed, out, own_lines, "" if failed else noise, err + out)
 
 
 def launch(command: str, copy: Path) -> Printed:
@@ -237,7 +230,7 @@ def fork(command: str, copy: Path, run_script: Callable[..., Ended]) -> Printed:
 
     def enter(module) -> None:
         os.chdir(copy)
-        os.environ["PYTHONPATH"] = str(copy)  # of what the script itself starts
+        os.environ["PYTHONPATH"] = str(copy)  # for processes that the script starts
         if not has_main(script):
             module.main = lambda: runpy.run_path(script, run_name="__main__") and 0
 
@@ -298,7 +291,7 @@ def fault_of_record(text: str, file: Path) -> str | None:
 
 
 def follow(path: str, copy: Path, run_script) -> None:
-    """Run a page's commands and compare what they print and draw with what it shows.
+    """Run a page's commands; compare their output and figures with the page.
 
     The commands of the front page are launched as a reader would; scripts on other
     pages run on forks, for a third of the time.

@@ -1,6 +1,4 @@
-"""Write into the pages what is generated: what their commands print, their figures,
-their diffs.
-"""
+"""Write the generated parts of pages: outputs of commands, figures, diffs."""
 
 from __future__ import annotations
 
@@ -21,11 +19,11 @@ from pages import steps as steps_of
 
 
 def record(file: Path) -> list[str]:
-    """Run a page's commands in a fresh copy, write what they print into it; return what
-    is left.
+    """Run a page's commands in a fresh copy, write their output into the page; return
+    the problems.
 
-    Every command is launched. One that does not end as the page says leaves its block
-    as it was.
+    Every command is launched. A block stays unchanged if its command does not end as
+    the page says.
     """
     left, written = [], []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -78,9 +76,9 @@ def launch_all(step: Step, file: Path, copy: Path) -> Printed | None:
             f"{file}:{line}: {time.monotonic() - started:.0f} s: {command}", flush=True
         )
         if printed.failed != step.fails():
-            how = "failed" if printed.failed else "did not fail"
+            outcome = "failed" if printed.failed else "did not fail"
             raise RuntimeError(
-                f"{file}:{line}: {command}\n{how}:\n{printed.everything}"
+                f"{file}:{line}: {command}\n{outcome}:\n{printed.everything}"
             )
     return printed
 
@@ -129,7 +127,7 @@ def code_of(file: Path, name: str | None) -> list[str]:
 
 
 def write_diffs() -> None:
-    """Write every diff block of every page anew."""
+    """Write every diff block of every page again."""
     block = re.compile(DIFF.pattern[:-1] + r"\n```diff\n(.*?)```", re.S)
     for path in PAGES:
         file = REPO / path

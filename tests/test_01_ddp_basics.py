@@ -1,4 +1,4 @@
-"""Module 01: what breaks a check, other world sizes and seeds, a model of your own."""
+"""Module 01: sabotage fails a check, other world sizes and seeds, your own model."""
 
 import json
 
@@ -244,7 +244,7 @@ def loss_of(model, rank, step):
 
 
 def train_awkward(rank, world_size, way):
-    """Take three steps; return how far the weights are from those of one process."""
+    """Take three steps; return the distance of the weights from one process's."""
     script = load_script(SCRATCH)
     torch.manual_seed(0)
     alone = Awkward()
@@ -306,11 +306,11 @@ def test_a_second_backward_without_wait_is_refused(on_ranks):
     assert said == ["a second backward: call wait() after each one"] * 2
 
 
-# What ddp_from_scratch.md says about PyTorch's DDP
+# Statements of ddp_from_scratch.md about PyTorch's DDP
 
 
 def bytes_of_buckets(rank, world_size):
-    found = []
+    sizes_by_option = []
     for options in ({}, {"bucket_cap_mb": 25}):
         transformer = model.build_transformer(model.PRESETS["tiny"], 0, "cpu")
         ddp_model = DistributedDataParallel(transformer, **options)
@@ -326,8 +326,8 @@ def bytes_of_buckets(rank, world_size):
         for _ in range(2):  # DDP settles its buckets in the first step
             sizes.clear()
             ddp_model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
-        found.append(sizes)
-    return found
+        sizes_by_option.append(sizes)
+    return sizes_by_option
 
 
 @full

@@ -1,4 +1,4 @@
-"""Module 02: what breaks a check of the core lessons, other world sizes, own models."""
+"""Module 02: sabotage fails the core lessons' checks, other world sizes, own models."""
 
 import pytest
 import torch
@@ -271,8 +271,8 @@ def shard_own_model(rank, world_size, kind, dtype):
     torch.manual_seed(0)
     alone = kind()
     torch.manual_seed(0)
-    sharded = script.Sharded(own := kind(), list(own.children()), dtype)
-    names = {weight: name for name, weight in own.named_parameters()}
+    sharded = script.Sharded(user_model := kind(), list(user_model.children()), dtype)
+    names = {weight: name for name, weight in user_model.named_parameters()}
     groups = [[names[weight] for weight in unit.parameters] for unit in sharded.units]
     inputs = torch.randn(2, world_size, 6, 7)
     targets = torch.randint(5, (2, world_size, 6))
@@ -281,7 +281,7 @@ def shard_own_model(rank, world_size, kind, dtype):
             logits = alone(inputs[micro, number])
             loss = F.cross_entropy(logits, targets[micro, number])
             (loss / world_size).backward()
-        logits = own(inputs[micro, rank])
+        logits = user_model(inputs[micro, rank])
         F.cross_entropy(logits.float(), targets[micro, rank]).backward()
     expected = dict(alone.named_parameters())
     errors = [0.0]

@@ -164,9 +164,9 @@ def test_sabotage_fails_the_self_check(finetune, tmp_path, change, flags, error)
     assert 1 in ended.codes, ended.stdout + ended.stderr
     line = ended.stderr.splitlines()[-1]
     assert line.startswith("fsdp_finetune.py: error: self-check failed"), ended.stderr
-    found = re.search(rf"\b{error} ([\d.e+-]+)", line)
+    match = re.search(rf"\b{error} ([\d.e+-]+)", line)
     tolerances = {"loss": 1e-5, "gradient norm": 1e-4, "clipped gradient": 1e-3}
-    assert float(found[1]) > 10 * tolerances.get(error, 0.01), line
+    assert float(match[1]) > 10 * tolerances.get(error, 0.01), line
 
 
 def test_the_loop_has_the_skeleton_of_the_other_templates():
@@ -633,34 +633,34 @@ def test_a_head_that_the_configuration_ties_has_to_equal_the_embedding(
 # Clear errors
 
 
-def break_folder(folder, how):
+def break_folder(folder, damage):
     files = sorted(folder.glob("*.safetensors"))
-    if how == "no config":
+    if damage == "no config":
         (folder / "config.json").unlink()
-    elif how == "not a model":
+    elif damage == "not a model":
         edit_json(folder / "config.json", model_type="nonsense")
-    elif how == "no end":
+    elif damage == "no end":
         edit_json(folder / "tokenizer_config.json", eos_token=None)
         (folder / "chat_template.jinja").unlink()
-    elif how == "vocabulary":
+    elif damage == "vocabulary":
         edit_json(folder / "config.json", vocab_size=250)
-    elif how == "shape":
+    elif damage == "shape":
         edit_json(folder / "config.json", intermediate_size=99)
-    elif how == "layers":
+    elif damage == "layers":
         edit_json(folder / "config.json", num_hidden_layers=3)
-    elif how == "no weights":
+    elif damage == "no weights":
         for path in [*files, folder / hf.INDEX]:
             path.unlink()
-    elif how == "half a file":
+    elif damage == "half a file":
         files[0].write_bytes(files[0].read_bytes()[:100])
-    elif how == "no file":
+    elif damage == "no file":
         files[0].unlink()
-    elif how == "index":
+    elif damage == "index":
         (folder / hf.INDEX).write_text("{}")
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("damage", "says"),
     [
         ("vocabulary", "has 257 tokens, but vocab_size in config.json is 250"),
         ("no end", "the tokenizer has no token that ends an answer: set eos_token"),
@@ -668,16 +668,18 @@ def break_folder(folder, how):
         ("not a model", "nonsense"),
     ],
 )
-def test_a_folder_that_transformers_could_not_use_is_refused(tiny, tmp_path, how, says):
+def test_a_folder_that_transformers_could_not_use_is_refused(
+    tiny, tmp_path, damage, says
+):
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    break_folder(folder, how)
+    break_folder(folder, damage)
     with pytest.raises(cli.UsageError, match=re.escape(says)):
         hf.load_config(folder, seq_len=8)
 
 
 @full
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("damage", "says"),
     [
         ("shape", "Size mismatch between saved torch.Size([64, 176])"),
         ("layers", "Missing key in checkpoint state_dict: model.layers.2."),
@@ -687,9 +689,9 @@ def test_a_folder_that_transformers_could_not_use_is_refused(tiny, tmp_path, how
         ("index", "KeyError: 'weight_map'"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(finetune, tiny, tmp_path, how, says):
+def test_weights_that_do_not_fit_are_refused(finetune, tiny, tmp_path, damage, says):
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    break_folder(folder, how)
+    break_folder(folder, damage)
     assert_one_line(finetune(model=folder), says, FILE)
 
 

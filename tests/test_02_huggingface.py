@@ -109,7 +109,7 @@ GPT2 = {
     "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4,
     "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0,
 }  # fmt: skip
-# Model type: what differs from WIDTHS.
+# Model type: its differences from WIDTHS.
 FAMILIES = {
     "llama": {},
     "gpt2": GPT2,

@@ -297,7 +297,7 @@ TRAINER_AUTO = {
     "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
 }
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
-# A config, flags, and what is said of it; None for nothing but hints and warnings.
+# A config, flags, and the error; None if there are only hints and warnings.
 JUDGED = [
     (config_with(zero_optimisation={}), (), f"{IGNORED}: zero_optimisation: did you"),
     (config_with(zero_optimization={"overlap_com": True}), (), "mean overlap_comm?"),

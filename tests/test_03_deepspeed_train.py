@@ -161,9 +161,9 @@ def test_sabotage_fails_the_self_check(train, number, change, flags, error):
     ended = train(stage(number), "--max-steps", 2, *flags.split(), changes=[change])
     assert 1 in ended.codes, ended.stdout + ended.stderr
     assert ended.stderr.startswith(f"{NAME}: error: self-check failed"), ended.stderr
-    found = re.search(rf"\b{error} ([\d.e+-]+)", ended.stderr)
+    match = re.search(rf"\b{error} ([\d.e+-]+)", ended.stderr)
     tolerances = {"loss": 1e-5, "gradient norm": 1e-4, "clipped gradient": 1e-3}
-    assert float(found[1]) > 10 * tolerances.get(error, 0.01), ended.stderr
+    assert float(match[1]) > 10 * tolerances.get(error, 0.01), ended.stderr
 
 
 def test_its_loop_has_the_skeleton_of_ddp():

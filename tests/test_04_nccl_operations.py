@@ -1,4 +1,4 @@
-"""Module 04: what breaks a lesson fails its check; ranks, launches, wrong usage."""
+"""Module 04: sabotage fails a lesson's check; ranks, launches, wrong usage."""
 
 import os
 import subprocess
@@ -177,7 +177,7 @@ def test_wrong_usage_is_one_line(run_script, script, ranks, flags, message):
     assert_one_line(ended, message, script.split("/")[1])
 
 
-# What bandwidth_test.py makes of times
+# The bandwidths that bandwidth_test.py computes from times
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Module 05: what breaks a lesson has to fail the check that guards it."""
+"""Module 05: each sabotage of a lesson fails the check that guards it."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -34,12 +34,12 @@ def send_every_micro_batch(script):
 
 
 def keep_a_copy(script):
-    """Keep for backward what does not grow with the micro-batch."""
-    right = script.summed_loss
+    """Keep a tensor for backward whose size does not depend on the micro-batch."""
+    original = script.summed_loss
 
     def greedy(model, inputs, targets):
         more = torch.ones(10**6, requires_grad=True)
-        return right(model, inputs, targets) + 0 * more.exp().sum()
+        return original(model, inputs, targets) + 0 * more.exp().sum()
 
     script.summed_loss = greedy
 
@@ -169,8 +169,8 @@ def round_to_two_bits(script):
 
 
 def autocast_to_bfloat16(script):
-    right = script.mean_loss
-    script.mean_loss = lambda model, tokens, dtype: right(
+    original = script.mean_loss
+    script.mean_loss = lambda model, tokens, dtype: original(
         model, tokens, dtype and torch.bfloat16
     )
 
@@ -225,10 +225,10 @@ def never_wait(script):
 
 
 def reverse_the_last_rank(script):
-    right = script.SCHEDULES["1f1b"]
+    original = script.SCHEDULES["1f1b"]
 
     def reversed_on_one_rank(rank, p, m):
-        return list(right(rank, p, m))[:: -1 if rank == p - 1 else 1]
+        return list(original(rank, p, m))[:: -1 if rank == p - 1 else 1]
 
     script.SCHEDULES["1f1b"] = reversed_on_one_rank
 
@@ -243,11 +243,11 @@ def run_all_forwards_ahead(script):
 
 def sum_over_micro_batches(script):
     """Forget to divide the loss by the number of micro-batches."""
-    right = script.loss_of
+    original = script.loss_of
 
     def unscaled(logits, targets):
         is_micro_batch = len(targets) == script.MICRO_BATCH
-        return right(logits, targets) * (4 if is_micro_batch else 1)
+        return original(logits, targets) * (4 if is_micro_batch else 1)
 
     script.loss_of = unscaled
 
@@ -318,8 +318,10 @@ def sum_gradients_of_experts_too(script):
 def mix_up_experts(script):
     """Multiply rows by the matrix of another expert in the grouped product."""
     script.STEPS = 1
-    right = script.multiply
-    script.multiply = lambda rows, weights, counts: right(rows, weights, counts.flip(0))
+    original = script.multiply
+    script.multiply = lambda rows, weights, counts: original(
+        rows, weights, counts.flip(0)
+    )
 
 
 def balance_with_the_wrong_sign(script):

@@ -266,9 +266,9 @@ def test_a_broken_axis_is_seen(run_template, sabotage, flags, error):
         ended.stderr
     )
     names = "loss|gradient norm|clipped gradient|weight change"
-    found = dict(re.findall(rf"({names}) ([\d.e+-]+|nan|inf)", line))
-    tolerances = zip(found, check.TOLERANCES["32-true"], strict=True)
-    failing = [name for name, least in tolerances if float(found[name]) > 10 * least]
+    errors = dict(re.findall(rf"({names}) ([\d.e+-]+|nan|inf)", line))
+    tolerances = zip(errors, check.TOLERANCES["32-true"], strict=True)
+    failing = [name for name, least in tolerances if float(errors[name]) > 10 * least]
     assert any(error in name for name in failing), line
 
 

@@ -1,4 +1,4 @@
-"""Keep every Markdown page true, also a new one. What a page must look like:
+"""Keep every Markdown page true, also a new one. The rules for a page:
 
 - A ```bash block holds commands, one a line (or continued by a backslash). They run in
   order, in a copy of the repository. A ```text block right after it is the output of
@@ -49,7 +49,7 @@ from page_reader import PAGES, TRACKED, commands, read, slug, sources_of, uninde
 from pages import all_of, steps
 from recording import DIFF, diff_of, record, write_diffs
 
-# commands and what they print
+# Commands and their output
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def test_every_command_prints_and_draws_what_the_page_shows(path, copy, run_scri
     "path", [path for path in minutes.RULED if minutes.stated(path)]
 )
 def test_minutes_of_a_page_are_those_of_the_rule(path):
-    right = minutes.by_rule(path)
-    assert abs(minutes.stated(path) - right) <= 4, (
-        f"{path}: {right:.0f} minutes by the rule: run python tests/test_guides.py"
+    expected = minutes.by_rule(path)
+    assert abs(minutes.stated(path) - expected) <= 4, (
+        f"{path}: {expected:.0f} minutes by the rule: run python tests/test_guides.py"
     )
 
 
@@ -81,7 +81,7 @@ def test_minutes_of_lessons_are_those_of_their_pages(path):
     assert lessons
     for _, page, number, _ in lessons:
         assert minutes.stated(str(folder / page)) == int(number), f"{path}: {page}"
-    if path == "README.md":  # the afternoon track is no module
+    if path == "README.md":  # the afternoon track is not a module
         return
     hours = sum(int(number) for _, _, number, _ in lessons) / 60
     stated = re.search(
@@ -93,14 +93,14 @@ def test_minutes_of_lessons_are_those_of_their_pages(path):
 
 
 def test_every_choice_of_tests_finds_some():
-    """Tests do not start tests: of a pytest command only the choice is looked at."""
-    found = [
-        (path, *found)
+    """Tests do not start tests: only the selection in a pytest command is checked."""
+    shown = [
+        (path, *numbered)
         for path in PAGES
         for step in steps(read(path))
-        for found in commands(step.commands)
+        for numbered in commands(step.commands)
     ]
-    for path, line, command in found:
+    for path, line, command in shown:
         if not re.search(r"\bpytest\b", command) or "install" in command:
             continue
         words = shlex.split(command)
@@ -206,8 +206,8 @@ def test_every_image_says_what_drew_it():
             text = (folder / other).read_text()
             drawn = [figure for figure, *_ in pages.FIGURE.findall(text)]
             drawn += [f"images/{name}" for name in BY_FIGURES.findall(text)]
-            own = [(folder / other).parent / figure for figure in drawn]
-            assert (folder / image).resolve() in [path.resolve() for path in own], (
+            figures = [(folder / other).parent / figure for figure in drawn]
+            assert (folder / image).resolve() in [path.resolve() for path in figures], (
                 f"{page}: {image}"
             )
 
@@ -250,7 +250,7 @@ def flags_of(path: str) -> set[str]:
 
 
 def flags_for(script: str) -> set[str]:
-    """Return a script's flags and those of the files that it imports."""
+    """Return the flags of a script and of the files that it imports."""
     return set().union(*map(flags_of, page_reader.opened_by(script)))
 
 
@@ -304,9 +304,9 @@ def test_every_flag_exists(path):
                 after = text.split(script, 1)[1].partition(" -- ")[
                     0
                 ]  # a command has its own
-                own = set(re.findall(flag, after))
-                assert own <= flags_for(script), (
-                    f"{path}: {text}: {own - flags_for(script)}"
+                flags = set(re.findall(flag, after))
+                assert flags <= flags_for(script), (
+                    f"{path}: {text}: {flags - flags_for(script)}"
                 )
 
 
@@ -330,12 +330,12 @@ def test_a_term_is_defined_on_one_page():
     """The site's glossary is made of these sentences; a later page may remind, without
     italics.
     """
-    found = {}
+    first = {}
     for term, page, sentence in page_reader.definitions():
-        assert found.setdefault(term, (page, sentence)) == (page, sentence), (
-            f"{page} defines {term} again, after {found[term][0]}"
+        assert first.setdefault(term, (page, sentence)) == (page, sentence), (
+            f"{page} defines {term} again, after {first[term][0]}"
         )
-    assert len(found) > 40
+    assert len(first) > 40
 
 
 def test_every_entry_of_a_file_tree_exists():
@@ -348,8 +348,8 @@ def test_every_entry_of_a_file_tree_exists():
 
 
 def test_the_readmes_show_the_commands_that_make_runs(copy):
-    """Whatever make trains, tests and checks stands there as a plain command, beneath
-    it.
+    """Below each make target that trains, tests or checks, a README shows the plain
+    commands.
     """
 
     def words(command: str) -> list[str]:
@@ -368,9 +368,9 @@ def test_the_readmes_show_the_commands_that_make_runs(copy):
         lines = planned.stdout.replace("\\\n", " ").splitlines()
         named = r"torchrun|(python -m )?pytest|ruff|codespell|python benchmarks/"
         tools = rf"(\w+=\S+ )*(\.venv/bin/)?({named})"
-        own = [words(line) for line in lines if re.match(tools, line.strip())]
-        assert own, f"make {goal}: {planned.stdout}{planned.stderr}"
-        missing = [" ".join(step) for step in own if step not in shown]
+        steps_of_make = [words(line) for line in lines if re.match(tools, line.strip())]
+        assert steps_of_make, f"make {goal}: {planned.stdout}{planned.stderr}"
+        missing = [" ".join(step) for step in steps_of_make if step not in shown]
         assert not missing, f"make {goal} runs what no README.md shows: {missing}"
 
 

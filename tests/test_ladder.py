@@ -127,9 +127,9 @@ def test_hello_ranks_adds_up_the_ranks(first_step):
 
 def test_hello_collectives_prints_the_results_of_their_definitions(first_step):
     printed = first_step("01-ddp-basics/hello_collectives.py", 2)
-    found = re.findall(r"rank (\d): \[.*\] -> (\[.*\])", printed)
+    results = re.findall(r"rank (\d): \[.*\] -> (\[.*\])", printed)
     for rank in range(2):
-        afters = [after for number, after in found if int(number) == rank]
+        afters = [after for number, after in results if int(number) == rank]
         transposed = [[1, 11], [2, 12]][rank]
         part = [[12], [14]][rank]
         expected = [[1, 2], [12, 14], [1, 2, 11, 12], part, transposed]

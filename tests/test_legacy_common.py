@@ -90,8 +90,8 @@ def test_devices(environ, monkeypatch, capsys):
     gpus(1)
     # All ranks of the machine decide alike, whatever their own number.
     for rank in range(4):
-        own = runtime.World(rank, rank, 4, 4, "torchrun")
-        assert runtime.pick_device("auto", own) == torch.device("cpu")
+        this_rank = runtime.World(rank, rank, 4, 4, "torchrun")
+        assert runtime.pick_device("auto", this_rank) == torch.device("cpu")
     (line,) = capsys.readouterr().err.splitlines()  # one of them says so
     assert "on the CPU: PyTorch can use 1 GPU(s) of this machine, for 4 ranks" in line
     with pytest.raises(cli.UsageError, match=r"4 ranks.*1 GPU.*--nproc-per-node=1"):

@@ -1,6 +1,4 @@
-"""The rules by which test_guides.py compares pages with what commands print, each seen
-to fail.
-"""
+"""The rules for comparing pages with the output of commands: each passes and fails."""
 
 import json
 
@@ -59,7 +57,7 @@ def test_output_comparison_can_fail():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("4.76837e-07", "0"),  # what a tolerance covers
+        ("4.76837e-07", "0"),  # within a tolerance
         ("1e-05", "1.2e-05"),
         ("  4.76837e-07  ", "    0.00024714  "),
         (f"{DASHES}\n", f"{DASHES.replace('-  ', '------  ')}\n"),  # another width
@@ -283,8 +281,8 @@ def test_a_recorded_output_is_compared_with_its_file(tmp_path):
 
 
 def test_a_command_at_its_deadline_leaves_nothing_behind(tmp_path):
-    """Not even what has a session of its own, as torchrun's ranks have, and outlives
-    its parent.
+    """Not even a process with its own session, like torchrun's ranks, that outlives its
+    parent.
     """
     command = ["bash", "-c", "setsid --fork sleep 300; echo begun; sleep 300"]
     with pytest.raises(pytest.fail.Exception, match="begun"):

@@ -107,12 +107,12 @@ def unlisted(folder):
 
 def sideways(folder):
     """A lesson imports dist_common and earlier lessons of its module, nothing else."""
-    order, own = lessons_in_order(folder), set(scripts(folder))
+    order, stems = lessons_in_order(folder), set(scripts(folder))
     others = {name for other in MODULES if other != folder for name in scripts(other)}
-    for stem in own:
+    for stem in stems:
         path = f"{folder}/{stem}.py"
         for name in packages(path):
-            if name in {"planner", "cluster", "cluster_parts", *others - own}:
+            if name in {"planner", "cluster", "cluster_parts", *others - stems}:
                 yield f"{path} imports {name}, of another folder"
             if (
                 name in order
@@ -244,8 +244,7 @@ SIZES = {
     "tests": 18_000,
 }
 SIZE_OF_A_TEMPLATE = 330
-# What a reader of a template has to open: the template and everything of ours that it
-# imports.
+# A reader of a template has to open the template and all of our files that it imports.
 FILES_OPENED, SIZE_OPENED = 10, 1_700
 # Pages of modules, programs and benchmarks; words and commands of all pages.
 PAGES_IN_ALL, WORDS_IN_ALL, COMMANDS_IN_ALL = 75, 100_000, 200

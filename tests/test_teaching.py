@@ -1,4 +1,4 @@
-"""TEACHING.md: what it says of labs is what they have."""
+"""TEACHING.md: its statements about labs agree with the labs."""
 
 import re
 import sys

@@ -98,9 +98,9 @@ def test_sabotage_fails_the_self_check(
     assert 1 in ended.codes, ended.stdout + ended.stderr
     line = f"{Path(script).name}: error: self-check failed"
     assert ended.stderr.startswith(line), ended.stderr
-    found = re.search(rf"\b{error} ([\d.e+-]+)", ended.stderr)
+    match = re.search(rf"\b{error} ([\d.e+-]+)", ended.stderr)
     tolerances = {"loss": 1e-5, "gradient norm": 1e-4, "clipped gradient": 1e-3}
-    assert float(found[1]) > 10 * tolerances.get(error, 0.01), ended.stderr
+    assert float(match[1]) > 10 * tolerances.get(error, 0.01), ended.stderr
 
 
 WAYS = [
@@ -406,7 +406,7 @@ def test_disks_that_are_not_shared_are_refused(run_template, tmp_path):
 
 @pytest.mark.parametrize(("script", "flags"), [(DDP, ()), (FSDP, ("--async-save",))])
 def test_a_full_disk_ends_the_run_in_one_line(run_template, tmp_path, script, flags):
-    """Rank 1 cannot write more than 20 kB; rank 0 does not wait for it."""
+    """Rank 1 cannot write more than 20 kB. Rank 0 does not wait for rank 1."""
 
     def limit_files(script):
         write = checkpoint.Checkpoints.write
@@ -441,7 +441,7 @@ def test_a_failing_write_on_rank_0_ends_all_ranks(run_template, tmp_path):
 
 @full
 def test_training_goes_on_while_a_checkpoint_is_written(run_template, tmp_path):
-    """The write of step 2 ends only after step 3; its content is that of step 2."""
+    """The write of step 2 ends only after step 3, and holds the weights of step 2."""
     straight, folder = tmp_path / "straight", tmp_path / "run"
     straight_run(run_template, FSDP, straight)
 
@@ -558,7 +558,7 @@ def test_a_loss_that_is_not_a_number_stops_all_ranks_before_a_save(
 def test_the_time_of_a_step_leaves_out_evaluation_saving_and_the_check(
     run_template, tmp_path, script
 ):
-    """On a clock that stands still but for what is not a step."""
+    """On a clock that only a batch, evaluation, saving and the check move."""
 
     def stop_the_clock(script):
         now = [0.0]
