@@ -1,247 +1,273 @@
-"""Train the one job in each framework: is the result right, and what does the framework cost?
+"""Train the one job in each framework: is the result right, what does it cost?
 
     CPU   python benchmarks/compare_frameworks.py
     GPU   the same
 
-It starts each port of frameworks/ in the environment that `make frameworks` makes; they take
-turns, --repeats times. Look for: equal losses and the world size that was asked for, then CPU time
-per step as a ratio to bare PyTorch's, and whether the rounds can tell it from 1.
+It starts each port of frameworks/ in the environment that `make frameworks` makes; they
+take turns, --repeats times. Look for: equal losses first, then CPU time per step as a
+ratio to plain PyTorch's, and whether the rounds can tell that ratio from 1.
 
     --frameworks fabric_ddp my_port.py   some of them, and a file of your own
 """
 
+import ast
 import difflib
+import json
+import os
+import re
 import signal
-import statistics
+import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+import time
 from pathlib import Path
 
 import torch
+from tabulate import tabulate
 
-from bench.analysis import CONFIDENCE, ratio_of
-from bench.ports import ENVIRONMENT, PORTS, REPO, Port, Run, count_code_lines, run_port, versions_in
+from bench import guard
+from bench.analysis import interval_of
+from bench.strategies import REPO
+from dist_common import cli
+from dist_common.cli import UsageError
 from dist_common.model import PRESETS
-from legacy_common import cli, runtime
-from legacy_common.report import Report
 
-# A framework may add up gradients in another order: float32 rounding, which grows with the steps.
-FIRST_STEPS = 10
-FIRST_TOLERANCE, LATER_TOLERANCE = 1e-5, 1e-3
+FOLDER = REPO / "benchmarks" / "frameworks"
+ENVIRONMENT = Path(".venv-frameworks", "bin", "python")
+# A port, and the package whose version its row shows.
+PORTS = {
+    "bare_ddp": "torch",
+    "fabric_ddp": "lightning",
+    "lightning_ddp": "lightning",
+    "accelerate_ddp": "accelerate",
+    "deepspeed_engine": "deepspeed",
+    "ray_train": "ray",
+    "litgpt_fabric": "litgpt",
+    "thunder_ddp": "lightning-thunder",
+    "bare_fsdp2": "torch",
+    "lightning_fsdp2": "lightning",
+}
+NOT_RUN = {
+    "horovod": "does not build: its CMake files ask for C++14, PyTorch needs C++17",
+    "megatron": "needs a GPU: frameworks.md has the exact command",
+}
+# Another order of a sum rounds otherwise, and training amplifies it.
+FIRST_STEPS, FIRST_TOLERANCE, LATER_TOLERANCE = 10, 1e-5, 1e-3
 HEADERS = (
-    "framework", "version", "ranks", "difference", "CPU time", "from", "to", "cost",
-    "start, end", "lines", "verdict",
-)  # fmt: skip
-
-
-@dataclass
-class Row:
-    """A port in the table: what was found in all its runs, and what is wrong with them."""
-
-    name: str
-    version: str
-    code_lines: int
-    world_size: int = 0
-    steps: int = 0
-    first_difference: float | None = None  # of losses, the largest in the first steps
-    loss_difference: float | None = None  # in all steps
-    ratios: list[float] = field(default_factory=list)  # of CPU time, one for each repeat
-    outside_s: float | None = None
-    fault: str | None = None
-
-    @property
-    def cost(self) -> str:
-        """Say whether CPU time differs from the bare loop's by more than noise does."""
-        if len(self.ratios) < 2:
-            return "?"
-        found = ratio_of(self.ratios)
-        return ("more" if found.log > 0 else "less") if found.differs else "same"
-
-
-def compare(ports: list[Port], runs: dict[str, list[Run]], versions: dict, args) -> list[Row]:
-    """Compare each port's runs with the bare loops'. Nothing is printed or started here."""
-    rows = []
-    for port in ports:
-        lines = count_code_lines(port.path.read_text())
-        row = Row(port.name, versions.get(port.package) or "-", lines)
-        rows.append(row)
-        own = runs.get(port.name)
-        if own is None:
-            row.fault = "not installed"
-            continue
-        failure = next((run.failure for run in own if run.failure), None)
-        done = [run for run in own if run.losses]
-        if not done:
-            row.fault = failure
-            continue
-        row.world_size = min(run.world_size for run in done)
-        lengths = [len(run.losses) for run in done]
-        row.steps = max(lengths, key=lambda steps: abs(steps - args.max_steps))
-        row.outside_s = statistics.median(run.outside_s for run in done)
-        expected = next((run.losses for run in runs["bare_ddp"] if run.losses), [])
-        apart = [differences(run.losses, expected) for run in done]
-        row.first_difference = worst([worst(own[:FIRST_STEPS]) for own in apart])
-        row.loss_difference = worst([worst(own) for own in apart])
-        row.fault = fault_of(row, failure, args)
-        pairs = zip(own, runs[port.base], strict=True)
-        ratios = [run.cpu_ms / bare.cpu_ms for run, bare in pairs if run.losses and bare.losses]
-        row.ratios = [ratio for ratio in ratios if ratio == ratio]  # not every script measures it
-    return rows
-
-
-def differences(losses: list[float], expected: list[float]) -> list[float]:
-    """Return how far two runs' losses are apart, over the steps that both have."""
-    pairs = zip(losses, expected, strict=False)
-    return [abs(own - other) for own, other in pairs] or [float("nan")]
-
-
-def worst(differences: list[float]) -> float:
-    """Return the largest difference, or NaN if one is NaN, which max() may lose."""
-    return next((value for value in differences if value != value), max(differences))
-
-
-def fault_of(row: Row, failure: str | None, args) -> str | None:
-    """Say what is wrong with runs that wrote results; None if nothing is.
-
-    A port ends with an error itself after another world size or number of steps: the cause first.
-    """
-    if row.world_size != args.world_size:
-        return f"WRONG: world size {row.world_size}, not {args.world_size}"
-    if row.steps != args.max_steps:
-        return f"WRONG: {row.steps} steps, not {args.max_steps}"
-    if failure:
-        return failure
-    alike = row.first_difference <= FIRST_TOLERANCE and row.loss_difference <= LATER_TOLERANCE
-    return None if alike else "WRONG: other losses"
-
-
-def show(report: Report, rows: list[Row]) -> None:
-    """Print the table, add a check for each thing that must be so in each port that ran."""
-    table = []
-    for row in rows:
-        ran = row.world_size > 0
-        ratios = [f"{ratio:.2f}x" for ratio in sorted(row.ratios)]
-        middle = f"{statistics.median(row.ratios):.2f}x" if ratios else "-"
-        table.append((
-            row.name,
-            row.version,
-            str(row.world_size) if ran else "-",
-            f"{row.loss_difference:.1e}" if ran else "-",
-            middle,
-            *((ratios[0], ratios[-1]) if len(ratios) > 1 else ("-", "-")),
-            row.cost if ratios else "-",
-            f"{row.outside_s:.1f} s" if ran else "-",
-            str(row.code_lines),
-            row.fault or "right",
-        ))  # fmt: skip
-    report.table(table, HEADERS)
-    if all(len(row.ratios) < 2 for row in rows):
-        report.say("one run of each: how wide the noise is cannot be known, so no cost is compared")
-    else:
-        interval = f"the {CONFIDENCE:.0%} interval of its rounds' ratios"
-        report.say(
-            f"noise: a cost is more or less if {interval} leaves 1 out; more rounds narrow it"
-        )
-    for row in rows:
-        if row.fault == "not installed":
-            continue
-        report.check(f"{row.name}: runs that failed", int("FAILED" in (row.fault or "")), 0, 0, "")
-        if row.world_size:
-            asked = report.args.world_size
-            report.check(f"{row.name}: world size", row.world_size, asked, 0, "--world-size")
-            report.check(f"{row.name}: steps", row.steps, report.args.max_steps, 0, "--max-steps")
-            for name, error, tolerance in (
-                (f"loss difference, first {FIRST_STEPS}", row.first_difference, FIRST_TOLERANCE),
-                ("loss difference, all steps", row.loss_difference, LATER_TOLERANCE),
-            ):
-                report.check(f"{row.name}: {name}", error, 0, tolerance, "bare_ddp")
+    *("framework", "version", "ranks", "difference", "CPU time", "cost"),
+    *("start, end", "lines", "verdict"),
+)
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1"}
 
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    add, positive = parser.add_argument, cli.positive_int
-    add("--frameworks", nargs="+", metavar="NAME",
-        help=f"of {', '.join(PORTS)}; or a file of your own (all)")  # fmt: skip
-    add("--repeats", type=positive, default=3, help="runs of each, in turn (3)")
-    add("--world-size", type=positive, default=2, help="ranks of each run (2)")
-    add("--preset", choices=PRESETS, default="tiny", help="size of the model (tiny)")
-    add("--seq-len", type=positive, default=64, help="tokens per sequence (64)")
-    add("--micro-batch-size", type=positive, default=8, help="sequences per rank and step (8)")
-    add("--max-steps", type=positive, default=40,
-        help="steps of each run; the first 10 are not timed (40)")  # fmt: skip
-    add("--limit", type=cli.positive_float, default=300, help="seconds that a run may take (300)")
-    add("--python", type=Path, help=f"that runs the ports ({ENVIRONMENT}, if it is there)")
+    add = parser.add_argument
+    add("--frameworks", nargs="+", metavar="NAME", help=f"{', '.join(PORTS)} (all)")
+    add("--repeats", type=cli.positive_int, default=3, help="rounds (3)")
+    add("--world-size", type=cli.positive_int, default=2, help="ranks (2)")
+    add("--preset", choices=PRESETS, default="tiny", help="the model's shape (tiny)")
+    add("--seq-len", type=cli.positive_int, default=64, help="tokens (64)")
+    add("--micro-batch-size", type=cli.positive_int, default=8, help="per rank (8)")
+    add("--max-steps", type=cli.positive_int, default=40, help="10 not timed (40)")
+    add("--limit", type=cli.positive_float, default=300, help="seconds of a run (300)")
+    add("--python", type=Path, help=f"that runs the ports ({ENVIRONMENT})")
     args = parser.parse_args()
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.python is None:
-        # Beside the environment that runs this, or in the repository.
         places = [folder / ENVIRONMENT for folder in (Path(sys.prefix).parent, REPO)]
-        args.python = next((path for path in places if path.exists()), Path(sys.executable))
+        there = [path for path in places if path.exists()]
+        args.python = there[0] if there else Path(sys.executable)
     return args
 
 
-def choose(args, versions: dict[str, str | None]) -> list[Port]:
-    """Return the ports that --frameworks names, with the bare loops they are compared with.
+def read_versions(python):
+    """Return the packages of an environment with their versions. Raises: UsageError."""
+    code = (
+        "import importlib.metadata as m, json\n"
+        "print(json.dumps({d.metadata['Name'].lower(): d.version "
+        "for d in m.distributions()}))"
+    )
+    try:
+        answer = subprocess.check_output(
+            [python, "-c", code], stderr=subprocess.PIPE, text=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError(f"--python {python} does not run: {error}") from error
+    versions = json.loads(answer)
+    if "torch" not in versions:
+        raise UsageError(f"--python {python} has no PyTorch: run make frameworks")
+    return versions
 
-    Raises: UsageError for an unknown name, or for one that was named and is not installed.
+
+def choose_ports(args, versions):
+    """Return the scripts to run, by name: those asked for, and the plain loops.
+
+    Raises: UsageError for an unknown name, or one that is not installed.
     """
-    chosen = []
+    scripts = {name: FOLDER / f"{name}.py" for name in PORTS}
+    chosen = {"bare_ddp": scripts["bare_ddp"]}
     for name in args.frameworks or PORTS:
-        port = PORTS.get(name)
-        if port is None and Path(name).suffix == ".py" and Path(name).exists():
-            port = Port(Path(name).stem, "torch", script=Path(name).absolute())
-        if port is None:
+        path = scripts.get(name, Path(name).absolute())
+        if name not in PORTS and not path.is_file():
             near = difflib.get_close_matches(name, PORTS, 1)
-            meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(PORTS)}"
-            raise cli.UsageError(f"--frameworks {name}: no such port or file; {meant}")
-        if args.frameworks and versions.get(port.package) is None:
-            raise cli.UsageError(
-                f"--frameworks {name}: {port.package} is not installed for {args.python}; "
-                f"{port.to_install}"
-            )
-        chosen.append(port)
-    needed = {PORTS["bare_ddp"], *(PORTS[port.base] for port in chosen), *chosen}
-    known = [port for port in PORTS.values() if port in needed]
-    return known + [port for port in chosen if port not in known]
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(PORTS)}"
+            raise UsageError(f"--frameworks: there is no port or file {name}: {hint}")
+        package = PORTS.get(name, "torch")
+        if package not in versions:
+            if args.frameworks:
+                raise UsageError(
+                    f"--frameworks {name}: {args.python} has no {package}; "
+                    "frameworks.md says what installs it"
+                )
+            continue
+        if base_of(path.stem) == "bare_fsdp2":
+            chosen["bare_fsdp2"] = scripts["bare_fsdp2"]
+        chosen[path.stem] = path
+    return chosen
 
 
-def turns_of(ports: list[Port], repeats: int) -> list[tuple[int, Port]]:
-    """Return all runs in order; every second round goes backwards, so that none is always first."""
-    return [
-        (repeat, port)
-        for repeat in range(repeats)
-        for port in (ports[::-1] if repeat % 2 else ports)
+def base_of(name):
+    """Return the plain loop whose CPU time a port is compared with."""
+    return "bare_fsdp2" if "fsdp2" in name else "bare_ddp"
+
+
+def run_port(script, args, folder):
+    """Train once, in processes of its own; return (results or None, error or None)."""
+    words = [args.python]
+    if not re.search(r"^ +CPU +python ", script.read_text(), re.M):
+        words += ["-m", "torch.distributed.run", "--standalone"]
+        words += [f"--nproc-per-node={args.world_size}"]
+    words += [script, "--output-dir", folder]
+    for name in (
+        *("preset", "seq_len", "micro_batch_size", "max_steps"),
+        *("seed", "device", "world_size"),
+    ):
+        words += [f"--{name.replace('_', '-')}", getattr(args, name)]
+    paths = [str(REPO), str(FOLDER), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, **QUIET, "OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    started = time.monotonic()
+    with tempfile.TemporaryFile("w+") as log:
+        code = guard.run(
+            [*map(str, words)], args.limit, env=variables, stdout=log, stderr=log
+        )
+        log.seek(0)
+        lines = [line.strip() for line in log if line.strip()]
+    results, path = None, folder / "results.json"
+    if path.exists():
+        results = json.loads(path.read_text())
+        seconds = time.monotonic() - started
+        results["outside_s"] = seconds - results["seconds_of_steps"]
+    if code == 0 and results:
+        return results, None
+    how = f"exit code {code}" if code is not None else f"no end after {args.limit:g} s"
+    return results, f"FAILED: {how}: {(lines or ['no output'])[-1]}"[:150]
+
+
+def judge(results, error, expected, args):
+    """Return the verdict of a run: its ranks, steps and losses, then its exit code."""
+    if results is None:
+        return error
+    if results["world_size"] != args.world_size:
+        return f"WRONG: {results['world_size']} ranks, not {args.world_size}"
+    if len(results["losses"]) != args.max_steps:
+        return f"WRONG: {len(results['losses'])} steps, not {args.max_steps}"
+    apart = differences(results, expected)
+    early = all(value <= FIRST_TOLERANCE for value in apart[:FIRST_STEPS])
+    if not (apart and early and all(value <= LATER_TOLERANCE for value in apart)):
+        return "WRONG: other losses"
+    return error or "right"
+
+
+def differences(results, expected):
+    """Return how far the losses of two runs are apart, step by step."""
+    theirs = expected["losses"] if expected else []
+    pairs = zip(results["losses"], theirs, strict=False)
+    return [abs(own - other) for own, other in pairs]
+
+
+def count_code_lines(source):
+    """Count the lines with code: no comments, docstrings, imports or blank lines."""
+    left_out = set()
+    for node in ast.walk(ast.parse(source)):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if text or isinstance(node, ast.Import | ast.ImportFrom):
+            left_out |= set(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(
+        number not in left_out
+        and not line.strip().startswith("#")
+        and bool(line.strip())
+        for number, line in lines
+    )
+
+
+def row_of(name, script, runs, versions, args):
+    """Return a port's line of the table: its worst run, its cost over all rounds."""
+    expected = next((found for found, _ in runs["bare_ddp"] if found), None)
+    verdicts = [judge(found, error, expected, args) for found, error in runs[name]]
+    verdict = next((one for one in verdicts if one != "right"), "right")
+    done = [found for found, _ in runs[name] if found]
+    row = [name, versions[PORTS.get(name, "torch")].partition("+")[0]]
+    lines = count_code_lines(script.read_text())
+    if not done:
+        return [*row, *"-----", lines, verdict]
+    apart = max(max(differences(one, expected), default=0.0) for one in done)
+    pairs = zip(runs[name], runs[base_of(name)], strict=True)
+    ratios = [
+        own["cpu_ms_per_step"] / base["cpu_ms_per_step"]
+        for (own, _), (base, _) in pairs
+        if own and base
     ]
+    ratio = interval_of(ratios or [1.0])
+    cost = "same"
+    if len(ratios) < 2:
+        cost = "?"
+    elif ratio.differs:
+        cost = "more" if ratio.log > 0 else "less"
+    outside = sorted(one["outside_s"] for one in done)[len(done) // 2]
+    ranks = min(one["world_size"] for one in done)
+    row += [ranks, f"{apart:.1e}", str(ratio), cost, f"{outside:.1f} s"]
+    return [*row, lines, verdict]
 
 
 def main():
     args = parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the port that runs, too
-    versions = versions_in(args.python)
-    ports = choose(args, versions)
-    world = runtime.World(0, 0, 1, 1, "python")
-    report = Report("benchmarks/compare_frameworks.py", args, world, torch.device(args.device))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the port, too
+    versions = read_versions(args.python)
+    chosen = choose_ports(args, versions)
     tokens = args.world_size * args.micro_batch_size * args.seq_len
-    report.start(
-        f"{args.preset}: {args.max_steps} steps of {tokens:,} tokens on {args.world_size} ranks; "
-        f"runs of each framework: {args.repeats}"
+    print(
+        f"{args.preset}: {args.max_steps} steps of {tokens:,} tokens on "
+        f"{args.world_size} ranks, {args.repeats} rounds, torch {versions['torch']}"
     )
-    able = [port for port in ports if versions.get(port.package)]
-    runs = {port.name: [] for port in able}
+    runs = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory(prefix="frameworks-") as scratch:
-        turns = turns_of(able, args.repeats)
-        for number, (repeat, port) in enumerate(report.progress(turns, "training"), 1):
-            run = run_port(port, args, Path(scratch, f"{port.name}-{repeat}"))
-            runs[port.name].append(run)
-            if not sys.stderr.isatty():  # so there is no bar
-                said = run.failure or f"{len(run.losses)} steps"
-                report.say(f"[{number}/{len(turns)}] {port.name}: {said}")
-    rows = compare(ports, runs, versions, args)
-    show(report, rows)
-    report.metrics |= {"rows": [asdict(row) for row in rows], "versions": versions}
-    return report.finish("every framework that ran trained the same job")
+        for repeat in range(args.repeats):
+            turn = list(chosen.items())  # every second round runs backwards
+            for name, script in turn[::-1] if repeat % 2 else turn:
+                found = run_port(script, args, Path(scratch, f"{name}-{repeat}"))
+                runs[name].append(found)
+                print(f"round {repeat + 1}: {name}: {found[1] or 'ended'}", flush=True)
+    rows = [row_of(*item, runs, versions, args) for item in chosen.items()]
+    if not args.frameworks:
+        missing = PORTS.keys() - runs.keys()
+        rows += [[name, *"------", "-", "not installed"] for name in sorted(missing)]
+        rows += [[name, *"------", "-", why] for name, why in NOT_RUN.items()]
+    print(tabulate(rows, HEADERS, disable_numparse=True))
+    if args.output_dir:
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        content = {"headers": HEADERS, "rows": rows, "runs": runs, "versions": versions}
+        path = args.output_dir / "results.json"
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    wrong = [row[0] for row in rows if row[0] in runs and row[-1] != "right"]
+    if wrong:
+        print(f"FAILED: {', '.join(wrong)}")
+        return cli.FAILED
+    print("OK: every framework that ran trained the same job")
+    return 0
 
 
 if __name__ == "__main__":

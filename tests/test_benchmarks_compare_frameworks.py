@@ -1,339 +1,151 @@
-"""The ports of benchmarks/frameworks train one job; the comparison says so when one does not."""
+"""compare_frameworks.py: ports train the same job, and a wrong port is marked."""
 
-import argparse
 import json
-import os
 import re
-import shutil
-import signal
 import sys
-import tempfile
-import time
-from pathlib import Path
+from argparse import Namespace
 
-import psutil
 import pytest
-from conftest import REPO, assert_one_line, load_script, results_of, run_command, started_here
-from helpers_benchmarks import gone
+from conftest import REPO, load_script, results_of, run_command
 
-sys.path += [str(REPO / "benchmarks"), str(REPO / "benchmarks" / "frameworks")]
-
-from bench import ports as bench_ports
-from bench.ports import PORTS, Port, Run
-
-full = pytest.mark.full
 TOOL = "benchmarks/compare_frameworks.py"
-BARE = "benchmarks/frameworks/bare_ddp.py"
-SMALL = ("--seq-len", 16, "--micro-batch-size", 2)
-LIMIT_S = 1200  # of the whole comparison, ten times what it takes on two quiet cores
-PYTHON = next((p for p in (Path(sys.prefix).parent / bench_ports.ENVIRONMENT,
-                           REPO / bench_ports.ENVIRONMENT) if p.exists()), None)  # fmt: skip
-with_frameworks = pytest.mark.skipif(
-    PYTHON is None, reason="no .venv-frameworks: `make frameworks` makes it"
-)
-
-tool = load_script(TOOL)
+BARE = [5.0 - 0.1 * step for step in range(12)]
+ASKED = Namespace(world_size=2, max_steps=12)
 
 
-# what is computed
+@pytest.fixture
+def tool():
+    return load_script(TOOL)
 
 
-LOSSES = [5.5, 5.0, 4.5]
-
-
-def args_for(**changes) -> argparse.Namespace:
-    return argparse.Namespace(**{"world_size": 2, "max_steps": 3} | changes)
-
-
-def rows_of(**runs: list[Run]) -> dict:
-    """Compare runs that were made up; what is not named is missing from the environment."""
-    versions = {PORTS[name].package: "1.0" for name in runs}
-    found = tool.compare(list(PORTS.values()), runs, versions, args_for())
-    return {row.name: row for row in found}
-
-
-def run_of(losses=LOSSES, world_size=2, cpu_ms=100.0, failure=None) -> Run:
-    return Run(losses, world_size, cpu_ms, 8.0, failure)
-
-
-BARE_RUNS = [run_of(cpu_ms=100), run_of(cpu_ms=110), run_of(cpu_ms=100)]
-
-
-def test_a_right_framework_is_compared_run_by_run():
-    again = [run_of(cpu_ms=120), run_of(cpu_ms=121), run_of(cpu_ms=130)]
-    row = rows_of(bare_ddp=BARE_RUNS, fabric_ddp=again)["fabric_ddp"]
-    assert (row.fault, row.world_size, row.steps) == (None, 2, 3)
-    assert row.loss_difference == 0 and row.outside_s == 8.0
-    assert row.ratios == pytest.approx([1.2, 1.1, 1.3])
+def ran(losses=BARE, ranks=2, cpu_ms=10.0):
+    return {
+        "world_size": ranks,
+        "losses": losses,
+        "cpu_ms_per_step": cpu_ms,
+        "outside_s": 5.0,
+    }
 
 
 @pytest.mark.parametrize(
-    ("ratios", "cost"),
+    ("results", "error", "verdict"),
     [
-        ([1.03, 1.05, 1.04], "more"),  # however noisy another framework is
-        ([1.2, 0.99, 1.3], "same"),  # one run was cheaper than the bare loop
-        ([0.7, 0.8, 0.8], "less"),
-        ([1.5], "?"),  # noise is unknown
+        (ran(), None, "right"),
+        (ran([loss + 9e-6 for loss in BARE]), None, "right"),
+        (ran([*BARE[:11], BARE[11] + 9e-4]), None, "right"),  # rounding has grown
+        (ran([loss + 2e-5 for loss in BARE]), None, "WRONG: other losses"),
+        (ran([*BARE[:11], BARE[11] + 2e-3]), None, "WRONG: other losses"),
+        (ran([*BARE[:11], float("nan")]), None, "WRONG: other losses"),
+        (ran(ranks=1), "FAILED: x", "WRONG: 1 ranks, not 2"),
+        (ran(BARE * 2), None, "WRONG: 24 steps, not 12"),
+        (ran(), "FAILED: exit code 1: x", "FAILED: exit code 1: x"),
+        (None, "FAILED: no end after 9 s", "FAILED: no end after 9 s"),
     ],
 )
-def test_no_cost_is_claimed_inside_the_noise(ratios, cost):
-    assert tool.Row("x", "1", 1, ratios=ratios).cost == cost
+def test_a_wrong_run_is_marked(tool, results, error, verdict):
+    assert tool.judge(results, error, ran(), ASKED) == verdict
 
 
 @pytest.mark.parametrize(
-    ("run", "fault", "check"),
+    ("cpu_ms", "cost"),
     [
-        (run_of([5.5, 5.0, 4.5001]), "WRONG: other losses", "loss difference, first 10"),
-        (run_of(world_size=1), "WRONG: world size 1, not 2", "world size"),
-        (run_of([*LOSSES, 4.0]), "WRONG: 4 steps, not 3", "steps"),
-        (Run(failure="FAILED: exit code 1: boom"), "FAILED: exit code 1: boom", "runs that failed"),
+        ((13.0, 13.1, 13.2), "more"),
+        ((9.0, 9.1, 9.0), "less"),
+        ((9.0, 12.0, 10.0), "same"),
+        ((20.0,), "?"),
     ],
 )
-def test_a_wrong_run_is_marked_and_fails(run, fault, check, capsys):
-    """The run before it was right: one wrong run in any repeat is enough."""
-    rows = rows_of(bare_ddp=[run_of(), run_of()], fabric_ddp=[run_of(), run])
-    assert rows["fabric_ddp"].fault == fault and rows["bare_ddp"].fault is None
-    failed = show(rows).failed
-    assert failed[0].name == f"fabric_ddp: {check}"
-    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("fabric_ddp"))
-    assert line.endswith(fault)
+def test_a_cost_inside_the_noise_is_not_claimed(tool, cpu_ms, cost):
+    runs = {
+        "bare_ddp": [(ran(), None) for _ in cpu_ms],
+        "fabric_ddp": [(ran(cpu_ms=ms), None) for ms in cpu_ms],
+    }
+    script = tool.FOLDER / "fabric_ddp.py"
+    row = tool.row_of("fabric_ddp", script, runs, {"lightning": "2.6.6"}, ASKED)
+    assert row[tool.HEADERS.index("cost")] == cost
 
 
 @pytest.mark.parametrize(
-    ("step", "apart", "fault"),
-    [(9, 9e-5, "WRONG: other losses"), (10, 9e-5, None), (10, 2e-3, "WRONG: other losses")],
-)
-def test_rounding_may_grow_after_the_first_steps(step, apart, fault):
-    losses = [5.0] * 11
-    other = [*losses[:step], 5.0 + apart, *losses[step + 1 :]]
-    runs = {"bare_ddp": [run_of(losses)], "ray_train": [run_of(other)]}
-    versions = {"torch": "1", "ray": "1"}
-    found = tool.compare(list(PORTS.values()), runs, versions, args_for(max_steps=11))
-    assert {row.name: row.fault for row in found}["ray_train"] == fault
-
-
-def test_a_framework_that_is_not_installed_has_a_row_and_no_check(capsys):
-    rows = rows_of(bare_ddp=[run_of()])
-    assert rows["ray_train"].fault == "not installed"
-    report = show(rows)
-    assert not report.failed and {c.name.split(":")[0] for c in report.checks} == {"bare_ddp"}
-    assert re.search(r"ray_train +- +-.*not installed", capsys.readouterr().out)
-
-
-def show(rows: dict) -> tool.Report:
-    args = args_for(output_dir=None)
-    world = tool.runtime.World(0, 0, 1, 1, "python")
-    report = tool.Report(TOOL, args, world, tool.torch.device("cpu"))
-    tool.show(report, list(rows.values()))
-    return report
-
-
-def test_no_port_is_always_first():
-    ports = [PORTS[name] for name in ("bare_ddp", "template", "ray_train")]
-    turns = tool.turns_of(ports, 3)
-    assert [port for _, port in turns] == [*ports, *ports[::-1], *ports]
-    assert [repeat for repeat, _ in turns] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
-def test_lines_of_code_are_neither_comments_nor_docstrings_nor_imports():
-    source = '''"""Two
-lines."""
-import os
-from sys import (
-    argv,
-)
-
-# a comment
-def f(x):  # counts
-    """Not counted."""
-
-    return [
-        x,
-        """a text that is a value""",
-    ]
-'''
-    assert bench_ports.count_code_lines(source) == 5
-
-
-# what is asked for
-
-
-def choose(*names: str, **versions: str) -> list[str]:
-    args = argparse.Namespace(frameworks=list(names) or None, python="python")
-    return [port.name for port in tool.choose(args, versions)]
-
-
-def test_the_bare_loops_are_always_there(tmp_path):
-    own = tmp_path / "mine.py"
-    own.write_text('"""Mine.\n\n    CPU   python mine.py\n"""\n')
-    assert choose("fabric_ddp", torch="1", lightning="1") == ["bare_ddp", "fabric_ddp"]
-    assert choose("fabric_fsdp2", torch="1", lightning="1")[:2] == ["bare_ddp", "bare_fsdp2"]
-    assert choose(str(own), torch="1") == ["bare_ddp", "mine"]
-    assert choose(torch="1") == list(PORTS), "a port that is not installed has a row"
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
+    ("flags", "says"),
     [
-        (["--frameworks", "fabric_dp"], "no such port or file; did you mean fabric_ddp?"),
-        (["--frameworks", "horovod_ddp"], "horovod is not installed"),
-        (["--python", "/nowhere/python"], "does not run"),
+        (("--frameworks", "fabric_dpp"), "did you mean fabric_ddp?"),
+        (("--frameworks", "thunder_ddp"), "has no lightning-thunder"),
+        (("--python", "/bin/false"), "--python /bin/false does not run"),
     ],
 )
-def test_bad_input_is_one_line(run_script, argv, says):
-    ended = run_script(TOOL, *argv, environ={})
-    assert_one_line(ended, says, "compare_frameworks.py")
+def test_wrong_usage_is_one_line(tool, monkeypatch, flags, says):
+    monkeypatch.setattr(sys, "argv", [TOOL, "--python", sys.executable, *flags])
+    with pytest.raises(tool.UsageError, match=re.escape(says)):
+        tool.main()
 
 
-@pytest.mark.parametrize(
-    ("script", "argv", "says"),
-    [
-        ("bare_ddp", ["--max-steps", 100_000], "more than the"),
-        ("bare_ddp", ["--grad-accum-steps", 2], "one micro-batch per step"),
-    ],
-)
-def test_bad_input_of_a_port_is_one_line(run_script, script, argv, says):
-    ended = run_script(f"benchmarks/frameworks/{script}.py", *argv)
-    assert_one_line(ended, says, f"{script}.py")
+def test_lines_of_code_leave_out_comments_docstrings_and_imports(tool):
+    source = '"""Doc."""\n\nimport a\nfrom b import (\n    c,\n)\n\n# text\nx = 1\n'
+    assert (
+        tool.count_code_lines(source + "def f():\n    '''Doc.'''\n    return x\n") == 3
+    )
 
 
-# what runs
-
-
-def test_a_comparison_without_a_terminal_says_how_far_it_is(monkeypatch, capsys):
-    runs = iter([run_of(), Run(failure="FAILED: no luck")] * 2)
-    monkeypatch.setattr(tool, "run_port", lambda *_: next(runs))
-    words = ["--frameworks", "template", "--repeats", 2, "--max-steps", 3, "--python"]
-    monkeypatch.setattr(sys, "argv", [TOOL, *map(str, words), sys.executable])
-    monkeypatch.setattr(tool.signal, "signal", lambda *_: None)  # of this process, for good
-    tool.main()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
-    assert lines == ["[1/4] bare_ddp: 3 steps", "[2/4] template: FAILED: no luck",
-                     "[3/4] template: 3 steps", "[4/4] bare_ddp: FAILED: no luck"]  # fmt: skip
-
-
-def test_the_bare_loops_train_as_the_template_does(run_script, tmp_path):
-    """The ports that all others are compared with, and the template: three spellings, one job."""
-    flags = (*SMALL, "--max-steps", 3)
-    template = "01-ddp-basics/ddp_training.py"
-    own = bench_ports.TEMPLATE_FLAGS
-    run_script(template, *flags, *own, "--output-dir", tmp_path / "template", world_size=2)
-    expected = bench_ports.losses_of_template(tmp_path / "template")
-    assert len(expected) == 3
+def test_the_plain_loops_train_as_the_template_does(run_script, tmp_path):
+    small = ("--max-steps", "12", "--seq-len", "32", "--micro-batch-size", "4")
+    small += ("--device", "cpu")
+    losses = []
     for name in ("bare_ddp", "bare_fsdp2"):
-        script, folder = f"benchmarks/frameworks/{name}.py", tmp_path / name
-        ended = run_script(script, *flags, "--output-dir", folder, world_size=2)
+        folder = tmp_path / name
+        path = f"benchmarks/frameworks/{name}.py"
+        script = load_script(path)
+        script.main = lambda job=script.job, train=script.train: train(
+            job.parse_args("One job.")
+        )
+        ended = run_script(path, *small, "--output-dir", folder, world_size=2)
         assert ended.codes == [0, 0], ended.stderr
-        metrics = results_of(folder)["metrics"]
-        assert metrics["losses"] == pytest.approx(expected, abs=1e-5)
-        assert metrics["cpu_time_per_step_ms"] > 0 and len(metrics["step_times_ms"]) == 3
+        losses.append(results_of(folder)["losses"])
+    folder = tmp_path / "template"
+    flags = (*small, "--log-every", "1", "--save-every", "0", "--eval-every", "0")
+    ended = run_script(
+        "01-ddp-basics/ddp_training.py",
+        *(*flags, "--no-self-check", "--output-dir", folder),
+        world_size=2,
+    )
+    assert ended.codes == [0, 0], ended.stderr
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    template = [json.loads(line)["loss"] for line in lines]
+    assert losses[0] == pytest.approx(template, abs=1e-5)
+    assert losses[1] == pytest.approx(template, abs=1e-5)
 
 
-def test_a_port_says_when_it_found_another_world(run_script):
-    ended = run_script(BARE, *SMALL, "--max-steps", 1, world_size=1)
-    assert ended.codes == [1]
-    assert ended.stdout.splitlines()[-1] == "FAILED: world size; steps", "it took all batches"
+def test_a_run_that_fails_says_why(tool, tmp_path):
+    port = tmp_path / "broken.py"
+    port.write_text('"""A port.\n\n    CPU   python broken.py\n"""\n1 / 0\n')
+    args = Namespace(**vars(ASKED), python=sys.executable, limit=60.0)
+    vars(args).update(preset="tiny", seq_len=64, micro_batch_size=8, seed=0)
+    args.device = "cpu"
+    results, error = tool.run_port(port, args, tmp_path / "out")
+    assert results is None
+    assert error == "FAILED: exit code 1: ZeroDivisionError: division by zero"
+    port.write_text(port.read_text().replace("1 / 0", "import time; time.sleep(99)"))
+    args.limit = 1.0
+    assert tool.run_port(port, args, tmp_path / "out")[1].startswith("FAILED: no end")
 
 
-SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-
-
-@full
-def test_a_comparison_that_is_killed_leaves_no_process(tmp_path):
-    file = tmp_path / "pid"
-    rank = f"import os, sys; sys.stdout = open({str(file)!r}, 'w'); {SLEEPER}"
-    program = f"""
-import sys
-sys.path[:0] = {[str(REPO), str(REPO / "benchmarks")]!r}
-from bench import ports as bench_ports
-bench_ports.run_group([sys.executable, "-c", {rank!r}], 600)
-"""
-
-    def kill_when_it_trains(pid: int) -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if file.exists() and file.read_text().endswith("\n"):
-                break
-            time.sleep(0.1)
-        os.kill(pid, signal.SIGKILL)
-
-    ended = run_command([sys.executable, "-c", program], tmp_path, 180, kill_when_it_trains)
-    assert ended.codes == [-signal.SIGKILL] and gone([int(file.read_text())])
-
-
-def test_a_run_that_fails_says_why(tmp_path):
-    """A rank that dies after rank 0 has written results is a failure, too."""
-    metrics = {"losses": LOSSES, "cpu_time_per_step_ms": 1.0, "step_times_ms": [1.0] * 3}
-    results = {"world_size": 2, "metrics": metrics}
-    script = tmp_path / "mine.py"
-    script.write_text(f'''"""Mine.\n\n    CPU   python mine.py\n"""
-import json, pathlib, sys
-folder = pathlib.Path(sys.argv[sys.argv.index("--output-dir") + 1])
-folder.mkdir()
-(folder / "results.json").write_text(json.dumps({results}))
-raise SystemExit("no luck")
-''')
-    args = args_for(python=sys.executable, limit=60, preset="tiny", seq_len=16,
-                    micro_batch_size=2, seed=0, device="cpu")  # fmt: skip
-    run = bench_ports.run_port(Port("mine", "torch", script=script), args, tmp_path / "out")
-    assert run.failure == "FAILED: exit code 1, results written: no luck" and run.losses == LOSSES
-    assert rows_of(bare_ddp=[run_of()], fabric_ddp=[run])["fabric_ddp"].fault == run.failure
-
-
-def compare(folder: Path, *argv, **environ: str) -> tuple:
-    """Run the comparison as a reader does; return how it ended, and its rows by name."""
-    words = [*SMALL, "--repeats", 1, "--python", PYTHON, "--limit", 400, "--output-dir", folder]
-    command = ["python", REPO / TOOL, *words, *argv]
-    ended = run_command(list(map(str, command)), REPO, LIMIT_S, **environ)
-    rows = results_of(folder)["metrics"]["rows"]
-    return ended, {row["name"]: row for row in rows}
-
-
-@full
-@with_frameworks
-@pytest.mark.xdist_group("ray")  # what it leaves is looked for on the whole machine
-def test_frameworks_train_the_same_job(tmp_path):
-    """Ray starts its ranks itself; the page runs frameworks under torchrun."""
-    before, scratch = set(Path("/tmp").glob("ray-*")), Path(tempfile.mkdtemp(dir="/tmp"))
-    names = ("ray_train",)
-    argv = ("--max-steps", 6, "--frameworks", *names)
-    ended, rows = compare(tmp_path / "out", *argv, TMPDIR=str(scratch))
+def test_frameworks_train_the_same_job():
+    python = REPO / ".venv-frameworks/bin/python"
+    if not python.exists():
+        pytest.skip("make frameworks makes .venv-frameworks")
+    ports = ("fabric_ddp", "accelerate_ddp", "deepspeed_engine", "lightning_fsdp2")
+    words = ["python", TOOL, "--python", str(python), "--frameworks", *ports]
+    words += ["--repeats", "1", "--max-steps", "3", "--seq-len", "16"]
+    ended = run_command(words, REPO, 900)
     assert ended.codes == [0], ended.stdout + ended.stderr
-    assert rows.keys() == {"bare_ddp", *names} and not any(row["fault"] for row in rows.values())
-    assert {row["world_size"] for row in rows.values()} == {2}
-    own = {process.pid for process in started_here()}  # other tests may have a Ray of theirs
-    running = [(process.pid, " ".join(process.info["cmdline"] or ()))
-               for process in psutil.process_iter(["cmdline"])]  # fmt: skip
-    assert not [line for pid, line in running
-                if str(scratch) in line or (pid in own and "raylet" in line)]  # fmt: skip
-    assert set(Path("/tmp").glob("ray-*")) == before, "files that Ray left"
-    shutil.rmtree(scratch)
+    assert ended.stdout.count(" right") == 6
 
 
-# Megatron-LM does not run here: its command on the page is held against a record of its arguments
-
-
-def megatron_command() -> tuple[list[str], dict[str, list[str]]]:
-    """Return what starts Megatron-LM on the page, and the words that follow each of its flags."""
-    page = (REPO / "benchmarks" / "frameworks.md").read_text()
-    block = re.search(r"```text\n(torchrun [^`]*pretrain_gpt\.py[^`]*)```", page)[1]
-    launcher, _, rest = block.replace("\\\n", " ").partition(" pretrain_gpt.py ")
-    flags = {}
-    for word in rest.split():
-        if word.startswith("--"):
-            assert word not in flags, f"{word} twice"
-            flags[word] = []
-        else:
-            flags[[*flags][-1]].append(word)
-    return launcher.split(), flags
-
-
-def test_megatron_knows_each_flag_and_takes_its_value():
-    known = json.loads((REPO / "benchmarks/recorded/megatron_arguments.json").read_text())
-    for flag, words in megatron_command()[1].items():
-        fact = known["arguments"].get(flag)
-        assert fact, f"{flag}: not among the recorded arguments of Megatron-LM"
-        assert len(words) == fact["takes"], f"{flag} takes {fact['takes']}, not {words}"
-        for word in words:
-            {"int": int, "float": float, "str": str}[fact["type"]](word)
-            assert word in fact.get("choices", [word]), f"{flag} {word}: none of its choices"
+def test_megatron_knows_each_flag_of_the_page():
+    page = (REPO / "benchmarks/frameworks.md").read_text()
+    command = re.search(r"torchrun .*pretrain_gpt\.py((?:.*\\\n)*.*)", page)[1]
+    recorded = json.loads(
+        (REPO / "benchmarks/recorded/megatron_arguments.json").read_text()
+    )
+    known = set(re.findall(r"--[a-z0-9-]+", json.dumps(recorded)))
+    flags = set(re.findall(r"--[a-z0-9-]+", command))
+    assert len(flags) > 30 and flags <= known

@@ -1,244 +1,353 @@
-"""What the records of a sweep say: ratios, places, scaling. Nothing is printed.
-
-The order of records in a file never matters: everything is sorted by what was measured.
-"""
+"""What the records of a sweep say: who trained the same model, and who is faster."""
 
 import itertools
 import math
+import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 from scipy.special import stdtrit
 
-from bench import records, verdicts
-from bench.points import CHECK
-from bench.records import LOSSY, UNCOMPARED, Group, Run, Verdict, median
-from bench.store import OK, Sweep
+from bench import strategies
+from bench.points import CHECK, EARLY_STEPS, FLOAT32, TRAIN
+from bench.store import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMEOUT
 from bench.strategies import REFERENCE
 
-COMMON = "ddp"  # what other strategies are set beside
-MAY_VARY = ("backend",)  # within a sweep: offload adds one for the CPU
-CONFIDENCE = 0.95  # of an interval
-# Whoever looks after each round is wrong more often: eight looks at 99% are wrong in 5% of cases.
-CONFIDENCE_OF_LOOKS = 0.99
+LOSSY, UNKNOWN, WRONG = "lossy", "not compared", "WRONG"  # verdicts besides store's
+SEVERITY = (OK, LOSSY, UNKNOWN, REFUSED, OUT_OF_MEMORY, TIMEOUT, FAILED, WRONG)
+WITNESSES = 3  # exact strategies whose median loss can replace one process
+CONFIDENCE = 0.95
+BUSY_CORES = 0.25  # that the ranks lack because of other work
+MUCH_LESS = 0.9  # of the memory of the strategy that the answer names
 
 
-class Ratio(NamedTuple):
-    """A ratio and its interval, as logarithms: the interval is `log` - `half` to `log` + `half`."""
+class Tolerance(NamedTuple):
+    """How far two right runs may differ; method.md has what was measured."""
+
+    early: float  # the loss in each of the first steps
+    final: float
+    norm: float  # relative, of the first gradient: clipping and AdamW hide its scale
+
+
+FLOAT32_TOLERANCE = Tolerance(2e-4, 5e-3, 1e-4)
+TOLERANCE_IN_16_BITS = Tolerance(5e-2, 0.3, 1e-2)  # float32 has judged more closely
+
+
+class Interval(NamedTuple):
+    """A ratio with its 95% interval, in logarithms: log - half to log + half."""
 
     log: float
     half: float  # infinite with one round
 
     @property
-    def differs(self) -> bool:
-        """Say whether the interval leaves 1 out."""
+    def differs(self):
         return abs(self.log) > self.half
 
+    def __str__(self):
+        ratio = f"{math.exp(self.log):.2f}x"
+        if self.half in (0.0, math.inf):  # a row over itself, or one round
+            return ratio
+        return f"{ratio} ±{percent(self.half)}"
 
-def ratio_of(ratios: Iterable[float], confidence: float = CONFIDENCE) -> Ratio | None:
-    """Return the mean ratio of rounds with Student's interval, of logarithms.
 
-    From eight rounds on it is the trimmed mean, without the smallest and the largest of eight, so
-    that one odd round undoes nothing. Source: Tukey and McLaughlin, Sankhya A 25 (1963).
-    """
-    logs = np.sort(np.log(list(ratios)))
-    count, cut = len(logs), len(logs) // 8
-    kept = logs[cut : count - cut]
-    if count < 2:
-        return Ratio(float(kept[0]), math.inf) if count else None
-    error = np.clip(logs, kept[0], kept[-1]).std(ddof=1) * math.sqrt(count) / len(kept)
-    quantile = stdtrit(len(kept) - 1, (1 + confidence) / 2)
-    return Ratio(float(kept.mean()), float(quantile * error))
+def interval_of(ratios):
+    """Return the mean ratio of rounds with Student's interval of its logarithm."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.mean(logs)
+    if len(logs) < 2:
+        return Interval(mean, math.inf)
+    quantile = stdtrit(len(logs) - 1, (1 + CONFIDENCE) / 2)
+    return Interval(mean, quantile * statistics.stdev(logs) / math.sqrt(len(logs)))
+
+
+def percent(half):
+    """Return half the width of an interval; above 100% its size says nothing."""
+    return f"{math.expm1(half):.0%}" if half <= math.log(2) else ">100%"
 
 
 @dataclass
 class Row:
-    """The repeats of one strategy in one group."""
+    """The rounds of one strategy in one table."""
 
-    label: str
-    group: Group
-    runs: list[Run]
-    verdict: Verdict
-    place: str = ""  # by step time: "1", or "2-4" where the noise leaves it open
-    against_ddp: Ratio | None = None  # tokens/s over those of COMMON
-    behind: Ratio | None = None  # step time over that of the place before
-    trace: dict[str, float] = field(default_factory=dict)  # ms of a traced step, by traces.split_of
-
-    def median(self, name: str) -> float | None:
-        """Return the median over repeats of a number of Run."""
-        return median(getattr(run, name) for run in self.runs)
+    strategy: str
+    records: list
+    verdict: str
+    reason: str
+    place: str = ""  # "1", or "2-4" where noise leaves it open
+    behind: Interval | None = None  # its step time over that of the row before
+    slower: Interval | None = None  # its step time over that of the first row
 
     @property
-    def step_time_ms(self) -> float | None:
+    def step_time_ms(self):
         return self.median("step_time_ms")
 
     @property
-    def timed_repeats(self) -> int:
-        return sum(run.step_time_ms is not None for run in self.runs)
+    def tokens_per_second(self):
+        tokens = self.median("tokens_per_step")
+        return tokens / self.step_time_ms * 1e3 if tokens else None
 
-    def percentile_ms(self, percent: int) -> float | None:
-        """Return a percentile of the timed steps of all repeats."""
-        times = [ms for run in self.runs for ms in run.times_ms]
-        return float(np.percentile(times, percent)) if times else None
+    def by_round(self):
+        """Return the step times in ms, by round."""
+        measured = [record for record in self.records if record["status"] == OK]
+        return {record["repeat"]: record["step_time_ms"] for record in measured}
 
-    def share(self, part: str) -> float | None:
-        """Return how much of a traced step's time a part of it takes."""
-        return self.trace[part] / self.trace["step"] if self.trace else None
+    def median(self, name):
+        values = [record.get(name) for record in self.records]
+        known = [value for value in values if value is not None]
+        return statistics.median(known) if known else None
 
-    def memory(self, *parts: str) -> float | None:
-        """Return GiB of some of PARTS, each the median over repeats; None if one is not known."""
-        found = [median(run.memory_gib.get(part) for run in self.runs) for part in parts]
-        return None if None in found else sum(found)
-
-    def by_round(self, name: str) -> dict[int, float]:
-        """Return a number of Run by repeat, where it is known."""
-        found = {run.record.get("repeat", 0): getattr(run, name) for run in self.runs}
-        return {repeat: value for repeat, value in found.items() if value}
-
-    def over(self, other: "Row", name: str, confidence: float) -> Ratio | None:
-        """Return the ratio of a number of Run to another row's in the same round."""
-        own, others = self.by_round(name), other.by_round(name)
-        return ratio_of([own[n] / others[n] for n in own if n in others], confidence)
+    def over(self, other):
+        """Return its step time over another row's, round by round."""
+        own, others = self.by_round(), other.by_round()
+        return interval_of([own[n] / others[n] for n in own if n in others] or [1.0])
 
 
 @dataclass
-class Scaling:
-    """Step times in ms and efficiencies (1 is ideal) of a strategy, by world size."""
+class Table:
+    """The strategies that trained the same job on the same number of ranks."""
 
-    row: Row
-    times_ms: dict[int, float]
-    efficiency: dict[int, float]
+    title: str
+    world_size: int
+    rows: list
+    reference: Row | None
+    answer: str = ""
 
 
 @dataclass
 class Analysis:
-    sweep: Sweep
-    groups: list[list[Row]]  # the rows of a group in the order of the tables
-    confidence: float  # of the intervals of ratios
-    scaling: list[list[Scaling]]  # by job and link
-    conditions: dict[str, str]  # machine, versions, device
-    warnings: list[str]  # damaged lines; points of several machines or versions
-    comparable: bool = True  # False where there are several
+    """All that a report shows of a sweep."""
+
+    sweep: object
+    tables: list
+    where: dict  # by name, all values that the records have
+    busy: bool
+    condition: str = ""
+    warnings: list = field(default_factory=list)
 
     @property
-    def rows(self) -> list[Row]:
-        return [row for rows in self.groups for row in rows]
-
-    @property
-    def runs(self) -> list[Run]:
-        return [run for row in self.rows for run in row.runs]
+    def rows(self):
+        return [row for table in self.tables for row in table.rows]
 
 
-def analyse(sweep: Sweep) -> Analysis:
-    """Compute all that a report shows of the training points of a sweep."""
-    found = records.conditions(sweep)
-    runs = [records.read_run(record, sweep) for record in sweep.records
-            if record["point"].get("kind", "train") in ("train", CHECK)]  # fmt: skip
-    runs.sort(key=lambda run: (run.group.sort_key(), run.strategy,
-                               run.record.get("repeat", 0), run.record["id"]))  # fmt: skip
-    verdicts.judge(runs)
-    runs = [run for run in runs if run.record["point"].get("kind") != CHECK]
-    confidence = CONFIDENCE_OF_LOOKS if sweep.settings.get("until_decided") else CONFIDENCE
-    groups = [rows_of(list(own), confidence)
-              for _, own in itertools.groupby(runs, lambda run: run.group)]  # fmt: skip
-    every = [row for rows in groups for row in rows]
-    traced = records.traces(sweep)
-    for row in every:
-        row.trace = traced.get((row.label, row.group._replace(max_steps=None)), {})
-    mixed = [f"{name} {' and '.join(values)}" for name, values in found.items()
-             if len(values) > 1 and name not in MAY_VARY]  # fmt: skip
-    warnings = list(sweep.warnings)
-    if mixed:  # as when it resumed after an upgrade
-        said = "holds points of several machines or versions, so nothing has a place"
-        warnings.append(f"{sweep.folder} {said}: {'; '.join(mixed)}")
-    for rows in groups:
-        give_places(rows, confidence, not mixed)
-    scaling = scaling_of(every, sweep.settings.get("scaling") == "weak")
-    known = {name: ", ".join(values) for name, values in found.items()}
-    return Analysis(sweep, groups, confidence, scaling, known, warnings, not mixed)
+def job_of(record):
+    """Return what decides the loss, besides what a whole sweep shares."""
+    names = ("preset", "precision", "global_batch_size", "max_steps")
+    return tuple(record[name] for name in names)
 
 
-def rows_of(runs: Sequence[Run], confidence: float) -> list[Row]:
-    """Gather the runs of a group, sorted by strategy, in a row for each."""
-    rows = []
-    for strategy, repeats in itertools.groupby(runs, lambda run: run.strategy):
-        own = list(repeats)
-        rows.append(Row(strategy, own[0].group, own, worst(own)))
-    common = next((row for row in rows if row.label == COMMON), None)
-    for row in rows if common else ():
-        row.against_ddp = row.over(common, "tokens_per_second", confidence)
-    return rows
+def analyse(sweep):
+    """Judge all records, and put the strategies of each table in order."""
+    records = sorted(sweep.records, key=lambda one: (one["repeat"], one["id"]))
+    references = find_references(records)
+    for record in records:
+        record["verdict"] = judge(record, references.get(job_of(record)))
+    wrong_checks = {
+        (record["strategy"], record["world_size"], record["preset"]): record["verdict"]
+        for record in records
+        if record["kind"] == CHECK and record["verdict"][0] == WRONG
+    }
+    where = defaultdict(set)
+    trained = defaultdict(list)
+    for record in records:
+        if record["status"] != REFUSED:
+            for name, value in record["where"].items():
+                where[name].add(str(value))
+        if record["kind"] != TRAIN:
+            continue
+        key = (record["strategy"], record["world_size"], record["preset"])
+        if key in wrong_checks and record["verdict"][0] in (OK, UNKNOWN):
+            record["verdict"] = (WRONG, f"in float32: {wrong_checks[key][1]}")
+        trained[job_of(record), record["world_size"], record["strategy"]].append(record)
+    where = {name: sorted(values) for name, values in where.items()}
+    analysis = Analysis(sweep, [], where, is_busy(records))
+    mixed = [name for name, values in where.items() if len(values) > 1]
+    if mixed:
+        analysis.warnings.append(
+            f"points ran under several values of {', '.join(mixed)}: nothing has a "
+            "place; measure again in a new folder"
+        )
+    for job, world_size in sorted({(job, ranks) for job, ranks, _ in trained}, key=str):
+        own = {
+            strategy: make_row(strategy, found)
+            for (other, ranks, strategy), found in trained.items()
+            if other == job and ranks == world_size and strategy != REFERENCE
+        }
+        alone = trained.get((job, 1, REFERENCE))
+        reference = make_row(REFERENCE, alone) if alone else None
+        if own or len(trained) == 1:
+            seq_len = sweep.settings["seq_len"]
+            title = (
+                f"{job[0]}, {job[1]}, {world_size} ranks, {job[2]} x {seq_len} tokens"
+            )
+            table = Table(title, world_size, list(own.values()), reference)
+            if not mixed:
+                give_places(table.rows)
+            table.answer = answer(table, bool(mixed))
+            analysis.tables.append(table)
+    analysis.condition = condition(analysis, records)
+    return analysis
 
 
-def worst(runs: Sequence[Run]) -> Verdict:
-    """Return the worst verdict of a strategy's repeats; say how many there are, if not all."""
-    found = max(runs, key=lambda run: (run.verdict.severity, abs(run.loss_difference or 0))).verdict
-    alike = sum(run.verdict.kind == found.kind for run in runs)
-    if alike == len(runs) or found.ranked:
-        return found
-    return Verdict(found.kind, f"{found.words} ({alike} of {len(runs)} repeats)", found.difference)
+def make_row(strategy, records):
+    """Return a strategy's row, with the worst verdict of its rounds."""
+    worst = max(records, key=lambda record: SEVERITY.index(record["verdict"][0]))
+    return Row(strategy, records, *worst["verdict"])
 
 
-def give_places(rows: list[Row], confidence: float, comparable: bool) -> None:
-    """Give exact strategies that ran more than once a place by step time; sort the rows.
+def find_references(records):
+    """Return by job the (norm, losses, final loss) of one process.
 
-    A place is open as far as the rounds leave it: "2-4" if one strategy is faster beyond the noise,
-    and all but four are slower beyond it. Places that share no number differ beyond the noise.
+    Where one process did not train the job, the median of WITNESSES exact strategies
+    or more replaces it.
     """
-    timed = [row for row in rows if comparable and row.verdict.ranked and row.timed_repeats > 1]
-    timed.sort(key=lambda row: row.step_time_ms)
-    for row in timed if len(timed) > 1 else ():
-        ratios = [row.over(other, "step_time_ms", confidence) for other in timed]
-        apart = [ratio.log for ratio in ratios if ratio and ratio.differs]
-        first = 1 + sum(log > 0 for log in apart)
-        last = len(timed) - sum(log < 0 for log in apart)
+    trained = defaultdict(dict)
+    for record in records:
+        if record["status"] == OK and record["exact"]:
+            trained[job_of(record)][record["strategy"]] = record
+    references = {}
+    for job, by_strategy in trained.items():
+        witnesses = list(by_strategy.values())
+        if REFERENCE in by_strategy:
+            witnesses = [by_strategy[REFERENCE]]
+        elif len(witnesses) < WITNESSES:
+            continue
+        early = zip(*(record["losses"] for record in witnesses), strict=False)
+        norms = [one["first_norm"] for one in witnesses if one["first_norm"]]
+        references[job] = (
+            statistics.median(norms) if norms else None,
+            [statistics.median(step) for step in early],
+            statistics.median(record["final_loss"] for record in witnesses),
+        )
+    return references
+
+
+def judge(record, reference):
+    """Return (verdict, reason) of a record: how it ended, and what its losses say."""
+    if record["status"] != OK:
+        return record["status"], record["reason"]
+    if record["ranks_started"] != record["world_size"]:
+        return WRONG, f"{record['ranks_started']} ranks, not {record['world_size']}"
+    if reference is None:
+        return UNKNOWN, "neither single nor three exact strategies trained this job"
+    norm, losses, final_loss = reference
+    difference = record["final_loss"] - final_loss
+    if not record["exact"]:
+        return LOSSY, f"loss {difference:+.4f}"
+    allowed = TOLERANCE_IN_16_BITS
+    if record["precision"] == FLOAT32:
+        allowed = FLOAT32_TOLERANCE
+    if norm and record["first_norm"]:
+        ratio = record["first_norm"] / norm
+        if not abs(ratio - 1) <= allowed.norm:
+            return (
+                WRONG,
+                f"the first gradient's norm is {ratio:.3g} times the right one",
+            )
+    steps = zip(record["losses"], losses, strict=False)
+    early = max((own - right for own, right in steps), key=abs, default=0.0)
+    if not abs(early) <= allowed.early:
+        return WRONG, f"loss {early:+.2g} in the first {EARLY_STEPS} steps"
+    if not abs(difference) <= allowed.final:
+        return WRONG, f"loss {difference:+.2g} after the last step"
+    return OK, ""
+
+
+def give_places(rows):
+    """Sort rows by step time; give a place to the right ones that ran more than once.
+
+    A place is open as far as the rounds leave it: "2-4" if one strategy is faster
+    beyond the noise, and all but four are slower beyond the noise.
+    """
+    rows.sort(
+        key=lambda row: (
+            SEVERITY.index(row.verdict),
+            row.step_time_ms or math.inf,
+        )
+    )
+    timed = [row for row in rows if row.verdict == OK and len(row.by_round()) > 1]
+    for row in timed:
+        apart = [row.over(other) for other in timed if row is not other]
+        first = 1 + sum(ratio.differs and ratio.log > 0 for ratio in apart)
+        last = len(timed) - sum(ratio.differs and ratio.log < 0 for ratio in apart)
         row.place = str(first) if first == last else f"{first}-{last}"
+        row.slower = row.over(timed[0]) if row is not timed[0] else Interval(0.0, 0.0)
     for before, row in itertools.pairwise(timed):
-        row.behind = row.over(before, "step_time_ms", confidence)
-    order = {id(row): number for number, row in enumerate(timed)}
-    rows.sort(key=lambda row: (order.get(id(row), len(order)), row.verdict.severity, row.label))
+        row.behind = row.over(before)
 
 
-def decided(analysis: Analysis) -> bool:
-    """Say whether every strategy that can have a place has one of its own."""
-    places = [row.place for row in analysis.rows if row.place]
-    return bool(places) and not any("-" in place for place in places)
+def answer(table, mixed):
+    """Say which strategy to take, or what is missing to say it."""
+    timed = [row for row in table.rows if row.place]
+    wrong = [row.strategy for row in table.rows if row.verdict == WRONG]
+    end = f"; not {' and '.join(wrong)}: the loss is wrong" if wrong else ""
+    if mixed:
+        return "no answer yet: points of several machines or versions do not compare"
+    if len(table.rows) < 2:
+        return f"no answer yet: name another strategy to compare with{end}"
+    if not any(row.verdict == OK for row in table.rows):
+        return (
+            f"no answer yet: no strategy has the right loss: see the last column{end}"
+        )
+    if not timed:
+        return (
+            f"no answer yet: nothing ran twice, so noise is unknown: --repeats 3{end}"
+        )
+    tied = [row for row in timed if row.place.partition("-")[0] == "1"]
+    order = list(strategies.load())  # from simple to complicated
+    tied.sort(key=lambda row: (*order, row.strategy).index(row.strategy))
+    best = tied[0]
+    names = ", ".join(row.strategy for row in tied)
+    if len(timed) == 1:
+        text = f"take {best.strategy}, the only one with the right loss"
+    elif len(tied) == 1:
+        text = f"take {best.strategy}: the fastest beyond the noise"
+    else:
+        text = f"take {best.strategy}: the simplest of {names}; none is faster"
+    return f"{text}{memory_advice(best, timed)}{end}"
 
 
-def scaling_of(rows: Sequence[Row], weak: bool) -> list[list[Scaling]]:
-    """Return how each job's strategies scale, where there are several world sizes.
-
-    Efficiency is tokens/s per rank over those of `single`; over those of a strategy's own fewest
-    ranks where `single` did not run. Strong scaling keeps the global batch, weak scaling the
-    batch of a rank. Rows that are wrong or failed have no efficiency.
-    """
-    jobs: dict[tuple, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
-    alone: dict[tuple, Row] = {}
-    for row in rows:
-        group = row.group
-        batch = group.global_batch_size / (group.world_size if weak else 1)
-        job = group._replace(global_batch_size=batch).job  # the same while the ranks grow
-        counted = row.verdict.kind in (OK, LOSSY, UNCOMPARED) and row.median("tokens_per_second")
-        if counted and row.label == REFERENCE:
-            alone[job] = row
-        elif counted:
-            jobs[job, group.link][row.label][group.world_size] = row
-    found = []
-    for (job, _), by_label in jobs.items():
-        lines = [scale(own, alone.get(job)) for _, own in sorted(by_label.items())]
-        if len({ranks for line in lines for ranks in line.times_ms}) > 1:
-            found.append(lines)
-    return found
+def memory_advice(best, timed):
+    """Say how much GPU memory the answer needs, and which strategy needs much less."""
+    if not best.median("gpu_memory_gib"):
+        return ""  # on the CPU most of it is libraries
+    peak, whole = best.median("peak_memory_gib"), best.median("gpu_memory_gib")
+    text = f"; it allocates {peak:.1f} of {whole:.0f} GiB"
+    lean = min(timed, key=lambda row: row.median("peak_memory_gib"))
+    least = lean.median("peak_memory_gib")
+    if least < MUCH_LESS * peak:
+        text += f", {lean.strategy} {least:.1f} GiB"
+    return text
 
 
-def scale(own: dict[int, Row], reference: Row | None) -> Scaling:
-    """Return how a strategy scales from `reference`, one process, or from its own fewest ranks."""
-    by_ranks = {1: reference} | own if reference else own
-    speeds = {ranks: row.median("tokens_per_second") / ranks for ranks, row in by_ranks.items()}
-    ideal = reference.median("tokens_per_second") if reference else speeds[min(speeds)]
-    efficiency = {ranks: speed / ideal for ranks, speed in speeds.items()}
-    times_ms = {ranks: row.step_time_ms for ranks, row in by_ranks.items()}
-    return Scaling(next(iter(own.values())), times_ms, efficiency)
+def is_busy(records):
+    """Say whether other work took cores that the ranks needed."""
+    lacking = []
+    for record in records:
+        others = record.get("cores_of_others")
+        if others is not None:
+            cores = record["where"]["cores"]
+            lacking.append(max(0.0, others + record["world_size"] - cores))
+    return bool(lacking) and statistics.mean(lacking) > BUSY_CORES
+
+
+def condition(analysis, records):
+    """Say in one line where the points ran, the load, and how wide the noise is."""
+    where, settings = analysis.where, analysis.sweep.settings
+    ended = len({record["id"] for record in records})
+    parts = []
+    if where:
+        machine = where.get("gpu") or [
+            f"{'/'.join(where['cores'])} cores of {'/'.join(where['cpu'])}"
+        ]
+        parts = ["/".join(machine), f"torch {'/'.join(where['torch'])}"]
+    parts.append(f"{ended} of {settings['points']} points")
+    behind = [row.behind for row in analysis.rows if row.behind]
+    if behind:
+        noise = percent(statistics.median(ratio.half for ratio in behind))
+        parts.append(f"noise ±{noise} of a step time")
+    others = [one["cores_of_others"] for one in records if "cores_of_others" in one]
+    if others:
+        used = f"other work used {statistics.mean(others):.1f} cores"
+        parts.append(f"BUSY: {used}: repeat" if analysis.busy else used)
+    return ", ".join(parts)

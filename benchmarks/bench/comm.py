@@ -1,64 +1,89 @@
-"""`comm`: collectives by themselves, timed by module 04's bandwidth_test.py."""
+"""Collectives without training, timed by module 04's bandwidth_test.py."""
 
-import argparse
-import contextlib
-import itertools
 import json
+import statistics
+from collections import defaultdict
 from pathlib import Path
 
-from bench import launch, points, runner, settings
-from bench.comm_tables import COLLECTIVES
-from bench.settings import NO_LINK
-from legacy_common import cli
+from tabulate import tabulate
 
-SCRIPT = "04-nccl-operations/bandwidth_test.py"
-SIZES = ("minbytes", "maxbytes", "stepfactor", "iters")
+from bench import launch, runner
+from bench.points import PATIENCE
+from bench.strategies import REPO
+from dist_common import cli
+from dist_common.cli import UsageError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `comm`; sizes and iterations have the names that nccl-tests gives them."""
-    add = parser.add_argument
-    add("--collectives", nargs="+", choices=COLLECTIVES, default=list(COLLECTIVES[:3]),
-        metavar="NAME", help=f"{', '.join(COLLECTIVES)} (the first three)")  # fmt: skip
-    add("-b", "--minbytes", type=cli.byte_size, default="8", metavar="SIZE", help="first size (8)")
-    add("-e", "--maxbytes", type=cli.byte_size, default="4M", metavar="SIZE", help="last size (4M)")
-    add("-f", "--stepfactor", type=lambda text: cli.whole_number(text, 2), default=8, metavar="N",
-        help="from one size to the next (8)")  # fmt: skip
-    add("-n", "--iters", type=cli.positive_int, default=20,
-        help="timed iterations of each size (20)")  # fmt: skip
-    settings.add_point_arguments(parser)
-    settings.add_launch_arguments(parser, "runs/comm")
+SCRIPT = REPO / "04-nccl-operations" / "bandwidth_test.py"
+SIZE_FLAGS = ("minbytes", "maxbytes", "stepfactor", "iters")
+HEADERS = ("collective", "ranks", "bytes", "time", "spread", "algbw", "busbw", "#wrong")
 
 
-def read(folder: Path) -> points.Results:
-    """Return what the script wrote, and what is wrong with it."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        results = json.loads((folder / "results.json").read_text())
-        if isinstance(results["metrics"]["sweeps"], dict):
-            return {"results": results}, None
-    return {}, "it wrote no results.json with sweeps"
+def run(args):
+    """Time collectives on each number of ranks, in turns; return 1 if a run failed.
+
+    A run whose results.json exists does not run again.
+    """
+    args.launcher, args.device = launch.resolve(args.launcher, args.device)
+    launch.preload(args.launcher)
+    flags = ["--collective", *args.collectives, "--device", args.device]
+    flags += ["--timeout", f"{PATIENCE * args.timeout:g}"]
+    for name in SIZE_FLAGS:
+        if getattr(args, name) is not None:
+            flags += [f"--{name}", getattr(args, name)]
+    found, failed = defaultdict(list), []
+    for repeat in range(1, args.repeats + 1):
+        for ranks in args.world_sizes:
+            folder = args.output_dir / f"w{ranks}-{repeat}"
+            if not (folder / "results.json").exists():
+                words = [*flags, "--output-dir", folder.resolve()]
+                log = args.output_dir / "logs" / f"w{ranks}-{repeat}-{runner.now()}"
+                outcome = launch.start(
+                    args.launcher, SCRIPT, words, ranks, log, args.timeout
+                )
+                status, reason = runner.judge(outcome, SCRIPT.name, args.timeout)
+                if status != runner.OK:
+                    failed.append(f"{ranks} ranks: {status}: {reason}")
+            if (folder / "results.json").exists():
+                read(folder, ranks, found)
+    print(tabulate(rows_of(found), HEADERS, disable_numparse=True))
+    for line in dict.fromkeys(failed):
+        print(f"FAILED: {line}")
+    return cli.FAILED if failed else 0
 
 
-def run(args: argparse.Namespace) -> int:
-    """Time all collectives, record each run, print the tables; return 1 if one went wrong."""
+def read(folder: Path, ranks, found):
+    """Add the numbers of a run by (collective, ranks, bytes)."""
+    metrics = json.loads((folder / "results.json").read_text())["metrics"]
+    for name, sizes in metrics["sweeps"].items():
+        for row in sizes:
+            found[name, ranks, row["size"]].append(row)
+
+
+def rows_of(found):
+    """Return the medians of the repeats; the spread is the slowest over the fastest."""
+    rows = []
+    for (name, ranks, size), repeats in sorted(found.items()):
+        times = [row["time_us"] for row in repeats]
+        medians = {
+            key: statistics.median(row[key] for row in repeats)
+            for key in ("time_us", "algbw_gb_s", "busbw_gb_s")
+        }
+        wrong = sum(row["wrong"] for row in repeats)
+        rows.append(
+            (
+                name,
+                ranks,
+                f"{size:,}",
+                f"{medians['time_us']:.1f} us",
+                f"{max(times) / min(times) - 1:.0%}" if len(times) > 1 else "-",
+                f"{medians['algbw_gb_s']:.4f} GB/s",
+                f"{medians['busbw_gb_s']:.4f} GB/s",
+                f"{wrong:,} WRONG" if wrong else "0",
+            )
+        )
+    return rows
+
+
+def check_flags(args):
     if min(args.world_sizes) < 2:
-        raise cli.UsageError("--world-sizes: one rank has nobody to talk to: 2 or more")
-    if args.minbytes < 4:
-        raise cli.UsageError(f"-b {args.minbytes} is less than a float32 number: 4 or more")
-    if args.minbytes > args.maxbytes:
-        raise cli.UsageError(f"-b {args.minbytes} is above -e {args.maxbytes}, the last size")
-    settings.settle_launch(args)
-    args.kind = "comm"
-    once = []
-    for link, ranks in itertools.product(args.links, args.world_sizes):
-        reason = None if args.dry_run else launch.why_not(args.launcher, args.device, ranks)
-        speed = None if link == NO_LINK else link
-        flags = ["--collective", *args.collectives, "-b", args.minbytes, "-e", args.maxbytes]
-        flags += ["-f", args.stepfactor, "-n", args.iters, "--device", args.device]
-        flags += ["--timeout", points.patience(args.timeout)]
-        described = {"kind": "comm", "script": SCRIPT, "collectives": args.collectives}
-        described |= {"world_size": ranks, "link": speed}
-        described |= {size: getattr(args, size) for size in SIZES}
-        identity = ".".join(filter(None, ("comm", f"w{ranks}", speed)))
-        once.append(points.Point(identity, Path(SCRIPT), flags, described, reason, read))
-    return runner.run(points.in_turns(once, args.repeats), args)
+        raise UsageError("--world-sizes: one rank has nobody to send to: 2 or more")

@@ -1,6 +1,7 @@
-"""Run a command, and end processes with all that they started, also when this process is killed.
+"""End processes with all that they started, also if this process is killed.
 
-Imports psutil alone, since a guard is a process of its own beside each launch.
+As a script it is the guard: it waits until its stdin closes, then ends the processes
+whose ids are its arguments. It imports psutil only, since one runs next to each launch.
 """
 
 import contextlib
@@ -8,69 +9,59 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 5.0  # for a launcher that has to tell other machines
-# Holds a command back until its guard is there; never runs it if this process is killed by then.
-GATE = ("sh", "-c", 'read -r go && exec "$@" </dev/null', "gate")
+GRACE_S = 3.0  # between SIGTERM and SIGKILL: srun has to tell other machines
 
 
-def run(words: Sequence[str], timeout_s: float, gently: bool = False, **how) -> int | None:
-    """Run a command with Popen's arguments `how`; return its exit code, None at the deadline.
+def run(words, timeout_s, **options):
+    """Run a command with Popen's options; return its exit code, None at the deadline.
 
-    What it started is ended with it, and so is all of it if this process dies.
+    All that it started ends with it.
     """
-    how |= {"stdin": subprocess.PIPE, "start_new_session": True}
-    process = subprocess.Popen([*GATE, *words], **how)
-    with guarded([process.pid], gently):
-        process.stdin.write(b"go\n")
-        process.stdin.close()
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, start_new_session=True, **options
+    )
+    with guarded([process.pid]):
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            end([process.pid], gently)
+            end([process.pid])
             process.wait()
 
 
-def end(pids: Sequence[int], gently: bool = False) -> None:
-    """Kill processes with their descendants. Gently: SIGTERM first, and time to act on it.
+def end(pids):
+    """End processes and their descendants: SIGTERM, then SIGKILL.
 
-    torchrun's ranks are in sessions of their own: no process group holds all of them. Orphans of
-    a process that has ended are no descendants of it, but are in the group that it led.
+    torchrun's ranks lead sessions of their own, so no process group holds all of them.
     """
-    found = []
+    processes = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            found += [process, *process.children(recursive=True)]
-    for number in (signal.SIGTERM, signal.SIGKILL)[not gently :]:
-        for process in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-        if number == signal.SIGTERM:
-            psutil.wait_procs(found, PATIENCE_S)
-    for pid in pids:
-        # No such group, or on macOS one of zombies.
+            processes += [process, *process.children(recursive=True)]
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, running = psutil.wait_procs(processes, GRACE_S)
+    for process in running:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    for pid in pids:  # orphans of a process that has ended are still in its group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def guarded(pids: Sequence[int], gently: bool = False) -> Iterator[None]:
-    """Have the processes ended if this one dies inside the `with` block, by SIGKILL too."""
-    words = [str(int(gently)), *map(str, pids)]
-    folder = str(Path(__file__).parents[1])
-    paths = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+def guarded(pids):
+    """End these processes if this one dies inside the block, by SIGKILL too."""
     guard = subprocess.Popen(
-        [sys.executable, "-c", "from bench import guard; guard.watch()", *words],
+        [sys.executable, __file__, *map(str, pids)],
         stdin=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths},
-        start_new_session=True,  # Ctrl-C in the terminal is not meant for it
+        start_new_session=True,  # Ctrl-C in the terminal is not for the guard
     )
     try:
         yield
@@ -80,8 +71,6 @@ def guarded(pids: Sequence[int], gently: bool = False) -> Iterator[None]:
         guard.stdin.close()
 
 
-def watch() -> None:
-    """Wait until the pipe to the process that started this one closes, then end the others."""
+if __name__ == "__main__":
     sys.stdin.read()
-    gently, *pids = map(int, sys.argv[1:])
-    end(pids, bool(gently))
+    end([int(word) for word in sys.argv[1:]])

@@ -1,200 +1,251 @@
-"""Run points, each in processes of its own, and say in records how they went."""
+"""Run points, each in processes of its own, and record how they went."""
 
-import argparse
-import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
 import re
 import shlex
 import shutil
+import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import psutil
+import torch
 from tqdm import tqdm
 
-from bench import launch, report
-from bench.analysis import analyse, decided
-from bench.machine import describe_machine
-from bench.points import Point
-from bench.search import NO_MEMORY, known_end
-from bench.store import FAILED, OK, OUT_OF_MEMORY, SKIPPED, TIMEOUT, Store, now
-from bench.strategies import REPOSITORY, from_repository
-from legacy_common import cli
+from bench import launch
+from bench.points import EARLY_STEPS
+from bench.store import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMEOUT, now
+from bench.strategies import REPO
 
-LEAST_ROUNDS = 3  # before --until-decided ends a sweep
-LAUNCH = ".launch"  # beside a point's folder, which the script wants to make itself
-# Of what faulthandler writes when a rank is ended: where it was, not why.
-STACK = re.compile(r"(Current thread|Thread) 0x|File \"|Extension modules: ")
-# Whether these differ or not, a point has the same results: a sweep may be continued with others.
-NOT_COMPARED = ("timeout", "preset", "output_dir", "strategies_file", "config", "retry_failed",
-                "dry_run", "trace", "command", "run")  # fmt: skip
-Record = dict[str, Any]
+NO_MEMORY = re.compile(
+    r"OutOfMemoryError|out of memory|can't allocate memory|\bMemoryError\b"
+    r"|needs [\d.,]+ GiB for weights"
+)
+# faulthandler says where a rank was when it was ended, not why.
+STACK = re.compile(r'(Current thread|Thread) 0x|File "|Extension modules: ')
 
 
-def run(points: Sequence[Point], args: argparse.Namespace) -> int:
-    """Run the points that have no record yet, and print the report; with --dry-run, commands only.
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM; the number of points that have ended."""
 
-    Return 1 if a point failed, or if what one trained or sent is wrong.
+
+def run_points(points, args, store):
+    """Run the points that have no record yet; print a line for each as it ends.
+
+    Raises: Interrupted.
     """
-    skipped = sum(point.reason is not None for point in points)
-    count = f"{len(points)} points" + (f", {skipped} of them cannot run" if skipped else "")
-    starts = f"{args.launcher} starts the ranks"
-    if args.dry_run:
-        for point in points:
-            said = f"skipped: {point.reason}" if point.reason else command_of(point, args)
-            print(f"{point.identity}: {said}")
-        print(f"{count}, {starts}; nothing was started")
-        return 0
-    with contextlib.closing(open_store(points, args)) as store:
-        print(f"{count}; {starts}; results in {store.folder}")
-        if not store.sweep.records:
-            print(f"interrupted? The same command with --output-dir {store.folder} resumes it")
-        run_points(points, args, store)
-    return conclude(store)
-
-
-def open_store(points: Sequence[Point], args: argparse.Namespace) -> Store:
-    """Make or continue the sweep's folder; keep in it what was asked for, but what is no matter."""
-    asked = {name: value for name, value in vars(args).items() if name not in NOT_COMPARED}
-    planned = [point.identity for point in points]
-    return Store(args.output_dir, asked | {"points": planned}, describe_machine(args.launcher))
-
-
-def run_points(points: Sequence[Point], args: argparse.Namespace, store: Store) -> None:
-    """Run the points that have no record; print a line for each as it ends, and the time left."""
-    for warning in store.sweep.warnings:
-        say(f"warning: {warning}")
-    ended = {record["id"]: record["status"] for record in store.sweep.records}
-    done = {name for name, s in ended.items() if not (args.retry_failed and s in (FAILED, TIMEOUT))}
-    remaining = [point for point in points if point.identity not in done]
-    if len(remaining) < len(points):
-        say(f"{len(points) - len(remaining)} points have a record already, {len(remaining)} to go")
-    launch.prepare(args.launcher)
+    left = []
+    for point in points:
+        record = store.read(point.identity)
+        again = record and args.retry_failed and record["status"] in (FAILED, TIMEOUT)
+        if record is None or again:
+            left.append(point)
+    if len(left) < len(points):
+        print(
+            f"{len(points) - len(left)} points have ended before, {len(left)} are left"
+        )
+    launch.preload(args.launcher)
+    where = describe_machine()
     started = time.monotonic()
-    hidden, looked_at = not sys.stderr.isatty(), LEAST_ROUNDS
-    for number, point in enumerate(tqdm(remaining, "points", disable=hidden, leave=False), 1):
-        if vars(args).get("until_decided") and point.repeat > looked_at:
-            looked_at = point.repeat
-            if decided(analyse(store.sweep)):
-                said = f"no order is open after {point.repeat - 1} rounds"
-                say(f"{said}: the other {len(remaining) - number + 1} points are left out")
-                break
-        record = launched(point, args, store, known_end(point.described, store.sweep.records))
-        store.append(record)
-        if record["status"] == OK:
-            said = f"{summary(record)}, {record['seconds']:.1f} s in all"
-        else:
-            log = f" (points/{point.identity}/log.txt)" * bool(record["command"])
-            said = f"{record['status']}: {record['reason']}{log}"
-        left_s = round((time.monotonic() - started) / number * (len(remaining) - number))
-        left = f"; {str(timedelta(seconds=left_s)).zfill(8)} left" * (number < len(remaining))
-        say(f"[{number}/{len(remaining)}] {point.identity}: {said}{left}")
+    bar = tqdm(left, "points", disable=not sys.stderr.isatty(), leave=False)
+    number = 1
+    try:
+        for number, point in enumerate(bar, 1):
+            record = run_point(point, args, store, where)
+            store.write(record)
+            seconds_left = (time.monotonic() - started) / number * (len(left) - number)
+            tqdm.write(
+                f"[{number}/{len(left)}] {point.identity}: {summary(record)}; "
+                f"{seconds_left:.0f} s left",
+                file=sys.stdout,
+            )
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise Interrupted(len(points) - len(left) + number - 1) from None
 
 
-def summary(record: Record) -> str:
-    """Return what came out of a point, in a few words: the numbers of `comm` are in its tables."""
-    metrics = record["results"]["metrics"]
-    if "final_loss" not in metrics:
-        return record["status"]
-    ms = metrics.get("step_time_ms")
-    step = f", step {ms:,.1f} ms" if isinstance(ms, (int, float)) else ""
-    return f"loss {metrics['final_loss']:.4f}{step}"
+def summary(record):
+    """Return in a few words how a point ended."""
+    if record["status"] != OK:
+        return f"{record['status']}: {record['reason']}"
+    return f"loss {record['final_loss']:.4f}, step {record['step_time_ms']:.1f} ms"
 
 
-def conclude(store: Store) -> int:
-    """Print and write the report; return 1 if a point failed, or what it did is wrong."""
-    analysis = analyse(store.sweep)
-    print(f"\n{report.text(analysis)}")
-    written = [path.name for path in report.write(store.folder, analysis, None)]
-    print(f"\nresults in {store.folder}: {', '.join(written)}")
-    failed = [r for r in store.sweep.records if r["status"] in (FAILED, TIMEOUT)]
-    if failed:
-        again = "--retry-failed runs them once more"
-        print(f"FAILED: {len(failed)} points, their logs are in {store.folder}/points; {again}")
-    ran = any(record["status"] != SKIPPED for record in store.sweep.records)
-    if not ran:
-        print("FAILED: no point can run here: the report says why")
-    return cli.FAILED if failed or not ran or report.is_wrong(analysis) else 0
-
-
-def say(line: str) -> None:
-    """Print a line, above the progress bar if there is one."""
-    tqdm.write(line, file=sys.stdout)
-    sys.stdout.flush()
-
-
-def words_of(point: Point, args: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return a point's script and all its arguments, from the top of the repository."""
-    output = from_repository(Path(args.output_dir, "points", point.identity))
-    words = [*point.flags, "--output-dir", output]
-    return from_repository(Path(REPOSITORY, point.script)), list(map(str, words))
-
-
-def command_of(point: Point, args: argparse.Namespace) -> str:
-    """Return the line that a reader would type at the top of the repository."""
+def run_point(point, args, store, where):
+    """Start a point's script; return its record: the end and the measurements."""
     ranks = point.described["world_size"]
-    words = launch.command(args.launcher, *words_of(point, args), ranks)
-    return f"OMP_NUM_THREADS={launch.threads(args.launcher, ranks)} {shlex.join(words)}"
-
-
-def launched(
-    point: Point, args: argparse.Namespace, store: Store, ended: Record | None = None
-) -> Record:
-    """Start a point's script, and return the record: how it ended, what it wrote.
-
-    Unless it cannot run, or it is known how it would have `ended`.
-    """
-    which = {"id": point.identity, "point": point.described, "repeat": point.repeat}
-    record = which | {"started": now(), "launcher": args.launcher, "results": None}
+    record = {"id": point.identity, "repeat": point.repeat, "started": now()}
+    record |= point.described | {"launcher": args.launcher, "where": where}
+    record["command"] = command_line(point, args, "DIR")
     if point.reason:
-        ended = {"status": SKIPPED, "reason": point.reason}
-    if ended:
-        return record | ended | {"seconds": 0.0, "command": None}
-    folder = store.folder / "points" / point.identity
-    here = folder.with_name(folder.name + LAUNCH)
-    for path in (folder, here):  # left by a sweep that was killed, or by a run that failed
-        shutil.rmtree(path, ignore_errors=True)
-    ranks, link = point.described["world_size"], point.described["link"]
-    outcome = launch.start(args.launcher, *words_of(point, args), ranks, here, args.timeout, link)
-    folder.mkdir(exist_ok=True)
-    (folder / "log.txt").write_text(f"{outcome.out}\n--- stderr ---\n{outcome.err}")
-    shutil.rmtree(here)
-    left, damage = point.read(folder)
-    status, reason = judge(outcome, damage, point.script.name, args.timeout)
-    ended = {"status": status, "reason": reason, "seconds": round(outcome.seconds, 2)}
-    return record | ended | {"command": command_of(point, args)} | left
+        return record | {"status": REFUSED, "reason": point.reason}
+    folder = store.point_folder(point.identity)
+    shutil.rmtree(folder, ignore_errors=True)  # of a sweep that was killed
+    output = folder / "run"
+    words = [*point.flags, "--output-dir", output.resolve()]
+    idle_before = sample_cpu()
+    outcome = launch.start(
+        args.launcher, point.script, words, ranks, folder / "log", args.timeout
+    )
+    seconds, others = cpu_of_others(idle_before)
+    measured = {}
+    status, reason = judge(outcome, point.script.name, args.timeout)
+    if status == OK:
+        try:
+            measured = read_results(output, args.untimed_steps)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            status, reason = FAILED, f"its results cannot be read: {error!r}"
+    record["where"] = where | measured.pop("where", {})
+    record |= {"status": status, "reason": reason, "seconds": round(seconds, 2)}
+    if args.launcher in (launch.FORK, launch.TORCHRUN):  # ranks of this machine
+        record["cores_of_others"] = others
+    return record | measured
 
 
-def judge(
-    outcome: launch.Outcome, damage: str | None, script: str, timeout_s: float
-) -> tuple[str, str | None]:
-    """Return a point's status, and the reason in one line where it is not OK."""
-    lines = [line for line in outcome.err.splitlines() if NO_MEMORY.search(line)]
-    if outcome.code != 0 and lines:  # other ranks may have hung for it
-        return OUT_OF_MEMORY, shortened(lines[-1], script)
-    if outcome.code is None:
-        return TIMEOUT, f"timeout after {timeout_s:g} s"
-    if outcome.code:
-        said = said_by(script, outcome)
-        return (TIMEOUT if re.search(r"\btimed? ?out\b", said, re.IGNORECASE) else FAILED), said
-    return (FAILED, f"exit code 0, but {damage}") if damage else (OK, None)
+def command_line(point, args, output):
+    """Return the line that a reader would type at the top of the repository."""
+    script = point.script
+    if script.is_relative_to(REPO):
+        script = script.relative_to(REPO)
+    words = [*point.flags, "--output-dir", output]
+    ranks = point.described["world_size"]
+    threads = launch.environment(args.launcher, ranks)["OMP_NUM_THREADS"]
+    started = launch.command(args.launcher, script, words, ranks)
+    return f"OMP_NUM_THREADS={threads} {shlex.join(started)}"
 
 
-def said_by(script: str, outcome: launch.Outcome) -> str:
-    """Return the line in which a script said why it failed; else its last one."""
+def sample_cpu():
+    """Start to measure the machine's load."""
+    psutil.cpu_percent()  # the next call returns the mean since this one
+    return time.monotonic(), own_cpu_s()
+
+
+def own_cpu_s():
+    """Return the CPU seconds of this process and of its children that have ended."""
+    return sum(os.times()[:4])
+
+
+def cpu_of_others(before):
+    """Return the seconds since `before`, and the cores that other processes used."""
+    started, cpu_s = before
+    seconds = time.monotonic() - started
+    busy = psutil.cpu_percent() / 100 * psutil.cpu_count()
+    return seconds, round(max(0.0, busy - (own_cpu_s() - cpu_s) / seconds), 2)
+
+
+def judge(outcome, script, timeout_s):
+    """Return a point's status, and the reason in one line unless it is ok."""
     errors = [line.strip() for line in outcome.err.splitlines() if line.strip()]
-    errors = [line for line in errors if not STACK.match(line)] or errors
-    hung = [line for line in errors if "Watchdog caught collective operation timeout" in line]
-    own = [line for line in errors if line.startswith(f"{script}: ")]
-    checks = [line for line in outcome.out.splitlines() if line.startswith("FAILED: ")]
-    if checks and not own:
-        return f"its own check failed: {checks[-1].removeprefix('FAILED: ')}"
-    line = (hung[:1] or own[-1:] or errors[-1:] or [""])[0]
-    return shortened(line, script) or f"exit code {outcome.code}, without a word"
+    errors = [line for line in errors if not STACK.match(line)]
+    full = [line for line in errors if NO_MEMORY.search(line)]
+    if outcome.code != 0 and full:  # other ranks may have hung because of it
+        return OUT_OF_MEMORY, full[-1][:200]
+    if outcome.code is None:
+        return TIMEOUT, f"did not end within {timeout_s:g} s"
+    if outcome.code == 0:
+        return OK, None
+    failed = [line for line in outcome.out.splitlines() if line.startswith("FAILED: ")]
+    named = [line for line in errors if line.startswith(f"{script}: ")]
+    last = [*failed[-1:], *named[-1:], *errors[-1:], f"exit code {outcome.code}"][0]
+    for prefix in (f"{script}: ", "error: ", "FAILED: "):
+        last = last.removeprefix(prefix)
+    reason = last[:200]
+    if re.search(r"\btimed? ?out\b", reason, re.IGNORECASE):
+        return TIMEOUT, reason
+    # torchrun reports its ranks' codes in a table; 2 is wrong usage.
+    if outcome.code == 2 or re.search(r"exitcode +: 2 ", outcome.err):
+        return REFUSED, reason
+    return FAILED, reason
 
 
-def shortened(line: str, script: str) -> str:
-    """Return a script's line without the words before its error."""
-    return line.strip().removeprefix(f"{script}: ").removeprefix("error: ")[:300]
+def read_results(folder, untimed_steps):
+    """Return what a script measured: its results.json and the first losses."""
+    results = json.loads((folder / "results.json").read_text())
+    metrics = results["metrics"]
+    if not math.isfinite(metrics["final_loss"]):
+        raise ValueError(f"the final loss is {metrics['final_loss']}")
+    times = metrics.get("step_times_ms") or [metrics["step_time_ms"]]
+    step_time_ms = statistics.median(times[untimed_steps:] or times)
+    losses, norms = [], []
+    log = folder / "metrics.jsonl"
+    for line in log.read_text().splitlines() if log.exists() else []:
+        values = json.loads(line)
+        if "loss" in values and len(losses) < EARLY_STEPS:
+            losses.append(values["loss"])
+            norms.append(values.get("grad_norm"))
+    collectives = metrics.get("collectives_per_step") or {}
+    machine = results.get("machine", {})
+    return {
+        "final_loss": metrics["final_loss"],
+        "losses": losses,
+        "first_norm": norms[0] if norms else None,
+        "ranks_started": results["world_size"],
+        "step_time_ms": step_time_ms,
+        "tokens_per_step": metrics["tokens_per_step"],
+        "mfu": metrics.get("mfu"),
+        "peak_memory_gib": metrics.get("peak_memory_gib"),
+        "gpu_memory_gib": machine.get("gpu_memory_gib"),
+        "bytes_sent_per_step": metrics.get("bytes_sent_per_step"),
+        "calls_per_step": sum(kind["calls"] for kind in collectives.values()),
+        "where": {
+            name: value
+            for name, value in (
+                ("device", results.get("device")),
+                ("gpu", machine.get("gpu")),
+            )
+            if value
+        },
+    }
+
+
+def describe_machine():
+    """Return what times depend on: machine, versions, commit. CUDA does not start."""
+    info = Path("/proc/cpuinfo")
+    model = re.search(
+        r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M
+    )
+    found = {
+        "cpu": model[1] if model else platform.machine(),
+        "cores": psutil.cpu_count(),
+        "nodes": os.environ.get("SLURM_JOB_NUM_NODES"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "deepspeed": version_of("deepspeed"),
+        "driver": output_of(
+            *("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        ).partition("\n")[0],
+        "nccl": nccl_version(),
+        "commit": output_of(
+            *("git", "-C", str(REPO), "describe", "--always", "--exclude=*"),
+            "--dirty= with changes",
+        ),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def version_of(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def nccl_version():
+    if not torch.version.cuda or not launch.visible_gpus():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def output_of(*words):
+    """Return what a program printed; nothing if it is missing or failed."""
+    try:
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return ended.stdout.strip() if ended.returncode == 0 else ""

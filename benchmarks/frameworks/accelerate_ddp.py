@@ -1,7 +1,9 @@
-"""The one job in Hugging Face Accelerate: your loop, with objects that `prepare` wraps.
+"""The one job in Hugging Face Accelerate: your loop, `prepare` wraps its objects.
 
-    CPU   torchrun --standalone --nproc-per-node=2 benchmarks/frameworks/accelerate_ddp.py
-    GPU   accelerate launch --num_processes 8 benchmarks/frameworks/accelerate_ddp.py --world-size 8
+    CPU   torchrun --standalone --nproc-per-node=2 \\
+              benchmarks/frameworks/accelerate_ddp.py
+    GPU   accelerate launch --num_processes 8 \\
+              benchmarks/frameworks/accelerate_ddp.py --world-size 8
 
 Source: Accelerate's documentation, "Add Accelerate to your code".
 """
@@ -10,7 +12,6 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import framework_job as job
-from legacy_common import cli
 
 
 def train(args):
@@ -22,7 +23,7 @@ def train(args):
     # Not the schedule: a prepared one takes a step for each rank at a time.
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    record = job.Record("accelerate_ddp", args, rank, world_size)
+    record = job.Record(args, rank, world_size)
     for inputs, targets in loader:
         loss = job.loss_of(model, inputs, targets)
         optimizer.zero_grad()
@@ -36,9 +37,5 @@ def train(args):
     return code
 
 
-def main():
-    return train(job.parse_args(__doc__))
-
-
 if __name__ == "__main__":
-    cli.run(main)
+    job.run(train, __doc__)

@@ -1,6 +1,7 @@
-"""The one job in PyTorch's own DistributedDataParallel: what all other ports are compared with.
+"""The one job in plain DistributedDataParallel: the base of the comparison.
 
-    CPU   torchrun --standalone --nproc-per-node=2 benchmarks/frameworks/bare_ddp.py
+    CPU   torchrun --standalone --nproc-per-node=2 \\
+              benchmarks/frameworks/bare_ddp.py
     GPU   the same
 
 Source: PyTorch's tutorial "Getting Started with Distributed Data Parallel".
@@ -14,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from legacy_common import cli
 
 
 def train(args):
@@ -27,7 +27,7 @@ def train(args):
     model = job.build_model(args).to(device)
     optimizer, schedule = job.build_optimizer(model, args)
     model = DDP(model)
-    record = job.Record("bare_ddp", args, rank, world_size)
+    record = job.Record(args, rank, world_size)
     for inputs, targets in loader:
         loss = job.loss_of(model, inputs.to(device), targets.to(device))
         optimizer.zero_grad()
@@ -41,9 +41,5 @@ def train(args):
     return code
 
 
-def main():
-    return train(job.parse_args(__doc__))
-
-
 if __name__ == "__main__":
-    cli.run(main)
+    job.run(train, __doc__)

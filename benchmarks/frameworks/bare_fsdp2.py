@@ -1,9 +1,11 @@
 """The one job in PyTorch's FSDP2, with which the sharded ports are compared.
 
-    CPU   torchrun --standalone --nproc-per-node=2 benchmarks/frameworks/bare_fsdp2.py
+    CPU   torchrun --standalone --nproc-per-node=2 \\
+              benchmarks/frameworks/bare_fsdp2.py
     GPU   the same
 
-Source: PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel (FSDP2)"; module 02.
+Sources: PyTorch's tutorial "Getting Started with Fully Sharded Data Parallel
+(FSDP2)"; module 02.
 """
 
 import os
@@ -15,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from legacy_common import cli
 
 
 def shard(model, mesh):
@@ -35,7 +36,7 @@ def train(args):
     mesh = init_device_mesh(device.type, (world_size,))
     model = shard(job.build_model(args).to(device), mesh)
     optimizer, schedule = job.build_optimizer(model, args)
-    record = job.Record("bare_fsdp2", args, rank, world_size)
+    record = job.Record(args, rank, world_size)
     for inputs, targets in loader:
         loss = job.loss_of(model, inputs.to(device), targets.to(device))
         optimizer.zero_grad()
@@ -49,9 +50,5 @@ def train(args):
     return code
 
 
-def main():
-    return train(job.parse_args(__doc__))
-
-
 if __name__ == "__main__":
-    cli.run(main)
+    job.run(train, __doc__)

@@ -1,7 +1,9 @@
-"""The one job in DeepSpeed's engine, stage 0: plain data parallelism, configured by a dictionary.
+"""The one job in DeepSpeed's engine, stage 0: data parallel, set by a dictionary.
 
-    CPU   torchrun --standalone --nproc-per-node=2 benchmarks/frameworks/deepspeed_engine.py
-    GPU   deepspeed --num_gpus=8 benchmarks/frameworks/deepspeed_engine.py --world-size 8
+    CPU   torchrun --standalone --nproc-per-node=2 \\
+              benchmarks/frameworks/deepspeed_engine.py
+    GPU   deepspeed --num_gpus=8 \\
+              benchmarks/frameworks/deepspeed_engine.py --world-size 8
 
 Source: deepspeed.ai, "Getting Started". Module 03 is about the other stages.
 """
@@ -12,7 +14,6 @@ import deepspeed
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from legacy_common import cli
 
 
 def train(args):
@@ -26,13 +27,13 @@ def train(args):
     optimizer, schedule = job.build_optimizer(model, args)
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
-        "gradient_clipping": job.MAX_NORM,  # left out, DeepSpeed clips all the same, at 1.0
+        "gradient_clipping": job.MAX_NORM,  # without it DeepSpeed clips at 1.0, too
         "zero_optimization": {"stage": 0},
     }
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
     )
-    record = job.Record("deepspeed_engine", args, rank, world_size)
+    record = job.Record(args, rank, world_size)
     for inputs, targets in loader:
         loss = job.loss_of(engine, inputs.to(device), targets.to(device))
         engine.backward(loss)
@@ -43,11 +44,7 @@ def train(args):
     return code
 
 
-def main():
-    # On CPUs DeepSpeed would compile an all-reduce of its own at this point: a minute.
-    vars(deepspeed.ops)["__compatible_ops__"] = {}
-    return train(job.parse_args(__doc__))
-
-
 if __name__ == "__main__":
-    cli.run(main)
+    # DeepSpeed would compile its own all-reduce for CPUs, which takes a minute.
+    vars(deepspeed.ops)["__compatible_ops__"] = {}
+    job.run(train, __doc__)

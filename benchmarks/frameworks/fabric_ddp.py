@@ -1,4 +1,4 @@
-"""The one job in Lightning Fabric: the loop stays yours, Fabric starts ranks and wraps objects.
+"""The one job in Lightning Fabric: it starts ranks and wraps objects of your loop.
 
     CPU   python benchmarks/frameworks/fabric_ddp.py
     GPU   the same
@@ -10,7 +10,6 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
 import framework_job as job
-from legacy_common import cli
 
 
 def train(args):
@@ -22,7 +21,7 @@ def train(args):
     model = job.build_model(args)
     optimizer, schedule = job.build_optimizer(model, args)
     model, optimizer = fabric.setup(model, optimizer)
-    record = job.Record("fabric_ddp", args, fabric.global_rank, fabric.world_size)
+    record = job.Record(args, fabric.global_rank, fabric.world_size)
     for inputs, targets in loader:
         loss = job.loss_of(model, inputs, targets)
         optimizer.zero_grad()
@@ -31,12 +30,10 @@ def train(args):
         optimizer.step()
         schedule.step()
         record.step(loss)
-    return record.finish(fabric.all_reduce)  # which takes the mean unless told otherwise
-
-
-def main():
-    return train(job.parse_args(__doc__))
+    return record.finish(
+        fabric.all_reduce
+    )  # which takes the mean unless told otherwise
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    job.run(train, __doc__)

@@ -1,4 +1,4 @@
-"""The one job in Lightning's Trainer: you write what a step computes, the loop is Lightning's.
+"""The one job in Lightning's Trainer: you write a step, the loop is Lightning's.
 
     CPU   python benchmarks/frameworks/lightning_ddp.py
     GPU   the same
@@ -10,11 +10,10 @@ import lightning as L
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from legacy_common import cli
 
 
 class Job(L.LightningModule):
-    """The model, its loss, its optimizer, its data, and what is recorded of each step."""
+    """The model, its loss, its optimizer, its data, and the record of each step."""
 
     def __init__(self, args):
         super().__init__()
@@ -36,8 +35,7 @@ class Job(L.LightningModule):
 
     def on_train_start(self):
         trainer = self.trainer
-        name = "lightning_ddp"
-        self.record = job.Record(name, self.args, trainer.global_rank, trainer.world_size)
+        self.record = job.Record(self.args, trainer.global_rank, trainer.world_size)
 
     def training_step(self, batch, batch_index):
         return job.loss_of(self.model, *batch)
@@ -49,19 +47,22 @@ class Job(L.LightningModule):
 def train(args):
     module = Job(args)
     trainer = L.Trainer(
-        accelerator=args.device, devices=args.world_size, strategy="ddp",
+        accelerator=args.device,
+        devices=args.world_size,
+        strategy="ddp",
         use_distributed_sampler=False,  # else Lightning puts in one that shuffles
-        max_steps=args.max_steps, gradient_clip_val=job.MAX_NORM,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        max_steps=args.max_steps,
+        gradient_clip_val=job.MAX_NORM,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     trainer.fit(module)
-    return module.record.finish(lambda values: trainer.strategy.reduce(values, reduce_op="mean"))
-
-
-def main():
-    return train(job.parse_args(__doc__))
+    return module.record.finish(
+        lambda values: trainer.strategy.reduce(values, reduce_op="mean")
+    )
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    job.run(train, __doc__)

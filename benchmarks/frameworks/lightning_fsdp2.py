@@ -1,4 +1,4 @@
-"""The one job in Lightning's Trainer with its ModelParallelStrategy: FSDP2 in `configure_model`.
+"""The one job in Lightning's Trainer with FSDP2 in `configure_model`.
 
     CPU   python benchmarks/frameworks/lightning_fsdp2.py
     GPU   the same
@@ -13,11 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from legacy_common import cli
 
 
 class Job(L.LightningModule):
-    """The model, its loss, its optimizer, its data, and what is recorded of each step."""
+    """The model, its loss, its optimizer, its data, and the record of each step."""
 
     def __init__(self, args):
         super().__init__()
@@ -50,8 +49,7 @@ class Job(L.LightningModule):
 
     def on_train_start(self):
         trainer = self.trainer
-        name = "lightning_fsdp2"
-        self.record = job.Record(name, self.args, trainer.global_rank, trainer.world_size)
+        self.record = job.Record(self.args, trainer.global_rank, trainer.world_size)
 
     def training_step(self, batch, batch_index):
         return job.loss_of(self.model, *batch)
@@ -63,20 +61,21 @@ class Job(L.LightningModule):
 def train(args):
     module = Job(args)
     trainer = L.Trainer(
-        accelerator=args.device, devices=args.world_size,
+        accelerator=args.device,
+        devices=args.world_size,
         strategy=ModelParallelStrategy(args.world_size, tensor_parallel_size=1),
         use_distributed_sampler=False,  # else Lightning puts in one that shuffles
         max_steps=args.max_steps,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     trainer.fit(module)
-    return module.record.finish(lambda values: trainer.strategy.reduce(values, reduce_op="mean"))
-
-
-def main():
-    return train(job.parse_args(__doc__))
+    return module.record.finish(
+        lambda values: trainer.strategy.reduce(values, reduce_op="mean")
+    )
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    job.run(train, __doc__)

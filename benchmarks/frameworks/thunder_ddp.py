@@ -1,9 +1,11 @@
-"""The one job in Thunder: it traces the model into a program, and its DDP adds all-reduces to that.
+"""The one job in Thunder: it traces the model, and its DDP adds the all-reduces.
 
-    CPU   torchrun --standalone --nproc-per-node=2 benchmarks/frameworks/thunder_ddp.py
+    CPU   torchrun --standalone --nproc-per-node=2 \\
+              benchmarks/frameworks/thunder_ddp.py
     GPU   the same
 
-Thunder 0.2.6 cannot be imported with PyTorch 2.13 or newer: it has an environment of its own,
+Thunder 0.2.6 cannot be imported with PyTorch 2.13 or newer. It has its own environment:
+
     python -m venv .venv-thunder
     .venv-thunder/bin/python -m pip install --editable '.[thunder]'
 Source: Thunder's documentation of `thunder.jit` and `thunder.distributed.ddp`.
@@ -19,11 +21,10 @@ from thunder.distributed import ddp
 from torch.utils.data import DataLoader, DistributedSampler
 
 import framework_job as job
-from legacy_common import cli
 
 
 def attend(q, k, v):
-    """Attend as the model does, but repeat the keys: Thunder's attention has no `enable_gqa`."""
+    """Attend with repeated keys: Thunder's attention has no `enable_gqa`."""
     shared_by = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared_by, dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -41,7 +42,7 @@ def train(args):
         block.attention.attend = attend
     model = ddp(thunder.jit(model))
     optimizer, schedule = job.build_optimizer(model, args)
-    record = job.Record("thunder_ddp", args, rank, world_size)
+    record = job.Record(args, rank, world_size)
     for inputs, targets in loader:
         loss = job.loss_of(model, inputs.to(device), targets.to(device))
         optimizer.zero_grad()
@@ -55,9 +56,5 @@ def train(args):
     return code
 
 
-def main():
-    return train(job.parse_args(__doc__))
-
-
 if __name__ == "__main__":
-    cli.run(main)
+    job.run(train, __doc__)

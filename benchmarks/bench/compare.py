@@ -1,0 +1,107 @@
+"""Two sweeps next to each other: what changed beyond the noise, and what was set."""
+
+import math
+import statistics
+
+from scipy.special import stdtrit
+from tabulate import tabulate
+
+from bench.analysis import CONFIDENCE, OK, Interval, analyse
+
+NOT_SETTINGS = ("output_dir", "points")
+
+
+def welch(ours, theirs):
+    """Return the ratio of mean step times with Welch's 95% interval, from logarithms.
+
+    The rounds of two sweeps were not taken in turns, so they cannot be paired.
+    """
+    first, second = ([math.log(ms) for ms in times] for times in (ours, theirs))
+    ratio = statistics.mean(second) - statistics.mean(first)
+    if min(len(first), len(second)) < 2:
+        return Interval(ratio, math.inf)
+    errors = [statistics.variance(logs) / len(logs) for logs in (first, second)]
+    total = sum(errors)
+    if total == 0:
+        return Interval(ratio, 0.0)
+    degrees = total**2 / sum(
+        error**2 / (len(logs) - 1)
+        for error, logs in zip(errors, (first, second), strict=True)
+    )
+    return Interval(ratio, stdtrit(degrees, (1 + CONFIDENCE) / 2) * math.sqrt(total))
+
+
+def compare(first, second):
+    """Return the comparison of two sweeps: the answer, its condition, the tables."""
+    analyses = [analyse(first), analyse(second)]
+    rows_of = [
+        {
+            (table.title, row.strategy): row
+            for table in analysis.tables
+            for row in table.rows
+        }
+        for analysis in analyses
+    ]
+    shared = [key for key in rows_of[0] if key in rows_of[1]]
+    titles = list(dict.fromkeys(title for title, _ in shared))
+    lines = []
+    counts = {"faster": [], "slower": [], "not told apart": []}
+    for title in titles:
+        rows = []
+        for key in shared:
+            if key[0] == title:
+                ours, theirs = (rows[key] for rows in rows_of)
+                rows.append(row_of(key[1], ours, theirs, counts))
+        headers = ("strategy", "A", "B", "B/A", "B is", "memory", "sent", "verdict")
+        lines += ["", title, tabulate(rows, headers, disable_numparse=True)]
+    told = [f"{len(names)} {word}" for word, names in counts.items() if names]
+    answer = f"B is {', '.join(told)} of {len(shared)} strategies"
+    if not shared:
+        answer = (
+            "no strategy trained the same job in both: compare sweeps of one config"
+        )
+    head = [answer]
+    for name, analysis in zip("AB", analyses, strict=True):
+        head.append(f"{name}: {analysis.sweep.name}: {analysis.condition}")
+    settings = differences(*analyses)
+    end = ["", "no setting, version or machine differs"]
+    if settings:
+        headers = ("what differs", "A", "B")
+        end = ["", tabulate(settings, headers, disable_numparse=True)]
+    return "\n".join([*head, *lines, *end])
+
+
+def row_of(strategy, ours, theirs, counts):
+    """Return a line of the comparison, and count what it says."""
+    cells = [strategy, *(f"{row.step_time_ms or 0:.1f} ms" for row in (ours, theirs))]
+    said, ratio = "-", "-"
+    if ours.verdict == theirs.verdict == OK:
+        interval = welch([*ours.by_round().values()], [*theirs.by_round().values()])
+        said, ratio = "not told apart", str(interval)
+        if interval.differs:
+            said = "slower" if interval.log > 0 else "faster"
+        counts[said].append(strategy)
+    for name in ("peak_memory_gib", "bytes_sent_per_step"):
+        before, after = ours.median(name), theirs.median(name)
+        cells.append(f"{after / before - 1:+.1%}" if before and after else "-")
+    verdict = theirs.verdict
+    if ours.verdict != theirs.verdict:
+        verdict = f"{ours.verdict} -> {theirs.verdict}"
+    return [*cells[:3], ratio, said, *cells[3:], verdict]
+
+
+def differences(first, second):
+    """Return (name, A, B) for each setting, version and machine that differs."""
+    rows = []
+    sides = [analysis.sweep.settings | analysis.where for analysis in (first, second)]
+    for name in sorted(sides[0].keys() | sides[1].keys()):
+        values = [plain(side.get(name)) for side in sides]
+        if values[0] != values[1] and name not in NOT_SETTINGS:
+            rows.append((name, *values))
+    return rows
+
+
+def plain(value):
+    if value is None:
+        return "-"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
