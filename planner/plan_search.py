@@ -27,7 +27,8 @@ NEAR = 1.5  # of the memory: what would fit on a somewhat larger GPU
 MICRO_BATCHES = tuple(2**power for power in range(8))
 VIRTUAL = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 SHORTEST_PART = 512  # tokens of a sequence on a rank of cp
-SAME = 0.05  # layouts of one cut that are as fast: the one that holds less is taken
+SAME = 0.05  # layouts of one cut that are as fast: large logits are avoided
+LARGE_LOGITS = 0.2  # of the memory that a job may fill
 
 
 # Which layouts there can be
@@ -162,23 +163,26 @@ class Found:
         """Return a layout of each way to cut the axes: the simplest, then by time.
 
         The first is the simplest of those that are slower than the fastest by at most
-        `tie`, a share. Of one cut, the layout that holds least of the equally fast.
+        `tie`, a share. Of one cut, an equally fast layout without large logits.
         """
         cuts: dict[tuple, list[Prediction]] = {}
         for plan in self.fitting:
             cuts.setdefault(cut_of(plan.layout), []).append(plan)
         best = []
         for plans in cuts.values():
-            limit = plans[0].step_time_s * (1 + (SAME if tie else 0))
+            limit = plans[0].step_time_s * (1 + SAME)
             same = [plan for plan in plans if plan.step_time_s <= limit]
-            best.append(
-                min(same, key=lambda plan: plan.memory_total) if tie else same[0]
-            )
+            small = [plan for plan in same if not has_large_logits(plan)]
+            best.append(small[0] if tie and small else plans[0])
         best.sort(key=lambda plan: plan.step_time_s)
         limit = best[0].step_time_s * (1 + tie)
         tied = [plan for plan in best if plan.step_time_s <= limit]
         first = min(tied, key=lambda plan: (complexity(plan.layout), plan.step_time_s))
         return [first, *(plan for plan in best if plan is not first)]
+
+
+def has_large_logits(plan: Prediction) -> bool:
+    return plan.memory.get("logits", 0.0) > LARGE_LOGITS * plan.memory_limit
 
 
 def complexity(layout: Layout) -> int:
