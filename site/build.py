@@ -46,6 +46,7 @@ LOOK_UP = (
     "CONTRIBUTING.md",
 )
 START = ("site/pages/index.md", "site/pages/plan_in_browser.md")
+NAMES = {START[0]: "Front page", "README.md": "Installing, and all lessons"}
 
 
 def pages_in_order() -> dict[str, list[str]]:
@@ -82,7 +83,7 @@ def navigation(pages: dict[str, Rendered], chapters: dict, current: Rendered) ->
         for path in inside:
             page = pages[path]
             here = ' aria-current="page"' if page is current else ""
-            title = page.title
+            title = NAMES.get(path, page.title)
             if path.endswith("/README.md") and folder in (*MODULES, *PROGRAMS):
                 title = "Overview" if path.count("/") == 1 else title
             minutes = f"<small>{page.minutes} min</small>" if page.minutes else ""

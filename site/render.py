@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from textwrap import dedent
 
 from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
@@ -118,7 +119,9 @@ def render_page(path: str) -> Rendered:
     page = Rendered(path, address(path), title_of(path))
     text = (REPO / path).read_text()
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.S)
-    first = re.search(r"^\W*(Course|Elective|Reference)?\b.*?(\d+) minutes", text, re.M)
+    first = re.search(
+        r"^\W*(Course|Elective|Reference)?\b.*?(\d+) minutes", text[:600], re.M
+    )
     if first:
         page.kind, page.minutes = first[1] or "", int(first[2])
     tokens = PARSER.parse(text)
@@ -163,14 +166,6 @@ def plain(inline) -> str:
 
 def walk_inline(page: Rendered, section: Section, inline) -> None:
     """Note the words of a paragraph; point its links and pictures at the site."""
-    if inline.content != section.title:
-        section.text.append(
-            "".join(
-                " " if child.type == "softbreak" else child.content
-                for child in inline.children
-                if child.type != "html_inline"
-            )
-        )
     for number, child in enumerate(inline.children):
         if child.type == "code_inline":
             section.names.append(child.content)
@@ -180,6 +175,14 @@ def walk_inline(page: Rendered, section: Section, inline) -> None:
             child.attrSet("loading", "lazy")
             source = resolved(page.path, child.attrGet("src"))
             child.attrSet("src", root_of(page.url) + address(source))
+    if inline.content != section.title:
+        section.text.append(
+            "".join(
+                " " if child.type == "softbreak" else child.content
+                for child in inline.children
+                if child.type != "html_inline"
+            )
+        )
 
 
 def resolved(page: str, target: str) -> str:
@@ -224,6 +227,7 @@ def fence(page: Rendered, section: Section, token) -> None:
         mark = f' data-snippet="{page.num_snippets}"'
         page.num_snippets += 1
         section.snippets.append(code)
+        code = dedent(code)
     label = {"text": "output", "": "output"}.get(language, language)
     token.content = (
         f'<div class="block {language or "text"}" data-label="{label}"{mark}>'

@@ -86,7 +86,7 @@
       if (n % 2) node.textContent = part;
       line.append(node);
     }
-    line.append(" …");
+    if (from + 190 < text.length) line.append(" …");
     return line;
   }
 
