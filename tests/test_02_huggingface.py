@@ -101,14 +101,24 @@ def test_losses_equal_one_rank(fine_tune, ranks):
 
 
 WIDTHS = {
-    "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+}
 GPT2 = {
-    "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4,
-    "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0,
-}  # fmt: skip
+    "vocab_size": 257,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "attn_pdrop": 0,
+    "embd_pdrop": 0,
+    "resid_pdrop": 0,
+}
 # Model type: its differences from WIDTHS.
 FAMILIES = {
     "llama": {},

@@ -26,8 +26,14 @@ CPU = torch.device("cpu")
 LAUNCHES = [
     ({}, ("python", 0, 0, 1, 1)),
     (
-        {"RANK": 5, "LOCAL_RANK": 1, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4,
-         "MASTER_ADDR": "node0", "TORCHELASTIC_RUN_ID": "x"},
+        {
+            "RANK": 5,
+            "LOCAL_RANK": 1,
+            "WORLD_SIZE": 8,
+            "LOCAL_WORLD_SIZE": 4,
+            "MASTER_ADDR": "node0",
+            "TORCHELASTIC_RUN_ID": "x",
+        },
         ("torchrun", 5, 1, 8, 4),
     ),
     (
@@ -35,18 +41,28 @@ LAUNCHES = [
         ("deepspeed", 1, 1, 2, 2),
     ),
     (
-        {"SLURM_PROCID": 3, "SLURM_LOCALID": 1, "SLURM_NTASKS": 4, "SLURM_STEP_ID": 0,
-         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[07-08]",
-         "SLURM_JOB_ID": 77},
+        {
+            "SLURM_PROCID": 3,
+            "SLURM_LOCALID": 1,
+            "SLURM_NTASKS": 4,
+            "SLURM_STEP_ID": 0,
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_STEP_NODELIST": "gpu[07-08]",
+            "SLURM_JOB_ID": 77,
+        },
         ("srun", 3, 1, 4, 2),
     ),
     ({"SLURM_PROCID": 0, "SLURM_NTASKS": 4}, ("python", 0, 0, 1, 1)),
     (
-        {"OMPI_COMM_WORLD_RANK": 1, "OMPI_COMM_WORLD_LOCAL_RANK": 1,
-         "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_SIZE": 2},
+        {
+            "OMPI_COMM_WORLD_RANK": 1,
+            "OMPI_COMM_WORLD_LOCAL_RANK": 1,
+            "OMPI_COMM_WORLD_SIZE": 2,
+            "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
+        },
         ("mpirun", 1, 1, 2, 2),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
