@@ -39,7 +39,6 @@ def rows(kind):
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(running, "STUCK_S", 0.8)
     monkeypatch.setattr(running, "CPU_S", 4.0)
 
 
@@ -281,7 +280,8 @@ def emptied(value, path, empty):
 def judge_emptied(task, seen, setting, _) -> list:
     """Return what a judge takes for right although something in it is empty."""
     taken = []
-    for path in containers(seen[0]):
+    paths = list(containers(seen[0]))
+    for path in paths[:: max(1, len(paths) // 15)]:  # about 15 of them
         for empty in EMPTY:
             with contextlib.suppress(*MISREAD):  # reported as another form
                 changed = [emptied(value, path, empty) for value in seen]

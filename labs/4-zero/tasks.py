@@ -12,7 +12,7 @@ from torch import nn
 from dist_common.check import CollectiveCounter
 from dist_common.runtime import gather
 from lab_parts.judging import Question, named, numbers, same
-from lab_parts.running import Setting, Task
+from lab_parts.running import OTHER_FORM, Setting, Task
 from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
 
 LESSONS = {
@@ -251,6 +251,8 @@ def judge_clip(seen, setting):
     right *= LARGER
     norms = [sum(own["squares"]) ** 0.5 for own in seen]
     for rank, own in enumerate(seen):
+        if [bool(end["factors"]) for end in own["ends"]] != [True] * 3:
+            return OTHER_FORM
         for end in own["ends"]:
             if end["norm"] is None:
                 return f"rank {rank}: clip returns nothing: return the norm"
@@ -336,6 +338,7 @@ def see_step(answer, setting):
 
 def judge_step(seen, setting):
     start = numbers(dict(model_of(setting).named_parameters()))
+    right, unclipped = alone(setting, None, NORM), alone(setting, None, None)
     for rank, ends in enumerate(seen):
         steps = ends["dtypes"]
         if len(steps) != 6:  # of two stages: two in float32, one in bfloat16
@@ -345,7 +348,7 @@ def judge_step(seen, setting):
     for rank, own in enumerate(seen):
         for stage in ("1", "2"):
             firsts = [other[stage][0] for other in seen]
-            if wrong := explain_steps(*own[stage], firsts, start, setting):
+            if wrong := explain_steps(*own[stage], firsts, start, right, unclipped):
                 return f"stage {stage}, rank {rank}: {wrong}"
         if own["reduced"]:
             return (
@@ -357,9 +360,8 @@ def judge_step(seen, setting):
     return None
 
 
-def explain_steps(first, second, firsts, start, setting):
+def explain_steps(first, second, firsts, start, right, unclipped):
     """Judge the weights after two steps. firsts: all ranks' weights after the first."""
-    right, unclipped = alone(setting, None, NORM), alone(setting, None, None)
     if same(first, start):
         return "no weight has changed after a step: gather the updated parts"
     if not same(first, right[0]):

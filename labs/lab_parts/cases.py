@@ -25,7 +25,7 @@ class Case:
 
     failure: Any
     calls: dict[str, int]
-    right: str = ""
+    last_line: str = ""
     healthy: str = ""
     prints: str = ""
     saves: bool = False
@@ -43,7 +43,7 @@ class Case:
 
     def result(self, ranks: int, odd: int) -> str:
         """Return the last line of each rank of a cured job."""
-        text = self.right or self.failure.right
+        text = self.last_line or self.failure.last_line
         if odd == NONE:
             text = self.healthy or text
         numbers = {
