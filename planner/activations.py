@@ -1,4 +1,4 @@
-"""What a GPU keeps from forward to backward, in bytes: activations and logits.
+"""The bytes that a GPU keeps from forward to backward: activations and logits.
 
 s: tokens of a sequence, b: sequences of a micro-batch, h: hidden, t: tensor parallel
 ranks.
@@ -64,7 +64,7 @@ def norm_bytes(job: Job, layout: Layout) -> float:
     """Return what a norm keeps: input (float32 copies where not fused), a number,
     output.
 
-    Its output is what tp's matrices read: Megatron keeps the rank's slice and gathers
+    tp's matrices read its output: Megatron keeps the rank's slice and gathers
     it again (Korthikanti, section 4.2.2), PyTorch's tensor parallelism keeps it whole.
     """
     stack, h = stack_of(job), job.model.hidden

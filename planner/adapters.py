@@ -1,4 +1,4 @@
-"""What LoRA and 4-bit weights add to a layer's time: thin products, and unpacking.
+"""The time that LoRA and 4-bit weights add to a layer: thin products, and unpacking.
 
 Frozen weights get no gradient, so two of three products are left (compute.py,
 `three_products`). Beside each adapted matrix stand A (rank, inputs) and B (outputs,

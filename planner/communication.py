@@ -1,4 +1,4 @@
-"""What each axis of a layout sends: collectives with their bytes, links and seconds.
+"""The collectives of each axis of a layout, with their bytes, links and seconds.
 
 A collective takes a start and its bytes over the rate of the slowest link. Axes lie on
 ranks in the layout's order: tp next to each other, then cp, dp and pp (Megatron-LM's).
@@ -53,7 +53,7 @@ class Call(NamedTuple):
         return self.times * self.size * bus_factor(self.kind, self.ranks)
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds of all of them, one after the other.
+        """Return the seconds of all these collectives, one after the other.
 
         With NVLS a GPU sends a tensor once and gets the sum once, whatever the ranks.
         """
@@ -195,7 +195,7 @@ def pipeline_calls(job: Job, layout: Layout, cluster: Cluster) -> list[Call]:
 
 
 class WeightCalls(NamedTuple):
-    """What is sent for some weights: to gather them, and to average their gradients."""
+    """The calls that gather some weights, and that average their gradients."""
 
     forward: list[Call]
     backward: list[Call]  # gathers
@@ -240,7 +240,7 @@ def reduces_each(job: Job, layout: Layout) -> bool:
     return gathers_each(job, layout)
 
 
-# What is shown of an axis
+# Traffic of an axis, as it is shown
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""What a GPU computes in a layer and how long it takes: products, attention, memory,
-launches.
-"""
+"""Work of a GPU in a layer and its time: products, attention, memory, launches."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Seconds:
     backward: float
     attention: float  # part of forward
     attention_backward: float
-    core: float = 0.0  # of forward: what selective recomputation computes again
+    core: float = 0.0  # of forward: selective recomputation repeats it
     half: float = (
         0.0  # the same, where all operators but attention and every second product are
     )

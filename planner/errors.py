@@ -121,7 +121,7 @@ def closest(job: Job, layout: Layout, cluster: Cluster) -> tuple[list[str], Erro
     return [], None
 
 
-# What validate.py prints
+# Statistics that validate.py prints
 
 
 def features_of(run: Run) -> list[str]:

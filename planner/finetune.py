@@ -1,5 +1,4 @@
-"""What fine-tuning holds on a GPU, in bytes: frozen weights, adapters, and what
-backward needs.
+"""The bytes of fine-tuning on a GPU: frozen weights, adapters, activations.
 
 A frozen matrix keeps no input for backward (its weight has no gradient): that is why
 LoRA's activations are fewer than full training's. A 4-bit matrix does keep it: its
@@ -321,7 +320,7 @@ def with_adapters(job: Job, method: str, rank: int) -> Job:
 
 
 def memory_of_adapters(job: Job, layout: Layout) -> dict[str, float]:
-    """Return bytes by part on a GPU that trains adapters beside frozen weights.
+    """Return bytes by part on a GPU that trains adapters next to frozen weights.
 
     Adapters, their gradients and Adam's moments are float32. tp divides matrices and
     what they keep; FSDP (ZeRO-3) shards frozen weights, ZeRO-2 what is trained. With

@@ -97,7 +97,7 @@ def find_gpu(name: str) -> Gpu:
 def cluster_of(gpu: Gpu, **other) -> Cluster:
     """Return a cluster with a GPU's usual nodes and cards, where nothing else is given.
 
-    None stands for what is not given.
+    A value of None is not given.
     """
     slow = gpu.network_gb_s <= SLOW_CARD_GB_S
     usual = {

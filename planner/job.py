@@ -1,4 +1,4 @@
-"""What is trained, and how it is laid out over GPUs."""
+"""The model that is trained, its job, and its layout over GPUs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Job:
     compiled: bool = False
     updates_in_backward: bool = False  # the optimizer runs where a gradient is ready
     frozen: bool = False  # LoRA: the model's own weights get no gradients
-    adapter_rank: int = 0  # LoRA's, of which the time is counted; 0: none
+    adapter_rank: int = 0  # LoRA's; 0: no adapters
     adapter_targets: tuple[str, ...] = ()  # names of finetune.TARGETS
     quant: str = ""  # of frozen matrices: nf4, nf4-dq, or 16 bits
     unpacks_slowly: bool = False  # by the kernels of 2024 (finetune.NF4_RATE)
@@ -74,7 +74,7 @@ class Job:
     loss: str = (
         "whole"  # logits at once, in chunks of the tokens, or by one fused kernel
     )
-    stack: str = "torch"  # whose code runs: what it keeps in memory (stacks.py)
+    stack: str = "torch"  # the library whose code runs (stacks.py)
     reduce_bytes: int = 4  # of a gradient on its way between replicas
 
     @property
@@ -133,7 +133,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one layout holds on the fullest GPU, and what a step takes."""
+    """Memory of a layout on its fullest GPU, and the time of a step."""
 
     layout: Layout
     memory: dict[str, float]  # bytes: parameters, gradients, optimizer, activations

@@ -1,4 +1,4 @@
-"""What one GPU of a layout holds, in bytes: states, gathered weights, activations.
+"""The bytes on one GPU of a layout: states, gathered weights, activations.
 
 A GPU is fullest at one of two moments: at the loss, when all layers' tensors and the
 logits are there, or in the backward of the last layer, when logits are gone and a
@@ -24,7 +24,7 @@ from planner.hardware import Gpu
 from planner.job import Job, Layout
 
 GIB = 2**30
-# The stage of ZeRO from which on a part is sharded (Rajbhandari et al., 2020, figure
+# The first stage of ZeRO that shards a part (Rajbhandari et al., 2020, figure
 # 1).
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
 # Fitted on the rows that validate_memory.py does not hold out: reserved over

@@ -68,7 +68,7 @@ def find_model(name: str) -> Model:
     ]
     if within:  # a 671B is not a 1B: no digit stands before the spelling
         return MODELS[SPELLINGS[max(within, key=len)]]
-    near = [known for known in MODELS if short in plain(known)]
+    near = [known for known in MODELS if short and short in plain(known)]
     near = near or difflib.get_close_matches(short, MODELS, 3, 0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ValueError(f"{name} is unknown; {hint}known are {', '.join(MODELS)}")

@@ -160,11 +160,11 @@ def first_to_start(args, job: Job, cluster: Cluster, best: list[Prediction]):
     return 0, plan_launch.Launch([], []), remarks
 
 
-# What would make a job fit
+# Changes that make a job fit
 
 
 def too_large(args, job: Job, cluster: Cluster, gpus: int, found: Found) -> str:
-    """Say which layout came closest, what it lacks, and what would fit."""
+    """Say which layout came closest, its lack of memory, and the flags that fit."""
     plan = found.smallest
     held, limit = plan.memory_total / GIB, plan.memory_limit / GIB
     sizes = {name: size / GIB for name, size in plan.memory.items() if size}
@@ -187,7 +187,7 @@ def too_large(args, job: Job, cluster: Cluster, gpus: int, found: Found) -> str:
 
 
 def changes_of(args, job: Job) -> dict[str, Job]:
-    """Return jobs that hold less, by the flags that ask for them."""
+    """Return jobs that hold less, by their flags."""
     changes = {}
     if job.loss == "whole":
         changes["--loss chunked"] = replace(job, loss="chunked")

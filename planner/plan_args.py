@@ -218,7 +218,7 @@ def add_layout_flags(parser: cli.Parser, verb: str) -> None:
     add("--order", type=order, help=f"of ranks, innermost first ({'-'.join(AXES)})")
 
 
-# What the flags mean
+# Meaning of the flags
 
 
 def model_of(args) -> Model:

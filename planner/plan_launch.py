@@ -44,7 +44,7 @@ def launch_of(
     finetune: str = "none",
     limit: float = math.inf,
 ) -> Launch:
-    """Return what runs a layout: commands, and what differs from the plan.
+    """Return the commands that run a layout, and their differences from the plan.
 
     limit: the bytes that a GPU may hold.
     """
@@ -128,7 +128,7 @@ def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | 
 
 
 def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
-    """Return hybrid_parallelism.py, its flags, and what differs from the plan."""
+    """Return hybrid_parallelism.py, its flags, and its differences from the plan."""
     model, stages, refused, remarks = job.model, layout.virtual_stages, [], []
     parts = layout.pp * stages
     if parts > 1 and model.layers % parts:

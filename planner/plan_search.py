@@ -22,8 +22,8 @@ from planner.step import predict, slower, step_parts
 
 CUT = ("tp", "cp", "pp", "dp", "ep")
 RATES = ("network", "matrix")
-FALL = 0.8  # of a rate: what is first there is searched, too
-NEAR = 1.5  # of the memory: what would fit on a somewhat larger GPU
+FALL = 0.8  # of a rate: the search finds the fastest layout there, too
+NEAR = 1.5  # of the memory: layouts for a somewhat larger GPU
 MICRO_BATCHES = tuple(2**power for power in range(8))
 VIRTUAL = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 SHORTEST_PART = 512  # tokens of a sequence on a rank of cp
@@ -152,7 +152,7 @@ def cut_of(layout: Layout) -> tuple[int, ...]:
 
 @dataclass
 class Found:
-    """What a search has: predictions by time, and what does not fit."""
+    """Results of a search: predictions by time, and layouts that do not fit."""
 
     fitting: list[Prediction] = field(default_factory=list)  # fastest first
     near: list[Prediction] = field(default_factory=list)  # faster, but too large
@@ -222,7 +222,7 @@ def search_with(job: Job, cluster: Cluster, gpus: int, only: dict) -> Found:
     )
     slow = {name: slower(cluster, **{name: FALL}) for name in RATES}
     best_of_cut: dict[tuple, float] = {}
-    # What the best takes where a rate is a fifth lower.
+    # Seconds of the best layout where a rate is a fifth lower.
     needed = dict.fromkeys(RATES, math.inf)
     for bound, _, cut in bounds:
         times = sorted(best_of_cut.values())[:5]

@@ -1,4 +1,4 @@
-"""What plan.py prints: tables of layouts, and in words why the first one is first."""
+"""Tables and words of plan.py: layouts, and why the first one is first."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def days_of(plan: Prediction, tokens: float) -> float:
 
 
 def money_line(plan: Prediction, tokens: float, price: float | None) -> str:
-    """Say how long a budget of tokens takes, and what it costs."""
+    """Say how long a budget of tokens takes, and its price."""
     days = days_of(plan, tokens)
     text = f"{tokens / 1e9:,.4g}e9 tokens take {days:,.1f} days"
     if price:
@@ -263,7 +263,7 @@ def batch_twice(job: Job, cluster: Cluster, first: Prediction) -> str:
     return f"twice the batch: {gain:+.1%} tokens/s"
 
 
-# What each axis sends
+# Traffic of each axis
 
 SPLITS = {
     "tp": "matrices; tokens in between",

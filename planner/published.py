@@ -1,8 +1,8 @@
 """Published training runs (data/runs.csv) as jobs, layouts and clusters.
 
-The columns are the fields of planner/job.py, an empty cell stands for the default. What
-a source left out was filled in when the table was made: the column `assumed` says so
-for the newest rows, validate.md for the others.
+The columns are the fields of planner/job.py, an empty cell stands for the default.
+Values that a source leaves out were filled in when the table was made: the column
+`assumed` names them for the newest rows, validate.md for the others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ YES, NO = ("1", "true", "yes"), ("0", "false", "no")
 
 @dataclass(frozen=True)
 class Run:
-    """One published run: what was measured, and what is predicted from."""
+    """One published run: its job and layout, and the measured values."""
 
     id: str
     set: str  # fit: constants are fitted on it; shown, later, 2026: they are not

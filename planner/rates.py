@@ -1,4 +1,4 @@
-"""What is calibrated: the table of constants that no data sheet has.
+"""The table of calibrated constants, which no data sheet has.
 
 `planner/calibrate.py` fits `value` on half of the published rows, drawn to `prior` and
 within its range. Everything else follows from shapes, data sheets and the constants
@@ -54,7 +54,7 @@ TABLE = (
     # Memory-bound work: 16-bit numbers read and written forward, for each token.
     Rate("passes.hidden", 34.2, 25.0, 8, 60, "of `hidden`: norms, residuals, copies"),
     Rate("passes.compiled", 0.38, 0.4, 0.15, 0.9, "times that: compiled, Megatron-LM"),
-    # Launches, and what runs beside compute.
+    # Launches, and communication that compute hides.
     Rate(
         "launch.eager_us", 918, 500.0, 100, 1500, "of one layer forward, at the least"
     ),

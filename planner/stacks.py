@@ -1,4 +1,4 @@
-"""What a training library keeps in memory that the mathematics does not ask for."""
+"""Tensors that a training library keeps although the mathematics needs none."""
 
 from __future__ import annotations
 

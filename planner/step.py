@@ -1,4 +1,4 @@
-"""What a step takes: compute, communication that nothing hides, bubble, optimizer.
+"""The time of a step: compute, exposed communication, bubble, optimizer.
 
 All times are seconds of one GPU.
 """
@@ -53,9 +53,9 @@ class Stage:
 
 
 def exposed(calls: list[Call], behind: float, cluster: Cluster, rates) -> float:
-    """Return what calls add to the compute that they run beside.
+    """Return the seconds that calls add to the compute that hides them.
 
-    That is the rest which compute does not hide, and what they take from it.
+    Compute does not hide the rest, and hidden calls take multiprocessors from it.
     """
     seconds = seconds_of(calls, cluster)
     hidden = min(seconds, behind)
@@ -106,7 +106,7 @@ def fsdp_seconds(job, layout, cluster, dense: bool, layer, rates) -> float:
 def gradient_seconds(job, layout, cluster, weights, backward: float, rates) -> float:
     """Return seconds per step of averaging gradients, and of gathering updated weights.
 
-    What each micro-batch sends (ZeRO-3) is in fsdp_seconds.
+    fsdp_seconds has the calls of each micro-batch (ZeRO-3).
     """
     if layout.replicas == 1 or job.frozen or communication.gathers_each(job, layout):
         return 0.0
@@ -214,7 +214,7 @@ def step_parts(job: Job, layout: Layout, cluster: Cluster, rates) -> dict[str, f
 def step_of_adapters(job: Job, layout: Layout, cluster: Cluster, rates):
     """Return the seconds of a step that trains adapters, with two more parts.
 
-    `adapters` and `unpacking` are what compute takes longer with them. Gradients and
+    `adapters` and `unpacking` are the seconds by which compute is longer. Gradients and
     moments are the adapters' alone.
     """
     frozen = replace(job, adapter_rank=0)
@@ -247,7 +247,7 @@ def step_seconds(job: Job, layout: Layout, cluster: Cluster, rates=None) -> floa
 
 
 def axes_of(job: Job, layout: Layout, cluster: Cluster) -> dict[str, Axis]:
-    """Return what each axis that is larger than 1 sends, and what hides it."""
+    """Return the traffic of each axis that is larger than 1."""
     shown = step_parts(job, layout, cluster, RATES)
     m = layout.micro_batches(job)
     kinds = kinds_of_stage(job, layout)
@@ -306,7 +306,7 @@ def axes_of(job: Job, layout: Layout, cluster: Cluster) -> dict[str, Axis]:
 def predict(
     job: Job, layout: Layout, cluster: Cluster, rates: dict[str, float] | None = None
 ) -> Prediction:
-    """Return what a layout holds, and what a step takes."""
+    """Return memory and step time of a layout."""
     return Prediction(
         layout,
         memory.memory_of(job, layout),

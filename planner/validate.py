@@ -42,7 +42,7 @@ LIMITS = (
     ("collectives", "median", 0.10),
 )
 RANKED_RIGHT = 0.85
-# Sources with large errors, and what the model does not know of them.
+# Sources with large errors, and facts that the model does not know.
 MISSED = {
     "torchtitan": "row-wise scales of 8 bits gain less than a fit to other runs gives",
     "MT-NLG": "DeepSpeed's pipeline of 2021 gave 126 TFLOP/s, Megatron-LM 159 (SC21)",
