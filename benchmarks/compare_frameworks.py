@@ -235,7 +235,6 @@ def row_of(name, script, runs, versions, args):
 
 def main():
     args = parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the port, too
     versions = read_versions(args.python)
     chosen = choose_ports(args, versions)
     tokens = args.world_size * args.micro_batch_size * args.seq_len
@@ -243,14 +242,15 @@ def main():
         f"{args.preset}: {args.max_steps} steps of {tokens:,} tokens on "
         f"{args.world_size} ranks, {args.repeats} rounds, torch {versions['torch']}"
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the port, too
     runs = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory(prefix="frameworks-") as scratch:
         for repeat in range(args.repeats):
             turn = list(chosen.items())  # every second round runs backwards
             for name, script in turn[::-1] if repeat % 2 else turn:
-                found = run_port(script, args, Path(scratch, f"{name}-{repeat}"))
-                runs[name].append(found)
-                print(f"round {repeat + 1}: {name}: {found[1] or 'ended'}", flush=True)
+                run = run_port(script, args, Path(scratch, f"{name}-{repeat}"))
+                runs[name].append(run)
+                print(f"round {repeat + 1}: {name}: {run[1] or 'ended'}", flush=True)
     rows = [row_of(*item, runs, versions, args) for item in chosen.items()]
     if not args.frameworks:
         missing = PORTS.keys() - runs.keys()

@@ -86,7 +86,8 @@ def test_lines_of_code_leave_out_comments_docstrings_and_imports(tool):
     )
 
 
-def test_the_plain_loops_train_as_the_template_does(run_script, tmp_path):
+def test_the_plain_loops_train_as_the_template_does(run_script, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(REPO / "benchmarks" / "frameworks")
     small = ("--max-steps", "12", "--seq-len", "32", "--micro-batch-size", "4")
     small += ("--device", "cpu")
     losses = []
