@@ -274,9 +274,9 @@ def test_a_submission_can_be_reported_and_compared(
 @pytest.mark.parametrize(
     ("ms", "spread", "says"),
     [
-        (20.0, 0.0, "1 slower, 1 not told apart of 2"),
-        (5.0, 0.0, "1 faster, 1 not told apart of 2"),
-        (6.0, 1.5, "2 not told apart of 2"),
+        (20.0, 0.0, "1 slower, 1 within the noise"),
+        (5.0, 0.0, "1 faster, 1 within the noise"),
+        (6.0, 1.5, "2 within the noise"),
     ],
 )
 def test_two_sweeps_differ_only_beyond_the_noise(
@@ -297,7 +297,7 @@ def test_two_sweeps_differ_only_beyond_the_noise(
     ]
     assert bench("compare", *paths) is None
     printed = capsys.readouterr().out
-    assert printed.startswith(f"B is {says} strategies\nA: ")
+    assert printed.startswith(f"2 strategies, B against A: {says}\nA: ")
     assert "seed            0       1" in printed
     assert "torch           2.14.1  2.15.0" in printed
 

@@ -45,7 +45,7 @@ def compare(first, second):
     shared = [key for key in rows_of[0] if key in rows_of[1]]
     titles = list(dict.fromkeys(title for title, _ in shared))
     lines = []
-    counts = {"faster": [], "slower": [], "not told apart": []}
+    counts = {"faster": [], "slower": [], "within the noise": []}
     for title in titles:
         rows = []
         for key in shared:
@@ -54,8 +54,8 @@ def compare(first, second):
                 rows.append(row_of(key[1], ours, theirs, counts))
         headers = ("strategy", "A", "B", "B/A", "B is", "memory", "sent", "verdict")
         lines += ["", title, tabulate(rows, headers, disable_numparse=True)]
-    told = [f"{len(names)} {word}" for word, names in counts.items() if names]
-    answer = f"B is {', '.join(told)} of {len(shared)} strategies"
+    parts = [f"{len(names)} {word}" for word, names in counts.items() if names]
+    answer = f"{len(shared)} strategies, B against A: {', '.join(parts)}"
     if not shared:
         answer = (
             "no strategy trained the same job in both: compare sweeps of one config"
@@ -77,7 +77,7 @@ def row_of(strategy, ours, theirs, counts):
     said, ratio = "-", "-"
     if ours.verdict == theirs.verdict == OK:
         interval = welch([*ours.by_round().values()], [*theirs.by_round().values()])
-        said, ratio = "not told apart", str(interval)
+        said, ratio = "within the noise", str(interval)
         if interval.differs:
             said = "slower" if interval.log > 0 else "faster"
         counts[said].append(strategy)
