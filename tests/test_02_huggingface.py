@@ -220,9 +220,8 @@ def test_sabotage_of_a_checkpoint(run_script, tmp_path, change, name):
 
 
 @full
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (4, 1)])
-def test_any_ranks_load(run_script, tmp_path, saved_by, loaded_by):
-    for ranks, flag in ((saved_by, "--output-dir"), (loaded_by, "--load")):
+def test_any_ranks_load(run_script, tmp_path):
+    for ranks, flag in ((2, "--output-dir"), (3, "--load")):
         words = (flag, tmp_path / "saved", "--seed", 3)
         ended = run_script(CHECKPOINT, *words, world_size=ranks)
         assert not any(ended.codes), ended.stdout + ended.stderr

@@ -4,10 +4,12 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import tomllib
 import torch
 import torch.nn.functional as F
 from conftest import REPO, assert_one_line, results_of, run_command
 
+LESSONS = tomllib.loads((REPO / "tests" / "lessons.toml").read_text())
 ACCUMULATION = "05-advanced/gradient_accumulation.py"
 EXPERTS = "05-advanced/expert_parallel.py"
 CHECKPOINTING = "05-advanced/activation_checkpointing.py"
@@ -416,7 +418,8 @@ def test_sabotage_fails_its_check(
     ],
 )
 def test_a_lesson_passes_on_other_ranks_and_seeds(run_script, script, ranks):
-    ended = run_script(script, "--seed", 7, world_size=ranks)
+    flags = LESSONS[script]["flags"].split()
+    ended = run_script(script, *flags, "--seed", 7, world_size=ranks)
     assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
 
 
