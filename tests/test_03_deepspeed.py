@@ -364,7 +364,9 @@ def test_every_misspelt_key_is_noticed(run_script, tmp_path):
     config = json.loads(path.read_text())
     files = []
     for name in config:
-        changed = {key + "q" * (key == name): value for key, value in config.items()}
+        changed = {
+            f"{key}q" if key == name else key: value for key, value in config.items()
+        }
         files.append(tmp_path / f"{name}.json")
         files[-1].write_text(json.dumps(changed))
     for name in config["zero_optimization"]:

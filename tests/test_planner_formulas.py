@@ -108,8 +108,9 @@ def test_weights_and_operations_are_those_of_the_template(in_a_fork, name):
     assert compute.model_flops(job) == pytest.approx(flops, rel=2e-3)
     for pp in (1, 2, 4):
         layout = Layout(pp=pp)
-        stages = [sum(memory.weights_of_stage(Job(model, 1, 1), layout, s))
-                  for s in range(pp)]  # fmt: skip
+        stages = [
+            sum(memory.weights_of_stage(Job(model, 1, 1), layout, s)) for s in range(pp)
+        ]
         copies = model.vocab * model.hidden * (model.tied_embeddings and pp > 1)
         assert sum(stages) == weights + copies
 

@@ -181,9 +181,17 @@ def every_layout(job, cluster, gpus):
                             if shard >= dp * cp or (zero and dp * cp == 1):
                                 continue
                             yield Layout(
-                                tp, cp, pp, dp, ep, zero, shard, micro,
-                                virtual_stages=v, cp_kind=kind,
-                            )  # fmt: skip
+                                tp,
+                                cp,
+                                pp,
+                                dp,
+                                ep,
+                                zero,
+                                shard,
+                                micro,
+                                virtual_stages=v,
+                                cp_kind=kind,
+                            )
 
 
 @pytest.mark.full

@@ -97,7 +97,8 @@ def explained(lesson, schedule, m, stages):
         if times[i] != 1:
             off = abs(times[i] - 1)
             often = "too often" if times[i] > 1 else "too seldom"
-            return f"{i} is in the schedule {off} time{'s' * (off > 1)} {often}"
+            times = "times" if off > 1 else "time"
+            return f"{i} is in the schedule {off} {times} {often}"
     spans = lesson.simulate(schedule)
     done = {span.instruction for rank in spans for span in rank}
     waits = []

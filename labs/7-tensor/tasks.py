@@ -254,8 +254,9 @@ def judge_block(seen, setting):
             ("f", "adds up their gradients, before the first matrix"),
         ):
             if (count := calls.count(name)) != 2:
+                times = "time" if count == 1 else "times"
                 return (
-                    f"{where}{name} is called {count} time{'s' * (count != 1)} in a "
+                    f"{where}{name} is called {count} {times} in a "
                     "block, 2 are "
                     f"needed, one for attention and one for the feed-forward: it {does}"
                 )
