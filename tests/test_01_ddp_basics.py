@@ -111,7 +111,7 @@ SABOTAGE = [
     (MNIST, deal_the_same_samples_to_all, {FIRST}),
     pytest.param(MNIST, let_weights_drift, {REPLICAS}, marks=full),
     pytest.param(MNIST, repeat_test_samples, {COUNTED}, marks=full),
-    (SCRATCH, start_with_different_weights, {GRADIENT}),
+    pytest.param(SCRATCH, start_with_different_weights, {GRADIENT}, marks=full),
     pytest.param(SCRATCH, send_twice, {BYTES}, marks=full),
     pytest.param(SCRATCH, start_after_backward, {EARLY}, marks=full),
     (BENCHMARK, skip_all_reduce, {"world size 2: relative error of the gradient"}),

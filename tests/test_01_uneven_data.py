@@ -56,10 +56,10 @@ def run_broken(run_script, tmp_path, flags, before):
 @pytest.mark.parametrize(
     ("flags", "before", "check"),
     [
-        ("", ignore_workers, ONCE),
+        pytest.param("", ignore_workers, ONCE, marks=full),
         pytest.param("", ignore_ranks, ONCE, marks=full),
         ("", average_ranks, WEIGHTS),
-        ("", forget_the_position, RESUME),
+        pytest.param("", forget_the_position, RESUME, marks=full),
         pytest.param("--end first", None, ONCE, marks=full),
     ],
 )
@@ -70,7 +70,7 @@ def test_sabotage_fails_its_check(run_script, tmp_path, flags, before, check):
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        ("--strategy fsdp", 2),
+        pytest.param("--strategy fsdp", 2, marks=full),
         pytest.param("--seed 7", 3, marks=full),
         pytest.param("", 13, marks=full),  # 26 workers read 24 files
     ],

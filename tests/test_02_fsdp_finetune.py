@@ -88,7 +88,7 @@ def edit_json(path: Path, **values) -> None:
     ("ranks", "flags"),
     [
         (3, "--global-batch-size 7 --seed 3"),
-        (2, "--lora-rank 4 --activation-checkpointing full"),
+        pytest.param(2, "--lora-rank 4 --activation-checkpointing full", marks=full),
         pytest.param(2, "--precision bf16-mixed --lora-rank 4", marks=full),
         pytest.param(4, "--global-batch-size 3", marks=full),
     ],
@@ -150,7 +150,7 @@ def lose_the_buffers(script):
     ("change", "flags", "error"),
     [
         (train_on_questions, (), "loss"),
-        (leave_b_out, LORA, "weight change"),
+        pytest.param(leave_b_out, LORA, "weight change", marks=full),
         pytest.param(broken.shift_no_targets, (), "loss", marks=full),
         pytest.param(count_local_tokens, (), "loss", marks=full),
         pytest.param(broken.optimize_a_copy, (), "weight change", marks=full),

@@ -209,10 +209,11 @@ def shift_a_row(script):
     ("change", "name"),
     [
         (lose_the_moments, "a loss, one-file"),
-        pytest.param(swap_gate_and_up, "loss in transformers", marks=full),
-        pytest.param(shift_a_row, "a loss, shards", marks=full),
+        (swap_gate_and_up, "loss in transformers"),
+        (shift_a_row, "a loss, shards"),
     ],
 )
+@full
 def test_sabotage_of_a_checkpoint(run_script, tmp_path, change, name):
     words = ("--output-dir", tmp_path / "saved")
     ended = run_script(CHECKPOINT, *words, world_size=2, before=change)
@@ -293,10 +294,11 @@ def repeat_samples(script):
     ("change", "flags", "name"),
     [
         (shard_as_one_unit, "", "bytes gathered"),
-        pytest.param(scale_by_alpha, "", "a logit in peft", marks=full),
-        pytest.param(repeat_samples, "--quantize nf4", "a loss", marks=full),
+        (scale_by_alpha, "", "a logit in peft"),
+        (repeat_samples, "--quantize nf4", "a loss"),
     ],
 )
+@full
 def test_sabotage_of_adapters(run_script, tmp_path, change, flags, name):
     words = (*flags.split(), "--output-dir", tmp_path / "lora")
     ended = run_script(LORA, *words, world_size=2, before=change)
@@ -307,9 +309,10 @@ def test_sabotage_of_adapters(run_script, tmp_path, change, flags, name):
     ("ranks", "flags", "checks"),
     [
         (2, "--quantize nf4", 3),
-        pytest.param(3, "--seed 3", 4, marks=full),
+        (3, "--seed 3", 4),
     ],
 )
+@full
 def test_adapters_on_other_ranks(run_script, tmp_path, ranks, flags, checks):
     words = (*flags.split(), "--output-dir", tmp_path / "lora")
     ended = run_script(LORA, *words, world_size=ranks)

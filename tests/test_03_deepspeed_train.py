@@ -316,6 +316,7 @@ def allow_round_robin(script):
     script.read_config = read_and_set
 
 
+@full
 def test_weights_that_land_at_the_wrong_place_end_a_resumed_run(train, tmp_path):
     """Round robin orders a rank's weights differently than DeepSpeed's functions do."""
     words = ("--global-batch-size", 12, "--save-every", 2, "--resume", "--max-steps", 2)

@@ -287,9 +287,8 @@ def gather_for_each_matrix(script):
     )
 
 
-@pytest.mark.parametrize(
-    "change", [None, pytest.param(gather_for_each_matrix, marks=full)]
-)
+@full
+@pytest.mark.parametrize("change", [None, gather_for_each_matrix])
 def test_a_norm_is_gathered_once_for_all_its_readers(run_template, tmp_path, change):
     """Of tensor parallelism: two gathers and two scatters in a block, each way."""
     changes = [change] if change else []
