@@ -98,8 +98,11 @@ def colored_file(path: str) -> list[str]:
 
 
 def math(content: str, options: dict) -> str:
-    display = "block" if options["display_mode"] else "inline"
-    return convert(content, display=display)
+    if not options["display_mode"]:
+        return convert(content, display="inline")
+    # A wide formula scrolls, so the keyboard has to reach it.
+    formula = convert(content, display="block")
+    return f'<div class="formula" tabindex="0">{formula}</div>'
 
 
 def make_parser() -> MarkdownIt:
