@@ -55,10 +55,6 @@ class FusedNorm(torch.autograd.Function):
         ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
         return torch.empty_like(x)
 
-    @staticmethod
-    def backward(ctx, gradient):
-        raise NotImplementedError
-
 
 def counted_bytes(config) -> int:
     """Return the bytes per token that autograd keeps of a layer on a GPU."""

@@ -50,7 +50,7 @@ def compare(first, second):
         rows = []
         for key in shared:
             if key[0] == title:
-                ours, theirs = (rows[key] for rows in rows_of)
+                ours, theirs = (side[key] for side in rows_of)
                 rows.append(row_of(key[1], ours, theirs, counts))
         headers = ("strategy", "A", "B", "B/A", "B is", "memory", "sent", "verdict")
         lines += ["", title, tabulate(rows, headers, disable_numparse=True)]
