@@ -144,7 +144,7 @@ def describe(tensor):
     return kind, " x ".join(map(str, held.shape)), f"{held.nbytes:,}"
 
 
-def watch_step(model, take_step):
+def record_step(model, take_step):
     """Take a step; return what a weight is at each point, and the most whole bytes."""
     layer = model.blocks[0].down
     points, whole_bytes = {}, []
@@ -227,7 +227,7 @@ def compare_strategy(report, strategy, args, batches, model, alone):
 
     with check.CollectiveCounter() as counter:
         take_step = partial(train, trained, optimizer, steps[:1])
-        points, whole = watch_step(model, take_step)
+        points, whole = record_step(model, take_step)
     if len(args.sharding) == 1:
         headers = ("block 0's down.weight", "is a", "shape", "bytes", "whole in all")
         report.table([(when, *values) for when, values in points.items()], headers)

@@ -256,7 +256,7 @@ def predict(model, modules, dtype, args, ranks):
     return width * (rest + max(units)), round(sent)
 
 
-def watch_whole_bytes(model, sharded):
+def record_whole_bytes(model, sharded):
     """Return a list that gets the bytes of whole units, noted inside each block."""
     whole_bytes = []
 
@@ -311,7 +311,7 @@ def main():
             modules = modules_of(model)
             whole, sent = predict(model, modules, dtype, args, run.world_size)
             sharded = Sharded(model, modules, dtype)
-            whole_bytes = watch_whole_bytes(model, sharded)
+            whole_bytes = record_whole_bytes(model, sharded)
             ours = take_steps(model, sharded.shards(), steps)
             error = relative_error(ours[0], expected)
             measured = round(ours[1].bytes_sent.total())

@@ -162,8 +162,8 @@ def run_port(script, args, folder):
         results["outside_s"] = seconds - results["seconds_of_steps"]
     if code == 0 and results:
         return results, None
-    how = f"exit code {code}" if code is not None else f"no end after {args.limit:g} s"
-    return results, f"FAILED: {how}: {(lines or ['no output'])[-1]}"[:150]
+    end = f"exit code {code}" if code is not None else f"no end after {args.limit:g} s"
+    return results, f"FAILED: {end}: {(lines or ['no output'])[-1]}"[:150]
 
 
 def judge(results, error, expected, args):
@@ -185,7 +185,7 @@ def differences(results, expected):
     """Return how far the losses of two runs are apart, step by step."""
     theirs = expected["losses"] if expected else []
     pairs = zip(results["losses"], theirs, strict=False)
-    return [abs(own - other) for own, other in pairs]
+    return [abs(loss - expected_loss) for loss, expected_loss in pairs]
 
 
 def count_code_lines(source):
@@ -206,10 +206,10 @@ def count_code_lines(source):
 
 def row_of(name, script, runs, versions, args):
     """Return a port's line of the table: its worst run, its cost over all rounds."""
-    expected = next((found for found, _ in runs["bare_ddp"] if found), None)
-    verdicts = [judge(found, error, expected, args) for found, error in runs[name]]
+    expected = next((results for results, _ in runs["bare_ddp"] if results), None)
+    verdicts = [judge(results, error, expected, args) for results, error in runs[name]]
     verdict = next((one for one in verdicts if one != "right"), "right")
-    done = [found for found, _ in runs[name] if found]
+    done = [results for results, _ in runs[name] if results]
     row = [name, versions[PORTS.get(name, "torch")].partition("+")[0]]
     lines = count_code_lines(script.read_text())
     if not done:
@@ -217,9 +217,9 @@ def row_of(name, script, runs, versions, args):
     apart = max(max(differences(one, expected), default=0.0) for one in done)
     pairs = zip(runs[name], runs[base_of(name)], strict=True)
     ratios = [
-        own["cpu_ms_per_step"] / base["cpu_ms_per_step"]
-        for (own, _), (base, _) in pairs
-        if own and base
+        results["cpu_ms_per_step"] / base["cpu_ms_per_step"]
+        for (results, _), (base, _) in pairs
+        if results and base
     ]
     ratio = interval_of(ratios or [1.0])
     cost = "same"

@@ -38,7 +38,7 @@ FREE = ("command", "config", "dry_run", "output_dir", "retry_failed", "timeout",
 FREE += ("submit", "note")
 
 
-class Parser(argparse.ArgumentParser):
+class BenchmarkParser(argparse.ArgumentParser):
     """argparse whose errors are UsageErrors: one line, exit code 2."""
 
     def error(self, message):
@@ -215,7 +215,7 @@ def words_of(path):
 
 
 def parse_args():
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (add_flags, run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
@@ -223,8 +223,8 @@ def parse_args():
         command.set_defaults(run=run)
     args = parser.parse_args()
     if getattr(args, "config", None):
-        own = sys.argv[2:]
-        args = parser.parse_args(["sweep", *words_of(args.config), *own])
+        flags = sys.argv[2:]
+        args = parser.parse_args(["sweep", *words_of(args.config), *flags])
     return args
 
 

@@ -59,8 +59,8 @@ def lines_of(device):
     lines = {}
     for path in sorted(REPO.glob("0*/*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
-        found = re.search(rf"^ *{device}   ((?:.*\\\n)*.*)", text, re.M)
-        line = found[1].replace("\\\n", "") if found else ""
+        match = re.search(rf"^ *{device}   ((?:.*\\\n)*.*)", text, re.M)
+        line = match[1].replace("\\\n", "") if match else ""
         line = re.sub(r"  +\(.*", "", line)  # a remark in brackets
         lines[str(path.relative_to(REPO))] = re.sub(r"  +", " ", line)
     return lines

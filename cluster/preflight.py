@@ -73,8 +73,8 @@ def problem_with_master(place):
     except OSError:
         return f"MASTER_ADDR={place.master} does not resolve here"
     address = addresses[0][4][0]
-    is_here = ipaddress.ip_address(address.split("%")[0]).is_loopback
-    if is_here and place.rank >= place.local_world_size:
+    is_loopback = ipaddress.ip_address(address.split("%")[0]).is_loopback
+    if is_loopback and place.rank >= place.local_world_size:
         return f"MASTER_ADDR={place.master} is {address}, but rank 0 is on another node"
     return ""
 

@@ -81,7 +81,7 @@ def judge_progress(job):
         made = job.calls[-1] - job.calls[0]
         return Diagnosis("training", f"{made} more collectives between two looks")
     for one in job.processes:
-        first, last = one.looks
+        first, last = one.snapshots
         for name, value in last.values.items():
             if value > first.values.get(name, value):
                 growth = f"{name} grew from {first.values[name]} to {value}"
@@ -90,7 +90,7 @@ def judge_progress(job):
             if size > first.written.get(path, size) and not path.endswith(".trace"):
                 return Diagnosis("training", f"{one.title}: {path} grew")
     ranks = job.ranks.values()
-    changed = [one for one in ranks if one.looks[0].stack != one.last.stack]
+    changed = [one for one in ranks if one.snapshots[0].stack != one.last.stack]
     if 2 * len(changed) > len(job.ranks):
         return Diagnosis(
             "training", f"{len(changed)} of {len(job.ranks)} ranks have moved"
@@ -133,7 +133,7 @@ def judge_states(job):
     }
     for one in job.processes:
         state = one.last.state
-        if state in words and one.looks[0].state == state and one.role != "child":
+        if state in words and one.snapshots[0].state == state and one.role != "child":
             reason = f"{one.title}, pid {one.pid} on {one.node}: the process is {state}"
             return Diagnosis(words[state], reason, {one.rank})
     for node in {one.node for one in job.ranks.values()}:
@@ -153,7 +153,7 @@ def judge_network(job):
     homes = {place: one.node for one in job.processes for place in one.addresses}
     links = set()
     for one in job.processes:
-        first, last = one.looks
+        first, last = one.snapshots
         for peer, size in last.unsent.items():
             node = homes.get(peer, peer)
             if 0 < first.unsent.get(peer, 0) <= size and node != one.node:
@@ -174,7 +174,7 @@ def judge_network(job):
 def judge_loader(job):
     """A rank that waits for its data loader, whose worker reads one sample."""
     for one in job.processes:
-        first, last = one.looks
+        first, last = one.snapshots
         main = job.ranks.get(one.rank)
         waits = main and any(
             "utils/data/dataloader.py" in f for f, *_ in main.last.stack
@@ -226,7 +226,7 @@ def judge_stacks(job):
 
 
 def is_at_work(process, seconds):
-    first, last = process.looks
+    first, last = process.snapshots
     return first.stack != last.stack or process.cpu(seconds) > BUSY
 
 
@@ -270,7 +270,7 @@ def read_node(args):
     processes = live.select(live.find_processes(), args.pid)
     folder = args.notes or notes_folder(processes)
     before = notes.count_calls(folder)
-    live.look_twice(processes, args.seconds)
+    live.take_snapshots(processes, args.seconds)
     since = min(
         psutil.Process(one.pid).create_time() for one in processes if alive(one)
     )
@@ -332,8 +332,8 @@ def job_of(nodes):
     """Put together what all nodes know."""
     processes = []
     for known in (one for node in nodes for one in node["processes"]):
-        looks = [live.Look(**values) for values in known.pop("looks")]
-        processes.append(live.Process(**known, looks=looks))
+        snapshots = [live.Snapshot(**values) for values in known.pop("snapshots")]
+        processes.append(live.Process(**known, snapshots=snapshots))
     job = ObservedJob(processes, nodes[0]["seconds"])
     job.kernel = {node["node"]: node["kernel"] for node in nodes}
     by_rank = notes.read_folder(nodes[0]["notes"])

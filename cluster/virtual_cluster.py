@@ -199,7 +199,7 @@ def start_command(cluster, nodes, place, command, mark):
         "VIRTUAL_RUN": mark,
         "PATH": f"{os.path.dirname(sys.executable)}:{path}",
     }
-    inside = linux.enter(cluster, node.pid, *linux.OWN)
+    inside = linux.enter(cluster, node.pid, *linux.NAMESPACES)
     filled = [fill_in(word, words) for word in command]
     return subprocess.Popen(
         [*inside, "sh", "-c", ENTER, os.getcwd(), *filled],

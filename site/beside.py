@@ -44,12 +44,12 @@ def file_id(path: str) -> str:
 @cache
 def functions_of(path: str) -> dict[str, Lines]:
     """Return a file's functions, classes and methods by name; the first of a name."""
-    found: dict[str, Lines] = {}
+    functions: dict[str, Lines] = {}
     for node in ast.walk(ast.parse((REPO / path).read_text())):
         if isinstance(node, FUNCTIONS):
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            found.setdefault(node.name, Lines(path, first, node.end_lineno))
-    return found
+            functions.setdefault(node.name, Lines(path, first, node.end_lineno))
+    return functions
 
 
 @cache
@@ -84,7 +84,7 @@ def find_snippet(path: str, snippet: str) -> Lines | None:
 def files_beside(page: Rendered) -> list[str]:
     """Return the scripts of a page: its own, those it shows, those it starts."""
     folder, _, name = page.path.rpartition("/")
-    own = f"{folder}/{name.removesuffix('.md')}.py"
+    same_name = f"{folder}/{name.removesuffix('.md')}.py"
     near = [path for path in sources_of(page.path, ".py") if path.count("/") == 1]
     shown = [
         path
@@ -95,7 +95,7 @@ def files_beside(page: Rendered) -> list[str]:
     ]
     text = " ".join(text for section in page.sections for text in section.text)
     started = re.findall(rf"{re.escape(folder)}/\w+\.py\b", text)
-    chosen = dict.fromkeys([own, *shown, *started])
+    chosen = dict.fromkeys([same_name, *shown, *started])
     drawing = f"{folder}/figures.py"
     return [path for path in chosen if path in near and path != drawing][:MOST_FILES]
 
@@ -144,8 +144,8 @@ def put_beside(page: Rendered) -> list[str]:
     snippets = [snippet for section in page.sections for snippet in section.snippets]
 
     def mark_snippet(match: re.Match) -> str:
-        found = (find_snippet(path, snippets[int(match[1])]) for path in files)
-        lines = next(filter(None, found), None)
+        matches = (find_snippet(path, snippets[int(match[1])]) for path in files)
+        lines = next(filter(None, matches), None)
         return lines.attribute() if lines else ""
 
     def link_name(match: re.Match) -> str:

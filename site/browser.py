@@ -9,10 +9,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+SITE_DIR = Path(__file__).resolve().parent
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
-UNPACKED = HERE.parent / "runs" / "chromium"
+UNPACKED = SITE_DIR.parent / "runs" / "chromium"
 UNPACK = (
     'import("@sparticuz/chromium")'
     ".then(c => c.default.executablePath()).then(console.log)"
@@ -26,14 +26,14 @@ def find_browser() -> str:
         if path:
             return path
     UNPACKED.mkdir(parents=True, exist_ok=True)
-    binaries = str(HERE.parent / ".venv-site" / "bin")  # with Node
+    binaries = str(SITE_DIR.parent / ".venv-site" / "bin")  # with Node
     environment = os.environ | {
         "TMPDIR": str(UNPACKED),
         "PATH": os.pathsep.join([binaries, os.environ["PATH"]]),
     }
     return subprocess.check_output(
         ["node", "--input-type=module", "-e", UNPACK],
-        cwd=HERE,
+        cwd=SITE_DIR,
         text=True,
         timeout=120,
         env=environment,

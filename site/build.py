@@ -15,8 +15,8 @@ import time
 from html import escape
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests")]
+SITE_DIR = Path(__file__).resolve().parent
+sys.path[:0] = [str(SITE_DIR), str(SITE_DIR.parent / "tests")]
 import calculator  # noqa: E402
 from beside import functions_of, numbered, panel_of, put_beside  # noqa: E402
 from diagrams import draw_diagrams  # noqa: E402
@@ -26,7 +26,7 @@ from pygments.formatters import HtmlFormatter  # noqa: E402
 from render import Rendered, address, render_page, root_of  # noqa: E402
 
 SITE = "Distributed Training Guide"
-MODULES_DIR = HERE / "node_modules"
+MODULES_DIR = SITE_DIR / "node_modules"
 FONTS = {
     ("Inter", "100 900"): "@fontsource-variable/inter/files/inter-latin-wght-normal",
     ("Code", "400"): "@fontsource/jetbrains-mono/files/jetbrains-mono-latin-400-normal",
@@ -38,7 +38,7 @@ STYLES = {
     "dark": "a11y-high-contrast-dark",
 }
 PROGRAMS = ("benchmarks", "planner", "cluster", "labs")
-LOOK_UP = (
+LOOKUP_PAGES = (
     "SYMPTOMS.md",
     "site/pages/glossary.md",
     "README.md",
@@ -57,7 +57,7 @@ def pages_in_order() -> dict[str, list[str]]:
         listed = [f"{folder}/{stem}.md" for stem in lessons_in_order(folder)]
         order = [f"{folder}/README.md", *listed, *inside]
         chapters[folder] = [page for page in dict.fromkeys(order) if page in inside]
-    chapters["Look up"] = list(LOOK_UP)
+    chapters["Look up"] = list(LOOKUP_PAGES)
     return chapters
 
 
@@ -82,13 +82,15 @@ def navigation(pages: dict[str, Rendered], chapters: dict, current: Rendered) ->
         )
         for path in inside:
             page = pages[path]
-            here = ' aria-current="page"' if page is current else ""
+            current_mark = ' aria-current="page"' if page is current else ""
             title = NAMES.get(path, page.title)
             if path.endswith("/README.md") and folder in (*MODULES, *PROGRAMS):
                 title = "Overview" if path.count("/") == 1 else title
             minutes = f"<small>{page.minutes} min</small>" if page.minutes else ""
-            link = f'<a href="{root}{page.url}"{here}>{escape(title)}{minutes}</a>'
-            parts.append(f"<li>{link}{sections_of(page) if here else ''}</li>")
+            link = (
+                f'<a href="{root}{page.url}"{current_mark}>{escape(title)}{minutes}</a>'
+            )
+            parts.append(f"<li>{link}{sections_of(page) if current_mark else ''}</li>")
         parts.append("</ul></details>")
     return "".join(parts)
 
@@ -167,7 +169,7 @@ def write(path: Path, content: str) -> None:
 def write_static(out: Path, fonts: str) -> None:
     """Write style sheets, scripts, fonts, pictures and the planner."""
     static = out / "_static"
-    shutil.copytree(HERE / "static", static)
+    shutil.copytree(SITE_DIR / "static", static)
     for library in LIBRARIES:
         shutil.copy2(MODULES_DIR / library, static / "minisearch.js")
     colors = [
@@ -198,7 +200,7 @@ def build(out: Path) -> int:
     sources = [source for page in pages.values() for source in page.diagrams]
     drawings = draw_diagrams(sources, REPO / "runs" / "site-diagrams", fonts)
     files = files_with_pages(list(pages.values()))
-    template = Environment(loader=FileSystemLoader(HERE / "theme")).get_template(
+    template = Environment(loader=FileSystemLoader(SITE_DIR / "theme")).get_template(
         "page.html"
     )
     panels: dict[str, dict[str, str]] = {}

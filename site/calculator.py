@@ -12,9 +12,9 @@ from pathlib import Path
 
 import tabulate
 
-HERE = Path(__file__).resolve().parent
-REPO = HERE.parent
-PYODIDE = HERE / "node_modules" / "pyodide"
+SITE_DIR = Path(__file__).resolve().parent
+REPO = SITE_DIR.parent
+PYODIDE = SITE_DIR / "node_modules" / "pyodide"
 SCHEDULES = "05-advanced/pipeline_schedules.py"
 
 
@@ -34,7 +34,7 @@ def guide() -> dict[str, str]:
         r"^from dist_common.*\n", "", (REPO / SCHEDULES).read_text(), flags=re.M
     )
     files["pipeline_schedules.py"] = lesson
-    files["command.py"] = (HERE / "command.py").read_text()
+    files["command.py"] = (SITE_DIR / "command.py").read_text()
     files["tabulate.py"] = Path(tabulate.__file__).read_text()
     return files
 

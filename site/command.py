@@ -42,5 +42,5 @@ def timeline(name: str, stages: int, micro_batches: int) -> str:
         for row in spans
     ]
     kept = [lesson.peak_activations(instructions, v) for instructions in schedule]
-    found = {"rows": rows, "bubble": lesson.bubble(spans), "kept": kept}
-    return json.dumps(found | {"duration": lesson.duration(spans)})
+    results = {"rows": rows, "bubble": lesson.bubble(spans), "kept": kept}
+    return json.dumps(results | {"duration": lesson.duration(spans)})

@@ -9,9 +9,9 @@ import re
 from html import escape
 from pathlib import Path
 
-from browser import FLAGS, HERE, find_browser
+from browser import FLAGS, SITE_DIR, find_browser
 
-MERMAID = HERE / "node_modules" / "mermaid" / "dist" / "mermaid.min.js"
+MERMAID = SITE_DIR / "node_modules" / "mermaid" / "dist" / "mermaid.min.js"
 # Mermaid computes with colors, so it gets unusual ones; the SVG gets variables instead.
 COLORS = {
     "#0a0b0c": "var(--diagram-text)",

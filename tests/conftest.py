@@ -350,7 +350,7 @@ def timeouts_of_groups() -> set[float]:
     }
 
 
-def after_a_look_at_timeouts(destroy: Callable) -> Callable:
+def check_timeouts_before(destroy: Callable) -> Callable:
     """Return a destroy_process_group that fails if a group has not got the script's
     --timeout.
 
@@ -359,8 +359,8 @@ def after_a_look_at_timeouts(destroy: Callable) -> Callable:
 
     def destroy_all() -> None:
         default_s = dist.constants.default_pg_timeout.total_seconds()
-        own_s = dist.distributed_c10d.default_pg_timeout.total_seconds()
-        assert own_s == default_s or default_s not in timeouts_of_groups(), (
+        current_s = dist.distributed_c10d.default_pg_timeout.total_seconds()
+        assert current_s == default_s or default_s not in timeouts_of_groups(), (
             "a group without it"
         )
         destroy()
@@ -411,7 +411,7 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
             sys.argv = [path, *map(str, argv)]
             if before:
                 before(script)
-            dist.destroy_process_group = after_a_look_at_timeouts(
+            dist.destroy_process_group = check_timeouts_before(
                 dist.destroy_process_group
             )
             getattr(script, "cli", cli).run(script.main)
@@ -424,7 +424,7 @@ def run_script(tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
-def started_here() -> list[psutil.Process]:
+def find_leftovers() -> list[psutil.Process]:
     """Return what commands of this process's tests have started and left running.
 
     A mark in the environment identifies them: torchrun puts each rank into its own
@@ -450,7 +450,7 @@ def end_what_was_started() -> None:
     process takes a moment to end.
     """
     deadline = time.monotonic() + 30
-    while (left := started_here()) and time.monotonic() < deadline:
+    while (left := find_leftovers()) and time.monotonic() < deadline:
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -108,7 +108,7 @@ PLAIN = re.compile(
     r"(\S+\.py)(.*)"
 )
 # Lines of our scripts on stderr, not torchrun's report or PyTorch's logging.
-OWN_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
+SCRIPT_LINE = re.compile(r"\w+\.(py|sh): |warning: ")
 # A machine whose own name has no address, and a launcher whose last barrier, heartbeat
 # or closing of the rendezvous finds that the store's node has ended: PyTorch reports
 # these, not a script.
@@ -209,11 +209,13 @@ class Printed:
 
 def printed_by(ended: Ended, copy: Path) -> Printed:
     out, err = (text.replace(f"{copy}/", "") for text in (ended.stdout, ended.stderr))
-    own_lines = "".join(line for line in err.splitlines(True) if OWN_LINE.match(line))
+    script_lines = "".join(
+        line for line in err.splitlines(True) if SCRIPT_LINE.match(line)
+    )
     failed = any(ended.codes)  # then a launcher reports, too
-    rest = [line for line in err.splitlines(True) if not OWN_LINE.match(line)]
+    rest = [line for line in err.splitlines(True) if not SCRIPT_LINE.match(line)]
     noise = "".join(line for line in rest if not OF_THE_MACHINE.match(line))
-    return Printed(failed, out, own_lines, "" if failed else noise, err + out)
+    return Printed(failed, out, script_lines, "" if failed else noise, err + out)
 
 
 def launch(command: str, copy: Path) -> Printed:

@@ -58,11 +58,11 @@ def build_the_optimizer_first(script):
     script.count_held_bytes = lambda *_: 0
 
 
-def keep_own_gradient(script):
-    def copy_own_part(part, whole):
+def keep_local_gradient(script):
+    def copy_local_part(part, whole):
         part.copy_(script.part_of(whole))
 
-    script.reduce_scatter_single = copy_own_part
+    script.reduce_scatter_single = copy_local_part
 
 
 def never_free(script):
@@ -111,7 +111,7 @@ SABOTAGE = [
     (BASICS, 2, "", keep_blocks_whole, "full: bytes sent"),
     (BASICS, 2, "", shard_nothing, "full: bytes held"),
     (BASICS, 4, HYBRID, all_reduce_every_micro_batch, "hybrid: bytes sent"),
-    (SCRATCH, 2, "", keep_own_gradient, "32-true: error of the losses"),
+    (SCRATCH, 2, "", keep_local_gradient, "32-true: error of the losses"),
     (SCRATCH, 2, "", never_free, "32-true: bytes whole"),
     (SCRATCH, 2, "", gather_in_float32, "bf16-mixed: bytes sent"),
     (
@@ -159,7 +159,7 @@ WAYS = [
 
 @full
 @pytest.mark.parametrize(("script", "ranks", "flags"), WAYS)
-def test_a_right_run_passes(run_script, script, ranks, flags):
+def test_a_correct_run_passes(run_script, script, ranks, flags):
     before = None if script == MEMORY else narrow
     ended = run_script(script, *flags.split(), world_size=ranks, before=before)
     assert ended.codes == [0] * ranks, ended.stdout + ended.stderr
@@ -265,7 +265,7 @@ class Nested(nn.Module):
         return self.head(x + second)
 
 
-def shard_own_model(rank, world_size, kind, dtype):
+def shard_user_model(rank, world_size, kind, dtype):
     """Train two micro-batches sharded and on one process; return the worst error."""
     script = load_script(SCRATCH)
     torch.manual_seed(0)
@@ -300,8 +300,8 @@ def shard_own_model(rank, world_size, kind, dtype):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", [FrozenMLP, Tied, Nested])
 @pytest.mark.parametrize(("dtype", "most"), [(None, 1e-6), (torch.bfloat16, 0.02)])
-def test_your_own_model_gets_the_gradient_of_one_process(
+def test_a_user_model_gets_the_gradient_of_one_process(
     on_ranks, world_size, kind, dtype, most
 ):
-    for error, groups in on_ranks(shard_own_model, world_size, kind, dtype):
+    for error, groups in on_ranks(shard_user_model, world_size, kind, dtype):
         assert error < most and groups > 2

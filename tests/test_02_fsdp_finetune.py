@@ -93,7 +93,7 @@ def edit_json(path: Path, **values) -> None:
         pytest.param(4, "--global-batch-size 3", marks=full),
     ],
 )
-def test_a_right_run_passes(finetune, ranks, flags):
+def test_a_correct_run_passes(finetune, ranks, flags):
     """Also where ranks divide nothing evenly, and where a rank has no chat."""
     words = ("--self-check", "--max-steps", 3, *flags.split())
     ended = assert_ok(finetune(*words, ranks=ranks))

@@ -36,7 +36,7 @@ def deepspeed_is_imported():
 # Sabotage
 
 
-def keep_own_gradient(script):
+def keep_local_gradient(script):
     script.reduce_scatter_single = lambda mean, whole: mean.copy_(script.part_of(whole))
 
 
@@ -149,7 +149,7 @@ def forget_the_cache(script):
 
 
 SABOTAGE = [
-    (SCRATCH, keep_own_gradient, "largest error: float32"),
+    (SCRATCH, keep_local_gradient, "largest error: float32"),
     (SCRATCH, reduce_once_a_step, "largest error: bytes"),
     (STAGES, change_config(take_a_lower_stage), "largest error: gradients"),
     (STAGES, start_with_other_weights, "largest error: loss"),

@@ -94,7 +94,7 @@ def assert_ok(ended):
         pytest.param(stage(3, **OFFLOAD_ALL), 2, "--global-batch-size 8", marks=full),
     ],
 )
-def test_a_right_run_passes(train, config, ranks, flags):
+def test_a_correct_run_passes(train, config, ranks, flags):
     """Also where ranks divide nothing evenly, and where a rank has no sample."""
     ended = assert_ok(train(config, "--max-steps", 3, *flags.split(), ranks=ranks))
     assert not ended.stderr

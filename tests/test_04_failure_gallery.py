@@ -54,7 +54,7 @@ def test_a_case_breaks_and_is_cured_on_three_ranks(run_script, tmp_path, name):
 
 WORDS, ENDS = "broken: a rank says the words", "broken: all ranks end as described"
 WELL = "cured: ranks that end with exit code 0"
-RIGHT = "cured: ranks with the right result"
+CORRECT = "cured: ranks with the right result"
 
 
 def swap(script, other):
@@ -75,12 +75,12 @@ def swap(script, other):
     ("name", "sabotage", "red"),
     [
         ("exception-on-one-rank", swap("broken.py", "cured.py"), {WORDS, ENDS}),
-        ("exception-on-one-rank", swap("cured.py", "broken.py"), {WELL, RIGHT}),
+        ("exception-on-one-rank", swap("cured.py", "broken.py"), {WELL, CORRECT}),
         pytest.param(
             "nan-on-one-rank", swap("broken.py", "cured.py"), {WORDS}, marks=full
         ),
         pytest.param(
-            "nan-on-one-rank", swap("cured.py", "broken.py"), {RIGHT}, marks=full
+            "nan-on-one-rank", swap("cured.py", "broken.py"), {CORRECT}, marks=full
         ),
     ],
 )

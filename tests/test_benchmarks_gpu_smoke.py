@@ -53,9 +53,9 @@ def test_every_line_has_its_result_and_a_failure_the_exit_code(tmp_path, monkeyp
             for record in records
         }
 
-    code, found = tour("--deadline", "15", "--jobs", "2")
+    code, results = tour("--deadline", "15", "--jobs", "2")
     assert code == 1
-    assert found == {name: (result, said) for name, (_, result, said) in ENDS.items()}
+    assert results == {name: (result, said) for name, (_, result, said) in ENDS.items()}
     assert tour("--only", "well")[0] == tour("--only", "refuses")[0] == 0
 
 

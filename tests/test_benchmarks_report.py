@@ -156,9 +156,9 @@ def test_without_an_answer_the_first_line_says_what_is_missing(report, records, 
 
 
 def test_gpu_memory_is_part_of_the_answer(report):
-    own = {"gpu_memory_gib": 80.0}
-    records = [*one_process(), *rounds("ddp", 50.0, peak_memory_gib=40.0, **own)]
-    records += rounds("fsdp-full", 60.0, peak_memory_gib=20.0, **own)
+    memory = {"gpu_memory_gib": 80.0}
+    records = [*one_process(), *rounds("ddp", 50.0, peak_memory_gib=40.0, **memory)]
+    records += rounds("fsdp-full", 60.0, peak_memory_gib=20.0, **memory)
     first = report(records)[1].splitlines()[0]
     assert first.endswith("it allocates 40.0 of 80 GiB, fsdp-full 20.0 GiB")
 
@@ -179,10 +179,10 @@ def test_speed_per_rank_is_shown_for_gpus_only(report):
     records = []
     for ranks, tokens in ((2, 200), (4, 300)):
         for strategy in ("ddp", "tp", "zero-2"):
-            own = {"world_size": ranks, "ranks_started": ranks}
-            own |= {"tokens_per_step": tokens, "gpu_memory_gib": 80.0}
-            own["id"] = f"{strategy}.w{ranks}#1"
-            records.append(make_record(strategy, **own))
+            fields = {"world_size": ranks, "ranks_started": ranks}
+            fields |= {"tokens_per_step": tokens, "gpu_memory_gib": 80.0}
+            fields["id"] = f"{strategy}.w{ranks}#1"
+            records.append(make_record(strategy, **fields))
     _, printed = report(records)
     assert "ddp tiny 32-true" in printed and "100%  75%" in printed
     assert printed.startswith("tiny, 32-true, 2 ranks, 16 x 64 tokens: no answer yet")

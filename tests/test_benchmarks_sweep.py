@@ -68,11 +68,11 @@ def test_a_sweep_that_is_stopped_leaves_no_rank_and_resumes(
     number,
 ):
     rows = (fakes / "strategies.toml").read_text().replace("[single]", "[one]")
-    own = fakes / "own.toml"
-    own.write_text(rows)
+    table = fakes / "own.toml"
+    table.write_text(rows)
     words = [sys.executable, str(REPO / TOOL), "sweep", "--strategies", "train", "hang"]
-    words += ["--strategies-file", str(own), "--no-reference", "--repeats", "1", *SMALL]
-    words += ["--output-dir", str(tmp_path / "a")]
+    words += ["--strategies-file", str(table), "--no-reference"]
+    words += ["--repeats", "1", *SMALL, "--output-dir", str(tmp_path / "a")]
     words[words.index("fork")] = launcher
     with (tmp_path / "out").open("w") as out:
         sweep = subprocess.Popen(words, cwd=REPO, stdout=out, start_new_session=True)

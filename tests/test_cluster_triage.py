@@ -300,7 +300,7 @@ def test_what_a_node_knows_is_saved_and_loaded(starter, tmp_path, run_script):
 # Made-up processes: no machine of the tests has these
 
 
-def a_process(rank, role="rank", looks=({}, {}), **other):
+def a_process(rank, role="rank", snapshots=({}, {}), **other):
     known = {
         "pid": 100 + rank,
         "parent": 1,
@@ -310,8 +310,10 @@ def a_process(rank, role="rank", looks=({}, {}), **other):
         "job": ["one"],
         "rendezvous": "node0:29500",
     }
-    looks = [live.Look(**{"state": "sleeping"} | values) for values in looks]
-    return live.Process(role=role, rank=rank, looks=looks, **known | other)
+    snapshots = [
+        live.Snapshot(**{"state": "sleeping"} | values) for values in snapshots
+    ]
+    return live.Process(role=role, rank=rank, snapshots=snapshots, **known | other)
 
 
 def a_job(changes=None, **other):
@@ -323,6 +325,8 @@ WAITS = {
     "stack": [["x/distributed_c10d.py", "all_reduce", 9]],
     "call": "all_reduce",
 }
+COUNTS = ({"values": {"f: i": 1}}, {"values": {"f: i": 2}})
+WRITES = ({"written": {"a.log": 1}}, {"written": {"a.log": 2}})
 STUCK = ({"unsent": {"10.0.0.1": 9}}, {"unsent": {"10.0.0.1": 9}})
 HOMES = {rank: {"addresses": [f"10.0.0.{rank // 2}"]} for rank in range(4)}
 PORT = {"rendezvous": "node0:29501"}
@@ -340,35 +344,38 @@ PORT = {"rendezvous": "node0:29501"}
             "node1: NVRM",
         ),
         (
-            a_job({1: {"looks": [{"state": "disk-sleep"}] * 2}}),
+            a_job({1: {"snapshots": [{"state": "disk-sleep"}] * 2}}),
             "disk",
             {1},
             "disk-sleep",
         ),
         (a_job({2: {"pid": 0}}), "ended", {2}, "started 2 ranks, 1 are there"),
-        (a_job(HOMES | {0: {"looks": STUCK}}), "network", set(), "or the link between"),
         (
-            a_job({0: {"looks": [WAITS] * 2, "on_gpu": True}}),
+            a_job(HOMES | {0: {"snapshots": STUCK}}),
+            "network",
+            set(),
+            "or the link between",
+        ),
+        (
+            a_job({0: {"snapshots": [WAITS] * 2, "on_gpu": True}}),
             "cannot tell",
             set(),
             "on NCCL",
         ),
         (
-            a_job({0: {"looks": [{"values": {"f: i": 1}}, {"values": {"f: i": 2}}]}}),
+            a_job({0: {"snapshots": COUNTS}}),
             "training",
             set(),
             "f: i grew from 1 to 2",
         ),
         (
-            a_job(
-                {0: {"looks": [{"written": {"a.log": 1}}, {"written": {"a.log": 2}}]}}
-            ),
+            a_job({0: {"snapshots": WRITES}}),
             "training",
             set(),
             "a.log grew",
         ),
         (
-            a_job({0: {"looks": [{"unread": "denied"}] * 2}}),
+            a_job({0: {"snapshots": [{"unread": "denied"}] * 2}}),
             "cannot tell",
             set(),
             "denied",

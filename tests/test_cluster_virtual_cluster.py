@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from conftest import REPO, assert_one_line, load_script, run_command, started_here
+from conftest import REPO, assert_one_line, find_leftovers, load_script, run_command
 from helpers_nodes import why_no_nodes
 
 SCRIPT = "cluster/virtual_cluster.py"
@@ -90,7 +90,7 @@ def test_wrong_usage_is_exit_code_2(tmp_path, words, says):
     ended = ask(tmp_path / "cluster", verb, *rest)
     assert ended.codes == [2]
     assert says in ended.stderr.splitlines()[-1]
-    assert not started_here()
+    assert not find_leftovers()
 
 
 def test_a_machine_without_a_program_is_told_its_package(monkeypatch):
@@ -114,7 +114,7 @@ def test_a_kernel_without_a_feature_is_named(tmp_path, monkeypatch, capsys):
     assert script.main() == 2
     says = "error: this kernel has no tbf (tc: Error: Specified qdisc kind is unknown.)"
     assert says in capsys.readouterr().err
-    wait_until(lambda: not started_here())
+    wait_until(lambda: not find_leftovers())
 
 
 @needs_nodes
@@ -129,7 +129,7 @@ def test_delay_works_or_the_kernel_has_no_netem(cluster):
 # Nodes
 
 
-OWN = """
+DESCRIBE_NODE = """
 import json, os, shutil, socket
 print(json.dumps({
     "name": socket.gethostname(),
@@ -144,7 +144,7 @@ print(json.dumps({
 @needs_nodes
 def test_a_node_has_its_own_network_name_processes_and_memory(cluster):
     cluster("up", "--nodes", "2", "--cards", "2", "--shm", "8m")
-    printed = cluster("run", "--", "python", "-c", OWN)
+    printed = cluster("run", "--", "python", "-c", DESCRIBE_NODE)
     for node in range(2):
         (line,) = lines_of(printed, node)
         assert json.loads(line) == {
@@ -158,7 +158,7 @@ def test_a_node_has_its_own_network_name_processes_and_memory(cluster):
     printed = cluster("run", "--on", "node1", "--", "sh", "-c", words)
     assert printed == "[node1] 0 of 1 node1 10.77.0.2 {x}\n"
     assert cluster("down") == "down\n"
-    assert not started_here()
+    assert not find_leftovers()
     assert list(cluster.folder.iterdir()) == []
 
 
@@ -216,7 +216,7 @@ SLEEPERS = "sleep 1000 & (setsid sleep 1000 &); echo up; sleep 1000; :"
 def asleep():
     """Count the sleeping processes that this test has started."""
     count = 0
-    for process in started_here():
+    for process in find_leftovers():
         with contextlib.suppress(psutil.NoSuchProcess):
             count += process.name() == "sleep"
     return count
@@ -254,7 +254,7 @@ def test_nothing_outlives_what_was_killed(cluster, killed):
         if killed == "switch":
             os.kill(state["pid"], signal.SIGKILL)
             assert run.wait(HANG_S) == 137
-            wait_until(lambda: not started_here())
+            wait_until(lambda: not find_leftovers())
             assert "no cluster is up" in ask(cluster.folder, "status").stderr
             cluster("up", "--nodes", "1")
         else:

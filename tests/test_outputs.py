@@ -4,7 +4,7 @@ import json
 
 import pages
 import pytest
-from conftest import run_command, started_here
+from conftest import find_leftovers, run_command
 from outputs import Line, difference, differing_words, shown_like
 from recording import record
 
@@ -287,4 +287,4 @@ def test_a_command_at_its_deadline_leaves_nothing_behind(tmp_path):
     command = ["bash", "-c", "setsid --fork sleep 300; echo begun; sleep 300"]
     with pytest.raises(pytest.fail.Exception, match="begun"):
         run_command(command, tmp_path, 1)
-    assert not started_here()
+    assert not find_leftovers()

@@ -91,9 +91,9 @@ def unstarted(folder):
 def untested(folder):
     """A lesson has a row in lessons.toml, or tests in a file named after it."""
     for stem in set(scripts(folder)) - FIRST_STEPS - MAKERS:
-        own_tests = f"tests/test_{folder[:2]}_{stem}.py"
-        if f"{folder}/{stem}.py" not in LESSONS and own_tests not in TRACKED:
-            yield f"{folder}/{stem}.py has neither a row nor {own_tests}"
+        test_file = f"tests/test_{folder[:2]}_{stem}.py"
+        if f"{folder}/{stem}.py" not in LESSONS and test_file not in TRACKED:
+            yield f"{folder}/{stem}.py has neither a row nor {test_file}"
 
 
 def unlisted(folder):
@@ -151,7 +151,7 @@ def wrong_next(folder):
 
 # A group may have a timeout of its own only where rank 0 works alone for long, or where
 # a lesson wants its deadlock to end soon.
-OWN_TIMEOUTS = {
+GROUP_TIMEOUTS = {
     "FILES_TIMEOUT",
     "PATIENCE",
     "timedelta(seconds=DEADLOCK_S)",
@@ -178,7 +178,7 @@ def groups(folder):
                 call
             )
             later = name.startswith(("new_group", "split_group", "new_subgroups"))
-            if first or (later and timeouts - OWN_TIMEOUTS):
+            if first or (later and timeouts - GROUP_TIMEOUTS):
                 yield f"{path}: {ast.unparse(call)}"
 
 

@@ -45,8 +45,8 @@ def test_every_link_leads_somewhere(built):
     }
     faults = []
     for path, text in texts.items():
-        for found in set(re.findall(r'<[a-z][^<>]*\b(?:href|src)="([^"<>]+)"', text)):
-            link = html.unescape(found)
+        for address in set(re.findall(r'<[a-z][^<>]*\b(?:href|src)="([^"<>]+)"', text)):
+            link = html.unescape(address)
             if re.match(r"(https?|mailto|data):", link):
                 continue
             file, _, anchor = unquote(link).partition("#")
@@ -101,10 +101,10 @@ def test_ten_pages_fit_two_windows_and_are_accessible(at):
 
 def assert_accessible(opened, page: str) -> None:
     opened.add_script_tag(path=REPO / "site/node_modules/axe-core/axe.min.js")
-    found = opened.evaluate("axe.run().then(found => found.violations)")
+    violations = opened.evaluate("axe.run().then(results => results.violations)")
     serious = [
         f"{page}: {each['id']}: {json.dumps(each['nodes'][0]['html'])[:200]}"
-        for each in found
+        for each in violations
         if each["impact"] in ("serious", "critical")
     ]
     assert not serious, "\n".join(serious)

@@ -116,7 +116,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("script", "ranks", "flags"), WAYS)
-def test_a_right_run_passes(run_template, script, ranks, flags):
+def test_a_correct_run_passes(run_template, script, ranks, flags):
     """Also where ranks divide nothing evenly, and where a rank has no sample."""
     ended = assert_ok(
         run_template(script, "--max-steps", 3, *flags.split(), ranks=ranks)
@@ -385,7 +385,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 
 
 def test_disks_that_are_not_shared_are_refused(run_template, tmp_path):
-    def own_folder(script):
+    def set_rank_folder(script):
         parse = script.parse_args
 
         def parse_for_rank():
@@ -398,7 +398,7 @@ def test_disks_that_are_not_shared_are_refused(run_template, tmp_path):
         script.parse_args = parse_for_rank
 
     words = ("--resume", "--output-dir", tmp_path / "run")
-    ended = run_template(DDP, *words, changes=[own_folder])
+    ended = run_template(DDP, *words, changes=[set_rank_folder])
     assert_one_line(
         ended, "which needs a disk that all ranks share (rank 1)", "ddp_training.py"
     )

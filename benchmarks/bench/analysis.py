@@ -99,8 +99,10 @@ class Row:
 
     def over(self, other):
         """Return its step time over another row's, round by round."""
-        own, others = self.by_round(), other.by_round()
-        return interval_of([own[n] / others[n] for n in own if n in others] or [1.0])
+        times, other_times = self.by_round(), other.by_round()
+        return interval_of(
+            [times[n] / other_times[n] for n in times if n in other_times] or [1.0]
+        )
 
 
 @dataclass
@@ -168,19 +170,19 @@ def analyse(sweep):
             "place; measure again in a new folder"
         )
     for job, world_size in sorted({(job, ranks) for job, ranks, _ in trained}, key=str):
-        own = {
-            strategy: make_row(strategy, found)
-            for (other, ranks, strategy), found in trained.items()
+        rows = {
+            strategy: make_row(strategy, measured)
+            for (other, ranks, strategy), measured in trained.items()
             if other == job and ranks == world_size and strategy != REFERENCE
         }
         alone = trained.get((job, 1, REFERENCE))
         reference = make_row(REFERENCE, alone) if alone else None
-        if own or len(trained) == 1:
+        if rows or len(trained) == 1:
             seq_len = sweep.settings["seq_len"]
             title = (
                 f"{job[0]}, {job[1]}, {world_size} ranks, {job[2]} x {seq_len} tokens"
             )
-            table = Table(title, world_size, list(own.values()), reference)
+            table = Table(title, world_size, list(rows.values()), reference)
             if not mixed:
                 give_places(table.rows)
             table.answer = answer(table, bool(mixed))
@@ -245,7 +247,7 @@ def judge(record, reference):
                 f"the first gradient's norm is {ratio:.3g} times the right one",
             )
     steps = zip(record["losses"], losses, strict=False)
-    early = max((own - right for own, right in steps), key=abs, default=0.0)
+    early = max((loss - expected for loss, expected in steps), key=abs, default=0.0)
     if not abs(early) <= allowed.early:
         return WRONG, f"loss {early:+.2g} in the first {EARLY_STEPS} steps"
     if not abs(difference) <= allowed.final:

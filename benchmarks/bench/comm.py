@@ -30,7 +30,7 @@ def run(args):
     for name in SIZE_FLAGS:
         if getattr(args, name) is not None:
             flags += [f"--{name}", getattr(args, name)]
-    found, failed = defaultdict(list), []
+    measurements, failed = defaultdict(list), []
     for repeat in range(1, args.repeats + 1):
         for ranks in args.world_sizes:
             folder = args.output_dir / f"w{ranks}-{repeat}"
@@ -44,25 +44,25 @@ def run(args):
                 if status != runner.OK:
                     failed.append(f"{ranks} ranks: {status}: {reason}")
             if (folder / "results.json").exists():
-                read(folder, ranks, found)
-    print(tabulate(rows_of(found), HEADERS, disable_numparse=True))
+                read(folder, ranks, measurements)
+    print(tabulate(rows_of(measurements), HEADERS, disable_numparse=True))
     for line in dict.fromkeys(failed):
         print(f"FAILED: {line}")
     return cli.FAILED if failed else 0
 
 
-def read(folder: Path, ranks, found):
+def read(folder: Path, ranks, measurements):
     """Add the numbers of a run by (collective, ranks, bytes)."""
     metrics = json.loads((folder / "results.json").read_text())["metrics"]
     for name, sizes in metrics["sweeps"].items():
         for row in sizes:
-            found[name, ranks, row["size"]].append(row)
+            measurements[name, ranks, row["size"]].append(row)
 
 
-def rows_of(found):
+def rows_of(measurements):
     """Return the medians of the repeats; the spread is the slowest over the fastest."""
     rows = []
-    for (name, ranks, size), repeats in sorted(found.items()):
+    for (name, ranks, size), repeats in sorted(measurements.items()):
         times = [row["time_us"] for row in repeats]
         medians = {
             key: statistics.median(row[key] for row in repeats)

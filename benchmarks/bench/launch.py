@@ -36,7 +36,7 @@ OF_A_LAUNCHER = re.compile(
 
 
 @dataclass
-class Outcome:
+class LaunchResult:
     """How a launch ended: the first failure's exit code, None at the deadline."""
 
     code: int | None
@@ -145,7 +145,7 @@ def preload(launcher):
 
 
 def start(launcher, script, arguments, world_size, folder, timeout_s):
-    """Run a script and wait for it; `folder` gets its output. Returns: Outcome.
+    """Run a script and wait for it; `folder` gets its output. Returns: LaunchResult.
 
     At the deadline, and if this process dies, the ranks end with all they started.
     """
@@ -159,7 +159,7 @@ def start(launcher, script, arguments, world_size, folder, timeout_s):
         code = guard.run(
             words, timeout_s, cwd=REPO, env=variables, stdout=stdout, stderr=stderr
         )
-    return Outcome(
+    return LaunchResult(
         code, out.read_text(errors="replace"), err.read_text(errors="replace")
     )
 
@@ -201,4 +201,4 @@ def fork(script, arguments, world_size, folder, timeout_s):
     if code is None and not hung:
         code = next(iter(codes), 0)
     out = "".join(rank.out for rank in ended)
-    return Outcome(code, out, "".join(rank.err for rank in ended))
+    return LaunchResult(code, out, "".join(rank.err for rank in ended))

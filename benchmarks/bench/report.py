@@ -93,12 +93,14 @@ def efficiency(analysis):
                 speeds.setdefault(label, {})[table.world_size] = (
                     speed / table.world_size
                 )
-    ranks = sorted({ranks for own in speeds.values() for ranks in own})
+    ranks = sorted({ranks for by_ranks in speeds.values() for ranks in by_ranks})
     rows = []
-    for label, own in speeds.items():
-        if len(own) > 1:
-            base = own[min(own)]
-            cells = (f"{own[n] / base:.0%}" if n in own else "-" for n in ranks)
+    for label, by_ranks in speeds.items():
+        if len(by_ranks) > 1:
+            base = by_ranks[min(by_ranks)]
+            cells = (
+                f"{by_ranks[n] / base:.0%}" if n in by_ranks else "-" for n in ranks
+            )
             rows.append([label, *cells])
     return [EFFICIENCY, *map(str, ranks)], rows
 

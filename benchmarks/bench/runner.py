@@ -123,10 +123,10 @@ def command_line(point, args, output):
 def sample_cpu():
     """Start to measure the machine's load."""
     psutil.cpu_percent()  # the next call returns the mean since this one
-    return time.monotonic(), own_cpu_s()
+    return time.monotonic(), measure_cpu_s()
 
 
-def own_cpu_s():
+def measure_cpu_s():
     """Return the CPU seconds of this process and of its children that have ended."""
     return sum(os.times()[:4])
 
@@ -136,7 +136,7 @@ def cpu_of_others(before):
     started, cpu_s = before
     seconds = time.monotonic() - started
     busy = psutil.cpu_percent() / 100 * psutil.cpu_count()
-    return seconds, round(max(0.0, busy - (own_cpu_s() - cpu_s) / seconds), 2)
+    return seconds, round(max(0.0, busy - (measure_cpu_s() - cpu_s) / seconds), 2)
 
 
 def judge(outcome, script, timeout_s):
@@ -210,7 +210,7 @@ def describe_machine():
     model = re.search(
         r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M
     )
-    found = {
+    machine = {
         "cpu": model[1] if model else platform.machine(),
         "cores": psutil.cpu_count(),
         "nodes": os.environ.get("SLURM_JOB_NUM_NODES"),
@@ -226,7 +226,7 @@ def describe_machine():
             "--dirty= with changes",
         ),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in machine.items() if value}
 
 
 def version_of(package):

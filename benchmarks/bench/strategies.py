@@ -70,12 +70,12 @@ class Strategy:
         return None
 
 
-def load(own=None):
-    """Return all strategies by name; `own` is a TOML file with more."""
+def load(path=None):
+    """Return all strategies by name; `path` names a TOML file with more."""
     table = read_table(TABLE)
-    for name, strategy in (read_table(Path(own)) if own else {}).items():
+    for name, strategy in (read_table(Path(path)) if path else {}).items():
         if name in table:
-            raise UsageError(f"{own}: there is already a strategy {name}: rename it")
+            raise UsageError(f"{path}: there is already a strategy {name}: rename it")
         table[name] = strategy
     return table
 

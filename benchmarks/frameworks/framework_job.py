@@ -140,8 +140,8 @@ class Record:
         steps, seconds, cpu_s = self.timed_from
         timed = max(1, len(self.losses) - steps)
         cpu_ms = 1e3 * (time.process_time() - cpu_s) / timed
-        own = torch.tensor([*self.losses, cpu_ms], device=self.args.device)
-        *losses, cpu_ms = mean(own).tolist()
+        measured = torch.tensor([*self.losses, cpu_ms], device=self.args.device)
+        *losses, cpu_ms = mean(measured).tolist()
         if self.rank == 0:
             content = {
                 "world_size": self.world_size,

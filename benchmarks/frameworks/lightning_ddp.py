@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import framework_job as job
 
 
-class Job(L.LightningModule):
+class LightningDDPModule(L.LightningModule):
     """The model, its loss, its optimizer, its data, and the record of each step."""
 
     def __init__(self, args):
@@ -45,7 +45,7 @@ class Job(L.LightningModule):
 
 
 def train(args):
-    module = Job(args)
+    module = LightningDDPModule(args)
     trainer = L.Trainer(
         accelerator=args.device,
         devices=args.world_size,

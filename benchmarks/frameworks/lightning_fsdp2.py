@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import framework_job as job
 
 
-class Job(L.LightningModule):
+class LightningFSDP2Module(L.LightningModule):
     """The model, its loss, its optimizer, its data, and the record of each step."""
 
     def __init__(self, args):
@@ -59,7 +59,7 @@ class Job(L.LightningModule):
 
 
 def train(args):
-    module = Job(args)
+    module = LightningFSDP2Module(args)
     trainer = L.Trainer(
         accelerator=args.device,
         devices=args.world_size,

@@ -40,7 +40,7 @@ PY_SPY_S = 30.0  # the longest wait for it
 
 
 @dataclass
-class Look:
+class Snapshot:
     """The state of a process at one moment."""
 
     state: str = ""  # psutil's word: "stopped", "disk-sleep", "zombie", "sleeping", ...
@@ -76,7 +76,7 @@ class Process:
     rendezvous: str  # MASTER_ADDR:MASTER_PORT
     addresses: list = field(default_factory=list)  # of the node, where it has sockets
     on_gpu: bool = False
-    looks: list = field(default_factory=list)  # two
+    snapshots: list = field(default_factory=list)  # two
 
     @property
     def title(self):
@@ -88,11 +88,11 @@ class Process:
 
     @property
     def last(self):
-        return self.looks[-1]
+        return self.snapshots[-1]
 
     def cpu(self, seconds):
-        """Return the share of a core that it used between the looks."""
-        return (self.last.cpu_s - self.looks[0].cpu_s) / seconds
+        """Return the share of a core that it used between the snapshots."""
+        return (self.last.cpu_s - self.snapshots[0].cpu_s) / seconds
 
 
 # Which processes there are
@@ -188,17 +188,18 @@ def node_of(pid):
 # Their activity
 
 
-def look_twice(processes, seconds):
-    """Fill in two looks at each process, `seconds` apart."""
+def take_snapshots(processes, seconds):
+    """Take two snapshots of each process, `seconds` apart."""
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(look_at, processes))
+        list(pool.map(take_snapshot, processes))
         time.sleep(seconds)
-        list(pool.map(look_at, processes))
+        list(pool.map(take_snapshot, processes))
 
 
-def look_at(process):
-    snapshot = Look()
-    process.looks.append(snapshot)
+def take_snapshot(process):
+    """Append the state of a process at this moment to its snapshots."""
+    snapshot = Snapshot()
+    process.snapshots.append(snapshot)
     try:
         program = psutil.Process(process.pid)
         snapshot.state = program.status()
@@ -207,7 +208,7 @@ def look_at(process):
         snapshot.state = psutil.STATUS_ZOMBIE
         return
     snapshot.written = files_written(process.pid)
-    look_at_sockets(process, snapshot)
+    read_sockets(process, snapshot)
     if snapshot.state != psutil.STATUS_STOPPED:  # py-spy would wait for it
         read_stack(process.pid, snapshot)
 
@@ -277,7 +278,7 @@ def files_written(pid):
     return sizes
 
 
-def look_at_sockets(process, snapshot):
+def read_sockets(process, snapshot):
     """Note which peers have not acknowledged what was sent to them."""
     opened = []
     with contextlib.suppress(OSError):

@@ -19,8 +19,8 @@ ERROR_FILE = "error.json"  # torchrun's TORCHELASTIC_ERROR_FILE
 
 # The kinds of events, the surest cause first. A rank that LOST another one suffers from
 # that rank's failure. One that WAITED stood in a collective until its time was up.
-HARDWARE, OWN, KILLED, LOST, WAITED = "hardware", "error", "killed", "lost", "waited"
-CAUSES = (HARDWARE, OWN, KILLED)
+HARDWARE, ERROR, KILLED, LOST, WAITED = "hardware", "error", "killed", "lost", "waited"
+CAUSES = (HARDWARE, ERROR, KILLED)
 
 IS_WAITING = re.compile(
     r"Watchdog caught collective operation timeout|detected by watchdog|dump signal"
@@ -295,7 +295,7 @@ def find_events(lines):
             if message is not None:
                 text = lines[message].text.strip()
                 stack = [entry.text for entry in lines[place:message]]
-                kind = kind_of_exception(text, stack)
+                kind = classify_exception(text, stack)
                 yield Event(kind, line.source, text, lines[message], code_of(stack))
             place = end
             continue
@@ -318,13 +318,13 @@ def read_traceback(lines, start):
     return place, first
 
 
-def kind_of_exception(message, stack):
+def classify_exception(message, stack):
     """PyTorch tells a lost peer. A connection of the program's own is its error."""
     frames = [match[1] for line in stack if (match := FRAME.match(line))]
     by_torch = message.startswith(("RuntimeError", "torch"))
     if by_torch or (frames and "/torch/" in frames[-1]):
         return classify(message)
-    return OWN
+    return ERROR
 
 
 def classify(text):
@@ -335,7 +335,7 @@ def classify(text):
     ):
         if pattern.search(text):
             return kind
-    return OWN
+    return ERROR
 
 
 def code_of(stack):
@@ -371,7 +371,7 @@ def event_of(line):
     elif IS_LOST.search(text) and re.search(r"NCCL|\[[EF]\d|[Ee]rror", line.raw):
         yield Event(LOST, source, text, line)
     elif IS_ERROR.search(text):
-        yield Event(OWN, source, text, line)
+        yield Event(ERROR, source, text, line)
 
 
 def find_positions(lines):

@@ -24,7 +24,7 @@ PACKAGES = {
     "nsenter": "util-linux",
 }
 FILES = ("cluster.json", "hosts")  # in the cluster's folder while it is up
-OWN = ("pid", "mount", "net", "uts", "ipc")  # namespaces of a node
+NAMESPACES = ("pid", "mount", "net", "uts", "ipc")  # namespaces of a node
 INSTEAD = (
     "Without namespaces, start two torchruns on one machine: --nnodes 2 --node-rank 0 "
     "and 1, --master-addr 127.0.0.1"
@@ -285,7 +285,7 @@ def write_hosts(cluster):
 def boot(cluster, node):
     """Start a node's first process, and connect its cards to the switch."""
     inside = enter(cluster, cluster.pid, "pid", "mount", "net")
-    unshare = [program("unshare"), *(f"--{space}" for space in OWN)]
+    unshare = [program("unshare"), *(f"--{space}" for space in NAMESPACES)]
     unshare += ["--fork", "--kill-child", "bash", "-c", NODE, "bash", node.name]
     hosts = str(Path(cluster.folder, "hosts"))
     node.pid = start_first([*inside, *unshare, hosts, cluster.shm])
