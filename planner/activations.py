@@ -7,19 +7,19 @@ ranks.
 from __future__ import annotations
 
 from planner import models
-from planner.job import Job, Layout, Model
+from planner.job import Layout, ModelShape, TrainingJob
 from planner.stacks import STACKS, Stack
 
 BF16, FP32 = 2, 4  # bytes of a number
 LOSS_CHUNKS = 8  # of a micro-batch's tokens (torchtune, Liger: logits of one at a time)
 
 
-def stack_of(job: Job) -> Stack:
+def stack_of(job: TrainingJob) -> Stack:
     """Return the facts of the library that runs a job."""
     return STACKS[job.stack]
 
 
-def number_bytes(job: Job) -> int:
+def number_bytes(job: TrainingJob) -> int:
     """Return the bytes of an activation."""
     return FP32 if job.precision in ("fp32", "tf32") else BF16
 
@@ -35,7 +35,7 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
     return [each + (stage < more) for stage in range(stages)]
 
 
-def layers_of(model: Model, layout: Layout, stage: int) -> list[tuple[int, int]]:
+def layers_of(model: ModelShape, layout: Layout, stage: int) -> list[tuple[int, int]]:
     """Return a stage's kinds of layer: the number of one such layer, and how many there
     are.
     """
@@ -60,7 +60,7 @@ def cut_of_sequence(layout: Layout) -> int:
 # --- Activations of a layer, in bytes per token of a cp rank ---
 
 
-def norm_bytes(job: Job, layout: Layout) -> float:
+def norm_bytes(job: TrainingJob, layout: Layout) -> float:
     """Return what a norm keeps: input (float32 copies where not fused), a number,
     output.
 
@@ -76,7 +76,7 @@ def norm_bytes(job: Job, layout: Layout) -> float:
     return (kept * h + FP32) / cut + output * h / (1 if whole else cut)
 
 
-def mlp_bytes(job: Job, layer: int) -> tuple[float, float]:
+def mlp_bytes(job: TrainingJob, layer: int) -> tuple[float, float]:
     """Return a feed-forward's bytes per token: what tp splits, and what it does not
     (router).
 
@@ -97,7 +97,7 @@ def mlp_bytes(job: Job, layer: int) -> tuple[float, float]:
     return number * inner * width, routed + router
 
 
-def attention_bytes(job: Job, layout: Layout) -> float:
+def attention_bytes(job: TrainingJob, layout: Layout) -> float:
     """Return attention's bytes per token: queries, keys, values, output, and scores if
     stored.
 
@@ -126,7 +126,7 @@ def attention_bytes(job: Job, layout: Layout) -> float:
     return kept + scores * model.heads * job.seq_len
 
 
-def latent_attention_bytes(model: Model, number: int) -> float:
+def latent_attention_bytes(model: ModelShape, number: int) -> float:
     """Return bytes per token of latent attention: compressed, norms, and per head."""
     wide, turned = models.query_width(model), model.heads * model.rope_dim
     compressed = 2 * (model.q_rank + model.kv_rank) + model.rope_dim
@@ -134,7 +134,7 @@ def latent_attention_bytes(model: Model, number: int) -> float:
     return number * (compressed + per_head)
 
 
-def layer_bytes(job: Job, layout: Layout, layer: int = -1) -> float:
+def layer_bytes(job: TrainingJob, layout: Layout, layer: int = -1) -> float:
     """Return bytes per token of a cp rank that a layer keeps (Korthikanti, equations 1,
     2 and 4).
 
@@ -148,12 +148,12 @@ def layer_bytes(job: Job, layout: Layout, layer: int = -1) -> float:
     return kept + 2 * norm_bytes(job, layout)
 
 
-def input_bytes(job: Job, layout: Layout) -> float:
+def input_bytes(job: TrainingJob, layout: Layout) -> float:
     """Return bytes per token of a layer's input."""
     return number_bytes(job) * job.model.hidden / cut_of_sequence(layout)
 
 
-def operators_bytes(job: Job, layout: Layout) -> float:
+def operators_bytes(job: TrainingJob, layout: Layout) -> float:
     """Return what torchtitan's selective checkpointing keeps: every second product,
     attention.
 
@@ -165,7 +165,7 @@ def operators_bytes(job: Job, layout: Layout) -> float:
     return (number * kept + FP32 * model.heads) / layout.tp + input_bytes(job, layout)
 
 
-def kept_bytes(job: Job, layout: Layout, layer: int) -> float:
+def kept_bytes(job: TrainingJob, layout: Layout, layer: int) -> float:
     """Return bytes per token that a layer keeps from forward to backward."""
     if layout.recompute == "full":
         return input_bytes(job, layout)
@@ -174,7 +174,7 @@ def kept_bytes(job: Job, layout: Layout, layer: int) -> float:
     return layer_bytes(job, layout, layer)
 
 
-def layer_gradient_bytes(job: Job, layout: Layout) -> float:
+def layer_gradient_bytes(job: TrainingJob, layout: Layout) -> float:
     """Return bytes per token of gradients in a layer's backward: of gate and up, and of
     h.
     """
@@ -202,12 +202,12 @@ def in_flight(
     return min(micro_batches * virtual_stages, chunks) / virtual_stages
 
 
-def tokens_of(job: Job, layout: Layout) -> float:
+def tokens_of(job: TrainingJob, layout: Layout) -> float:
     """Return a micro-batch's tokens on a rank of cp: b s / cp."""
     return layout.micro_batch * job.seq_len / layout.cp
 
 
-def kept_by_stage(job: Job, layout: Layout, stage: int) -> float:
+def kept_by_stage(job: TrainingJob, layout: Layout, stage: int) -> float:
     """Return bytes that a stage's layers keep when it holds most micro-batches."""
     flying = in_flight(
         layout.pp, stage, layout.micro_batches(job), layout.virtual_stages
@@ -221,7 +221,7 @@ def kept_by_stage(job: Job, layout: Layout, stage: int) -> float:
     return tokens_of(job, layout) * flying * kept
 
 
-def backward_of_layer(job: Job, layout: Layout, stage: int) -> float:
+def backward_of_layer(job: TrainingJob, layout: Layout, stage: int) -> float:
     """Return bytes of one layer's backward: its gradients; all of it where it is
     computed again.
     """
@@ -233,7 +233,7 @@ def backward_of_layer(job: Job, layout: Layout, stage: int) -> float:
     return tokens_of(job, layout) * (again + layer_gradient_bytes(job, layout))
 
 
-def logit_bytes(job: Job) -> float:
+def logit_bytes(job: TrainingJob) -> float:
     """Return bytes per logit at the loss: by the library, in chunks, or of a kernel.
 
     A fused kernel writes the gradient over the logits; torch.compile keeps both.
@@ -244,7 +244,7 @@ def logit_bytes(job: Job) -> float:
     return stack_of(job).logit_bytes / chunks
 
 
-def logits(job: Job, layout: Layout, stage: int) -> float:
+def logits(job: TrainingJob, layout: Layout, stage: int) -> float:
     """Return bytes of logits and of the last norm's input and output, on the last
     stage.
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner import compute, finetune, models
-from planner.compute import Seconds
+from planner.compute import LayerSeconds
 from planner.hardware import Cluster
-from planner.job import Job, Layout
+from planner.job import Layout, TrainingJob
 from planner.rates import rate_of
 
 # Of a matrix' output and a number each, beside the thin products: B's result is scaled
@@ -26,7 +26,7 @@ LAUNCHED = 4 / 45
 
 
 def thin_seconds(
-    m: float, n: float, k: float, job: Job, cluster: Cluster, rates
+    m: float, n: float, k: float, job: TrainingJob, cluster: Cluster, rates
 ) -> float:
     """Return the seconds of a product (m, k) x (k, n) one side of which is a rank.
 
@@ -40,7 +40,7 @@ def thin_seconds(
 
 
 def adapter_seconds(
-    job: Job, layout: Layout, cluster: Cluster, rates
+    job: TrainingJob, layout: Layout, cluster: Cluster, rates
 ) -> tuple[float, float]:
     """Return seconds forward and backward of a layer's adapters, for one micro-batch.
 
@@ -67,7 +67,7 @@ def adapter_seconds(
     return forward, backward
 
 
-def unpack_seconds(job: Job, cluster: Cluster, dense: bool = True) -> float:
+def unpack_seconds(job: TrainingJob, cluster: Cluster, dense: bool = True) -> float:
     """Return the seconds to read a layer's 4-bit weights and scales and to write 16
     bits of each.
 
@@ -87,7 +87,12 @@ def unpack_seconds(job: Job, cluster: Cluster, dense: bool = True) -> float:
 
 
 def with_adapters(
-    layer: Seconds, job: Job, layout: Layout, cluster: Cluster, rates, dense
+    layer: LayerSeconds,
+    job: TrainingJob,
+    layout: Layout,
+    cluster: Cluster,
+    rates,
+    dense,
 ):
     """Return a layer's seconds with those of its adapters, and of unpacking its
     weights.
@@ -101,7 +106,7 @@ def with_adapters(
     )
 
 
-def launch_factor(job: Job) -> float:
+def launch_factor(job: TrainingJob) -> float:
     """Return how many times as long the host launches a layer that has adapters."""
     matrices = len(finetune.adapter_shapes(job.model, job.adapter_targets))
     return 1 + LAUNCHED * matrices if job.adapter_rank else 1.0

@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from planner import published
-from planner import rates as table
+from planner import published, rates
 from planner.step import step_seconds
 
 SCALE = 0.06  # residuals beyond this count less
@@ -28,52 +27,63 @@ PULL = 0.15  # to the prior, per factor of e
 EVERY, WEIGHT = 4, 0.5  # of vTrain's single node: every fourth row, at half the weight
 
 
-def fitted_runs() -> list[tuple[published.Run, float]]:
+def fitted_runs() -> list[tuple[published.PublishedRun, float]]:
     """Return the runs to fit on, each with its weight."""
     runs = [run for run in published.read_runs() if run.set == "fit"]
     single = [run for run in runs if run.source_name == published.SINGLE_NODE]
-    others = [run for run in runs if run.source_name != published.SINGLE_NODE]
-    found = [(run, 1.0) for run in others if not run.job.adapter_rank]
-    return found + [(run, WEIGHT) for run in single[::EVERY]]
+    weighted = [
+        (run, 1.0)
+        for run in runs
+        if run.source_name != published.SINGLE_NODE and not run.job.adapter_rank
+    ]
+    return weighted + [(run, WEIGHT) for run in single[::EVERY]]
+
+
+def with_fitted(logarithms: np.ndarray) -> dict[str, float]:
+    """Return all constants, the fitted ones from their logarithms."""
+    values = np.exp(logarithms).tolist()
+    names = (rate.name for rate in rates.FITTED)
+    return rates.FIXED | dict(zip(names, values, strict=True))
 
 
 def calibrate() -> dict[str, float]:
-    """Return the fitted rates, to three digits."""
-    runs, rates = fitted_runs(), table.FITTED
-    prior = np.log([rate.prior for rate in rates])
-    low = np.log([rate.low for rate in rates])
-    high = np.log([rate.high for rate in rates])
+    """Return the fitted constants, to three digits."""
+    runs = fitted_runs()
+    prior, low, high = (
+        np.log([getattr(rate, field) for rate in rates.FITTED])
+        for field in ("prior", "low", "high")
+    )
 
-    def rates_of(logs):
-        values = np.exp(logs).tolist()
-        return table.RATES | {
-            rate.name: value for rate, value in zip(rates, values, strict=True)
-        }
-
-    def objective(logs):
-        tried = rates_of(logs)
-        found = np.array(
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        """Return the soft errors of the runs, and the distances from the priors."""
+        tried = with_fitted(logarithms)
+        errors = np.array(
             [
-                weight * math.log(seconds / run.step_time_s) / SCALE
+                weight
+                * math.log(
+                    step_seconds(run.job, run.layout, run.cluster, tried)
+                    / run.step_time_s
+                )
+                / SCALE
                 for run, weight in runs
-                for seconds in [step_seconds(run.job, run.layout, run.cluster, tried)]
             ]
         )
-        soft = np.sign(found) * np.sqrt(2 * (np.sqrt(1 + found**2) - 1))
-        return np.concatenate([soft, PULL * (logs - prior)])
+        soft = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+        return np.concatenate([soft, PULL * (logarithms - prior)])
 
     solved = least_squares(
-        objective, prior, bounds=(low, high), x_scale=0.1, diff_step=1e-3, max_nfev=25
+        residuals, prior, bounds=(low, high), x_scale=0.1, diff_step=1e-3, max_nfev=60
     )
-    return {name: float(f"{value:.3g}") for name, value in rates_of(solved.x).items()}
+    fitted = with_fitted(solved.x)
+    return {rate.name: float(f"{fitted[rate.name]:.3g}") for rate in rates.FITTED}
 
 
-def write(found: dict[str, float]) -> None:
+def write(fitted: dict[str, float]) -> None:
     """Write fitted values into the table's file."""
-    path = Path(table.__file__)
+    path = Path(rates.__file__)
     text = path.read_text()
-    for name, value in found.items():
-        pattern = rf'(    Rate\(\s*"{re.escape(name)}",\s*)[-0-9.e]+'
+    for name, value in fitted.items():
+        pattern = rf'(FittedRate\(\s*"{re.escape(name)}",\s*)[-0-9.e]+'
         text = re.sub(pattern, lambda match, v=value: f"{match[1]}{v:g}", text)
     path.write_text(text)
 
@@ -84,12 +94,14 @@ def main() -> int:
         "--write", action="store_true", help="write the fit into the table"
     )
     args = parser.parse_args()
-    found = calibrate()
-    for rate in table.TABLE:
-        fit = found[rate.name]
-        print(f"{rate.name:24} prior {rate.prior:6g}  table {rate.value:6g}  {fit:6g}")
+    fitted = calibrate()
+    for rate in rates.FITTED:
+        numbers = (
+            f"prior {rate.prior:6g}  table {rate.value:6g}  fit {fitted[rate.name]:6g}"
+        )
+        print(f"{rate.name:26}  {numbers}")
     if args.write:
-        write(found)
+        write(fitted)
     return 0
 
 

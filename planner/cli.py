@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-class UsageError(Exception):
+class CommandLineError(Exception):
     """Wrong usage. The message names the flag and the allowed values."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse that raises UsageError instead of printing its usage."""
+class PlannerParser(argparse.ArgumentParser):
+    """argparse that raises CommandLineError instead of printing its usage."""
 
     def error(self, message: str) -> None:
-        raise UsageError(message)
+        raise CommandLineError(message)
 
 
 def positive_int(text: str) -> int:
@@ -38,10 +38,10 @@ def positive_float(text: str) -> float:
 
 
 def run(main: Callable[[], int]) -> None:
-    """Run a program and exit with its code: 2 after a UsageError."""
+    """Run a program and exit with its code: 2 after a CommandLineError."""
     try:
         code = main()
-    except UsageError as error:
+    except CommandLineError as error:
         message = " ".join(str(error).split())
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
         code = 2

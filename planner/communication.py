@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from planner import finetune, memory, models
 from planner.hardware import LATENCY_US, Cluster
-from planner.job import Job, Layout
+from planner.job import Layout, TrainingJob
 
 WIDTH = 2  # bytes of a number that is sent: bfloat16 or float16
 REPLICAS = ("cp", "dp")  # axes whose ranks hold the same weights
@@ -92,16 +92,16 @@ def seconds_of(calls: list[Call], cluster: Cluster) -> float:
 
 def strides_of(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
     """Return (stride, size) of axes on ranks, innermost first, neighbours joined."""
-    found, stride, before = [], 1, ""
+    strides, stride, before = [], 1, ""
     for axis in layout.order:
         size = getattr(layout, axis)
         if axis in axes and before in axes:
-            found[-1][1] *= size
+            strides[-1][1] *= size
         elif axis in axes:
-            found.append([stride, size])
+            strides.append([stride, size])
         stride *= size
         before = axis
-    return found
+    return strides
 
 
 def nodes_of(
@@ -127,12 +127,12 @@ def passes_of(layout: Layout) -> int:
     return 3 if layout.recompute == "full" else 2
 
 
-def tokens_of(job: Job, layout: Layout) -> float:
+def tokens_of(job: TrainingJob, layout: Layout) -> float:
     """Return a micro-batch's tokens on a rank of cp."""
     return layout.micro_batch * job.seq_len / layout.cp
 
 
-def tensor_calls(job: Job, layout: Layout, cluster: Cluster) -> list[Call]:
+def tensor_calls(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[Call]:
     """Return what tensor parallelism sends in a layer, for one micro-batch.
 
     Two all-reduces forward and two backward (Shoeybi et al., 2019, section 3). With
@@ -148,7 +148,7 @@ def tensor_calls(job: Job, layout: Layout, cluster: Cluster) -> list[Call]:
     return [Call(kind, size, layout.tp, nodes, times) for kind in kinds]
 
 
-def context_calls(job: Job, layout: Layout, cluster: Cluster):
+def context_calls(job: TrainingJob, layout: Layout, cluster: Cluster):
     """Return what context parallelism sends in a layer, forward and backward.
 
     Ring: keys and values go around, backward with their gradients (Liu et al., 2023).
@@ -172,7 +172,7 @@ def context_calls(job: Job, layout: Layout, cluster: Cluster):
     return [gather], [gather._replace(kind="reduce_scatter", times=1.0)]
 
 
-def expert_calls(job: Job, layout: Layout, cluster: Cluster) -> list[Call]:
+def expert_calls(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[Call]:
     """Return what experts send in a layer: tokens there and back in each pass.
 
     Source: GShard (Lepikhin et al., 2020), section 3.2.
@@ -184,7 +184,7 @@ def expert_calls(job: Job, layout: Layout, cluster: Cluster) -> list[Call]:
     return [Call("all_to_all", size, layout.ep, nodes, 2 * passes_of(layout))]
 
 
-def pipeline_calls(job: Job, layout: Layout, cluster: Cluster) -> list[Call]:
+def pipeline_calls(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[Call]:
     """Return the activations and gradients that a stage sends in a step."""
     size = WIDTH * tokens_of(job, layout) * job.model.hidden / layout.tp
     ((stride, _),) = strides_of(layout, ("pp",))
@@ -202,7 +202,7 @@ class WeightCalls(NamedTuple):
     gradients: list[Call]
 
 
-def weight_calls(job: Job, layout: Layout, cluster: Cluster, weights: float):
+def weight_calls(job: TrainingJob, layout: Layout, cluster: Cluster, weights: float):
     """Return the calls for so many weights of a GPU: in each micro-batch, or in a step.
 
     ZeRO-3 gathers forward and backward and reduces; ZeRO-1 and 2 gather what they
@@ -228,12 +228,12 @@ def weight_calls(job: Job, layout: Layout, cluster: Cluster, weights: float):
     return WeightCalls(gather, again, [] if job.frozen else gradients)
 
 
-def gathers_each(job: Job, layout: Layout) -> bool:
+def gathers_each(job: TrainingJob, layout: Layout) -> bool:
     """Tell whether weights are gathered in each micro-batch."""
     return layout.zero == 3 and not memory.gathers_once(job, layout)
 
 
-def reduces_each(job: Job, layout: Layout) -> bool:
+def reduces_each(job: TrainingJob, layout: Layout) -> bool:
     """Tell whether each micro-batch reduces its gradients (ZeRO-2, section 5.2)."""
     if layout.zero == 2:
         return not memory.gradients_stay_whole(job, layout)

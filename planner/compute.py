@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from planner import models
 from planner.hardware import Cluster
-from planner.job import Job, Layout, Model
+from planner.job import Layout, ModelShape, TrainingJob
 from planner.rates import rate_of
 
 NARROW = (
@@ -18,16 +18,21 @@ WIDTH = 2  # bytes of a number: bfloat16 or float16
 HBM = 0.85  # share of the memory's rate that kernels reach
 ATTENTION_BACKWARD = 0.8  # of forward's rate (Dao, 2023, figure 5)
 ATTENTION_STORED = 0.5  # of the peak: products of attention that stores its scores
-# 16-bit numbers that are read and written, forward.
+# 16-bit numbers that are read and written, forward. A float32 number counts twice.
 FFN_PASSES = 3.0  # of the feed-forward's width: activation
 SCORE_PASSES = 8.0  # of each score that is stored
 LOGIT_PASSES = 6.0  # of each logit, forward and backward
+# Eager kernels of Llama's RMSNorm: cast 3, square 4, mean 2, scale 4, cast 3, weight 2;
+# less the 2 of one LayerNorm kernel, which `passes.hidden` has.
+RMS_NORM_PASSES = 3 + 4 + 2 + 4 + 3 + 2 - 2
+ROTARY_PASSES = 3 + 4 + 3  # of queries and keys: cast, complex product, cast
+ROTARY_FUSED_PASSES = 2
 LAUNCH_COMPILED_US = 150.0  # to launch a compiled layer's forward
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Seconds of one layer (or head) for one micro-batch."""
+class LayerSeconds:
+    """Seconds of one layer, or of the head, for one micro-batch."""
 
     forward: float
     backward: float
@@ -39,27 +44,26 @@ class Seconds:
     )
 
 
-def product_seconds(m, n, k, job: Job, cluster: Cluster, rates) -> float:
+def product_seconds(m, n, k, job: TrainingJob, cluster: Cluster, rates) -> float:
     """Return the seconds of a product (m, k) x (k, n).
 
-    Short sides fill tiles and pipelines less: each side s gives s / (s + side) of the
-    rate. Never faster than its operands come from memory.
+    The tensor cores wait for part of the operands' traffic, so short sides reach a
+    smaller share of the peak: a side of s gives s / (s + side). `side` is the number of
+    times that an operand is moved x the GPU's FLOPs per byte of memory traffic
+    (roofline: Williams et al., 2009).
     """
     gpu = cluster.gpu
-    precision = job.precision
     share = rate_of(rates, "matrix", gpu.family)
-    if precision in NARROW:
-        share *= rates[f"matrix.{precision}"]
-    peak = gpu.tflops.get(precision.split("-")[0]) or gpu.tflops["bf16"]
-    if (
-        precision == "fp4"
-    ):  # power limits it: GB300 gains over GB200 what it gains in 8 bits
+    if job.precision in NARROW:
+        share *= rates[f"matrix.{job.precision}"]
+    peak = gpu.tflops.get(job.precision.split("-")[0]) or gpu.tflops["bf16"]
+    if job.precision == "fp4":
+        # Power limits it: GB300 gains over GB200 as much as in 8 bits.
         peak = min(peak, 4 * gpu.tflops["bf16"])
-    side = rates["matrix.side"]
-    lost = (1 + side / m) * (1 + side / n) * (1 + side / k)
-    flops = 2 * m * n * k / (peak * 1e12 * share * cluster.matrix_scale) * lost
-    moved = WIDTH * (m * n + n * k + m * k) / (gpu.hbm_gb_s * 1e9 * HBM)
-    return max(flops, moved)
+    side = rate_of(rates, "traffic", gpu.family) * peak * 1e12 / (gpu.hbm_gb_s * 1e9)
+    longer = (1 + side / m) * (1 + side / n) * (1 + side / k)
+    rate = peak * 1e12 * share * cluster.matrix_scale
+    return 2 * m * n * k / rate * longer
 
 
 def three_products(m, n, k, job, cluster, rates) -> tuple[float, float]:
@@ -72,7 +76,7 @@ def three_products(m, n, k, job, cluster, rates) -> tuple[float, float]:
     return forward, to_input + to_weight
 
 
-def fuses(job: Job) -> bool:
+def fuses(job: TrainingJob) -> bool:
     """Tell whether norms and activations run in fused kernels: compiled, or
     Megatron-LM's own.
     """
@@ -84,7 +88,7 @@ def memory_seconds(numbers: float, cluster: Cluster) -> float:
     return WIDTH * numbers / (cluster.gpu.hbm_gb_s * 1e9 * HBM)
 
 
-def attention_flops(model: Model, pairs: float) -> float:
+def attention_flops(model: ModelShape, pairs: float) -> float:
     """Return forward's FLOPs of so many pairs of a query and a key, in all heads.
 
     Scores take query and key (latent attention: with what turns), the sum takes values.
@@ -93,7 +97,7 @@ def attention_flops(model: Model, pairs: float) -> float:
 
 
 def attention_seconds(
-    job: Job, layout: Layout, cluster: Cluster, rates
+    job: TrainingJob, layout: Layout, cluster: Cluster, rates
 ) -> tuple[float, float]:
     """Return seconds of softmax(QK')V forward and backward, for one micro-batch and
     layer.
@@ -117,7 +121,7 @@ def attention_seconds(
     return products + scores, 2 * products + 1.5 * scores
 
 
-def attention_matrices(model: Model, t: int) -> list[tuple[float, float]]:
+def attention_matrices(model: ModelShape, t: int) -> list[tuple[float, float]]:
     """Return (n, k) of attention's matrices on one of t GPUs.
 
     Latent attention goes down to a rank, whole on each GPU, and up for each head
@@ -141,7 +145,7 @@ def attention_matrices(model: Model, t: int) -> list[tuple[float, float]]:
 
 
 def layer_matrices(
-    job: Job, layout: Layout, dense: bool
+    job: TrainingJob, layout: Layout, dense: bool
 ) -> list[tuple[float, float, float]]:
     """Return the (m, n, k) of a layer's products on one GPU; experts' as one product
     each kind.
@@ -159,7 +163,7 @@ def layer_matrices(
 
 
 def expert_matrices(
-    job: Job, layout: Layout
+    job: TrainingJob, layout: Layout
 ) -> tuple[int, list[tuple[float, float, float]]]:
     """Return a GPU's experts, and the products of one, if tokens are spread evenly."""
     model = job.model
@@ -180,12 +184,33 @@ def expert_matrices(
     ]
 
 
-def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> Seconds:
+def layer_numbers(
+    job: TrainingJob, layout: Layout, width: int, dense: bool, rates
+) -> float:
+    """Return the 16-bit numbers that norms, residuals and activations move forward.
+
+    For each token of a micro-batch on a rank; width: of the feed-forward, all experts
+    of a token. A model without a table of positions rotates queries and keys, and a
+    model with a gated feed-forward has RMSNorm.
+    """
+    model = job.model
+    cut = layout.tp if layout.sequence_parallel else 1
+    hidden = model.hidden * (1 if dense else 1 + model.top_k / 2)
+    numbers = rates["passes.hidden"] * hidden / cut
+    numbers += FFN_PASSES * width * (1.5 if model.gated else 1) / layout.tp
+    rotated = 0 if model.learned_positions else models.rotated_width(model) / layout.tp
+    if fuses(job):
+        return rates["passes.compiled"] * numbers + ROTARY_FUSED_PASSES * rotated
+    if model.gated:
+        numbers += RMS_NORM_PASSES * model.norms * model.hidden / cut
+    return numbers + ROTARY_PASSES * rotated
+
+
+def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> LayerSeconds:
     """Return the seconds of one layer on one GPU, for one micro-batch, without
     communication.
     """
     model = job.model
-    t = layout.tp
     tokens = layout.micro_batch * job.seq_len / layout.cp
     forward = backward = 0.0
     for m, n, k in layer_matrices(job, layout, dense):
@@ -200,44 +225,39 @@ def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> Seconds:
             forward += experts * one
             backward += experts * two
         width += model.top_k * model.ffn
-    passes = rates["passes.compiled"] if fuses(job) else 1.0
-    cut = t if layout.sequence_parallel else 1
-    hidden = model.hidden * (1 if dense else 1 + model.top_k / 2)
-    numbers = rates["passes.hidden"] * hidden / cut
-    numbers += FFN_PASSES * width * (1.5 if model.gated else 1) / t
-    moved = memory_seconds(passes * numbers * tokens, cluster)
+    numbers = layer_numbers(job, layout, width, dense, rates)
+    moved = memory_seconds(numbers * tokens, cluster)
     attention, attention_backward = attention_seconds(job, layout, cluster, rates)
     products = forward
     forward += moved + attention
     backward += 1.5 * moved + attention_backward
     half = products / 2 + moved
-    return Seconds(forward, backward, attention, attention_backward, attention, half)
+    return LayerSeconds(
+        forward, backward, attention, attention_backward, attention, half
+    )
 
 
-def launch_seconds(job: Job, rates) -> float:
+def launch_seconds(job: TrainingJob, rates) -> float:
     """Return the seconds in which the host launches a layer's forward: no GPU is
     faster.
     """
     return (LAUNCH_COMPILED_US if job.compiled else rates["launch.eager_us"]) * 1e-6
 
 
-def head_seconds(job: Job, layout: Layout, cluster: Cluster, rates) -> Seconds:
+def head_seconds(
+    job: TrainingJob, layout: Layout, cluster: Cluster, rates
+) -> LayerSeconds:
     """Return the seconds of logits and loss, for one micro-batch on the last stage."""
     tokens = layout.micro_batch * job.seq_len / layout.cp
     vocab = job.model.vocab / layout.tp
-    sixteen = job if job.precision not in NARROW else _in_bf16(job)
+    sixteen = replace(job, precision="bf16") if job.precision in NARROW else job
     one, two = three_products(tokens, vocab, job.model.hidden, sixteen, cluster, rates)
     passes = rates["passes.compiled"] if fuses(job) else 1.0
     moved = memory_seconds(passes * LOGIT_PASSES * tokens * vocab, cluster)
-    return Seconds(one + moved / 2, two + moved / 2, 0.0, 0.0)
+    return LayerSeconds(one + moved / 2, two + moved / 2, 0.0, 0.0)
 
 
-def _in_bf16(job: Job) -> Job:
-
-    return replace(job, precision="bf16")
-
-
-def flops_per_token(model: Model, seq_len: int) -> float:
+def flops_per_token(model: ModelShape, seq_len: int) -> float:
     """Return the FLOPs of forward and backward for one token, all of attention counted.
 
     Source: PaLM (Chowdhery et al., 2022), appendix B: 6 per weight and token, 12 per
@@ -251,7 +271,7 @@ def flops_per_token(model: Model, seq_len: int) -> float:
     return 6 * weights + 12 * model.layers * models.query_width(model) * seq_len
 
 
-def model_flops(job: Job) -> float:
+def model_flops(job: TrainingJob) -> float:
     """Return the FLOPs of a step on all GPUs, without recomputation.
 
     Frozen weights get no gradients: 4 of 6 FLOPs per weight are left.

@@ -9,8 +9,8 @@ from statistics import median
 
 from planner import published
 from planner.hardware import Cluster
-from planner.job import Job, Layout
-from planner.published import Run
+from planner.job import Layout, TrainingJob
+from planner.published import PublishedRun
 from planner.step import step_seconds
 
 ALIKE = 0.01  # two measurements closer than this are not ranked: runs differ by as much
@@ -21,7 +21,7 @@ FEWEST = 3  # rows that say how large an error is
 class Compared:
     """A published run with its predicted figure, in the same unit."""
 
-    run: Run
+    run: PublishedRun
     measured: float
     predicted: float
 
@@ -54,7 +54,7 @@ def errors_of(errors: Iterable[float]) -> Errors:
     return Errors(len(sizes), median(sizes), p95, median(errors))
 
 
-def compare_steps(runs: Iterable[Run]) -> list[Compared]:
+def compare_steps(runs: Iterable[PublishedRun]) -> list[Compared]:
     """Return the runs with a step time, in seconds."""
     return [
         Compared(run, run.step_time_s, step_seconds(run.job, run.layout, run.cluster))
@@ -63,7 +63,7 @@ def compare_steps(runs: Iterable[Run]) -> list[Compared]:
     ]
 
 
-def by(compared: Iterable[Compared], key: Callable[[Run], str]):
+def by(compared: Iterable[Compared], key: Callable[[PublishedRun], str]):
     """Return rows by a key, in order of their first."""
     groups = defaultdict(list)
     for each in compared:
@@ -74,7 +74,7 @@ def by(compared: Iterable[Compared], key: Callable[[Run], str]):
 # The published runs that are most like a job
 
 
-def traits_of(job: Job, layout: Layout, cluster: Cluster) -> tuple[str, ...]:
+def traits_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> tuple[str, ...]:
     """Return what errors depend on: GPU, kind of model, bits, method, stack."""
     axes = layout.tp * layout.pp > 1
     method = "tensor or pipeline parallelism" if axes else "data parallelism"
@@ -90,7 +90,9 @@ def traits_of(job: Job, layout: Layout, cluster: Cluster) -> tuple[str, ...]:
     )
 
 
-def closest(job: Job, layout: Layout, cluster: Cluster) -> tuple[list[str], Errors]:
+def closest(
+    job: TrainingJob, layout: Layout, cluster: Cluster
+) -> tuple[list[str], Errors]:
     """Return what published runs share with a job, and the errors of these runs.
 
     All traits where three runs have them, else without the stack, else without the
@@ -124,7 +126,7 @@ def closest(job: Job, layout: Layout, cluster: Cluster) -> tuple[list[str], Erro
 # Statistics that validate.py prints
 
 
-def features_of(run: Run) -> list[str]:
+def features_of(run: PublishedRun) -> list[str]:
     """Return what a run has that a term of the model is for."""
     job, layout = run.job, run.layout
     has = {
@@ -143,16 +145,16 @@ def features_of(run: Run) -> list[str]:
 
 def by_feature(compared: Iterable[Compared]) -> dict[str, Errors]:
     """Return the errors of all rows that have a feature."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for each in compared:
         for feature in features_of(each.run):
-            found[feature].append(each.error)
-    return {feature: errors_of(values) for feature, values in found.items()}
+            groups[feature].append(each.error)
+    return {feature: errors_of(values) for feature, values in groups.items()}
 
 
 def strategy_pairs(compared: Iterable[Compared]) -> tuple[int, int]:
     """Return how many pairs that differ in strategy only are ranked, and how many
-    right.
+    correct.
 
     The same model, sequence, batch, GPUs and precision of one source. Pairs that were
     measured within 1% of each other are left out.
@@ -163,7 +165,7 @@ def strategy_pairs(compared: Iterable[Compared]) -> tuple[int, int]:
         shape = (job.model.layers, job.model.hidden, job.seq_len, job.global_batch)
         size = (layout.gpus, job.precision, each.run.cluster.gpu.name)
         groups[each.run.source_name, shape, size].append(each)
-    ranked = right = 0
+    ranked = correct = 0
     for members in groups.values():
         for index, one in enumerate(members):
             for two in members[index + 1 :]:
@@ -172,5 +174,5 @@ def strategy_pairs(compared: Iterable[Compared]) -> tuple[int, int]:
                 if same or abs(measured - 1) <= ALIKE:
                     continue
                 ranked += 1
-                right += (measured > 1) == (one.predicted > two.predicted)
-    return ranked, right
+                correct += (measured > 1) == (one.predicted > two.predicted)
+    return ranked, correct

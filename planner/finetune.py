@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner import activations, models
 from planner.activations import BF16, FP32, logit_bytes, tokens_of
-from planner.job import Job, Layout, Model
+from planner.job import Layout, ModelShape, TrainingJob
 
 QUANT = {"lora": "", "qlora": "nf4-dq"}  # of a method's frozen matrices
 METHODS = ("full", "lora", "adapter", "adapter_v2")
@@ -45,7 +45,9 @@ def frozen_weight_bytes(quant: str = "") -> float:
     return BF16
 
 
-def adapter_shapes(model: Model, targets: tuple[str, ...]) -> list[tuple[int, int]]:
+def adapter_shapes(
+    model: ModelShape, targets: tuple[str, ...]
+) -> list[tuple[int, int]]:
     """Return inputs and outputs of a layer's matrices that LoRA is added to."""
     h, q, kv, wide = (
         model.hidden,
@@ -62,7 +64,7 @@ def adapter_shapes(model: Model, targets: tuple[str, ...]) -> list[tuple[int, in
     }
     shapes["mlp"] = inner
     return [
-        shape for name, found in shapes.items() if name in targets for shape in found
+        shape for name, pairs in shapes.items() if name in targets for shape in pairs
     ]
 
 
@@ -74,7 +76,7 @@ def lora_shapes(outputs: int, inputs: int, rank: int) -> list[tuple[int, int]]:
 
 
 def trained_parameters(
-    model: Model,
+    model: ModelShape,
     method: str,
     rank: int = 8,
     targets: tuple[str, ...] = ("query", "value"),
@@ -103,7 +105,7 @@ def trained_parameters(
     return prompts + norms + 2 * (outputs * model.layers + model.vocab)
 
 
-def finetuned_parameters(model: Model) -> int:
+def finetuned_parameters(model: ModelShape) -> int:
     """Return all weights with an output layer of its own: libraries that load it untie
     it.
     """
@@ -111,7 +113,7 @@ def finetuned_parameters(model: Model) -> int:
     return models.parameters(model) + tied
 
 
-def matrix_parameters(model: Model) -> int:
+def matrix_parameters(model: ModelShape) -> int:
     """Return the weights that 4-bit quantization takes: every layer's matrices, the
     output's.
     """
@@ -121,7 +123,7 @@ def matrix_parameters(model: Model) -> int:
     return layers + models.table_parameters(model)
 
 
-def norm_bytes(model: Model, method: str, mixed: bool = False) -> float:
+def norm_bytes(model: ModelShape, method: str, mixed: bool = False) -> float:
     """Return bytes per token of a norm: float32 input (RMSNorm) or 16 bits (LayerNorm).
 
     A trained RMSNorm keeps its float32 result before the weight too.
@@ -132,7 +134,7 @@ def norm_bytes(model: Model, method: str, mixed: bool = False) -> float:
     return kept * model.hidden
 
 
-def input_bytes(model: Model) -> float:
+def input_bytes(model: ModelShape) -> float:
     """Return bytes per token of a layer's matrices' inputs that nothing else keeps.
 
     Outputs of both norms, and the last matrix' input: kept where matrices are trained
@@ -141,7 +143,7 @@ def input_bytes(model: Model) -> float:
     return BF16 * (2 * model.hidden + model.ffn)
 
 
-def attention_bytes(model: Model, method: str, seq_len: int) -> float:
+def attention_bytes(model: ModelShape, method: str, seq_len: int) -> float:
     """Return bytes per token of attention: queries, keys, values, output, log-sum-exp.
 
     Values are a view of the fused product of all three, which stays; where query heads
@@ -155,7 +157,7 @@ def attention_bytes(model: Model, method: str, seq_len: int) -> float:
     return kept + (BF16 * q if method.startswith("adapter") else 0)
 
 
-def mlp_bytes(model: Model) -> float:
+def mlp_bytes(model: ModelShape) -> float:
     """Return bytes per token of a feed-forward: gate, its activation, up; or the input
     of GeLU.
 
@@ -165,7 +167,7 @@ def mlp_bytes(model: Model) -> float:
     return one if not model.experts else model.top_k * (one + 2 * BF16 * model.hidden)
 
 
-def adapter_bytes(model: Model, method: str, targets: tuple[str, ...]) -> float:
+def adapter_bytes(model: ModelShape, method: str, targets: tuple[str, ...]) -> float:
     """Return bytes per token that a layer's adapters keep.
 
     LoRA: its dropped-out input and the mask, 3 bytes a number; where queries, keys and
@@ -189,7 +191,7 @@ def adapter_bytes(model: Model, method: str, targets: tuple[str, ...]) -> float:
 
 
 def layer_bytes(
-    model: Model,
+    model: ModelShape,
     method: str,
     seq_len: int,
     quant: str,
@@ -204,7 +206,7 @@ def layer_bytes(
     return kept + adapter_bytes(model, method, targets)
 
 
-def frozen_bytes(model: Model, method: str, quant: str, mixed: bool) -> float:
+def frozen_bytes(model: ModelShape, method: str, quant: str, mixed: bool) -> float:
     """Return bytes of what is not trained; under autocast float32, and its 16-bit
     casts.
 
@@ -220,7 +222,7 @@ def frozen_bytes(model: Model, method: str, quant: str, mixed: bool) -> float:
 
 
 def memory_of_finetune(
-    model: Model,
+    model: ModelShape,
     method: str = "lora",
     seq_len: int = 512,
     micro_batch: int = 1,
@@ -283,7 +285,7 @@ def memory_of_finetune(
 
 
 def gathered_bytes(
-    model: Model, frozen: float, number: int, frees_frozen: bool
+    model: ModelShape, frozen: float, number: int, frees_frozen: bool
 ) -> float:
     """Return what FSDP holds whole at its fullest.
 
@@ -303,12 +305,12 @@ def gathered_bytes(
 # A plan of adapters
 
 
-def every_target(model: Model) -> tuple[str, ...]:
+def every_target(model: ModelShape) -> tuple[str, ...]:
     """Return the matrices that get adapters: all but experts."""
     return TARGETS[:4] if model.experts else TARGETS[:5]
 
 
-def with_adapters(job: Job, method: str, rank: int) -> Job:
+def with_adapters(job: TrainingJob, method: str, rank: int) -> TrainingJob:
     """Return the job with frozen weights, of 4 bits for qlora, and trained adapters."""
     return replace(
         job,
@@ -319,7 +321,7 @@ def with_adapters(job: Job, method: str, rank: int) -> Job:
     )
 
 
-def memory_of_adapters(job: Job, layout: Layout) -> dict[str, float]:
+def memory_of_adapters(job: TrainingJob, layout: Layout) -> dict[str, float]:
     """Return bytes by part on a GPU that trains adapters next to frozen weights.
 
     Adapters, their gradients and Adam's moments are float32. tp divides matrices and

@@ -12,7 +12,7 @@ LOSSES = ("whole", "chunked", "fused")
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShape:
     """A decoder. `ffn` is the inner width; gated: SwiGLU's three matrices, otherwise
     two.
     """
@@ -48,10 +48,10 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A model, its batch, and the numbers it computes in."""
 
-    model: Model
+    model: ModelShape
     seq_len: int
     global_batch: int  # sequences per step
     precision: str = (
@@ -126,7 +126,7 @@ class Layout:
         """Ranks that the states of a replica are cut over, where zero says so."""
         return self.shard or self.replicas
 
-    def micro_batches(self, job: Job) -> int:
+    def micro_batches(self, job: TrainingJob) -> int:
         """Return the micro-batches of a step on each replica."""
         return max(1, job.global_batch // (self.dp * self.micro_batch))
 

@@ -21,7 +21,7 @@ from planner.activations import (
     stack_of,
 )
 from planner.hardware import Gpu
-from planner.job import Job, Layout
+from planner.job import Layout, TrainingJob
 
 GIB = 2**30
 # The first stage of ZeRO that shards a part (Rajbhandari et al., 2020, figure
@@ -39,7 +39,9 @@ WASTED = 0.07  # of the rest: blocks that fit no request
 # --- States: parameters, gradients, optimizer ---
 
 
-def tables_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
+def tables_of_stage(
+    job: TrainingJob, layout: Layout, stage: int
+) -> tuple[float, float]:
     """Return the weights of the first table and of the output layer on a GPU of a
     stage.
     """
@@ -52,7 +54,7 @@ def tables_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]
 
 
 def tensors_of_stage(
-    job: Job, layout: Layout, stage: int
+    job: TrainingJob, layout: Layout, stage: int
 ) -> list[tuple[float, float, str, int]]:
     """Return the weights on a GPU of a stage before ZeRO: outputs, inputs, kind, how
     many.
@@ -61,7 +63,7 @@ def tensors_of_stage(
     3); ep cuts experts. With one stage, tied tables are one.
     """
     model, t = job.model, layout.tp
-    found = []
+    tensors = []
     for layer, count in layers_of(model, layout, stage):
         for outputs, inputs, kind in models.shapes_of_kind(
             model, models.is_dense(model, layer)
@@ -70,17 +72,21 @@ def tensors_of_stage(
                 outputs /= t
             elif kind == models.ROW:
                 inputs /= t
-            found.append((outputs, inputs, kind, count))
+            tensors.append((outputs, inputs, kind, count))
     for table in tables_of_stage(job, layout, stage):
-        found.append((table / model.hidden, model.hidden, models.COLUMN, 1))
+        tensors.append((table / model.hidden, model.hidden, models.COLUMN, 1))
     last = (stage == layout.pp - 1) * (2 if model.biases else 1)
-    found.append((model.hidden, 1, models.WHOLE, last))
-    found.append((model.learned_positions, model.hidden, models.WHOLE, int(stage == 0)))
-    return found
+    tensors.append((model.hidden, 1, models.WHOLE, last))
+    tensors.append(
+        (model.learned_positions, model.hidden, models.WHOLE, int(stage == 0))
+    )
+    return tensors
 
 
 @cache
-def weights_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
+def weights_of_stage(
+    job: TrainingJob, layout: Layout, stage: int
+) -> tuple[float, float]:
     """Return the weights on a GPU of a stage before ZeRO: those of all tokens, and of
     experts.
     """
@@ -94,7 +100,9 @@ def weights_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float
 
 
 @cache
-def shards_of_stage(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
+def shards_of_stage(
+    job: TrainingJob, layout: Layout, stage: int
+) -> tuple[float, float]:
     """Return the weights of a stage on the fullest of the ranks that ZeRO shards over.
 
     FSDP2 cuts each tensor by its rows, and the first ranks get what does not divide
@@ -121,7 +129,7 @@ def largest_part(rows: float, columns: float, ranks: int) -> float:
     return -(-rows // ranks) * columns
 
 
-def state_bytes_per_weight(job: Job, zero: int) -> dict[str, float]:
+def state_bytes_per_weight(job: TrainingJob, zero: int) -> dict[str, float]:
     """Return bytes per weight: parameters, gradients, optimizer (ZeRO, section 3).
 
     FSDP2 (zero 3) keeps float32 shards that it casts when it gathers them: the master
@@ -139,7 +147,7 @@ def state_bytes_per_weight(job: Job, zero: int) -> dict[str, float]:
     return bytes_of
 
 
-def gathers_once(job: Job, layout: Layout) -> bool:
+def gathers_once(job: TrainingJob, layout: Layout) -> bool:
     """Tell whether ZeRO-3 gathers and reduces a stage's weights once a step: with a
     pipeline.
 
@@ -151,7 +159,7 @@ def gathers_once(job: Job, layout: Layout) -> bool:
     return layout.zero == 3 and layout.pp > 1 and not stack_of(job).reshards_stage
 
 
-def gradients_stay_whole(job: Job, layout: Layout) -> bool:
+def gradients_stay_whole(job: TrainingJob, layout: Layout) -> bool:
     """Tell whether micro-batches' gradients are added up whole under ZeRO 2 and 3.
 
     A pipeline reduces them once a step: its stages' backwards are not one after the
@@ -164,7 +172,7 @@ def gradients_stay_whole(job: Job, layout: Layout) -> bool:
 
 
 def states(
-    job: Job,
+    job: TrainingJob,
     layout: Layout,
     weights: tuple[float, float],
     shards: tuple[float, float] | None = None,
@@ -194,7 +202,7 @@ def states(
     return held
 
 
-def layer_weights(job: Job, layout: Layout) -> float:
+def layer_weights(job: TrainingJob, layout: Layout) -> float:
     """Return the weights of the largest layer on a GPU before ZeRO."""
     model = job.model
     split = models.split_parameters(model, model.layers - 1)
@@ -202,7 +210,7 @@ def layer_weights(job: Job, layout: Layout) -> float:
     return (split + routed / layout.ep) / layout.tp + models.whole_parameters(model, 0)
 
 
-def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
+def gathered(job: TrainingJob, layout: Layout, stage: int, moment: str) -> float:
     """Return bytes of weights and gradients that FSDP holds whole (ZeRO-3).
 
     The tables stay from forward to backward; a layer in use and the next on its way; in
@@ -227,7 +235,7 @@ def gathered(job: Job, layout: Layout, stage: int, moment: str) -> float:
     )  # a block, the next one, gradients
 
 
-def buffers(job: Job, layout: Layout, stage: int) -> float:
+def buffers(job: TrainingJob, layout: Layout, stage: int) -> float:
     """Return bytes of copies of gradients: DDP's buckets, or Megatron's stand-ins.
 
     Transformer Engine and Megatron's output layer add weight gradients to float32
@@ -249,7 +257,7 @@ def buffers(job: Job, layout: Layout, stage: int) -> float:
     return 0.0
 
 
-def returns_gradients_together(job: Job, layout: Layout) -> bool:
+def returns_gradients_together(job: TrainingJob, layout: Layout) -> bool:
     """Tell whether one compiled graph computes all gradients, beside those added up
     before.
 
@@ -258,11 +266,11 @@ def returns_gradients_together(job: Job, layout: Layout) -> bool:
     (AOTAutograd).
     """
     alone = layout.zero == 0 and layout.replicas == 1
-    own = job.stack not in ("megatron", "thunder")
-    return alone and own and job.compiled and layout.micro_batches(job) > 1
+    compiles = job.stack not in ("megatron", "thunder")
+    return alone and compiles and job.compiled and layout.micro_batches(job) > 1
 
 
-def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
+def memory_of_stage(job: TrainingJob, layout: Layout, stage: int) -> dict[str, float]:
     """Return bytes by part on one GPU of a stage, at the fuller of its two moments."""
     dense, experts = weights_of_stage(job, layout, stage)
     held = states(job, layout, (dense, experts), shards_of_stage(job, layout, stage))
@@ -283,7 +291,7 @@ def memory_of_stage(job: Job, layout: Layout, stage: int) -> dict[str, float]:
     return max(at_loss, in_backward, key=lambda parts: sum(parts.values()))
 
 
-def memory_of(job: Job, layout: Layout) -> dict[str, float]:
+def memory_of(job: TrainingJob, layout: Layout) -> dict[str, float]:
     """Return bytes by part on the fullest GPU, as torch.cuda.max_memory_allocated
     would.
     """

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 
 from planner.hardware import DATA
-from planner.job import Model
+from planner.job import ModelShape
 
 
-def read_models() -> tuple[dict[str, Model], dict[str, str]]:
+def read_models() -> tuple[dict[str, ModelShape], dict[str, str]]:
     """Return the shapes of data/models.csv, and the names of each spelling."""
     shapes, spellings = {}, {}
     with (DATA / "models.csv").open(newline="", encoding="utf-8") as file:
@@ -27,15 +27,15 @@ def read_models() -> tuple[dict[str, Model], dict[str, str]]:
     return shapes, spellings
 
 
-def model_of_row(row: dict[str, str]) -> Model:
+def model_of_row(row: dict[str, str]) -> ModelShape:
     """Return the model whose sizes are columns of a row; empty is the default."""
     flags = ("gated", "tied_embeddings", "biases", "softcap")
     sizes = {}
-    for field in fields(Model):
+    for field in fields(ModelShape):
         text = row.get(field.name)
         if text and field.name != "name":
             sizes[field.name] = text == "1" if field.name in flags else int(text)
-    return Model(**sizes, name=row.get("name", ""))
+    return ModelShape(**sizes, name=row.get("name", ""))
 
 
 def plain(name: str) -> str:
@@ -46,7 +46,7 @@ def plain(name: str) -> str:
 MODELS, SPELLINGS = read_models()
 
 
-def find_model(name: str) -> Model:
+def find_model(name: str) -> ModelShape:
     """Return the shape that a name means: `llama3-8b`, `Qwen/Qwen3-32B`, `7b`.
 
     The name may have more words, as `Meta-Llama-3.1-8B-Instruct`. A number of weights
@@ -74,7 +74,7 @@ def find_model(name: str) -> Model:
     raise ValueError(f"{name} is unknown; {hint}known are {', '.join(MODELS)}")
 
 
-def of_size(weights: float, name: str) -> Model:
+def of_size(weights: float, name: str) -> ModelShape:
     """Return a dense shape with about so many weights."""
     dense = [model for model in MODELS.values() if model.gated and not model.experts]
     near = min(dense, key=lambda model: abs(math.log(parameters(model) / weights)))
@@ -85,27 +85,34 @@ def of_size(weights: float, name: str) -> Model:
     )
 
 
-def head_width(model: Model) -> int:
+def head_width(model: ModelShape) -> int:
     """Return the numbers of one head."""
     return model.head_dim or model.hidden // model.heads
 
 
-def key_width(model: Model) -> int:
+def key_width(model: ModelShape) -> int:
     """Return the width of keys, and of values: groups of queries share them (GQA)."""
     return head_width(model) * model.kv_heads
 
 
-def query_width(model: Model) -> int:
+def query_width(model: ModelShape) -> int:
     """Return the width of queries and of attention's output."""
     return head_width(model) * model.heads
 
 
+def rotated_width(model: ModelShape) -> int:
+    """Return the numbers of queries and keys that a rotary embedding turns."""
+    if model.kv_rank:
+        return (model.heads + 1) * model.rope_dim
+    return query_width(model) + key_width(model)
+
+
 # How tensor parallelism cuts a matrix (Shoeybi et al., 2019, section 3), or who has it.
 COLUMN, ROW, WHOLE, EXPERT = "column", "row", "whole", "expert"
-Shape = tuple[int, int, str]  # outputs, inputs, how it is cut
+MatrixShape = tuple[int, int, str]  # outputs, inputs, how it is cut
 
 
-def attention_shapes(model: Model) -> list[Shape]:
+def attention_shapes(model: ModelShape) -> list[MatrixShape]:
     """Return a layer's attention: queries, keys, values, output.
 
     Latent attention (DeepSeek-V2, section 2.1): down to a rank, a norm, and up for each
@@ -128,7 +135,7 @@ def attention_shapes(model: Model) -> list[Shape]:
     return [*queries_down, (turned, model.q_rank, COLUMN), *down, *up]
 
 
-def mlp_shapes(model: Model, width: int, copies: int = 0) -> list[Shape]:
+def mlp_shapes(model: ModelShape, width: int, copies: int = 0) -> list[MatrixShape]:
     """Return a feed-forward: three matrices where gated (SwiGLU), else two; or `copies`
     of it.
     """
@@ -139,18 +146,18 @@ def mlp_shapes(model: Model, width: int, copies: int = 0) -> list[Shape]:
     return [(width, model.hidden, COLUMN)] * up + [(model.hidden, width, ROW)]
 
 
-def dense_width(model: Model) -> int:
+def dense_width(model: ModelShape) -> int:
     """Return the inner width that every token passes in a layer without experts."""
     return model.dense_ffn or model.ffn
 
 
-def is_dense(model: Model, layer: int) -> bool:
+def is_dense(model: ModelShape, layer: int) -> bool:
     """Tell whether a layer (from 0) has no experts."""
     return not model.experts or layer < model.dense_layers
 
 
 @cache
-def shapes_of_kind(model: Model, dense: bool) -> tuple[Shape, ...]:
+def shapes_of_kind(model: ModelShape, dense: bool) -> tuple[MatrixShape, ...]:
     """Return all weights of a layer of a kind; a vector is a column.
 
     Biases of a matrix cut by its inputs (output, second of the feed-forward) stay
@@ -176,47 +183,47 @@ def shapes_of_kind(model: Model, dense: bool) -> tuple[Shape, ...]:
 
 
 @cache
-def _sum(model: Model, dense: bool, kinds: tuple[str, ...]) -> int:
+def _sum(model: ModelShape, dense: bool, kinds: tuple[str, ...]) -> int:
     shapes = shapes_of_kind(model, dense)
     return sum(outputs * inputs for outputs, inputs, kind in shapes if kind in kinds)
 
 
-def whole_parameters(model: Model, layer: int) -> int:
+def whole_parameters(model: ModelShape, layer: int) -> int:
     """Return a layer's weights that tensor parallelism does not split: norms, router,
     ...
     """
     return _sum(model, is_dense(model, layer), (WHOLE,))
 
 
-def split_parameters(model: Model, layer: int) -> int:
+def split_parameters(model: ModelShape, layer: int) -> int:
     """Return a layer's weights that tensor parallelism splits, without experts."""
     return _sum(model, is_dense(model, layer), (COLUMN, ROW))
 
 
-def expert_parameters(model: Model, layer: int) -> int:
+def expert_parameters(model: ModelShape, layer: int) -> int:
     """Return the weights of all routed experts of a layer."""
     return _sum(model, is_dense(model, layer), (EXPERT,))
 
 
-def matrix_parameters(model: Model, layer: int) -> int:
+def matrix_parameters(model: ModelShape, layer: int) -> int:
     """Return the weights of a layer's matrices: no norms and no biases."""
     shapes = shapes_of_kind(model, is_dense(model, layer))
     return sum(outputs * inputs for outputs, inputs, _ in shapes if inputs > 1)
 
 
-def layer_parameters(model: Model, layer: int = -1) -> int:
+def layer_parameters(model: ModelShape, layer: int = -1) -> int:
     """Return the weights of a layer (from 0; the last one if not said)."""
     return _sum(
         model, is_dense(model, layer % model.layers), (COLUMN, ROW, WHOLE, EXPERT)
     )
 
 
-def table_parameters(model: Model) -> int:
+def table_parameters(model: ModelShape) -> int:
     """Return the weights of one table: a row of `hidden` numbers for each token."""
     return model.vocab * model.hidden
 
 
-def parameters(model: Model) -> int:
+def parameters(model: ModelShape) -> int:
     """Return all weights: layers, tables of tokens, positions and logits, the last
     norm.
     """
@@ -226,7 +233,7 @@ def parameters(model: Model) -> int:
     return layers + tables + positions + model.hidden * (2 if model.biases else 1)
 
 
-def active_parameters(model: Model) -> int:
+def active_parameters(model: ModelShape) -> int:
     """Return the weights that a token passes: of the routed experts, top_k."""
     if not model.experts:
         return parameters(model)
@@ -266,7 +273,7 @@ _TIED = {
 }
 
 
-def from_hf_config(config: str | Path | dict) -> Model:
+def from_hf_config(config: str | Path | dict) -> ModelShape:
     """Return the shape in a Hugging Face `config.json` (a file, its folder, or its
     dict).
 
@@ -296,7 +303,7 @@ def from_hf_config(config: str | Path | dict) -> Model:
         else kv_heads
     )
     latent = config.get("kv_lora_rank")
-    model = Model(
+    model = ModelShape(
         kv_heads=kv_heads or values["heads"],
         gated=kind not in _UNGATED,
         experts=experts,

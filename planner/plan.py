@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from planner import cli, plan_explain, plan_launch, plan_text
 from planner.finetune import with_adapters
 from planner.hardware import Cluster
-from planner.job import Job, Prediction
+from planner.job import Prediction, TrainingJob
 from planner.memory import GIB
 from planner.plan_args import (
     OPTIMIZERS,
@@ -28,11 +28,11 @@ from planner.plan_args import (
     one_layout,
     parse_args,
 )
-from planner.plan_search import Found, none_divides, search, why_not
+from planner.plan_search import SearchResult, none_divides, search, why_not
 from planner.step import axes_of, predict
 
 
-def as_json(plan: Prediction, job: Job, cluster: Cluster, args) -> dict:
+def as_json(plan: Prediction, job: TrainingJob, cluster: Cluster, args) -> dict:
     """Return a prediction in bytes, seconds and rates."""
     total, limit = plan.memory_total, plan.memory_limit
     result = {
@@ -66,7 +66,7 @@ def predict_one(args) -> None:
     cluster = cluster_from(args, layout.gpus)
     job = job_of(args, cluster, layout.gpus)
     if reason := why_not(job, cluster, layout):
-        raise cli.UsageError(reason)
+        raise cli.CommandLineError(reason)
     plan = predict(job, layout, cluster)
     if args.json:
         print(json.dumps(as_json(plan, job, cluster, args), indent=1))
@@ -88,22 +88,22 @@ def plan_all(args) -> None:
     gpus = args.gpus or 8
     cluster = cluster_from(args, gpus)
     job, only = job_of(args, cluster, gpus), given_layout(args)
-    found = search(job, cluster, gpus, only)
-    if not found.tried:
-        raise cli.UsageError(none_divides(job, cluster, gpus, only))
-    if not found.fitting:
-        raise cli.UsageError(too_large(args, job, cluster, gpus, found))
-    fastest = plan_text.certainty_of(job, found.fitting[0].layout, cluster)
+    result = search(job, cluster, gpus, only)
+    if not result.tried:
+        raise cli.CommandLineError(none_divides(job, cluster, gpus, only))
+    if not result.fitting:
+        raise cli.CommandLineError(too_large(args, job, cluster, gpus, result))
+    fastest = plan_text.certainty_of(job, result.fitting[0].layout, cluster)
     tie = plan_text.tie_of(fastest)
-    best = found.best(tie)[: plan_text.SHOWN]
+    best = result.best(tie)[: plan_text.SHOWN]
     first = best[0]
     certainty = plan_text.certainty_of(job, first.layout, cluster)
-    survives = plan_text.survival(job, cluster, first, found)
+    survives = plan_text.survival(job, cluster, first, result)
     reasons = [
         *plan_text.why_first(best, tie),
         plan_text.certainty_line(certainty, job, first.layout, cluster),
         *plan_text.survival_lines(first, survives),
-        *plan_text.larger_memory(first, found),
+        *plan_text.larger_memory(first, result),
         plan_text.batch_twice(job, cluster, first),
     ]
     number, launch, remarks = first_to_start(args, job, cluster, best)
@@ -113,14 +113,14 @@ def plan_all(args) -> None:
             "reasons": reasons,
             "survives": survives,
             "launch": {"plan": number, **asdict(launch), "before": remarks},
-            "tried": found.tried,
-            "fitting": len(found.fitting),
+            "tried": result.tried,
+            "fitting": len(result.fitting),
         }
         print(json.dumps(answer, indent=1))
         return
     print(*plan_text.head_lines(job, cluster, gpus), sep="\n")
     limit = f"{first.memory_limit / GIB:.1f} of {cluster.gpu.memory_gib:g} GiB"
-    print(f"{found.tried:,} layouts tried, {len(found.fitting):,} fit in {limit}")
+    print(f"{result.tried:,} layouts tried, {len(result.fitting):,} fit in {limit}")
     print_plans(job, cluster, args, best)
     print(*reasons, *remarks, sep="\n")
     if number:
@@ -133,7 +133,9 @@ def plan_all(args) -> None:
         print(*plan_explain.explain(job, cluster, first), sep="\n")
 
 
-def print_plans(job: Job, cluster: Cluster, args, plans: list[Prediction]) -> None:
+def print_plans(
+    job: TrainingJob, cluster: Cluster, args, plans: list[Prediction]
+) -> None:
     """Print three tables: layouts, memory by part, step by part; and days."""
     print(plan_text.layouts_table(job, cluster, plans), end="\n\n")
     print(plan_text.parts_table(plans, "memory", GIB, 1), end="\n\n")
@@ -143,7 +145,7 @@ def print_plans(job: Job, cluster: Cluster, args, plans: list[Prediction]) -> No
         print(f"1: {plan_text.money_line(plans[0], args.tokens, price)}")
 
 
-def first_to_start(args, job: Job, cluster: Cluster, best: list[Prediction]):
+def first_to_start(args, job: TrainingJob, cluster: Cluster, best: list[Prediction]):
     """Return the first plan that a template runs, its launch, and why not others."""
     remarks = []
     for number, plan in enumerate(best, 1):
@@ -163,9 +165,11 @@ def first_to_start(args, job: Job, cluster: Cluster, best: list[Prediction]):
 # Changes that make a job fit
 
 
-def too_large(args, job: Job, cluster: Cluster, gpus: int, found: Found) -> str:
+def too_large(
+    args, job: TrainingJob, cluster: Cluster, gpus: int, result: SearchResult
+) -> str:
     """Say which layout came closest, its lack of memory, and the flags that fit."""
-    plan = found.smallest
+    plan = result.smallest
     held, limit = plan.memory_total / GIB, plan.memory_limit / GIB
     sizes = {name: size / GIB for name, size in plan.memory.items() if size}
     parts = ", ".join(f"{name} {size:.1f}" for name, size in sizes.items())
@@ -186,7 +190,7 @@ def too_large(args, job: Job, cluster: Cluster, gpus: int, found: Found) -> str:
     return f"{text}; it fits with {' or '.join(fits)}" if fits else text
 
 
-def changes_of(args, job: Job) -> dict[str, Job]:
+def changes_of(args, job: TrainingJob) -> dict[str, TrainingJob]:
     """Return jobs that hold less, by their flags."""
     changes = {}
     if job.loss == "whole":

@@ -1,7 +1,6 @@
 """The flags of `plan.py`, and the job, cluster and layout that they mean.
 
-A flag that contradicts another one, or divides nothing, is a UsageError: one line, exit
-code 2.
+A flag that contradicts another one raises a CommandLineError: one line, exit code 2.
 """
 
 from __future__ import annotations
@@ -15,7 +14,16 @@ from pathlib import Path
 from planner import cli, models
 from planner.finetune import QUANT, with_adapters
 from planner.hardware import GPUS, LATENCY_US, Cluster, cluster_of, find_gpu
-from planner.job import ATTENTION, AXES, CP_KINDS, LOSSES, RECOMPUTE, Job, Layout, Model
+from planner.job import (
+    ATTENTION,
+    AXES,
+    CP_KINDS,
+    LOSSES,
+    RECOMPUTE,
+    Layout,
+    ModelShape,
+    TrainingJob,
+)
 from planner.stacks import STACKS
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "top_k")
@@ -65,9 +73,9 @@ def network_rate(text: str) -> tuple[float, str]:
     return cli.positive_float(number), unit
 
 
-def make_parser() -> cli.Parser:
+def make_parser() -> cli.PlannerParser:
     """Return the parser of the verbs plan and predict."""
-    parser = cli.Parser(prog="plan.py", description="Plan a training job.")
+    parser = cli.PlannerParser(prog="plan.py", description="Plan a training job.")
     verbs = parser.add_subparsers(dest="verb", metavar="{plan,predict}", required=True)
     for verb, text in (
         ("plan", "search all layouts; print the best five and how to start the first"),
@@ -96,14 +104,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = make_parser().parse_args(argv)
     args.adapters = args.finetune in QUANT
     if args.lora_rank and not args.adapters:
-        raise cli.UsageError("--lora-rank needs --finetune lora or qlora")
+        raise cli.CommandLineError("--lora-rank needs --finetune lora or qlora")
     if args.adapters and (args.optimizer != "adamw" or args.optimizer_in_backward):
-        raise cli.UsageError(f"--optimizer changes little for {args.finetune}: omit it")
+        raise cli.CommandLineError(
+            f"--optimizer changes little for {args.finetune}: omit it"
+        )
     args.lora_rank = args.lora_rank or LORA_RANK
     return args
 
 
-def add_job_flags(parser: cli.Parser) -> None:
+def add_job_flags(parser: cli.PlannerParser) -> None:
     add, count = parser.add_argument, cli.positive_int
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
@@ -138,7 +148,7 @@ def add_job_flags(parser: cli.Parser) -> None:
     add("--stack", choices=STACKS, default="torch", help="whose code runs (torch)")
 
 
-def add_tuning_flags(parser: cli.Parser) -> None:
+def add_tuning_flags(parser: cli.PlannerParser) -> None:
     add = parser.add_argument
     add(
         "--finetune",
@@ -162,7 +172,7 @@ def add_tuning_flags(parser: cli.Parser) -> None:
     add("--gradient-bytes", type=int, choices=(2, 4), help="of a gradient (4)")
 
 
-def add_hardware_flags(parser: cli.Parser) -> None:
+def add_hardware_flags(parser: cli.PlannerParser) -> None:
     add, count, rate = parser.add_argument, cli.positive_int, cli.positive_float
     add("--gpu", default="h100", metavar="NAME", help=f"{', '.join(GPUS)} (h100)")
     add("--gpus", type=count, help="GPUs of the job (8, or those of the axes)")
@@ -184,7 +194,7 @@ def add_hardware_flags(parser: cli.Parser) -> None:
     )
 
 
-def add_layout_flags(parser: cli.Parser, verb: str) -> None:
+def add_layout_flags(parser: cli.PlannerParser, verb: str) -> None:
     add, count = parser.add_argument, cli.positive_int
     rest = "searched" if verb == "plan" else "1"
     axis = partial(add, type=count, metavar="N")
@@ -221,8 +231,8 @@ def add_layout_flags(parser: cli.Parser, verb: str) -> None:
 # Meaning of the flags
 
 
-def model_of(args) -> Model:
-    """Return the model of a name, a file, or sizes. Raises: UsageError."""
+def model_of(args) -> ModelShape:
+    """Return the model of a name, a file, or sizes. Raises: CommandLineError."""
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name)}
     if args.mlp:
         sizes["gated"] = args.mlp == "gated"
@@ -233,44 +243,44 @@ def model_of(args) -> Model:
         try:
             model = models.from_hf_config(file)
         except (OSError, ValueError) as error:
-            raise cli.UsageError(f"{file}: {error}") from error
+            raise cli.CommandLineError(f"{file}: {error}") from error
     elif args.model or not sizes:
         try:
             model = models.find_model(args.model or "llama2-7b")
         except ValueError as error:
-            raise cli.UsageError(f"--model {error}; or a config.json") from error
+            raise cli.CommandLineError(f"--model {error}; or a config.json") from error
     else:
         missing = [f"--{name}" for name in NEEDED if name not in sizes]
         if missing:
-            raise cli.UsageError(
+            raise cli.CommandLineError(
                 f"a model of sizes lacks {', '.join(missing)}, or give --model"
             )
         usual = {"kv_heads": sizes["heads"], "top_k": 2 if "experts" in sizes else 0}
-        model = Model(**usual | sizes)
+        model = ModelShape(**usual | sizes)
     model = replace(model, **sizes)
     if not model.head_dim and model.hidden % model.heads:
-        raise cli.UsageError(
+        raise cli.CommandLineError(
             f"--heads {model.heads} do not divide --hidden {model.hidden}"
         )
     if model.heads % model.kv_heads:
-        raise cli.UsageError(
+        raise cli.CommandLineError(
             f"--kv-heads {model.kv_heads} do not divide --heads {model.heads}"
         )
     if model.experts and not 0 < model.top_k <= model.experts:
-        raise cli.UsageError(
+        raise cli.CommandLineError(
             f"--top-k {model.top_k} must be 1 to --experts {model.experts}"
         )
     return model
 
 
 def cluster_from(args, gpus: int) -> Cluster:
-    """Return the hardware of a name with the given values. Raises: UsageError."""
+    """Return the hardware of a name with the given values. Raises: CommandLineError."""
     try:
         gpu = find_gpu(args.gpu)
     except ValueError as error:
-        raise cli.UsageError(f"--gpu: {error}") from error
+        raise cli.CommandLineError(f"--gpu: {error}") from error
     if args.precision not in gpu.tflops and not args.gpu_tflops:
-        raise cli.UsageError(
+        raise cli.CommandLineError(
             f"--precision {args.precision}: {gpu.name} has {', '.join(gpu.tflops)}"
         )
     given = {
@@ -283,7 +293,7 @@ def cluster_from(args, gpus: int) -> Cluster:
     gpu = replace(gpu, **{name: value for name, value in given.items() if value})
     node = args.gpus_per_node or gpu.gpus_per_node
     if gpus > node and gpus % node:
-        raise cli.UsageError(
+        raise cli.CommandLineError(
             f"--gpus {gpus} must be a multiple of --gpus-per-node {node}"
         )
     rate = None
@@ -293,7 +303,7 @@ def cluster_from(args, gpus: int) -> Cluster:
     return cluster_of(gpu, gpus_per_node=node, network_gb_s=rate, network=args.network)
 
 
-def job_of(args, cluster: Cluster, gpus: int) -> Job:
+def job_of(args, cluster: Cluster, gpus: int) -> TrainingJob:
     """Return the job; a batch that is not given is usual for the model's size."""
     model = model_of(args)
     batch = args.global_batch or usual_batch(args, model, gpus)
@@ -302,7 +312,7 @@ def job_of(args, cluster: Cluster, gpus: int) -> Job:
         parameter, optimizer = 4, 8
     gradient = args.gradient_bytes or gradient
     attention = args.attention or usual_attention(args.stack, cluster)
-    job = Job(
+    job = TrainingJob(
         model,
         args.seq_len,
         batch,
@@ -322,7 +332,7 @@ def job_of(args, cluster: Cluster, gpus: int) -> Job:
     return job
 
 
-def usual_batch(args, model: Model, gpus: int) -> int:
+def usual_batch(args, model: ModelShape, gpus: int) -> int:
     """Return the sequences of a step that is usual for a model of this size."""
     weights = models.parameters(model)
     tokens = next(tokens for most, tokens in USUAL_TOKENS if weights < most)
@@ -342,14 +352,14 @@ def usual_attention(stack: str, cluster: Cluster) -> str:
 
 def given_layout(args) -> dict:
     """Return the fields of a Layout that were given."""
-    found = {
+    given = {
         name: getattr(args, name) for name in LAYOUT if getattr(args, name) is not None
     }
     if not args.sequence_parallel:
-        found["sequence_parallel"] = False
+        given["sequence_parallel"] = False
     if args.shard and args.zero is None:
-        found["zero"] = 3
-    return found
+        given["zero"] = 3
+    return given
 
 
 def one_layout(args) -> Layout:
@@ -362,5 +372,7 @@ def one_layout(args) -> Layout:
     if layout.gpus != gpus:
         axes = ("tp", "cp", "pp", "dp")
         product = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
-        raise cli.UsageError(f"{product} = {layout.gpus} GPUs, but --gpus is {gpus}")
+        raise cli.CommandLineError(
+            f"{product} = {layout.gpus} GPUs, but --gpus is {gpus}"
+        )
     return layout

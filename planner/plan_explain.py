@@ -7,7 +7,7 @@ from math import prod
 
 from planner import activations, communication, compute, finetune, memory, models, step
 from planner.hardware import Cluster
-from planner.job import Job, Layout, Prediction
+from planner.job import Layout, Prediction, TrainingJob
 from planner.memory import GIB
 
 UNITS = {"GiB": GIB, "s": 1.0, "1e15": 1e15}
@@ -48,14 +48,14 @@ def source_of(function) -> str:
     return f"{place}: {' '.join(function.__doc__.split())}"
 
 
-def fullest_stage(job: Job, layout: Layout) -> int:
+def fullest_stage(job: TrainingJob, layout: Layout) -> int:
     """Return the stage whose GPU holds most."""
     stages = {0, min(1, layout.pp - 1), layout.pp - 1}
     held = {s: sum(memory.memory_of_stage(job, layout, s).values()) for s in stages}
     return max(held, key=held.get)
 
 
-def memory_formulas(job: Job, plan: Prediction) -> list[Formula]:
+def memory_formulas(job: TrainingJob, plan: Prediction) -> list[Formula]:
     """Return formulas of states, activations, logits and gathered weights."""
     layout = plan.layout
     stage = fullest_stage(job, layout)
@@ -64,12 +64,12 @@ def memory_formulas(job: Job, plan: Prediction) -> list[Formula]:
     if memory.gradients_stay_whole(job, layout):
         bytes_of["gradients"] = memory.FP32
     parts = memory.memory_of_stage(job, layout, stage)
-    found = []
+    formulas = []
     for part, size in bytes_of.items():
         if parts[part]:
             factors = [(size, "bytes"), (weights, "weights before sharding")]
             over = size * weights / parts[part]
-            found.append(Formula(part, factors, "GiB", memory.states, over))
+            formulas.append(Formula(part, factors, "GiB", memory.states, over))
     kept = activations.kept_by_stage(job, layout, stage)
     layers = activations.layers_of_stages(job.model.layers, layout.pp)[stage]
     flying = activations.in_flight(
@@ -83,7 +83,7 @@ def memory_formulas(job: Job, plan: Prediction) -> list[Formula]:
         (kept / (flying * layers * tokens), "bytes"),
     ]
     layer = activations.layer_bytes
-    found.append(Formula("activations kept", factors, "GiB", layer))
+    formulas.append(Formula("activations kept", factors, "GiB", layer))
     more = parts["activations"] - kept
     others = {
         "activations of one backward": (more, activations.backward_of_layer),
@@ -93,11 +93,11 @@ def memory_formulas(job: Job, plan: Prediction) -> list[Formula]:
     for name, (size, function) in others.items():
         if size > 0:
             factors = [(tokens, "tokens"), (size / tokens, "bytes")]
-            found.append(Formula(name, factors, "GiB", function))
-    return found
+            formulas.append(Formula(name, factors, "GiB", function))
+    return formulas
 
 
-def adapter_formulas(job: Job, plan: Prediction) -> list[Formula]:
+def adapter_formulas(job: TrainingJob, plan: Prediction) -> list[Formula]:
     """Return formulas of frozen matrices, and of adapters with their states."""
     layout = plan.layout
     shards = layout.shards if layout.zero == 3 else 1
@@ -116,14 +116,16 @@ def adapter_formulas(job: Job, plan: Prediction) -> list[Formula]:
     ]
 
 
-def step_formulas(job: Job, cluster: Cluster, plan: Prediction) -> list[Formula]:
+def step_formulas(
+    job: TrainingJob, cluster: Cluster, plan: Prediction
+) -> list[Formula]:
     """Return formulas of operations, compute, tp, and the bubble."""
     layout, m = plan.layout, plan.layout.micro_batches(job)
     peak = cluster.gpu.tflops[job.precision] * 1e12
     tokens = job.global_batch * job.seq_len
     share = plan.model_flops / layout.gpus / peak / plan.step["compute"]
     operations = [(tokens, "tokens"), (plan.model_flops / tokens, "FLOPs")]
-    found = [
+    formulas = [
         Formula("model FLOPs", operations, "1e15", compute.flops_per_token),
         Formula(
             f"compute, at {share:.1%} of {peak / 1e12:g} TFLOP/s",
@@ -137,16 +139,16 @@ def step_formulas(job: Job, cluster: Cluster, plan: Prediction) -> list[Formula]
     if plan.step["tp"]:
         one = plan.step["tp"] / m / layers
         factors = [(m, "micro-batches"), (layers, "layers"), (one, "s")]
-        found.append(Formula("tp", factors, "s", communication.tensor_calls))
+        formulas.append(Formula("tp", factors, "s", communication.tensor_calls))
     if plan.step["bubble"]:
         idle = (layout.pp - 1) / layout.virtual_stages
         one = plan.step["bubble"] / idle
         factors = [(idle, "(pp - 1) / v micro-batches"), (one, "s")]
-        found.append(Formula("bubble", factors, "s", step.step_parts))
-    return found
+        formulas.append(Formula("bubble", factors, "s", step.step_parts))
+    return formulas
 
 
-def explain(job: Job, cluster: Cluster, plan: Prediction) -> list[str]:
+def explain(job: TrainingJob, cluster: Cluster, plan: Prediction) -> list[str]:
     """Return lines: a formula with numbers, and the function that computes it."""
     held = adapter_formulas if job.frozen else memory_formulas
     weights = models.parameters(job.model)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from planner import memory, models
-from planner.job import AXES, Job, Layout, Model
+from planner.job import AXES, Layout, ModelShape, TrainingJob
 
 # The templates' names for shapes of planner/models.py.
 SAME_NAMES = ("tiny", "124m", "1b", "llama2-7b", "llama3-8b", "llama3-70b")
@@ -38,7 +38,7 @@ class Launch:
 
 
 def launch_of(
-    job: Job,
+    job: TrainingJob,
     layout: Layout,
     gpus_per_node: int,
     finetune: str = "none",
@@ -62,7 +62,7 @@ def launch_of(
     return Launch([*written, " ".join(line)], remarks)
 
 
-def batch_flags(job: Job, layout: Layout) -> str:
+def batch_flags(job: TrainingJob, layout: Layout) -> str:
     """Return the flags of a batch that all templates have."""
     batch = f"--global-batch-size {job.global_batch}"
     batch += f" --micro-batch-size {layout.micro_batch}"
@@ -80,14 +80,14 @@ def torchrun(gpus: int, gpus_per_node: int) -> str:
     return f"torchrun --nnodes={nodes} --nproc-per-node={gpus_per_node} {meet}"
 
 
-def precision_of(job: Job) -> str:
+def precision_of(job: TrainingJob) -> str:
     """Return the templates' name of a precision."""
     return {"fp32": "32-true", "tf32": "32-true", "fp16": "16-mixed"}.get(
         job.precision, "bf16-mixed"
     )
 
 
-def template_of(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
+def template_of(job: TrainingJob, layout: Layout) -> tuple[str, list[str], list[str]]:
     """Return a template, the flags of the layout's axes, and remarks; no template: the
     reason.
     """
@@ -100,11 +100,13 @@ def template_of(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
             [],
             ["no template multiplies in float8: see 05-advanced/low_precision.py"],
         )
-    found = of_replicas(job, layout) if plain else None
-    return found or of_axes(job, layout)
+    template = of_replicas(job, layout) if plain else None
+    return template or of_axes(job, layout)
 
 
-def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | None:
+def of_replicas(
+    job: TrainingJob, layout: Layout
+) -> tuple[str, list[str], list[str]] | None:
     """Return the template of module 01, 02 or 03 that shards as the layout does, if one
     does.
     """
@@ -127,7 +129,7 @@ def of_replicas(job: Job, layout: Layout) -> tuple[str, list[str], list[str]] | 
     return None
 
 
-def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
+def of_axes(job: TrainingJob, layout: Layout) -> tuple[str, list[str], list[str]]:
     """Return hybrid_parallelism.py, its flags, and its differences from the plan."""
     model, stages, refused, remarks = job.model, layout.virtual_stages, [], []
     parts = layout.pp * stages
@@ -171,7 +173,7 @@ def of_axes(job: Job, layout: Layout) -> tuple[str, list[str], list[str]]:
     return "05-advanced/hybrid_parallelism.py", flags, remarks
 
 
-def shape_of(model: Model) -> tuple[str, list[str], str]:
+def shape_of(model: ModelShape) -> tuple[str, list[str], str]:
     """Return the flag that gives a template the shape, a command before it, and a
     remark.
     """
@@ -209,7 +211,7 @@ FSDP_ALONE = "--zero 3 --tp 1 --cp 1 --pp 1 --ep 1 --offload none"
 
 
 def of_finetuning(
-    job: Job, layout: Layout, gpus_per_node: int, finetune: str, limit: float
+    job: TrainingJob, layout: Layout, gpus_per_node: int, finetune: str, limit: float
 ) -> Launch:
     """Return the line of fsdp_finetune.py, which shards as ZeRO-3 and has no other
     axis.

@@ -16,7 +16,7 @@ from itertools import product
 from planner import memory, models
 from planner.activations import layers_of_stages
 from planner.hardware import Cluster
-from planner.job import RECOMPUTE, Job, Layout, Prediction
+from planner.job import RECOMPUTE, Layout, Prediction, TrainingJob
 from planner.rates import RATES as REACHED
 from planner.step import predict, slower, step_parts
 
@@ -39,7 +39,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def why_not(job: Job, cluster: Cluster, layout: Layout) -> str:
+def why_not(job: TrainingJob, cluster: Cluster, layout: Layout) -> str:
     """Say in a line why a layout cannot be; nothing where it can."""
     checks = (
         why_not_tp(job, cluster, layout.tp),
@@ -51,7 +51,7 @@ def why_not(job: Job, cluster: Cluster, layout: Layout) -> str:
     return next(filter(None, checks), "")
 
 
-def why_not_tp(job: Job, cluster: Cluster, tp: int) -> str:
+def why_not_tp(job: TrainingJob, cluster: Cluster, tp: int) -> str:
     if tp > cluster.gpus_per_node:
         return f"tp {tp} is more than the {cluster.gpus_per_node} GPUs of a node"
     model = job.model
@@ -62,7 +62,7 @@ def why_not_tp(job: Job, cluster: Cluster, tp: int) -> str:
     return ""
 
 
-def why_not_cp(job: Job, layout: Layout) -> str:
+def why_not_cp(job: TrainingJob, layout: Layout) -> str:
     """Each rank has a part from the front of a sequence and one from its end."""
     cp, tp, seq_len = layout.cp, layout.tp, job.seq_len
     if cp > 1 and (seq_len % (2 * cp) or seq_len // cp < SHORTEST_PART):
@@ -76,7 +76,7 @@ def why_not_cp(job: Job, layout: Layout) -> str:
     return ""
 
 
-def why_not_stages(job: Job, layout: Layout) -> str:
+def why_not_stages(job: TrainingJob, layout: Layout) -> str:
     layers, pp, v = job.model.layers, layout.pp, layout.virtual_stages
     if v > 1 and pp == 1:
         return f"{v} virtual stages need a pipeline: pp 2 or more"
@@ -89,7 +89,7 @@ def why_not_stages(job: Job, layout: Layout) -> str:
     return ""
 
 
-def why_not_replicas(job: Job, layout: Layout) -> str:
+def why_not_replicas(job: TrainingJob, layout: Layout) -> str:
     experts = job.model.experts
     together = layout.dp * layout.micro_batch
     if job.global_batch % together:
@@ -104,7 +104,7 @@ def why_not_replicas(job: Job, layout: Layout) -> str:
     return ""
 
 
-def why_not_adapters(job: Job, layout: Layout) -> str:
+def why_not_adapters(job: TrainingJob, layout: Layout) -> str:
     if not job.adapter_rank:
         return ""
     for axis in ("pp", "cp", "ep"):
@@ -122,7 +122,7 @@ def why_not_adapters(job: Job, layout: Layout) -> str:
     return ""
 
 
-def none_divides(job: Job, cluster: Cluster, gpus: int, only: dict) -> str:
+def none_divides(job: TrainingJob, cluster: Cluster, gpus: int, only: dict) -> str:
     """Say why no layout of so many GPUs divides the job."""
     others = math.prod(only.get(axis, 1) for axis in ("tp", "cp", "pp"))
     given = replace(Layout(**only), dp=only.get("dp", max(1, gpus // others)))
@@ -151,7 +151,7 @@ def cut_of(layout: Layout) -> tuple[int, ...]:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """Results of a search: predictions by time, and layouts that do not fit."""
 
     fitting: list[Prediction] = field(default_factory=list)  # fastest first
@@ -191,7 +191,9 @@ def complexity(layout: Layout) -> int:
     return axes + (layout.virtual_stages > 1) + (layout.offload != "none")
 
 
-def search(job: Job, cluster: Cluster, gpus: int, only: dict | None = None) -> Found:
+def search(
+    job: TrainingJob, cluster: Cluster, gpus: int, only: dict | None = None
+) -> SearchResult:
     """Return the fastest layouts; with offload only where nothing fits without.
 
     `only` holds fields of a Layout that are given. A search without a cut tried 0.
@@ -201,21 +203,23 @@ def search(job: Job, cluster: Cluster, gpus: int, only: dict | None = None) -> F
     if job.adapter_rank:
         only = dict.fromkeys(("pp", "cp", "ep"), 1) | only
         kinds = kinds[:1]
-    found = Found()
+    result = SearchResult()
     for offload in kinds:
         tried = search_with(job, cluster, gpus, {**only, "offload": offload})
-        held = [each.smallest for each in (found, tried) if each.smallest]
+        held = [each.smallest for each in (result, tried) if each.smallest]
         tried.smallest = min(held, key=lambda p: p.memory_total, default=None)
-        tried.tried += found.tried
-        found = tried
-        if found.fitting:
+        tried.tried += result.tried
+        result = tried
+        if result.fitting:
             break
-    return found
+    return result
 
 
-def search_with(job: Job, cluster: Cluster, gpus: int, only: dict) -> Found:
+def search_with(
+    job: TrainingJob, cluster: Cluster, gpus: int, only: dict
+) -> SearchResult:
     """Search with one kind of offload: the cuts with the lowest bounds come first."""
-    found = Found()
+    result = SearchResult()
     bounds = sorted(
         (lower_bound(job, cut, cluster, only), number, cut)
         for number, cut in enumerate(cuts(job, cluster, gpus, only))
@@ -232,7 +236,7 @@ def search_with(job: Job, cluster: Cluster, gpus: int, only: dict) -> Found:
         on_slow = lower_bound(job, cut, slow["matrix"], only)
         if bound > max(fifth, needed["network"]) and on_slow > needed["matrix"]:
             continue
-        for plan in predictions(job, cluster, cut, only, found):
+        for plan in predictions(job, cluster, cut, only, result):
             if plan.step_time_s < min(best_of_cut.values(), default=math.inf):
                 needed = {
                     name: predict(job, plan.layout, slow[name]).step_time_s
@@ -240,19 +244,19 @@ def search_with(job: Job, cluster: Cluster, gpus: int, only: dict) -> Found:
                 }
             key = cut_of(cut)
             best_of_cut[key] = min(best_of_cut.get(key, math.inf), plan.step_time_s)
-    found.fitting.sort(key=lambda p: (p.step_time_s, p.memory_total))
-    found.near.sort(key=lambda p: p.step_time_s)
-    return found
+    result.fitting.sort(key=lambda p: (p.step_time_s, p.memory_total))
+    result.near.sort(key=lambda p: p.step_time_s)
+    return result
 
 
-def lower_bound(job: Job, cut: Layout, cluster: Cluster, only: dict) -> float:
+def lower_bound(job: TrainingJob, cut: Layout, cluster: Cluster, only: dict) -> float:
     """Return what a step takes however states are sharded: no dp and no optimizer."""
     least = replace(cut, recompute=only.get("recompute", RECOMPUTE[0]))
     parts = step_parts(job, least, cluster, REACHED)
     return sum(parts[part] for part in parts if part not in ("dp", "optimizer"))
 
 
-def predictions(job, cluster, cut: Layout, only: dict, found: Found):
+def predictions(job, cluster, cut: Layout, only: dict, result: SearchResult):
     """Yield the predictions of a cut that fit, with the least recomputation."""
     limit = memory.memory_limit(cluster.gpu)
     kinds = [only["recompute"]] if "recompute" in only else RECOMPUTE
@@ -261,23 +265,23 @@ def predictions(job, cluster, cut: Layout, only: dict, found: Found):
             replace(cut, zero=zero, shard=shard, recompute=kind) for kind in kinds
         ]
         sizes = [sum(memory.memory_of(job, layout).values()) for layout in layouts]
-        found.tried += len(sizes)
-        if not found.fitting and (
-            not found.smallest or sizes[-1] < found.smallest.memory_total
+        result.tried += len(sizes)
+        if not result.fitting and (
+            not result.smallest or sizes[-1] < result.smallest.memory_total
         ):
-            found.smallest = predict(job, layouts[-1], cluster)
+            result.smallest = predict(job, layouts[-1], cluster)
         held = list(zip(layouts, sizes, strict=True))
         nearly = [layout for layout, size in held if size <= NEAR * limit]
         fits = [layout for layout, size in held if size <= limit]
         if nearly[:1] != fits[:1]:
-            found.near.append(predict(job, nearly[0], cluster))
+            result.near.append(predict(job, nearly[0], cluster))
         if fits:
             plan = predict(job, fits[0], cluster)
-            found.fitting.append(plan)
+            result.fitting.append(plan)
             yield plan
 
 
-def shardings(job: Job, cut: Layout, cluster: Cluster, only: dict):
+def shardings(job: TrainingJob, cut: Layout, cluster: Cluster, only: dict):
     """Yield (zero, shard): stages of ZeRO, and HSDP within one node or eight."""
     least = {"none": 0, "optimizer": 1, "all": 3}[cut.offload]
     stages = [0, 2, 3] if job.adapter_rank else list(range(least, 4))
@@ -294,14 +298,14 @@ def shardings(job: Job, cut: Layout, cluster: Cluster, only: dict):
             yield zero, shard
 
 
-def cuts(job: Job, cluster: Cluster, gpus: int, only: dict) -> Iterator[Layout]:
+def cuts(job: TrainingJob, cluster: Cluster, gpus: int, only: dict) -> Iterator[Layout]:
     """Yield layouts without sharding and recomputation; given values stay."""
 
     def values(name: str, usual) -> list:
         return [only[name]] if name in only else list(usual)
 
     fixed = ("offload", "order", "sequence_parallel")
-    own = {name: only[name] for name in fixed if name in only}
+    given = {name: only[name] for name in fixed if name in only}
     for tp, pp in product(values("tp", divisors(gpus)), values("pp", divisors(gpus))):
         if gpus % (tp * pp) or why_not_tp(job, cluster, tp) or pp > job.model.layers:
             continue
@@ -312,12 +316,12 @@ def cuts(job: Job, cluster: Cluster, gpus: int, only: dict) -> Iterator[Layout]:
             ways = divisors(math.gcd(job.model.experts, dp * cp) or 1)
             kinds = ("ring", "ulysses") if cp > 1 else ("ring",)
             for ep, kind in product(values("ep", ways), values("cp_kind", kinds)):
-                base = Layout(tp, cp, pp, dp, ep, cp_kind=kind, **own)
+                base = Layout(tp, cp, pp, dp, ep, cp_kind=kind, **given)
                 if not why_not_cp(job, base):
                     yield from scheduled(job, base, values, "virtual_stages" in only)
 
 
-def scheduled(job: Job, base: Layout, values, uneven: bool) -> Iterator[Layout]:
+def scheduled(job: TrainingJob, base: Layout, values, uneven: bool) -> Iterator[Layout]:
     """Yield a cut with each micro-batch and number of virtual stages that it allows.
 
     Only a given number of virtual stages makes chunks of unequal layers.

@@ -8,9 +8,9 @@ from tabulate import tabulate
 
 from planner import errors, models
 from planner.hardware import Cluster
-from planner.job import Job, Layout, Prediction
+from planner.job import Layout, Prediction, TrainingJob
 from planner.memory import GIB
-from planner.plan_search import FALL, RATES, Found, cut_of
+from planner.plan_search import FALL, RATES, SearchResult, cut_of
 from planner.step import axes_of, predict, slower
 
 SHOWN = 5
@@ -57,7 +57,7 @@ def table(rows, headers, names: int = 1) -> str:
     return tabulate(rows, headers, "simple", colalign=sides, disable_numparse=True)
 
 
-def head_lines(job: Job, cluster: Cluster, gpus: int) -> list[str]:
+def head_lines(job: TrainingJob, cluster: Cluster, gpus: int) -> list[str]:
     """Return what is trained, in which batches, on what."""
     model = job.model
     weights = f"{models.parameters(model) / 1e9:.2f}e9 weights"
@@ -74,7 +74,7 @@ def head_lines(job: Job, cluster: Cluster, gpus: int) -> list[str]:
     ]
 
 
-def layouts_table(job: Job, cluster: Cluster, plans: list[Prediction]) -> str:
+def layouts_table(job: TrainingJob, cluster: Cluster, plans: list[Prediction]) -> str:
     """Return one row for each plan: its layout, memory and speed."""
     rows = []
     for number, plan in enumerate(plans, 1):
@@ -101,7 +101,7 @@ def layouts_table(job: Job, cluster: Cluster, plans: list[Prediction]) -> str:
     return table(rows, (*headers, "memory", "step", "tokens/s", "MFU"), 5)
 
 
-def mfu_of(plan: Prediction, job: Job, cluster: Cluster) -> float:
+def mfu_of(plan: Prediction, job: TrainingJob, cluster: Cluster) -> float:
     """Return model FLOP/s over the peak of the job's precision."""
     return plan.model_tflops_per_gpu / cluster.gpu.tflops[job.precision]
 
@@ -135,21 +135,21 @@ def money_line(plan: Prediction, tokens: float, price: float | None) -> str:
 # How certain
 
 
-def certainty_of(job: Job, layout: Layout, cluster: Cluster) -> dict | None:
+def certainty_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> dict | None:
     """Return the errors of the published runs that are most like a plan, or None."""
-    traits, found = errors.closest(job, layout, cluster)
-    if not found:
+    traits, similar = errors.closest(job, layout, cluster)
+    if not similar:
         return None
     return {
         "like": traits,
-        "runs": found.count,
-        "median": found.median,
-        "p95": found.p95,
-        "bias": found.bias,
+        "runs": similar.count,
+        "median": similar.median,
+        "p95": similar.p95,
+        "bias": similar.bias,
     }
 
 
-def certainty_line(certainty: dict | None, job: Job, layout, cluster) -> str:
+def certainty_line(certainty: dict | None, job: TrainingJob, layout, cluster) -> str:
     """Say how large the errors of similar published runs are."""
     if not certainty:
         traits = ", ".join(errors.traits_of(job, layout, cluster))
@@ -208,27 +208,29 @@ def differences(first: Prediction, second: Prediction) -> tuple[list[str], list[
     return less, more
 
 
-def survival(job: Job, cluster: Cluster, plan: Prediction, found: Found) -> dict:
+def survival(
+    job: TrainingJob, cluster: Cluster, plan: Prediction, result: SearchResult
+) -> dict:
     """Return what is faster than a plan where a rate is a fifth lower.
 
     Times grow by 1 / 0.8 at most: only layouts that are 1.25 times slower at most can
     overtake.
     """
     limit = plan.step_time_s / FALL
-    rivals = [p for p in found.fitting if p.step_time_s <= limit][:KEPT]
-    result = {}
+    rivals = [p for p in result.fitting if p.step_time_s <= limit][:KEPT]
+    outcomes = {}
     for name in RATES:
         changed = slower(cluster, **{name: FALL})
         again = predict(job, plan.layout, changed)
         timed = [predict(job, rival.layout, changed) for rival in rivals]
         first = min([again, *timed], key=lambda p: p.step_time_s)
-        result[name] = {
+        outcomes[name] = {
             "stays_first": cut_of(first.layout) == cut_of(plan.layout),
             "step_time_s": again.step_time_s,
             "first": name_of(first.layout),
             "behind": again.step_time_s / first.step_time_s - 1,
         }
-    return result
+    return outcomes
 
 
 def survival_lines(plan: Prediction, survives: dict[str, dict]) -> list[str]:
@@ -244,9 +246,9 @@ def survival_lines(plan: Prediction, survives: dict[str, dict]) -> list[str]:
     return lines
 
 
-def larger_memory(first: Prediction, found: Found) -> list[str]:
+def larger_memory(first: Prediction, result: SearchResult) -> list[str]:
     """Say which faster layout a larger GPU would allow."""
-    for plan in found.near:
+    for plan in result.near:
         if plan.step_time_s < 0.97 * first.step_time_s:
             lacks = (plan.memory_total - plan.memory_limit) / GIB
             gain = first.step_time_s / plan.step_time_s - 1
@@ -255,7 +257,7 @@ def larger_memory(first: Prediction, found: Found) -> list[str]:
     return []
 
 
-def batch_twice(job: Job, cluster: Cluster, first: Prediction) -> str:
+def batch_twice(job: TrainingJob, cluster: Cluster, first: Prediction) -> str:
     """Say what twice the batch would give: a smaller bubble, fewer gathers."""
     larger = replace(job, global_batch=2 * job.global_batch)
     twice = predict(larger, first.layout, cluster)
@@ -274,7 +276,7 @@ SPLITS = {
 }
 
 
-def axes_lines(job: Job, layout: Layout, cluster: Cluster) -> list[str]:
+def axes_lines(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[str]:
     """Return a table of the axes larger than 1, and the collectives of each."""
     axes = axes_of(job, layout, cluster)
     if not axes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from planner import models
 from planner.communication import Call
 from planner.hardware import DATA, Cluster, cluster_of, find_gpu
-from planner.job import Job, Layout, Model
+from planner.job import Layout, ModelShape, TrainingJob
 
 SINGLE_NODE = "vTrain single"  # 860 rows of small models on up to 8 GPUs: judged apart
 # Other names of columns and values, as published tables spell them.
@@ -39,14 +39,14 @@ YES, NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One published run: its job and layout, and the measured values."""
 
     id: str
     set: str  # fit: constants are fitted on it; shown, later, 2026: they are not
     source_name: str
     group: str
-    job: Job
+    job: TrainingJob
     layout: Layout
     cluster: Cluster
     step_time_s: float
@@ -79,22 +79,22 @@ def typed(cls, row: dict[str, str]) -> dict:
     return values
 
 
-def model_of(row: dict[str, str]) -> Model:
+def model_of(row: dict[str, str]) -> ModelShape:
     """Return the shape in a row, or of the model that it names. Raises: ValueError."""
     name = row.get("model", "")
-    sizes = typed(Model, row | {"name": name})
+    sizes = typed(ModelShape, row | {"name": name})
     if "hidden" not in sizes:
         return models.find_model(name)
     sizes.setdefault("kv_heads", sizes.get("heads"))
     missing = [
-        field.name for field in fields(Model)[:6] if sizes.get(field.name) is None
+        field.name for field in fields(ModelShape)[:6] if sizes.get(field.name) is None
     ]
     if missing:
         raise ValueError(f"the model lacks {', '.join(missing)}")
-    return Model(**sizes)
+    return ModelShape(**sizes)
 
 
-def read_run(row: dict[str, str]) -> Run:
+def read_run(row: dict[str, str]) -> PublishedRun:
     """Return a row of runs.csv as job, layout and cluster.
 
     Raises: ValueError for a column that is missing or wrong, an unknown model or GPU.
@@ -113,7 +113,7 @@ def read_run(row: dict[str, str]) -> Run:
         layout["dp"] = max(1, int(row["gpus"]) // others)
     layout = Layout(**layout)
     job = {"seq_len": 2048, "global_batch": layout.dp * layout.micro_batch}
-    job |= typed(Job, row)
+    job |= typed(TrainingJob, row)
     if gpu.family == "volta" and "precision" not in job:
         job["precision"] = "fp16"
     cluster = cluster_of(
@@ -124,7 +124,9 @@ def read_run(row: dict[str, str]) -> Run:
     texts = [row.get(name, "") for name in ("id", "set", "source_name", "group")]
     measured = number(row, "step_time_s"), number(row, "memory_gib")
     kind = row.get("memory_kind", "")
-    return Run(*texts, Job(model, **job), layout, cluster, *measured, kind)
+    return PublishedRun(
+        *texts, TrainingJob(model, **job), layout, cluster, *measured, kind
+    )
 
 
 def number(row: dict[str, str], column: str) -> float:
@@ -153,7 +155,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def read_runs(single_node: bool = True) -> list[Run]:
+def read_runs(single_node: bool = True) -> list[PublishedRun]:
     """Return all published runs of the repository."""
     names = ("runs.csv", "runs_single_node.csv")
     tables = [read_table(DATA / name) for name in names[: 1 + single_node]]
@@ -162,11 +164,11 @@ def read_runs(single_node: bool = True) -> list[Run]:
 
 def read_collectives() -> list[tuple[dict[str, str], Call, Cluster]]:
     """Return the rows of collectives.csv, of messages from 64 MiB on."""
-    found = []
+    calls = []
     for row in read_table(DATA / "collectives.csv"):
         gpu = find_gpu(row["gpu"])
         ranks, nodes = int(row["ranks"]), int(row["nodes"])
         cluster = cluster_of(gpu, network_gb_s=float(row["network_gb_s"]))
         call = Call(row["kind"], float(row["size_bytes"]), ranks, nodes)
-        found.append((row, call, cluster))
-    return found
+        calls.append((row, call, cluster))
+    return calls

@@ -19,7 +19,7 @@ from planner import (
 from planner.communication import Axis, Call, axis_of, seconds_of
 from planner.compute import HBM
 from planner.hardware import Cluster
-from planner.job import Job, Layout, Prediction
+from planner.job import Layout, Prediction, TrainingJob
 from planner.rates import RATES
 
 TP_SHOWN = 0.2  # of tp's communication, where products are cut to hide it
@@ -30,8 +30,8 @@ ONE_TENSOR_AT_A_TIME = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """Seconds that one micro-batch takes on one stage, by part."""
+class StageSeconds:
+    """LayerSeconds that one micro-batch takes on one stage, by part."""
 
     forward: float
     backward: float
@@ -41,8 +41,8 @@ class Stage:
     dp: float = 0.0
     gaps: float = 0.0  # the GPU waits for launches
 
-    def __add__(self, other: Stage) -> Stage:
-        return Stage(
+    def __add__(self, other: StageSeconds) -> StageSeconds:
+        return StageSeconds(
             *(getattr(self, part) + getattr(other, part) for part in self.__slots__)
         )
 
@@ -62,7 +62,7 @@ def exposed(calls: list[Call], behind: float, cluster: Cluster, rates) -> float:
     return seconds - hidden + rates["overlap.leak"] * hidden
 
 
-def context_seconds(job, layout, cluster, layer: compute.Seconds, rates) -> float:
+def context_seconds(job, layout, cluster, layer: compute.LayerSeconds, rates) -> float:
     """Return seconds per layer and micro-batch that context parallelism adds.
 
     A ring runs behind attention; the other kinds send before attention can start.
@@ -76,7 +76,7 @@ def context_seconds(job, layout, cluster, layer: compute.Seconds, rates) -> floa
     )
 
 
-def layer_weights(job: Job, layout: Layout, dense: bool) -> float:
+def layer_weights(job: TrainingJob, layout: Layout, dense: bool) -> float:
     """Return the weights of a layer on a GPU before ZeRO."""
     number = 0 if dense else job.model.layers - 1
     routed = models.expert_parameters(job.model, number)
@@ -119,7 +119,9 @@ def gradient_seconds(job, layout, cluster, weights, backward: float, rates) -> f
     return earlier + exposed(calls.gradients + calls.forward, behind, cluster, rates)
 
 
-def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster, weights) -> float:
+def optimizer_seconds(
+    job: TrainingJob, layout: Layout, cluster: Cluster, weights
+) -> float:
     """Return seconds of the update: memory-bound, or to the host's memory and back."""
     if job.frozen:
         return 0.0  # LoRA trains a percent of the weights
@@ -129,10 +131,12 @@ def optimizer_seconds(job: Job, layout: Layout, cluster: Cluster, weights) -> fl
     return mine * OPTIMIZER_BYTES / (cluster.gpu.hbm_gb_s * 1e9 * HBM)
 
 
-def layers_seconds(job, layout, cluster, layers: int, dense: bool, rates) -> Stage:
+def layers_seconds(
+    job, layout, cluster, layers: int, dense: bool, rates
+) -> StageSeconds:
     """Return what one micro-batch takes in so many layers of a kind."""
     if not layers:
-        return Stage(0.0, 0.0)
+        return StageSeconds(0.0, 0.0)
     layer = compute.layer_seconds(job, layout, cluster, rates, dense)
     if job.adapter_rank or job.quant:
         layer = adapters.with_adapters(layer, job, layout, cluster, rates, dense)
@@ -157,10 +161,10 @@ def layers_seconds(job, layout, cluster, layers: int, dense: bool, rates) -> Sta
     launch = passes * compute.launch_seconds(job, rates) * adapters.launch_factor(job)
     gaps = max(0.0, launch - layer.forward - backward - tp)
     parts = (layer.forward, backward, tp, cp, ep, dp, gaps)
-    return Stage(*(layers * seconds for seconds in parts))
+    return StageSeconds(*(layers * seconds for seconds in parts))
 
 
-def stage_seconds(job, layout, cluster, layers: int, head: bool, rates) -> Stage:
+def stage_seconds(job, layout, cluster, layers: int, head: bool, rates) -> StageSeconds:
     """Return what one micro-batch takes on a stage."""
     plain = layers
     if job.model.experts:
@@ -170,11 +174,11 @@ def stage_seconds(job, layout, cluster, layers: int, head: bool, rates) -> Stage
     stage += layers_seconds(job, layout, cluster, layers - plain, False, rates)
     if head:
         last = compute.head_seconds(job, layout, cluster, rates)
-        stage += Stage(last.forward, last.backward)
-    return stage + Stage(0.0, 0.0, gaps=rates["step.micro_ms"] / 1e3)
+        stage += StageSeconds(last.forward, last.backward)
+    return stage + StageSeconds(0.0, 0.0, gaps=rates["step.micro_ms"] / 1e3)
 
 
-def kinds_of_stage(job: Job, layout: Layout) -> list[tuple[int, bool]]:
+def kinds_of_stage(job: TrainingJob, layout: Layout) -> list[tuple[int, bool]]:
     """Return (layers, has the head) of the last stage, and of the fullest other one."""
     counts = activations.layers_of_stages(job.model.layers, layout.pp)
     if layout.pp == 1:
@@ -182,7 +186,9 @@ def kinds_of_stage(job: Job, layout: Layout) -> list[tuple[int, bool]]:
     return [(counts[-1], True), (max(counts[:-1]), False)]
 
 
-def step_parts(job: Job, layout: Layout, cluster: Cluster, rates) -> dict[str, float]:
+def step_parts(
+    job: TrainingJob, layout: Layout, cluster: Cluster, rates
+) -> dict[str, float]:
     """Return the seconds of a step by part."""
     if job.adapter_rank:
         return step_of_adapters(job, layout, cluster, rates)
@@ -211,7 +217,7 @@ def step_parts(job: Job, layout: Layout, cluster: Cluster, rates) -> dict[str, f
     }
 
 
-def step_of_adapters(job: Job, layout: Layout, cluster: Cluster, rates):
+def step_of_adapters(job: TrainingJob, layout: Layout, cluster: Cluster, rates):
     """Return the seconds of a step that trains adapters, with two more parts.
 
     `adapters` and `unpacking` are the seconds by which compute is longer. Gradients and
@@ -241,12 +247,14 @@ def step_of_adapters(job: Job, layout: Layout, cluster: Cluster, rates):
     return parts
 
 
-def step_seconds(job: Job, layout: Layout, cluster: Cluster, rates=None) -> float:
+def step_seconds(
+    job: TrainingJob, layout: Layout, cluster: Cluster, rates=None
+) -> float:
     """Return the seconds of a step."""
     return sum(step_parts(job, layout, cluster, rates or RATES).values())
 
 
-def axes_of(job: Job, layout: Layout, cluster: Cluster) -> dict[str, Axis]:
+def axes_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> dict[str, Axis]:
     """Return the traffic of each axis that is larger than 1."""
     shown = step_parts(job, layout, cluster, RATES)
     m = layout.micro_batches(job)
@@ -255,12 +263,12 @@ def axes_of(job: Job, layout: Layout, cluster: Cluster) -> dict[str, Axis]:
     kind = max(kinds, key=lambda k: stages[k].total)
     layers, stage = kind[0], stages[kind]
     computing = m * (stage.forward + stage.backward)
-    found = {}
+    axes = {}
 
     def add(name, calls, times, layer_bytes, beside=0.0):
         ranks = layout.replicas if name == "dp" else getattr(layout, name)
         other = {"layer_bytes": layer_bytes, "beside": beside, "exposed": shown[name]}
-        found[name] = axis_of(ranks, calls, times, cluster, **other)
+        axes[name] = axis_of(ranks, calls, times, cluster, **other)
 
     if layout.tp > 1:
         calls = communication.tensor_calls(job, layout, cluster)
@@ -300,11 +308,14 @@ def axes_of(job: Job, layout: Layout, cluster: Cluster) -> dict[str, Axis]:
         # Of two stages, the first and the last chunk have one neighbour.
         share = 1 - 1 / (2 * layout.virtual_stages) if layout.pp == 2 else 1.0
         add("pp", calls, share, sent)
-    return found
+    return axes
 
 
 def predict(
-    job: Job, layout: Layout, cluster: Cluster, rates: dict[str, float] | None = None
+    job: TrainingJob,
+    layout: Layout,
+    cluster: Cluster,
+    rates: dict[str, float] | None = None,
 ) -> Prediction:
     """Return memory and step time of a layout."""
     return Prediction(

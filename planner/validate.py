@@ -20,7 +20,7 @@ from planner.hardware import DATA
 from planner.memory import GIB
 from planner.models import MODELS
 from planner.plan_text import table
-from planner.published import SINGLE_NODE, Run, read_table
+from planner.published import SINGLE_NODE, PublishedRun, read_table
 from planner.step import predict
 
 COLUMNS = (
@@ -41,7 +41,7 @@ LIMITS = (
     ("memory", "p95", 0.15),
     ("collectives", "median", 0.10),
 )
-RANKED_RIGHT = 0.85
+MOST_WRONG = 0.15  # of pairs of layouts: ranked the wrong way round
 # Sources with large errors, and facts that the model does not know.
 MISSED = {
     "torchtitan": "row-wise scales of 8 bits gain less than a fit to other runs gives",
@@ -60,11 +60,11 @@ def lines_of(groups: dict[str, list[Compared]], shown: str) -> list[tuple]:
     peers = {row["id"]: row for row in peer_rows()}
     lines = []
     for name, rows in groups.items():
-        own = [row.error for row in rows if row.run.set == shown]
+        unseen = [row.error for row in rows if row.run.set == shown]
         fitted = [row.error for row in rows if row.run.set == "fit"]
-        if not own:
+        if not unseen:
             continue
-        line = (name, *statistics(own))
+        line = (name, *statistics(unseen))
         if shown == "shown":
             median = f"{errors.errors_of(fitted).median:.1%}" if fitted else "-"
             row = peers.get(name, {})
@@ -76,9 +76,9 @@ def lines_of(groups: dict[str, list[Compared]], shown: str) -> list[tuple]:
 
 def statistics(values) -> tuple[str, ...]:
     """Return rows, median, 95th percentile and median sign, as text."""
-    found = errors.errors_of(values)
-    sizes = f"{found.median:.1%}", f"{found.p95:.1%}", f"{found.bias:+.1%}"
-    return str(found.count), *sizes
+    summary = errors.errors_of(values)
+    sizes = f"{summary.median:.1%}", f"{summary.p95:.1%}", f"{summary.bias:+.1%}"
+    return str(summary.count), *sizes
 
 
 def peer_rows() -> list[dict[str, str]]:
@@ -116,7 +116,7 @@ def show_steps(steps: list[Compared]) -> None:
         print(f"{name}: {why}")
 
 
-def kind_and_source(run: Run) -> str:
+def kind_and_source(run: PublishedRun) -> str:
     experts = ", experts" if run.job.model.experts else ""
     return f"{run.source_name}{experts}"
 
@@ -133,7 +133,7 @@ def dense_steps(steps: list[Compared]) -> list[Compared]:
 # Memory and collectives
 
 
-def predicted_bytes(run: Run) -> float:
+def predicted_bytes(run: PublishedRun) -> float:
     """Return the bytes of a run as its source counts them.
 
     Rank 0 logs its own peak: the first stage. Reserved memory has the allocator's rest.
@@ -164,28 +164,28 @@ def finetune_arguments(row: dict[str, str]) -> dict:
     )
 
 
-def memory_errors(runs: list[Run]) -> dict[str, list[float]]:
+def memory_errors(runs: list[PublishedRun]) -> dict[str, list[float]]:
     """Return the signed errors of published peaks of memory, by source."""
-    found: dict[str, list[float]] = {}
+    by_source: dict[str, list[float]] = {}
     for run in runs:
         if run.memory_gib:
             error = predicted_bytes(run) / run.memory_gib / GIB - 1
-            found.setdefault(f"{run.source_name} {run.set}", []).append(error)
+            by_source.setdefault(f"{run.source_name} {run.set}", []).append(error)
     for row in read_table(DATA / "finetune_memory.csv"):
         if row["memory_gib"] not in ("", "OOM"):
             held = sum(memory_of_finetune(**finetune_arguments(row)).values())
             error = held / float(row["memory_gib"]) / GIB - 1
-            found.setdefault(f"litgpt {row['set']}", []).append(error)
-    return found
+            by_source.setdefault(f"litgpt {row['set']}", []).append(error)
+    return by_source
 
 
 def collective_errors() -> dict[str, list[float]]:
     """Return the signed errors of published times of collectives, by source."""
-    found: dict[str, list[float]] = {}
+    by_source: dict[str, list[float]] = {}
     for row, call, cluster in published.read_collectives():
         error = call.seconds(cluster) * 1e6 / float(row["time_us"]) - 1
-        found.setdefault(row["source_name"], []).append(error)
-    return found
+        by_source.setdefault(row["source_name"], []).append(error)
+    return by_source
 
 
 # Runs of your own
@@ -207,11 +207,14 @@ def predict_row(row: dict[str, str]) -> dict[str, str]:
 
 
 def predict_file(rows_path: str, out_path: str | None) -> None:
-    """Write the predictions of a file's rows. Raises: UsageError for no such table."""
+    """Write the predictions of a file's rows.
+
+    Raises: CommandLineError if the file cannot be read or is not such a table.
+    """
     try:
         rows = read_table(Path(rows_path))
     except (OSError, ValueError, csv.Error) as error:
-        raise cli.UsageError(f"--rows {rows_path}: {error}") from None
+        raise cli.CommandLineError(f"--rows {rows_path}: {error}") from None
     lines = [predict_row(row) for row in rows]
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -223,7 +226,9 @@ def predict_file(rows_path: str, out_path: str | None) -> None:
     try:
         Path(out_path).write_text(text.getvalue(), encoding="utf-8")
     except OSError as error:
-        raise cli.UsageError(f"--predictions {out_path}: {error.strerror}") from None
+        raise cli.CommandLineError(
+            f"--predictions {out_path}: {error.strerror}"
+        ) from None
     missed = sum(bool(line["error"]) for line in lines)
     print(f"{out_path}: {len(lines)} rows, {missed} not predicted")
 
@@ -231,7 +236,7 @@ def predict_file(rows_path: str, out_path: str | None) -> None:
 # The verdict
 
 
-def unseen_errors(runs: list[Run]) -> dict[str, list[float]]:
+def unseen_errors(runs: list[PublishedRun]) -> dict[str, list[float]]:
     """Return the errors that have a limit: of rows that no constant was fitted on."""
     steps = errors.compare_steps(run for run in runs if run.set != "fit")
     dense = [row for row in dense_steps(steps) if row.run.set == "shown"]
@@ -246,21 +251,21 @@ def unseen_errors(runs: list[Run]) -> dict[str, list[float]]:
         (dense, single, tuned),
         strict=True,
     )
-    found = {f"step time, {name}": [row.error for row in rows] for name, rows in named}
-    found["rows of 2026"] = [row.error for row in new]
-    return found | {"memory": peaks, "collectives": links}
+    unseen = {f"step time, {name}": [row.error for row in rows] for name, rows in named}
+    unseen["rows of 2026"] = [row.error for row in new]
+    return unseen | {"memory": peaks, "collectives": links}
 
 
-def verdicts(runs: list[Run]) -> list[tuple[str, float, float]]:
+def verdicts(runs: list[PublishedRun]) -> list[tuple[str, float, float]]:
     """Return (what, error, limit) of each check."""
-    found = unseen_errors(runs)
+    unseen = unseen_errors(runs)
     lines = []
     for name, part, limit in LIMITS:
-        value = getattr(errors.errors_of(found[name]), part)
+        value = getattr(errors.errors_of(unseen[name]), part)
         lines.append((f"{name}: {part}", value, limit))
     steps = errors.compare_steps(run for run in runs if run.set == "shown")
-    ranked, right = errors.strategy_pairs(steps)
-    lines.append(("pairs ranked wrongly", 1 - right / ranked, 1 - RANKED_RIGHT))
+    ranked, correct = errors.strategy_pairs(steps)
+    lines.append(("pairs ranked wrongly", 1 - correct / ranked, MOST_WRONG))
     return lines
 
 
@@ -270,27 +275,27 @@ def validate() -> int:
     show_steps(errors.compare_steps(runs))
     statistic = ("source", "rows", "median", "p95", "bias")
     print("\nMemory: errors of rows that were fitted on (fit) and of others")
-    rows = [(name, *statistics(own)) for name, own in memory_errors(runs).items()]
+    rows = [(name, *statistics(values)) for name, values in memory_errors(runs).items()]
     print(table(rows, statistic))
     print("\nCollectives of 64 MiB and more")
-    rows = [(name, *statistics(own)) for name, own in collective_errors().items()]
+    rows = [(name, *statistics(values)) for name, values in collective_errors().items()]
     print(table(rows, statistic))
-    found = verdicts(runs)
+    checks = verdicts(runs)
     rows = [
         (name, f"{value:.4f}", f"{limit:.2f}", "yes" if value <= limit else "NO")
-        for name, value, limit in found
+        for name, value, limit in checks
     ]
-    print(f"\n{table(rows, ('check', 'found', 'at most', 'ok'))}")
-    failed = [name for name, value, limit in found if not value <= limit]
+    print(f"\n{table(rows, ('check', 'value', 'at most', 'ok'))}")
+    failed = [name for name, value, limit in checks if not value <= limit]
     if failed:
         print(f"FAILED: {'; '.join(failed)}")
         return 1
-    print(f"OK: {len(found)} checks passed")
+    print(f"OK: {len(checks)} checks passed")
     return 0
 
 
 def main() -> int:
-    parser = cli.Parser(description=__doc__.splitlines()[0])
+    parser = cli.PlannerParser(description=__doc__.splitlines()[0])
     file = {"metavar": "FILE.csv"}
     parser.add_argument("--rows", **file, help="predict runs: columns of data/runs.csv")
     parser.add_argument(

@@ -25,26 +25,26 @@ from planner import (
 )
 from planner.communication import RING, START_US, Call
 from planner.hardware import GPUS, Cluster, cluster_of
-from planner.job import Job, Layout, Model
+from planner.job import Layout, ModelShape, TrainingJob
 from planner.models import MODELS
 from planner.rates import RATES
 
 SEQ_LEN = 64  # tokens that are counted; all but attention's scores grows with them
 H100, A100 = Cluster(GPUS["h100"]), cluster_of(GPUS["a100"])
-JOB = Job(MODELS["llama3-8b"], 8192, 64)
+JOB = TrainingJob(MODELS["llama3-8b"], 8192, 64)
 LARGE = templates.Config(128_256, 16_384, 126, 128, 8, 53_248, 8192)
 CONFIGS = templates.PRESETS | {"llama3-405b": LARGE}
 
 
-def model_of(config) -> Model:
+def model_of(config) -> ModelShape:
     """Return the planner's shape of a template's model."""
     heads = (config.num_heads, config.num_kv_heads)
     widths = (config.ffn_dim, config.vocab_size)
-    shape = Model(config.num_layers, config.dim, *heads, *widths)
+    shape = ModelShape(config.num_layers, config.dim, *heads, *widths)
     return replace(shape, tied_embeddings=config.tied_embeddings)
 
 
-# Counts of the templates' own tensors
+# Counts of the templates' tensors
 
 
 class FusedNorm(torch.autograd.Function):
@@ -99,13 +99,14 @@ def test_weights_and_operations_are_those_of_the_template(in_a_fork, name):
     assert replace(model, name=name) == MODELS[name]
     weights = config.num_parameters()
     assert models.parameters(model) == weights
-    job = Job(replace(model, layers=1), SEQ_LEN, 1)
+    job = TrainingJob(replace(model, layers=1), SEQ_LEN, 1)
     flops = in_a_fork(lambda: counted_flops(config))
     assert compute.model_flops(job) == pytest.approx(flops, rel=2e-3)
     for pp in (1, 2, 4):
         layout = Layout(pp=pp)
         stages = [
-            sum(memory.weights_of_stage(Job(model, 1, 1), layout, s)) for s in range(pp)
+            sum(memory.weights_of_stage(TrainingJob(model, 1, 1), layout, s))
+            for s in range(pp)
         ]
         copies = model.vocab * model.hidden * (model.tied_embeddings and pp > 1)
         assert sum(stages) == weights + copies
@@ -113,7 +114,7 @@ def test_weights_and_operations_are_those_of_the_template(in_a_fork, name):
 
 @pytest.mark.parametrize("name", ["llama2-7b", "llama3-70b"])
 def test_a_layer_keeps_what_autograd_keeps(name):
-    job = Job(MODELS[name], SEQ_LEN, 1)
+    job = TrainingJob(MODELS[name], SEQ_LEN, 1)
     assert activations.layer_bytes(job, Layout()) == counted_bytes(CONFIGS[name])
 
 
@@ -146,7 +147,7 @@ ODD = replace(TINY, vocab_size=251, ffn_dim=350, num_layers=3)
 def test_states_are_those_of_fsdp2_to_the_byte(in_a_fork, config, ranks):
     held = in_a_fork(lambda: bytes_held(config, ranks))
     predicted = memory.memory_of(
-        Job(model_of(config), 64, ranks), Layout(dp=ranks, zero=3)
+        TrainingJob(model_of(config), 64, ranks), Layout(dp=ranks, zero=3)
     )
     parts = ("parameters", "gradients", "optimizer")
     assert [predicted[part] for part in parts] == held
@@ -167,9 +168,9 @@ def test_bubbles_and_micro_batches_in_flight_are_the_schedules(p, m, v):
     spans = pipeline_schedules.simulate(schedule)
     took = max(span.end for rank in spans for span in rank)
     job = replace(JOB, model=replace(JOB.model, vocab=128), global_batch=m)
-    found = parts(Layout(pp=p, virtual_stages=v), job)
-    busy = found["compute"] + found["other"] - step.FIXED_S
-    assert found["bubble"] / busy == pytest.approx(took / (3 * m) - 1, rel=0.005)
+    result = parts(Layout(pp=p, virtual_stages=v), job)
+    busy = result["compute"] + result["other"] - step.FIXED_S
+    assert result["bubble"] / busy == pytest.approx(took / (3 * m) - 1, rel=0.005)
 
 
 # Closed forms of papers
@@ -180,7 +181,7 @@ ZERO = [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)]  # GB a GPU, 7.5e9 weights, 6
 @pytest.mark.parametrize(("zero", "gigabytes"), ZERO)
 def test_states_are_those_of_zeros_table(zero, gigabytes):
     """Rajbhandari et al. (2020), figure 1 and table 1: 2 + 2 + 12 bytes."""
-    job = Job(JOB.model, 1, 1, gradient_bytes=2, stack="deepspeed")
+    job = TrainingJob(JOB.model, 1, 1, gradient_bytes=2, stack="deepspeed")
     held = memory.states(job, Layout(dp=64, zero=zero), (7.5e9, 0.0))
     assert sum(held.values()) / 1e9 == pytest.approx(gigabytes, rel=0.03)
 
@@ -189,7 +190,7 @@ def test_a_layer_keeps_what_korthikanti_says():
     """s b h (10 + 24 / t + 5 a s / h t), and 34 s b h / t (2022, equations 2 and 4)."""
     model, s = MODELS["gpt-22b"], 2048
     h, a, t = model.hidden, model.heads, 8
-    job = Job(model, s, 1, attention="stored", dropout=True, stack="megatron")
+    job = TrainingJob(model, s, 1, attention="stored", dropout=True, stack="megatron")
     plain = activations.layer_bytes(job, Layout(tp=t, sequence_parallel=False))
     expected = h * (10 + 24 / t) + 5 * a * s / t
     assert plain == pytest.approx(expected, rel=0.01)
@@ -203,7 +204,9 @@ def test_operations_are_narayanans_closed_form():
     shape = replace(shape, heads=128, kv_heads=128)
     s, h, V = 2048, shape.hidden, shape.vocab
     form = 72 * 2160 * s * 96 * h**2 * (1 + s / (6 * h) + V / (12 * 96 * h))
-    assert compute.model_flops(Job(shape, s, 2160)) == pytest.approx(form, rel=2e-3)
+    assert compute.model_flops(TrainingJob(shape, s, 2160)) == pytest.approx(
+        form, rel=2e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,20 +232,20 @@ def test_weights_are_those_of_the_checkpoints(name, weights):
 )
 def test_a_collective_takes_its_start_and_its_bytes_over_the_ring(kind, factor):
     wire = 64e9 * factor / (300e9 * RING)
-    found = Call(kind, 64e9, 8, 1).seconds(A100)
-    assert found == pytest.approx(START_US * 1e-6 + wire)
+    result = Call(kind, 64e9, 8, 1).seconds(A100)
+    assert result == pytest.approx(START_US * 1e-6 + wire)
 
 
 def test_between_nodes_the_cards_of_a_node_carry_a_ring():
     cards = 8 * 25e9 * communication.NETWORK
-    found = Call("all_gather", 64e9, 16, 2).seconds(A100)
-    assert found == pytest.approx(64e9 * 15 / 16 / cards, rel=0.01)
+    result = Call("all_gather", 64e9, 16, 2).seconds(A100)
+    assert result == pytest.approx(64e9 * 15 / 16 / cards, rel=0.01)
     alone = Call("all_gather", 64e9, 16, 16).seconds(A100)  # a rank on each node
-    assert alone == pytest.approx(8 * found, rel=0.01)
+    assert alone == pytest.approx(8 * result, rel=0.01)
 
 
 def test_axes_send_what_the_papers_say():
-    job = Job(MODELS["llama3-70b"], 8192, 512)
+    job = TrainingJob(MODELS["llama3-70b"], 8192, 512)
     layout = Layout(tp=8, pp=2, dp=4, zero=1, recompute="full")
     tokens, width = job.seq_len, job.model.hidden
     axes = step.axes_of(job, layout, H100)
@@ -308,19 +311,19 @@ def test_every_gpu_and_precision_is_predicted(name):
     layout = Layout(tp=2, dp=cluster.gpus_per_node, zero=1, recompute="full")
     for precision in ("bf16", "fp16", "fp8", "fp32", "tf32"):
         job = replace(JOB, precision=precision, global_batch=layout.dp)
-        found = step.predict(job, layout, cluster)
-        assert 0 < found.model_tflops_per_gpu < max(cluster.gpu.tflops.values())
+        result = step.predict(job, layout, cluster)
+        assert 0 < result.model_tflops_per_gpu < max(cluster.gpu.tflops.values())
 
 
 def test_adapters_and_unpacking_are_counted_by_hand():
-    job = finetune.with_adapters(Job(MODELS["llama2-7b"], 2048, 8), "qlora", 16)
+    job = finetune.with_adapters(TrainingJob(MODELS["llama2-7b"], 2048, 8), "qlora", 16)
     layout = Layout(dp=2, micro_batch=4, recompute="full")
-    found = step.step_parts(job, layout, A100, RATES)
+    result = step.step_parts(job, layout, A100, RATES)
     weights = models.matrix_parameters(job.model, 0)
     moved = weights * (0.5 + (1 + 4 / 256) / 64 + 2)
     once = moved / (2039e9 * compute.HBM)
     assert adapters.unpack_seconds(job, A100) == pytest.approx(once)
-    assert found["unpacking"] == pytest.approx(3 * 32 * once)
+    assert result["unpacking"] == pytest.approx(3 * 32 * once)
     queries = replace(job, adapter_targets=("query",))
     m, h, r = 4 * 2048, 4096, 16
     product = m * h + m * r + h * r  # two forward, four backward; then scale and add
@@ -328,4 +331,6 @@ def test_adapters_and_unpacking_are_counted_by_hand():
     rate = 2039e9 * compute.HBM / 2
     assert forward * rate == pytest.approx(2 * product + 5 * m * h)
     assert backward * rate == pytest.approx(4 * product + 5 * m * h)
-    assert found["dp"] < parts(layout, Job(job.model, 2048, 8), A100)["dp"] / 20
+    assert (
+        result["dp"] < parts(layout, TrainingJob(job.model, 2048, 8), A100)["dp"] / 20
+    )

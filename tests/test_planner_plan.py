@@ -12,7 +12,7 @@ from conftest import REPO, load_script, run_command
 from dist_common import model as template_model
 from planner import cli, memory, models, plan, plan_explain, plan_launch, plan_search
 from planner.hardware import GPUS, Cluster, find_gpu
-from planner.job import RECOMPUTE, Job, Layout, Model
+from planner.job import RECOMPUTE, Layout, ModelShape, TrainingJob
 from planner.models import find_model
 from planner.plan_search import search
 from planner.step import predict
@@ -20,7 +20,7 @@ from planner.step import predict
 H100 = Cluster(GPUS["h100"])
 PLAN = "planner/plan.py"
 LLAMA = models.MODELS["llama2-7b"]
-SMALL = Model(4, 1024, 16, 8, 2816, 32_000, name="small")
+SMALL = ModelShape(4, 1024, 16, 8, 2816, 32_000, name="small")
 
 
 @pytest.fixture
@@ -124,8 +124,8 @@ def test_a_config_is_the_model_of_its_sizes(tmp_path, ask):
     sizes = "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn 14336"
     assert ask(flags, sizes, "--vocab 128256") == expected
     mixtral = {"model_type": "mixtral", "num_local_experts": 8, "vocab_size": 32_000}
-    found = models.from_hf_config(CONFIG | mixtral | {"num_experts_per_tok": 2})
-    assert replace(found, name="mixtral-8x7b") == models.MODELS["mixtral-8x7b"]
+    result = models.from_hf_config(CONFIG | mixtral | {"num_experts_per_tok": 2})
+    assert replace(result, name="mixtral-8x7b") == models.MODELS["mixtral-8x7b"]
 
 
 # Searches
@@ -146,7 +146,7 @@ DEEPSEEK = "--model DeepSeek-V3 --gpus 256 --global-batch 512"
     "flags", [*SEARCHED, f"{DEEPSEEK} --pp 4 --ep 64 --interleave 8"]
 )
 def test_given_values_are_searched(flags, ask):
-    found = json.loads(ask("plan --json", flags))
+    result = json.loads(ask("plan --json", flags))
     names = {
         "shard": "shard",
         "interleave": "virtual_stages",
@@ -156,7 +156,7 @@ def test_given_values_are_searched(flags, ask):
     names |= {"micro-batch": "micro_batch", "cp-kind": "cp_kind", "ep": "ep"}
     for flag, value in re.findall(r"--([a-z-]+) (\S+)", flags):
         if flag in names:
-            assert str(found["plans"][0]["layout"][names[flag]]) == value
+            assert str(result["plans"][0]["layout"][names[flag]]) == value
 
 
 def every_layout(job, cluster, gpus):
@@ -198,7 +198,7 @@ def every_layout(job, cluster, gpus):
 @pytest.mark.parametrize("experts", [0, 4])
 def test_the_search_finds_the_fastest_of_all_layouts(experts):
     model = replace(SMALL, experts=experts, top_k=2)
-    job, gpus = Job(model, 4096, 16), 4
+    job, gpus = TrainingJob(model, 4096, 16), 4
     cluster = Cluster(replace(GPUS["h100"], memory_gib=9), gpus)
     limit = memory.memory_limit(cluster.gpu)
     times, tried = [], 0
@@ -217,11 +217,11 @@ def test_the_search_finds_the_fastest_of_all_layouts(experts):
 
 
 def test_offload_is_searched_only_where_memory_is_short():
-    job = Job(LLAMA, 4096, 64)
+    job = TrainingJob(LLAMA, 4096, 64)
     for memory_gib, expected in ((80, {"none"}), (30, {"optimizer", "all"})):
         cluster = Cluster(replace(GPUS["h100"], memory_gib=memory_gib))
-        found = {p.layout.offload for p in search(job, cluster, 2).fitting}
-        assert found and found <= expected
+        result = {p.layout.offload for p in search(job, cluster, 2).fitting}
+        assert result and result <= expected
 
 
 # Advice
@@ -229,9 +229,9 @@ def test_offload_is_searched_only_where_memory_is_short():
 
 @pytest.mark.full
 def test_on_a_tie_the_simpler_layout_is_first(ask):
-    found = json.loads(ask("plan --model llama2-7b --gpus 8 --json"))
-    assert found["plans"][0]["name"].startswith("dp 8, ")
-    assert "1 is simpler than 2, which is" in found["reasons"][0]
+    result = json.loads(ask("plan --model llama2-7b --gpus 8 --json"))
+    assert result["plans"][0]["name"].startswith("dp 8, ")
+    assert "1 is simpler than 2, which is" in result["reasons"][0]
 
 
 @pytest.mark.full
@@ -262,11 +262,11 @@ def test_certainty_is_that_of_similar_published_runs(ask):
 
 
 @pytest.mark.full
-def test_a_job_that_does_not_fit_is_told_what_would(ask):
+def test_a_job_that_does_not_fit_names_what_would(ask):
     flags = "plan --model llama3-70b --finetune lora --gpus 1 --gpu a100"
-    with pytest.raises(cli.UsageError, match="it fits with .*--finetune qlora"):
+    with pytest.raises(cli.CommandLineError, match="it fits with .*--finetune qlora"):
         ask(flags)
-    with pytest.raises(cli.UsageError, match="it fits with --loss chunked"):
+    with pytest.raises(cli.CommandLineError, match="it fits with --loss chunked"):
         ask("plan --model llama3-8b --finetune lora --gpus 1 --gpu rtx4090")
     ask("plan --model llama3-8b --finetune lora --gpus 1 --gpu rtx4090 --loss chunked")
 
@@ -274,10 +274,10 @@ def test_a_job_that_does_not_fit_is_told_what_would(ask):
 @pytest.mark.full
 def test_a_plan_prints_what_its_json_holds(ask):
     flags = "plan --model llama2-7b --gpus 8 --tokens 1T --dollars-per-gpu-hour 2"
-    lines, found = ask(flags).splitlines(), json.loads(ask(flags, "--json"))
-    first = lines.index(found["reasons"][0])
-    assert lines[first : first + len(found["reasons"])] == found["reasons"]
-    one = found["plans"][0]
+    lines, result = ask(flags).splitlines(), json.loads(ask(flags, "--json"))
+    first = lines.index(result["reasons"][0])
+    assert lines[first : first + len(result["reasons"])] == result["reasons"]
+    one = result["plans"][0]
     held = dict(one["memory_bytes"])
     total, limit = held.pop("total"), held.pop("limit")
     assert total == pytest.approx(sum(held.values())) and total <= limit
@@ -346,15 +346,15 @@ def test_a_flag_of_fine_tuning_saves_memory(before, after, ask):
     ],
 )
 def test_what_is_explained_multiplies_to_what_is_predicted(name, layout):
-    job = Job(models.MODELS[name], 2048, 64)
-    found = predict(job, layout, H100)
-    rows = plan_explain.memory_formulas(job, found)
+    job = TrainingJob(models.MODELS[name], 2048, 64)
+    result = predict(job, layout, H100)
+    rows = plan_explain.memory_formulas(job, result)
     for part in ("parameters", "gradients", "optimizer", "activations", "logits"):
         value = sum(row.value for row in rows if row.name.startswith(part))
-        assert value == pytest.approx(found.memory[part], rel=1e-9), part
-    for row in plan_explain.step_formulas(job, H100, found)[1:]:
+        assert value == pytest.approx(result.memory[part], rel=1e-9), part
+    for row in plan_explain.step_formulas(job, H100, result)[1:]:
         part = row.name.split(",")[0]
-        assert row.value == pytest.approx(found.step[part], rel=0.02), part
+        assert row.value == pytest.approx(result.step[part], rel=0.02), part
     for row in rows:  # the printed numbers are those that are multiplied
         product, _, value = str(row).partition(": ")[2].partition(" = ")
         numbers = re.findall(r"(?:^|(?<=x ))([\d.e]+)(?= )", product)
@@ -371,9 +371,9 @@ def test_predict_shows_what_axes_send(ask):
     assert "tp: 6 all-gather of 134.2 MB and 6 reduce-scatter of 134.2 MB" in text
     moved = ask(job, axes, "--order dp-tp-cp-pp")
     assert re.search(r"^tp 8 +matrices.* network x2, 100 GB/s ", moved, re.M)
-    found = json.loads(ask(job, axes, "--json"))
-    for name, axis in found["axes"].items():
-        assert axis["exposed"] == found["step_s"][name]
+    result = json.loads(ask(job, axes, "--json"))
+    for name, axis in result["axes"].items():
+        assert axis["exposed"] == result["step_s"][name]
 
 
 # Launch lines
@@ -397,7 +397,7 @@ def test_a_template_takes_its_launch_line(
     model, layout, finetune, script, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
-    job = Job(model, 4096, 64)
+    job = TrainingJob(model, 4096, 64)
     launch = plan_launch.launch_of(job, layout, 8, finetune)
     assert f"/{script}.py" in launch.script, launch
     for command in launch.commands[:-1]:  # "# first add "NAME": Config(...) to PRESETS"
@@ -425,9 +425,9 @@ def test_a_template_takes_its_launch_line(
         assert (args.tp, args.pp, args.cp) == sizes
 
 
-FP8 = Job(LLAMA, 4096, 64, precision="fp8")
-EXPERTS = Job(models.MODELS["mixtral-8x7b"], 4096, 64)
-PLAIN = Job(LLAMA, 4096, 64)
+FP8 = TrainingJob(LLAMA, 4096, 64, precision="fp8")
+EXPERTS = TrainingJob(models.MODELS["mixtral-8x7b"], 4096, 64)
+PLAIN = TrainingJob(LLAMA, 4096, 64)
 
 
 @pytest.mark.parametrize(
@@ -494,10 +494,10 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize(("flags", "says"), BAD_INPUT)
-def test_bad_input_is_told_in_one_line(flags, says, ask):
-    with pytest.raises(cli.UsageError) as told:
+def test_bad_input_gives_one_line(flags, says, ask):
+    with pytest.raises(cli.CommandLineError) as raised:
         ask(flags)
-    assert says in str(told.value) and "\n" not in str(told.value)
+    assert says in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.full

@@ -139,13 +139,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_in_one_line(case, tmp_path, monkeypatch):
+def test_bad_input_gives_one_line(case, tmp_path, monkeypatch):
     arguments, says = BAD[case]
     (tmp_path / "empty.csv").write_text("id,source\n")
     (tmp_path / "other.csv").write_text("name\nx\n")
     (tmp_path / "good.csv").write_text(f"{HEADER}\n{RUN}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["validate.py", *arguments])
-    with pytest.raises(cli.UsageError) as raised:
+    with pytest.raises(cli.CommandLineError) as raised:
         validate.main()
     assert says in str(raised.value) and "\n" not in str(raised.value)
