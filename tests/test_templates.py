@@ -481,7 +481,14 @@ USAGE = [
 
 @pytest.mark.parametrize(("argv", "says"), USAGE)
 def test_wrong_usage_gets_one_line(run_script, argv, says):
-    ended = run_script(DDP, *argv, world_size=2, end_job_on_failure=False)
+    ended = run_script(DDP, *argv, world_size=2)
+    assert_one_line(ended, says, "ddp_training.py")
+
+
+@pytest.mark.full  # the silent rank waits for its launcher
+def test_one_rank_prints_the_error_of_all(run_script):
+    words, says = USAGE[0]
+    ended = run_script(DDP, *words, world_size=2, end_job_on_failure=False)
     assert_one_line(ended, says, "ddp_training.py")
 
 
