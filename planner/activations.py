@@ -25,8 +25,9 @@ def number_bytes(job: TrainingJob) -> int:
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """Return each stage's layers; first and last have one less where that is what
-    divides.
+    """Return the layers of each stage.
+
+    If only layers + 2 divides evenly, the first and the last stage have one layer less.
     """
     if (layers + 2) % stages == 0 and layers % stages:
         inner = (layers + 2) // stages
@@ -36,23 +37,22 @@ def layers_of_stages(layers: int, stages: int) -> list[int]:
 
 
 def layers_of(model: ModelShape, layout: Layout, stage: int) -> list[tuple[int, int]]:
-    """Return a stage's kinds of layer: the number of one such layer, and how many there
-    are.
+    """Return (number of one layer, count) for each kind of layer of a stage.
+
+    The kinds are dense layers and layers with experts.
     """
     counts = layers_of_stages(model.layers, layout.pp)
     start = sum(counts[:stage])
     end = start + counts[stage]
-    first = (
-        model.dense_layers if model.experts else model.layers
-    )  # the first with experts
-    dense = max(0, min(end, first) - start)
+    first_experts = model.dense_layers if model.experts else model.layers
+    dense = max(0, min(end, first_experts) - start)
     kinds = [(0, dense), (model.layers - 1, counts[stage] - dense)]
     return [(layer, count) for layer, count in kinds if count]
 
 
-def cut_of_sequence(layout: Layout) -> int:
-    """Return how many ways tp cuts what it does not compute: sequence parallelism, or
-    1.
+def sequence_ranks(layout: Layout) -> int:
+    """Return the ranks that share norms and residuals: tp's, or 1 without sequence
+    parallelism.
     """
     return layout.tp if layout.sequence_parallel else 1
 
@@ -61,28 +61,26 @@ def cut_of_sequence(layout: Layout) -> int:
 
 
 def norm_bytes(job: TrainingJob, layout: Layout) -> float:
-    """Return what a norm keeps: input (float32 copies where not fused), a number,
-    output.
+    """Return the bytes that a norm keeps: its input, its scale and its output.
 
-    tp's matrices read its output: Megatron keeps the rank's slice and gathers
-    it again (Korthikanti, section 4.2.2), PyTorch's tensor parallelism keeps it whole.
+    tp's matrices read the output. Megatron keeps the rank's slice and gathers the whole
+    again (Korthikanti, section 4.2.2). PyTorch's tensor parallelism keeps the whole.
     """
     stack, h = stack_of(job), job.model.hidden
     number = number_bytes(job)
     kept = number if job.compiled or number == FP32 else stack.norm_bytes
     output = 1 if job.precision == "fp8" and job.stack == "megatron" else number
-    cut = cut_of_sequence(layout)
+    ranks = sequence_ranks(layout)
     whole = stack.keeps_gathered and layout.tp > 1
-    return (kept * h + FP32) / cut + output * h / (1 if whole else cut)
+    return (kept * h + FP32) / ranks + output * h / (1 if whole else ranks)
 
 
 def mlp_bytes(job: TrainingJob, layer: int) -> tuple[float, float]:
-    """Return a feed-forward's bytes per token: what tp splits, and what it does not
-    (router).
+    """Return a feed-forward's bytes per token: the part that tp splits, and the rest.
 
-    GeLU: its input and output. SwiGLU: gate, up, their product, and SiLU's result if
-    not fused. Experts: the tokens they got, sorted, for each of top_k; some libraries
-    keep what they return, to weight it, and the router's float32 input.
+    GeLU keeps its input and output. SwiGLU keeps gate, up, their product, and without a
+    fused kernel SiLU's result. Experts keep the sorted tokens, once for each of top_k.
+    Some libraries also keep the experts' results and the router's float32 input.
     """
     model, number = job.model, number_bytes(job)
     fused = job.compiled or stack_of(job).swiglu == 3
@@ -98,12 +96,11 @@ def mlp_bytes(job: TrainingJob, layer: int) -> tuple[float, float]:
 
 
 def attention_bytes(job: TrainingJob, layout: Layout) -> float:
-    """Return attention's bytes per token: queries, keys, values, output, and scores if
-    stored.
+    """Return attention's bytes per token: queries, keys, values, output, stored scores.
 
-    Scores: softmax' output and, with dropout, mask and result (Korthikanti, section
-    4.1: 5 a s). Flash attention keeps a float32 number per head instead (Dao et al.,
-    2022).
+    Stored scores are the softmax output and, with dropout, a mask and the result
+    (Korthikanti, section 4.1: 5 a s). Flash attention keeps a float32 number per head
+    instead (Dao et al., 2022).
     """
     model, number = job.model, number_bytes(job)
     queries, keys = models.query_width(model), models.key_width(model)
@@ -128,36 +125,35 @@ def attention_bytes(job: TrainingJob, layout: Layout) -> float:
 
 def latent_attention_bytes(model: ModelShape, number: int) -> float:
     """Return bytes per token of latent attention: compressed, norms, and per head."""
-    wide, turned = models.query_width(model), model.heads * model.rope_dim
+    wide, rotated = models.query_width(model), model.heads * model.rope_dim
     compressed = 2 * (model.q_rank + model.kv_rank) + model.rope_dim
-    per_head = 2 * (wide + turned) + 2 * wide  # queries, keys; values, output
+    per_head = 2 * (wide + rotated) + 2 * wide  # queries, keys; values, output
     return number * (compressed + per_head)
 
 
 def layer_bytes(job: TrainingJob, layout: Layout, layer: int = -1) -> float:
-    """Return bytes per token of a cp rank that a layer keeps (Korthikanti, equations 1,
-    2 and 4).
+    """Return the bytes that a layer keeps for each token of a cp rank.
 
-    tp splits attention and feed-forward; norms and dropout's masks (2 h) only with
-    sequence parallelism.
+    tp splits attention and feed-forward. It splits norms and dropout's masks (2 h) only
+    with sequence parallelism (Korthikanti, equations 1, 2 and 4).
     """
     split, whole = mlp_bytes(job, layer % job.model.layers)
     split += attention_bytes(job, layout)
     whole += 2 * job.model.hidden if job.dropout else 0
-    kept = split / layout.tp + whole / cut_of_sequence(layout)
+    kept = split / layout.tp + whole / sequence_ranks(layout)
     return kept + 2 * norm_bytes(job, layout)
 
 
 def input_bytes(job: TrainingJob, layout: Layout) -> float:
     """Return bytes per token of a layer's input."""
-    return number_bytes(job) * job.model.hidden / cut_of_sequence(layout)
+    return number_bytes(job) * job.model.hidden / sequence_ranks(layout)
 
 
 def operators_bytes(job: TrainingJob, layout: Layout) -> float:
-    """Return what torchtitan's selective checkpointing keeps: every second product,
-    attention.
+    """Return bytes per token with torchtitan's selective checkpointing.
 
-    Of seven products those of queries, values, gate and the last; the layer's input.
+    It keeps the layer's input, attention's output, and every second product: queries,
+    values, gate and the last one.
     """
     model, number = job.model, number_bytes(job)
     kept = 2 * models.query_width(model) + models.key_width(model)
@@ -175,9 +171,7 @@ def kept_bytes(job: TrainingJob, layout: Layout, layer: int) -> float:
 
 
 def layer_gradient_bytes(job: TrainingJob, layout: Layout) -> float:
-    """Return bytes per token of gradients in a layer's backward: of gate and up, and of
-    h.
-    """
+    """Return bytes per token of the gradients of gate and up, and of the residual."""
     model, number = job.model, number_bytes(job)
     wide = models.dense_width(model) if not model.experts else model.ffn * model.top_k
     inner = (2 if model.gated else 1) * wide
@@ -190,11 +184,11 @@ def layer_gradient_bytes(job: TrainingJob, layout: Layout) -> float:
 def in_flight(
     pp: int, stage: int, micro_batches: int, virtual_stages: int = 1
 ) -> float:
-    """Return micro-batches whose activations a stage holds at once, in units of its
-    layers.
+    """Return the micro-batches whose activations a stage holds at once.
 
-    1F1B (Narayanan et al., 2021, section 2.2). With several virtual stages interleaved:
-    v p + p - 1 chunks of 1/v on stage 0 (Korthikanti et al., 2022, section 4.2.3).
+    1F1B: Narayanan et al., 2021, section 2.2. Interleaved stages count in shares of a
+    rank's layers: stage 0 holds v p + p - 1 chunks of 1/v each (Korthikanti et al.,
+    2022, section 4.2.3).
     """
     if virtual_stages == 1:
         return min(micro_batches, pp - stage)
@@ -203,28 +197,25 @@ def in_flight(
 
 
 def tokens_of(job: TrainingJob, layout: Layout) -> float:
-    """Return a micro-batch's tokens on a rank of cp: b s / cp."""
+    """Return the tokens of a micro-batch on a cp rank: b s / cp."""
     return layout.micro_batch * job.seq_len / layout.cp
 
 
 def kept_by_stage(job: TrainingJob, layout: Layout, stage: int) -> float:
-    """Return bytes that a stage's layers keep when it holds most micro-batches."""
+    """Return bytes that a stage keeps when it holds the most micro-batches."""
     flying = in_flight(
         layout.pp, stage, layout.micro_batches(job), layout.virtual_stages
     )
     kinds = layers_of(job.model, layout, stage)
     kept = sum(count * kept_bytes(job, layout, layer) for layer, count in kinds)
-    if (
-        job.dropout and stage == 0
-    ):  # the mask of the embeddings' (Korthikanti, section 4.3)
-        kept += job.model.hidden / cut_of_sequence(layout)
+    if job.dropout and stage == 0:
+        # The mask of the embeddings (Korthikanti, section 4.3).
+        kept += job.model.hidden / sequence_ranks(layout)
     return tokens_of(job, layout) * flying * kept
 
 
 def backward_of_layer(job: TrainingJob, layout: Layout, stage: int) -> float:
-    """Return bytes of one layer's backward: its gradients; all of it where it is
-    computed again.
-    """
+    """Return bytes of a layer's backward: its gradients, and recomputed tensors."""
     again = 0.0
     if layout.recompute in ("full", "operators"):
         for layer, _ in layers_of(job.model, layout, stage):
@@ -234,9 +225,10 @@ def backward_of_layer(job: TrainingJob, layout: Layout, stage: int) -> float:
 
 
 def logit_bytes(job: TrainingJob) -> float:
-    """Return bytes per logit at the loss: by the library, in chunks, or of a kernel.
+    """Return bytes per logit at the loss.
 
-    A fused kernel writes the gradient over the logits; torch.compile keeps both.
+    A loss in chunks holds a part of the logits. A fused kernel writes the gradient over
+    the logits in Megatron-LM; torch.compile keeps both.
     """
     if job.loss == "fused":
         return BF16 if job.stack == "megatron" else 2 * BF16
@@ -245,14 +237,13 @@ def logit_bytes(job: TrainingJob) -> float:
 
 
 def logits(job: TrainingJob, layout: Layout, stage: int) -> float:
-    """Return bytes of logits and of the last norm's input and output, on the last
-    stage.
+    """Return the last stage's bytes of logits, and of the last norm's input and output.
 
-    Under tp the output layer reads all of h: gathered, and its gradient too.
+    With tp the output layer gathers its whole input, and the gradient of this input.
     """
     if stage < layout.pp - 1:
         return 0.0
     h, number = job.model.hidden, number_bytes(job)
     whole = 1 if stack_of(job).loss_whole else layout.tp
-    edge = 2 * number * h / cut_of_sequence(layout) + 2 * number * h
+    edge = 2 * number * h / sequence_ranks(layout) + 2 * number * h
     return tokens_of(job, layout) * (logit_bytes(job) * job.model.vocab / whole + edge)

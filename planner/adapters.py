@@ -1,10 +1,10 @@
 """The time that LoRA and 4-bit weights add to a layer: thin products, and unpacking.
 
-Frozen weights get no gradient, so two of three products are left (compute.py,
-`three_products`). Beside each adapted matrix stand A (rank, inputs) and B (outputs,
-rank) with all three of theirs (Hu et al., 2021, section 4.1). A 4-bit weight is
-unpacked to 16 bits for every product with it (Dettmers et al., 2023, equation 5):
-forward, again where forward is recomputed, and backward.
+A frozen weight gets no gradient, so it has two of three products (compute.py,
+`three_products`). Each adapted matrix has two trained matrices, A (rank, inputs) and B
+(outputs, rank), with three products each (Hu et al., 2021, section 4.1). A 4-bit weight
+is unpacked to 16 bits before each product (Dettmers et al., 2023, equation 5): forward,
+backward, and in recomputation.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from planner.hardware import Cluster
 from planner.job import Layout, TrainingJob
 from planner.rates import rate_of
 
-# Of a matrix' output and a number each, beside the thin products: B's result is scaled
-# (read, written) and added (two read, one written); compiled, one kernel adds both.
+# Numbers moved for each number of a matrix' output. B's result is scaled (1 read, 1
+# written) and added (2 read, 1 written). torch.compile fuses both.
 SCALE, ADD = 2, 3
-# Operators that an eager adapter launches forward (A, B, scale, add), of about 45 of a
-# layer.
+# An eager adapter launches 4 operators forward (A, B, scale, add); a layer about 45.
 LAUNCHED = 4 / 45
 
 
 def thin_seconds(
     m: float, n: float, k: float, job: TrainingJob, cluster: Cluster, rates
 ) -> float:
-    """Return the seconds of a product (m, k) x (k, n) one side of which is a rank.
+    """Return the seconds of a product (m, k) x (k, n) with a LoRA rank as one side.
 
-    A rank of r computes about r FLOPs for each byte, and a GPU some 150 to 300 in the
-    time of one: reading and writing takes longer (roofline: Williams et al., 2009).
+    A rank of r gives about r FLOPs per byte, and a GPU computes 150 to 300 FLOPs in the
+    time of one byte. Memory limits such products (roofline: Williams et al., 2009).
     """
     gpu = cluster.gpu
     share = rate_of(rates, "matrix", gpu.family) * cluster.matrix_scale
@@ -44,8 +43,8 @@ def adapter_seconds(
 ) -> tuple[float, float]:
     """Return seconds forward and backward of a layer's adapters, for one micro-batch.
 
-    Forward x A' B' and its sum with the matrix' output. Backward the gradients of both
-    sides of both products, and the sum of two gradients of x.
+    Forward computes x A' B' and adds it to the matrix' output. Backward computes the
+    gradients of both factors of both products, and adds two gradients of x.
 
     Source: Hu et al., 2021, equation 3.
     """
@@ -68,11 +67,10 @@ def adapter_seconds(
 
 
 def unpack_seconds(job: TrainingJob, cluster: Cluster, dense: bool = True) -> float:
-    """Return the seconds to read a layer's 4-bit weights and scales and to write 16
-    bits of each.
+    """Return the seconds to read a layer's 4-bit weights and to write 16-bit weights.
 
-    bitsandbytes 0.50 does so as fast as memory allows; the kernels of 2024 decoded
-    weights more slowly (`finetune.NF4_RATE`).
+    bitsandbytes 0.50 is as fast as the memory. The kernels of 2024 decoded weights more
+    slowly (`finetune.NF4_RATE`).
 
     Source: Dettmers et al., 2023, equation 6.
     """
@@ -94,9 +92,7 @@ def with_adapters(
     rates,
     dense,
 ):
-    """Return a layer's seconds with those of its adapters, and of unpacking its
-    weights.
-    """
+    """Add the seconds of adapters and of unpacking to the seconds of a layer."""
     forward, backward = adapter_seconds(job, layout, cluster, rates)
     unpacked = unpack_seconds(job, cluster, dense)
     return replace(
@@ -107,6 +103,6 @@ def with_adapters(
 
 
 def launch_factor(job: TrainingJob) -> float:
-    """Return how many times as long the host launches a layer that has adapters."""
+    """Return the launch time of a layer with adapters over the time without them."""
     matrices = len(finetune.adapter_shapes(job.model, job.adapter_targets))
     return 1 + LAUNCHED * matrices if job.adapter_rank else 1.0

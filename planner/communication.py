@@ -36,15 +36,15 @@ def bus_factor(kind: str, ranks: int) -> float:
 
 
 class Call(NamedTuple):
-    """Collectives of one kind: how many, and of how many bytes in which group.
+    """A number of equal collectives.
 
-    size: the whole tensor, of an all-gather the gathered one.
+    size: bytes of the whole tensor; for an all-gather, of the gathered tensor.
     """
 
     kind: str
     size: float
     ranks: int
-    nodes: int  # on which the ranks stand
+    nodes: int  # of the ranks
     times: float = 1.0
 
     @property
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     def seconds(self, cluster: Cluster) -> float:
         """Return the seconds of all these collectives, one after the other.
 
-        With NVLS a GPU sends a tensor once and gets the sum once, whatever the ranks.
+        With NVLS a GPU sends a tensor once and receives the sum once.
         """
         if self.ranks <= 1 or not self.times:
             return 0.0
@@ -71,8 +71,8 @@ class Call(NamedTuple):
         seconds = self.size * factor / inside
         start = START_US
         if self.nodes > 1:
-            # A node's ranks send through all their cards; where the switch adds, each
-            # node sends a sum once (NVLS tree, NCCL 2.18).
+            # A node's ranks send through all their cards. If the switch adds, each node
+            # sends a sum once (NVLS tree, NCCL 2.18).
             cards = 1 if self.kind == "send" else max(1, self.ranks // self.nodes)
             between = min(cards * cluster.network_gb_s * NETWORK, inside)
             over = bus_factor(self.kind, self.nodes) if adds else factor
@@ -80,6 +80,11 @@ class Call(NamedTuple):
             seconds = max(within, self.size * over / between)
             start += LATENCY_US[cluster.network]
         return self.times * (start * 1e-6 + seconds / 1e9 / cluster.network_scale)
+
+
+def bytes_of(calls: list[Call]) -> float:
+    """Return the bytes that a rank sends in some calls."""
+    return sum(call.sent for call in calls)
 
 
 def seconds_of(calls: list[Call], cluster: Cluster) -> float:
@@ -91,7 +96,10 @@ def seconds_of(calls: list[Call], cluster: Cluster) -> float:
 
 
 def strides_of(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
-    """Return (stride, size) of axes on ranks, innermost first, neighbours joined."""
+    """Return (stride, size) of axes on ranks, innermost first.
+
+    Neighbouring axes are joined.
+    """
     strides, stride, before = [], 1, ""
     for axis in layout.order:
         size = getattr(layout, axis)
@@ -107,7 +115,10 @@ def strides_of(layout: Layout, axes: tuple[str, ...]) -> list[list[int]]:
 def nodes_of(
     layout: Layout, axes: tuple[str, ...], ranks: int, cluster: Cluster, every: int = 1
 ) -> int:
-    """Return the nodes of so many ranks that differ in `axes`, `every` apart there."""
+    """Return the number of nodes of a group of ranks.
+
+    The ranks differ in `axes`, and stand `every` ranks apart on them.
+    """
     inside, rest = 1, ranks
     for stride, size in strides_of(layout, axes):
         if every >= size > 1:
@@ -123,17 +134,17 @@ def nodes_of(
 
 
 def passes_of(layout: Layout) -> int:
-    """Return how often a layer's collectives run: 3 times with full recomputation."""
+    """Return the passes with a layer's collectives: 3 with full recomputation."""
     return 3 if layout.recompute == "full" else 2
 
 
 def tokens_of(job: TrainingJob, layout: Layout) -> float:
-    """Return a micro-batch's tokens on a rank of cp."""
+    """Return the tokens of a micro-batch on a cp rank."""
     return layout.micro_batch * job.seq_len / layout.cp
 
 
 def tensor_calls(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[Call]:
-    """Return what tensor parallelism sends in a layer, for one micro-batch.
+    """Return the collectives of tensor parallelism in a layer, for one micro-batch.
 
     Two all-reduces forward and two backward (Shoeybi et al., 2019, section 3). With
     sequence parallelism each is an all-gather and a reduce-scatter (Korthikanti et
@@ -149,7 +160,7 @@ def tensor_calls(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[Cal
 
 
 def context_calls(job: TrainingJob, layout: Layout, cluster: Cluster):
-    """Return what context parallelism sends in a layer, forward and backward.
+    """Return the collectives of context parallelism in a layer, forward and backward.
 
     Ring: keys and values go around, backward with their gradients (Liu et al., 2023).
     Ulysses: all-to-all of queries, keys, values and output; each rank gets a key head
@@ -173,7 +184,7 @@ def context_calls(job: TrainingJob, layout: Layout, cluster: Cluster):
 
 
 def expert_calls(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[Call]:
-    """Return what experts send in a layer: tokens there and back in each pass.
+    """Return the all-to-alls of an expert layer: tokens there and back in each pass.
 
     Source: GShard (Lepikhin et al., 2020), section 3.2.
     """
@@ -203,11 +214,12 @@ class WeightCalls(NamedTuple):
 
 
 def weight_calls(job: TrainingJob, layout: Layout, cluster: Cluster, weights: float):
-    """Return the calls for so many weights of a GPU: in each micro-batch, or in a step.
+    """Return the calls for a number of weights: in each micro-batch, or in a step.
 
-    ZeRO-3 gathers forward and backward and reduces; ZeRO-1 and 2 gather what they
-    updated, DDP all-reduces (Rajbhandari et al., 2020, section 7). HSDP averages a
-    shard's gradients over its copies as well. Frozen weights have no gradients.
+    ZeRO-3 gathers in forward and backward, and reduce-scatters gradients. ZeRO-1 and 2
+    gather the updated weights, and DDP all-reduces gradients (Rajbhandari et al., 2020,
+    section 7). HSDP also averages a shard's gradients over its copies. Frozen weights
+    have no gradients.
     """
     n, shards = layout.replicas, layout.shards
     if layout.zero == 0:
@@ -240,27 +252,27 @@ def reduces_each(job: TrainingJob, layout: Layout) -> bool:
     return gathers_each(job, layout)
 
 
-# Traffic of an axis, as it is shown
+# The table of axes
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis as a GPU of the slowest stage sees it; seconds are of a step."""
+    """The traffic of one axis on a GPU of the slowest stage; seconds are of a step."""
 
-    ranks: int  # dp: all that hold the same weights, the ranks of cp too
+    ranks: int  # dp: all replicas, with the ranks of cp
     nodes: int
-    cards: int  # of a node that the group's traffic leaves through; 0: it stays inside
-    gb_s: float  # of a data sheet: the link of a GPU in its node, or its node's cards
+    cards: int  # network cards of a node that the group uses; 0: it stays in the node
+    gb_s: float  # the data sheet's rate of the GPU's link, or of these cards
     layer_bytes: float  # per layer and micro-batch; dp: per step; pp: per stage
     step_bytes: float
-    seconds: float  # of sending alone
-    beside: float  # of compute that runs meanwhile
+    seconds: float  # of the messages alone
+    compute: float  # of computation at the same time
     exposed: float  # the rest, which makes the step longer
     sends: str
 
 
 def axis_of(ranks, calls: list[Call], times: float, cluster: Cluster, **other) -> Axis:
-    """Return what an axis sends: `calls`, so many times in a step."""
+    """Return the traffic of an axis: its calls, repeated `times` times in a step."""
     first = calls[0]
     cards, gb_s = 0, cluster.gpu.link_gb_s
     if first.nodes > 1:
@@ -270,7 +282,7 @@ def axis_of(ranks, calls: list[Call], times: float, cluster: Cluster, **other) -
         f"{call.times:g} {call.kind.replace('_', '-')} of {call.size / 1e6:,.1f} MB"
         for call in calls
     ]
-    sent = times * sum(call.sent for call in calls)
+    sent = times * bytes_of(calls)
     seconds = times * seconds_of(calls, cluster)
     text = f"{' and '.join(words)}, {times:g} times in a step"
     return Axis(

@@ -9,11 +9,7 @@ from planner.hardware import Cluster
 from planner.job import Layout, ModelShape, TrainingJob
 from planner.rates import rate_of
 
-NARROW = (
-    "fp8",
-    "fp8-rows",
-    "fp4",
-)  # their operands are cast first; the head stays in 16 bits
+NARROW = ("fp8", "fp8-rows", "fp4")  # products of layers; the head stays in 16 bits
 WIDTH = 2  # bytes of a number: bfloat16 or float16
 HBM = 0.85  # share of the memory's rate that kernels reach
 ATTENTION_BACKWARD = 0.8  # of forward's rate (Dao, 2023, figure 5)
@@ -36,12 +32,12 @@ class LayerSeconds:
 
     forward: float
     backward: float
-    attention: float  # part of forward
+    attention: float  # included in forward
     attention_backward: float
-    core: float = 0.0  # of forward: selective recomputation repeats it
-    half: float = (
-        0.0  # the same, where all operators but attention and every second product are
-    )
+    # Parts of forward that recomputation repeats: "selective" repeats attention,
+    # "operators" everything but attention and every second product.
+    core: float = 0.0
+    half: float = 0.0
 
 
 def product_seconds(m, n, k, job: TrainingJob, cluster: Cluster, rates) -> float:
@@ -77,21 +73,19 @@ def three_products(m, n, k, job, cluster, rates) -> tuple[float, float]:
 
 
 def fuses(job: TrainingJob) -> bool:
-    """Tell whether norms and activations run in fused kernels: compiled, or
-    Megatron-LM's own.
-    """
+    """Tell whether norms and activations run in fused kernels."""
     return job.compiled or job.stack in ("megatron", "thunder")
 
 
 def memory_seconds(numbers: float, cluster: Cluster) -> float:
-    """Return the seconds to read or write so many 16-bit numbers."""
+    """Return the seconds to read or write a number of 16-bit numbers."""
     return WIDTH * numbers / (cluster.gpu.hbm_gb_s * 1e9 * HBM)
 
 
 def attention_flops(model: ModelShape, pairs: float) -> float:
-    """Return forward's FLOPs of so many pairs of a query and a key, in all heads.
+    """Return forward's FLOPs for a number of pairs of a query and a key, in all heads.
 
-    Scores take query and key (latent attention: with what turns), the sum takes values.
+    Latent attention adds the rotated numbers of queries and keys to the scores.
     """
     return 2 * pairs * (2 * models.query_width(model) + model.heads * model.rope_dim)
 
@@ -99,12 +93,11 @@ def attention_flops(model: ModelShape, pairs: float) -> float:
 def attention_seconds(
     job: TrainingJob, layout: Layout, cluster: Cluster, rates
 ) -> tuple[float, float]:
-    """Return seconds of softmax(QK')V forward and backward, for one micro-batch and
-    layer.
+    """Return seconds of softmax(QK')V forward and backward, per micro-batch and layer.
 
-    Flash attention skips the masked half and computes scores again backward: 2.5 times
-    forward's products (Dao, 2023, section 4.1). Each generation of kernels has a rate
-    for each family of GPUs. Attention that stores scores computes all of them.
+    Flash attention skips the masked half and computes the scores again in backward: 2.5
+    times forward's products (Dao, 2023, section 4.1). Each generation of kernels has a
+    rate for each family of GPUs. Attention with stored scores computes both halves.
     """
     model = job.model
     gpu = cluster.gpu
@@ -124,20 +117,18 @@ def attention_seconds(
 def attention_matrices(model: ModelShape, t: int) -> list[tuple[float, float]]:
     """Return (n, k) of attention's matrices on one of t GPUs.
 
-    Latent attention goes down to a rank, whole on each GPU, and up for each head
+    Latent attention projects down to a rank, whole on each GPU, and up to the heads
     (DeepSeek-V2, section 2.1).
     """
     h, queries, keys = model.hidden, models.query_width(model), models.key_width(model)
     if not model.kv_rank:
         return [((queries + 2 * keys) / t, h), (h, queries / t)]
-    turned = queries + model.heads * model.rope_dim
-    into = (
-        [(model.q_rank, h), (turned / t, model.q_rank)]
-        if model.q_rank
-        else [(turned / t, h)]
-    )
+    rotated = queries + model.heads * model.rope_dim
+    to_queries = [(rotated / t, h)]
+    if model.q_rank:
+        to_queries = [(model.q_rank, h), (rotated / t, model.q_rank)]
     return [
-        *into,
+        *to_queries,
         (model.kv_rank + model.rope_dim, h),
         (2 * queries / t, model.kv_rank),
         (h, queries / t),
@@ -147,9 +138,7 @@ def attention_matrices(model: ModelShape, t: int) -> list[tuple[float, float]]:
 def layer_matrices(
     job: TrainingJob, layout: Layout, dense: bool
 ) -> list[tuple[float, float, float]]:
-    """Return the (m, n, k) of a layer's products on one GPU; experts' as one product
-    each kind.
-    """
+    """Return (m, n, k) of a layer's products on one GPU, without routed experts."""
     model = job.model
     t = layout.tp
     tokens = layout.micro_batch * job.seq_len / layout.cp
@@ -165,7 +154,10 @@ def layer_matrices(
 def expert_matrices(
     job: TrainingJob, layout: Layout
 ) -> tuple[int, list[tuple[float, float, float]]]:
-    """Return a GPU's experts, and the products of one, if tokens are spread evenly."""
+    """Return a GPU's number of experts, and (m, n, k) of the products of one.
+
+    Tokens are spread evenly over the experts.
+    """
     model = job.model
     experts = max(1, model.experts // layout.ep)
     tokens = (
@@ -194,21 +186,22 @@ def layer_numbers(
     model with a gated feed-forward has RMSNorm.
     """
     model = job.model
-    cut = layout.tp if layout.sequence_parallel else 1
+    ranks = layout.tp if layout.sequence_parallel else 1
     hidden = model.hidden * (1 if dense else 1 + model.top_k / 2)
-    numbers = rates["passes.hidden"] * hidden / cut
+    numbers = rates["passes.hidden"] * hidden / ranks
     numbers += FFN_PASSES * width * (1.5 if model.gated else 1) / layout.tp
     rotated = 0 if model.learned_positions else models.rotated_width(model) / layout.tp
     if fuses(job):
         return rates["passes.compiled"] * numbers + ROTARY_FUSED_PASSES * rotated
     if model.gated:
-        numbers += RMS_NORM_PASSES * model.norms * model.hidden / cut
+        numbers += RMS_NORM_PASSES * model.norms * model.hidden / ranks
     return numbers + ROTARY_PASSES * rotated
 
 
 def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> LayerSeconds:
-    """Return the seconds of one layer on one GPU, for one micro-batch, without
-    communication.
+    """Return the seconds of one layer on one GPU for one micro-batch.
+
+    Communication is not included.
     """
     model = job.model
     tokens = layout.micro_batch * job.seq_len / layout.cp
@@ -238,9 +231,7 @@ def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> LayerSecon
 
 
 def launch_seconds(job: TrainingJob, rates) -> float:
-    """Return the seconds in which the host launches a layer's forward: no GPU is
-    faster.
-    """
+    """Return the host's seconds to launch a layer's forward, the GPU's lower limit."""
     return (LAUNCH_COMPILED_US if job.compiled else rates["launch.eager_us"]) * 1e-6
 
 
@@ -258,7 +249,9 @@ def head_seconds(
 
 
 def flops_per_token(model: ModelShape, seq_len: int) -> float:
-    """Return the FLOPs of forward and backward for one token, all of attention counted.
+    """Return the FLOPs of forward and backward for one token.
+
+    Attention counts without a causal mask.
 
     Source: PaLM (Chowdhery et al., 2022), appendix B: 6 per weight and token, 12 per
     layer, width and position.

@@ -1,4 +1,4 @@
-"""How far predictions are from published figures: statistics, and who is like a job."""
+"""Errors of predictions against published figures, and the runs most like a job."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from planner.job import Layout, TrainingJob
 from planner.published import PublishedRun
 from planner.step import step_seconds
 
-ALIKE = 0.01  # two measurements closer than this are not ranked: runs differ by as much
-FEWEST = 3  # rows that say how large an error is
+NOISE = 0.01  # measurements that are closer than this are not ranked
+FEWEST = 3  # rows that give an error
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of the sizes of some errors the median and 95th percentile; the median sign."""
+    """Median and 95th percentile of the errors' sizes, and the median signed error."""
 
     count: int
     median: float
@@ -63,8 +63,8 @@ def compare_steps(runs: Iterable[PublishedRun]) -> list[Compared]:
     ]
 
 
-def by(compared: Iterable[Compared], key: Callable[[PublishedRun], str]):
-    """Return rows by a key, in order of their first."""
+def group_by(compared: Iterable[Compared], key: Callable[[PublishedRun], str]):
+    """Return the rows of each key, in the order of the keys' first rows."""
     groups = defaultdict(list)
     for each in compared:
         groups[key(each.run)].append(each)
@@ -75,7 +75,7 @@ def by(compared: Iterable[Compared], key: Callable[[PublishedRun], str]):
 
 
 def traits_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> tuple[str, ...]:
-    """Return what errors depend on: GPU, kind of model, bits, method, stack."""
+    """Return the traits that errors depend on: GPU, model, bits, method, stack."""
     axes = layout.tp * layout.pp > 1
     method = "tensor or pipeline parallelism" if axes else "data parallelism"
     if job.adapter_rank:
@@ -93,11 +93,11 @@ def traits_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> tuple[str, 
 def closest(
     job: TrainingJob, layout: Layout, cluster: Cluster
 ) -> tuple[list[str], Errors]:
-    """Return what published runs share with a job, and the errors of these runs.
+    """Return the traits that published runs share with a job, and their errors.
 
-    All traits where three runs have them, else without the stack, else without the
-    method. Runs that constants were fitted on count only where no others are.
-    Without any such run: no traits, and no errors (None).
+    The runs share all traits if there are three such runs; otherwise all but the stack;
+    otherwise all but stack and method. Fitted runs count only if there are too few
+    others. Without such runs the traits are empty and the errors are None.
     """
     traits = traits_of(job, layout, cluster)
     runs = [
@@ -110,14 +110,14 @@ def closest(
     for length in (5, 4, 3):
         if length == 3 and job.adapter_rank:
             break  # training all weights says nothing about adapters
-        alike = [
+        similar = [
             run
             for run in runs
             if traits_of(run.job, run.layout, run.cluster)[:length] == traits[:length]
         ]
-        unseen = [run for run in alike if run.set != "fit"]
-        if len(alike) >= FEWEST:
-            rows = unseen if len(unseen) >= FEWEST else alike
+        unseen = [run for run in similar if run.set != "fit"]
+        if len(similar) >= FEWEST:
+            rows = unseen if len(unseen) >= FEWEST else similar
             errors = errors_of(each.error for each in compare_steps(rows))
             return list(traits[:length]), errors
     return [], None
@@ -127,7 +127,7 @@ def closest(
 
 
 def features_of(run: PublishedRun) -> list[str]:
-    """Return what a run has that a term of the model is for."""
+    """Return the features of a run: each has a term in the model."""
     job, layout = run.job, run.layout
     has = {
         "FSDP": layout.zero == 3,
@@ -153,11 +153,10 @@ def by_feature(compared: Iterable[Compared]) -> dict[str, Errors]:
 
 
 def strategy_pairs(compared: Iterable[Compared]) -> tuple[int, int]:
-    """Return how many pairs that differ in strategy only are ranked, and how many
-    correct.
+    """Return the ranked pairs of layouts, and how many are ranked correctly.
 
-    The same model, sequence, batch, GPUs and precision of one source. Pairs that were
-    measured within 1% of each other are left out.
+    A pair has the same model, sequence, batch, GPUs, precision and source. Pairs with
+    step times within 1% are left out.
     """
     groups = defaultdict(list)
     for each in compared:
@@ -171,7 +170,7 @@ def strategy_pairs(compared: Iterable[Compared]) -> tuple[int, int]:
             for two in members[index + 1 :]:
                 same = (one.run.job, one.run.layout) == (two.run.job, two.run.layout)
                 measured = one.measured / two.measured
-                if same or abs(measured - 1) <= ALIKE:
+                if same or abs(measured - 1) <= NOISE:
                     continue
                 ranked += 1
                 correct += (measured > 1) == (one.predicted > two.predicted)

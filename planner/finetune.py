@@ -1,9 +1,9 @@
 """The bytes of fine-tuning on a GPU: frozen weights, adapters, activations.
 
-A frozen matrix keeps no input for backward (its weight has no gradient): that is why
-LoRA's activations are fewer than full training's. A 4-bit matrix does keep it: its
-kernel saves both. Checked against litgpt's tables: eager PyTorch, one tensor per line
-of its code.
+A frozen matrix keeps no input for backward, because its weight has no gradient, so LoRA
+keeps fewer activations than full training. A 4-bit matrix keeps its input, because the
+kernel saves it. The formulas follow litgpt's eager code line by line, and litgpt's
+tables check them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ TARGETS = ("query", "key", "value", "projection", "mlp", "head")
 NF4_BLOCK = 64  # weights that share a scale (Dettmers et al., 2023, section 3)
 SCALE_BLOCK = 256  # scales that share a scale: double quantization
 PROMPT = 10  # learned rows of LLaMA-Adapter's prefix (Zhang et al., 2023)
-# Calibrated on the half of finetune_memory.csv that is not held out: 16-bit logits and
-# log-probabilities (4 bytes) stand for part of it, the rest is the loss' backward in
-# chunks.
+# Bytes per logit, fitted on the `fit` rows of finetune_memory.csv: 2 for the logit, 4
+# for its log-probability, and the rest for the backward of litgpt's loss in chunks.
 LOGIT = 10
-# Share of the memory's rate at which kernels of 2024 unpacked 4-bit weights: calibrated
-# on Answer.AI's rows of finetune_times.csv, torchtune's are shown. Those of 2026 reach
-# memory's own.
+# Kernels of 2024 unpacked 4-bit weights at this share of the memory's rate, fitted on
+# Answer.AI's rows of runs.csv. Kernels of 2026 reach the whole rate.
 NF4_RATE = 0.2
 
 
@@ -69,9 +67,7 @@ def adapter_shapes(
 
 
 def lora_shapes(outputs: int, inputs: int, rank: int) -> list[tuple[int, int]]:
-    """Return the shapes (rows, columns) of a matrix' A and B (Hu et al., 2021, section
-    4.1).
-    """
+    """Return the shapes (rows, columns) of A and B of a matrix (Hu et al., 2021)."""
     return [(rank, inputs), (outputs, rank)]
 
 
@@ -81,10 +77,11 @@ def trained_parameters(
     rank: int = 8,
     targets: tuple[str, ...] = ("query", "value"),
 ) -> int:
-    """Return the weights that are trained.
+    """Return the number of trained weights.
 
-    LoRA: A and B of each matrix. Adapter: a prefix and a gate per head in all layers
-    but the first two; v2 trains norms, a scale and a bias of each output too.
+    LoRA trains A and B of each matrix. LLaMA-Adapter trains a prefix and a gate per
+    head in all layers but the first two. Adapter v2 also trains the norms, and a scale
+    and a bias of each output.
     """
     h, q, kv = model.hidden, models.query_width(model), models.key_width(model)
     if method == "full":
@@ -106,17 +103,13 @@ def trained_parameters(
 
 
 def finetuned_parameters(model: ModelShape) -> int:
-    """Return all weights with an output layer of its own: libraries that load it untie
-    it.
-    """
+    """Return all weights with an untied output layer, as libraries load it."""
     tied = models.table_parameters(model) if model.tied_embeddings else 0
     return models.parameters(model) + tied
 
 
 def matrix_parameters(model: ModelShape) -> int:
-    """Return the weights that 4-bit quantization takes: every layer's matrices, the
-    output's.
-    """
+    """Return the weights that are quantized: the matrices of layers and output."""
     layers = sum(
         models.matrix_parameters(model, layer) for layer in range(model.layers)
     )
@@ -124,9 +117,10 @@ def matrix_parameters(model: ModelShape) -> int:
 
 
 def norm_bytes(model: ModelShape, method: str, mixed: bool = False) -> float:
-    """Return bytes per token of a norm: float32 input (RMSNorm) or 16 bits (LayerNorm).
+    """Return bytes per token of a norm's input: float32 (RMSNorm) or 16 bits
+    (LayerNorm).
 
-    A trained RMSNorm keeps its float32 result before the weight too.
+    A trained RMSNorm also keeps its float32 result before the weight.
     """
     kept = BF16 if not model.gated and not mixed else FP32
     if model.gated and method in ("full", "adapter_v2"):
@@ -135,10 +129,10 @@ def norm_bytes(model: ModelShape, method: str, mixed: bool = False) -> float:
 
 
 def input_bytes(model: ModelShape) -> float:
-    """Return bytes per token of a layer's matrices' inputs that nothing else keeps.
+    """Return bytes per token of matrices' inputs that only these matrices keep.
 
-    Outputs of both norms, and the last matrix' input: kept where matrices are trained
-    or in 4 bits.
+    These are the outputs of both norms and the last matrix' input. Trained and 4-bit
+    matrices keep them.
     """
     return BF16 * (2 * model.hidden + model.ffn)
 
@@ -146,8 +140,8 @@ def input_bytes(model: ModelShape) -> float:
 def attention_bytes(model: ModelShape, method: str, seq_len: int) -> float:
     """Return bytes per token of attention: queries, keys, values, output, log-sum-exp.
 
-    Values are a view of the fused product of all three, which stays; where query heads
-    share keys (GQA) keys and values are copied for each instead.
+    Values are a view of the fused product of queries, keys and values, which stays. If
+    query heads share keys (GQA), keys and values are copied for each head instead.
     """
     q, kv = models.query_width(model), models.key_width(model)
     values = q if model.kv_heads < model.heads else q + 2 * kv
@@ -158,10 +152,10 @@ def attention_bytes(model: ModelShape, method: str, seq_len: int) -> float:
 
 
 def mlp_bytes(model: ModelShape) -> float:
-    """Return bytes per token of a feed-forward: gate, its activation, up; or the input
-    of GeLU.
+    """Return bytes per token of a feed-forward: gate, its activation, up; or GeLU's
+    input.
 
-    A token passes top_k experts, and goes to each and back as a copy.
+    With experts, each of top_k experts gets a copy of the token and returns a copy.
     """
     one = BF16 * (3 if model.gated else 1) * model.ffn
     return one if not model.experts else model.top_k * (one + 2 * BF16 * model.hidden)
@@ -170,9 +164,9 @@ def mlp_bytes(model: ModelShape) -> float:
 def adapter_bytes(model: ModelShape, method: str, targets: tuple[str, ...]) -> float:
     """Return bytes per token that a layer's adapters keep.
 
-    LoRA: its dropped-out input and the mask, 3 bytes a number; where queries, keys and
-    values are not all adapted, their outputs too, which are copied into a padded
-    tensor. Adapter v2: each matrix' output before its scale.
+    LoRA keeps its input after dropout, and the mask: 3 bytes a number. If only some of
+    queries, keys and values are adapted, their outputs are copied into a padded tensor.
+    Adapter v2 keeps each matrix' output before its scale.
     """
     h, q, kv = model.hidden, models.query_width(model), models.key_width(model)
     if method == "adapter_v2":
@@ -207,10 +201,10 @@ def layer_bytes(
 
 
 def frozen_bytes(model: ModelShape, method: str, quant: str, mixed: bool) -> float:
-    """Return bytes of what is not trained; under autocast float32, and its 16-bit
-    casts.
+    """Return the bytes of frozen weights.
 
-    Autograd keeps each frozen matrix' cast for the gradient of its input.
+    Under autocast (`mixed`) they are float32, and autograd keeps a 16-bit cast of each
+    frozen matrix for the gradient of its input.
     """
     if method == "full":
         return 0.0
@@ -231,7 +225,7 @@ def memory_of_finetune(
     targets: tuple[str, ...] = ("query", "value"),
     gpus: int = 1,
     mixed: bool = False,
-    alike: bool = True,
+    equal_steps: bool = True,
     accumulates: bool = True,
     recompute: bool | None = None,
     frees_frozen: bool = True,
@@ -239,12 +233,15 @@ def memory_of_finetune(
     """Return bytes by part on a GPU, as torch.cuda.max_memory_allocated would count.
 
     Weights, gradients and both of Adam's moments are 16 bits (bf16-true), float32 with
-    `mixed`. `gpus`: FSDP shards all. `recompute`: each block keeps its input alone
-    (None: with FSDP). `alike`: steps are of equal length, so that a 4-bit matrix still
-    has the last step's input (bitsandbytes' MatMul4Bit keeps it outside autograd) at
-    the next one's peak. `accumulates`: a step has several micro-batches.
-    `frees_frozen`: FSDP2 frees frozen weights after a block's backward; FSDP1 has no
-    gradient's hook to do so at.
+    `mixed`.
+
+    gpus: FSDP shards everything over them.
+    equal_steps: all steps have the same length, so a 4-bit matrix still holds the last
+        step's input at the peak (bitsandbytes' MatMul4Bit keeps it outside autograd).
+    accumulates: a step has several micro-batches.
+    recompute: each block keeps only its input (None: if FSDP is used).
+    frees_frozen: frozen weights are freed after a block's backward, as FSDP2 does.
+        FSDP1 keeps them, because they have no gradient hook.
 
     Raises: ValueError for an unknown method or quant.
     """
@@ -256,7 +253,7 @@ def memory_of_finetune(
     activations = model.layers * kept
     if recompute or (recompute is None and gpus > 1):
         activations = kept + tokens * model.layers * number * model.hidden
-    elif quant and alike:
+    elif quant and equal_steps:
         inputs = input_bytes(model) + BF16 * models.query_width(model)
         activations += tokens * model.layers * inputs
     head = (
@@ -277,9 +274,8 @@ def memory_of_finetune(
     held["gathered"] = gathered_bytes(model, frozen, number, frees_frozen)
     if method == "full" and accumulates:  # added up whole (no_sync)
         held["gradients"] = number * trained
-    if (
-        frozen and not frees_frozen
-    ):  # fullest at the end of backward: logits' values are left
+    if frozen and not frees_frozen:
+        # The peak is at the end of backward, when only the logits' values are left.
         held["logits"] = number * tokens * model.vocab
     return held
 
@@ -287,11 +283,11 @@ def memory_of_finetune(
 def gathered_bytes(
     model: ModelShape, frozen: float, number: int, frees_frozen: bool
 ) -> float:
-    """Return what FSDP holds whole at its fullest.
+    """Return the bytes of gathered weights at the peak of FSDP.
 
-    Both tables from forward to backward; a block's weights and the next one's. What is
-    trained adds its gradients: a block's, and the tables'. FSDP1 has all frozen weights
-    late in backward, and a gradient's room for a block of them.
+    FSDP holds both tables from forward to backward, a block, and the next block. Full
+    training adds the gradients of a block and of the tables. FSDP1 holds all frozen
+    weights late in backward, with room for the gradients of one block.
     """
     layer = number * models.layer_parameters(model)
     tables = 2 * number * models.table_parameters(model)
@@ -306,12 +302,12 @@ def gathered_bytes(
 
 
 def every_target(model: ModelShape) -> tuple[str, ...]:
-    """Return the matrices that get adapters: all but experts."""
+    """Return the names of all matrices that get adapters: all but the experts'."""
     return TARGETS[:4] if model.experts else TARGETS[:5]
 
 
 def with_adapters(job: TrainingJob, method: str, rank: int) -> TrainingJob:
-    """Return the job with frozen weights, of 4 bits for qlora, and trained adapters."""
+    """Freeze a job's weights, in 4 bits for qlora, and add trained adapters."""
     return replace(
         job,
         frozen=True,
@@ -325,9 +321,9 @@ def memory_of_adapters(job: TrainingJob, layout: Layout) -> dict[str, float]:
     """Return bytes by part on a GPU that trains adapters next to frozen weights.
 
     Adapters, their gradients and Adam's moments are float32. tp divides matrices and
-    what they keep; FSDP (ZeRO-3) shards frozen weights, ZeRO-2 what is trained. With
-    recomputation a block keeps its input (Chen et al., 2016). The GPU is fullest at the
-    loss, or in the backward of a block.
+    their activations. FSDP (ZeRO-3) shards all weights, ZeRO-2 only the adapters'
+    states. With recomputation a block keeps only its input (Chen et al., 2016). The
+    peak is at the loss, or in the backward of a block.
     """
     model, t = job.model, layout.tp
     shards = layout.shards if layout.zero == 3 else 1
@@ -336,7 +332,7 @@ def memory_of_adapters(job: TrainingJob, layout: Layout) -> dict[str, float]:
     trained = trained_parameters(model, "lora", job.adapter_rank, targets) / t
     tokens = tokens_of(job, layout)
     layer = layer_bytes(model, "lora", job.seq_len, job.quant, targets, False) / t
-    if job.compiled:  # kernels are fused, and the frozen matrices' inputs are not kept
+    if job.compiled:  # Fused kernels keep no inputs of frozen matrices.
         layer = activations.layer_bytes(job, layout)
     kept = model.layers * layer
     if layout.recompute == "full":

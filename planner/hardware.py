@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
@@ -31,7 +31,7 @@ class Gpu:
     network_gb_s: float  # its usual network card, each way
     host_gb_s: float  # to the memory of its host, each way
     gpus_per_node: int
-    family: str  # whose measured efficiencies apply
+    family: str  # selects the constants of rates.py
     switch_reduces: bool  # NVLink SHARP (NVLS): the switch adds, the GPUs send once
     source: str
 
@@ -41,9 +41,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs, the nodes they stand in, and a network card for each GPU.
+    """GPUs, their nodes, and a network card for each GPU.
 
-    The scales are what-ifs: 0.8 is a network, or a matrix unit, with a fifth less.
+    The scales change rates: 0.8 is a network, or a matrix unit, with a fifth less.
     """
 
     gpu: Gpu
@@ -55,7 +55,7 @@ class Cluster:
 
 
 def read_gpus() -> tuple[dict[str, Gpu], dict[str, str]]:
-    """Return the GPUs of data/gpus.csv, and the pattern of each one's spellings."""
+    """Return the GPUs of data/gpus.csv, and a pattern for the spellings of each."""
     gpus, patterns = {}, {}
     with (DATA / "gpus.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -79,7 +79,7 @@ GPUS, PATTERNS = read_gpus()
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU that a name means: `H100-SXM-80GB`, `NVIDIA L40S`, `mi300x`.
+    """Return the GPU for a name such as `H100-SXM-80GB`, `NVIDIA L40S` or `mi300x`.
 
     Raises: ValueError with the known names.
     """
@@ -95,10 +95,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def cluster_of(gpu: Gpu, **other) -> Cluster:
-    """Return a cluster with a GPU's usual nodes and cards, where nothing else is given.
-
-    A value of None is not given.
-    """
+    """Return a cluster with the given fields; the GPU's usual values replace None."""
     slow = gpu.network_gb_s <= SLOW_CARD_GB_S
     usual = {
         "gpus_per_node": gpu.gpus_per_node,
@@ -107,3 +104,12 @@ def cluster_of(gpu: Gpu, **other) -> Cluster:
     }
     given = {name: value for name, value in other.items() if value is not None}
     return Cluster(gpu, **usual | given)
+
+
+def slower(cluster: Cluster, network: float = 1.0, matrix: float = 1.0) -> Cluster:
+    """Return a cluster with a share of the rate of its links, or matrix units."""
+    return replace(
+        cluster,
+        network_scale=cluster.network_scale * network,
+        matrix_scale=cluster.matrix_scale * matrix,
+    )

@@ -13,9 +13,7 @@ LOSSES = ("whole", "chunked", "fused")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder. `ffn` is the inner width; gated: SwiGLU's three matrices, otherwise
-    two.
-    """
+    """The sizes of a decoder. `ffn` is the inner width of the feed-forward."""
 
     layers: int
     hidden: int
@@ -23,7 +21,7 @@ class ModelShape:
     kv_heads: int
     ffn: int
     vocab: int
-    gated: bool = True
+    gated: bool = True  # SwiGLU with three matrices; otherwise two matrices
     experts: int = 0  # of each layer; 0: dense
     top_k: int = 0
     tied_embeddings: bool = False
@@ -33,47 +31,40 @@ class ModelShape:
     dense_layers: int = 0  # the first layers without experts
     shared_experts: int = 0
     dense_ffn: int = 0  # inner width of layers without experts; 0: ffn
-    norms: int = (
-        2  # of a layer: four where what attention and feed-forward return is normed too
-    )
-    softcap: bool = (
-        False  # scores pass a tanh (Gemma 2): no flash kernel in eager PyTorch
-    )
-    q_rank: int = (
-        0  # multi-head latent attention (DeepSeek-V2): of queries; 0: no compression
-    )
-    kv_rank: int = 0  # and of keys and values; 0: plain attention
-    rope_dim: int = 0  # of a latent head, beside head_dim: what turns with the position
+    # Norms of a layer. Gemma has four: it also normalizes the outputs of attention and
+    # feed-forward.
+    norms: int = 2
+    # Scores pass a tanh (Gemma 2), for which eager PyTorch has no flash kernel.
+    softcap: bool = False
+    # Multi-head latent attention (DeepSeek-V2): ranks of queries and of keys and
+    # values. 0: queries are not compressed, or attention is plain.
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0  # of a latent head, next to head_dim: the rotated numbers
     name: str = ""
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A model, its batch, and the numbers it computes in."""
+    """A model, its batch, and its numeric formats."""
 
     model: ModelShape
     seq_len: int
     global_batch: int  # sequences per step
-    precision: str = (
-        "bf16"  # of the products: bf16, fp16, fp8, fp8-rows, fp4, fp32, tf32
-    )
+    precision: str = "bf16"  # of products: bf16, fp16, fp8, fp8-rows, fp4, fp32, tf32
     gradient_bytes: int = 4  # of a gradient while it is accumulated and reduced
-    parameter_bytes: int = 2  # of a weight that computes
+    parameter_bytes: int = 2  # of a weight in forward and backward
     optimizer_bytes: int = 12  # per weight: float32 master copy and Adam's two moments
-    attention: str = (
-        "flash2"  # FlashAttention 2, 3 (as cuDNN's since Hopper), or stored scores
-    )
+    attention: str = "flash2"  # FlashAttention 2; flash3: 3 or cuDNN; stored scores
     compiled: bool = False
-    updates_in_backward: bool = False  # the optimizer runs where a gradient is ready
-    frozen: bool = False  # LoRA: the model's own weights get no gradients
+    updates_in_backward: bool = False  # the optimizer runs when a gradient is ready
+    frozen: bool = False  # LoRA: only the adapters get gradients
     adapter_rank: int = 0  # LoRA's; 0: no adapters
     adapter_targets: tuple[str, ...] = ()  # names of finetune.TARGETS
     quant: str = ""  # of frozen matrices: nf4, nf4-dq, or 16 bits
     unpacks_slowly: bool = False  # by the kernels of 2024 (finetune.NF4_RATE)
     dropout: bool = False  # its masks are kept (Korthikanti et al., 2022)
-    loss: str = (
-        "whole"  # logits at once, in chunks of the tokens, or by one fused kernel
-    )
+    loss: str = "whole"  # logits at once, in chunks of the tokens, or in a fused kernel
     stack: str = "torch"  # the library whose code runs (stacks.py)
     reduce_bytes: int = 4  # of a gradient on its way between replicas
 
@@ -85,8 +76,9 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ways each axis splits the job. GPUs: tp x cp x pp x dp; ep divides dp x
-    cp.
+    """The number of ranks of each axis, and how states and activations are kept.
+
+    tp x cp x pp x dp is the number of GPUs; ep divides dp x cp.
     """
 
     tp: int = 1
@@ -95,19 +87,15 @@ class Layout:
     dp: int = 1
     ep: int = 1
     zero: int = 0  # 0: DDP; 1: optimizer; 2: and gradients; 3: and parameters (FSDP)
-    shard: int = (
-        0  # HSDP: GPUs that shard the states; the others are copies. 0: all of dp x cp
-    )
+    shard: int = 0  # HSDP: GPUs of a group that shards the states; 0: all of dp x cp
     micro_batch: int = 1  # sequences
     recompute: str = "none"
     sequence_parallel: bool = True
-    virtual_stages: int = 1  # interleaved
+    virtual_stages: int = 1  # of each rank of the pipeline
     cp_kind: str = "ring"
     offload: str = "none"  # none, optimizer, all (ZeRO-3)
-    overlap_tp: bool = (
-        False  # products cut so that tp's collectives run beside them (async TP)
-    )
-    overlap_dp: bool = True  # gradients are reduced while backward computes
+    overlap_tp: bool = False  # tp's collectives run during products (async TP)
+    overlap_dp: bool = True  # gradients are reduced during backward
     order: tuple[str, ...] = AXES  # of ranks, innermost first
 
     @property
@@ -116,14 +104,12 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks with the same weights: those of cp see other tokens, so they average
-        too.
-        """
+        """Ranks that average gradients: dp, and cp, whose ranks see other tokens."""
         return self.dp * self.cp
 
     @property
     def shards(self) -> int:
-        """Ranks that the states of a replica are cut over, where zero says so."""
+        """Ranks that share the sharded states."""
         return self.shard or self.replicas
 
     def micro_batches(self, job: TrainingJob) -> int:
@@ -137,9 +123,8 @@ class Prediction:
 
     layout: Layout
     memory: dict[str, float]  # bytes: parameters, gradients, optimizer, activations
-    step: dict[
-        str, float
-    ]  # s: compute, tp, cp, ep, dp, pp, bubble, optimizer, other (exposed)
+    # Seconds: compute, exposed tp, cp, ep, dp and pp, bubble, optimizer, other.
+    step: dict[str, float]
     model_flops: float  # of a step on all GPUs, without recomputation
     tokens: int  # of a step
     memory_limit: float  # bytes that a job may fill

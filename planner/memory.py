@@ -1,8 +1,8 @@
 """The bytes on one GPU of a layout: states, gathered weights, activations.
 
-A GPU is fullest at one of two moments: at the loss, when all layers' tensors and the
-logits are there, or in the backward of the last layer, when logits are gone and a
-layer's gradients are there.
+The peak is at one of two moments. At the loss, a GPU holds the activations of all
+layers and the logits. In the backward of the last layer, the logits are gone, and the
+gradients of one layer are there.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from planner.hardware import Gpu
 from planner.job import Layout, TrainingJob
 
 GIB = 2**30
-# The first stage of ZeRO that shards a part (Rajbhandari et al., 2020, figure
-# 1).
+# The first stage of ZeRO that shards a part (Rajbhandari et al., 2020, figure 1).
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}
-# Fitted on the rows that validate_memory.py does not hold out: reserved over
-# allocated, of torchtitan's rows, whose collectives' streams have pools of their own.
+# Reserved over allocated memory, fitted on torchtitan's `fit` rows. The streams of
+# collectives have separate pools.
 RESERVED = 1.10
-# What a job may fill. litgpt trained at 0.89 of a GPU's memory (llama2-13b, 38.1 GB of
-# 42.9), and the context of CUDA and NCCL takes about a GiB outside the allocator.
+# The context of CUDA and NCCL takes about a GiB outside the allocator, and some blocks
+# fit no request. litgpt trained at 0.89 of a GPU's memory: llama2-13b, 38.1 of 42.9 GB.
 CONTEXT = 1.0 * GIB
-WASTED = 0.07  # of the rest: blocks that fit no request
+WASTED = 0.07  # of the rest
 
 
 # --- States: parameters, gradients, optimizer ---
@@ -42,25 +41,25 @@ WASTED = 0.07  # of the rest: blocks that fit no request
 def tables_of_stage(
     job: TrainingJob, layout: Layout, stage: int
 ) -> tuple[float, float]:
-    """Return the weights of the first table and of the output layer on a GPU of a
-    stage.
-    """
+    """Return a stage's weights on a GPU in the embedding table and the output layer."""
     model = job.model
     table = models.table_parameters(model)
-    first = table / (1 if stack_of(job).embedding_whole else layout.tp) * (stage == 0)
+    first = last = 0.0
+    if stage == 0:
+        first = table if stack_of(job).embedding_whole else table / layout.tp
     tied = model.tied_embeddings and layout.pp == 1
-    last = table / layout.tp * (stage == layout.pp - 1 and not tied)
+    if stage == layout.pp - 1 and not tied:
+        last = table / layout.tp
     return first, last
 
 
 def tensors_of_stage(
     job: TrainingJob, layout: Layout, stage: int
 ) -> list[tuple[float, float, str, int]]:
-    """Return the weights on a GPU of a stage before ZeRO: outputs, inputs, kind, how
-    many.
+    """Return (outputs, inputs, kind, count) of a stage's tensors on a GPU before ZeRO.
 
-    tp cuts matrices and tables and leaves norms whole (Shoeybi et al., 2019, section
-    3); ep cuts experts. With one stage, tied tables are one.
+    tp divides matrices and tables and leaves norms whole (Shoeybi et al., 2019, section
+    3). ep divides experts. With one stage, tied tables are one tensor.
     """
     model, t = job.model, layout.tp
     tensors = []
@@ -75,11 +74,11 @@ def tensors_of_stage(
             tensors.append((outputs, inputs, kind, count))
     for table in tables_of_stage(job, layout, stage):
         tensors.append((table / model.hidden, model.hidden, models.COLUMN, 1))
-    last = (stage == layout.pp - 1) * (2 if model.biases else 1)
-    tensors.append((model.hidden, 1, models.WHOLE, last))
-    tensors.append(
-        (model.learned_positions, model.hidden, models.WHOLE, int(stage == 0))
-    )
+    if stage == 0:
+        tensors.append((model.learned_positions, model.hidden, models.WHOLE, 1))
+    if stage == layout.pp - 1:
+        norm = 2 if model.biases else 1  # a scale, and a bias
+        tensors.append((model.hidden, 1, models.WHOLE, norm))
     return tensors
 
 
@@ -87,9 +86,7 @@ def tensors_of_stage(
 def weights_of_stage(
     job: TrainingJob, layout: Layout, stage: int
 ) -> tuple[float, float]:
-    """Return the weights on a GPU of a stage before ZeRO: those of all tokens, and of
-    experts.
-    """
+    """Return a stage's weights on a GPU before ZeRO: (dense, experts)."""
     dense = experts = 0.0
     for outputs, inputs, kind, count in tensors_of_stage(job, layout, stage):
         if kind == models.EXPERT:
@@ -103,10 +100,10 @@ def weights_of_stage(
 def shards_of_stage(
     job: TrainingJob, layout: Layout, stage: int
 ) -> tuple[float, float]:
-    """Return the weights of a stage on the fullest of the ranks that ZeRO shards over.
+    """Return a stage's weights on the fullest ZeRO rank: (dense, experts).
 
-    FSDP2 cuts each tensor by its rows, and the first ranks get what does not divide
-    (fully_shard, dim 0); ZeRO of DeepSpeed and Megatron cuts one long vector.
+    FSDP2 divides the rows of each tensor, and the first ranks get the remainder
+    (fully_shard, dim 0). ZeRO in DeepSpeed and Megatron divides one long vector.
     """
     dense, experts = weights_of_stage(job, layout, stage)
     over = layout.shards
@@ -123,17 +120,15 @@ def shards_of_stage(
 
 
 def largest_part(rows: float, columns: float, ranks: int) -> float:
-    """Return the numbers of a tensor on the fullest of the ranks that FSDP2 cuts its
-    rows over.
-    """
+    """Return the numbers of a tensor on the fullest rank if FSDP2 divides its rows."""
     return -(-rows // ranks) * columns
 
 
 def state_bytes_per_weight(job: TrainingJob, zero: int) -> dict[str, float]:
     """Return bytes per weight: parameters, gradients, optimizer (ZeRO, section 3).
 
-    FSDP2 (zero 3) keeps float32 shards that it casts when it gathers them: the master
-    copy is the parameter. Megatron and DeepSpeed keep 16-bit parameters beside it.
+    FSDP2 (zero 3) keeps float32 shards and casts them when it gathers: the master copy
+    is the parameter. Megatron and DeepSpeed keep 16-bit parameters as well.
     """
     bytes_of = {
         "parameters": job.parameter_bytes,
@@ -148,22 +143,21 @@ def state_bytes_per_weight(job: TrainingJob, zero: int) -> dict[str, float]:
 
 
 def gathers_once(job: TrainingJob, layout: Layout) -> bool:
-    """Tell whether ZeRO-3 gathers and reduces a stage's weights once a step: with a
-    pipeline.
+    """Tell whether ZeRO-3 gathers and reduces a stage's weights once a step.
 
-    PyTorch's stage frees and reduces nothing before its last backward
-    (backward_maybe_with_nosync of torch.distributed.pipelining, stage.py). After a
-    forward torchtitan's default frees nothing either
-    (get_fsdp_reshard_after_forward_policy of distributed/fsdp.py); KempnerForge's does.
+    With a pipeline, PyTorch frees and reduces nothing before the last backward of a
+    stage (backward_maybe_with_nosync in torch.distributed.pipelining, stage.py).
+    torchtitan's default frees nothing after a forward either
+    (get_fsdp_reshard_after_forward_policy in distributed/fsdp.py). KempnerForge does.
     """
     return layout.zero == 3 and layout.pp > 1 and not stack_of(job).reshards_stage
 
 
 def gradients_stay_whole(job: TrainingJob, layout: Layout) -> bool:
-    """Tell whether micro-batches' gradients are added up whole under ZeRO 2 and 3.
+    """Tell whether micro-batches add up whole gradients under ZeRO 2 and 3.
 
-    A pipeline reduces them once a step: its stages' backwards are not one after the
-    other.
+    A pipeline reduces gradients once a step, because forwards run between the backwards
+    of a stage.
     """
     stack, several = stack_of(job), layout.micro_batches(job) > 1
     if job.frozen or layout.zero == 3 and stack.reduces_each:
@@ -179,8 +173,8 @@ def states(
 ) -> dict[str, float]:
     """Return bytes of parameters, gradients and optimizer on a GPU (ZeRO, figure 1).
 
-    Experts have fewer copies. `weights`, `shards`: those of all tokens, and of experts;
-    shards are even where not given.
+    weights, shards: numbers of (dense, experts) before and after sharding. Shards are
+    even by default. Experts have fewer replicas, so fewer ranks share them.
     """
     bytes_of = state_bytes_per_weight(job, layout.zero)
     if shards is None:
@@ -213,9 +207,10 @@ def layer_weights(job: TrainingJob, layout: Layout) -> float:
 def gathered(job: TrainingJob, layout: Layout, stage: int, moment: str) -> float:
     """Return bytes of weights and gradients that FSDP holds whole (ZeRO-3).
 
-    The tables stay from forward to backward; a layer in use and the next on its way; in
-    backward a layer's gradients as computed and in float32 as they are reduced. A
-    pipeline's stage keeps all that it gathered, unless it reduces in each micro-batch.
+    FSDP holds the tables from forward to backward, the current layer, and the next
+    layer. In backward it also holds a layer's gradients, as computed and in float32 for
+    the reduction. A pipeline's stage keeps all gathered weights, unless it reduces
+    gradients in each micro-batch.
     """
     if layout.zero < 3 or layout.shards == 1:
         return 0.0
@@ -230,16 +225,15 @@ def gathered(job: TrainingJob, layout: Layout, stage: int, moment: str) -> float
     if moment == "loss":
         return number * (tables + layer)
     reduced = 0 if gradients_stay_whole(job, layout) else job.reduce_bytes * layer
-    return (
-        number * (2 * layer + tables + layer) + reduced
-    )  # a block, the next one, gradients
+    current, coming, gradients = layer, layer, layer
+    return number * (current + coming + tables + gradients) + reduced
 
 
 def buffers(job: TrainingJob, layout: Layout, stage: int) -> float:
     """Return bytes of copies of gradients: DDP's buckets, or Megatron's stand-ins.
 
-    Transformer Engine and Megatron's output layer add weight gradients to float32
-    buffers in the product's kernel and hand autograd an uninitialised 16-bit tensor of
+    In Transformer Engine and in Megatron's output layer, the product's kernel adds
+    weight gradients to float32 buffers. Autograd gets an uninitialized 16-bit tensor of
     each shape.
     """
     stack = stack_of(job)
@@ -258,12 +252,10 @@ def buffers(job: TrainingJob, layout: Layout, stage: int) -> float:
 
 
 def returns_gradients_together(job: TrainingJob, layout: Layout) -> bool:
-    """Tell whether one compiled graph computes all gradients, beside those added up
-    before.
+    """Tell whether one compiled graph returns new gradients of all weights at its end.
 
-    Without FSDP or DDP nothing cuts the graph of torch.compile: it returns the
-    gradients of all weights at its end, while the loss' tensors are still its inputs'
-    (AOTAutograd).
+    Without FSDP or DDP nothing divides the graph of torch.compile (AOTAutograd). The
+    gradients of earlier micro-batches and the loss' tensors are still there.
     """
     alone = layout.zero == 0 and layout.replicas == 1
     compiles = job.stack not in ("megatron", "thunder")
@@ -271,7 +263,7 @@ def returns_gradients_together(job: TrainingJob, layout: Layout) -> bool:
 
 
 def memory_of_stage(job: TrainingJob, layout: Layout, stage: int) -> dict[str, float]:
-    """Return bytes by part on one GPU of a stage, at the fuller of its two moments."""
+    """Return bytes by part on one GPU of a stage, at the larger of its two peaks."""
     dense, experts = weights_of_stage(job, layout, stage)
     held = states(job, layout, (dense, experts), shards_of_stage(job, layout, stage))
     held["buffers"] = buffers(job, layout, stage)
@@ -292,8 +284,9 @@ def memory_of_stage(job: TrainingJob, layout: Layout, stage: int) -> dict[str, f
 
 
 def memory_of(job: TrainingJob, layout: Layout) -> dict[str, float]:
-    """Return bytes by part on the fullest GPU, as torch.cuda.max_memory_allocated
-    would.
+    """Return bytes by part on the fullest GPU.
+
+    The sum corresponds to torch.cuda.max_memory_allocated.
     """
     if job.adapter_rank:
         return finetune.memory_of_adapters(job, layout)
@@ -304,14 +297,13 @@ def memory_of(job: TrainingJob, layout: Layout) -> dict[str, float]:
 
 
 def reserved(allocated: float) -> float:
-    """Return what torch.cuda.max_memory_reserved would say: streams' pools, and what
-    fragments.
-    """
+    """Return the bytes of torch.cuda.max_memory_reserved for allocated bytes."""
     return allocated * RESERVED
 
 
 def memory_limit(gpu: Gpu) -> float:
-    """Return the bytes that a job may allocate: less context and what the allocator
-    wastes.
+    """Return the bytes that a job may allocate.
+
+    The CUDA context and the waste of the allocator are subtracted.
     """
     return (gpu.memory_gib * GIB - CONTEXT) * (1 - WASTED)

@@ -107,16 +107,17 @@ def rotated_width(model: ModelShape) -> int:
     return query_width(model) + key_width(model)
 
 
-# How tensor parallelism cuts a matrix (Shoeybi et al., 2019, section 3), or who has it.
+# Tensor parallelism divides a matrix by columns, by rows, or not at all (Shoeybi et
+# al., 2019, section 3). Expert parallelism divides experts.
 COLUMN, ROW, WHOLE, EXPERT = "column", "row", "whole", "expert"
-MatrixShape = tuple[int, int, str]  # outputs, inputs, how it is cut
+MatrixShape = tuple[int, int, str]  # outputs, inputs, kind
 
 
 def attention_shapes(model: ModelShape) -> list[MatrixShape]:
-    """Return a layer's attention: queries, keys, values, output.
+    """Return a layer's matrices of attention: queries, keys, values, output.
 
-    Latent attention (DeepSeek-V2, section 2.1): down to a rank, a norm, and up for each
-    head.
+    Latent attention (DeepSeek-V2, section 2.1) projects down to a rank, has a norm, and
+    projects up to the heads.
     """
     h, queries, keys = model.hidden, query_width(model), key_width(model)
     if not model.kv_rank:
@@ -136,8 +137,9 @@ def attention_shapes(model: ModelShape) -> list[MatrixShape]:
 
 
 def mlp_shapes(model: ModelShape, width: int, copies: int = 0) -> list[MatrixShape]:
-    """Return a feed-forward: three matrices where gated (SwiGLU), else two; or `copies`
-    of it.
+    """Return a feed-forward: three matrices if gated (SwiGLU), else two.
+
+    copies: a number of experts, each with these matrices.
     """
     up = 2 if model.gated else 1
     if copies:
@@ -158,10 +160,9 @@ def is_dense(model: ModelShape, layer: int) -> bool:
 
 @cache
 def shapes_of_kind(model: ModelShape, dense: bool) -> tuple[MatrixShape, ...]:
-    """Return all weights of a layer of a kind; a vector is a column.
+    """Return all tensors of a layer, dense or with experts. A vector is a column.
 
-    Biases of a matrix cut by its inputs (output, second of the feed-forward) stay
-    whole.
+    The biases of a matrix that is divided by rows stay whole.
     """
     h = model.hidden
     width = dense_width(model) if dense else model.shared_experts * model.ffn
@@ -174,9 +175,9 @@ def shapes_of_kind(model: ModelShape, dense: bool) -> tuple[MatrixShape, ...]:
             *mlp_shapes(model, model.ffn, model.experts),
         ]
     if model.biases:
-        cut = [query_width(model), key_width(model), key_width(model)]
-        cut += [width] * (2 if model.gated else 1)
-        shapes += [(size, 1, COLUMN) for size in cut] + [(h, 1, WHOLE)] * (
+        columns = [query_width(model), key_width(model), key_width(model)]
+        columns += [width] * (2 if model.gated else 1)
+        shapes += [(size, 1, COLUMN) for size in columns] + [(h, 1, WHOLE)] * (
             2 + model.norms
         )
     return tuple(shapes)
@@ -189,9 +190,7 @@ def _sum(model: ModelShape, dense: bool, kinds: tuple[str, ...]) -> int:
 
 
 def whole_parameters(model: ModelShape, layer: int) -> int:
-    """Return a layer's weights that tensor parallelism does not split: norms, router,
-    ...
-    """
+    """Return a layer's weights that tensor parallelism leaves whole: norms, router."""
     return _sum(model, is_dense(model, layer), (WHOLE,))
 
 
@@ -212,7 +211,7 @@ def matrix_parameters(model: ModelShape, layer: int) -> int:
 
 
 def layer_parameters(model: ModelShape, layer: int = -1) -> int:
-    """Return the weights of a layer (from 0; the last one if not said)."""
+    """Return the weights of a layer, counted from 0. The default is the last one."""
     return _sum(
         model, is_dense(model, layer % model.layers), (COLUMN, ROW, WHOLE, EXPERT)
     )
@@ -224,9 +223,7 @@ def table_parameters(model: ModelShape) -> int:
 
 
 def parameters(model: ModelShape) -> int:
-    """Return all weights: layers, tables of tokens, positions and logits, the last
-    norm.
-    """
+    """Return all weights: layers, embeddings, positions, output layer, last norm."""
     layers = sum(layer_parameters(model, layer) for layer in range(model.layers))
     tables = table_parameters(model) * (1 if model.tied_embeddings else 2)
     positions = model.learned_positions * model.hidden
@@ -234,7 +231,7 @@ def parameters(model: ModelShape) -> int:
 
 
 def active_parameters(model: ModelShape) -> int:
-    """Return the weights that a token passes: of the routed experts, top_k."""
+    """Return the weights that compute one token, with top_k of the routed experts."""
     if not model.experts:
         return parameters(model)
     one = expert_parameters(model, model.layers - 1) // model.experts
@@ -260,6 +257,7 @@ _UNGATED = {
     "phi",
     "gpt_bigcode",
 }
+_NORMS = {"gemma2": 4, "gemma3": 4, "phi": 1, "falcon": 1, "gptj": 1}  # of a layer
 _TIED = {
     "gpt2",
     "gemma",
@@ -274,10 +272,9 @@ _TIED = {
 
 
 def from_hf_config(config: str | Path | dict) -> ModelShape:
-    """Return the shape in a Hugging Face `config.json` (a file, its folder, or its
-    dict).
+    """Return the shape in a Hugging Face `config.json`: a file, its folder, or a dict.
 
-    Raises ValueError naming the fields that are missing.
+    Raises: ValueError with the missing fields.
     """
     if not isinstance(config, dict):
         path = Path(config)
@@ -297,11 +294,8 @@ def from_hf_config(config: str | Path | dict) -> ModelShape:
     experts = config.get("num_local_experts") or config.get("n_routed_experts") or 0
     experts = experts or config.get("num_experts") or 0
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads")
-    kv_heads = (
-        1
-        if config.get("multi_query") and not config.get("new_decoder_architecture")
-        else kv_heads
-    )
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        kv_heads = 1  # Falcon
     latent = config.get("kv_lora_rank")
     model = ModelShape(
         kv_heads=kv_heads or values["heads"],
@@ -314,15 +308,11 @@ def from_hf_config(config: str | Path | dict) -> ModelShape:
         biases=kind in ("gpt2", "gpt_neox", "opt", "bloom", "phi"),
         dense_layers=config.get("first_k_dense_replace") or 0,
         shared_experts=config.get("n_shared_experts") or 0,
-        norms=4
-        if kind in ("gemma2", "gemma3")
-        else 1
-        if kind in ("phi", "falcon", "gptj")
-        else 2,
+        norms=_NORMS.get(kind, 2),
         softcap=bool(config.get("attn_logit_softcapping")),
-        q_rank=config.get("q_lora_rank") or 0 if latent else 0,
+        q_rank=(config.get("q_lora_rank") or 0) if latent else 0,
         kv_rank=latent or 0,
-        rope_dim=config.get("qk_rope_head_dim") or 0 if latent else 0,
+        rope_dim=(config.get("qk_rope_head_dim") or 0) if latent else 0,
         name=config.get("_name_or_path") or kind,
         **values,
     )

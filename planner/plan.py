@@ -3,9 +3,9 @@
     python planner/plan.py plan --model llama2-7b --gpus 8
     python planner/plan.py predict --model llama3-70b --tp 8 --pp 2 --dp 4 --zero 1
 
-No GPU and no PyTorch is needed. `plan` searches all layouts and prints the best five;
-`predict` says what one layout holds, sends and takes. README.md explains both,
-method.md has the formulas, and validate.py compares them with published runs.
+It needs no GPU and no PyTorch. `plan` searches all layouts and prints the best five.
+`predict` prints the memory, traffic and step time of one layout. README.md explains
+both, method.md has the formulas, and validate.py compares them with published runs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def as_json(plan: Prediction, job: TrainingJob, cluster: Cluster, args) -> dict:
 
 
 def predict_one(args) -> None:
-    """Print what one layout holds and takes."""
+    """Print the memory, traffic and step time of one layout."""
     layout = one_layout(args)
     cluster = cluster_from(args, layout.gpus)
     job = job_of(args, cluster, layout.gpus)
@@ -84,7 +84,7 @@ def predict_one(args) -> None:
 
 
 def plan_all(args) -> None:
-    """Print the best layouts, why the first is first, and how to start it."""
+    """Print the best layouts, the reasons for the first, and its command."""
     gpus = args.gpus or 8
     cluster = cluster_from(args, gpus)
     job, only = job_of(args, cluster, gpus), given_layout(args)
@@ -136,7 +136,7 @@ def plan_all(args) -> None:
 def print_plans(
     job: TrainingJob, cluster: Cluster, args, plans: list[Prediction]
 ) -> None:
-    """Print three tables: layouts, memory by part, step by part; and days."""
+    """Print tables of layouts, memory and step, and a line with days."""
     print(plan_text.layouts_table(job, cluster, plans), end="\n\n")
     print(plan_text.parts_table(plans, "memory", GIB, 1), end="\n\n")
     print(plan_text.parts_table(plans, "step", 1, 3), end="\n\n")
@@ -146,7 +146,7 @@ def print_plans(
 
 
 def first_to_start(args, job: TrainingJob, cluster: Cluster, best: list[Prediction]):
-    """Return the first plan that a template runs, its launch, and why not others."""
+    """Return the first plan with a template, its launch, and the others' reasons."""
     remarks = []
     for number, plan in enumerate(best, 1):
         launch = plan_launch.launch_of(
@@ -168,7 +168,7 @@ def first_to_start(args, job: TrainingJob, cluster: Cluster, best: list[Predicti
 def too_large(
     args, job: TrainingJob, cluster: Cluster, gpus: int, result: SearchResult
 ) -> str:
-    """Say which layout came closest, its lack of memory, and the flags that fit."""
+    """Return the closest layout, its lack of memory, and flags that fit, as text."""
     plan = result.smallest
     held, limit = plan.memory_total / GIB, plan.memory_limit / GIB
     sizes = {name: size / GIB for name, size in plan.memory.items() if size}
@@ -191,7 +191,7 @@ def too_large(
 
 
 def changes_of(args, job: TrainingJob) -> dict[str, TrainingJob]:
-    """Return jobs that hold less, by their flags."""
+    """Return jobs that need less memory, by their flags."""
     changes = {}
     if job.loss == "whole":
         changes["--loss chunked"] = replace(job, loss="chunked")

@@ -79,7 +79,7 @@ def make_parser() -> cli.PlannerParser:
     verbs = parser.add_subparsers(dest="verb", metavar="{plan,predict}", required=True)
     for verb, text in (
         ("plan", "search all layouts; print the best five and how to start the first"),
-        ("predict", "what one layout holds and takes"),
+        ("predict", "print the memory and the step time of one layout"),
     ):
         sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
         add_job_flags(sub)
@@ -154,7 +154,7 @@ def add_tuning_flags(parser: cli.PlannerParser) -> None:
         "--finetune",
         choices=("none", "full", *QUANT),
         default="none",
-        help="all weights, or adapters beside frozen ones of 16 or 4 bits (none)",
+        help="all weights, or adapters next to frozen weights of 16 or 4 bits (none)",
     )
     add(
         "--lora-rank",
@@ -212,7 +212,7 @@ def add_layout_flags(parser: cli.PlannerParser, verb: str) -> None:
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="cut tokens between matrices over tp (yes)",
+        help="divide tokens between matrices over tp (yes)",
     )
     add(
         "--interleave",
@@ -232,7 +232,7 @@ def add_layout_flags(parser: cli.PlannerParser, verb: str) -> None:
 
 
 def model_of(args) -> ModelShape:
-    """Return the model of a name, a file, or sizes. Raises: CommandLineError."""
+    """Return the shape for a name, a file, or sizes. Raises: CommandLineError."""
     sizes = {name: getattr(args, name) for name in SIZES if getattr(args, name)}
     if args.mlp:
         sizes["gated"] = args.mlp == "gated"
@@ -274,7 +274,7 @@ def model_of(args) -> ModelShape:
 
 
 def cluster_from(args, gpus: int) -> Cluster:
-    """Return the hardware of a name with the given values. Raises: CommandLineError."""
+    """Return the named hardware with the given values. Raises: CommandLineError."""
     try:
         gpu = find_gpu(args.gpu)
     except ValueError as error:
@@ -304,7 +304,7 @@ def cluster_from(args, gpus: int) -> Cluster:
 
 
 def job_of(args, cluster: Cluster, gpus: int) -> TrainingJob:
-    """Return the job; a batch that is not given is usual for the model's size."""
+    """Return the job. The default batch depends on the model's size."""
     model = model_of(args)
     batch = args.global_batch or usual_batch(args, model, gpus)
     parameter, gradient, optimizer = OPTIMIZERS[args.optimizer]
@@ -333,7 +333,7 @@ def job_of(args, cluster: Cluster, gpus: int) -> TrainingJob:
 
 
 def usual_batch(args, model: ModelShape, gpus: int) -> int:
-    """Return the sequences of a step that is usual for a model of this size."""
+    """Return the usual number of sequences of a step for a model of this size."""
     weights = models.parameters(model)
     tokens = next(tokens for most, tokens in USUAL_TOKENS if weights < most)
     if args.finetune != "none":
@@ -345,13 +345,13 @@ def usual_batch(args, model: ModelShape, gpus: int) -> int:
 
 
 def usual_attention(stack: str, cluster: Cluster) -> str:
-    """Return the kernel that a library calls: Megatron cuDNN's, PyTorch version 2."""
+    """Return a library's kernel: cuDNN in Megatron, else FlashAttention 2."""
     newer = cluster.gpu.family.startswith(("hopper", "blackwell"))
     return "flash3" if stack == "megatron" and newer else "flash2"
 
 
 def given_layout(args) -> dict:
-    """Return the fields of a Layout that were given."""
+    """Return the given fields of a Layout."""
     given = {
         name: getattr(args, name) for name in LAYOUT if getattr(args, name) is not None
     }
@@ -363,7 +363,7 @@ def given_layout(args) -> dict:
 
 
 def one_layout(args) -> Layout:
-    """Return the layout of `predict`: 1 is the default; dp takes the other GPUs."""
+    """Return the layout of `predict`. Axes default to 1, and dp to the other GPUs."""
     given = given_layout(args)
     others = given.get("tp", 1) * given.get("pp", 1) * given.get("cp", 1)
     gpus = args.gpus or others * given.get("dp", 1)

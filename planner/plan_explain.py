@@ -15,7 +15,7 @@ UNITS = {"GiB": GIB, "s": 1.0, "1e15": 1e15}
 
 @dataclass(frozen=True)
 class Formula:
-    """A value as a product of numbers with names, and the function that computes it."""
+    """A value as a product of named numbers, and the function that computes it."""
 
     name: str
     factors: list[tuple[float, str]]
@@ -35,7 +35,7 @@ class Formula:
 
 
 def short(number: float) -> str:
-    """Write a number as a page would: 4096, 6.74e9, 0.62."""
+    """Return a number as short text: 4096, 6.74e9, 0.62."""
     if abs(number) >= 1e6:
         power = 3 * ((len(f"{abs(number):.0f}") - 1) // 3)
         return f"{number / 10**power:.4g}e{power}"
@@ -43,13 +43,13 @@ def short(number: float) -> str:
 
 
 def source_of(function) -> str:
-    """Return the place of a formula, and the first sentences of its docstring."""
+    """Return the file and name of a function, and its docstring."""
     place = f"{function.__module__.replace('.', '/')}.py, {function.__name__}"
     return f"{place}: {' '.join(function.__doc__.split())}"
 
 
 def fullest_stage(job: TrainingJob, layout: Layout) -> int:
-    """Return the stage whose GPU holds most."""
+    """Return the stage with the largest memory on a GPU."""
     stages = {0, min(1, layout.pp - 1), layout.pp - 1}
     held = {s: sum(memory.memory_of_stage(job, layout, s).values()) for s in stages}
     return max(held, key=held.get)
@@ -119,7 +119,7 @@ def adapter_formulas(job: TrainingJob, plan: Prediction) -> list[Formula]:
 def step_formulas(
     job: TrainingJob, cluster: Cluster, plan: Prediction
 ) -> list[Formula]:
-    """Return formulas of operations, compute, tp, and the bubble."""
+    """Return formulas of FLOPs, compute, tp and the bubble."""
     layout, m = plan.layout, plan.layout.micro_batches(job)
     peak = cluster.gpu.tflops[job.precision] * 1e12
     tokens = job.global_batch * job.seq_len
@@ -149,7 +149,7 @@ def step_formulas(
 
 
 def explain(job: TrainingJob, cluster: Cluster, plan: Prediction) -> list[str]:
-    """Return lines: a formula with numbers, and the function that computes it."""
+    """Return lines with each formula, its numbers and its function."""
     held = adapter_formulas if job.frozen else memory_formulas
     weights = models.parameters(job.model)
     lines = [f"weights: {weights:,}", f"  {source_of(models.parameters)}"]

@@ -1,7 +1,6 @@
 """The command that runs a layout on one of this repository's templates.
 
-`launch_of` returns words where no template can. Each reason is one that the template's
-own parser gives.
+If no template can run a layout, `launch_of` returns the reasons.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ZERO_CONFIGS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """Commands in their order, and in words what they do not do as planned."""
+    """Commands in their order, and their differences from the plan."""
 
     commands: list[str]
     remarks: list[str]
@@ -70,9 +69,7 @@ def batch_flags(job: TrainingJob, layout: Layout) -> str:
 
 
 def torchrun(gpus: int, gpus_per_node: int) -> str:
-    """Return torchrun's part of the line; on several nodes it is started on each of
-    them.
-    """
+    """Return torchrun and its flags. With several nodes, each node runs the line."""
     nodes = -(-gpus // gpus_per_node)
     if nodes == 1:
         return f"torchrun --standalone --nproc-per-node={gpus}"
@@ -88,8 +85,9 @@ def precision_of(job: TrainingJob) -> str:
 
 
 def template_of(job: TrainingJob, layout: Layout) -> tuple[str, list[str], list[str]]:
-    """Return a template, the flags of the layout's axes, and remarks; no template: the
-    reason.
+    """Return a template, the flags of the layout's axes, and remarks.
+
+    Without a template, the remarks are the reasons.
     """
     plain = (
         layout.tp == layout.cp == layout.pp == layout.ep == 1 and not job.model.experts
@@ -107,9 +105,7 @@ def template_of(job: TrainingJob, layout: Layout) -> tuple[str, list[str], list[
 def of_replicas(
     job: TrainingJob, layout: Layout
 ) -> tuple[str, list[str], list[str]] | None:
-    """Return the template of module 01, 02 or 03 that shards as the layout does, if one
-    does.
-    """
+    """Return the template of module 01, 02 or 03 for a layout without other axes."""
     again = layout.recompute
     if layout.zero == 0 and again == "none":
         return "01-ddp-basics/ddp_training.py", [], []
@@ -174,9 +170,7 @@ def of_axes(job: TrainingJob, layout: Layout) -> tuple[str, list[str], list[str]
 
 
 def shape_of(model: ModelShape) -> tuple[str, list[str], str]:
-    """Return the flag that gives a template the shape, a command before it, and a
-    remark.
-    """
+    """Return the flag for the model's shape, a preparing command, and a remark."""
     llama = model.gated and not model.biases and not model.dense_layers
     about = (
         "" if llama else "the templates train a Llama of these widths, not this block"
@@ -213,9 +207,7 @@ FSDP_ALONE = "--zero 3 --tp 1 --cp 1 --pp 1 --ep 1 --offload none"
 def of_finetuning(
     job: TrainingJob, layout: Layout, gpus_per_node: int, finetune: str, limit: float
 ) -> Launch:
-    """Return the line of fsdp_finetune.py, which shards as ZeRO-3 and has no other
-    axis.
-    """
+    """Return the line of fsdp_finetune.py, which has FSDP and no other axis."""
     if finetune == "qlora":
         text = (
             "no template reads a model into 4 bits; 02-fsdp/fsdp_lora.py has the layer"

@@ -1,9 +1,8 @@
-"""Find the fastest layouts that fit, by a lower bound of their time, memory before
-time.
+"""Find the fastest layouts that fit. A lower bound of the step time ends the search.
 
-No layout is left out that could be among the best five, or first where a rate is a
-fifth lower, on two conditions: more recomputation never makes a step shorter, and what
-a layout does besides sharding states takes at least as long as without recomputation.
+The bound is the time without dp and optimizer, and with the least recomputation. It
+holds because more recomputation never makes a step shorter. The search skips only
+layouts that cannot be among the best five, nor first if a rate is a fifth lower.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from itertools import product
 
 from planner import memory, models
 from planner.activations import layers_of_stages
-from planner.hardware import Cluster
+from planner.hardware import Cluster, slower
 from planner.job import RECOMPUTE, Layout, Prediction, TrainingJob
 from planner.rates import RATES as REACHED
-from planner.step import predict, slower, step_parts
+from planner.step import predict, step_parts
 
-CUT = ("tp", "cp", "pp", "dp", "ep")
+MESH = ("tp", "cp", "pp", "dp", "ep")
 RATES = ("network", "matrix")
 FALL = 0.8  # of a rate: the search finds the fastest layout there, too
 NEAR = 1.5  # of the memory: layouts for a somewhat larger GPU
 MICRO_BATCHES = tuple(2**power for power in range(8))
 VIRTUAL = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 SHORTEST_PART = 512  # tokens of a sequence on a rank of cp
-SAME = 0.05  # layouts of one cut that are as fast: large logits are avoided
+SAME = 0.05  # a layout with smaller logits may be slower by this share
 LARGE_LOGITS = 0.2  # of the memory that a job may fill
 
 
@@ -40,7 +39,7 @@ def divisors(number: int) -> list[int]:
 
 
 def why_not(job: TrainingJob, cluster: Cluster, layout: Layout) -> str:
-    """Say in a line why a layout cannot be; nothing where it can."""
+    """Return the reason why a layout is impossible, or an empty text."""
     checks = (
         why_not_tp(job, cluster, layout.tp),
         why_not_cp(job, layout),
@@ -63,7 +62,7 @@ def why_not_tp(job: TrainingJob, cluster: Cluster, tp: int) -> str:
 
 
 def why_not_cp(job: TrainingJob, layout: Layout) -> str:
-    """Each rank has a part from the front of a sequence and one from its end."""
+    """Return the reason against cp: each rank needs a front and an end part."""
     cp, tp, seq_len = layout.cp, layout.tp, job.seq_len
     if cp > 1 and (seq_len % (2 * cp) or seq_len // cp < SHORTEST_PART):
         least = f"less than {SHORTEST_PART} of {seq_len} tokens"
@@ -93,8 +92,8 @@ def why_not_replicas(job: TrainingJob, layout: Layout) -> str:
     experts = job.model.experts
     together = layout.dp * layout.micro_batch
     if job.global_batch % together:
-        cut = f"dp {layout.dp} x micro-batch {layout.micro_batch} = {together}"
-        return f"{cut} does not divide the {job.global_batch} sequences of a step"
+        text = f"dp {layout.dp} x micro-batch {layout.micro_batch} = {together}"
+        return f"{text} does not divide the {job.global_batch} sequences of a step"
     ep = layout.ep
     if ep > 1 and (not experts or experts % ep or layout.replicas % ep):
         return f"ep {ep} must divide the model's {experts} experts and dp x cp"
@@ -146,30 +145,32 @@ def none_divides(job: TrainingJob, cluster: Cluster, gpus: int, only: dict) -> s
 # The search
 
 
-def cut_of(layout: Layout) -> tuple[int, ...]:
-    return tuple(getattr(layout, axis) for axis in CUT)
+def mesh_of(layout: Layout) -> tuple[int, ...]:
+    """Return the sizes of the axes, without sharding and schedule."""
+    return tuple(getattr(layout, axis) for axis in MESH)
 
 
 @dataclass
 class SearchResult:
-    """Results of a search: predictions by time, and layouts that do not fit."""
+    """Predictions in the order of their time, and layouts that do not fit."""
 
     fitting: list[Prediction] = field(default_factory=list)  # fastest first
     near: list[Prediction] = field(default_factory=list)  # faster, but too large
-    smallest: Prediction | None = None  # of all that were tried, where none fits
+    smallest: Prediction | None = None  # of all tried layouts, if none fits
     tried: int = 0
 
     def best(self, tie: float = 0.0) -> list[Prediction]:
-        """Return a layout of each way to cut the axes: the simplest, then by time.
+        """Return one layout for each choice of axes: the simplest, then by time.
 
-        The first is the simplest of those that are slower than the fastest by at most
-        `tie`, a share. Of one cut, an equally fast layout without large logits.
+        The first is the simplest layout that is slower than the fastest by at most
+        `tie`, a share. For each choice of axes, a layout without large logits replaces
+        one that is faster by less than SAME.
         """
-        cuts: dict[tuple, list[Prediction]] = {}
+        by_mesh: dict[tuple, list[Prediction]] = {}
         for plan in self.fitting:
-            cuts.setdefault(cut_of(plan.layout), []).append(plan)
+            by_mesh.setdefault(mesh_of(plan.layout), []).append(plan)
         best = []
-        for plans in cuts.values():
+        for plans in by_mesh.values():
             limit = plans[0].step_time_s * (1 + SAME)
             same = [plan for plan in plans if plan.step_time_s <= limit]
             small = [plan for plan in same if not has_large_logits(plan)]
@@ -187,16 +188,16 @@ def has_large_logits(plan: Prediction) -> bool:
 
 def complexity(layout: Layout) -> int:
     """Return how many techniques a layout combines."""
-    axes = sum(getattr(layout, axis) > 1 for axis in CUT)
+    axes = sum(getattr(layout, axis) > 1 for axis in MESH)
     return axes + (layout.virtual_stages > 1) + (layout.offload != "none")
 
 
 def search(
     job: TrainingJob, cluster: Cluster, gpus: int, only: dict | None = None
 ) -> SearchResult:
-    """Return the fastest layouts; with offload only where nothing fits without.
+    """Return the fastest layouts, with offload only if nothing else fits.
 
-    `only` holds fields of a Layout that are given. A search without a cut tried 0.
+    only: given fields of a Layout. `tried` is 0 if no layout divides the job.
     """
     only = only or {}
     kinds = [only["offload"]] if "offload" in only else ["none", "optimizer", "all"]
@@ -218,51 +219,54 @@ def search(
 def search_with(
     job: TrainingJob, cluster: Cluster, gpus: int, only: dict
 ) -> SearchResult:
-    """Search with one kind of offload: the cuts with the lowest bounds come first."""
+    """Search with one kind of offload, in the order of the lower bounds."""
     result = SearchResult()
     bounds = sorted(
-        (lower_bound(job, cut, cluster, only), number, cut)
-        for number, cut in enumerate(cuts(job, cluster, gpus, only))
+        (lower_bound(job, base, cluster, only), number, base)
+        for number, base in enumerate(unsharded_layouts(job, cluster, gpus, only))
     )
     slow = {name: slower(cluster, **{name: FALL}) for name in RATES}
-    best_of_cut: dict[tuple, float] = {}
-    # Seconds of the best layout where a rate is a fifth lower.
+    best_of_mesh: dict[tuple, float] = {}
+    # Seconds of the best layout if a rate is a fifth lower.
     needed = dict.fromkeys(RATES, math.inf)
-    for bound, _, cut in bounds:
-        times = sorted(best_of_cut.values())[:5]
+    for bound, _, base in bounds:
+        times = sorted(best_of_mesh.values())[:5]
         fifth = times[-1] if len(times) == 5 else math.inf
         if bound > max(fifth, *needed.values()):
             break
-        on_slow = lower_bound(job, cut, slow["matrix"], only)
+        on_slow = lower_bound(job, base, slow["matrix"], only)
         if bound > max(fifth, needed["network"]) and on_slow > needed["matrix"]:
             continue
-        for plan in predictions(job, cluster, cut, only, result):
-            if plan.step_time_s < min(best_of_cut.values(), default=math.inf):
+        for plan in predictions(job, cluster, base, only, result):
+            if plan.step_time_s < min(best_of_mesh.values(), default=math.inf):
                 needed = {
                     name: predict(job, plan.layout, slow[name]).step_time_s
                     for name in RATES
                 }
-            key = cut_of(cut)
-            best_of_cut[key] = min(best_of_cut.get(key, math.inf), plan.step_time_s)
+            key = mesh_of(base)
+            best_of_mesh[key] = min(best_of_mesh.get(key, math.inf), plan.step_time_s)
     result.fitting.sort(key=lambda p: (p.step_time_s, p.memory_total))
     result.near.sort(key=lambda p: p.step_time_s)
     return result
 
 
-def lower_bound(job: TrainingJob, cut: Layout, cluster: Cluster, only: dict) -> float:
-    """Return what a step takes however states are sharded: no dp and no optimizer."""
-    least = replace(cut, recompute=only.get("recompute", RECOMPUTE[0]))
+def lower_bound(job: TrainingJob, base: Layout, cluster: Cluster, only: dict) -> float:
+    """Return a step's seconds without dp and optimizer, for any sharding of states."""
+    least = replace(base, recompute=only.get("recompute", RECOMPUTE[0]))
     parts = step_parts(job, least, cluster, REACHED)
     return sum(parts[part] for part in parts if part not in ("dp", "optimizer"))
 
 
-def predictions(job, cluster, cut: Layout, only: dict, result: SearchResult):
-    """Yield the predictions of a cut that fit, with the least recomputation."""
+def predictions(job, cluster, base: Layout, only: dict, result: SearchResult):
+    """Yield the predictions that fit for one choice of axes.
+
+    Each sharding has the least recomputation that fits.
+    """
     limit = memory.memory_limit(cluster.gpu)
     kinds = [only["recompute"]] if "recompute" in only else RECOMPUTE
-    for zero, shard in shardings(job, cut, cluster, only):
+    for zero, shard in shardings(job, base, cluster, only):
         layouts = [
-            replace(cut, zero=zero, shard=shard, recompute=kind) for kind in kinds
+            replace(base, zero=zero, shard=shard, recompute=kind) for kind in kinds
         ]
         sizes = [sum(memory.memory_of(job, layout).values()) for layout in layouts]
         result.tried += len(sizes)
@@ -281,25 +285,27 @@ def predictions(job, cluster, cut: Layout, only: dict, result: SearchResult):
             yield plan
 
 
-def shardings(job: TrainingJob, cut: Layout, cluster: Cluster, only: dict):
+def shardings(job: TrainingJob, base: Layout, cluster: Cluster, only: dict):
     """Yield (zero, shard): stages of ZeRO, and HSDP within one node or eight."""
-    least = {"none": 0, "optimizer": 1, "all": 3}[cut.offload]
+    least = {"none": 0, "optimizer": 1, "all": 3}[base.offload]
     stages = [0, 2, 3] if job.adapter_rank else list(range(least, 4))
-    if cut.replicas == 1:
+    if base.replicas == 1:
         stages = [least]
     if "zero" in only:
         stages = [only["zero"]]
-    inside = cluster.gpus_per_node // cut.tp
+    inside = cluster.gpus_per_node // base.tp
     groups = [only["shard"]] if "shard" in only else [0, inside, 8 * inside]
     for zero, shard in product(stages, groups):
-        usual = "shard" in only or (zero == 3 and 1 < shard < cut.replicas)
-        divides = shard and cut.replicas % shard == 0 and shard % cut.ep == 0
+        usual = "shard" in only or (zero == 3 and 1 < shard < base.replicas)
+        divides = shard and base.replicas % shard == 0 and shard % base.ep == 0
         if not shard or (usual and divides):
             yield zero, shard
 
 
-def cuts(job: TrainingJob, cluster: Cluster, gpus: int, only: dict) -> Iterator[Layout]:
-    """Yield layouts without sharding and recomputation; given values stay."""
+def unsharded_layouts(
+    job: TrainingJob, cluster: Cluster, gpus: int, only: dict
+) -> Iterator[Layout]:
+    """Yield layouts without sharding and recomputation, with the given values."""
 
     def values(name: str, usual) -> list:
         return [only[name]] if name in only else list(usual)
@@ -322,9 +328,9 @@ def cuts(job: TrainingJob, cluster: Cluster, gpus: int, only: dict) -> Iterator[
 
 
 def scheduled(job: TrainingJob, base: Layout, values, uneven: bool) -> Iterator[Layout]:
-    """Yield a cut with each micro-batch and number of virtual stages that it allows.
+    """Yield a layout with each allowed micro-batch and number of virtual stages.
 
-    Only a given number of virtual stages makes chunks of unequal layers.
+    Virtual stages have equal layers, unless their number is given.
     """
     layers = job.model.layers
     sizes = values("micro_batch", MICRO_BATCHES)

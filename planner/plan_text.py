@@ -1,4 +1,4 @@
-"""Tables and words of plan.py: layouts, and why the first one is first."""
+"""Tables and sentences of plan.py: layouts, and the reasons for the first."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import replace
 from tabulate import tabulate
 
 from planner import errors, models
-from planner.hardware import Cluster
+from planner.hardware import Cluster, slower
 from planner.job import Layout, Prediction, TrainingJob
 from planner.memory import GIB
-from planner.plan_search import FALL, RATES, SearchResult, cut_of
-from planner.step import axes_of, predict, slower
+from planner.plan_search import FALL, RATES, SearchResult, mesh_of
+from planner.step import axes_of, predict
 
 SHOWN = 5
 SHARDING = ("DDP", "ZeRO-1", "ZeRO-2", "FSDP")
 KEPT = 60  # layouts that are compared again when a rate changes
-# Rows that differ by less are a tie: the usual error of similar runs, within limits.
+# Rows within the median error of similar runs are a tie. These are the limits.
 TIE_LEAST, TIE_MOST = 0.02, 0.10
 
 
 def axes_name(layout: Layout) -> str:
-    """Name the axes that a layout has."""
+    """Return the axes of a layout as text."""
     names = ("tp", "cp", "pp", "dp")
     sizes = [f"{name} {getattr(layout, name)}" for name in names]
-    cut = [size for size in sizes if not size.endswith(" 1")]
+    used = [size for size in sizes if not size.endswith(" 1")]
     inside = f" (ep {layout.ep})" if layout.ep > 1 else ""
-    return (" x ".join(cut) or "1 GPU") + inside
+    return (" x ".join(used) or "1 GPU") + inside
 
 
 def sharding_of(layout: Layout) -> str:
-    """Name what the replicas share: HSDP with the GPUs of a shard."""
+    """Return the name of the sharding, for HSDP with the GPUs of a group."""
     kind = SHARDING[layout.zero]
     if layout.replicas == 1:
         kind = "none"
@@ -41,7 +41,7 @@ def sharding_of(layout: Layout) -> str:
 
 
 def name_of(layout: Layout) -> str:
-    """Name all of a layout in one phrase."""
+    """Return a layout as one phrase."""
     words = [axes_name(layout), sharding_of(layout), f"recompute {layout.recompute}"]
     words.append(f"micro-batch {layout.micro_batch}")
     if layout.virtual_stages > 1:
@@ -52,13 +52,13 @@ def name_of(layout: Layout) -> str:
 
 
 def table(rows, headers, names: int = 1) -> str:
-    """Return an aligned table: the first `names` columns left, values right."""
+    """Return a table with `names` left-aligned columns, and right-aligned values."""
     sides = (*["left"] * names, *["right"] * (len(headers) - names))
     return tabulate(rows, headers, "simple", colalign=sides, disable_numparse=True)
 
 
 def head_lines(job: TrainingJob, cluster: Cluster, gpus: int) -> list[str]:
-    """Return what is trained, in which batches, on what."""
+    """Return lines about the model, the GPUs and the batch."""
     model = job.model
     weights = f"{models.parameters(model) / 1e9:.2f}e9 weights"
     if model.experts:
@@ -75,7 +75,7 @@ def head_lines(job: TrainingJob, cluster: Cluster, gpus: int) -> list[str]:
 
 
 def layouts_table(job: TrainingJob, cluster: Cluster, plans: list[Prediction]) -> str:
-    """Return one row for each plan: its layout, memory and speed."""
+    """Return a table with the layout, memory and speed of each plan."""
     rows = []
     for number, plan in enumerate(plans, 1):
         layout = plan.layout
@@ -102,12 +102,12 @@ def layouts_table(job: TrainingJob, cluster: Cluster, plans: list[Prediction]) -
 
 
 def mfu_of(plan: Prediction, job: TrainingJob, cluster: Cluster) -> float:
-    """Return model FLOP/s over the peak of the job's precision."""
+    """Return model FLOP/s over the GPU's peak in the job's precision."""
     return plan.model_tflops_per_gpu / cluster.gpu.tflops[job.precision]
 
 
 def parts_table(plans: list[Prediction], of: str, unit: float, digits: int) -> str:
-    """Return one row for each plan, one column for each part of its memory or step."""
+    """Return a table with the parts of memory or step of each plan."""
     values = [getattr(plan, of) for plan in plans]
     names = [name for name in values[0] if any(each.get(name) for each in values)]
     rows = []
@@ -118,12 +118,12 @@ def parts_table(plans: list[Prediction], of: str, unit: float, digits: int) -> s
 
 
 def days_of(plan: Prediction, tokens: float) -> float:
-    """Return the days in which a layout reads so many tokens, without failures."""
+    """Return the days to train on a number of tokens, without failures."""
     return tokens / (plan.tokens_per_s_per_gpu * plan.layout.gpus) / 86_400
 
 
 def money_line(plan: Prediction, tokens: float, price: float | None) -> str:
-    """Say how long a budget of tokens takes, and its price."""
+    """Return the days and the price of a number of tokens as text."""
     days = days_of(plan, tokens)
     text = f"{tokens / 1e9:,.4g}e9 tokens take {days:,.1f} days"
     if price:
@@ -132,11 +132,11 @@ def money_line(plan: Prediction, tokens: float, price: float | None) -> str:
     return text
 
 
-# How certain
+# Certainty
 
 
 def certainty_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> dict | None:
-    """Return the errors of the published runs that are most like a plan, or None."""
+    """Return the errors of the most similar published runs, or None."""
     traits, similar = errors.closest(job, layout, cluster)
     if not similar:
         return None
@@ -150,7 +150,7 @@ def certainty_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> dict | N
 
 
 def certainty_line(certainty: dict | None, job: TrainingJob, layout, cluster) -> str:
-    """Say how large the errors of similar published runs are."""
+    """Return the errors of similar published runs as text."""
     if not certainty:
         traits = ", ".join(errors.traits_of(job, layout, cluster))
         return f"certainty: no published run like this ({traits}): measure it"
@@ -170,11 +170,11 @@ def tie_of(certainty: dict | None) -> float:
     return min(TIE_MOST, max(TIE_LEAST, certainty["median"]))
 
 
-# Why the first is first
+# Reasons
 
 
 def why_first(best: list[Prediction], tie: float) -> list[str]:
-    """Say why the first row is first, and which rows are a tie."""
+    """Return why the first row is first, and how many rows are a tie."""
     if len(best) < 2:
         return ["no other kind of layout fits"]
     first, second = best[:2]
@@ -198,7 +198,10 @@ def why_first(best: list[Prediction], tie: float) -> list[str]:
 
 
 def differences(first: Prediction, second: Prediction) -> tuple[list[str], list[str]]:
-    """Return the two largest parts of a step that the first has less and more of."""
+    """Return the parts of a step in which the first plan is faster, and slower.
+
+    Each list has the two largest differences.
+    """
     gaps = {part: second.step[part] - first.step[part] for part in first.step}
     size = max(map(abs, gaps.values())) / 20
     ordered = sorted(gaps, key=lambda part: -abs(gaps[part]))
@@ -211,10 +214,10 @@ def differences(first: Prediction, second: Prediction) -> tuple[list[str], list[
 def survival(
     job: TrainingJob, cluster: Cluster, plan: Prediction, result: SearchResult
 ) -> dict:
-    """Return what is faster than a plan where a rate is a fifth lower.
+    """Return for each rate whether a plan stays first if the rate is a fifth lower.
 
-    Times grow by 1 / 0.8 at most: only layouts that are 1.25 times slower at most can
-    overtake.
+    Times grow by 1 / 0.8 at most, so only layouts that are at most 1.25 times slower
+    can overtake.
     """
     limit = plan.step_time_s / FALL
     rivals = [p for p in result.fitting if p.step_time_s <= limit][:KEPT]
@@ -225,7 +228,7 @@ def survival(
         timed = [predict(job, rival.layout, changed) for rival in rivals]
         first = min([again, *timed], key=lambda p: p.step_time_s)
         outcomes[name] = {
-            "stays_first": cut_of(first.layout) == cut_of(plan.layout),
+            "stays_first": mesh_of(first.layout) == mesh_of(plan.layout),
             "step_time_s": again.step_time_s,
             "first": name_of(first.layout),
             "behind": again.step_time_s / first.step_time_s - 1,
@@ -234,7 +237,7 @@ def survival(
 
 
 def survival_lines(plan: Prediction, survives: dict[str, dict]) -> list[str]:
-    """Say what a fifth less of bandwidth, and of the matrix rate, would change."""
+    """Return the effect of a fifth less bandwidth, and of a lower matrix rate."""
     names = {"network": "bandwidth", "matrix": "matrix rate"}
     lines = []
     for kind, each in survives.items():
@@ -247,7 +250,7 @@ def survival_lines(plan: Prediction, survives: dict[str, dict]) -> list[str]:
 
 
 def larger_memory(first: Prediction, result: SearchResult) -> list[str]:
-    """Say which faster layout a larger GPU would allow."""
+    """Return the faster layout that a larger GPU would allow as text."""
     for plan in result.near:
         if plan.step_time_s < 0.97 * first.step_time_s:
             lacks = (plan.memory_total - plan.memory_limit) / GIB
@@ -258,7 +261,7 @@ def larger_memory(first: Prediction, result: SearchResult) -> list[str]:
 
 
 def batch_twice(job: TrainingJob, cluster: Cluster, first: Prediction) -> str:
-    """Say what twice the batch would give: a smaller bubble, fewer gathers."""
+    """Return the gain of twice the batch: a smaller bubble, fewer gathers."""
     larger = replace(job, global_batch=2 * job.global_batch)
     twice = predict(larger, first.layout, cluster)
     gain = twice.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu - 1
@@ -277,7 +280,7 @@ SPLITS = {
 
 
 def axes_lines(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[str]:
-    """Return a table of the axes larger than 1, and the collectives of each."""
+    """Return a table of the axes that are larger than 1, and their collectives."""
     axes = axes_of(job, layout, cluster)
     if not axes:
         return []
@@ -285,10 +288,10 @@ def axes_lines(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[str]:
     for name, axis in axes.items():
         link = f"network x{axis.cards}" if axis.cards else "node"
         sizes = f"{axis.layer_bytes / 1e6:,.1f} MB", f"{axis.step_bytes / 1e9:,.1f} GB"
-        times = (f"{s:.3f} s" for s in (axis.seconds, axis.beside, axis.exposed))
+        times = (f"{s:.3f} s" for s in (axis.seconds, axis.compute, axis.exposed))
         link = f"{link}, {axis.gb_s:g} GB/s"
         rows.append((f"{name} {axis.ranks}", SPLITS[name], link, *sizes, *times))
-    sent = ("per layer", "per step", "takes", "beside", "exposed")
+    sent = ("per layer", "per step", "takes", "compute", "exposed")
     headers = ("axis", "splits", "link", *sent)
     lines = [f"{name}: {axis.sends}" for name, axis in axes.items()]
     return [table(rows, headers, 3), "", *lines]

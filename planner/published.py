@@ -1,8 +1,8 @@
 """Published training runs (data/runs.csv) as jobs, layouts and clusters.
 
-The columns are the fields of planner/job.py, an empty cell stands for the default.
-Values that a source leaves out were filled in when the table was made: the column
-`assumed` names them for the newest rows, validate.md for the others.
+The columns are the fields of planner/job.py, and an empty cell stands for the default.
+Some sources leave values out, and the table has assumptions instead. The column
+`assumed` names these for the newest rows, and validate.md lists the others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from planner.communication import Call
 from planner.hardware import DATA, Cluster, cluster_of, find_gpu
 from planner.job import Layout, ModelShape, TrainingJob
 
-SINGLE_NODE = "vTrain single"  # 860 rows of small models on up to 8 GPUs: judged apart
+SINGLE_NODE = "vTrain single"  # 860 rows of small models on up to 8 GPUs
 # Other names of columns and values, as published tables spell them.
 COLUMNS = {
     "seq": "seq_len",
@@ -55,7 +55,7 @@ class PublishedRun:
 
 
 def typed(cls, row: dict[str, str]) -> dict:
-    """Return the fields of a dataclass that a row has, in their types.
+    """Return the cells of a row that are fields of a dataclass, in their types.
 
     Raises: ValueError naming the column.
     """
@@ -80,7 +80,7 @@ def typed(cls, row: dict[str, str]) -> dict:
 
 
 def model_of(row: dict[str, str]) -> ModelShape:
-    """Return the shape in a row, or of the model that it names. Raises: ValueError."""
+    """Return the shape of a row's sizes, or of its model's name. Raises: ValueError."""
     name = row.get("model", "")
     sizes = typed(ModelShape, row | {"name": name})
     if "hidden" not in sizes:
@@ -130,7 +130,7 @@ def read_run(row: dict[str, str]) -> PublishedRun:
 
 
 def number(row: dict[str, str], column: str) -> float:
-    """Return a column's number, 0 where it is empty. Raises: ValueError."""
+    """Return a column's number, or 0 for an empty cell. Raises: ValueError."""
     text = row.get(column) or "0"
     try:
         return float(text)
@@ -139,7 +139,7 @@ def number(row: dict[str, str], column: str) -> float:
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """Return a CSV file's rows; where a line is short, with nothing in the rest.
+    """Return a CSV file's rows. Missing cells of a short line are empty.
 
     Raises: ValueError if it has no rows or no `id`.
     """

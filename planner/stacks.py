@@ -7,39 +7,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Stack:
-    """Facts of one library's code, each read there: they decide what autograd keeps."""
+    """Facts of one library, each read in its code: they decide what autograd keeps."""
 
-    swiglu: int = (
-        4  # inner widths kept: gate, SiLU of it, up, product; a fused kernel: 3
-    )
-    norm_bytes: int = 2  # of a norm's input: its own 16 bits, or float32 copies
-    repeats_keys: bool = False  # keys and values are copied for each query head (GQA)
-    keeps_gathered: bool = (
-        True  # tp's inputs stay whole for backward; Megatron gathers them again
-    )
-    logit_bytes: int = (
-        12  # float32 log-probabilities, their gradient, the logits' gradient
-    )
-    loss_whole: bool = False  # logits are gathered from tp before the loss
-    embedding_whole: bool = False  # each rank of tp has the whole first table
-    no_sync: bool = False  # micro-batches' gradients are added up whole, under ZeRO too
-    reshards_root: bool = False  # FSDP frees the tables between forward and backward
-    reshards_stage: bool = (
-        False  # with a pipeline FSDP frees weights after each forward too
-    )
-    reduces_each: bool = False  # ZeRO-3 reduces in each micro-batch, in a pipeline too
-    joins_chunks: bool = (
-        False  # cp that gathers keys: attention's output by chunk, and joined
-    )
-    rows_twice: bool = (
-        False  # experts: rows that come back are kept too, and a float32 input
-    )
-    bucket_copy: bool = True  # DDP's buckets are copies (gradient_as_bucket_view=False)
-    dummy_gradients: bool = (
-        False  # 16-bit stand-ins for gradients that a kernel accumulates
-    )
-    sharded_copy: bool = False  # ZeRO-3 keeps 16-bit shards beside the float32 ones
-    ulysses_copy: bool = False  # attention's output is kept before its all-to-all too
+    # Inner widths of a gated feed-forward: gate, SiLU, up, product. Fused: 3.
+    swiglu: int = 4
+    # Bytes of a norm's input: 16 bits, or float32 copies.
+    norm_bytes: int = 2
+    # Keys and values are copied for each query head (GQA).
+    repeats_keys: bool = False
+    # The inputs of tp's matrices stay whole for backward. Megatron gathers them again.
+    keeps_gathered: bool = True
+    # float32 log-probabilities, their gradient, and the gradient of the logits.
+    logit_bytes: int = 12
+    # Logits are gathered from tp before the loss.
+    loss_whole: bool = False
+    # Each rank of tp has the whole embedding table.
+    embedding_whole: bool = False
+    # Micro-batches add up whole gradients, under ZeRO too.
+    no_sync: bool = False
+    # FSDP frees the tables between forward and backward.
+    reshards_root: bool = False
+    # FSDP frees the weights of a pipeline's stage after each forward.
+    reshards_stage: bool = False
+    # ZeRO-3 reduces gradients in each micro-batch, in a pipeline too.
+    reduces_each: bool = False
+    # Context parallelism that gathers keys keeps attention's output twice.
+    joins_chunks: bool = False
+    # Expert layers keep the returned rows and a float32 input of the router.
+    rows_twice: bool = False
+    # DDP's buckets are copies (gradient_as_bucket_view=False).
+    bucket_copy: bool = True
+    # A kernel accumulates gradients, and autograd gets 16-bit stand-ins.
+    dummy_gradients: bool = False
+    # ZeRO-3 keeps 16-bit shards next to the float32 shards.
+    sharded_copy: bool = False
+    # Ulysses keeps attention's output before its all-to-all too.
+    ulysses_copy: bool = False
     source: str = ""
 
 

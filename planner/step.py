@@ -6,6 +6,7 @@ All times are seconds of one GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from planner import (
     activations,
@@ -16,22 +17,23 @@ from planner import (
     memory,
     models,
 )
-from planner.communication import Axis, Call, axis_of, seconds_of
+from planner.communication import Axis, Call, axis_of, bytes_of, seconds_of
 from planner.compute import HBM
 from planner.hardware import Cluster
 from planner.job import Layout, Prediction, TrainingJob
 from planner.rates import RATES
 
-TP_SHOWN = 0.2  # of tp's communication, where products are cut to hide it
+TP_EXPOSED = 0.2  # of tp's communication with asynchronous tp
 OPTIMIZER_BYTES = 36.0  # read and written per weight: gradient, master, moments, weight
 FIXED_S = 5e-3  # of a step: its loop, clipping, logging
-# ZeRO-3 of DeepSpeed gathers one tensor at a time, and nothing hides it: of the links.
+# DeepSpeed's ZeRO-3 gathers one tensor at a time, reaches this share of the links, and
+# hides nothing.
 ONE_TENSOR_AT_A_TIME = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """LayerSeconds that one micro-batch takes on one stage, by part."""
+    """Seconds of one micro-batch on one stage, by part."""
 
     forward: float
     backward: float
@@ -53,9 +55,10 @@ class StageSeconds:
 
 
 def exposed(calls: list[Call], behind: float, cluster: Cluster, rates) -> float:
-    """Return the seconds that calls add to the compute that hides them.
+    """Return the seconds that calls add to the computation that hides them.
 
-    Compute does not hide the rest, and hidden calls take multiprocessors from it.
+    Calls that take longer are exposed in part. Hidden calls take multiprocessors from
+    the computation.
     """
     seconds = seconds_of(calls, cluster)
     hidden = min(seconds, behind)
@@ -65,7 +68,7 @@ def exposed(calls: list[Call], behind: float, cluster: Cluster, rates) -> float:
 def context_seconds(job, layout, cluster, layer: compute.LayerSeconds, rates) -> float:
     """Return seconds per layer and micro-batch that context parallelism adds.
 
-    A ring runs behind attention; the other kinds send before attention can start.
+    A ring overlaps with attention. The other kinds send before attention can start.
     """
     forward, backward = communication.context_calls(job, layout, cluster)
     if layout.cp_kind != "ring":
@@ -87,8 +90,8 @@ def layer_weights(job: TrainingJob, layout: Layout, dense: bool) -> float:
 def fsdp_seconds(job, layout, cluster, dense: bool, layer, rates) -> float:
     """Return seconds per layer and micro-batch that sharded parameters add.
 
-    Gathered forward and again backward, gradients reduced and scattered, each behind
-    the products of the layer before (ZeRO, section 5.3).
+    FSDP gathers weights in forward and in backward and reduce-scatters gradients. Each
+    call overlaps with the products of the previous layer (ZeRO, section 5.3).
     """
     weights = layer_weights(job, layout, dense)
     forward, backward, gradients = communication.weight_calls(
@@ -104,9 +107,9 @@ def fsdp_seconds(job, layout, cluster, dense: bool, layer, rates) -> float:
 
 
 def gradient_seconds(job, layout, cluster, weights, backward: float, rates) -> float:
-    """Return seconds per step of averaging gradients, and of gathering updated weights.
+    """Return seconds per step to average gradients and to gather updated weights.
 
-    fsdp_seconds has the calls of each micro-batch (ZeRO-3).
+    fsdp_seconds counts the calls of each micro-batch (ZeRO-3).
     """
     if layout.replicas == 1 or job.frozen or communication.gathers_each(job, layout):
         return 0.0
@@ -122,19 +125,19 @@ def gradient_seconds(job, layout, cluster, weights, backward: float, rates) -> f
 def optimizer_seconds(
     job: TrainingJob, layout: Layout, cluster: Cluster, weights
 ) -> float:
-    """Return seconds of the update: memory-bound, or to the host's memory and back."""
+    """Return seconds of the update: memory-bound, or bound by the link to the host."""
     if job.frozen:
         return 0.0  # LoRA trains a percent of the weights
-    mine = weights / layout.shards if layout.zero >= 1 else weights
+    updated = weights / layout.shards if layout.zero >= 1 else weights
     if layout.offload != "none":
-        return 2 * 4 * mine / (cluster.gpu.host_gb_s * 1e9)
-    return mine * OPTIMIZER_BYTES / (cluster.gpu.hbm_gb_s * 1e9 * HBM)
+        return 2 * 4 * updated / (cluster.gpu.host_gb_s * 1e9)
+    return updated * OPTIMIZER_BYTES / (cluster.gpu.hbm_gb_s * 1e9 * HBM)
 
 
 def layers_seconds(
     job, layout, cluster, layers: int, dense: bool, rates
 ) -> StageSeconds:
-    """Return what one micro-batch takes in so many layers of a kind."""
+    """Return the seconds of one micro-batch in a number of layers of a kind."""
     if not layers:
         return StageSeconds(0.0, 0.0)
     layer = compute.layer_seconds(job, layout, cluster, rates, dense)
@@ -150,7 +153,7 @@ def layers_seconds(
     elif layout.recompute == "operators":
         backward += layer.half
     tp = seconds_of(communication.tensor_calls(job, layout, cluster), cluster)
-    tp *= TP_SHOWN if layout.overlap_tp else 1.0
+    tp *= TP_EXPOSED if layout.overlap_tp else 1.0
     cp = ep = dp = 0.0
     if layout.cp > 1:
         cp = context_seconds(job, layout, cluster, layer, rates)
@@ -165,7 +168,7 @@ def layers_seconds(
 
 
 def stage_seconds(job, layout, cluster, layers: int, head: bool, rates) -> StageSeconds:
-    """Return what one micro-batch takes on a stage."""
+    """Return the seconds of one micro-batch on a stage."""
     plain = layers
     if job.model.experts:
         first = layout.pp == 1 or not head
@@ -179,7 +182,7 @@ def stage_seconds(job, layout, cluster, layers: int, head: bool, rates) -> Stage
 
 
 def kinds_of_stage(job: TrainingJob, layout: Layout) -> list[tuple[int, bool]]:
-    """Return (layers, has the head) of the last stage, and of the fullest other one."""
+    """Return (layers, has the head) of the last stage and of the largest other one."""
     counts = activations.layers_of_stages(job.model.layers, layout.pp)
     if layout.pp == 1:
         return [(counts[0], True)]
@@ -220,8 +223,8 @@ def step_parts(
 def step_of_adapters(job: TrainingJob, layout: Layout, cluster: Cluster, rates):
     """Return the seconds of a step that trains adapters, with two more parts.
 
-    `adapters` and `unpacking` are the seconds by which compute is longer. Gradients and
-    moments are the adapters' alone.
+    Adapters and the unpacking of 4-bit weights make compute longer, by the seconds in
+    `adapters` and `unpacking`. Only adapters have gradients and moments.
     """
     frozen = replace(job, adapter_rank=0)
     packed = step_parts(frozen, layout, cluster, rates)
@@ -254,61 +257,104 @@ def step_seconds(
     return sum(step_parts(job, layout, cluster, rates or RATES).values())
 
 
+# The table of axes
+
+
+class Traffic(NamedTuple):
+    """The calls of an axis in a step, on a GPU of the slowest stage."""
+
+    calls: list[Call]
+    times: float  # that the calls repeat in a step
+    layer_bytes: float  # per layer and micro-batch; dp: per step; pp: per stage
+    compute: float = 0.0  # seconds of computation at the same time
+
+
+def tensor_traffic(job, layout, cluster, layers: int, head: bool, stage) -> Traffic:
+    """Return the traffic of tp. Embedding and head add a collective in each pass."""
+    calls = communication.tensor_calls(job, layout, cluster)
+    ends = (1 if head else 0) + (1 if layout.pp == 1 else 0)
+    m = layout.micro_batches(job)
+    times = m * (layers + ends / (2 * communication.passes_of(layout)))
+    compute_s = m * (stage.forward + stage.backward) if layout.overlap_tp else 0.0
+    return Traffic(calls, times, bytes_of(calls), compute_s)
+
+
+def context_traffic(job, layout, cluster, layers: int) -> Traffic:
+    """Return the traffic of cp. A ring overlaps with attention."""
+    forward, backward = communication.context_calls(job, layout, cluster)
+    calls, times = forward + backward, layout.micro_batches(job) * layers
+    attention = 0.0
+    if layout.cp_kind == "ring":
+        layer = compute.layer_seconds(job, layout, cluster, RATES)
+        forwards = communication.passes_of(layout) - 1
+        attention = forwards * layer.attention + layer.attention_backward
+    return Traffic(calls, times, bytes_of(calls), times * attention)
+
+
+def replica_traffic(job, layout, cluster, stage) -> Traffic:
+    """Return the traffic of dp for the stage with most weights."""
+    m = layout.micro_batches(job)
+    stages = {0, min(1, layout.pp - 1), layout.pp - 1}
+    weights = max(sum(memory.weights_of_stage(job, layout, s)) for s in stages)
+    calls = communication.weight_calls(job, layout, cluster, weights)
+    gathers = m if communication.gathers_each(job, layout) else 1
+    reductions = m if communication.reduces_each(job, layout) else 1
+    repeated = [c._replace(times=gathers) for c in calls.forward + calls.backward]
+    repeated += [c._replace(times=reductions * c.times) for c in calls.gradients]
+    compute_s = 0.0
+    if communication.gathers_each(job, layout):
+        compute_s = m * (stage.forward + stage.backward)
+    elif layout.overlap_dp:
+        compute_s = reductions * stage.backward
+    layer = models.layer_parameters(job.model) / layout.tp
+    sent = bytes_of(repeated) * layer / weights
+    return Traffic(repeated, 1, sent, compute_s)
+
+
+def pipeline_traffic(job, layout, cluster) -> Traffic:
+    """Return the traffic of pp between two neighbouring stages."""
+    calls = communication.pipeline_calls(job, layout, cluster)
+    sent = calls[0].sent / layout.micro_batches(job) / layout.virtual_stages
+    # With two ranks, the first and the last chunk have one neighbour.
+    share = 1 - 1 / (2 * layout.virtual_stages) if layout.pp == 2 else 1.0
+    return Traffic(calls, share, sent)
+
+
 def axes_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> dict[str, Axis]:
     """Return the traffic of each axis that is larger than 1."""
-    shown = step_parts(job, layout, cluster, RATES)
-    m = layout.micro_batches(job)
     kinds = kinds_of_stage(job, layout)
     stages = {k: stage_seconds(job, layout, cluster, *k, RATES) for k in kinds}
-    kind = max(kinds, key=lambda k: stages[k].total)
-    layers, stage = kind[0], stages[kind]
-    computing = m * (stage.forward + stage.backward)
-    axes = {}
-
-    def add(name, calls, times, layer_bytes, beside=0.0):
-        ranks = layout.replicas if name == "dp" else getattr(layout, name)
-        other = {"layer_bytes": layer_bytes, "beside": beside, "exposed": shown[name]}
-        axes[name] = axis_of(ranks, calls, times, cluster, **other)
-
+    layers, head = max(kinds, key=lambda k: stages[k].total)
+    stage = stages[layers, head]
+    traffic = {}
     if layout.tp > 1:
-        calls = communication.tensor_calls(job, layout, cluster)
-        sent = sum(call.sent for call in calls)
-        # Embedding and head have a collective forward and one backward.
-        ends = (kind[1] + (layout.pp == 1)) / (2 * communication.passes_of(layout))
-        beside = computing if layout.overlap_tp else 0.0
-        add("tp", calls, m * (layers + ends), sent, beside)
+        traffic["tp"] = tensor_traffic(job, layout, cluster, layers, head, stage)
     if layout.cp > 1:
-        forward, backward = communication.context_calls(job, layout, cluster)
-        sent = sum(call.sent for call in forward + backward)
-        layer = compute.layer_seconds(job, layout, cluster, RATES)
-        again = communication.passes_of(layout) - 1
-        attention = again * layer.attention + layer.attention_backward
-        beside = m * layers * attention if layout.cp_kind == "ring" else 0.0
-        add("cp", forward + backward, m * layers, sent, beside)
+        traffic["cp"] = context_traffic(job, layout, cluster, layers)
     if layout.ep > 1:
         calls = communication.expert_calls(job, layout, cluster)
-        add("ep", calls, m * layers, sum(call.sent for call in calls))
+        times = layout.micro_batches(job) * layers
+        traffic["ep"] = Traffic(calls, times, bytes_of(calls))
     if layout.replicas > 1 and not (job.frozen and layout.zero < 3):
-        stages_of = {0, min(1, layout.pp - 1), layout.pp - 1}
-        held = (sum(memory.weights_of_stage(job, layout, s)) for s in stages_of)
-        whole = max(held)
-        each = communication.gathers_each(job, layout)
-        calls = communication.weight_calls(job, layout, cluster, whole)
-        often = m if communication.reduces_each(job, layout) else 1
-        reduced = [c._replace(times=often * c.times) for c in calls.gradients]
-        gathers = calls.forward + calls.backward
-        gathered = [c._replace(times=m if each else 1) for c in gathers]
-        sent = sum(call.sent for call in gathered + reduced)
-        layer = models.layer_parameters(job.model) / layout.tp
-        beside = computing if each else often * stage.backward * layout.overlap_dp
-        add("dp", gathered + reduced, 1, sent * layer / whole, beside)
+        traffic["dp"] = replica_traffic(job, layout, cluster, stage)
     if layout.pp > 1:
-        calls = communication.pipeline_calls(job, layout, cluster)
-        sent = calls[0].sent / m / layout.virtual_stages
-        # Of two stages, the first and the last chunk have one neighbour.
-        share = 1 - 1 / (2 * layout.virtual_stages) if layout.pp == 2 else 1.0
-        add("pp", calls, share, sent)
-    return axes
+        traffic["pp"] = pipeline_traffic(job, layout, cluster)
+    exposed_s = step_parts(job, layout, cluster, RATES)
+    return {
+        name: axis_of(
+            layout.replicas if name == "dp" else getattr(layout, name),
+            axis.calls,
+            axis.times,
+            cluster,
+            layer_bytes=axis.layer_bytes,
+            compute=axis.compute,
+            exposed=exposed_s[name],
+        )
+        for name, axis in traffic.items()
+    }
+
+
+# The prediction
 
 
 def predict(
@@ -325,13 +371,4 @@ def predict(
         compute.model_flops(job),
         job.global_batch * job.seq_len,
         memory.memory_limit(cluster.gpu),
-    )
-
-
-def slower(cluster: Cluster, network: float = 1.0, matrix: float = 1.0) -> Cluster:
-    """Return a cluster whose links, or matrix units, give a share of their rate."""
-    return replace(
-        cluster,
-        network_scale=cluster.network_scale * network,
-        matrix_scale=cluster.matrix_scale * matrix,
     )

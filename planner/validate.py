@@ -1,7 +1,7 @@
 """Compare predicted step times and memory with published figures, source by source.
 
     all figures of planner/data    python planner/validate.py
-    runs of your own               add --rows FILE.csv --predictions OUT.csv
+    your runs                      add --rows FILE.csv --predictions OUT.csv
 
 Constants were fitted on half of the rows (calibrate.py). Look for the errors of the
 other half, and of the rows that were collected later. The exit code is 1 if an error
@@ -75,7 +75,7 @@ def lines_of(groups: dict[str, list[Compared]], shown: str) -> list[tuple]:
 
 
 def statistics(values) -> tuple[str, ...]:
-    """Return rows, median, 95th percentile and median sign, as text."""
+    """Return the number of rows, median, 95th percentile and median sign as text."""
     summary = errors.errors_of(values)
     sizes = f"{summary.median:.1%}", f"{summary.p95:.1%}", f"{summary.bias:+.1%}"
     return str(summary.count), *sizes
@@ -89,14 +89,14 @@ def peer_rows() -> list[dict[str, str]]:
 def show_steps(steps: list[Compared]) -> None:
     """Print errors by source and by feature."""
     statistic = ("rows", "median", "p95", "bias")
-    groups = errors.by(steps, lambda run: run.source_name)
+    groups = errors.group_by(steps, lambda run: run.source_name)
     groups["all but vTrain single"] = dense_steps(steps)
     print("Step time: errors of the half that no constant was fitted on")
     others = ("fitted", "one MFU", "Calculon", "llm-analysis")
     print(table(lines_of(groups, "shown"), ("source", *statistic, *others)))
     print("\nStep time: rows that were collected after the fit")
     later = [row for row in steps if row.run.set == "later"]
-    groups = errors.by(later, lambda run: kind_and_source(run))
+    groups = errors.group_by(later, lambda run: kind_and_source(run))
     print(table(lines_of(groups, "later"), ("source", *statistic)))
     print("\nStep time: rows of 2026")
     rows = [
@@ -134,9 +134,9 @@ def dense_steps(steps: list[Compared]) -> list[Compared]:
 
 
 def predicted_bytes(run: PublishedRun) -> float:
-    """Return the bytes of a run as its source counts them.
+    """Return the predicted peak in the way in which a run's source counts it.
 
-    Rank 0 logs its own peak: the first stage. Reserved memory has the allocator's rest.
+    Rank 0 is on the first stage. Reserved memory includes the allocator's waste.
     """
     if "rank 0" in run.memory_kind:
         parts = memory.memory_of_stage(run.job, run.layout, 0)
@@ -149,7 +149,9 @@ def predicted_bytes(run: PublishedRun) -> float:
 def finetune_arguments(row: dict[str, str]) -> dict:
     """Return the arguments of memory_of_finetune in a row of finetune_memory.csv."""
     numbers = {name: int(row[name]) for name in ("seq_len", "micro_batch", "rank")}
-    flags = {name: row[name] == "1" for name in ("mixed", "alike", "frees_frozen")}
+    flags = {
+        name: row[name] == "1" for name in ("mixed", "equal_steps", "frees_frozen")
+    }
     return (
         numbers
         | flags
@@ -188,7 +190,7 @@ def collective_errors() -> dict[str, list[float]]:
     return by_source
 
 
-# Runs of your own
+# Runs of a user
 
 
 def predict_row(row: dict[str, str]) -> dict[str, str]:
@@ -237,7 +239,7 @@ def predict_file(rows_path: str, out_path: str | None) -> None:
 
 
 def unseen_errors(runs: list[PublishedRun]) -> dict[str, list[float]]:
-    """Return the errors that have a limit: of rows that no constant was fitted on."""
+    """Return the errors with a limit: only of rows that no constant was fitted on."""
     steps = errors.compare_steps(run for run in runs if run.set != "fit")
     dense = [row for row in dense_steps(steps) if row.run.set == "shown"]
     single = [row for row in steps if row.run.source_name == SINGLE_NODE]
@@ -257,7 +259,7 @@ def unseen_errors(runs: list[PublishedRun]) -> dict[str, list[float]]:
 
 
 def verdicts(runs: list[PublishedRun]) -> list[tuple[str, float, float]]:
-    """Return (what, error, limit) of each check."""
+    """Return (name, error, limit) of each check."""
     unseen = unseen_errors(runs)
     lines = []
     for name, part, limit in LIMITS:
