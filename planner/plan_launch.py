@@ -192,7 +192,8 @@ def shape_of(model: ModelShape) -> tuple[str, list[str], str]:
         131_072,
     )
     tied = ", tied_embeddings=True" if model.tied_embeddings else ""
-    name = (model.name or "model").replace("/", "-")
+    # "7b (a mistral-7b of 31 layers)": the first word is the preset.
+    name = (model.name or "model").split(" ")[0].replace("/", "-")
     row = f'"{name}": Config({", ".join(map(str, shape))}{tied})'
     return (
         f"--preset {name}",

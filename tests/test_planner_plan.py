@@ -240,6 +240,7 @@ def test_of_equally_fast_layouts_the_one_with_fewer_logits_is_taken(ask):
         "plan --model Qwen/Qwen3-32B --finetune full --gpus 16 --seq-len 8192 --json"
     )
     first = json.loads(ask(flags))["plans"][0]
+    assert first["name"].startswith("dp 16, FSDP, ")
     assert first["layout"]["micro_batch"] == 1
     assert first["memory_bytes"]["logits"] < 20 * 2**30
 
@@ -385,6 +386,7 @@ LAUNCHES = [
     (LLAMA, Layout(dp=8, zero=2, recompute="full"), "none", "fsdp_transformer"),
     (LLAMA, Layout(dp=16, zero=3, shard=8), "none", "fsdp_transformer"),
     (models.MODELS["llama2-70b"], Layout(dp=16, zero=3), "none", "fsdp_transformer"),
+    (find_model("7b"), Layout(dp=8, zero=3), "none", "fsdp_transformer"),
     (LLAMA, Layout(tp=2, pp=2, cp=2, dp=2, zero=3), "none", "hybrid_parallelism"),
     (LLAMA, Layout(pp=4, dp=2, virtual_stages=2), "none", "hybrid_parallelism"),
     (LLAMA, Layout(dp=8, zero=3), "lora", "fsdp_finetune"),
