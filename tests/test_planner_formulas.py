@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipeline_schedules
@@ -90,6 +91,39 @@ def counted_flops(config) -> int:
         model = templates.Transformer(one)
         model(torch.empty(1, SEQ_LEN, dtype=torch.int64)).sum().backward()
     return counter.get_total_flops()
+
+
+class MovedBytes(TorchDispatchMode):
+    """Count the bytes that kernels read and write; views move none."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [t for t in (*args, result) if isinstance(t, torch.Tensor)]
+        if result.untyped_storage()._cdata not in {
+            t.untyped_storage()._cdata for t in tensors[:-1]
+        }:
+            self.moved += sum(t.nbytes for t in tensors)
+        return result
+
+
+def test_eager_norm_and_rotary_move_the_bytes_of_their_kernels():
+    """Llama's model.py: RMSNorm and apply_rotary_emb, in 16-bit numbers."""
+    x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
+    turns = torch.empty(64, 2048, dtype=torch.complex64, device="meta")
+    with MovedBytes() as norm:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+        y.type_as(x) * torch.empty_like(x[0])
+    layer_norm = 2
+    numbers = compute.RMS_NORM_PASSES + layer_norm
+    assert norm.moved / x.nbytes == pytest.approx(numbers, rel=0.02)
+    with MovedBytes() as rotary:
+        pairs = torch.view_as_complex(x.float().reshape(64, 2048, 2))
+        torch.view_as_real(pairs * turns).flatten(1).type_as(x)
+    table = turns.nbytes / x.nbytes  # one row for all heads, so it does not count
+    assert rotary.moved / x.nbytes - table == pytest.approx(compute.ROTARY_PASSES)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
