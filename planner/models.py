@@ -58,7 +58,7 @@ def find_model(name: str) -> ModelShape:
         return MODELS[SPELLINGS[short]]
     number = re.fullmatch(r"([\d.]*\d)([mbt])", short)
     if number:
-        return of_size(
+        return model_of_size(
             float(number[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[number[2]], name
         )
     within = [
@@ -74,7 +74,7 @@ def find_model(name: str) -> ModelShape:
     raise ValueError(f"{name} is unknown; {hint}known are {', '.join(MODELS)}")
 
 
-def of_size(weights: float, name: str) -> ModelShape:
+def model_of_size(weights: float, name: str) -> ModelShape:
     """Return a dense shape with about so many weights."""
     dense = [model for model in MODELS.values() if model.gated and not model.experts]
     near = min(dense, key=lambda model: abs(math.log(parameters(model) / weights)))

@@ -28,7 +28,7 @@ from planner.plan_args import (
     one_layout,
     parse_args,
 )
-from planner.plan_search import SearchResult, none_divides, search, why_not
+from planner.plan_search import SearchResult, layout_error, no_layout_error, search
 from planner.step import axes_of, predict
 
 
@@ -65,7 +65,7 @@ def predict_one(args) -> None:
     layout = one_layout(args)
     cluster = cluster_from(args, layout.gpus)
     job = job_of(args, cluster, layout.gpus)
-    if reason := why_not(job, cluster, layout):
+    if reason := layout_error(job, cluster, layout):
         raise cli.CommandLineError(reason)
     plan = predict(job, layout, cluster)
     if args.json:
@@ -90,9 +90,9 @@ def plan_all(args) -> None:
     job, only = job_of(args, cluster, gpus), given_layout(args)
     result = search(job, cluster, gpus, only)
     if not result.tried:
-        raise cli.CommandLineError(none_divides(job, cluster, gpus, only))
+        raise cli.CommandLineError(no_layout_error(job, cluster, gpus, only))
     if not result.fitting:
-        raise cli.CommandLineError(too_large(args, job, cluster, gpus, result))
+        raise cli.CommandLineError(memory_error(args, job, cluster, gpus, result))
     fastest = plan_text.certainty_of(job, result.fitting[0].layout, cluster)
     tie = plan_text.tie_of(fastest)
     best = result.best(tie)[: plan_text.SHOWN]
@@ -106,7 +106,7 @@ def plan_all(args) -> None:
         *plan_text.larger_memory(first, result),
         plan_text.batch_twice(job, cluster, first),
     ]
-    number, launch, remarks = first_to_start(args, job, cluster, best)
+    number, launch, remarks = find_launch(args, job, cluster, best)
     if args.json:
         answer = {
             "plans": [as_json(plan, job, cluster, args) for plan in best],
@@ -145,7 +145,7 @@ def print_plans(
         print(f"1: {plan_text.money_line(plans[0], args.tokens, price)}")
 
 
-def first_to_start(args, job: TrainingJob, cluster: Cluster, best: list[Prediction]):
+def find_launch(args, job: TrainingJob, cluster: Cluster, best: list[Prediction]):
     """Return the first plan with a template, its launch, and the others' reasons."""
     remarks = []
     for number, plan in enumerate(best, 1):
@@ -165,7 +165,7 @@ def first_to_start(args, job: TrainingJob, cluster: Cluster, best: list[Predicti
 # Changes that make a job fit
 
 
-def too_large(
+def memory_error(
     args, job: TrainingJob, cluster: Cluster, gpus: int, result: SearchResult
 ) -> str:
     """Return the closest layout, its lack of memory, and flags that fit, as text."""
@@ -179,7 +179,7 @@ def too_large(
         f" {limit:.1f}"
     )
     only = given_layout(args)
-    changes = changes_of(args, job)
+    changes = smaller_jobs(args, job)
     fits = [
         flags
         for flags, other in changes.items()
@@ -190,7 +190,7 @@ def too_large(
     return f"{text}; it fits with {' or '.join(fits)}" if fits else text
 
 
-def changes_of(args, job: TrainingJob) -> dict[str, TrainingJob]:
+def smaller_jobs(args, job: TrainingJob) -> dict[str, TrainingJob]:
     """Return jobs that need less memory, by their flags."""
     changes = {}
     if job.loss == "whole":

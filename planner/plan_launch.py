@@ -48,7 +48,7 @@ def launch_of(
     limit: the bytes that a GPU may hold.
     """
     if finetune != "none":
-        return of_finetuning(job, layout, gpus_per_node, finetune, limit)
+        return finetune_launch(job, layout, gpus_per_node, finetune, limit)
     script, flags, remarks = template_of(job, layout)
     if not script:
         return Launch([], remarks)
@@ -98,11 +98,11 @@ def template_of(job: TrainingJob, layout: Layout) -> tuple[str, list[str], list[
             [],
             ["no template multiplies in float8: see 05-advanced/low_precision.py"],
         )
-    template = of_replicas(job, layout) if plain else None
-    return template or of_axes(job, layout)
+    template = find_module_template(job, layout) if plain else None
+    return template or find_hybrid_template(job, layout)
 
 
-def of_replicas(
+def find_module_template(
     job: TrainingJob, layout: Layout
 ) -> tuple[str, list[str], list[str]] | None:
     """Return the template of module 01, 02 or 03 for a layout without other axes."""
@@ -125,7 +125,9 @@ def of_replicas(
     return None
 
 
-def of_axes(job: TrainingJob, layout: Layout) -> tuple[str, list[str], list[str]]:
+def find_hybrid_template(
+    job: TrainingJob, layout: Layout
+) -> tuple[str, list[str], list[str]]:
     """Return hybrid_parallelism.py, its flags, and its differences from the plan."""
     model, stages, refused, remarks = job.model, layout.virtual_stages, [], []
     parts = layout.pp * stages
@@ -205,7 +207,7 @@ def shape_of(model: ModelShape) -> tuple[str, list[str], str]:
 FSDP_ALONE = "--zero 3 --tp 1 --cp 1 --pp 1 --ep 1 --offload none"
 
 
-def of_finetuning(
+def finetune_launch(
     job: TrainingJob, layout: Layout, gpus_per_node: int, finetune: str, limit: float
 ) -> Launch:
     """Return the line of fsdp_finetune.py, which has FSDP and no other axis."""

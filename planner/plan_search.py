@@ -16,7 +16,7 @@ from planner import memory, models
 from planner.activations import layers_of_stages
 from planner.hardware import Cluster, slower
 from planner.job import RECOMPUTE, Layout, Prediction, TrainingJob
-from planner.rates import RATES as REACHED
+from planner.rates import RATES as USUAL_RATES
 from planner.step import predict, step_parts
 
 MESH = ("tp", "cp", "pp", "dp", "ep")
@@ -38,19 +38,19 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def why_not(job: TrainingJob, cluster: Cluster, layout: Layout) -> str:
+def layout_error(job: TrainingJob, cluster: Cluster, layout: Layout) -> str:
     """Return the reason why a layout is impossible, or an empty text."""
     checks = (
-        why_not_tp(job, cluster, layout.tp),
-        why_not_cp(job, layout),
-        why_not_stages(job, layout),
-        why_not_replicas(job, layout),
-        why_not_adapters(job, layout),
+        tp_error(job, cluster, layout.tp),
+        cp_error(job, layout),
+        stages_error(job, layout),
+        replicas_error(job, layout),
+        adapters_error(job, layout),
     )
     return next(filter(None, checks), "")
 
 
-def why_not_tp(job: TrainingJob, cluster: Cluster, tp: int) -> str:
+def tp_error(job: TrainingJob, cluster: Cluster, tp: int) -> str:
     if tp > cluster.gpus_per_node:
         return f"tp {tp} is more than the {cluster.gpus_per_node} GPUs of a node"
     model = job.model
@@ -61,8 +61,8 @@ def why_not_tp(job: TrainingJob, cluster: Cluster, tp: int) -> str:
     return ""
 
 
-def why_not_cp(job: TrainingJob, layout: Layout) -> str:
-    """Return the reason against cp: each rank needs a front and an end part."""
+def cp_error(job: TrainingJob, layout: Layout) -> str:
+    """Return why cp is impossible: each rank has two equal parts of a sequence."""
     cp, tp, seq_len = layout.cp, layout.tp, job.seq_len
     if cp > 1 and (seq_len % (2 * cp) or seq_len // cp < SHORTEST_PART):
         least = f"less than {SHORTEST_PART} of {seq_len} tokens"
@@ -75,7 +75,7 @@ def why_not_cp(job: TrainingJob, layout: Layout) -> str:
     return ""
 
 
-def why_not_stages(job: TrainingJob, layout: Layout) -> str:
+def stages_error(job: TrainingJob, layout: Layout) -> str:
     layers, pp, v = job.model.layers, layout.pp, layout.virtual_stages
     if v > 1 and pp == 1:
         return f"{v} virtual stages need a pipeline: pp 2 or more"
@@ -88,7 +88,7 @@ def why_not_stages(job: TrainingJob, layout: Layout) -> str:
     return ""
 
 
-def why_not_replicas(job: TrainingJob, layout: Layout) -> str:
+def replicas_error(job: TrainingJob, layout: Layout) -> str:
     experts = job.model.experts
     together = layout.dp * layout.micro_batch
     if job.global_batch % together:
@@ -103,7 +103,7 @@ def why_not_replicas(job: TrainingJob, layout: Layout) -> str:
     return ""
 
 
-def why_not_adapters(job: TrainingJob, layout: Layout) -> str:
+def adapters_error(job: TrainingJob, layout: Layout) -> str:
     if not job.adapter_rank:
         return ""
     for axis in ("pp", "cp", "ep"):
@@ -121,11 +121,11 @@ def why_not_adapters(job: TrainingJob, layout: Layout) -> str:
     return ""
 
 
-def none_divides(job: TrainingJob, cluster: Cluster, gpus: int, only: dict) -> str:
-    """Say why no layout of so many GPUs divides the job."""
+def no_layout_error(job: TrainingJob, cluster: Cluster, gpus: int, only: dict) -> str:
+    """Return why no layout of a number of GPUs divides the job."""
     others = math.prod(only.get(axis, 1) for axis in ("tp", "cp", "pp"))
     given = replace(Layout(**only), dp=only.get("dp", max(1, gpus // others)))
-    if only and given.gpus == gpus and (reason := why_not(job, cluster, given)):
+    if only and given.gpus == gpus and (reason := layout_error(job, cluster, given)):
         return reason
     model = job.model
     heads = math.gcd(model.heads, model.kv_heads, model.ffn)
@@ -187,9 +187,9 @@ def has_large_logits(plan: Prediction) -> bool:
 
 
 def complexity(layout: Layout) -> int:
-    """Return how many techniques a layout combines."""
-    axes = sum(getattr(layout, axis) > 1 for axis in MESH)
-    return axes + (layout.virtual_stages > 1) + (layout.offload != "none")
+    """Return the number of techniques that a layout combines."""
+    used = [getattr(layout, axis) > 1 for axis in MESH]
+    return sum([*used, layout.virtual_stages > 1, layout.offload != "none"])
 
 
 def search(
@@ -253,7 +253,7 @@ def search_with(
 def lower_bound(job: TrainingJob, base: Layout, cluster: Cluster, only: dict) -> float:
     """Return a step's seconds without dp and optimizer, for any sharding of states."""
     least = replace(base, recompute=only.get("recompute", RECOMPUTE[0]))
-    parts = step_parts(job, least, cluster, REACHED)
+    parts = step_parts(job, least, cluster, USUAL_RATES)
     return sum(parts[part] for part in parts if part not in ("dp", "optimizer"))
 
 
@@ -313,7 +313,7 @@ def unsharded_layouts(
     fixed = ("offload", "order", "sequence_parallel")
     given = {name: only[name] for name in fixed if name in only}
     for tp, pp in product(values("tp", divisors(gpus)), values("pp", divisors(gpus))):
-        if gpus % (tp * pp) or why_not_tp(job, cluster, tp) or pp > job.model.layers:
+        if gpus % (tp * pp) or tp_error(job, cluster, tp) or pp > job.model.layers:
             continue
         for cp in values("cp", divisors(gpus // (tp * pp))):
             dp, rest = divmod(gpus, tp * pp * cp)
@@ -323,7 +323,7 @@ def unsharded_layouts(
             kinds = ("ring", "ulysses") if cp > 1 else ("ring",)
             for ep, kind in product(values("ep", ways), values("cp_kind", kinds)):
                 base = Layout(tp, cp, pp, dp, ep, cp_kind=kind, **given)
-                if not why_not_cp(job, base):
+                if not cp_error(job, base):
                     yield from scheduled(job, base, values, "virtual_stages" in only)
 
 
@@ -339,6 +339,6 @@ def scheduled(job: TrainingJob, base: Layout, values, uneven: bool) -> Iterator[
         chunks = base.pp * v
         equal = v == 1 or layers % chunks == 0 or (layers + 2) % chunks == 0
         if (equal or uneven) and not (
-            why_not_replicas(job, layout) or why_not_stages(job, layout)
+            replicas_error(job, layout) or stages_error(job, layout)
         ):
             yield layout

@@ -204,7 +204,7 @@ def test_the_search_finds_the_fastest_of_all_layouts(experts):
     times, tried = [], 0
     for layout in every_layout(job, cluster, gpus):
         chunks = layout.pp * layout.virtual_stages
-        if plan_search.why_not(job, cluster, layout) or model.layers % chunks:
+        if plan_search.layout_error(job, cluster, layout) or model.layers % chunks:
             continue
         for recompute in RECOMPUTE:
             one = replace(layout, recompute=recompute)
