@@ -124,7 +124,7 @@ def plan_all(args) -> None:
     print_plans(job, cluster, args, best)
     print(*reasons, *remarks, sep="\n")
     if number:
-        print(f"{number} is started by")
+        print(f"start {number} with")
     for command in launch.commands:
         print(f"  {command}")
     for remark in launch.remarks:

@@ -193,8 +193,10 @@ def why_first(best: list[Prediction], tie: float) -> list[str]:
     close = sum(plan.step_time_s <= limit for plan in best)
     if close < 2:
         return [text]
-    tied = f"{close} rows lie within {tie:.0%}, less than the error: the simplest is 1"
-    return [text, f"{tied}; measure them"]
+    tied = (
+        f"{close} rows are within {tie:.0%} of the fastest, less than the usual error"
+    )
+    return [text, f"{tied}: 1 is the simplest; measure them"]
 
 
 def differences(first: Prediction, second: Prediction) -> tuple[list[str], list[str]]:
