@@ -66,9 +66,9 @@ def make_loader(samples, args, run):
 
 
 def share_steps(loader, run, end):
-    """Yield batch, weight, samples of all ranks: equally many times on every rank.
+    """Yield (batch, weight, samples of all ranks), equally often on every rank.
 
-    A rank without a batch gets a spare one with weight 0.
+    The weight of a batch is 1. A rank without a batch gets a spare one with weight 0.
     """
     batches = iter(loader)
     spare = default_collate([(0, *loader.dataset.samples[0])])

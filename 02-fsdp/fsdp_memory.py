@@ -36,7 +36,7 @@ def predict(config, args, ranks, norm_keeps=2):
     table = V * D  # the weights of the embedding, and of the head
     block = (P - D - table * (1 if config.tied_embeddings else 2)) // L
     unit = max(block, table)
-    # Two norms; q, k, v and attention's output, twice; four hidden layers' widths.
+    # Two norms, q, and attention's output twice; k and v; four of the feed-forward.
     per_block = (2 * norm_keeps + 3) * D + 2 * kv_dim + 4 * config.ffn_dim
     kept = D if args.activation_checkpointing == "full" else per_block
     return {
