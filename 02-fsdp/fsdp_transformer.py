@@ -154,11 +154,12 @@ def parse_args():
     parser = cli.ArgumentParser(__doc__)
     cli.add_training_flags(parser, PRESETS, precisions=("32-true", "bf16-mixed"))
     add = parser.add_argument
-    add("--sharding", choices=("full", "grad-op", "hybrid"), default="full")
+    kinds = ("full", "grad-op", "hybrid")
+    add("--sharding", choices=kinds, default="full", help="ZeRO-3, ZeRO-2, HSDP (full)")
     add(
         "--shard-group-size",
         type=cli.positive_int,
-        help="ranks that share a replica of hybrid sharding (those of a machine)",
+        help="ranks that share a replica of hybrid sharding (the ranks of a machine)",
     )
     add(
         "--activation-checkpointing",

@@ -260,7 +260,7 @@ def show_pairs(nodes, results):
     if pairs:
         slowest = sorted(pairs, key=pairs.get)[: judge.SHOWN]
         middle = show_rate(median(pairs.values()))
-        print(f"\npairs of nodes: {len(pairs)}, the middle one {middle}; the slowest:")
+        print(f"\npairs of nodes: {len(pairs)}, median {middle}; the slowest:")
         for pair in sorted(slowest):
             print(f"  {pair}: {show_rate(pairs[pair])}")
 

@@ -351,7 +351,7 @@ def test_pairs_name_a_slow_node(run_script, tmp_path):
         run_script, tmp_path / "nodes", "--pairs", "--timeout=60", count=4, rates=rates
     )
     assert ended.codes == [1] * 4, ended.stdout + ended.stderr
-    assert "pairs of nodes: 6, the middle one" in ended.stdout
+    assert "pairs of nodes: 6, median" in ended.stdout
     assert re.search(r"^node1: rank 1: \S+ MB/s to most nodes", ended.stdout, re.M)
 
 

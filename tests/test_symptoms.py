@@ -17,8 +17,8 @@ VARIABLES = FOLDER / "variables.md"
 HEAD = """# Error messages, and the page that explains each
 
 Search this page for the words of your error. The last column leads to the page that has
-them, with the cure. For a job that hangs without a word, see
-[triage.md](cluster/triage.md).
+them, with the cure. If a job hangs without a word, start
+[here](04-nccl-operations/nccl_debugging.md#first-when-a-job-hangs-right-now).
 """
 MARKS = "<!-- generated from variables.toml -->\n", "<!-- end of the list -->"
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from cluster_parts.cause import ranks_of
 
 GIB = 2**30  # bytes
-FAR_LESS = 0.5  # of the middle node's: such a limit is another configuration
-SLOW = 0.6  # of the middle rate
+FAR_LESS = 0.5  # of the median over nodes: such a limit is another configuration
+SLOW = 0.6  # of the median rate
 SHOWN = 8  # nodes in a line or a table
 SAME_IMAGE = "Use one image or one environment on all nodes."
 DO = {
@@ -342,7 +342,7 @@ def find_lost(nodes, results, name_of, timeout_s):
 def find_slow(rates, name_of):
     """Name slow nodes, then slow pairs between nodes that are fast to others.
 
-    rates: {rank: {peer: bytes/s}}. A rank's rate is the one to its middle peer, so that
+    rates: {rank: {peer: bytes/s}}. A rank's rate is the median over its peers, so that
     one slow path does not make a rank slow.
     """
     middle = {
