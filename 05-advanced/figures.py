@@ -217,10 +217,12 @@ def draw_tensor_parallel():
         for rank, share in enumerate((0.25, 0.75)):
             x, y = (share, 0.5) if len(ranks) == 1 else (0.5, share)
             axes.text(x * outputs, y * inputs, rank, ha="center", va="center")
-        axes.set_title(name, fontsize=9)
-        axes.set_xlabel("columns" if len(ranks) == 1 else "rows", fontsize=9)
+        divided = "columns" if len(ranks) == 1 else "rows"
+        axes.set_title(f"{name}\nby {divided}", fontsize=9)
+        axes.set_xlabel("outputs", fontsize=9)
         axes.set_xticks([0, outputs])
         axes.set_yticks([0, inputs])
+    panels[0].set_ylabel("inputs", fontsize=9)
     return figure
 
 

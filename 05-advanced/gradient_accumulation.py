@@ -143,7 +143,7 @@ def flat_gradient(model):
 
 
 def relative_error(gradient, expected):
-    """Return the distance from the right gradient, relative to its length.
+    """Return the distance from the right gradient, relative to its norm.
 
     It is the largest distance of all ranks.
     """

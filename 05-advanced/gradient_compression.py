@@ -140,7 +140,7 @@ def average_unsent(state, model):
 
 
 def relative_error(gradient, expected):
-    """Return the distance from a vector relative to its length."""
+    """Return the distance from a vector relative to its norm."""
     return ((gradient - expected).norm() / expected.norm()).item()
 
 

@@ -135,7 +135,7 @@ def open_channels(p):
 
 
 class Messages:
-    """Send results to neighbouring stages and receive from them.
+    """Send results to neighboring stages and receive from them.
 
     A message has no name. Neighbours have to agree about the order of their messages.
     """

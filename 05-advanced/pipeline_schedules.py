@@ -129,7 +129,7 @@ DURATIONS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of all layers of a rank, in forw
 
 
 def needs(instruction, last_stage):
-    """Yield the instructions that must end first, here or on a neighbouring stage."""
+    """Yield the instructions that must end first, here or on a neighboring stage."""
     kind, stage, k = instruction
     if kind == "F" and stage > 0:
         yield Instruction("F", stage - 1, k)
