@@ -1,13 +1,13 @@
-"""Train the one job in each framework: is the result right, what does it cost?
+"""Train one job in each framework: is the result right, and what does it cost?
 
     CPU   python benchmarks/compare_frameworks.py
     GPU   the same
 
-It starts each port of frameworks/ in the environment that `make frameworks` makes; they
-take turns, --repeats times. Look for: equal losses first, then CPU time per step as a
-ratio to plain PyTorch's, and whether the rounds can tell that ratio from 1.
+It runs each port of frameworks/ in the environment that `make frameworks` makes, and
+alternates between the ports for --repeats rounds. Look for: equal losses, the ratio of
+CPU time per step to plain PyTorch, and whether it differs from 1 beyond the noise.
 
-    --frameworks fabric_ddp my_port.py   some of them, and a file of your own
+    --frameworks fabric_ddp my_port.py   only this framework, and your own file
 """
 
 import ast
@@ -26,7 +26,7 @@ import torch
 from tabulate import tabulate
 
 from bench import guard
-from bench.analysis import interval_of
+from bench.analysis import compute_interval
 from bench.strategies import REPO
 from dist_common import cli
 from dist_common.cli import UsageError
@@ -34,7 +34,7 @@ from dist_common.model import PRESETS
 
 FOLDER = REPO / "benchmarks" / "frameworks"
 ENVIRONMENT = Path(".venv-frameworks", "bin", "python")
-# A port, and the package whose version its row shows.
+# Port -> the package whose version its row shows.
 PORTS = {
     "bare_ddp": "torch",
     "fabric_ddp": "lightning",
@@ -51,7 +51,7 @@ NOT_RUN = {
     "horovod": "does not build: its CMake files ask for C++14, PyTorch needs C++17",
     "megatron": "needs a GPU: frameworks.md has the exact command",
 }
-# Another order of a sum rounds otherwise, and training amplifies it.
+# Sums in another order round differently, and training amplifies the difference.
 FIRST_STEPS, FIRST_TOLERANCE, LATER_TOLERANCE = 10, 1e-5, 1e-3
 HEADERS = (
     *("framework", "version", "ranks", "difference", "CPU time", "cost"),
@@ -69,16 +69,21 @@ def parse_args():
     add("--preset", choices=PRESETS, default="tiny", help="the model's shape (tiny)")
     add("--seq-len", type=cli.positive_int, default=64, help="tokens (64)")
     add("--micro-batch-size", type=cli.positive_int, default=8, help="per rank (8)")
-    add("--max-steps", type=cli.positive_int, default=40, help="10 not timed (40)")
+    add(
+        "--max-steps",
+        type=cli.positive_int,
+        default=40,
+        help="steps, 10 not timed (40)",
+    )
     add("--limit", type=cli.positive_float, default=300, help="seconds of a run (300)")
-    add("--python", type=Path, help=f"that runs the ports ({ENVIRONMENT})")
+    add("--python", type=Path, help=f"interpreter ({ENVIRONMENT})")
     args = parser.parse_args()
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.python is None:
         places = [folder / ENVIRONMENT for folder in (Path(sys.prefix).parent, REPO)]
-        there = [path for path in places if path.exists()]
-        args.python = there[0] if there else Path(sys.executable)
+        existing = [path for path in places if path.exists()]
+        args.python = existing[0] if existing else Path(sys.executable)
     return args
 
 
@@ -102,7 +107,7 @@ def read_versions(python):
 
 
 def choose_ports(args, versions):
-    """Return the scripts to run, by name: those asked for, and the plain loops.
+    """Return name -> script: the chosen ports, and the plain loops to compare with.
 
     Raises: UsageError for an unknown name, or one that is not installed.
     """
@@ -134,7 +139,7 @@ def base_of(name):
 
 
 def run_port(script, args, folder):
-    """Train once, in processes of its own; return (results or None, error or None)."""
+    """Train once in separate processes; return (results or None, error or None)."""
     words = [args.python]
     if not re.search(r"^ +CPU +python ", script.read_text(), re.M):
         words += ["-m", "torch.distributed.run", "--standalone"]
@@ -174,15 +179,15 @@ def judge(results, error, expected, args):
         return f"WRONG: {results['world_size']} ranks, not {args.world_size}"
     if len(results["losses"]) != args.max_steps:
         return f"WRONG: {len(results['losses'])} steps, not {args.max_steps}"
-    apart = differences(results, expected)
-    early = all(value <= FIRST_TOLERANCE for value in apart[:FIRST_STEPS])
-    if not (apart and early and all(value <= LATER_TOLERANCE for value in apart)):
+    errors = loss_differences(results, expected)
+    early = all(value <= FIRST_TOLERANCE for value in errors[:FIRST_STEPS])
+    if not (errors and early and all(value <= LATER_TOLERANCE for value in errors)):
         return "WRONG: other losses"
     return error or "right"
 
 
-def differences(results, expected):
-    """Return how far the losses of two runs are apart, step by step."""
+def loss_differences(results, expected):
+    """Return the absolute differences of the losses of two runs, by step."""
     theirs = expected["losses"] if expected else []
     pairs = zip(results["losses"], theirs, strict=False)
     return [abs(loss - expected_loss) for loss, expected_loss in pairs]
@@ -204,8 +209,8 @@ def count_code_lines(source):
     )
 
 
-def row_of(name, script, runs, versions, args):
-    """Return a port's line of the table: its worst run, its cost over all rounds."""
+def make_row(name, script, runs, versions, args):
+    """Return a port's row: its worst verdict, and its cost over all rounds."""
     expected = next((results for results, _ in runs["bare_ddp"] if results), None)
     verdicts = [judge(results, error, expected, args) for results, error in runs[name]]
     verdict = next((one for one in verdicts if one != "right"), "right")
@@ -213,15 +218,15 @@ def row_of(name, script, runs, versions, args):
     row = [name, versions[PORTS.get(name, "torch")].partition("+")[0]]
     lines = count_code_lines(script.read_text())
     if not done:
-        return [*row, *"-----", lines, verdict]
-    apart = max(max(differences(one, expected), default=0.0) for one in done)
+        return [*row, *["-"] * 5, lines, verdict]
+    largest = max(max(loss_differences(one, expected), default=0.0) for one in done)
     pairs = zip(runs[name], runs[base_of(name)], strict=True)
     ratios = [
         results["cpu_ms_per_step"] / base["cpu_ms_per_step"]
         for (results, _), (base, _) in pairs
         if results and base
     ]
-    ratio = interval_of(ratios or [1.0])
+    ratio = compute_interval(ratios or [1.0])
     cost = "same"
     if len(ratios) < 2:
         cost = "?"
@@ -229,7 +234,7 @@ def row_of(name, script, runs, versions, args):
         cost = "more" if ratio.log > 0 else "less"
     outside = sorted(one["outside_s"] for one in done)[len(done) // 2]
     ranks = min(one["world_size"] for one in done)
-    row += [ranks, f"{apart:.1e}", str(ratio), cost, f"{outside:.1f} s"]
+    row += [ranks, f"{largest:.1e}", str(ratio), cost, f"{outside:.1f} s"]
     return [*row, lines, verdict]
 
 
@@ -246,16 +251,20 @@ def main():
     runs = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory(prefix="frameworks-") as scratch:
         for repeat in range(args.repeats):
-            turn = list(chosen.items())  # every second round runs backwards
-            for name, script in turn[::-1] if repeat % 2 else turn:
+            ports = list(chosen.items())
+            if repeat % 2:  # noise that grows or falls affects all ports equally
+                ports.reverse()
+            for name, script in ports:
                 run = run_port(script, args, Path(scratch, f"{name}-{repeat}"))
                 runs[name].append(run)
                 print(f"round {repeat + 1}: {name}: {run[1] or 'ended'}", flush=True)
-    rows = [row_of(*item, runs, versions, args) for item in chosen.items()]
+    rows = [
+        make_row(name, script, runs, versions, args) for name, script in chosen.items()
+    ]
     if not args.frameworks:
         missing = PORTS.keys() - runs.keys()
-        rows += [[name, *"------", "-", "not installed"] for name in sorted(missing)]
-        rows += [[name, *"------", "-", why] for name, why in NOT_RUN.items()]
+        reasons = dict.fromkeys(sorted(missing), "not installed") | NOT_RUN
+        rows += [[name, *["-"] * 7, reason] for name, reason in reasons.items()]
     print(tabulate(rows, HEADERS, disable_numparse=True))
     if args.output_dir:
         args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@
     GPU   python benchmarks/distributed_benchmarks.py sweep \\
               --config benchmarks/one_node.toml
 
-It starts the scripts of the modules as processes and reads the results.json of each.
+It starts the scripts of the modules as processes and reads their results.json.
 Look for: the first line, which is the answer, and the second, which is its condition.
 
     list      the strategies
@@ -33,7 +33,7 @@ from dist_common import cli
 from dist_common.cli import PRECISIONS, UsageError, positive_float, positive_int
 from dist_common.model import PRESETS
 
-# A sweep may be continued with other values of these.
+# A sweep can be resumed with different values of these flags.
 FREE = ("command", "config", "dry_run", "output_dir", "retry_failed", "timeout", "run")
 FREE += ("submit", "note")
 
@@ -75,7 +75,7 @@ def add_sweep_flags(parser):
     add("--presets", nargs="+", choices=PRESETS, default=["tiny"], help="(tiny)")
     add("--precisions", nargs="+", choices=PRECISIONS, default=["32-true"])
     add("--scaling", choices=("strong", "weak"), default="strong")
-    add("--no-reference", action="store_true", help="leave out one process")
+    add("--no-reference", action="store_true", help="do not run one process")
     add("--global-batch-size", type=positive_int, default=16, help="sequences (16)")
     add("--micro-batch-size", type=positive_int, help="sequences, at most (no limit)")
     add("--seq-len", type=positive_int, default=128, help="tokens (128)")
@@ -131,7 +131,7 @@ def list_strategies(args):
     print(tabulate(rows, ("strategy", "what it does", "script")))
 
 
-def sweep(args):
+def run_sweep(args):
     """Run all points that have not ended yet, then print the report."""
     if args.untimed_steps >= args.max_steps:
         raise UsageError("--untimed-steps must be below --max-steps")
@@ -145,7 +145,9 @@ def sweep(args):
     points = plan(args, chosen)
     if args.dry_run:
         for point in points:
-            line = runner.command_line(point, args, f"{args.output_dir}/points/ID/run")
+            line = runner.build_command_line(
+                point, args, f"{args.output_dir}/points/ID/run"
+            )
             print(f"{point.identity}: {point.reason or line}")
         return 0
     settings = {name: value for name, value in vars(args).items() if name not in FREE}
@@ -171,7 +173,7 @@ def show(args):
     """Print and write the report of a sweep; return 1 if a strategy is wrong."""
     analysis = analyse(store.load(args.path))
     predictions = report.predict(analysis) if args.predict else None
-    print(report.text(analysis, predictions))
+    print(report.render_text(analysis, predictions))
     folder = args.output_dir or Path(args.path)
     if folder.suffix != ".json":
         print(f"\nwrote {report.write(analysis, folder, predictions)} to {folder}")
@@ -194,15 +196,15 @@ def run_comm(args):
 
 COMMANDS = {
     "list": (add_list_flags, list_strategies, "the strategies"),
-    "sweep": (add_sweep_flags, sweep, "measure many strategies in turns"),
+    "sweep": (add_sweep_flags, run_sweep, "measure many strategies in turns"),
     "report": (add_report_flags, show, "the answer and the tables of a sweep"),
     "compare": (add_compare_flags, show_comparison, "two sweeps next to each other"),
     "comm": (add_comm_flags, run_comm, "collectives without training"),
 }
 
 
-def words_of(path):
-    """Return the flags that a TOML file asks for; those of the command line win."""
+def read_config(path):
+    """Return the flags in a TOML file; flags on the command line override them."""
     words = []
     for key, value in strategies.load_toml(path).items():
         flag = f"--{key.replace('_', '-')}"
@@ -224,7 +226,7 @@ def parse_args():
     args = parser.parse_args()
     if getattr(args, "config", None):
         flags = sys.argv[2:]
-        args = parser.parse_args(["sweep", *words_of(args.config), *flags])
+        args = parser.parse_args(["sweep", *read_config(args.config), *flags])
     return args
 
 

@@ -31,8 +31,8 @@ from dist_common.cli import UsageError
 REPO = Path(__file__).resolve().parents[1]
 OK, FAILED, REFUSED, LATE = "OK", "FAILED", "refused", "too late"
 LEFT_OUT = "left out"
-# Flags for jobs that are longer than this tour or larger than one GPU: the last one of
-# two equal flags counts. Presets are not changed on a CPU.
+# Flags that shorten a job or make it fit on one GPU. argparse uses the last value of a
+# flag, so they override the line's flags. On a CPU the presets stay as they are.
 ADDED = {
     "01-ddp-basics/ddp_training.py": "--max-steps 10",
     "02-fsdp/fsdp_finetune.py": "--max-steps 10",
@@ -41,7 +41,7 @@ ADDED = {
     "04-nccl-operations/bandwidth_test.py": "-e 256M",
     "05-advanced/hybrid_parallelism.py": "--max-steps 3",
 }
-# The command that makes the folder which a line reads.
+# Lesson -> the command that makes the folder that its line reads.
 BEFORE = {
     "02-fsdp/fsdp_finetune.py": "python 02-fsdp/make_tiny_llama.py runs/tiny-llama",
     "02-fsdp/hf_minimal.py": "python 02-fsdp/make_tiny_llama.py runs/tiny-llama",
@@ -54,8 +54,8 @@ IN_PLACE_OF = {
 }
 
 
-def lines_of(device):
-    """Return by lesson the line of its docstring that starts it on "GPU" or "CPU"."""
+def read_commands(device):
+    """Return lesson -> the command in its docstring for "GPU" or "CPU"."""
     lines = {}
     for path in sorted(REPO.glob("0*/*.py")):
         text = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -78,7 +78,7 @@ def reason_to_leave_out(line, gpus):
     return "reads a file of yours" if "my_config.json" in line else None
 
 
-def commands_of(lesson, line, folder, gpus, ranks=None):
+def build_commands(lesson, line, folder, gpus, ranks=None):
     """Return the commands to run, in order; `folder` replaces runs/."""
     if gpus:
         count = f"--num_gpus={min(gpus, 8)}"
@@ -96,7 +96,7 @@ def commands_of(lesson, line, folder, gpus, ranks=None):
 
 
 def run(command, deadline_s, environ):
-    """Run a line; return how it ended, its exit code, and its last words."""
+    """Run a line; return its result, its exit code, and its last output line."""
     words = []
     for word in shlex.split(command):  # a shell would expand a *
         words += sorted(glob.glob(word, root_dir=REPO)) if "*" in word else [word]
@@ -122,7 +122,7 @@ def visit(lesson, line, folder, gpus, args, environ):
     """Run a lesson's line; return its record."""
     folder.mkdir()
     started = time.monotonic()
-    for command in commands_of(lesson, line, folder, gpus, args.ranks):
+    for command in build_commands(lesson, line, folder, gpus, args.ranks):
         result, code, last = run(command, args.deadline, environ)
         if result != OK:
             break
@@ -171,18 +171,18 @@ def main():
     gpus = launch.visible_gpus() if args.device == "cuda" else None
     machine = describe_machine()
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    chosen = lines_of("GPU" if args.device == "cuda" else "CPU")
+    chosen = read_commands("GPU" if args.device == "cuda" else "CPU")
     lines = [item for item in chosen.items() if args.only in item[0]]
     if not lines:
         raise UsageError(f"--only {args.only}: no lesson's path contains it")
-    environ = launch.environment(launch.TORCHRUN, gpus or 2)
+    environ = launch.build_environment(launch.TORCHRUN, gpus or 2)
     # torchrun and deepspeed of this environment.
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     if args.ranks and gpus and args.ranks > gpus:
         environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     started = time.monotonic()
 
-    def one(number, lesson, line):
+    def visit_unless_left_out(number, lesson, line):
         reason = reason_to_leave_out(line, gpus and max(gpus, args.ranks or 0))
         if not reason and time.monotonic() - started > 60 * args.minutes:
             reason = f"not started: {args.minutes:g} minutes were over"
@@ -199,7 +199,10 @@ def main():
         tempfile.TemporaryDirectory(prefix="gpu-smoke-") as folder,
         ThreadPoolExecutor(args.jobs) as pool,
     ):
-        waiting = [pool.submit(one, n, *item) for n, item in enumerate(lines, 1)]
+        waiting = [
+            pool.submit(visit_unless_left_out, n, *item)
+            for n, item in enumerate(lines, 1)
+        ]
         records = [job.result() for job in waiting]
     return conclude(records, machine, args.output)
 

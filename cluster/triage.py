@@ -220,7 +220,7 @@ def judge_stacks(job):
     if len({*calls.values()}) == 1:
         return None
     reason = f"the ranks wait in different calls: {notes.tell_apart(calls)}"
-    if odd := notes.minority(calls):  # ranks of other groups are rightly elsewhere
+    if odd := notes.find_minority(calls):  # ranks of other groups are rightly elsewhere
         reason += f"; if all are in one group, {ranks_of(odd)} skipped a call"
     return Diagnosis("calls", reason)
 
@@ -245,10 +245,10 @@ JUDGES = (
 def judge(job):
     """Return the first finding, the surest kind first; or what would tell more."""
     diagnosis = next(filter(None, (one(job) for one in JUDGES)), None)
-    return diagnosis or Diagnosis("cannot tell", "; ".join(what_would_tell(job)))
+    return diagnosis or Diagnosis("cannot tell", "; ".join(suggest_next_steps(job)))
 
 
-def what_would_tell(job):
+def suggest_next_steps(job):
     size = max(one.world_size or 0 for one in job.ranks.values())
     if missing := {*range(size)} - job.ranks.keys():
         yield f"{ranks_of(missing)} run elsewhere: --save on each node, then --load"
@@ -272,19 +272,19 @@ def read_node(args):
     before = notes.count_calls(folder)
     live.take_snapshots(processes, args.seconds)
     since = min(
-        psutil.Process(one.pid).create_time() for one in processes if alive(one)
+        psutil.Process(one.pid).create_time() for one in processes if is_alive(one)
     )
     return {
         "node": socket.gethostname(),
         "seconds": args.seconds,
         "notes": folder,
         "calls": [before, notes.count_calls(folder)],
-        "kernel": kernel_log(since - psutil.boot_time()),
+        "kernel": read_kernel_log(since - psutil.boot_time()),
         "processes": [asdict(one) for one in processes],
     }
 
 
-def alive(process):
+def is_alive(process):
     return psutil.pid_exists(process.pid)
 
 
@@ -300,7 +300,7 @@ def notes_folder(processes):
     return None
 
 
-def kernel_log(since):
+def read_kernel_log(since):
     """Return the kernel's lines on hardware; `since` is in seconds after its start."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         log = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=30)

@@ -93,10 +93,10 @@ def change(args):
             outcome = "cables unplugged"
         case "restore":
             linux.set_cables(cluster, node, "up")
-            linux.slow(cluster, node, cluster.rate)
+            linux.limit_rate(cluster, node, cluster.rate)
             outcome = "as new"
         case "slow":
-            linux.slow(cluster, node, args.rate, args.card)
+            linux.limit_rate(cluster, node, args.rate, args.card)
             outcome = linux.show_rate(args.rate)
         case "kill":
             linux.remove_cables(cluster, node)  # first: a power cut sends nothing

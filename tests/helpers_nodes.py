@@ -36,7 +36,7 @@ def open_nodes(folder, rates):
         for node, rate in zip(cluster.nodes, rates, strict=True):
             linux.boot(cluster, node)
             if rate:
-                linux.slow(cluster, node, rate)
+                linux.limit_rate(cluster, node, rate)
         yield cluster
     finally:
         os.kill(cluster.pid, 9)

@@ -61,7 +61,7 @@ def test_a_cost_inside_the_noise_is_not_claimed(tool, cpu_ms, cost):
         "fabric_ddp": [(ran(cpu_ms=ms), None) for ms in cpu_ms],
     }
     script = tool.FOLDER / "fabric_ddp.py"
-    row = tool.row_of("fabric_ddp", script, runs, {"lightning": "2.6.6"}, ASKED)
+    row = tool.make_row("fabric_ddp", script, runs, {"lightning": "2.6.6"}, ASKED)
     assert row[tool.HEADERS.index("cost")] == cost
 
 

@@ -74,16 +74,16 @@ def test_a_line_that_cannot_run_has_its_reason(line, gpus, reason):
 
 def test_the_lines_are_commands_of_scripts_that_exist():
     script = load_script(SMOKE)
-    lines = script.lines_of("GPU")
+    lines = script.read_commands("GPU")
     started = [
         path for path, line in lines.items() if not script.reason_to_leave_out(line, 8)
     ]
     assert len(started) > 30
     for path in started:
-        line = script.commands_of(path, lines[path], "/tmp/x", 2)[-1]
+        line = script.build_commands(path, lines[path], "/tmp/x", 2)[-1]
         words = shlex.split(line)
         assert any(word.endswith(".py") and (REPO / word).exists() for word in words)
         assert not {"--num_gpus=8", "DIR", "chats.jsonl"} & set(words)
-        on_cpu = script.commands_of(path, lines[path], "/tmp/x", None)[-1]
+        on_cpu = script.build_commands(path, lines[path], "/tmp/x", None)[-1]
         assert on_cpu.count("--preset") == lines[path].count("--preset")
     assert {*script.ADDED, *script.BEFORE} <= set(started)

@@ -120,15 +120,17 @@ def test_the_answer_is_the_fastest_or_the_simplest(report, rows, answer, places)
 
 def test_equal_strategies_are_seldom_told_apart():
     """A 95% interval is wrong in 5% of cases; 400 trials of 5 rounds vary by 2%."""
-    interval_of = load_script(TOOL).runner.sys.modules["bench.analysis"].interval_of
+    compute_interval = (
+        load_script(TOOL).runner.sys.modules["bench.analysis"].compute_interval
+    )
     random.seed(0)
     trials = [
-        interval_of([random.lognormvariate(0.0, 0.1) for _ in ROUNDS])
+        compute_interval([random.lognormvariate(0.0, 0.1) for _ in ROUNDS])
         for _ in range(400)
     ]
     assert 0.01 < sum(ratio.differs for ratio in trials) / 400 < 0.09
     faster = [
-        interval_of([random.lognormvariate(0.2, 0.1) for _ in ROUNDS])
+        compute_interval([random.lognormvariate(0.2, 0.1) for _ in ROUNDS])
         for _ in range(400)
     ]
     assert sum(ratio.differs for ratio in faster) / 400 > 0.8
@@ -247,7 +249,7 @@ def test_the_html_page_is_whole_and_loads_nothing(report, tmp_path):
 )
 def test_a_page_of_the_gallery_is_made_of_its_json(path):
     gallery = load_script(TOOL).gallery
-    assert path.with_suffix(".md").read_text() == gallery.page(path)
+    assert path.with_suffix(".md").read_text() == gallery.render_page(path)
 
 
 def test_a_submission_can_be_reported_and_compared(

@@ -177,13 +177,13 @@ def test_every_shipped_strategy_divides_its_batch(bench, capsys):  # noqa: F811
 def test_a_line_and_srun_start_the_ranks_they_are_asked_for(monkeypatch):
     launch = load_script(TOOL).launch
     line = "mpirun -np {ranks} sh -c 'cd x && {command}'"
-    assert launch.command(line, "a.py", ["--b", "c d"], 16) == [
+    assert launch.build_command(line, "a.py", ["--b", "c d"], 16) == [
         *("mpirun", "-np", "16", "sh", "-c"),
         "cd x && python a.py --b 'c d'",
     ]
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "8(x2)")
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "12")
-    words = " ".join(launch.command("srun", "a.py", [], 16))
+    words = " ".join(launch.build_command("srun", "a.py", [], 16))
     assert words == (
         "srun --nodes=2 --ntasks=16 --cpus-per-task=12 --kill-on-bad-exit=1 python a.py"
     )

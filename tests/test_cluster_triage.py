@@ -173,7 +173,7 @@ def test_when_an_error_was_written(tmp_path, text, clock, about):
     changed = time.mktime((2026, 11, 27, 9, 0, 0, 0, 0, -1))
     os.utime(file, (changed, changed))
     (event,) = logs.read_logs([file]).events
-    assert cause.when(event) == f"{about} {clock}"
+    assert cause.describe_time(event) == f"{about} {clock}"
     assert event.line.time <= changed
 
 

@@ -1,4 +1,4 @@
-"""What the records of a sweep say: who trained the same model, and who is faster."""
+"""Judge the records of a sweep: whose loss is right, and who is fastest."""
 
 import itertools
 import math
@@ -14,24 +14,25 @@ from bench.points import CHECK, EARLY_STEPS, FLOAT32, TRAIN
 from bench.store import FAILED, OK, OUT_OF_MEMORY, REFUSED, TIMEOUT
 from bench.strategies import REFERENCE
 
-LOSSY, UNKNOWN, WRONG = "lossy", "not compared", "WRONG"  # verdicts besides store's
+LOSSY, UNKNOWN, WRONG = "lossy", "not compared", "WRONG"  # store.py has the others
 SEVERITY = (OK, LOSSY, UNKNOWN, REFUSED, OUT_OF_MEMORY, TIMEOUT, FAILED, WRONG)
 WITNESSES = 3  # exact strategies whose median loss can replace one process
 CONFIDENCE = 0.95
-BUSY_CORES = 0.25  # that the ranks lack because of other work
-MUCH_LESS = 0.9  # of the memory of the strategy that the answer names
+BUSY_CORES = 0.25  # cores that other work takes from the ranks
+MUCH_LESS = 0.9  # times the memory of the recommended strategy
 
 
 class Tolerance(NamedTuple):
-    """How far two right runs may differ; method.md has what was measured."""
+    """The largest difference of two correct runs; method.md has the measurements."""
 
-    early: float  # the loss in each of the first steps
-    final: float
-    norm: float  # relative, of the first gradient: clipping and AdamW hide its scale
+    early: float  # of the loss in each of the first steps
+    final: float  # of the loss after the last step
+    # Relative, of the first gradient's norm. Clipping and AdamW hide a wrong scale.
+    norm: float
 
 
 FLOAT32_TOLERANCE = Tolerance(2e-4, 5e-3, 1e-4)
-TOLERANCE_IN_16_BITS = Tolerance(5e-2, 0.3, 1e-2)  # float32 has judged more closely
+TOLERANCE_IN_16_BITS = Tolerance(5e-2, 0.3, 1e-2)  # float32 checks more closely
 
 
 class Interval(NamedTuple):
@@ -48,10 +49,10 @@ class Interval(NamedTuple):
         ratio = f"{math.exp(self.log):.2f}x"
         if self.half in (0.0, math.inf):  # a row over itself, or one round
             return ratio
-        return f"{ratio} ±{percent(self.half)}"
+        return f"{ratio} ±{format_percent(self.half)}"
 
 
-def interval_of(ratios):
+def compute_interval(ratios):
     """Return the mean ratio of rounds with Student's interval of its logarithm."""
     logs = [math.log(ratio) for ratio in ratios]
     mean = statistics.mean(logs)
@@ -61,8 +62,8 @@ def interval_of(ratios):
     return Interval(mean, quantile * statistics.stdev(logs) / math.sqrt(len(logs)))
 
 
-def percent(half):
-    """Return half the width of an interval; above 100% its size says nothing."""
+def format_percent(half):
+    """Format half the width of an interval; ">100%" stands for all larger ones."""
     return f"{math.expm1(half):.0%}" if half <= math.log(2) else ">100%"
 
 
@@ -75,8 +76,8 @@ class Row:
     verdict: str
     reason: str
     place: str = ""  # "1", or "2-4" where noise leaves it open
-    behind: Interval | None = None  # its step time over that of the row before
-    slower: Interval | None = None  # its step time over that of the first row
+    behind: Interval | None = None  # step time / step time of the row before
+    slower: Interval | None = None  # step time / step time of the first row
 
     @property
     def step_time_ms(self):
@@ -87,7 +88,7 @@ class Row:
         tokens = self.median("tokens_per_step")
         return tokens / self.step_time_ms * 1e3 if tokens else None
 
-    def by_round(self):
+    def times_by_round(self):
         """Return the step times in ms, by round."""
         measured = [record for record in self.records if record["status"] == OK]
         return {record["repeat"]: record["step_time_ms"] for record in measured}
@@ -97,10 +98,10 @@ class Row:
         known = [value for value in values if value is not None]
         return statistics.median(known) if known else None
 
-    def over(self, other):
-        """Return its step time over another row's, round by round."""
-        times, other_times = self.by_round(), other.by_round()
-        return interval_of(
+    def ratio_to(self, other):
+        """Return the ratio of this row's step time to another's, paired by round."""
+        times, other_times = self.times_by_round(), other.times_by_round()
+        return compute_interval(
             [times[n] / other_times[n] for n in times if n in other_times] or [1.0]
         )
 
@@ -118,11 +119,11 @@ class Table:
 
 @dataclass
 class Analysis:
-    """All that a report shows of a sweep."""
+    """The content of a report."""
 
     sweep: object
     tables: list
-    where: dict  # by name, all values that the records have
+    where: dict  # machine or version -> all its values in the records
     busy: bool
     condition: str = ""
     warnings: list = field(default_factory=list)
@@ -133,35 +134,16 @@ class Analysis:
 
 
 def job_of(record):
-    """Return what decides the loss, besides what a whole sweep shares."""
+    """Return the settings that change the loss and differ within a sweep."""
     names = ("preset", "precision", "global_batch_size", "max_steps")
     return tuple(record[name] for name in names)
 
 
 def analyse(sweep):
-    """Judge all records, and put the strategies of each table in order."""
+    """Judge all records, and sort the strategies of each table."""
     records = sorted(sweep.records, key=lambda one: (one["repeat"], one["id"]))
-    references = find_references(records)
-    for record in records:
-        record["verdict"] = judge(record, references.get(job_of(record)))
-    wrong_checks = {
-        (record["strategy"], record["world_size"], record["preset"]): record["verdict"]
-        for record in records
-        if record["kind"] == CHECK and record["verdict"][0] == WRONG
-    }
-    where = defaultdict(set)
-    trained = defaultdict(list)
-    for record in records:
-        if record["status"] != REFUSED:
-            for name, value in record["where"].items():
-                where[name].add(str(value))
-        if record["kind"] != TRAIN:
-            continue
-        key = (record["strategy"], record["world_size"], record["preset"])
-        if key in wrong_checks and record["verdict"][0] in (OK, UNKNOWN):
-            record["verdict"] = (WRONG, f"in float32: {wrong_checks[key][1]}")
-        trained[job_of(record), record["world_size"], record["strategy"]].append(record)
-    where = {name: sorted(values) for name, values in where.items()}
+    judge_all(records)
+    where = collect_where(records)
     analysis = Analysis(sweep, [], where, is_busy(records))
     mixed = [name for name, values in where.items() if len(values) > 1]
     if mixed:
@@ -169,26 +151,73 @@ def analyse(sweep):
             f"points ran under several values of {', '.join(mixed)}: nothing has a "
             "place; measure again in a new folder"
         )
+    analysis.tables = make_tables(records, sweep.settings["seq_len"])
+    for table in analysis.tables:
+        if not mixed:
+            give_places(table.rows)
+        table.answer = recommend(table, bool(mixed))
+    analysis.condition = describe_condition(analysis, records)
+    return analysis
+
+
+def judge_all(records):
+    """Add a verdict to each record. A wrong check in float32 makes its strategy wrong.
+
+    A check judges the strategy's training on as many ranks with the same preset.
+    """
+    references = find_references(records)
+    for record in records:
+        record["verdict"] = judge(record, references.get(job_of(record)))
+    wrong_checks = {
+        key_of_check(record): record["verdict"][1]
+        for record in records
+        if record["kind"] == CHECK and record["verdict"][0] == WRONG
+    }
+    for record in records:
+        reason = wrong_checks.get(key_of_check(record))
+        passed = record["verdict"][0] in (OK, UNKNOWN)
+        if record["kind"] == TRAIN and passed and reason:
+            record["verdict"] = (WRONG, f"in float32: {reason}")
+
+
+def key_of_check(record):
+    return record["strategy"], record["world_size"], record["preset"]
+
+
+def collect_where(records):
+    """Return the machines and versions that the records name: name -> sorted values."""
+    where = defaultdict(set)
+    for record in records:
+        if record["status"] != REFUSED:
+            for name, value in record["where"].items():
+                where[name].add(str(value))
+    return {name: sorted(values) for name, values in where.items()}
+
+
+def make_tables(records, seq_len):
+    """Return a table for each job and number of ranks, its rows not sorted yet."""
+    trained = defaultdict(list)
+    for record in records:
+        if record["kind"] == TRAIN:
+            key = (job_of(record), record["world_size"], record["strategy"])
+            trained[key].append(record)
+    tables = []
     for job, world_size in sorted({(job, ranks) for job, ranks, _ in trained}, key=str):
-        rows = {
-            strategy: make_row(strategy, measured)
-            for (other, ranks, strategy), measured in trained.items()
+        rows = [
+            make_row(strategy, rounds)
+            for (other, ranks, strategy), rounds in trained.items()
             if other == job and ranks == world_size and strategy != REFERENCE
-        }
+        ]
         alone = trained.get((job, 1, REFERENCE))
         reference = make_row(REFERENCE, alone) if alone else None
+        # One process has a table of its own only if nothing else ran.
         if rows or len(trained) == 1:
-            seq_len = sweep.settings["seq_len"]
+            preset, precision, batch, _ = job
             title = (
-                f"{job[0]}, {job[1]}, {world_size} ranks, {job[2]} x {seq_len} tokens"
+                f"{preset}, {precision}, {world_size} ranks, {batch} x {seq_len} tokens"
             )
-            table = Table(title, world_size, list(rows.values()), reference)
-            if not mixed:
-                give_places(table.rows)
-            table.answer = answer(table, bool(mixed))
-            analysis.tables.append(table)
-    analysis.condition = condition(analysis, records)
-    return analysis
+            tables.append(Table(title, world_size, rows, reference))
+    return tables
 
 
 def make_row(strategy, records):
@@ -198,10 +227,10 @@ def make_row(strategy, records):
 
 
 def find_references(records):
-    """Return by job the (norm, losses, final loss) of one process.
+    """Return job -> (norm, losses, final loss) of one process.
 
-    Where one process did not train the job, the median of WITNESSES exact strategies
-    or more replaces it.
+    If one process did not train the job, the median of at least WITNESSES exact
+    strategies replaces it.
     """
     trained = defaultdict(dict)
     for record in records:
@@ -225,7 +254,7 @@ def find_references(records):
 
 
 def judge(record, reference):
-    """Return (verdict, reason) of a record: how it ended, and what its losses say."""
+    """Return (verdict, reason) of a record, from its status and its losses."""
     if record["status"] != OK:
         return record["status"], record["reason"]
     if record["ranks_started"] != record["world_size"]:
@@ -256,9 +285,9 @@ def judge(record, reference):
 
 
 def give_places(rows):
-    """Sort rows by step time; give a place to the right ones that ran more than once.
+    """Sort rows by step time; give places to correct rows with two rounds or more.
 
-    A place is open as far as the rounds leave it: "2-4" if one strategy is faster
+    Noise can leave several places open. A strategy has "2-4" if one strategy is faster
     beyond the noise, and all but four are slower beyond the noise.
     """
     rows.sort(
@@ -267,19 +296,21 @@ def give_places(rows):
             row.step_time_ms or math.inf,
         )
     )
-    timed = [row for row in rows if row.verdict == OK and len(row.by_round()) > 1]
+    timed = [row for row in rows if row.verdict == OK and len(row.times_by_round()) > 1]
     for row in timed:
-        apart = [row.over(other) for other in timed if row is not other]
+        apart = [row.ratio_to(other) for other in timed if row is not other]
         first = 1 + sum(ratio.differs and ratio.log > 0 for ratio in apart)
         last = len(timed) - sum(ratio.differs and ratio.log < 0 for ratio in apart)
         row.place = str(first) if first == last else f"{first}-{last}"
-        row.slower = row.over(timed[0]) if row is not timed[0] else Interval(0.0, 0.0)
+        row.slower = (
+            row.ratio_to(timed[0]) if row is not timed[0] else Interval(0.0, 0.0)
+        )
     for before, row in itertools.pairwise(timed):
-        row.behind = row.over(before)
+        row.behind = row.ratio_to(before)
 
 
-def answer(table, mixed):
-    """Say which strategy to take, or what is missing to say it."""
+def recommend(table, mixed):
+    """Recommend a strategy, or say which measurement is missing."""
     timed = [row for row in table.rows if row.place]
     wrong = [row.strategy for row in table.rows if row.verdict == WRONG]
     end = f"; not {' and '.join(wrong)}: the loss is wrong" if wrong else ""
@@ -306,13 +337,13 @@ def answer(table, mixed):
         text = f"take {best.strategy}: the fastest beyond the noise"
     else:
         text = f"take {best.strategy}: the simplest of {names}; none is faster"
-    return f"{text}{memory_advice(best, timed)}{end}"
+    return f"{text}{advise_on_memory(best, timed)}{end}"
 
 
-def memory_advice(best, timed):
+def advise_on_memory(best, timed):
     """Say how much GPU memory the answer needs, and which strategy needs much less."""
     if not best.median("gpu_memory_gib"):
-        return ""  # on the CPU most of it is libraries
+        return ""  # on the CPU libraries use most of it
     peak, whole = best.median("peak_memory_gib"), best.median("gpu_memory_gib")
     text = f"; it allocates {peak:.1f} of {whole:.0f} GiB"
     lean = min(timed, key=lambda row: row.median("peak_memory_gib"))
@@ -333,8 +364,8 @@ def is_busy(records):
     return bool(lacking) and statistics.mean(lacking) > BUSY_CORES
 
 
-def condition(analysis, records):
-    """Say in one line where the points ran, the load, and how wide the noise is."""
+def describe_condition(analysis, records):
+    """Return one line with the machine, the version, the load and the noise."""
     where, settings = analysis.where, analysis.sweep.settings
     ended = len({record["id"] for record in records})
     parts = []
@@ -346,7 +377,7 @@ def condition(analysis, records):
     parts.append(f"{ended} of {settings['points']} points")
     behind = [row.behind for row in analysis.rows if row.behind]
     if behind:
-        noise = percent(statistics.median(ratio.half for ratio in behind))
+        noise = format_percent(statistics.median(ratio.half for ratio in behind))
         parts.append(f"noise ±{noise} of a step time")
     others = [one["cores_of_others"] for one in records if "cores_of_others" in one]
     if others:

@@ -45,7 +45,7 @@ def run(args):
                     failed.append(f"{ranks} ranks: {status}: {reason}")
             if (folder / "results.json").exists():
                 read(folder, ranks, measurements)
-    print(tabulate(rows_of(measurements), HEADERS, disable_numparse=True))
+    print(tabulate(make_rows(measurements), HEADERS, disable_numparse=True))
     for line in dict.fromkeys(failed):
         print(f"FAILED: {line}")
     return cli.FAILED if failed else 0
@@ -59,7 +59,7 @@ def read(folder: Path, ranks, measurements):
             measurements[name, ranks, row["size"]].append(row)
 
 
-def rows_of(measurements):
+def make_rows(measurements):
     """Return the medians of the repeats; the spread is the slowest over the fastest."""
     rows = []
     for (name, ranks, size), repeats in sorted(measurements.items()):

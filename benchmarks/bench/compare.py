@@ -1,4 +1,4 @@
-"""Two sweeps next to each other: what changed beyond the noise, and what was set."""
+"""Compare two sweeps: changes beyond the noise, and the settings that differ."""
 
 import math
 import statistics
@@ -11,10 +11,10 @@ from bench.analysis import CONFIDENCE, OK, Interval, analyse
 NOT_SETTINGS = ("output_dir", "points")
 
 
-def welch(ours, theirs):
+def welch_interval(ours, theirs):
     """Return the ratio of mean step times with Welch's 95% interval, from logarithms.
 
-    The rounds of two sweeps were not taken in turns, so they cannot be paired.
+    The rounds of two sweeps do not alternate, so they cannot be paired.
     """
     first, second = ([math.log(ms) for ms in times] for times in (ours, theirs))
     ratio = statistics.mean(second) - statistics.mean(first)
@@ -51,7 +51,7 @@ def compare(first, second):
         for key in shared:
             if key[0] == title:
                 ours, theirs = (side[key] for side in rows_of)
-                rows.append(row_of(key[1], ours, theirs, counts))
+                rows.append(make_row(key[1], ours, theirs, counts))
         headers = ("strategy", "A", "B", "B/A", "B is", "memory", "sent", "verdict")
         lines += ["", title, tabulate(rows, headers, disable_numparse=True)]
     parts = [f"{len(names)} {word}" for word, names in counts.items() if names]
@@ -63,7 +63,7 @@ def compare(first, second):
     head = [answer]
     for name, analysis in zip("AB", analyses, strict=True):
         head.append(f"{name}: {analysis.sweep.name}: {analysis.condition}")
-    settings = differences(*analyses)
+    settings = find_differences(*analyses)
     end = ["", "no setting, version or machine differs"]
     if settings:
         headers = ("what differs", "A", "B")
@@ -71,37 +71,39 @@ def compare(first, second):
     return "\n".join([*head, *lines, *end])
 
 
-def row_of(strategy, ours, theirs, counts):
-    """Return a line of the comparison, and count what it says."""
+def make_row(strategy, ours, theirs, counts):
+    """Return a row of the comparison, and add its result to the counts."""
     cells = [strategy, *(f"{row.step_time_ms or 0:.1f} ms" for row in (ours, theirs))]
-    said, ratio = "-", "-"
+    result, ratio = "-", "-"
     if ours.verdict == theirs.verdict == OK:
-        interval = welch([*ours.by_round().values()], [*theirs.by_round().values()])
-        said, ratio = "within the noise", str(interval)
+        interval = welch_interval(
+            [*ours.times_by_round().values()], [*theirs.times_by_round().values()]
+        )
+        result, ratio = "within the noise", str(interval)
         if interval.differs:
-            said = "slower" if interval.log > 0 else "faster"
-        counts[said].append(strategy)
+            result = "slower" if interval.log > 0 else "faster"
+        counts[result].append(strategy)
     for name in ("peak_memory_gib", "bytes_sent_per_step"):
         before, after = ours.median(name), theirs.median(name)
         cells.append(f"{after / before - 1:+.1%}" if before and after else "-")
     verdict = theirs.verdict
     if ours.verdict != theirs.verdict:
         verdict = f"{ours.verdict} -> {theirs.verdict}"
-    return [*cells[:3], ratio, said, *cells[3:], verdict]
+    return [*cells[:3], ratio, result, *cells[3:], verdict]
 
 
-def differences(first, second):
+def find_differences(first, second):
     """Return (name, A, B) for each setting, version and machine that differs."""
     rows = []
     sides = [analysis.sweep.settings | analysis.where for analysis in (first, second)]
     for name in sorted(sides[0].keys() | sides[1].keys()):
-        values = [plain(side.get(name)) for side in sides]
+        values = [format_value(side.get(name)) for side in sides]
         if values[0] != values[1] and name not in NOT_SETTINGS:
             rows.append((name, *values))
     return rows
 
 
-def plain(value):
+def format_value(value):
     if value is None:
         return "-"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

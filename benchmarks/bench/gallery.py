@@ -1,11 +1,11 @@
-"""A submission for results/: one JSON file with every point, one page to read."""
+"""Write a submission for results/: a JSON file with every point, and a page."""
 
 import json
 from pathlib import Path
 
 from tabulate import tabulate
 
-from bench.report import cells_of, reasons
+from bench.report import cells_of, list_reasons
 from bench.store import write_json
 from bench.strategies import REPO
 
@@ -32,7 +32,7 @@ def submit(analysis, name, note):
         "settings": sweep.settings,
         "tables": [
             {"title": table.title, "headers": headers, "rows": rows}
-            | {"below": reasons(table)}
+            | {"below": list_reasons(table)}
             for table, rows in zip(analysis.tables, tables, strict=True)
         ],
         "records": records,
@@ -40,11 +40,11 @@ def submit(analysis, name, note):
     path = FOLDER / f"{name}.json"
     FOLDER.mkdir(exist_ok=True)
     write_json(path, content)
-    path.with_suffix(".md").write_text(page(path))
+    path.with_suffix(".md").write_text(render_page(path))
     return path
 
 
-def page(path):
+def render_page(path):
     """Return the page of a JSON file: answer, tables, hardware, versions, flags."""
     content = json.loads(Path(path).read_text())
     about = [("date", content["started"]), *content["where"].items()]

@@ -1,7 +1,8 @@
-"""End processes with all that they started, also if this process is killed.
+"""End processes and their children, even if this process is killed.
 
-As a script it is the guard: it waits until its stdin closes, then ends the processes
-whose ids are its arguments. It imports psutil only, since one runs next to each launch.
+Started as a script, this file is the guard: it waits until its stdin closes, then ends
+the processes whose ids are its arguments. A guard runs next to each launch, so it
+imports only psutil.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ GRACE_S = 3.0  # between SIGTERM and SIGKILL: srun has to tell other machines
 def run(words, timeout_s, **options):
     """Run a command with Popen's options; return its exit code, None at the deadline.
 
-    All that it started ends with it.
+    At its end, all processes that it started end, too.
     """
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, start_new_session=True, **options
@@ -36,7 +37,7 @@ def run(words, timeout_s, **options):
 def end(pids):
     """End processes and their descendants: SIGTERM, then SIGKILL.
 
-    torchrun's ranks lead sessions of their own, so no process group holds all of them.
+    torchrun starts a session for each rank, so no process group contains all ranks.
     """
     processes = []
     for pid in pids:

@@ -1,4 +1,4 @@
-"""Start a script on N ranks: as forks, with torchrun, with srun, or with a line."""
+"""Start a script on N ranks: as forks, with torchrun, srun or a command line."""
 
 import contextlib
 import importlib
@@ -22,7 +22,7 @@ from dist_common.cli import UsageError
 
 FORK, TORCHRUN, SRUN = "fork", "torchrun", "srun"
 GRACE_S = 1.0  # from a rank's failure to the end of the others
-# What the scripts import: forks inherit it, which saves seconds for each rank.
+# Modules that the scripts import. Forks inherit them, which saves seconds per rank.
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -37,7 +37,7 @@ OF_A_LAUNCHER = re.compile(
 
 @dataclass
 class LaunchResult:
-    """How a launch ended: the first failure's exit code, None at the deadline."""
+    """The first failed rank's exit code (None at the deadline), and the output."""
 
     code: int | None
     out: str
@@ -47,7 +47,7 @@ class LaunchResult:
 def resolve(launcher, device):
     """Return launcher and device without "auto". Raises: UsageError if one is missing.
 
-    srun and a line may start ranks on other machines: their scripts choose the device.
+    srun and a command line may start ranks elsewhere: their scripts choose the device.
     """
     gpus = visible_gpus() if device != "cpu" else 0
     if launcher == "auto":
@@ -73,7 +73,7 @@ def resolve(launcher, device):
 
 
 def visible_gpus():
-    """Count GPUs with nvidia-smi: CUDA must not start in a process that forks."""
+    """Count GPUs with nvidia-smi, as CUDA must not start in a process that forks."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not shutil.which("nvidia-smi") or visible in ("", "-1"):
         return 0
@@ -86,7 +86,7 @@ def visible_gpus():
 
 
 def reason_not_to_start(launcher, device, world_size):
-    """Say why so many ranks cannot be started here; None if they can."""
+    """Say why this machine cannot start so many ranks; None if it can."""
     if launcher == TORCHRUN and device == "cuda" and world_size > visible_gpus():
         return f"needs {world_size} GPUs, there are {visible_gpus()}"
     tasks = int(os.environ.get("SLURM_NTASKS", world_size))
@@ -95,8 +95,8 @@ def reason_not_to_start(launcher, device, world_size):
     return None
 
 
-def command(launcher, script, arguments, world_size, python="python"):
-    """Return the words that start a script; for forks, what a reader would type."""
+def build_command(launcher, script, arguments, world_size, python="python"):
+    """Return the command that starts a script; for forks, the one for torchrun."""
     words = [python, str(script), *map(str, arguments)]
     if launcher == SRUN:
         # "8(x2)" is 8 tasks on each of two nodes.
@@ -123,8 +123,8 @@ def command(launcher, script, arguments, world_size, python="python"):
     return [*start, "--standalone", f"--nproc-per-node={world_size}", *words[1:]]
 
 
-def environment(launcher, world_size):
-    """Return this process's variables without a launcher's, with a rank's threads."""
+def build_environment(launcher, world_size):
+    """Return this process's variables without a launcher's, with OMP_NUM_THREADS."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -138,22 +138,22 @@ def environment(launcher, world_size):
 
 
 def preload(launcher):
-    """Import what forks need. Computing here would break their backward pass."""
+    """Import modules for the forks. A computation would break their backward pass."""
     if launcher == FORK:
         for name in PRELOADED:
             importlib.import_module(name)
 
 
 def start(launcher, script, arguments, world_size, folder, timeout_s):
-    """Run a script and wait for it; `folder` gets its output. Returns: LaunchResult.
+    """Run a script until it ends; write its output to `folder`. Returns: LaunchResult.
 
-    At the deadline, and if this process dies, the ranks end with all they started.
+    At the deadline, or if this process dies, the ranks and their children are killed.
     """
     folder.mkdir(parents=True)
     if launcher == FORK:
         return fork(script, arguments, world_size, folder, timeout_s)
-    words = command(launcher, script, arguments, world_size, sys.executable)
-    variables = environment(launcher, world_size)
+    words = build_command(launcher, script, arguments, world_size, sys.executable)
+    variables = build_environment(launcher, world_size)
     out, err = folder / "out", folder / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
         code = guard.run(
@@ -173,7 +173,7 @@ def fork(script, arguments, world_size, folder, timeout_s):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not this process's handler
         place = (rank, rank, world_size, world_size)
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        variables = environment(FORK, world_size)
+        variables = build_environment(FORK, world_size)
         variables |= {
             name: str(value) for name, value in zip(names, place, strict=True)
         }
@@ -194,7 +194,7 @@ def fork(script, arguments, world_size, folder, timeout_s):
             GRACE_S,
             during=lambda pids: stack.enter_context(guard.guarded(pids)),
         )
-    # A rank that was ended because another one failed has a signal's code, below 0.
+    # A rank that was killed after another one failed has a signal's code, below 0.
     codes = [rank.code for rank in ended if rank.code]
     hung = any(rank.code is None for rank in ended)
     code = next((code for code in codes if code > 0), None)

@@ -8,11 +8,13 @@ from bench import launch
 from bench.strategies import REFERENCE
 
 FLOAT32 = "32-true"
-EARLY_STEPS = 5  # whose losses are compared one by one
-TRAIN, CHECK = "train", "check"  # a check: the first steps in float32, for their losses
-# Of a point's time limit, for a collective: a script can then say which one hangs.
+EARLY_STEPS = 5  # their losses are compared one by one
+# A check trains the first steps in float32, to compare their losses.
+TRAIN, CHECK = "train", "check"
+# A collective may take this share of a point's time limit. A script that hangs then has
+# time to name the collective.
 PATIENCE = 0.8
-# A sweep neither saves nor evaluates, reads each loss and compares losses itself.
+# Log each loss, because the sweep compares losses. Do not save, evaluate or self-check.
 FIXED_FLAGS = (
     *("--log-every", "1", "--save-every", "0", "--eval-every", "0"),
     "--no-self-check",
@@ -36,7 +38,7 @@ class Point:
     name: str
     script: Path
     flags: list
-    described: dict  # the job, for its record
+    described: dict  # the settings, for the record
     reason: str | None  # why it cannot run
     repeat: int = 1
 
@@ -48,27 +50,27 @@ class Point:
 def plan(args, strategies):
     """Return all points in order.
 
-    Repeats are the outermost loop, and every second one runs backwards: noise that
-    lasts for minutes, and a machine that warms up, affect all strategies equally.
+    Repeats are the outermost loop, and every second one runs backwards. So noise that
+    lasts for minutes and a machine that warms up affect all strategies equally.
     """
     once = []
     axes = (args.presets, args.precisions, args.world_sizes, strategies)
     for preset, precision, world_size, strategy in itertools.product(*axes):
         kinds = [TRAIN]
         if precision != FLOAT32 and strategy.exact:
-            kinds = [CHECK, TRAIN]  # float32 has little rounding to hide a fault behind
+            kinds = [CHECK, TRAIN]  # rounding in 16 bits can hide an error
         for kind in kinds:
             point = make_point(args, strategy, kind, preset, precision, world_size)
             if point not in once:  # single is the same for all numbers of ranks
                 once.append(point)
     points = []
     for repeat in range(1, args.repeats + 1):
-        turn = [
+        one_round = [
             replace(point, repeat=repeat)
             for point in once
             if repeat == 1 or (not point.reason and point.described["kind"] == TRAIN)
         ]
-        points += turn if repeat % 2 else turn[::-1]
+        points += one_round if repeat % 2 else one_round[::-1]
     return points
 
 
@@ -120,9 +122,9 @@ def make_point(args, strategy, kind, preset, precision, world_size):
 
 
 def planner_flags(strategy, world_size, job):
-    """Return what planner/plan.py predict is asked for this point; None if it cannot.
+    """Return the flags of planner/plan.py predict for a point; None if it has none.
 
-    It counts bytes of bfloat16 weights and float32 gradients.
+    The planner counts the bytes of bfloat16 weights and float32 gradients.
     """
     if not strategy.planner or job["precision"] != "bf16-mixed":
         return None

@@ -28,16 +28,19 @@ def columns_of(analysis, predictions):
     columns = [
         ("place", lambda row: row.place or "-"),
         ("strategy", label_of),
-        ("step", lambda row: number(row.step_time_ms, ".1f", " ms")),
+        ("step", lambda row: format_number(row.step_time_ms, ".1f", " ms")),
         ("to the first", lambda row: str(row.slower) if row.slower else "-"),
-        ("tokens/s", lambda row: number(row.tokens_per_second, ",.0f")),
+        ("tokens/s", lambda row: format_number(row.tokens_per_second, ",.0f")),
     ]
     if any(row.median("mfu") for row in analysis.rows):
-        columns.append(("mfu", lambda row: number(row.median("mfu"), ".1%")))
+        columns.append(("mfu", lambda row: format_number(row.median("mfu"), ".1%")))
     columns += [
-        ("memory", lambda row: number(row.median("peak_memory_gib"), ".2f", " GiB")),
-        ("sent", lambda row: number(in_mib(row), ",.2f", " MiB")),
-        ("loss", lambda row: number(row.median("final_loss"), ".4f")),
+        (
+            "memory",
+            lambda row: format_number(row.median("peak_memory_gib"), ".2f", " GiB"),
+        ),
+        ("sent", lambda row: format_number(in_mib(row), ",.2f", " MiB")),
+        ("loss", lambda row: format_number(row.median("final_loss"), ".4f")),
     ]
     if predictions:
         columns.append(("planner", lambda row: predictions.get(id(row), "-")))
@@ -46,11 +49,11 @@ def columns_of(analysis, predictions):
 
 
 def label_of(row):
-    """Return a row's name; one process stands below strategies on several ranks."""
+    """Return a row's name; the reference shows that it ran on one rank."""
     return f"{REFERENCE} (1 rank)" if row.strategy == REFERENCE else row.strategy
 
 
-def number(value, form, unit=""):
+def format_number(value, form, unit=""):
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
@@ -60,7 +63,7 @@ def in_mib(row):
 
 
 def cells_of(analysis, predictions=None):
-    """Return the headers, and for each table its lines, one process last."""
+    """Return the headers, and the rows of each table with the reference last."""
     columns = columns_of(analysis, predictions)
     tables = []
     for table in analysis.tables:
@@ -69,7 +72,7 @@ def cells_of(analysis, predictions=None):
     return [title for title, _ in columns], tables
 
 
-def reasons(table):
+def list_reasons(table):
     """Return a line for each strategy whose verdict is not ok."""
     return [
         f"{row.strategy}: {row.verdict}: {row.reason}"
@@ -78,7 +81,7 @@ def reasons(table):
     ]
 
 
-def efficiency(analysis):
+def compute_efficiency(analysis):
     """Return the headers and rows of the table of speed per rank, on GPUs only.
 
     CPU ranks share cores, so more ranks have fewer cores each.
@@ -105,7 +108,7 @@ def efficiency(analysis):
     return [EFFICIENCY, *map(str, ranks)], rows
 
 
-def text(analysis, predictions=None):
+def render_text(analysis, predictions=None):
     """Return the report for a terminal: the answer, its condition, the tables."""
     several = len(analysis.tables) > 1
     answers = [
@@ -119,8 +122,8 @@ def text(analysis, predictions=None):
     for table, rows in zip(analysis.tables, tables, strict=True):
         lines += ["", table.title]
         lines += [tabulate(rows, headers, colalign=align, disable_numparse=True)]
-        lines += reasons(table)
-    headers, rows = efficiency(analysis)
+        lines += list_reasons(table)
+    headers, rows = compute_efficiency(analysis)
     if rows:
         lines += ["", tabulate(rows, headers, disable_numparse=True)]
     return "\n".join(lines)
@@ -135,9 +138,9 @@ def write(analysis, folder, predictions=None):
         analysis=analysis,
         headers=headers,
         tables=list(zip(analysis.tables, tables, strict=True)),
-        reasons=reasons,
-        efficiency=efficiency(analysis),
-        commands=commands_of(analysis),
+        reasons=list_reasons,
+        efficiency=compute_efficiency(analysis),
+        commands=collect_commands(analysis),
     )
     (folder / "report.html").write_text(html)
     with (folder / "results.csv").open("w", newline="") as file:
@@ -147,25 +150,24 @@ def write(analysis, folder, predictions=None):
     return "report.html, results.csv"
 
 
-def commands_of(analysis):
+def collect_commands(analysis):
     """Return the command of each strategy of each table."""
-    return {
-        f"{row.strategy}, {row.records[0]['world_size']} ranks": row.records[0][
-            "command"
-        ]
-        for row in analysis.rows
-    }
+    commands = {}
+    for row in analysis.rows:
+        first = row.records[0]
+        commands[f"{row.strategy}, {first['world_size']} ranks"] = first["command"]
+    return commands
 
 
 def is_wrong(analysis):
-    """Say whether a point failed, or a strategy trained something else."""
+    """Say whether a point failed, or a strategy has a wrong loss."""
     return any(row.verdict in (WRONG, FAILED, TIMEOUT) for row in analysis.rows)
 
 
 def predict(analysis):
-    """Return by row what planner/plan.py expects: a step time, or bytes without a GPU.
+    """Return id(row) -> planner/plan.py's step time, or its bytes without a GPU.
 
-    It is asked about rows in bf16-mixed whose strategy says how.
+    Only correct rows in bf16-mixed whose strategy has planner flags get a prediction.
     """
     predictions = {}
     for row in analysis.rows:
@@ -181,7 +183,7 @@ def predict(analysis):
 
 
 def ask_planner(flags, gpu):
-    """Return the JSON of `plan.py predict`; None if it refuses, as an unknown GPU."""
+    """Return the JSON of `plan.py predict`; None if it fails, as for an unknown GPU."""
     words = [
         sys.executable,
         "planner/plan.py",

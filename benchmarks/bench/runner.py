@@ -1,4 +1,4 @@
-"""Run points, each in processes of its own, and record how they went."""
+"""Run points in separate processes, and record their results."""
 
 import importlib.metadata
 import json
@@ -27,12 +27,12 @@ NO_MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|\bMemoryError\b"
     r"|needs [\d.,]+ GiB for weights"
 )
-# faulthandler says where a rank was when it was ended, not why.
+# faulthandler prints where a rank was when it was killed, not why.
 STACK = re.compile(r'(Current thread|Thread) 0x|File "|Extension modules: ')
 
 
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM; the number of points that have ended."""
+    """Ctrl-C or SIGTERM; its argument is the number of points that have ended."""
 
 
 def run_points(points, args, store):
@@ -43,8 +43,8 @@ def run_points(points, args, store):
     left = []
     for point in points:
         record = store.read(point.identity)
-        again = record and args.retry_failed and record["status"] in (FAILED, TIMEOUT)
-        if record is None or again:
+        failed = record is not None and record["status"] in (FAILED, TIMEOUT)
+        if record is None or (failed and args.retry_failed):
             left.append(point)
     if len(left) < len(points):
         print(
@@ -61,7 +61,7 @@ def run_points(points, args, store):
             store.write(record)
             seconds_left = (time.monotonic() - started) / number * (len(left) - number)
             tqdm.write(
-                f"[{number}/{len(left)}] {point.identity}: {summary(record)}; "
+                f"[{number}/{len(left)}] {point.identity}: {summarize(record)}; "
                 f"{seconds_left:.0f} s left",
                 file=sys.stdout,
             )
@@ -70,23 +70,23 @@ def run_points(points, args, store):
         raise Interrupted(len(points) - len(left) + number - 1) from None
 
 
-def summary(record):
-    """Return in a few words how a point ended."""
+def summarize(record):
+    """Summarize the end of a point in a few words."""
     if record["status"] != OK:
         return f"{record['status']}: {record['reason']}"
     return f"loss {record['final_loss']:.4f}, step {record['step_time_ms']:.1f} ms"
 
 
 def run_point(point, args, store, where):
-    """Start a point's script; return its record: the end and the measurements."""
+    """Run a point's script; return its record: status and measurements."""
     ranks = point.described["world_size"]
     record = {"id": point.identity, "repeat": point.repeat, "started": now()}
     record |= point.described | {"launcher": args.launcher, "where": where}
-    record["command"] = command_line(point, args, "DIR")
+    record["command"] = build_command_line(point, args, "DIR")
     if point.reason:
         return record | {"status": REFUSED, "reason": point.reason}
     folder = store.point_folder(point.identity)
-    shutil.rmtree(folder, ignore_errors=True)  # of a sweep that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a sweep that was killed
     output = folder / "run"
     words = [*point.flags, "--output-dir", output.resolve()]
     idle_before = sample_cpu()
@@ -103,20 +103,20 @@ def run_point(point, args, store, where):
             status, reason = FAILED, f"its results cannot be read: {error!r}"
     record["where"] = where | measured.pop("where", {})
     record |= {"status": status, "reason": reason, "seconds": round(seconds, 2)}
-    if args.launcher in (launch.FORK, launch.TORCHRUN):  # ranks of this machine
+    if args.launcher in (launch.FORK, launch.TORCHRUN):  # all ranks ran on this machine
         record["cores_of_others"] = others
     return record | measured
 
 
-def command_line(point, args, output):
+def build_command_line(point, args, output):
     """Return the line that a reader would type at the top of the repository."""
     script = point.script
     if script.is_relative_to(REPO):
         script = script.relative_to(REPO)
     words = [*point.flags, "--output-dir", output]
     ranks = point.described["world_size"]
-    threads = launch.environment(args.launcher, ranks)["OMP_NUM_THREADS"]
-    started = launch.command(args.launcher, script, words, ranks)
+    threads = launch.build_environment(args.launcher, ranks)["OMP_NUM_THREADS"]
+    started = launch.build_command(args.launcher, script, words, ranks)
     return f"OMP_NUM_THREADS={threads} {shlex.join(started)}"
 
 
@@ -152,10 +152,11 @@ def judge(outcome, script, timeout_s):
         return OK, None
     failed = [line for line in outcome.out.splitlines() if line.startswith("FAILED: ")]
     named = [line for line in errors if line.startswith(f"{script}: ")]
-    last = [*failed[-1:], *named[-1:], *errors[-1:], f"exit code {outcome.code}"][0]
+    lines = failed[-1:] + named[-1:] + errors[-1:]
+    reason = lines[0] if lines else f"exit code {outcome.code}"
     for prefix in (f"{script}: ", "error: ", "FAILED: "):
-        last = last.removeprefix(prefix)
-    reason = last[:200]
+        reason = reason.removeprefix(prefix)
+    reason = reason[:200]
     if re.search(r"\btimed? ?out\b", reason, re.IGNORECASE):
         return TIMEOUT, reason
     # torchrun reports its ranks' codes in a table; 2 is wrong usage.
@@ -165,7 +166,7 @@ def judge(outcome, script, timeout_s):
 
 
 def read_results(folder, untimed_steps):
-    """Return what a script measured: its results.json and the first losses."""
+    """Return a script's measurements, from results.json and metrics.jsonl."""
     results = json.loads((folder / "results.json").read_text())
     metrics = results["metrics"]
     if not math.isfinite(metrics["final_loss"]):
@@ -205,7 +206,7 @@ def read_results(folder, untimed_steps):
 
 
 def describe_machine():
-    """Return what times depend on: machine, versions, commit. CUDA does not start."""
+    """Return the machine, the versions and the commit, without starting CUDA."""
     info = Path("/proc/cpuinfo")
     model = re.search(
         r"^model name\s*: (.+)", info.read_text() if info.exists() else "", re.M
@@ -243,7 +244,7 @@ def nccl_version():
 
 
 def output_of(*words):
-    """Return what a program printed; nothing if it is missing or failed."""
+    """Return the output of a program, empty if it is missing or failed."""
     try:
         ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):

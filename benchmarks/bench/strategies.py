@@ -27,7 +27,7 @@ class Strategy:
     flags: str = ""
     exact: bool = True
     least_ranks: int = 1
-    multiple_of: int = 1  # numbers of ranks
+    multiple_of: int = 1  # divides the number of ranks
     tp: int | str = 1
     pp: int | str = 1
     micro_batches: int = 1
@@ -117,7 +117,7 @@ def load_toml(path):
 
 
 def choose(names, table):
-    """Return the strategies of these names. Raises: UsageError naming the nearest."""
+    """Return the strategies of these names. Raises: UsageError with the nearest."""
     for name in names:
         if name not in table:
             near = difflib.get_close_matches(name, table, 1)

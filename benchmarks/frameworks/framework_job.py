@@ -1,6 +1,6 @@
-"""The shared parts of all ports: flags, weights, batches, optimizer, loss, record.
+"""The parts that all ports share: flags, weights, batches, optimizer, loss, record.
 
-Each port shows what its framework adds.
+A port contains only the lines of its framework.
 """
 
 import json
@@ -73,7 +73,7 @@ def build_optimizer(model, args):
 
 
 def build_dataset(args):
-    """Return the job's sequences in ddp_training.py's order: each framework deals them.
+    """Return the job's sequences in ddp_training.py's order, for all ranks together.
 
     Shapes: item -> inputs (T,), targets (T,). Raises: UsageError beyond one epoch.
     """
@@ -95,7 +95,7 @@ def loss_of(model, inputs, targets):
 
 
 def mean_over_ranks(values):
-    """Return the mean over ranks, where they form PyTorch's own process group."""
+    """Return the mean over the ranks of PyTorch's process group."""
     dist.all_reduce(values)
     return values / dist.get_world_size()
 
@@ -103,7 +103,7 @@ def mean_over_ranks(values):
 class Record:
     """Losses and times of a port's run, for results.json.
 
-    `rank` and `world_size` are the framework's own numbers.
+    `rank` and `world_size` come from the framework.
     """
 
     def __init__(self, args, rank, world_size):
@@ -133,8 +133,8 @@ class Record:
     def finish(self, mean):
         """Write results.json on rank 0; return the exit code.
 
-        `mean` is the framework's own mean of a tensor over all ranks. Returns: 1 for
-        another number of ranks or steps than asked for.
+        `mean` is the framework's mean of a tensor over all ranks. Returns: 1 if the
+        number of ranks or steps differs from the flags, else 0.
         """
         self.read()
         steps, seconds, cpu_s = self.timed_from

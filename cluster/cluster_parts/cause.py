@@ -35,8 +35,8 @@ def name_cause(logs):
     that fails takes a second to leave, and others may notice and end before.
     """
     if errors := [event for event in logs.events if event.kind in CAUSES]:
-        return first_error(errors, logs)
-    if behind := who_is_behind(logs.positions):
+        return name_first_error(errors, logs)
+    if behind := name_ranks_behind(logs.positions):
         return behind
     if not logs.events:
         return None
@@ -44,10 +44,10 @@ def name_cause(logs):
     if not waited:
         return Cause(NOBODY, "all of them lost another rank", ADVICE[LOST])
     groups = group_positions(logs.positions)
-    reason = f"{together(waited)} waited, and none of them says for whom"
+    reason = f"{join_names(waited)} waited, and none of them says for whom"
     if len(groups) > 1:
         places = "; ".join(
-            f"{together({one.source.name for one in members})} in group {group}"
+            f"{join_names({one.source.name for one in members})} in group {group}"
             for group, members in groups.items()
         )
         reason += (
@@ -58,10 +58,10 @@ def name_cause(logs):
     return Cause(NOBODY, reason, ADVICE[WAITED])
 
 
-def first_error(errors, logs):
+def name_first_error(errors, logs):
     """Name the sources of the surest error; among equals, of the earliest."""
     first = min(errors, key=lambda event: (CAUSES.index(event.kind), event.line.time))
-    alike = [one for one in errors if normalized(one) == normalized(first)]
+    alike = [one for one in errors if normalize(one) == normalize(first)]
     names = {event.source.name for event in alike}
     advice = ADVICE.get(first.kind) or f"read {first.code or first.line.place}"
     if re.search("out of memory|oom.kill", first.message, re.I):
@@ -74,11 +74,11 @@ def first_error(errors, logs):
         event.source.name for event in logs.events if event.source.rank is not None
     }
     if len(names) > 1 and names >= everybody:
-        return Cause(NOBODY, f"{together(names)} fail alike", advice, alike)
-    return Cause(together(names), first.message, advice, alike)
+        return Cause(NOBODY, f"{join_names(names)} fail alike", advice, alike)
+    return Cause(join_names(names), first.message, advice, alike)
 
 
-def who_is_behind(positions):
+def name_ranks_behind(positions):
     """Name the ranks for which their group waits: they have enqueued less work."""
     for group, members in group_positions(positions).items():
         most = max(one.enqueued for one in members)
@@ -88,7 +88,7 @@ def who_is_behind(positions):
             fewest = min(one.enqueued for one in behind)
             reason = f"enqueued {fewest}, the others {most} in group {group}"
             advice = f"read what its code does after call {fewest} of this group"
-            return Cause(together(names), reason, advice)
+            return Cause(join_names(names), reason, advice)
     return None
 
 
@@ -100,20 +100,20 @@ def group_positions(positions) -> dict[str, list[Position]]:
     return groups
 
 
-def normalized(event):
+def normalize(event):
     """Return a message without what differs between ranks."""
-    return event.kind, DIFFERS.sub(r"\1 N", shortened(event.message))
+    return event.kind, DIFFERS.sub(r"\1 N", shorten(event.message))
 
 
 def fold(events):
     """Return the events with equal messages together, in order of their first time."""
     folded = defaultdict(list)
     for event in sorted(events, key=lambda event: event.line.time):
-        folded[normalized(event)].append(event)
+        folded[normalize(event)].append(event)
     return list(folded.values())
 
 
-def together(names):
+def join_names(names):
     """Return "ranks 0, 2" for the names of several ranks."""
     names = sorted(names)
     ranks = [
@@ -124,7 +124,7 @@ def together(names):
     return ranks_of(int(match[1]) for match in ranks)
 
 
-def when(event):
+def describe_time(event):
     clock = datetime.fromtimestamp(event.line.time).strftime("%d %b %H:%M:%S")
     return f"{event.line.about} {clock}"
 
@@ -134,11 +134,11 @@ def show(cause, logs):
     if cause is None:
         print("no error in these logs")
         return
-    print(f"first cause: {cause.who}: {shortened(cause.reason)}")
+    print(f"first cause: {cause.who}: {shorten(cause.reason)}")
     if cause.events:  # all of them say the same
         first = min(cause.events, key=lambda event: event.line.time)
         code = f", {first.code}" if first.code else ""
-        print(f"  {when(first)}, {first.line.place}{code}")
+        print(f"  {describe_time(first)}, {first.line.place}{code}")
         if len(cause.events) > 1:
             print(f"  {len(cause.events)} lines like it")
         print(f"  > {first.line.raw.strip()[:200]}")
@@ -149,11 +149,11 @@ def show(cause, logs):
     print("")
     others = [event for event in logs.events if event not in cause.events]
     for events in fold(others)[:8]:
-        names = together({event.source.name for event in events})
+        names = join_names({event.source.name for event in events})
         verb = {WAITED: "waited", LOST: "lost another rank"}.get(events[0].kind, "also")
-        message = shortened(events[0].message)[:120]
+        message = shorten(events[0].message)[:120]
         lines = f" ({len(events)} lines)" if len(events) > 1 else ""
-        print(f"{verb}: {names}, {when(events[0])}: {message}{lines}")
+        print(f"{verb}: {names}, {describe_time(events[0])}: {message}{lines}")
     if not cause.events:
         failed = {event.source.name for event in logs.events}
         last = {line.source.name: line.text for line in logs.lines}
@@ -169,7 +169,7 @@ def ranks_of(numbers):
     return f"{word} {', '.join(map(str, numbers))}"
 
 
-def shortened(line):
+def shorten(line):
     """Leave out of a message where PyTorch's source says it, and addresses."""
     line = re.sub(r"\[(enforce fail at )?/[^]]+\] ", "", line.strip())
     line = re.sub(r"\[[\da-f.:]+\]:\d+", "PEER", line)

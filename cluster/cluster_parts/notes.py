@@ -155,10 +155,12 @@ def judge(notes):
         zip(*(one.new_groups for one in notes), strict=False), 1
     ):
         if len({*made}) > 1:
-            return differ(dict(enumerate(made)), f"new_group {number} differs")
+            return report_difference(
+                dict(enumerate(made)), f"new_group {number} differs"
+            )
     if verdict := judge_waits(notes):
         return verdict
-    for group, members in all_members(notes).items():
+    for group, members in collect_members(notes).items():
         calls = [notes[rank].within.get(group, []) for rank in members]
         # PyTorch drops the oldest notes, of whichever group.
         if any(one.first for one in notes):
@@ -166,21 +168,21 @@ def judge(notes):
         for number, made in enumerate(zip(*calls, strict=False), 1):
             if len({*made}) > 1:
                 what = f"call {number} of group {members} differs"
-                return differ(dict(zip(members, made, strict=True)), what)
+                return report_difference(dict(zip(members, made, strict=True)), what)
     start = max(one.first for one in notes)
     calls = [one.calls[start - one.first :] for one in notes]
     for number, made in enumerate(zip(*calls, strict=False), start + 1):
         if len({*made}) > 1:
-            return differ(dict(enumerate(made)), f"call {number} differs")
+            return report_difference(dict(enumerate(made)), f"call {number} differs")
     counts = {rank: one.count for rank, one in enumerate(notes)}
     if len({*counts.values()}) > 1:
         calls = {rank: f"{count} calls" for rank, count in counts.items()}
-        return differ(calls, "one calls too often, or too seldom")
+        return report_difference(calls, "one calls too often, or too seldom")
     return None
 
 
-def differ(values, what):
-    return NotesVerdict(f"{what}: {tell_apart(values)}", minority(values))
+def report_difference(values, what):
+    return NotesVerdict(f"{what}: {tell_apart(values)}", find_minority(values))
 
 
 def tell_apart(values):
@@ -191,7 +193,7 @@ def tell_apart(values):
     return "; ".join(f"{ranks_of(some)}: {value}" for value, some in ranks.items())
 
 
-def minority(values):
+def find_minority(values):
     """Return the ranks that differ from the majority; none if there is no majority."""
     (most, many), *_ = Counter(values.values()).most_common(1)
     if 2 * many <= len(values):
@@ -199,7 +201,7 @@ def minority(values):
     return {rank for rank, value in values.items() if value != most}
 
 
-def all_members(notes):
+def collect_members(notes):
     return {name: ranks for one in notes for name, ranks in one.members.items()}
 
 
@@ -221,7 +223,7 @@ def judge_waits(notes):
     circle = [rank for rank in waits if reaches(waits, rank, rank)]
     if not circle:
         return None
-    if late := late_message(notes, waits):
+    if late := name_late_message(notes, waits):
         return NotesVerdict(f"{waiting}; {late.reason}", late.ranks)
     return NotesVerdict(f"{ranks_of(circle)} wait in a circle: {waiting}")
 
@@ -238,12 +240,12 @@ def waits_of(notes, rank):
                     else ""
                 )
                 calls[other] = f"call {number}{of}, {call}"
-    for kind, peer, number in unanswered(notes, rank):
+    for kind, peer, number in find_unanswered(notes, rank):
         calls[peer] = f"{kind} {number} {'to' if kind == 'send' else 'from'} it"
     return calls
 
 
-def unanswered(notes, rank):
+def find_unanswered(notes, rank):
     """Return this rank's messages whose other end was never called."""
     return [
         (kind, peer, number)
@@ -262,11 +264,11 @@ def reaches(waits, start, goal):
     return goal in seen
 
 
-def late_message(notes, waits):
+def name_late_message(notes, waits):
     """Name who owes a message, and itself waits for the one who needs it."""
     for rank in range(len(notes)):
-        for kind, peer, number in unanswered(notes, rank):
-            if not unanswered(notes, peer) and reaches(waits, peer, rank):
+        for kind, peer, number in find_unanswered(notes, rank):
+            if not find_unanswered(notes, peer) and reaches(waits, peer, rank):
                 made = notes[peer].sends.get((ANSWER[kind], rank), 0)
                 owed = f"has no {ANSWER[kind]} {number} for rank {rank}, only {made}"
                 return NotesVerdict(f"rank {peer} {owed}", {peer})

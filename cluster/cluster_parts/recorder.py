@@ -53,7 +53,7 @@ def record(file):
     new_groups, groups = [], {}
     new_group = dist.new_group
     sends, pending = count_messages()
-    before = recorded()  # in a fork: its parent's calls
+    before = read_entries()  # in a fork: its parent's calls
     start = before[-1]["record_id"] + 1 if before else 0
     ended, was_open, was_waiting = threading.Event(), set(), set()
 
@@ -63,7 +63,7 @@ def record(file):
 
     def write():
         nonlocal was_open, was_waiting
-        entries = [entry for entry in recorded() if entry["record_id"] >= start]
+        entries = [entry for entry in read_entries() if entry["record_id"] >= start]
         # A call that failed has ended, too. The last call of a group that was seen to
         # wait is kept as open: if it went well, all others have come to it.
         now_open = {entry["record_id"] for entry in entries if not entry["retired"]}
@@ -107,7 +107,7 @@ def record(file):
     return finish
 
 
-def recorded():
+def read_entries():
     """Return the flight recorder's entries, oldest first."""
     # With stacks it takes seconds: PyTorch loads its compiler to read them.
     dump = torch._C._distributed_c10d._dump_fr_trace

@@ -178,7 +178,7 @@ def address(node, card=0):
 # Commands of Linux
 
 
-def program(name):
+def find_program(name):
     """Return a program's path. Raises: ClusterError with the package that has it."""
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
     executable = shutil.which(name, path=path)
@@ -191,12 +191,16 @@ def check_machine():
     if not sys.platform.startswith("linux"):
         raise ClusterError(f"only Linux has namespaces. {INSTEAD}")
     for name in PACKAGES:
-        program(name)
+        find_program(name)
 
 
 def enter(cluster, pid, *spaces):
     """Return the words that run a command in these namespaces of a process."""
-    words = [program("nsenter"), f"--target={pid}", *(f"--{space}" for space in spaces)]
+    words = [
+        find_program("nsenter"),
+        f"--target={pid}",
+        *(f"--{space}" for space in spaces),
+    ]
     if cluster.in_user_namespace:
         words += ["--user", "--preserve-credentials"]
     return words
@@ -207,7 +211,7 @@ def run(cluster, pid, name, *lines):
 
     Raises: ClusterError with the program's first line of complaint.
     """
-    command = [*enter(cluster, pid, "net"), program(name), "-batch", "-"]
+    command = [*enter(cluster, pid, "net"), find_program(name), "-batch", "-"]
     text = "\n".join([*lines, ""])
     ended = subprocess.run(command, input=text, capture_output=True, text=True)
     if ended.returncode:
@@ -236,7 +240,7 @@ def start_switch(args):
 
     Without the right to make networks it is root in a user namespace.
     """
-    unshare = [program("unshare")]
+    unshare = [find_program("unshare")]
     tried = subprocess.run([*unshare, "--net", "true"], capture_output=True)
     in_user_namespace = tried.returncode != 0
     if in_user_namespace:
@@ -285,7 +289,7 @@ def write_hosts(cluster):
 def boot(cluster, node):
     """Start a node's first process, and connect its cards to the switch."""
     inside = enter(cluster, cluster.pid, "pid", "mount", "net")
-    unshare = [program("unshare"), *(f"--{space}" for space in NAMESPACES)]
+    unshare = [find_program("unshare"), *(f"--{space}" for space in NAMESPACES)]
     unshare += ["--fork", "--kill-child", "bash", "-c", NODE, "bash", node.name]
     hosts = str(Path(cluster.folder, "hosts"))
     node.pid = start_first([*inside, *unshare, hosts, cluster.shm])
@@ -301,10 +305,10 @@ def boot(cluster, node):
         place = f"address add {address(node.number, card)}/24 dev link{card}"
         run(cluster, node.pid, "ip", place, f"link set link{card} up")
     node.rates = [0.0] * cluster.cards
-    slow(cluster, node, cluster.rate)
+    limit_rate(cluster, node, cluster.rate)
 
 
-def slow(cluster, node, rate, card=None):
+def limit_rate(cluster, node, rate, card=None):
     """Give one card or all cards of a node a rate: at the card and at the switch.
 
     Without the switch's end, a card would receive faster than it sends.
@@ -313,11 +317,11 @@ def slow(cluster, node, rate, card=None):
         raise ClusterError(f"--card {card}: the cards are 0 to {cluster.cards - 1}")
     for one in range(cluster.cards) if card is None else [card]:
         node.rates[one] = rate
-        run(cluster, node.pid, "tc", *queues(f"link{one}", rate, cluster.delay_s))
-        run(cluster, cluster.pid, "tc", *queues(node.port(one), rate, 0.0))
+        run(cluster, node.pid, "tc", *build_queues(f"link{one}", rate, cluster.delay_s))
+        run(cluster, cluster.pid, "tc", *build_queues(node.port(one), rate, 0.0))
 
 
-def queues(device, rate, delay_s):
+def build_queues(device, rate, delay_s):
     """Return tc's lines for a card: a delay, then a token bucket."""
     place, lines = "root", []
     if delay_s:
