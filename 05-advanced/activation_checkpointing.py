@@ -107,10 +107,11 @@ def count_kept_numbers(config, on_cpu=False):
     Without one number per attention head and per norm: less than 1%.
     """
     D, F = config.dim, config.ffn_dim
-    # Input and output of two norms, q, k, v, attention's output; four in between.
-    none = 8 * D + 4 * F
+    # Input and output of two norms, q, k, v, attention's output and its copy in the
+    # order (B, T, D); four of the feed-forward.
+    none = 9 * D + 4 * F
     if on_cpu:
-        none += 3 * D  # one more for each norm, and a copy of attention's output
+        none += 2 * D  # one more for each norm
     return {
         "none": none,
         "selective": 2 * D + (5 * D + 2 * F),  # input, attention; outputs of products
