@@ -67,9 +67,9 @@ def packages():
             other.append(f"{name} {version} (tested: {pin})")
     if wrong:
         raise Lack(f"{', '.join(wrong)}: {INSTALL}")
-    found = importlib.util.find_spec("dist_common")
-    if found is None or REPO not in Path(found.origin).resolve().parents:
-        whose = f"dist_common is {found.origin}'s" if found else "no dist_common"
+    spec = importlib.util.find_spec("dist_common")
+    if spec is None or REPO not in Path(spec.origin).resolve().parents:
+        whose = f"dist_common is {spec.origin}'s" if spec else "no dist_common"
         raise Lack(f"{whose}: in this folder, pip install --no-deps --editable .")
     return f"{len(pins)} of labs/requirements.txt" + "".join(
         f", {one}" for one in other
@@ -116,8 +116,8 @@ def memory():
 
 def limits_of_the_container():
     """Return the files that limit this process's control groups, of both versions."""
-    top, own = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-    name = re.findall(r"^0::/(.*)$", own.read_text(), re.M) if own.exists() else []
+    top, file = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+    name = re.findall(r"^0::/(.*)$", file.read_text(), re.M) if file.exists() else []
     group = top / (name[0] if name else "")
     groups = [group, *(one for one in group.parents if top in [one, *one.parents])]
     return [one / "memory.max" for one in groups] + [
@@ -182,7 +182,7 @@ def ports():
         for _ in range(PORTS):
             opened.append(socket.create_server(("127.0.0.1", 0)))
             opened.append(socket.create_connection(opened[-1].getsockname(), timeout=5))
-        own = socket.gethostbyname("localhost")
+        address = socket.gethostbyname("localhost")
     except OSError as error:
         do = "look at ip address show lo, at a firewall, at ulimit -n"
         raise Lack(
@@ -191,8 +191,10 @@ def ports():
     finally:
         for one in opened:
             one.close()
-    if not own.startswith("127."):
-        raise Lack(f"localhost is {own}: /etc/hosts needs a line 127.0.0.1 localhost")
+    if not address.startswith("127."):
+        raise Lack(
+            f"localhost is {address}: /etc/hosts needs a line 127.0.0.1 localhost"
+        )
     return f"{PORTS} on 127.0.0.1"
 
 

@@ -6,7 +6,7 @@
 
 The first call writes the lab's starter there. The grader puts the lesson's lines into
 all holes except the one that it grades, so one mistake costs one task. Look for: the
-sentence next to each task. --hint gives the next hint for the first task that is wrong.
+sentences next to each task. --hint gives the next hint for the first wrong task.
 The exit code is 1 until every task is right.
 """
 
@@ -16,9 +16,11 @@ import json
 import os
 import random
 import re
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,10 +28,11 @@ from typing import Any
 from dist_common import cli
 from lab_parts import isolation, running, submissions
 from lab_parts.holes import REPO, TOGETHER, Answer, Lesson, make_starter
-from lab_parts.judging import judge_number, read_predictions
+from lab_parts.judging import distinct, judge_number, read_predictions
 from lab_parts.running import Setting, Task
 
 LABS = Path(__file__).parent
+SHOWN = 5  # faults of a task on the screen; --json writes all of them
 HINT = re.compile(
     r"<summary>Hint \d+ for `(\w+)`</summary>\n\n(.*?)\n*</details>", re.S
 )
@@ -83,11 +86,19 @@ class Lab:
 
 @dataclass
 class Verdict:
-    """How a task was graded. `wrong` says what is wrong; it is empty if nothing is."""
+    """How a task was graded: its distinct faults, and what the ranks printed."""
 
     task: str
-    wrong: str = ""
+    faults: list[str] = field(default_factory=list)
     printed: str = ""
+
+    @property
+    def lines(self) -> list[str]:
+        """Return what the screen shows of the task."""
+        lines = self.faults[:SHOWN] or ["right"]
+        if len(self.faults) > SHOWN:
+            lines.append(f"and {len(self.faults) - SHOWN} more")
+        return lines
 
 
 def load(name: str) -> Lab:
@@ -97,6 +108,7 @@ def load(name: str) -> Lab:
         if name in (folder.name, *folder.name.split("-", 1)):
             spec = importlib.util.spec_from_file_location("tasks", folder / "tasks.py")
             tasks = importlib.util.module_from_spec(spec)
+            sys.path.append(str(folder))  # tasks.py imports files of its folder
             spec.loader.exec_module(tasks)
             lessons = [Lesson(path, tasks.TASKS) for path in tasks.LESSONS]
             return Lab(folder, tasks, lessons)
@@ -107,28 +119,29 @@ def load(name: str) -> Lab:
 def grade_task(
     lab: Lab, answer: Answer, task: str, seed: int, sizes: list[int]
 ) -> Verdict:
-    """Grade a hole on each number of ranks, up to the first that goes wrong."""
+    """Grade a hole on each number of ranks, up to an error or a hang."""
     if empty := answer.missing(task):
-        return Verdict(task, empty)
-    printed = ""
+        return Verdict(task, [empty])
+    faults, printed = [], ""
     for ranks in sizes:
         asked = lab.tasks.TASKS.get(task, lab.together)
-        setting = Setting(0, ranks, seed)
-        wrong, printed = running.grade(asked, answer, task, setting)
-        if wrong:
-            return Verdict(task, f"on {ranks} ranks: {wrong}", printed)
-    return Verdict(task, "", printed)
+        more, results = running.grade(asked, answer, task, Setting(0, ranks, seed))
+        printed = printed if faults else results.printed  # of the first fault
+        faults += [f"on {ranks} ranks: {fault}" for fault in more]
+        if results.seen is None:
+            break
+    return Verdict(task, distinct(faults), printed)
 
 
 def grade_question(lab: Lab, name: str, said) -> Verdict:
     """Compare a prediction with a measurement of the lesson."""
     unit = lab.tasks.QUESTIONS[name].unit
     if said == "":
-        return Verdict(name, "not answered")
+        return Verdict(name, ["not answered"])
     if not isinstance(said, int | float) or isinstance(said, bool):
-        return Verdict(name, f"answers.toml has {said!r}: write a number, in {unit}")
-    wrong = judge_number(lab.tasks.QUESTIONS[name], said, measured(lab, name))
-    return Verdict(name, wrong or "")
+        return Verdict(name, [f"answers.toml has {said!r}: write a number, in {unit}"])
+    fault = judge_number(lab.tasks.QUESTIONS[name], said, measured(lab, name))
+    return Verdict(name, [fault] if fault else [])
 
 
 def measured(lab: Lab, name: str) -> float:
@@ -139,10 +152,10 @@ def measured(lab: Lab, name: str) -> float:
         with tempfile.TemporaryDirectory() as folder:
             lesson = Answer(Path(folder) / "lesson.py", lab.lessons)
             lesson.path.write_text(lab.solution(0))
-            outcome = running.run(question.measure, lesson, TOGETHER, setting)
-        if outcome.seen is None:
-            raise RuntimeError(f"{name} cannot be measured: {outcome.problem}")
-        lab.measured[name] = outcome.seen[0]
+            results = running.run(question.measure, lesson, TOGETHER, setting)
+        if results.seen is None:
+            raise RuntimeError(f"{name} cannot be measured: {results.problem}")
+        lab.measured[name] = results.seen[0]
     return lab.measured[name]
 
 
@@ -166,13 +179,13 @@ def grade(lab: Lab, answer: Answer, predictions: Path | None, chosen, seed, size
     for task in lab.tasks.TASKS:
         if chosen in (None, task):
             verdict = grade_task(lab, answer, task, seed, sizes)
-            whole = whole and not verdict.wrong
+            whole = whole and not verdict.faults
             yield verdict
     if lab.together and chosen in (None, TOGETHER):
         if whole:
             yield grade_task(lab, answer, TOGETHER, seed, sizes)
         else:
-            yield Verdict(TOGETHER, "graded when all tasks are right")
+            yield Verdict(TOGETHER, ["graded when all tasks are right"])
     for name in said:
         if chosen in (None, name):
             yield grade_question(lab, name, said[name])
@@ -208,10 +221,11 @@ def results(lab: Lab, file: Path, seed: int, verdicts: list[Verdict]) -> dict:
     tests = [
         {
             "name": verdict.task,
-            "score": 0 if verdict.wrong else 1,
+            "score": 0 if verdict.faults else 1,
             "max_score": 1,
-            "output": verdict.wrong or "right",
-            "status": "failed" if verdict.wrong else "passed",
+            "output": "\n".join(verdict.faults) or "right",
+            "faults": verdict.faults,
+            "status": "failed" if verdict.faults else "passed",
             "printed": verdict.printed,
         }
         for verdict in verdicts
@@ -224,8 +238,8 @@ def results(lab: Lab, file: Path, seed: int, verdicts: list[Verdict]) -> dict:
 def grade_class(lab: Lab, args) -> int:
     """Grade a folder of answers, after an answer made of the lesson's own lines."""
     check_chosen(lab, args.task)
-    found = submissions.submissions_in(args.all)
-    asked = lab.tasks.QUESTIONS if any(len(one.files) > 1 for one in found) else ()
+    answers = submissions.submissions_in(args.all)
+    asked = lab.tasks.QUESTIONS if any(len(one.files) > 1 for one in answers) else ()
     names = [args.task] if args.task else [*lab.graded, *asked]
     kind = isolation.choose()
     if kind == "none":
@@ -236,18 +250,18 @@ def grade_class(lab: Lab, args) -> int:
     print(f"seed {args.seed}, isolation: {kind}", flush=True)
 
     def arguments(one: submissions.Submission) -> list[str]:
-        own_seed = re.search(r"seed-(\d+)$", one.name)
-        seed = own_seed[1] if lab.exam and own_seed else args.seed
+        named = re.search(r"seed-(\d+)$", one.name)
+        seed = named[1] if lab.exam and named else args.seed
         words = [lab.name, "--seed", str(seed), "--ranks", *map(str, args.ranks)]
         return [*words, "--task", args.task] if args.task else words
 
-    def grade_all(answers):
-        return submissions.grade_all(args.all, answers, arguments, args.jobs, kind)
+    def grade_all(those):
+        return submissions.grade_all(args.all, those, arguments, args.jobs, kind)
 
     check_lesson(lab, args, grade_all)
     graded, began = [], time.monotonic()
-    width = max(len(one.name) for one in found)
-    for one in grade_all(found):
+    width = max(len(one.name) for one in answers)
+    for one in grade_all(answers):
         graded.append(one)
         line = f"{one.name:<{width}} {one.total:>2} of {len(names)}  {one.note}"
         print(line.rstrip(), flush=True)
@@ -281,13 +295,13 @@ def check_lesson(lab: Lab, args, grade_all) -> None:
         )
 
 
-class Parser(argparse.ArgumentParser):
+class LabParser(argparse.ArgumentParser):
     def error(self, message):
         raise cli.UsageError(message)
 
 
 def parse_args():
-    parser = Parser(
+    parser = LabParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
@@ -340,8 +354,9 @@ def main():
     verdicts = []
     for verdict in grade(lab, answer, predictions, args.task, args.seed, args.ranks):
         verdicts.append(verdict)
-        print(f"{verdict.task:<12} {verdict.wrong or 'right'}", flush=True)
-    wrong = [verdict for verdict in verdicts if verdict.wrong]
+        for name, line in zip_longest([verdict.task], verdict.lines, fillvalue=""):
+            print(f"{name:<12} {line}", flush=True)
+    wrong = [verdict for verdict in verdicts if verdict.faults]
     if args.hint and wrong:
         print(next_hint(lab, wrong[0].task, folder))
     print(f"{len(verdicts) - len(wrong)} of {len(verdicts)} right")

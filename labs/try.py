@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from dist_common import cli
-from grade import Parser
+from grade import LabParser
 from lab_parts.holes import REPO
 
 
@@ -40,7 +40,7 @@ def command_of(script: Path) -> str:
 
 
 def parse_args():
-    parser = Parser(
+    parser = LabParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

@@ -19,7 +19,7 @@ from dist_common import ranks
 from dist_common.cli import UsageError
 from lab_parts import running
 from lab_parts.holes import Answer
-from lab_parts.judging import judge_number, tomllib
+from lab_parts.judging import distinct, judge_number, tomllib
 from lab_parts.running import MISREAD, Setting, compare_calls, run
 
 LABS = [
@@ -42,18 +42,22 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(running, "CPU_S", 4.0)
 
 
-def judge(path: Path, lab: grade.Lab, task: str, seed: int = 0, ranks: int = 2) -> str:
-    return grade.grade_task(lab, Answer(path, lab.lessons), task, seed, [ranks]).wrong
+def judge(path: Path, lab: grade.Lab, task: str, *sizes: int) -> list[str]:
+    answer = Answer(path, lab.lessons)
+    return grade.grade_task(lab, answer, task, 0, [*sizes] or [2]).faults
 
 
-def judge_row(name, row, tmp_path):
-    """Grade the lesson with a row's lines in place of its own."""
+def judge_row(name, row, tmp_path) -> list[str]:
+    """Grade the lesson with a row's lines in place of the lesson's lines."""
     lab = grade.load(name)
     lesson = next(one for one in lab.lessons if row["task"] in one.holes)
-    assert lesson.source.count(row["lines"]) == 1, "not in the lesson, or twice"
+    source = lesson.source
+    for lines, instead in row.get("changes", [(row.get("lines"), row.get("instead"))]):
+        assert source.count(lines) == 1, "not in the lesson, or twice"
+        source = source.replace(lines, instead)
     mine = tmp_path / "mine.py"
-    mine.write_text(lesson.source.replace(row["lines"], row["instead"]))
-    return judge(mine, lab, row["task"], ranks=row.get("ranks", 2))
+    mine.write_text(source)
+    return judge(mine, lab, row["task"], row.get("ranks", 2))
 
 
 @pytest.mark.parametrize("name", LABS)
@@ -81,7 +85,7 @@ def test_a_starter_fails_at_its_first_task_with_the_first_hint(name, tmp_path, c
     first = next(iter(lab.tasks.TASKS))
     mine = tmp_path / "mine.py"
     mine.write_text(lab.starter())
-    assert "is still empty" in judge(mine, lab, first)
+    assert "is still empty" in judge(mine, lab, first)[0]
     assert lab.starter().count("NotImplementedError") == sum(
         len(names) for one in lab.lessons for names in one.holes.values()
     )
@@ -99,8 +103,8 @@ def test_holes_that_do_not_fit_together_are_seen(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(lab.lessons[0].source.replace(loop, more))
     verdicts = list(grade.grade(lab, Answer(mine, lab.lessons), None, None, 0, [2]))
-    assert [verdict.task for verdict in verdicts if verdict.wrong] == ["together"]
-    assert "too many values to unpack" in verdicts[-1].wrong
+    assert [verdict.task for verdict in verdicts if verdict.faults] == ["together"]
+    assert "too many values to unpack" in verdicts[-1].faults[0]
 
 
 @full
@@ -113,24 +117,43 @@ def test_the_lesson_is_right_and_accused_of_nothing(name, tmp_path):
     answer = Answer(mine, lab.lessons)
     verdicts = list(grade.grade(lab, answer, None, None, 4, [3]))
     assert [verdict.task for verdict in verdicts] == lab.graded
-    assert not [verdict.wrong for verdict in verdicts if verdict.wrong]
+    assert not [verdict.faults for verdict in verdicts if verdict.faults]
 
 
 @pytest.mark.parametrize(("name", "row"), list(rows("wrong")))
 def test_a_wrong_answer_is_named(name, row, tmp_path):
-    said = judge_row(name, row, tmp_path)
-    assert row["says"] in said, said or "it passes"
+    """A mistake is one fault, although it shows in several cases and ranks."""
+    faults = judge_row(name, row, tmp_path)
+    assert faults, "it passes"
+    assert len(faults) == row.get("faults", 1) and row["says"] in faults[0], faults
+
+
+@pytest.mark.parametrize(("name", "row"), list(rows("both")))
+def test_two_mistakes_are_both_listed(name, row, tmp_path):
+    faults = judge_row(name, row, tmp_path)
+    assert len(faults) == len(row["says"]), faults
+    for fault, says in zip(faults, row["says"], strict=True):
+        assert says in fault, faults
 
 
 @pytest.mark.parametrize(("name", "row"), list(rows("right")))
 def test_another_right_answer_passes(name, row, tmp_path):
-    assert judge_row(name, row, tmp_path) == ""
+    assert judge_row(name, row, tmp_path) == []
 
 
 def test_ranks_with_different_calls_are_named():
     calls = [{"all_reduce": 2}, {"all_reduce": 1, "broadcast": 1}]
-    assert "rank 0 calls all_reduce 2 times, rank 1 1 time:" in compare_calls(calls)
-    assert compare_calls([calls[0], calls[0]]) is None
+    faults = list(compare_calls(calls))
+    assert "rank 0 calls all_reduce 2 times, rank 1 1 time:" in faults[0]
+    assert "rank 0 calls broadcast 0 times, rank 1 1 time:" in faults[1]
+    assert not list(compare_calls([calls[0], calls[0]]))
+
+
+def test_the_screen_shows_five_faults_and_how_many_more():
+    verdict = grade.Verdict("task", distinct(f"fault {n} {n * 'x'}" for n in range(8)))
+    assert verdict.lines[-2:] == ["fault 4 xxxx", "and 3 more"]
+    assert grade.Verdict("task").lines == ["right"]
+    assert distinct(["rank 0: 1.5 came", "rank 1: -2e-05 came"]) == ["rank 0: 1.5 came"]
 
 
 ABUSE = {
@@ -153,8 +176,10 @@ def test_an_answer_that_does_not_come_is_named(name, tmp_path):
     )
     mine = tmp_path / "mine.py"
     mine.write_text(f"import os\n{source}".replace("# lab: end\n", "", 1))
-    said = judge(mine, lab, "buckets")
-    assert says in said, said
+    (fault,) = judge(mine, lab, "buckets", 2, 3)
+    assert says in fault, fault
+    if "form" not in name:
+        assert fault.endswith("; the task ended there")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +189,8 @@ def test_an_answer_that_does_not_come_is_named(name, tmp_path):
         (["2", "--task", "x"], "error: --task x: lab 2-ddp has start, buckets,"),
         (["2", "--file", "nowhere.py"], "nowhere.py: No such file"),
         (
-            ["2", "--json", "nowhere/told.json"],
-            "error: --json nowhere/told.json: there is no such",
+            ["2", "--json", "nowhere/results.json"],
+            "error: --json nowhere/results.json: there is no such",
         ),
         (["2", "--file", "broken.py"], "broken.py, line 2: invalid syntax"),
         (
@@ -190,7 +215,7 @@ def test_a_missing_hole_costs_its_own_task_alone(tmp_path, monkeypatch, capsys):
     mine = tmp_path / "mine.py"
     mine.write_text(lab.lessons[0].source.replace("def buckets_of", "def baskets_of"))
     (tmp_path / "answers.toml").write_text('calls = "many"\nbytes = 1\n')
-    told = tmp_path / "told.json"
+    results = tmp_path / "results.json"
     words = [
         "grade.py",
         "2",
@@ -199,20 +224,20 @@ def test_a_missing_hole_costs_its_own_task_alone(tmp_path, monkeypatch, capsys):
         "--ranks",
         "2",
         "--json",
-        str(told),
+        str(results),
         "--hint",
     ]
     monkeypatch.setattr(sys, "argv", words)
     assert grade.main() == 1
-    tests = {test["name"]: test for test in json.loads(told.read_text())["tests"]}
+    tests = {test["name"]: test for test in json.loads(results.read_text())["tests"]}
     assert tests["buckets"]["output"] == "there is no buckets_of in mine.py"
     assert (
         tests["calls"]["output"]
         == "answers.toml has 'many': write a number, in all-reduces"
     )
     assert "is not what was measured" in tests["bytes"]["output"]
-    right = ["start", "pack", "hook", "wait"]
-    assert [name for name, test in tests.items() if test["status"] == "passed"] == right
+    passed = [name for name, test in tests.items() if test["status"] == "passed"]
+    assert passed == ["start", "pack", "hook", "wait"]
     assert (
         f"hint 1 of {len(lab.hints('buckets'))} for buckets" in capsys.readouterr().out
     )
@@ -223,12 +248,12 @@ def test_a_missing_hole_costs_its_own_task_alone(tmp_path, monkeypatch, capsys):
 def test_a_prediction_is_right_or_its_misconception_is_named(name):
     lab = grade.load(name)
     for question in lab.tasks.QUESTIONS:
-        asked, right = lab.tasks.QUESTIONS[question], grade.measured(lab, question)
-        assert judge_number(asked, right, right) is None
-        said = judge_number(asked, 1.3 * right, right)
+        asked, measured = lab.tasks.QUESTIONS[question], grade.measured(lab, question)
+        assert judge_number(asked, measured, measured) is None
+        said = judge_number(asked, 1.3 * measured, measured)
         assert said.endswith("is not what was measured"), "it gives the answer away"
-        for words, wrong in asked.mistakes(right).items():
-            assert words in judge_number(asked, wrong, right)
+        for words, wrong in asked.mistakes(measured).items():
+            assert words in judge_number(asked, wrong, measured)
 
 
 def test_the_command_of_a_copy_starts_the_lesson():
@@ -285,7 +310,7 @@ def judge_emptied(task, seen, setting, _) -> list:
         for empty in EMPTY:
             with contextlib.suppress(*MISREAD):  # reported as another form
                 changed = [emptied(value, path, empty) for value in seen]
-                if task.judge(changed, setting) is None:
+                if not list(task.judge(changed, setting)):
                     taken.append(f"{empty!r} at {path}")
     return taken
 
@@ -301,8 +326,8 @@ def test_no_judge_takes_something_empty_for_right(name, tmp_path):
     for task, asked in tasks.items():
         lesson = Answer(tmp_path / "lesson.py", lab.lessons)
         lesson.path.write_text(lab.solution(0))
-        outcome = run(asked.see, lesson, task, setting)
-        assert outcome.seen, outcome.problem
-        body = functools.partial(judge_emptied, asked, outcome.seen, setting)
+        results = run(asked.see, lesson, task, setting)
+        assert results.seen, results.problem
+        body = functools.partial(judge_emptied, asked, results.seen, setting)
         (ended,) = ranks.fork(body, 1, tmp_path / task, 60)
         assert ended.value == [], f"{name}, {task}: {ended.value}{ended.err}"

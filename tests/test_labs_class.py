@@ -38,6 +38,8 @@ TRIED = {
     "environment": ("raise KeyError(os.environ.get('A_TOKEN'))", "KeyError: None"),
     "lingers": ("if os.fork() == 0: time.sleep(600)", None),
     "exits": ("os._exit(0)", "ended before the task did: exit code 0"),
+    "memory": ("bytearray(8 * 2**30)", "MemoryError"),
+    "a large file": ("open('x', 'wb').truncate(2**30)", "File too large"),
     "honest": ("pass", None),
 }
 
@@ -80,13 +82,14 @@ def test_a_class_without_isolation_gets_a_warning_and_feedback(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(isolation, "choose", lambda: "none")
-    folder, told = tmp_path / "class", tmp_path / "told"
+    folder, feedback = tmp_path / "class", tmp_path / "feedback"
     (folder / "bob").mkdir(parents=True)
     (folder / "alice.py").write_text(LESSON)
     (folder / "bob" / "mine.py").write_text("def ring_reduce_scatter(parts, move): x")
     (folder / "bob" / "answers.toml").write_text("steps = 6\nsent = 1")
     (folder / "carol.py").write_text("def f(:\n")
-    words = ["grade.py", "3", "--ranks", "2", "--all", str(folder), "--json", str(told)]
+    words = ["grade.py", "3", "--ranks", "2", "--all", str(folder)]
+    words += ["--json", str(feedback)]
     monkeypatch.setattr(sys, "argv", words)
     assert grade.main() == 0
     shown = capsys.readouterr().out
@@ -96,9 +99,11 @@ def test_a_class_without_isolation_gets_a_warning_and_feedback(
     notes = r"reduce_scatter: .*; all_gather: .*; together: .*; sent: 1 numbers is not"
     assert re.search(rf"^bob +1 of 5  {notes}", shown, re.M)
     assert re.search(r"^carol +0 of 5  mine.py, line 1: invalid syntax", shown, re.M)
-    feedback = json.loads((told / "bob.json").read_text())
-    assert (feedback["score"], feedback["max_score"]) == (1, 5)
-    assert "invalid syntax" in json.loads((told / "carol.json").read_text())["output"]
+    bob, carol = (
+        json.loads((feedback / f"{name}.json").read_text()) for name in ("bob", "carol")
+    )
+    assert (bob["score"], bob["max_score"]) == (1, 5)
+    assert "invalid syntax" in carol["output"]
 
 
 @pytest.mark.full
@@ -118,6 +123,7 @@ def test_docker_and_bubblewrap_get_the_answer_only(tmp_path):
     box = isolation.wrap("bubblewrap", tmp_path, hidden, ["3"])
     assert box.index("--bind") > max(n for n, s in enumerate(box) if s == "--tmpfs")
     assert str(hidden) in box and str(os.environ["PATH"]) in box
+    assert box.index("prlimit") > box.index("--"), "limits are set outside of the box"
     plain = isolation.wrap("none", tmp_path, hidden, ["3"])
     assert plain == [sys.executable, str(REPO / "labs/grade.py"), "3"]
 

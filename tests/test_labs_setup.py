@@ -47,13 +47,13 @@ def test_make_labs_takes_the_cpu_build_where_nothing_else_was_asked_for(tmp_path
     def plan(*words: str) -> str:
         return run_command(["make", "--dry-run", *words], copy, 60).stdout
 
-    own = "--requirement labs/requirements.txt"
-    assert re.search(rf"--torch-backend=cpu +{own}", plan("labs"))
+    needed = "--requirement labs/requirements.txt"
+    assert re.search(rf"--torch-backend=cpu +{needed}", plan("labs"))
     assert "--torch-backend" not in plan("labs", "TORCH_BACKEND=")
     assert "--torch-backend" not in plan("quickstart")
     (copy / ".venv").mkdir()
     (copy / ".venv/.torch_backend").write_text("\n")  # of make quickstart, with CUDA
-    assert own in plan("labs") and "--torch-backend" not in plan("labs")
+    assert needed in plan("labs") and "--torch-backend" not in plan("labs")
     for stamp in (".installed", ".installed-labs"):
         (copy / ".venv" / stamp).write_text("")
     assert "pip install" not in plan("labs") + plan("quickstart")
@@ -119,10 +119,10 @@ def want_a_later_torch(folder, monkeypatch):
 
 
 def block_ports(folder, monkeypatch):
-    def refuse(*_):
+    def raise_permission_error(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(socket, "create_server", refuse)
+    monkeypatch.setattr(socket, "create_server", raise_permission_error)
 
 
 def limit_the_container(folder, monkeypatch):
@@ -176,8 +176,8 @@ def test_the_doctor_names_what_is_missing(breaks, check, says, tmp_path, monkeyp
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
     monkeypatch.setattr(doctor, "REPO", tmp_path)
-    here = type("Spec", (), {"origin": str(tmp_path / "dist_common/__init__.py")})
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: here)
+    spec = type("Spec", (), {"origin": str(tmp_path / "dist_common/__init__.py")})
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda _: spec)
     getattr(doctor, check)()  # nothing is missing yet
     shutil.rmtree(tmp_path / "runs", ignore_errors=True)
     breaks(tmp_path, monkeypatch)

@@ -11,7 +11,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lab_parts.holes import import_lesson
-from lab_parts.judging import Question, named, numbers, same
+from lab_parts.judging import (
+    Question,
+    compare_gradients,
+    judge_each_rank,
+    named,
+    numbers,
+    same,
+)
 from lab_parts.running import Setting, Task
 
 LESSONS = {
@@ -57,31 +64,32 @@ def see_sampler(answer, setting):
 
 def judge_sampler(seen, setting):
     lesson = import_lesson("labs/1-same-model/sampler.py").ShardedSampler
+    judged = set()
     for rank in range(setting.world_size):
         for position, sampler in samplers(lesson, setting, rank):
             parts = [ranks[position] for ranks in seen]
-            if parts[rank] == list(sampler):
-                continue
-            where = f"position {position}, rank {rank}: "
-            return where + explain_part(parts, rank, sampler)
-    return None
+            if parts[rank] != list(sampler) and position not in judged:
+                judged.add(position)  # one mistake looks different on other ranks
+                fault = explain_part(parts, rank, sampler)
+                yield f"position {position}, rank {rank}: {fault}"
 
 
 def explain_part(parts, rank, sampler):
     """Say what is wrong with the samples of a rank. parts: those of all ranks."""
-    got, right, n = parts[rank], list(sampler), sampler.world_size
+    got, expected, n = parts[rank], list(sampler), sampler.world_size
     order, position = sampler.global_order().tolist(), sampler.position
     rest = order[position:]
     dealt = list(chain(*parts))
     lengths = [len(part) for part in parts]
     most, least = lengths.index(max(lengths)), lengths.index(min(lengths))
     later = [order[rank::n][start:] for start in (position, position // n)]
+    file = list(range(len(order)))[position:]
     twice = [index for index in dealt if dealt.count(index) > 1]
     if len(got) > sampler.num_samples:
         return "the samples do not end"
-    if got and all(part == got for part in parts):
+    if expected and all(part == got for part in parts):
         return f"all ranks take the same samples: each takes every {n}th"
-    if position and got and any(got == part[: len(got)] for part in later):
+    if got[: len(expected)] != expected and any(got == p[: len(got)] for p in later):
         return "`position` counts the samples of all ranks, not of this rank"
     if lengths[most] != lengths[least]:
         return (
@@ -91,18 +99,18 @@ def explain_part(parts, rank, sampler):
         )
     if twice:
         return f"sample {twice[0]} is dealt twice: leave the rest out"
+    if expected and got == file[rank::n][: len(expected)]:
+        return "it deals the samples in the order of the file: deal global_order()"
     if set(dealt) & set(order[:position]):
         return "samples before `position` come again: start at `position`"
-    if got == list(range(len(order)))[rank::n][: len(right)]:
-        return "it deals the samples in the order of the file: deal global_order()"
-    if got == rest[rank * len(right) : (rank + 1) * len(right)]:
+    if got == rest[rank * len(expected) : (rank + 1) * len(expected)]:
         return (
             f"a block of the order, not every {n}th index: with another number of "
             "ranks, a global batch would have other samples"
         )
-    if got[:4] == right[:4]:
-        return f"{len(got)} samples came, {len(right)} were expected"
-    return f"{got[:4]}, ... came, {right[:4]}, ... was expected"
+    if got[:4] == expected[:4]:
+        return f"{len(got)} samples came, {len(expected)} were expected"
+    return f"{got[:4]}, ... came, {expected[:4]}, ... was expected"
 
 
 # epoch: one order for all ranks, another one in each epoch
@@ -127,40 +135,40 @@ def see_epoch(answer, setting):
 
 
 def judge_epoch(seen, setting):
-    for rank, own in enumerate(seen):
-        where, orders = f"rank {rank}: ", own["orders"]
+    for rank, got in enumerate(seen):
+        where, orders = f"rank {rank}: ", got["orders"]
         first = orders["0 0"]
         if any(
             sorted(order) != list(range(samples(setting))) for order in orders.values()
         ):
-            return f"{where}the order has not each of {samples(setting)} samples once"
+            yield f"{where}the order has not each of {samples(setting)} samples once"
         steps = {after - before for before, after in pairwise(first)}
         if len(steps) < 4:  # also of the order rotated or reversed
-            return f"{where}the order is that of the file: shuffle it"
-        if orders["7 1"] != own["again"]:
-            return (
+            yield f"{where}the order is that of the file: shuffle it"
+            continue  # the same order in each epoch is a consequence
+        repeated = orders["7 1"] == got["again"]
+        if not repeated:
+            yield (
                 f"{where}asked twice in an epoch, the order differs: make the "
                 "generator anew"
             )
         if first == orders["0 1"]:
-            return (
+            yield (
                 f"{where}epochs 0 and 1 have the same order: the epoch is not in the "
                 "seed"
             )
         if first == orders["7 0"]:
-            return f"{where}another --seed gives the same order"
-        if orders != seen[0]["orders"]:
-            return (
+            yield f"{where}another --seed gives the same order"
+        if repeated and orders != seen[0]["orders"]:
+            yield (
                 f"{where}another order than rank 0's: ranks that shuffle by numbers "
-                "of their own "
-                "take some samples twice and others never"
+                "of their own take some samples twice and others never"
             )
-        if not own["untouched"]:
-            return (
+        if repeated and not got["untouched"]:
+            yield (
                 f"{where}torch's or Python's own random numbers were drawn from: use "
                 "a Generator"
             )
-    return None
 
 
 # mean: after backward, each gradient is the mean over ranks
@@ -222,53 +230,52 @@ def see_mean(answer, setting):
     }
 
 
-def judge_mean(seen, setting):
-    n, own_gradients = setting.world_size, []
+@judge_each_rank
+def judge_mean(got, rank, setting):
+    expected, mistakes = mean_gradients(setting)
+    if got["moved"]:
+        yield "the weights have changed: it is gradients that are averaged"
+    if got["early"]:
+        yield (
+            f"{got['early']} all-reduces are not waited for: the sum is in the tensor "
+            "only after `.wait()` on the handle"
+        )
+    if not (got["moved"] or got["early"]):
+        missing = "this rank did not use it: give it zeros"
+        yield from compare_gradients(got["got"], expected, mistakes, missing)
+
+
+def mean_gradients(setting: Setting) -> tuple[dict, dict]:
+    """Return the mean gradient by name, and the results of mistakes by their words."""
+    n, each = setting.world_size, []
     for rank in range(n):
         model = net(setting)
         backward(model, setting, rank)
-        own_gradients.append(
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        each.append(
             {
                 name: torch.zeros_like(p) if p.grad is None else p.grad
-                for name, p in model.named_parameters()
-                if p.requires_grad
+                for name, p in trained.items()
             }
         )
-    total = {name: sum(own[name] for own in own_gradients) for name in own_gradients[0]}
-    right = numbers({name: value / n for name, value in total.items()})
+    total = {name: sum(one[name] for one in each) for name in each[0]}
+
+    def divided(gradients, by):
+        return numbers({name: value / by for name, value in gradients.items()})
+
     mistakes = {
-        f"gradients are {n} times too large: the sum over ranks, not the mean": numbers(
-            total
+        f"gradients are {n} times too large: the sum over ranks, not the mean": divided(
+            total, 1
         ),
-        f"gradients are {n} times too small: divided by the ranks twice": numbers(
-            {name: value / n**2 for name, value in total.items()}
+        f"gradients are {n} times too small: divided by the ranks twice": divided(
+            total, n**2
         ),
     }
-    for rank, own in enumerate(own_gradients):
-        mistakes[f"rank {rank}'s own gradients: no averaging"] = numbers(own)
-        mistakes[
-            f"rank {rank}'s own gradients, divided by {n}: nothing was added up"
-        ] = numbers({name: value / n for name, value in own.items()})
-    for rank, own in enumerate(seen):
-        if own["moved"]:
-            return (
-                f"rank {rank}: the weights have changed: it is gradients that are "
-                "averaged"
-            )
-        if own["early"]:
-            return (
-                f"rank {rank}: {own['early']} all-reduces are not waited for: the sum "
-                "is in the "
-                "tensor only after `.wait()` on the handle"
-            )
-        if None in own["got"].values():
-            return (
-                f"rank {rank}: a parameter that this rank did not use has no "
-                "gradient: zeros"
-            )
-        if not same(own["got"], right):
-            return f"rank {rank}: {named(own['got'], right, mistakes)}"
-    return None
+    for rank, one in enumerate(each):
+        words = f"rank {rank}'s own gradients"
+        mistakes[f"{words}: no averaging"] = divided(one, 1)
+        mistakes[f"{words}, divided by {n}: nothing was added up"] = divided(one, n)
+    return divided(total, n), mistakes
 
 
 # test: each test sample counts once, on whatever rank
@@ -276,11 +283,13 @@ def judge_mean(seen, setting):
 
 def test_set(setting: Setting) -> TensorDataset:
     generator = setting.generator()
-    size = (
-        1000 * setting.world_size + 1
-    )  # a thousand at a time, rank 0 has one piece more
+    # A thousand at a time: rank 0 has one chunk more than the other ranks.
+    size = 2000 * setting.world_size + 1
     images = torch.randn(size, 6, generator=generator)
-    return TensorDataset(images, torch.randint(3, (len(images),), generator=generator))
+    labels = torch.randint(3, (size,), generator=generator)
+    # The model gets the first sample right, so that repeating it counts.
+    labels[:1] = classifier(setting)(images[:1]).argmax(dim=1)
+    return TensorDataset(images, labels)
 
 
 def classifier(setting: Setting) -> nn.Module:
@@ -305,15 +314,15 @@ def see_test(answer, setting):
 
 
 def judge_test(seen, setting):
-    n, right = setting.world_size, hits(setting)
-    size, longest = len(right), -(-len(right) // n)
-    accuracy = right.double().mean().item()
+    n, correct = setting.world_size, hits(setting)
+    size, longest = len(correct), -(-len(correct) // n)
+    accuracy = correct.double().mean().item()
     padded = torch.arange(n * longest) % size  # as DistributedSampler repeats samples
-    whole = right[: size // n * n]
+    whole = correct[: size // n * n]
     mistakes = {
-        "some samples are repeated, to make parts equally long": right[padded].sum()
+        "some samples are repeated, to make parts equally long": correct[padded].sum()
         / (n * longest),
-        "repeated samples are counted, and divided by the size of the set": right[
+        "repeated samples are counted, and divided by the size of the set": correct[
             padded
         ].sum()
         / size,
@@ -321,11 +330,11 @@ def judge_test(seen, setting):
         "in percent: the accuracy is a number from 0 to 1": 100 * accuracy,
         "the wrong answers are counted": 1 - accuracy,
         "only the last chunk counts: add up over chunks": sum(
-            right[rank::n].split(1000)[-1].sum() for rank in range(n)
+            correct[rank::n].split(1000)[-1].sum() for rank in range(n)
         )
         / size,
         "only the first chunk counts: add up over chunks": sum(
-            right[rank::n][:1000].sum() for rank in range(n)
+            correct[rank::n][:1000].sum() for rank in range(n)
         )
         / size,
         "the number of right answers: divide by the size of the set": accuracy * size,
@@ -334,37 +343,35 @@ def judge_test(seen, setting):
         "the tail is left out, and is not in the divisor either": whole.double().mean(),
     }
     for rank in range(n):
-        part = right[rank::n]
+        part = correct[rank::n]
         mistakes[f"only rank {rank}'s samples are counted: add up over ranks"] = (
             part.sum() / size
         )
         mistakes[f"rank {rank}'s own accuracy: add up what is right, then divide"] = (
             part.double().mean()
         )
-    means = torch.stack([right[rank::n].double().mean() for rank in range(n)]).mean()
+    means = torch.stack([correct[rank::n].double().mean() for rank in range(n)]).mean()
     mistakes[
         "the mean of the ranks' accuracies: parts differ in length: add up, then divide"
     ] = means
     mistakes = {words: float(wrong) for words, wrong in mistakes.items()}
+    exact = True
     for rank, (got, once, _) in enumerate(seen):
         if not abs(got - accuracy) < 1e-6:
-            said = named(
-                got,
-                accuracy,
-                {w: m for w, m in mistakes.items() if abs(got - m) < 1e-6},
-            )
-            return f"rank {rank}: {said}"
-        if once != size:
-            text = f"rank {rank}: {once} of {size} samples are counted just once"
-            if once == len(right[rank::n]):
-                text += ": these are this rank's samples: add up the counts over ranks"
-            return text
-    if (images := sum(each for _, _, each in seen)) > size:
-        return (
+            exact = False
+            close = {w: m for w, m in mistakes.items() if abs(got - m) < 1e-6}
+            yield f"rank {rank}: {named(got, accuracy, close)}"
+        text = f"rank {rank}: {once} of {size} samples are counted just once"
+        if once == len(correct[rank::n]):
+            yield f"{text}: these are this rank's samples: add up the counts over ranks"
+        elif once != size and exact:
+            exact = False
+            yield text
+    if exact and (images := sum(each for _, _, each in seen)) > size:
+        yield (
             f"the ranks' models saw {images} images, the set has {size}: each rank "
             "takes a part"
         )
-    return None
 
 
 TASKS = {
@@ -405,17 +412,17 @@ QUESTIONS = {
     "steps": Question(
         "steps",
         steps_of_an_epoch,
-        lambda right: {
+        lambda measured: {
             "of one process: three ranks take three micro-batches a step": SAMPLES
             // MICRO,
-            "rounded up: a last batch that is not full is left out": right + 1,
+            "rounded up: a last batch that is not full is left out": measured + 1,
         },
         RANKS,
     ),
     "micro": Question(
         "samples",
         same_batch,
-        lambda right: {
+        lambda measured: {
             "the global batch would grow with the ranks": 48,
             "that is the global batch: it is dealt to the ranks": 96,
             "the global batch gets smaller: divide by ranks, do not multiply": 72,

@@ -8,15 +8,30 @@ with that.
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
+from mean_gradients import (
+    batch,
+    bucket_bytes,
+    judge_pack,
+    judge_wait,
+    mean_of,
+    net,
+    see_pack,
+    see_wait,
+)
 from torch import nn
 
-from dist_common.check import CollectiveCounter
 from dist_common.model import PRESETS, Transformer
-from lab_parts.judging import Question, describe_difference, named, numbers, same
+from lab_parts.judging import (
+    Question,
+    describe_difference,
+    judge_each_rank,
+    numbers,
+    same,
+)
 from lab_parts.running import OTHER_FORM, Setting, Task
 
 LESSONS = {
@@ -35,43 +50,6 @@ LESSONS = {
 }
 
 
-class Net(nn.Module):
-    """A model with a frozen weight, a weight used twice, a buffer and a branch.
-
-    `early` is registered late but used first, so its bucket is complete last.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, width)
-        self.frozen = nn.Linear(8, width).requires_grad_(False)
-        self.shared = nn.Linear(width, width)
-        self.odd = nn.Linear(width, width)
-        self.early = nn.Linear(8, 8)
-        self.last = nn.Linear(width, 16)  # a bucket of its own
-        self.register_buffer("shift", torch.randn(width))
-
-    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
-        x = torch.tanh(self.early(x))
-        h = torch.tanh(self.first(x) + self.frozen(x) + self.shift)
-        h = torch.tanh(self.shared(self.shared(h)))
-        h = torch.tanh(self.odd(h)) if odd else h
-        return self.last(h).square().mean()
-
-
-def net(setting: Setting, rank: int = 0) -> Net:
-    """Return the model, in a width drawn from the seed, with weights of this rank's
-    own.
-    """
-    torch.manual_seed(setting.seed + rank)
-    return Net(8 + setting.draw(6)[0])
-
-
-def batch(setting: Setting, rank: int, step: int = 0) -> torch.Tensor:
-    torch.manual_seed(setting.seed + 1000 * (step + 1) + rank)
-    return torch.randn(4, 8)
-
-
 # start: every rank takes rank 0's weights and buffers
 
 
@@ -85,38 +63,35 @@ def judge_start(seen, setting):
     drawn = [
         numbers(net(setting, rank).state_dict()) for rank in range(setting.world_size)
     ]
-    if all(same(own, drawn[0]) for own in seen):
-        return None
-    if all(same(own, drawn[-1]) for own in seen):
-        return f"all ranks have rank {setting.world_size - 1}'s weights, not rank 0's"
-    mean = {
-        name: torch.tensor([own[name] for own in drawn]).mean(0).tolist()
-        for name in drawn[0]
-    }
-    total = {
-        name: torch.tensor([own[name] for own in drawn]).sum(0).tolist()
-        for name in drawn[0]
-    }
-    if all(same(own, mean) or same(own, total) for own in seen):
-        return (
+    sums = (mean_of(drawn), mean_of(drawn, setting.world_size))
+    if all(same(got, drawn[0]) for got in seen):
+        return
+    if all(same(got, drawn[-1]) for got in seen):
+        yield f"all ranks have rank {setting.world_size - 1}'s weights, not rank 0's"
+        return
+    if all(same(got, sums[0]) or same(got, sums[1]) for got in seen):
+        yield (
             "the ranks' weights were added up or averaged: send rank 0's, by a "
             "broadcast"
         )
+        return
     if not same(seen[0], drawn[0]):
-        return (
+        yield (
             "rank 0's own weights have changed: "
             f"{describe_difference(seen[0], drawn[0])}"
         )
-    rank, own = next((n, own) for n, own in enumerate(seen) if not same(own, drawn[0]))
-    left = [name for name in own if not same(own[name], drawn[0][name])]
+        return
+    rank, got = next((n, got) for n, got in enumerate(seen) if not same(got, drawn[0]))
+    left = [name for name in got if not same(got[name], drawn[0][name])]
+    if len(left) == len(got):
+        yield f"rank {rank} keeps all of its own weights: no rank got rank 0's"
+        return
     kinds = {"shift": "the buffer `shift`", "frozen.weight": "the frozen weights"}
-    if len(left) == len(own):
-        return f"rank {rank} keeps all of its own weights: no rank got rank 0's"
-    what = kinds.get(left[0], left[0])
-    return (
-        f"rank {rank} keeps its own values of {what}: all parameters and buffers are "
-        "sent"
-    )
+    for what in [kinds[name] for name in left if name in kinds] or left[:1]:
+        yield (
+            f"rank {rank} keeps its own values of {what}: all parameters and buffers "
+            "are sent"
+        )
 
 
 # buckets: from the last layer on, each closed once it has bucket_bytes
@@ -154,183 +129,82 @@ def see_buckets(answer, setting):
     }
 
 
-def bucket_bytes(setting: Setting) -> int:
-    return 300 + 10 * setting.draw(6, 20)[1]
-
-
 def buckets_by(names, nbytes, size, closes=lambda bucket, more, size: bucket >= size):
-    found, filled = [], 0
+    buckets, filled = [], 0
     for name in names:
-        if not found or closes(filled, nbytes[name], size):
-            found.append([])
+        if not buckets or closes(filled, nbytes[name], size):
+            buckets.append([])
             filled = 0
-        found[-1].append(name)
+        buckets[-1].append(name)
         filled += nbytes[name]
-    return found
+    return buckets
 
 
-def judge_buckets(seen, setting):
+@judge_each_rank
+def judge_buckets(got, rank, setting):
     weights = dict(mixed_net(setting).named_parameters())
-    trained = [name for name, weight in weights.items() if weight.requires_grad]
-    for rank, kinds in enumerate(seen):
-        for kind, size in bucket_sizes(setting).items():
-            if wrong := explain_buckets(kinds[kind], trained[::-1], weights, size):
-                return f"rank {rank}: {wrong}"
-    return None
+    last_first = [name for name, p in weights.items() if p.requires_grad][::-1]
+    flat = {kind: list(itertools.chain(*buckets)) for kind, buckets in got.items()}
+    sizes = bucket_sizes(setting)
+    if wrong := [flat[kind] for kind in sizes if flat[kind] != last_first]:
+        yield from explain_order(wrong[0], last_first)
+    if fault := explain_closing(got, flat, weights, sizes):
+        yield fault
 
 
-def explain_buckets(got, last_first, weights, size):
-    """Say what is wrong with the buckets of `size` bytes; None if they are right."""
+def explain_order(flat: list[str], last_first: list[str]) -> Iterator[str]:
+    """Yield what is wrong with the parameters in the buckets, and with their order."""
+    if missing := [name for name in last_first if name not in flat]:
+        yield f"{missing[0]} is in no bucket: its gradient would never be averaged"
+    if twice := [name for name in flat if flat.count(name) > 1]:
+        yield f"{twice[0]} is in the buckets twice: two modules share it, send it once"
+    if frozen := [name for name in flat if name not in last_first]:
+        yield f"{frozen[0]} gets no gradient: put trainable parameters in buckets only"
+    known = [name for name in flat if name in last_first]
+    places = [last_first.index(name) for name in dict.fromkeys(known)]
+    if len(places) > 1 and places == sorted(places, reverse=True):
+        yield "the first bucket has the first layer: backward completes the last first"
+    elif places != sorted(places) and not twice:
+        yield f"parameters are in the order {flat}, expected {last_first}"
+
+
+def explain_closing(got, flat, weights, sizes) -> str | None:
+    """Say why buckets of these parameters in this order are not closed at `sizes`."""
     nbytes = {name: weight.nbytes for name, weight in weights.items()}
     counts = {name: weight.numel() for name, weight in weights.items()}
-    flat = list(itertools.chain(*got))
-    if got == buckets_by(last_first, nbytes, size):
-        return None
-    if missing := [name for name in last_first if name not in flat]:
-        return f"{missing[0]} is in no bucket: its gradient would never be averaged"
-    if twice := [name for name in flat if flat.count(name) > 1]:
-        return f"{twice[0]} is in the buckets twice: two modules share it, send it once"
-    if frozen := [name for name in flat if name not in last_first]:
-        return f"{frozen[0]} gets no gradient: put trainable parameters in buckets only"
-    if flat == last_first[::-1]:
-        return "the first bucket has the first layer: backward completes the last first"
-    if all(len(bucket) == 1 for bucket in got):
-        return "each parameter has a bucket of its own, whatever bucket_bytes is"
-    if flat != last_first:
-        return f"parameters are in the order {flat}, expected {last_first}"
-    if len(got) == 1:
-        return "one bucket holds everything: it is never closed at bucket_bytes"
-    if got == buckets_by(last_first, counts, size):
-        return f"buckets are closed at {size} numbers, not bytes: use nbytes"
-    if got == buckets_by(last_first, {n: 4 * counts[n] for n in counts}, size):
-        return "not every number has 4 bytes: use nbytes"
-    below = buckets_by(last_first, nbytes, size, lambda b, more, most: b + more > most)
-    if got == below:
-        return f"buckets are closed before {size} bytes: each has at least as many"
-    late = buckets_by(last_first, nbytes, size, lambda b, more, most: b > most)
-    if got == late:
-        return f"a bucket of exactly {size} bytes has enough: close it"
-    right = buckets_by(last_first, nbytes, size)
-    place = next(
-        n for n, pair in enumerate(zip(got, right, strict=False)) if pair[0] != pair[1]
-    )
-    return f"bucket {place} of {size} bytes is {got[place]}, expected {right[place]}"
-
-
-# pack and unpack: gradients to one vector, and their mean back
-
-
-def see_pack(answer, setting):
-    model = net(setting)
-    bucket = [p for p in model.parameters() if p.requires_grad][::-1]
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    model(batch(setting, setting.rank), odd=setting.rank == 0).backward()
-    weights = [parameter.detach().clone() for parameter in bucket]
-    with CollectiveCounter() as counter:
-        flat = answer.pack(bucket)
-    sent, whole = len(flat), sum(parameter.numel() for parameter in bucket)
-    if setting.all_agree(sent == whole):
-        dist.all_reduce(flat)
-        with counter:
-            answer.unpack(flat, bucket)
-    changed = zip(bucket, weights, strict=True)
-    return {
-        "sent": sent,
-        "got": numbers({names[id(p)]: p.grad for p in bucket}),
-        "moved": any(not torch.equal(p, weight) for p, weight in changed),
-        "calls": sum(counter.calls.values()),
-    }
-
-
-def gradients_of(setting: Setting, rank: int, step: int = 0) -> dict[str, list]:
-    """Return a rank's gradients by name, zeros for weights that it does not use."""
-    model = net(setting)
-    model(
-        batch(setting, rank, step), odd=(rank + step) % 2 == 0 if step else rank == 0
-    ).backward()
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    zeros = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in weights.items()
-    }
-    return numbers(zeros)
-
-
-def mean_of(of_ranks: list[dict[str, list]], factor: float = 1.0) -> dict[str, list]:
-    return {
-        name: (factor * torch.tensor([own[name] for own in of_ranks]).mean(0)).tolist()
-        for name in of_ranks[0]
-    }
-
-
-def of_gradients(setting: Setting, step: int = 0) -> tuple[dict, dict]:
-    """Return the mean gradient, and what mistakes give: by the words that name them."""
-    own = [gradients_of(setting, rank, step) for rank in range(setting.world_size)]
-    n = setting.world_size
-    mistakes = {
-        f"gradients are {n} times too large: summed, not divided by the ranks": mean_of(
-            own, n
+    four = {name: 4 * count for name, count in counts.items()}
+    rules = {
+        None: lambda names, size: buckets_by(names, nbytes, size),
+        "each parameter has a bucket of its own, whatever bucket_bytes is": (
+            lambda names, size: [[name] for name in names]
         ),
-        f"gradients are {n} times too small: divided by the ranks twice": mean_of(
-            own, 1 / n
+        "one bucket holds everything: it is never closed at bucket_bytes": (
+            lambda names, size: [names]
         ),
-        f"gradients are {n * n} times too large: multiplied by the ranks": mean_of(
-            own, n * n
+        "a bucket of exactly bucket_bytes has enough: close it": lambda names, size: (
+            buckets_by(names, nbytes, size, lambda b, more, most: b > most)
         ),
-    }
-    for rank in range(n):
-        mistakes[f"rank {rank}'s own gradients, not averaged"] = own[rank]
-        unsummed = (
-            f"rank {rank}'s own gradients, divided by {n}: no sum has come yet: wait "
-            "for it"
-        )
-        mistakes[unsummed] = mean_of([own[rank]], 1 / n)
-        added = f"the mean is added to rank {rank}'s own gradients: it replaces them"
-        mistakes[added] = mean_of([mean_of(own), own[rank]], 2)
-    return mean_of(own), mistakes
-
-
-def judge_pack(seen, setting):
-    right, mistakes = of_gradients(setting)
-    vector = list(itertools.chain(*[right[name] for name in [*right][::-1]]))
-    total = len(vector)
-    mistakes[
-        "each parameter gets the first numbers of the vector: cut it in pieces"
-    ] = {name: vector[: len(values)] for name, values in right.items()}
-    mistakes["the pieces are in the opposite order of the bucket's parameters"] = cut(
-        vector, right
-    )
-    mistakes["each parameter gets the last numbers of the vector: cut it in pieces"] = {
-        name: vector[-len(values) :] for name, values in right.items()
-    }
-    for rank, ends in enumerate(seen):
-        where = f"rank {rank}: "
-        if ends["calls"]:
-            return (
-                f"{where}pack or unpack calls a collective: Overlapped.start sums the "
-                "vector between the two"
+        "buckets are closed before bucket_bytes: each has at least as many": (
+            lambda names, size: buckets_by(
+                names, nbytes, size, lambda b, more, most: b + more > most
             )
-        if ends["moved"]:
-            return f"{where}the weights changed: the means belong in parameter.grad"
-        if ends["sent"] != total:
-            return (
-                f"{where}the vector has {ends['sent']} numbers, the bucket {total}: "
-                "put "
-                "zeros in place of a gradient that is missing"
-            )
-    for rank, ends in enumerate(seen):
-        if None in ends["got"].values():
-            name = next(name for name, value in ends["got"].items() if value is None)
-            return f"rank {rank}: {name} has no gradient: this rank needs the mean too"
-        if not same(ends["got"], right):
-            return f"rank {rank}: {named(ends['got'], right, mistakes)}"
-    return None
-
-
-def cut(vector: list, like: dict[str, list]) -> dict[str, list]:
-    """Cut a vector into pieces as long as the lists."""
-    pieces = torch.tensor(vector, dtype=torch.double).split([*map(len, like.values())])
-    return numbers(dict(zip(like, pieces, strict=True)))
+        ),
+        "buckets are closed at bucket_bytes numbers, not bytes: use nbytes": (
+            lambda names, size: buckets_by(names, counts, size)
+        ),
+        "not every number has 4 bytes: use nbytes": (
+            lambda names, size: buckets_by(names, four, size)
+        ),
+    }
+    for words, rule in rules.items():
+        if all(got[kind] == rule(flat[kind], size) for kind, size in sizes.items()):
+            return words
+    for kind, size in sizes.items():
+        pairs = zip(got[kind], rules[None](flat[kind], size), strict=False)
+        for number, (came, expected) in enumerate(pairs):
+            if came != expected:
+                return f"bucket {number} of {size} bytes is {came}, expected {expected}"
+    return OTHER_FORM
 
 
 # hook: a bucket's all-reduce starts during backward, in order
@@ -389,23 +263,24 @@ def expected_starts(ends: dict) -> list[int]:
 
 
 def judge_hook(seen, setting):
-    for rank, ends in enumerate(seen):
-        if not all(ends["buckets"]):
-            return OTHER_FORM
-        if wrong := explain_starts(ends, expected_starts(ends)):
-            return f"rank {rank}: {wrong}"
-    return None
+    if not all(all(got["buckets"]) for got in seen):
+        yield OTHER_FORM
+        return
+    if any(got["waits"] for got in seen):
+        yield (
+            "the hook waits for a sum, and backward stops meanwhile: wait after "
+            "backward"
+        )
+    for rank, got in enumerate(seen):
+        if fault := explain_starts(got, expected_starts(got)):
+            yield f"rank {rank}: {fault}"
+            return  # ranks that use other weights show one mistake in other words
 
 
 def explain_starts(ends: dict, expected: list[int]) -> str | None:
     """Say what is wrong with the starts of the buckets; None if they are right."""
     sizes, total = ends["sizes"], len(ends["complete"])
     started = [size for size, _ in ends["calls"]]
-    if ends["waits"]:
-        return (
-            "the hook waits for a sum, and backward stops meanwhile: wait after "
-            "backward"
-        )
     if Counter(started) - Counter(sizes):
         return (
             f"all-reduces of {started} numbers, buckets of {sizes}: one is sent twice"
@@ -435,84 +310,6 @@ def explain_starts(ends: dict, expected: list[int]) -> str | None:
             f"{len(started)} buckets start during backward, {len(expected)} are "
             "complete: after one starts, the next may be complete too"
         )
-    return None
-
-
-# wait: the rest is started, all are waited for, means are put back; and again in the
-# next step
-
-
-class Lazy:
-    """Stand in for an all-reduce: it happens in `wait`."""
-
-    def __init__(self, all_reduce) -> None:
-        self.all_reduce, self.numbers = all_reduce, 0
-
-    def __call__(self, flat: torch.Tensor) -> SimpleNamespace:
-        self.numbers += flat.numel()
-        return SimpleNamespace(wait=lambda: self.all_reduce(flat))
-
-
-def see_wait(answer, setting):
-    silent = two_steps(answer, setting, lambda flat: None)
-    total = sum(p.numel() for p in net(setting).parameters() if p.requires_grad)
-    if not setting.all_agree(all(step["sent"] == total for step in silent)):
-        return silent  # the sizes may differ, and a real all-reduce would hang
-    return two_steps(answer, setting, dist.all_reduce)
-
-
-def two_steps(answer, setting, all_reduce):
-    model, seen = net(setting), []
-    lazy = Lazy(all_reduce)
-    overlapped = answer.wrap(model, bucket_bytes(setting), lazy)
-    for step in (0, 1):
-        for parameter in model.parameters():
-            parameter.grad = None
-        before, rank = lazy.numbers, setting.rank
-        odd = (rank + step) % 2 == 0 if step else rank == 0
-        model(batch(setting, rank, step), odd=odd).backward()
-        overlapped.wait()
-        gradients = {
-            name: p.grad for name, p in model.named_parameters() if p.requires_grad
-        }
-        seen.append({"got": numbers(gradients), "sent": lazy.numbers - before})
-    return seen
-
-
-def judge_wait(seen, setting):
-    total = sum(map(len, gradients_of(setting, 0).values()))
-
-    def of_step(step):
-        return [
-            (f"step {step + 1}, rank {n}: ", own[step]) for n, own in enumerate(seen)
-        ]
-
-    for step in (0, 1):
-        for where, own in of_step(step):
-            if None in own["got"].values():
-                none = next(name for name, value in own["got"].items() if value is None)
-                return (
-                    f"{where}{none} has no gradient: this rank's loss did not use it, "
-                    "and its "
-                    "bucket was never started: the other ranks would wait for it"
-                )
-            if own["sent"] < total:
-                return (
-                    f"{where}{own['sent']} of {total} gradients were all-reduced: "
-                    "buckets with a "
-                    "parameter that is not used never complete: start them after "
-                    "backward"
-                )
-            if own["sent"] > total:
-                return (
-                    f"{where}{own['sent']} numbers all-reduced for {total} weights: "
-                    "sent twice"
-                )
-    for step in (0, 1):
-        right, mistakes = of_gradients(setting, step)
-        for where, own in of_step(step):
-            if not same(own["got"], right):
-                return where + named(own["got"], right, mistakes)
     return None
 
 
@@ -547,7 +344,7 @@ def measure(kind, answer, setting):
     return {"calls": len(sizes), "bytes": sum(sizes)}[kind]
 
 
-def mistakes_of_calls(right):
+def mistakes_of_calls(measured):
     with torch.device("meta"):
         weights = Transformer(PRESETS["tiny"]).named_parameters()
     sizes = {name: weight.nbytes for name, weight in weights}
@@ -568,12 +365,12 @@ def mistakes_of_calls(right):
     }
 
 
-def mistakes_of_bytes(right):
+def mistakes_of_bytes(measured):
     return {
-        "weights, not bytes: a float32 has 4": right / 4,
+        "weights, not bytes: a float32 has 4": measured / 4,
         "twice: that is what a ring of many ranks sends; one gradient is handed over": 2
-        * right,
-        "half: gradients are float32 here, not bfloat16": right / 2,
+        * measured,
+        "half: gradients are float32 here, not bfloat16": measured / 2,
     }
 
 

@@ -6,11 +6,12 @@ so that a sum tells how often each is in it.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from lab_parts.judging import Question
+from lab_parts.judging import Question, judge_each_rank
 from lab_parts.running import OTHER_FORM, Setting, Task
 
 LESSONS = {
@@ -103,128 +104,123 @@ def see_one(loop, answer, setting, length):
     }
 
 
-def judge_each(judge, seen, setting):
-    """Return the first mistake: with parts of equal length, then with others."""
-    if any(len(own) != len(lengths(setting)) for own in seen):
-        return OTHER_FORM
-    return next(
-        filter(None, (judge(one, setting) for one in zip(*seen, strict=True))), None
-    )
+def judge_each_length(judge, seen, setting):
+    """Yield the mistakes with parts of equal length, or else with others."""
+    if any(len(ends) != len(lengths(setting)) for ends in seen):
+        yield OTHER_FORM
+        return
+    for ends in zip(*seen, strict=True):
+        faults = list(judge(ends, setting))
+        yield from faults
+        if faults:
+            return
 
 
-def judge_moves(own: dict, setting: Setting, place: str) -> str | None:
-    """Say what is wrong with the messages of a rank."""
-    ranks, longest = setting.world_size, -(-own["length"] // setting.world_size)
-    if not own["sent"]:
-        return f"{place} sends nothing"
-    most = max(numbers for _, numbers in own["sent"])
+def explain_moves(got: dict, rank: int, setting: Setting) -> Iterator[str]:
+    """Yield what is wrong with the messages of a rank."""
+    ranks, longest = setting.world_size, -(-got["length"] // setting.world_size)
+    if not got["sent"]:
+        yield "sends nothing"
+        return
+    most = max(numbers for _, numbers in got["sent"])
     if most > longest:
-        return (
-            f"{place} sends {most} numbers in a step: all of x has {own['length']}; a "
-            "step "
+        yield (
+            f"sends {most} numbers in a step: all of x has {got['length']}; a step "
             f"sends one part, {longest} at most"
         )
-    if own["misfits"]:
-        numbers, source, room = own["misfits"][0]
-        arrive = (
-            f"{place}: {numbers} numbers arrive from rank {source} in a place for "
-            f"{room}"
+    elif got["misfits"]:
+        numbers, source, room = got["misfits"][0]
+        yield (
+            f"receives {numbers} numbers from rank {source} in a place for {room}: "
+            "parts differ in length: receive into one as long as the part that comes"
         )
-        return (
-            f"{arrive}: parts differ in length: receive into one as long as the part "
-            "that comes"
-        )
-    following = (int(place.split()[1]) + 1) % ranks
-    if strays := [to for to, _ in own["sent"] if to != following]:
-        return (
-            f"{place} sends to rank {strays[0]}: in a ring it sends to the next one, "
+    following = (rank + 1) % ranks
+    if strays := [to for to, _ in got["sent"] if to != following]:
+        yield (
+            f"sends to rank {strays[0]}: in a ring it sends to the next one, "
             f"{following}"
         )
-    if len(own["sent"]) > ranks - 1:
-        rounds = f"{place} sends {len(own['sent'])} times, {ranks - 1} are enough"
-        return f"{rounds}: what left comes back after {ranks} rounds"
-    if len(own["sent"]) < ranks - 1:
-        return f"{place} sends {len(own['sent'])} times, {ranks - 1} are needed"
-    return None
+    if len(got["sent"]) > ranks - 1:
+        yield (
+            f"sends {len(got['sent'])} times, {ranks - 1} are enough: what left comes "
+            f"back after {ranks} rounds"
+        )
+    if len(got["sent"]) < ranks - 1:
+        yield f"sends {len(got['sent'])} times, {ranks - 1} are needed"
 
 
-def judge_parts(own: dict, ranks: int, place: str) -> str | None:
+def explain_parts(got: dict, rank: int, ranks: int) -> str | None:
     """Say which part has numbers of another one in it."""
-    for part, counts in enumerate(own["parts"]):
+    for part, counts in enumerate(got["parts"]):
         for row in counts or ():
             if other := [c for c in range(ranks) if row[c] and c != part]:
-                to, before = own["sent"][0][0], (int(place.split()[1]) - 1) % ranks
+                to, before = got["sent"][0][0], (rank - 1) % ranks
                 turned = to == before and ranks > 2
                 back = f"; it sends to rank {to}, the one before it" if turned else ""
                 return (
-                    f"{place}: part {part} has numbers of part {other[0]} in it: what "
-                    "is sent and "
-                    "what it is added to, on the next rank, are not the same "
+                    f"part {part} has numbers of part {other[0]} in it: what is sent "
+                    "and what it is added to, on the next rank, are not the same "
                     f"part{back}"
                 )
     return None
 
 
-def judge_sum(counts: list[list[int]] | None, part: int, place: str) -> str | None:
+def explain_sum(counts: list[list[int]] | None, part: int) -> str | None:
     """Say what is wrong with a part that has to be the sum over all ranks."""
     if not counts:
-        return (
-            f"{place}: part {part} was overwritten in places: a view of another length"
-        )
+        return f"part {part} was overwritten in places: a view of another length"
     times = [row[part] for row in counts]
     if twice := [rank for rank, n in enumerate(times) if n > 1]:
-        return (
-            f"{place}: rank {twice[0]}'s part {part} is in the sum {times[twice[0]]} "
-            "times"
-        )
+        return f"rank {twice[0]}'s part {part} is in the sum {times[twice[0]]} times"
     if missing := [rank for rank, n in enumerate(times) if n == 0]:
-        return f"{place}: part {part} lacks what rank {missing[0]} has"
+        return f"part {part} lacks what rank {missing[0]} has"
     return None
 
 
-def whole_parts(own: dict, ranks: int) -> list[int]:
-    return [
-        part for part in range(ranks) if not judge_sum(own["parts"][part], part, "")
-    ]
+def explain_rounds(got: dict, rank: int, setting: Setting) -> Iterator[str]:
+    """Yield what is wrong with the parts and the messages of a reduce-scatter."""
+    ranks, part = setting.world_size, (rank + 1) % setting.world_size
+    whole = [n for n in range(ranks) if not explain_sum(got["parts"][n], n)]
+    if got["sent"] and (mixed := explain_parts(got, rank, ranks)):
+        yield mixed
+    elif whole and part not in whole:
+        yield (
+            f"ends with part {whole[0]} whole, not part {part}, rank + 1: the loop "
+            "begins with another part, or sends in the other direction"
+        )
+    else:
+        yield from explain_moves(got, rank, setting)
+
+
+def explain_reduced(got: dict, rank: int, setting: Setting) -> Iterator[str]:
+    part = (rank + 1) % setting.world_size
+    if wrong := explain_sum(got["parts"][part], part):
+        yield wrong
+
+
+def explain_gathered(got: dict, rank: int, setting: Setting) -> Iterator[str]:
+    if mixed := explain_parts(got, rank, setting.world_size):
+        yield mixed
+        return
+    for part in range(setting.world_size):
+        if wrong := explain_sum(got["parts"][part], part):
+            yield wrong
 
 
 def judge_reduce_scatter(seen, setting):
-    ranks = setting.world_size
-    for rank, own in enumerate(seen):
-        place, part = f"rank {rank}", (rank + 1) % ranks
-        if own["sent"] and (mixed := judge_parts(own, ranks, place)):
-            return mixed
-        wrong = judge_sum(own["parts"][part], part, place)
-        found = whole_parts(own, ranks)
-        if wrong and found:
-            return (
-                f"{place} ends with part {found[0]} whole, not part {part}, rank + 1: "
-                "the loop "
-                "begins with another part, or sends in the other direction"
-            )
-        if moves := judge_moves(own, setting, place):
-            return moves
-        if wrong:
-            return wrong
-    return None
+    faults = list(judge_each_rank(explain_rounds)(seen, setting))
+    yield from faults or judge_each_rank(explain_reduced)(seen, setting)
 
 
 def judge_all_gather(seen, setting):
-    ranks = setting.world_size
-    for rank, own in enumerate(seen):
-        if moves := judge_moves(own, setting, f"rank {rank}"):
-            return moves
-    for rank, own in enumerate(seen):
-        if mixed := judge_parts(own, ranks, f"rank {rank}"):
-            return mixed
-        for part in range(ranks):
-            if wrong := judge_sum(own["parts"][part], part, f"rank {rank}"):
-                return wrong
-    return None
+    faults = list(judge_each_rank(explain_moves)(seen, setting))
+    yield from faults or judge_each_rank(explain_gathered)(seen, setting)
 
 
 def task(loop, judge):
-    return Task(functools.partial(see, loop), functools.partial(judge_each, judge))
+    return Task(
+        functools.partial(see, loop), functools.partial(judge_each_length, judge)
+    )
 
 
 TASKS = {
@@ -246,7 +242,7 @@ def measure(kind, answer, setting):
     return {"steps": len(move.sent), "sent": sum(size for _, size in move.sent)}[kind]
 
 
-def mistakes_of_steps(right):
+def mistakes_of_steps(measured):
     return {
         "that is one of the two loops": RANKS - 1,
         "a loop has N - 1 rounds, not N: a rank need not send to itself": 2 * RANKS,
@@ -254,7 +250,7 @@ def mistakes_of_steps(right):
     }
 
 
-def mistakes_of_sent(right):
+def mistakes_of_sent(measured):
     return {
         "that is one of the two loops": NUMBERS * (RANKS - 1) / RANKS,
         "a loop has N - 1 rounds, not N": 2 * NUMBERS,

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 import torch._dynamo  # an optimizer imports it: once here, not for seconds in each rank
+from clipping import NORM, judge_clip, loss_of, make_adam, model_of, see_clip, zero_of
 from torch import nn
 
 from dist_common.check import CollectiveCounter
-from dist_common.runtime import gather
-from lab_parts.judging import Question, named, numbers, same
-from lab_parts.running import OTHER_FORM, Setting, Task
+from lab_parts.judging import Question, judge_each_rank, named, numbers, same
+from lab_parts.running import Setting, Task
 from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
 
 LESSONS = {
@@ -27,8 +27,6 @@ LESSONS = {
         "Zero",
     ),
 }
-NORM = 0.05  # to clip to: smaller than the norm of any gradient here
-LARGER = 10  # makes the norm of the gradient in `clip` more than 1
 MIB = 2**20
 
 
@@ -63,19 +61,17 @@ def see_reduce(answer, setting):
     }
 
 
-def judge_bucket(seen, setting):
+@judge_each_rank
+def judge_bucket(got, rank, setting):
     n = setting.world_size
-    if wrong := judge_reduce([own["ends"] for own in seen], setting, "bucket.gradient"):
-        return wrong
-    for rank, ends in enumerate(seen):
-        if ends["all-reduces"]:
-            return f"rank {rank}: an all-reduce sends twice as much as a reduce-scatter"
-        if ends["low"] < 4 * ends["numbers"] * (n - 1) / n:
-            return (
-                f"rank {rank}: bfloat16 gradients are sent as bfloat16: send them in "
-                "self.reduce_dtype"
-            )
-    return None
+    yield from judge_reduce(got["ends"], rank, setting, "bucket.gradient")
+    keeps_all = len(got["ends"][0]["part"] or []) == got["numbers"]
+    if got["all-reduces"] and not keeps_all:
+        yield "an all-reduce sends twice as much as a reduce-scatter"
+    if not got["all-reduces"] and got["low"] < 4 * got["numbers"] * (n - 1) / n:
+        yield (
+            "bfloat16 gradients are sent as bfloat16: send them in self.reduce_dtype"
+        )
 
 
 # gather: the parts that the ranks have updated, to all of them
@@ -100,62 +96,32 @@ def enumerate_names(values):
     return [(f"parameter {n}", value) for n, value in enumerate(values)]
 
 
-def judge_gather(seen, setting):
+@judge_each_rank
+def judge_gather(got, rank, setting):
     ranks, start = setting.world_size, tensors(setting, 0)
     whole = padded(start, ranks)
-    parts = [part + 1 + rank for rank, part in enumerate(whole.chunk(ranks))]
+    parts = [part + 1 + r for r, part in enumerate(whole.chunk(ranks))]
 
     def cut(vector):
         sizes = [tensor.numel() for tensor in start]
         return numbers(dict(enumerate_names(vector[: sum(sizes)].split(sizes))))
 
-    right, mistakes = cut(torch.cat(parts)), {}
-    for rank in range(ranks):
-        own = [p if r == rank else p - 1 - r for r, p in enumerate(parts)]
-        only = (
-            f"only rank {rank}'s part is new: no gather into bucket.flat, which the "
+    mistakes = {}
+    for r in range(ranks):
+        only = [part if n == r else part - 1 - n for n, part in enumerate(parts)]
+        mistakes[
+            f"only rank {r}'s part is new: no gather into bucket.flat, which the "
             "parameters view"
-        )
-        mistakes[only] = cut(torch.cat(own))
-        mistakes[f"rank {rank}'s part stands everywhere"] = cut(
-            parts[rank].repeat(ranks)
-        )
+        ] = cut(torch.cat(only))
+        mistakes[f"rank {r}'s part stands everywhere"] = cut(parts[r].repeat(ranks))
     mistakes["the parts stand in another order"] = cut(torch.cat(parts[::-1]))
     mistakes["nothing is new: the parameters are as before the step"] = cut(whole)
-    for rank, own in enumerate(seen):
-        if not same(own["got"], right):
-            return f"rank {rank}: {named(own['got'], right, mistakes)}"
-    return None
+    expected = cut(torch.cat(parts))
+    if not same(got["got"], expected):
+        yield named(got["got"], expected, mistakes)
 
 
-# optimizer, clip, step: a small model in both stages
-
-
-def model_of(setting: Setting) -> nn.Module:
-    torch.manual_seed(setting.seed)
-    width = 6 + setting.draw(5)[0]
-    return nn.Sequential(
-        nn.Linear(4, width),
-        nn.Tanh(),
-        nn.Linear(width, width),
-        nn.Tanh(),
-        nn.Linear(width, 2),
-    )
-
-
-def loss_of(model: nn.Module, setting: Setting, rank: int, step: int) -> torch.Tensor:
-    torch.manual_seed(setting.seed + 100 * (step + 1) + rank)
-    return model(torch.randn(5, 4).to(model[0].weight.dtype)).square().mean()
-
-
-def make_adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
-def zero_of(answer, setting, stage, make=make_adam, dtype=torch.float32):
-    model = model_of(setting)
-    options = {"dtype": dtype, "bucket_bytes": 200}
-    return model, answer.Zero(model.parameters(), make, stage, **options)
+# optimizer, step: a small model in both stages; clip is in clipping.py
 
 
 def see_optimizer(answer, setting):
@@ -176,30 +142,21 @@ def see_optimizer(answer, setting):
     }
 
 
-def judge_optimizer(seen, setting):
+@judge_each_rank
+def judge_optimizer(got, rank, setting):
     whole = sum(p.numel() for p in model_of(setting).parameters())
-    for rank, own in enumerate(seen):
-        where, enough = f"rank {rank}: ", -(-whole // setting.world_size)
-        if own["numbers"] >= whole:
-            return (
-                f"{where}the optimizer gets {own['numbers']} numbers: its state is "
-                "not sharded; "
-                f"with this rank's parts it is {enough} or a few more"
-            )
-        if not all(own["parts"]):
-            return (
-                f"{where}the optimizer gets copies: what it updates is not bucket.part"
-            )
-        if len(own["parts"]) < own["buckets"]:
-            return (
-                f"{where}{len(own['parts'])} parts of {own['buckets']} buckets: some "
-                "never move"
-            )
-        if not own["kept"]:
-            return (
-                f"{where}self.optimizer is not what one call of make_optimizer returns"
-            )
-    return None
+    enough = -(-whole // setting.world_size)
+    if got["numbers"] >= whole:
+        yield (
+            f"the optimizer gets {got['numbers']} numbers: its state is not sharded; "
+            f"with this rank's parts it is {enough} or a few more"
+        )
+    elif not all(got["parts"]):
+        yield "the optimizer gets copies: what it updates is not bucket.part"
+    if len(got["parts"]) < got["buckets"]:
+        yield f"{len(got['parts'])} parts of {got['buckets']} buckets: some never move"
+    if not got["kept"]:
+        yield "self.optimizer is not what one call of make_optimizer returns"
 
 
 def alone(setting: Setting, *clips: float | None) -> list[dict]:
@@ -217,97 +174,6 @@ def alone(setting: Setting, *clips: float | None) -> list[dict]:
         optimizer.step()
         ends.append(numbers(dict(model.named_parameters())))
     return ends
-
-
-def see_clip(answer, setting):
-    """Clip to a small norm, to one between the ranks' own norms, and to a large one."""
-    model, zero = zero_of(answer, setting, 2)
-    loss_of(model, setting, setting.rank, 0).backward()
-    first = [LARGER * bucket.gradient for bucket in zero.buckets]
-    squares = [gradient.square().sum().item() for gradient in first]
-    norms = gather(sum(squares) ** 0.5)
-    ends = []
-    for bound in (NORM, (min(norms) + max(norms)) / 2, 1e6):
-        for bucket, gradient in zip(zero.buckets, first, strict=True):
-            bucket.gradient = gradient.clone()
-            bucket.part.grad = gradient.clone()
-        norm = zero.clip(bound)
-        pairs = zip(zero.buckets, first, strict=True)
-        factors = [
-            (bucket.part.grad.norm() / gradient.norm()).item()
-            for bucket, gradient in pairs
-            if gradient.norm()
-        ]
-        norm = None if norm is None else float(norm)
-        ends.append({"bound": bound, "norm": norm, "factors": factors})
-    return {"squares": squares, "ends": ends}
-
-
-def judge_clip(seen, setting):
-    n = setting.world_size
-    model = model_of(setting)
-    sum(loss_of(model, setting, rank, 0) / n for rank in range(n)).backward()
-    right = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-    right *= LARGER
-    norms = [sum(own["squares"]) ** 0.5 for own in seen]
-    for rank, own in enumerate(seen):
-        if [bool(end["factors"]) for end in own["ends"]] != [True] * 3:
-            return OTHER_FORM
-        for end in own["ends"]:
-            if end["norm"] is None:
-                return f"rank {rank}: clip returns nothing: return the norm"
-            mistakes = {
-                "the norm of this rank's parts: add up the squares over ranks": norms[
-                    rank
-                ],
-                "the sum of the ranks' norms: add up squares, not norms": sum(norms),
-                "the square of the norm: take the root": right**2,
-                "a norm divided by the ranks": right / n,
-                "the squares are averaged over the ranks: add them up": right / n**0.5,
-                "the norm after clipping: return the one before": end["bound"],
-                "the norm of the last bucket: one norm for all buckets": sum(
-                    own["squares"][-1] for own in seen
-                )
-                ** 0.5,
-            }
-            if not same(end["norm"], right):
-                return f"rank {rank}: {named(end['norm'], right, mistakes)}"
-        if wrong := explain_factors(own["ends"], right):
-            return f"rank {rank}: {wrong}"
-    return None
-
-
-def explain_factors(ends: list[dict], norm: float) -> str | None:
-    """Say what is wrong with the factors of the gradients; None if they are right."""
-    expected = {
-        None: lambda bound: min(1, bound / norm),
-        "a smaller gradient is scaled up: scale down only": lambda bound: bound / norm,
-        "gradients are not scaled: scale part.grad, which the optimizer reads": (
-            lambda bound: 1
-        ),
-        "the factor is 1 / norm: it is max_grad_norm / norm": lambda bound: 1 / norm,
-        "the factor is norm / max_grad_norm: it is the inverse": (
-            lambda bound: norm / bound
-        ),
-        "the factor is norm / max_grad_norm, at most 1: it is the inverse": (
-            lambda bound: min(1, norm / bound)
-        ),
-        "the factor is max_grad_norm: divide it by the norm": lambda bound: bound,
-    }
-    for words, factor in expected.items():
-        factors = [abs(f / factor(e["bound"]) - 1) for e in ends for f in e["factors"]]
-        if all(distance < 1e-3 for distance in factors):
-            return words
-    for end in ends:
-        for factor in end["factors"]:
-            right = min(1, end["bound"] / norm)
-            if abs(factor / right - 1) >= 1e-3:
-                return (
-                    f"norm {norm:.3g}, max_grad_norm {end['bound']:.3g}: a gradient is "
-                    f"scaled by {factor:.3g}, expected {right:.3g}, the same on all "
-                    "ranks"
-                )
-    return None
 
 
 def see_step(answer, setting):
@@ -338,33 +204,34 @@ def see_step(answer, setting):
 
 def judge_step(seen, setting):
     start = numbers(dict(model_of(setting).named_parameters()))
-    right, unclipped = alone(setting, None, NORM), alone(setting, None, None)
-    for rank, ends in enumerate(seen):
-        steps = ends["dtypes"]
+    expected, unclipped = alone(setting, None, NORM), alone(setting, None, None)
+    for rank, got in enumerate(seen):
+        where, steps = f"rank {rank}: ", got["dtypes"]
         if len(steps) != 6:  # of two stages: two in float32, one in bfloat16
-            return f"rank {rank}: the optimizer takes {len(steps)} steps instead of 6"
-        if not all(steps):
-            return f"rank {rank}: no part.grad is set when the optimizer steps"
-    for rank, own in enumerate(seen):
+            yield f"{where}the optimizer takes {len(steps)} steps instead of 6"
+        elif not all(steps):
+            yield f"{where}no part.grad is set when the optimizer steps"
+        elif any(dtype != "torch.float32" for dtype in itertools.chain(*steps)):
+            yield f"{where}part.grad has another type than the float32 part"
+    if any(len(got["dtypes"]) != 6 or not all(got["dtypes"]) for got in seen):
+        return
+    for rank, got in enumerate(seen):
         for stage in ("1", "2"):
             firsts = [other[stage][0] for other in seen]
-            if wrong := explain_steps(*own[stage], firsts, start, right, unclipped):
-                return f"stage {stage}, rank {rank}: {wrong}"
-        if own["reduced"]:
-            return (
+            if wrong := explain_steps(*got[stage], firsts, start, expected, unclipped):
+                yield f"stage {stage}, rank {rank}: {wrong}"
+        if got["reduced"]:
+            yield (
                 f"stage 2, rank {rank}: backward has reduced all buckets: step sends "
                 "them again"
             )
-        if any(dtype != "torch.float32" for dtype in itertools.chain(*own["dtypes"])):
-            return f"rank {rank}: part.grad has another type than the float32 part"
-    return None
 
 
-def explain_steps(first, second, firsts, start, right, unclipped):
+def explain_steps(first, second, firsts, start, expected, unclipped):
     """Judge the weights after two steps. firsts: all ranks' weights after the first."""
     if same(first, start):
         return "no weight has changed after a step: gather the updated parts"
-    if not same(first, right[0]):
+    if not same(first, expected[0]):
         if any(not same(first, other) for other in firsts):
             return (
                 "the ranks have different weights after a step: each has updated its "
@@ -373,14 +240,14 @@ def explain_steps(first, second, firsts, start, right, unclipped):
         still = [name for name in first if same(first[name], start[name])]
         if still:
             return f"{still[0]} has not changed: a bucket is left out"
-        return f"after a step, {named(first, right[0], {})}"
-    if same(second, right[1]):
+        return f"after a step, {named(first, expected[0], {})}"
+    if same(second, expected[1]):
         return None
     if same(second, unclipped[1]):
         return "max_grad_norm changes nothing: clip before the optimizer's step"
     return (
-        f"the second step differs: {named(second, right[1], {})}: do the first step's "
-        "gradients stay?"
+        f"the second step differs: {named(second, expected[1], {})}: do the first "
+        "step's gradients stay?"
     )
 
 
@@ -420,19 +287,19 @@ QUESTIONS = {
     "state": Question(
         "bytes",
         partial(measure, "state"),
-        lambda right: {
+        lambda measured: {
             "that of all weights, as DDP holds it": 2 * BYTES,
-            "one moment: Adam has two": right / 2,
-            "with the weights: these are no optimizer state": right + BYTES / RANKS,
+            "one moment: Adam has two": measured / 2,
+            "with the weights: these are no optimizer state": measured + BYTES / RANKS,
         },
         RANKS,
     ),
     "stage_1": Question(
         "bytes",
         partial(measure, "stage_1"),
-        lambda right: {
+        lambda measured: {
             "gradients alone: the updated weights are gathered": BYTES,
-            "what a rank sends, (N - 1)/N of it: asked are whole vectors": right
+            "what a rank sends, (N - 1)/N of it: asked are whole vectors": measured
             * (RANKS - 1)
             / RANKS,
             "that is stage 2, which reduces in each micro-batch": (MICRO + 1) * BYTES,
@@ -442,10 +309,10 @@ QUESTIONS = {
     "stage_2": Question(
         "bytes",
         partial(measure, "stage_2"),
-        lambda right: {
+        lambda measured: {
             "that is stage 1, which reduces once a step": 2 * BYTES,
             "without the all-gather after the step": MICRO * BYTES,
-            "what a rank sends, (N - 1)/N of it: asked are whole vectors": right
+            "what a rank sends, (N - 1)/N of it: asked are whole vectors": measured
             * (RANKS - 1)
             / RANKS,
             "weights are gathered once a step, not in each micro-batch": 2

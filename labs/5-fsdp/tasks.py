@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from dist_common.check import CollectiveCounter
-from lab_parts.judging import Question, named, numbers, same
+from lab_parts.judging import Question, judge_each_rank, named, numbers, same
 from lab_parts.running import Setting, Task
 from lab_parts.shards import judge_reduce, kept, padded, set_gradients, tensors
 
@@ -72,58 +72,44 @@ def see_gather(answer, setting):
     }
 
 
-def judge_gather(seen, setting):
-    right, ranks = tensors(setting, 0), setting.world_size
-    whole = padded(right, ranks)
-    part = len(whole) // ranks
+@judge_each_rank
+def judge_gather(got, rank, setting):
+    start, ranks = tensors(setting, 0), setting.world_size
+    whole, shapes = padded(start, ranks), [list(t.shape) for t in start]
+    expected, parts = by_number(start), whole.chunk(ranks)
 
     def cut(vector):
-        pieces = vector[: sum(t.numel() for t in right)].split(
-            [t.numel() for t in right]
+        pieces = vector[: sum(t.numel() for t in start)].split(
+            [t.numel() for t in start]
         )
         return by_number(pieces)
 
     mistakes = {
-        "the parts of the ranks stand in another order": cut(
-            torch.cat(list(whole.chunk(ranks))[::-1])
-        )
+        "the parts of the ranks stand in another order": cut(torch.cat(parts[::-1]))
     }
-    for rank in range(ranks):
-        mistakes[f"rank {rank}'s part everywhere: no other rank's came"] = cut(
-            whole[rank * part : (rank + 1) * part].repeat(ranks)
+    for r in range(ranks):
+        mistakes[f"rank {r}'s part everywhere: no other rank's came"] = cut(
+            parts[r].repeat(ranks)
         )
-    for rank, own in enumerate(seen):
-        where = f"rank {rank}: "
-        shapes = [list(t.shape) for t in right]
-        if own["calls"][0] == 0:
-            return (
-                f"{where}nothing is gathered: the parts of the others are on the "
-                "other ranks"
-            )
-        if own["shapes"] != shapes:
-            n = next(n for n, shape in enumerate(own["shapes"]) if shape != shapes[n])
-            return (
-                f"{where}a parameter of shape {shapes[n]} has shape "
-                f"{own['shapes'][n]} after "
-                "gather: give each one its view of the vector back"
-            )
-        if not same(own["got"], by_number(right)):
-            return where + named(own["got"], by_number(right), mistakes)
-        if not own["stays"]:
-            return f"{where}{REPLACED}"
-        if own["shares"] != [True] * len(right):
-            return (
-                f"{where}parameters are copies of the vector: as views they take no "
-                "memory twice"
-            )
-        if own["calls"][1] > own["calls"][0]:
-            return (
-                f"{where}gathered again while it was full: forward and backward would "
-                "send twice"
-            )
-        if own["low"] > 2 * len(whole) * (ranks - 1) / ranks:  # bytes
-            return f"{where}a bfloat16 unit sends float32: cast the shard first"
-    return None
+    if got["calls"][0] == 0:
+        yield ("nothing is gathered: the parts of the others are on the other ranks")
+        return
+    if got["shapes"] != shapes:
+        n = next(n for n, shape in enumerate(got["shapes"]) if shape != shapes[n])
+        yield (
+            f"a parameter of shape {shapes[n]} has shape {got['shapes'][n]} after "
+            "gather: give each one its view of the vector back"
+        )
+    elif not same(got["got"], expected):
+        yield named(got["got"], expected, mistakes)
+    elif not got["stays"]:
+        yield REPLACED
+    elif got["shares"] != [True] * len(start):
+        yield "parameters are copies of the vector: as views they take no memory twice"
+    if got["calls"][1] > got["calls"][0]:
+        yield "gathered again while it was full: forward and backward would send twice"
+    if got["low"] > 2 * len(whole) * (ranks - 1) / ranks:  # bytes
+        yield "a bfloat16 unit sends float32: cast the shard first"
 
 
 # free: the memory is given back, the vector stays
@@ -137,7 +123,7 @@ def see_free(answer, setting):
     full, vector = held(unit), id(unit.whole)
     kept = parameters[0] * parameters[0].sum()  # autograd keeps views of the vector
     unit.free()
-    here, same_vector = held(unit), id(unit.whole) == vector
+    freed, same_vector = held(unit), id(unit.whole) == vector
     left = [parameter.numel() for parameter in parameters]
     unit.gather()
     try:
@@ -147,42 +133,36 @@ def see_free(answer, setting):
         gradient = str(error).splitlines()[0]
     return {
         "full": full,
-        "freed": here,
+        "freed": freed,
         "same": same_vector,
         "left": left,
         "gradient": gradient,
     }
 
 
-def judge_free(seen, setting):
+@judge_each_rank
+def judge_free(got, rank, setting):
     weight = tensors(setting, 0)[0].requires_grad_()
     (weight * weight.sum()).sum().backward()
-    for rank, own in enumerate(seen):
-        where = f"rank {rank}: "
-        if "none" in own:
-            return (
-                f"{where}self.whole is None after free: its views and autograd keep "
-                "the memory"
-            )
-        if not own["same"]:
-            return f"{where}{REPLACED}"
-        if own["freed"]:
-            return (
-                f"{where}{own['freed']} of {own['full']} bytes are still there after "
-                "free: a view "
-                "or a name less frees nothing, the storage has to be resized"
-            )
-        if own["left"] != [0] * len(tensors(setting, 0)):
-            return (
-                f"{where}parameters still point to the memory that was given back: a "
-                "crash, later"
-            )
-        if not same(own["gradient"], weight.grad.tolist()):
-            return (
-                f"{where}backward after gather gives {own['gradient']}, not the "
-                "weight's gradient"
-            )
-    return None
+    if "none" in got:
+        yield "self.whole is None after free: its views and autograd keep the memory"
+        return
+    if not got["same"]:
+        yield REPLACED
+        return
+    if got["freed"]:
+        yield (
+            f"{got['freed']} of {got['full']} bytes are still there after free: a view "
+            "or a name less frees nothing, the storage has to be resized"
+        )
+    if got["left"] != [0] * len(tensors(setting, 0)):
+        yield (
+            "parameters still point to the memory that was given back: a crash, later"
+        )
+    elif not got["freed"] and not same(got["gradient"], weight.grad.tolist()):
+        yield (
+            f"backward after gather gives {got['gradient']}, not the weight's gradient"
+        )
 
 
 # reduce: each rank its own part of the mean gradient, added up over micro-batches
@@ -209,16 +189,17 @@ def see_reduce(answer, setting):
     return {"unused": sum(counter.calls.values()), "ends": ends}
 
 
-def judge_all(seen, setting):
-    if any(own["unused"] for own in seen):
-        return "parameters without any gradient are reduced: frozen ones have none"
-    return judge_reduce([own["ends"] for own in seen], setting, "shard.grad")
+@judge_each_rank
+def judge_reductions(got, rank, setting):
+    if got["unused"]:
+        yield "parameters without any gradient are reduced: frozen ones have none"
+    yield from judge_reduce(got["ends"], rank, setting, "shard.grad")
 
 
 # backward and units: a model of two blocks
 
 
-class Model(nn.Module):
+class BlockModel(nn.Module):
     def __init__(self, width: int, blocks: int = 3) -> None:
         super().__init__()
         self.embedding = nn.Linear(4, width)
@@ -234,9 +215,9 @@ class Model(nn.Module):
         return self.head(h)
 
 
-def model_of(setting: Setting) -> Model:
+def model_of(setting: Setting) -> BlockModel:
     torch.manual_seed(setting.seed)
-    return Model(8 + setting.draw(5)[0])
+    return BlockModel(8 + setting.draw(5)[0])
 
 
 def loss_of(model: nn.Module, setting: Setting, rank: int) -> torch.Tensor:
@@ -272,40 +253,31 @@ def see_backward(answer, setting):
     }
 
 
-def judge_backward(seen, setting):
-    ranks = setting.world_size
-    model = model_of(setting)
-    sum(loss_of(model, setting, rank) / ranks for rank in range(ranks)).backward()
+@judge_each_rank
+def judge_backward(got, rank, setting):
+    ranks, model = setting.world_size, model_of(setting)
+    sum(loss_of(model, setting, r) / ranks for r in range(ranks)).backward()
     groups = [list(block.parameters()) for block in model.blocks]
     groups.append([*model.embedding.parameters(), *model.head.parameters()])
-    for rank, own in enumerate(seen):
-        where = f"rank {rank}: "
-        if "error" in own:
-            gathered = (
-                ""
-                if own["gathers"]
-                else ": no unit is gathered again before its backward"
-            )
-            return f"{where}backward fails{gathered} ({own['error']})"
-        right = by_number(
-            padded([p.grad for p in group], ranks).chunk(ranks)[rank]
-            for group in groups
+    if "error" in got:
+        gathered = ": no unit is gathered again before its backward"
+        if got["gathers"]:
+            gathered = ""
+        yield f"backward fails{gathered} ({got['error']})"
+        return
+    expected = by_number(
+        padded([p.grad for p in group], ranks).chunk(ranks)[rank] for group in groups
+    )
+    if None in got["parts"].values():
+        yield "a unit's shard has no gradient after backward: reduce it"
+    elif not same(got["parts"], expected):
+        yield named(got["parts"], expected, {})
+    if got["left"]:
+        yield (
+            f"{got['left']} of {got['whole']} bytes are whole after backward: free them"
         )
-        if None in own["parts"].values():
-            return f"{where}a unit's shard has no gradient after backward: reduce it"
-        if not same(own["parts"], right):
-            return where + named(own["parts"], right, {})
-        if own["left"]:
-            return (
-                f"{where}{own['left']} of {own['whole']} bytes are whole after "
-                "backward: free them"
-            )
-        if own["most"] > own["rest"] + 2 * own["largest"]:
-            return (
-                f"{where}{own['most']} bytes are whole at once in backward: only the "
-                "unit's own"
-            )
-    return None
+    elif got["most"] > got["rest"] + 2 * got["largest"]:
+        yield f"{got['most']} bytes are whole at once in backward: only the unit's own"
 
 
 def see_units(answer, setting):
@@ -317,28 +289,30 @@ def see_units(answer, setting):
 def judge_units(seen, setting):
     model = model_of(setting)
     blocks = [f"blocks.{n}" for n in range(len(model.blocks))]
-    got = seen[0]
+    got = seen[0]  # embedding and head may be units of their own
+    inner = [name for name in got if name.count(".") > 1]
+    missing = [name for name in blocks if name not in got]
     if not got or got == [""]:
-        return "one unit: every rank holds all weights whole at once: a unit per block"
-    if inner := [name for name in got if name.count(".") > 1]:
-        return f"{inner[0]} is a part of a block: small units send many small messages"
+        yield "one unit: every rank holds all weights whole at once: a unit per block"
+        return
     if "" in got:
-        return "the model itself is the rest already, which Sharded takes care of"
+        yield "the model itself is the rest already, which Sharded takes care of"
     if "blocks" in got:
-        return "nobody calls the list `blocks` itself, so its hooks would never run"
-    if missing := [name for name in blocks if name not in got]:
-        return (
+        yield "nobody calls the list `blocks` itself, so its hooks would never run"
+    if inner:
+        yield f"{inner[0]} is a part of a block: small units send many small messages"
+    elif missing:
+        yield (
             f"{missing[0]} has no unit: it stays whole from the first layer to the last"
         )
     if len(set(got)) < len(got):
-        return "a module is in the list twice"
-    return None  # embedding and head may be units of their own
+        yield "a module is in the list twice"
 
 
 TASKS = {
     "gather": Task(see_gather, judge_gather),
     "free": Task(see_free, judge_free),
-    "reduce": Task(see_reduce, judge_all),
+    "reduce": Task(see_reduce, judge_reductions),
     "units": Task(see_units, judge_units),
     "backward": Task(see_backward, judge_backward),
 }
@@ -394,25 +368,26 @@ ALL = 4 * (BLOCKS * WEIGHTS + REST)
 QUESTIONS = {
     "rest": question(
         "rest",
-        lambda right: {
+        lambda measured: {
             "the whole model, as DDP holds it": ALL,
-            "weights, not bytes: a float32 has 4": right / 4,
+            "weights, not bytes: a float32 has 4": measured / 4,
         },
     ),
     "most": question(
         "most",
-        lambda right: {
+        lambda measured: {
             "the whole model beside the shards: one block at a time is whole": ALL
             + ALL / RANKS,
-            "two blocks whole, as in fully_shard: the starter gathers none early": right
-            + 4 * WEIGHTS,
-            "without the shards, which stay": right - ALL / RANKS,
-            "without the rest, which is whole all the time": right - 4 * REST,
+            "two blocks whole, as in fully_shard: the starter gathers none early": (
+                measured + 4 * WEIGHTS
+            ),
+            "without the shards, which stay": measured - ALL / RANKS,
+            "without the rest, which is whole all the time": measured - 4 * REST,
         },
     ),
     "gathered": question(
         "gathered",
-        lambda right: {
+        lambda measured: {
             "each weight once: backward gathers blocks again, the rest stays": ALL,
             "each weight twice: the rest is gathered once": 2 * ALL,
         },

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lab_parts.holes import import_lesson
-from lab_parts.judging import Question, named, numbers, same
+from lab_parts.judging import Question, compare_gradients, named, numbers, same
 from lab_parts.running import Setting, Task
 
 SCHEDULES, RUNNING = (
@@ -56,32 +56,32 @@ def see_schedule(name, answer, setting):
 
 def judge_schedule(name, seen, setting):
     lesson, v = import_lesson(SCHEDULES), V if name == "interleaved" else 1
+    too_many = False
     for (p, m), orders in zip(pipelines(name, setting), seen[0], strict=True):
         schedule = [[lesson.Instruction(*i) for i in rank] for rank in orders]
         where = f"{p} ranks, {m} micro-batches: "
         if not all(schedule):
-            return f"{where}rank {schedule.index([])} does nothing"
-        if wrong := explained(lesson, schedule, m, p * v):
-            return where + wrong
-        right = lesson.build(name.replace("one_f_one_b", "1f1b"), p, m, v)
+            yield f"{where}rank {schedule.index([])} does nothing"
+            continue
+        if wrong := explain_order(lesson, schedule, m, p * v):
+            yield where + wrong
+            continue
+        best = lesson.build(name.replace("one_f_one_b", "1f1b"), p, m, v)
         for rank in range(p):
-            kept, enough = (lesson.peak_activations(s[rank]) for s in (schedule, right))
+            kept, enough = (lesson.peak_activations(s[rank]) for s in (schedule, best))
             if kept > enough:
-                return (
+                too_many = True
+                yield (
                     f"{where}rank {rank} keeps the activations of {kept:g} forwards, "
-                    f"{enough:g} "
-                    "are enough: a backward comes as soon as it can"
+                    f"{enough:g} are enough: a backward comes as soon as it can"
                 )
-        idle, least = (lesson.bubble(lesson.simulate(s)) for s in (schedule, right))
-        if idle > least + 1e-9:
-            return f"{where}ranks idle {idle:.1%} of the time, {least:.1%} is possible"
-    return None
+        idle, least = (lesson.bubble(lesson.simulate(s)) for s in (schedule, best))
+        if idle > least + 1e-9 and not too_many:
+            yield f"{where}ranks idle {idle:.1%} of the time, {least:.1%} is possible"
 
 
-def explained(lesson, schedule, m, stages):
-    """Say what is wrong with a schedule: strange work, then missing work, then a wait
-    for ever.
-    """
+def explain_order(lesson, schedule, m, stages) -> str | None:
+    """Say what is wrong with a schedule: strange work, missing work, or a deadlock."""
     times = Counter(i for rank in schedule for i in rank)
     for rank, orders in enumerate(schedule):
         for i in orders:
@@ -109,18 +109,15 @@ def explained(lesson, schedule, m, stages):
                 i for i in lesson.needs(blocked, stages - 1) if i not in done
             )
             holder = missing.stage % len(schedule)
-            later = (
-                "comes later in its own order"
-                if holder == rank
-                else f"is rank {holder}'s"
-            )
+            where = f"is rank {holder}'s"
+            if holder == rank:
+                where = "comes later in its own order"
             sentence = (
                 f"rank {rank} waits for ever before {blocked}: it needs {missing}, "
-                f"which {later}"
+                f"which {where}"
             )
-            waits.append(
-                (holder != rank, sentence)
-            )  # who blocks itself, blocks the others
+            # A rank that blocks itself blocks the others.
+            waits.append((holder != rank, sentence))
     return min(waits)[1] if waits else None
 
 
@@ -177,7 +174,7 @@ def judge_step(seen, setting):
     def by_name(values):
         return numbers(dict(zip(names, values, strict=True)))
 
-    right = by_name([value / m for value in total])
+    expected = by_name([value / m for value in total])
     mistakes = {
         f"gradients are {m} times too large: the loss is not divided by the number of "
         "micro-batches": by_name(total),
@@ -199,39 +196,33 @@ def judge_step(seen, setting):
         f"divided by the number of stages, {len(stages)}: it is the mean over "
         "micro-batches": by_name([value / len(stages) for value in total]),
     }
-    own = seen[0]
-    if "graph" in own:
-        return (
-            f"forward of stage {own['graph']} returns its graph too: no graph crosses "
-            "ranks: "
-            "detach()"
+    got = seen[0]
+    if "graph" in got:
+        yield (
+            f"forward of stage {got['graph']} returns its graph too: no graph crosses "
+            "ranks: detach()"
         )
-    if "none" in own:
-        return (
-            f"backward of stage {own['none']} returns no gradient, for which the "
-            "stage before "
-            "waits: do activations that arrive require one, and does backward return "
-            "it?"
+        return
+    if "none" in got:
+        yield (
+            f"backward of stage {got['none']} returns no gradient, for which the stage "
+            "before waits: do activations that arrive require one, and does backward "
+            "return it?"
         )
-    if own["kept"]:
-        return (
-            f"{own['kept']} forwards are still kept after backward: memory grows with "
+        return
+    missing = "does every stage call out.backward?"
+    yield from compare_gradients(got["got"], expected, mistakes, missing)
+    if got["kept"]:
+        yield (
+            f"{got['kept']} forwards are still kept after backward: memory grows with "
             "each step"
         )
-    if empty := [name for name in names if own["got"][name] is None]:
-        return f"{empty[0]} gets no gradient: does every stage call out.backward?"
-    if not same(own["got"], right):
-        return named(own["got"], right, mistakes)
-    if len(own["losses"]) != m:
-        return f"{len(own['losses'])} losses noted of {m} micro-batches"
-    if not same(sum(own["losses"]), sum(losses) / m):
-        mistakes = {
-            f"{m} times too large: a part is the loss divided by {m}": sum(losses)
-        }
-        return (
-            f"the sum of losses: {named(sum(own['losses']), sum(losses) / m, mistakes)}"
-        )
-    return None
+    mean, noted = sum(losses) / m, sum(got["losses"])
+    if len(got["losses"]) != m:
+        yield f"{len(got['losses'])} losses noted of {m} micro-batches"
+    elif same(got["got"], expected) and not same(noted, mean):
+        words = f"{m} times too large: a part is the loss divided by {m}"
+        yield f"the sum of losses: {named(noted, mean, {words: sum(losses)})}"
 
 
 def schedule_task(name):
@@ -267,32 +258,32 @@ QUESTIONS = {
     "bubble": Question(
         "percent",
         functools.partial(measure, "1f1b"),
-        lambda right: {
+        lambda measured: {
             "idle time over busy time: a bubble is a part of the whole time": 100
             * 3
             / 8,
             "that of one micro-batch: 3 of 4 ranks idle": 75,
             "p ranks wait for p - 1 others": 100 * 4 / 12,
-            FRACTION: right / 100,
+            FRACTION: measured / 100,
         },
         tolerance=ROUNDED,
     ),
     "kept": Question(
         "micro-batches",
         functools.partial(measure, "kept"),
-        lambda right: {"all of them: that is GPipe": MICRO, "the last rank's": 1},
+        lambda measured: {"all of them: that is GPipe": MICRO, "the last rank's": 1},
     ),
     "bubble_v2": Question(
         "percent",
         functools.partial(measure, "bubble_v2"),
-        lambda right: {
+        lambda measured: {
             "that of one stage per rank: two shorten what a rank waits for": 100
             * 3
             / 11,
             "idle time over busy time: a bubble is a part of the whole time": 100
             * 3
             / 16,
-            FRACTION: right / 100,
+            FRACTION: measured / 100,
         },
         tolerance=ROUNDED,
     ),

@@ -3,17 +3,26 @@ shows.
 """
 
 import itertools
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensor_model import (
+    BATCH,
+    HEAD_DIM,
+    conjugates,
+    tokens_of,
+    whole_model,
+)
 from torch import nn
+from vocabulary_loss import judge_loss, see_loss
 
 from dist_common.check import CollectiveCounter
-from dist_common.model import Config, Transformer, rotary_tables
-from lab_parts.judging import Question, named, numbers, same
-from lab_parts.running import Setting, Task
+from dist_common.model import rotary_tables
+from lab_parts.judging import Question, judge_each_rank, named, numbers, same
+from lab_parts.running import Setting, Task, times
 
 LESSONS = {
     "05-advanced/tensor_parallel.py": (
@@ -33,37 +42,6 @@ LESSONS = {
         "vocabulary_parallel_loss",
     ),
 }
-BATCH, HEAD_DIM = 2, 4
-
-
-def conjugates(answer) -> None:
-    """Make f and g anew, of what `conjugate` is now."""
-    answer.f = answer.conjugate(answer.identity, answer.all_reduce)
-    answer.g = answer.conjugate(answer.all_reduce, answer.identity)
-    answer.f_tokens = answer.conjugate(answer.gather_tokens, answer.scatter_tokens)
-    answer.g_tokens = answer.conjugate(answer.scatter_tokens, answer.gather_tokens)
-
-
-def whole_model(setting: Setting) -> Transformer:
-    """Return a small model whose heads, columns and words the ranks divide."""
-    n, times = setting.world_size, setting.draw(3)[0]
-    config = Config(
-        6 * n, HEAD_DIM * 2 * n, 2, 2 * n, n, 4 * n * times, max_seq_len=4 * n
-    )
-    torch.manual_seed(setting.seed)
-    model = Transformer(config)
-    for weight in (
-        model.parameters()
-    ):  # as it starts, norms are 1, and what a block adds is small
-        nn.init.normal_(weight, std=0.5)
-    return model.double()  # or sums in another order would differ
-
-
-def tokens_of(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets, the same on all ranks. Shapes: (B, T)."""
-    generator, n = setting.generator(), setting.world_size
-    drawn = torch.randint(6 * n, (BATCH, 4 * n + 1), generator=generator)
-    return drawn[:, :-1], drawn[:, 1:]
 
 
 # cut: this rank's rows or columns, next to each other
@@ -89,49 +67,42 @@ def see_cut(answer, setting):
 
 
 def judge_cut(seen, setting):
-    n = setting.world_size
-    whole = torch.arange(24.0 * n * n).view(6 * n, 4 * n)
-    for rank, own in enumerate(seen):
+    whole = torch.arange(24.0 * setting.world_size**2).view(6 * setting.world_size, -1)
+    for rank, ends in enumerate(seen):
         for dim in (0, 1):
-            got, where = own[f"dim {dim}"], f"dim {dim}, rank {rank}: "
-            right = whole.chunk(n, dim)[rank]
-            strided = whole[rank::n] if dim == 0 else whole[:, rank::n]
-            mistakes = {
-                "every n-th row or column: that splits inside heads, whose dims "
-                "belong together": (strided.flatten().tolist()),
-                "the other dimension is cut": whole.chunk(n, 1 - dim)[rank]
-                .flatten()
-                .tolist(),
-            }
-            for other in range(n):
-                mistakes[f"the part of rank {other}"] = (
-                    whole.chunk(n, dim)[other].flatten().tolist()
-                )
-            if not got["layer"]:
-                return (
-                    f"{where}return the layer: a block is made of what keep_part "
-                    "returns"
-                )
-            if got["shape"] == list(whole.shape):
-                return f"{where}the whole weight is kept: shape {got['shape']}"
-            if not same(got["values"], right.flatten().tolist()):
-                return where + named(got["values"], right.flatten().tolist(), mistakes)
-            if got["shape"] != list(right.shape):
-                return (
-                    f"{where}the part has shape {got['shape']}, expected "
-                    f"{list(right.shape)}"
-                )
-            if not got["trained"]:
-                return (
-                    f"{where}the part is not an nn.Parameter that requires a gradient: "
-                    "the optimizer would not train it"
-                )
-            if not got["alone"]:
-                return (
-                    f"{where}the part is a view: the whole weight stays in memory "
-                    "behind it"
-                )
-    return None
+            for fault in explain_cut(ends[f"dim {dim}"], whole, dim, rank, setting):
+                yield f"dim {dim}, rank {rank}: {fault}"
+
+
+def explain_cut(got, whole, dim, rank, setting) -> Iterator[str]:
+    """Yield what is wrong with a layer whose weight `whole` was divided along `dim`."""
+    n = setting.world_size
+    expected = whole.chunk(n, dim)[rank]
+    mistakes = {
+        "every n-th row or column: that splits inside heads, whose dims belong "
+        "together": whole[rank::n] if dim == 0 else whole[:, rank::n],
+        "the other dimension is cut": whole.chunk(n, 1 - dim)[rank],
+    }
+    for other in range(n):
+        mistakes[f"the part of rank {other}"] = whole.chunk(n, dim)[other]
+    if not got["layer"]:
+        yield "return the layer: a block is made of what keep_part returns"
+    if got["shape"] == list(whole.shape):
+        yield f"the whole weight is kept: shape {got['shape']}"
+        return
+    flat = expected.flatten().tolist()
+    if not same(got["values"], flat):
+        cases = {words: wrong.flatten().tolist() for words, wrong in mistakes.items()}
+        yield named(got["values"], flat, cases)
+    elif got["shape"] != list(expected.shape):
+        yield f"the part has shape {got['shape']}, expected {list(expected.shape)}"
+    if not got["trained"]:
+        yield (
+            "the part is not an nn.Parameter that requires a gradient: the optimizer "
+            "would not train it"
+        )
+    if not got["alone"]:
+        yield "the part is a view: the whole weight stays in memory behind it"
 
 
 # conjugate: one function forward, the other one backward
@@ -155,32 +126,36 @@ def see_conjugate(answer, setting):
 def judge_conjugate(seen, setting):
     n = setting.world_size
     inputs = [torch.arange(3.0) + 10 * rank for rank in range(n)]
-    total, both = sum(inputs).tolist(), float(n * (n + 1) // 2)
-    for rank, own in enumerate(seen):
-        own_x, own_gradient = inputs[rank].tolist(), [1.0 + rank] * 3
-        for name, out, gradient in (
-            ("f", own_x, [both] * 3),
-            ("g", total, own_gradient),
-        ):
-            where, got = f"rank {rank}: {name}", own[name]
-            if not same(got["out"], out):
+    total, both = sum(inputs).tolist(), [n * (n + 1) / 2] * 3
+    for rank, ends in enumerate(seen):
+        x, gradient, swapped = inputs[rank].tolist(), [1.0 + rank] * 3, False
+        for name, expected in (("f", x), ("g", total)):
+            got = ends[name]["out"]
+            if not same(got, expected) and not swapped:
+                swapped = name == "f" and same(got, total)
                 mistakes = {
-                    "forward returns x itself: return in_forward(x)": own_x,
+                    "forward returns x itself: return in_forward(x)": x,
                     "the backward function runs in forward": total,
                     "a sum of sums: it is reduced twice": [n * v for v in total],
                 }
-                return f"{where} in forward: {named(got['out'], out, mistakes)}"
-            if got["grad"] is None:
-                return f"{where} passes no gradient on"
-            mistakes = {
-                "does nothing in backward: the ranks' parts of the gradient are not "
-                "added up": own_gradient if name == "f" else [],
-                "reduces twice: each rank has the whole gradient already": [both] * 3,
-                "averaged: the ranks' parts of the gradient are summed": [both / n] * 3,
-            }
-            if not same(got["grad"], gradient):
-                return f"{where} in backward: {named(got['grad'], gradient, mistakes)}"
-    return None
+                said = named(got, expected, mistakes)
+                yield f"rank {rank}: {name} in forward: {said}"
+        for name, expected in (("f", both), ("g", gradient)):
+            got, where = ends[name]["grad"], f"rank {rank}: {name}"
+            if got is None:
+                yield f"{where} passes no gradient on"
+                break
+            if not same(got, expected) and not swapped:
+                mistakes = {
+                    "does nothing in backward: the ranks' parts of the gradient are "
+                    "not added up": gradient,
+                    "reduces twice: each rank has the whole gradient already": both,
+                    "averaged: the ranks' parts of the gradient are summed": [
+                        value / n for value in both
+                    ],
+                }
+                yield f"{where} in backward: {named(got, expected, mistakes)}"
+                break  # one line of backward serves both
 
 
 # block: f before, g after each pair of matrices
@@ -238,51 +213,45 @@ def wrong_residuals(block, x, tables, ranks: int) -> dict[str, list[float]]:
     return mistakes
 
 
-def judge_block(seen, setting):
+CALLS = {
+    "g": "adds up what the second matrix's parts give",
+    "f": "adds up their gradients, before the first matrix",
+}
+
+
+@judge_each_rank
+def judge_block(got, rank, setting):
     block, (x, tables) = whole_model(setting).blocks[0], block_input(setting)
-    right = block(x, *tables)
-    right.square().sum().backward()
-    for rank, own in enumerate(seen):
-        where, calls = f"rank {rank}: ", own["calls"]
-        if strange := [name for name in calls if name not in ("f", "g")]:
-            return (
-                f"{where}it calls {strange[0]} instead of self.{strange[0][-1]}: with "
-                "sequence parallelism they differ"
-            )
-        for name, does in (
-            ("g", "adds up what the second matrix's parts give"),
-            ("f", "adds up their gradients, before the first matrix"),
-        ):
-            if (count := calls.count(name)) != 2:
-                times = "time" if count == 1 else "times"
-                return (
-                    f"{where}{name} is called {count} {times} in a "
-                    "block, 2 are "
-                    f"needed, one for attention and one for the feed-forward: it {does}"
-                )
-        if calls != ["f", "g", "f", "g"]:
-            order = ", ".join(calls)
-            return (
-                f"{where}called in the order {order}: f before, g after each pair of "
-                "matrices"
-            )
-        if not same(own["out"], right.flatten().tolist()):
-            mistakes = wrong_residuals(block, x, tables, setting.world_size)
-            return (
-                f"{where}the output: "
-                f"{named(own['out'], right.flatten().tolist(), mistakes)}"
-            )
-        if not same(own["grad"], x.grad.flatten().tolist()):
-            return (
-                f"{where}the input's gradient is wrong: where f stands, its gradient "
-                "is summed"
-            )
-        if not same(own["norm"], block.attention_norm.weight.grad.tolist()):
-            return (
-                f"{where}the norm's gradient is not whole: f takes what the norm "
-                "returns"
-            )
-    return None
+    out = block(x, *tables)
+    out.square().sum().backward()
+    calls, expected = got["calls"], out.flatten().tolist()
+    if strange := [name for name in calls if name not in CALLS]:
+        yield (
+            f"it calls {strange[0]} instead of self.{strange[0][-1]}: with sequence "
+            "parallelism they differ"
+        )
+        return
+    wrong = [name for name in CALLS if calls.count(name) != 2]
+    for name in wrong:
+        yield (
+            f"{name} is called {times(calls.count(name))} in a block, 2 are needed, "
+            f"one for attention and one for the feed-forward: it {CALLS[name]}"
+        )
+    if not wrong and calls != ["f", "g", "f", "g"]:
+        yield (
+            f"called in the order {', '.join(calls)}: f before, g after each pair of "
+            "matrices"
+        )
+        return
+    if "g" not in wrong and not same(got["out"], expected):
+        mistakes = wrong_residuals(block, x, tables, setting.world_size)
+        yield f"the output: {named(got['out'], expected, mistakes)}"
+    elif wrong:
+        return
+    elif not same(got["grad"], x.grad.flatten().tolist()):
+        yield "the input's gradient is wrong: where f stands, its gradient is summed"
+    elif not same(got["norm"], block.attention_norm.weight.grad.tolist()):
+        yield "the norm's gradient is not whole: f takes what the norm returns"
 
 
 # norms: with sequence parallelism each rank's norms saw other tokens
@@ -303,151 +272,31 @@ def see_norms(answer, setting):
 
 
 def judge_norms(seen, setting):
-    n = setting.world_size
-    norms = [
-        name for name, w in whole_model(setting).named_parameters() if w.dim() == 1
-    ]
-    total = {
-        name: torch.tensor([own["before"][name] for own in seen]).sum(0)
-        for name in norms
-    }
-    for rank, own in enumerate(seen):
-        where = f"rank {rank}: "
-        got = {name: own["after"][name] for name in norms}
+    n, weights = setting.world_size, whole_model(setting).named_parameters()
+    norms = [name for name, weight in weights if weight.dim() == 1]
+    before = [{name: got["before"][name] for name in norms} for got in seen]
+    total = {name: torch.tensor([one[name] for one in before]).sum(0) for name in norms}
+    for rank, got in enumerate(seen):
+        where, after = f"rank {rank}: ", {name: got["after"][name] for name in norms}
         mistakes = {
-            "as they were: each rank's norms saw its own tokens alone": {
-                name: own["before"][name] for name in norms
-            },
+            "as they were: each rank's norms saw its own tokens alone": before[rank],
             f"{n} times too small: the tokens' gradients are summed, not "
             "averaged": numbers({name: value / n for name, value in total.items()}),
         }
-        right = numbers(total)
-        if not same(got, right):
-            return where + named(got, right, mistakes)
-        for name in own["before"].keys() - set(norms):
-            if not same(own["after"][name], own["before"][name]):
-                return (
-                    f"{where}the gradient of {name} has changed: f and g have it "
-                    "right already"
-                )
-        if own["calls"] > 1:
-            return (
-                f"{where}{own['calls']} all-reduces of a few numbers: join them, and "
+        if not same(after, numbers(total)):
+            yield where + named(after, numbers(total), mistakes)
+        others = got["before"].keys() - set(norms)
+        changed = [n for n in others if not same(got["after"][n], got["before"][n])]
+        if changed:
+            yield (
+                f"{where}the gradient of {min(changed)} has changed: f and g have it "
+                "right already"
+            )
+        elif got["calls"] > 1:
+            yield (
+                f"{where}{got['calls']} all-reduces of a few numbers: join them, and "
                 "make one"
             )
-    return None
-
-
-# loss: cross-entropy over words of which each rank has V / n
-
-
-def logits_of(setting: Setting) -> torch.Tensor:
-    """Return logits of which exp overflows, (B, T, V)."""
-    n = setting.world_size
-    return 120 + 8 * torch.randn(BATCH, 4 * n, 6 * n, generator=setting.generator())
-
-
-def see_loss(answer, setting):
-    conjugates(answer)
-    own = logits_of(setting).chunk(setting.world_size, dim=-1)[setting.rank].clone()
-    own.requires_grad_()
-    loss = answer.vocabulary_parallel_loss(own, tokens_of(setting)[1])
-    loss.backward()
-    return {
-        "loss": loss.item(),
-        "grad": None if own.grad is None else own.grad.flatten().tolist(),
-    }
-
-
-def judge_loss(seen, setting):
-    logits, targets = logits_of(setting).requires_grad_(), tokens_of(setting)[1]
-    right = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    right.backward()
-    n, whole = setting.world_size, logits.detach()
-    words = whole.shape[-1] // n
-    for rank, own in enumerate(seen):
-        where, part = f"rank {rank}: ", whole.chunk(n, -1)[rank]
-        row = (targets - rank * words).clamp(0, words - 1)
-        here = (targets // words) == rank
-        picked = part.gather(-1, row[..., None])[..., 0]
-        unmasked = sum(
-            p.gather(-1, (targets - r * words).clamp(0, words - 1)[..., None])[..., 0]
-            - whole.amax(-1)
-            for r, p in enumerate(whole.chunk(n, -1))
-        )
-        log_sum, largest = whole.logsumexp(-1), whole.amax(-1)
-        logs = [p.logsumexp(-1) for p in whole.chunk(n, -1)]
-        own_off = torch.cat(
-            [p - p.amax(-1, keepdim=True) for p in whole.chunk(n, -1)], -1
-        )
-        target = whole.gather(-1, targets[..., None])[..., 0]
-        mistakes = {
-            "exp of this rank's words alone is added up": (part.logsumexp(-1) - target)
-            .mean()
-            .item(),
-            "targets that another rank has count too: only those in this rank's rows": (
-                log_sum - largest - unmasked
-            )
-            .mean()
-            .item(),
-            "a sum over tokens, not their mean": right.item() * targets.numel(),
-            "each rank takes its own largest logit off: take the largest of all "
-            "ranks": (F.cross_entropy(own_off.flatten(0, 1), targets.flatten()).item()),
-            "the largest is taken off the sum's logits, and not off the target's": (
-                right - largest.mean()
-            ).item(),
-            "log of each rank's sum, then added: add up first, then log": (
-                sum(log - largest for log in logs) - target + largest
-            )
-            .mean()
-            .item(),
-            f"{n} times too large: a sum over the ranks of the same loss": n
-            * right.item(),
-            f"{n} times too small: every rank has the whole loss already": right.item()
-            / n,
-            "the sign: it is log(sum) - target": -right.item(),
-            "the log of the sum is missing": (
-                (log_sum - largest).exp() - target + largest
-            )
-            .mean()
-            .item(),
-            "the target's logit is missing": (log_sum - largest).mean().item(),
-            "the mean over this rank's targets only": (
-                ((log_sum - target) * here).sum() / here.sum().clamp(min=1)
-            ).item(),
-            "this rank's targets alone: the others' logits never came": (
-                log_sum - largest - (picked - largest) * here
-            )
-            .mean()
-            .item(),
-        }
-        if own["loss"] == float("-inf"):
-            return (
-                f"{where}the loss is -inf: all exp are 0: more than the largest logit "
-                "is taken off"
-            )
-        if not abs(own["loss"]) < 1e30:
-            return (
-                f"{where}the loss is {own['loss']}: exp overflows: take the largest "
-                "logit off first"
-            )
-        if not same(own["loss"], right.item()):
-            return where + named(own["loss"], right.item(), mistakes)
-        gradient = logits.grad.chunk(n, -1)[rank].flatten()
-        if own["grad"] is None:
-            return f"{where}the loss is right but has no gradient: detach() loses it"
-        mistakes = {
-            f"{n} times too large: f sums it again: take g": (n * gradient).tolist(),
-            f"{n} times too small": (gradient / n).tolist(),
-        }
-        if not same(own["grad"], gradient.tolist()):
-            words = named(own["grad"], gradient.tolist(), mistakes)
-            return (
-                f"{where}the loss is right, its gradient is not: {words}; detach() "
-                "loses "
-                "a gradient, f sums it, g passes it on"
-            )
-    return None
 
 
 TASKS = {
@@ -488,18 +337,18 @@ QUESTIONS = {
     "forward": Question(
         "all-reduces",
         partial(measure, "forward"),
-        lambda right: {
+        lambda measured: {
             "those of the blocks: the embedding's rows are on several ranks too": 2
             * LAYERS,
             "one for each matrix: the first of a pair needs none after it": 7 * LAYERS,
-            "those of backward too: f does nothing in forward": 2 * right,
+            "those of backward too: f does nothing in forward": 2 * measured,
         },
         RANKS,
     ),
     "both": Question(
         "all-reduces",
         partial(measure, "both"),
-        lambda right: {
+        lambda measured: {
             "those of forward: f reduces in backward": 2 * LAYERS + 1,
             "those of the blocks": 4 * LAYERS,
             "those of the blocks and the embedding: before the head stands an f": 4

@@ -86,11 +86,13 @@ def gather(case: Case, odd: int) -> dict[str, str]:
                 ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(-1))
             yield
 
-        def look(pids: list[int]) -> None:
+        def dump_stacks(pids: list[int]) -> None:
             time.sleep(STUCK_S)
             stacks.extend(map(stack_of, pids))
 
-        ended = gallery.run_job(script, RANKS, folder, readable, look, DEADLINE_S)
+        ended = gallery.run_job(
+            script, RANKS, folder, readable, dump_stacks, DEADLINE_S
+        )
         notes = [folder / f"rank-{rank}.trace" for rank in range(RANKS)]
         inputs = [folder / f"rank-{rank}.inputs" for rank in range(RANKS)]
 
@@ -117,11 +119,10 @@ def gather(case: Case, odd: int) -> dict[str, str]:
         calls = [calls_of(rank, *pair) for rank, pair in enumerate(files)]
     texts = {
         "job.txt": ends,
-        "stacks.txt": [f"rank {n}:\n{own}" for n, own in enumerate(stacks)],
+        "stacks.txt": [f"rank {n}:\n{stack}" for n, stack in enumerate(stacks)],
     }
-    return logs | {
-        n: "\n".join(own) + "\n" for n, own in (texts | {"calls.txt": calls}).items()
-    }
+    texts["calls.txt"] = calls
+    return logs | {name: "\n".join(parts) + "\n" for name, parts in texts.items()}
 
 
 def log_of(rank: Rank, folder: Path) -> str:

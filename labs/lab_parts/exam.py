@@ -24,7 +24,7 @@ from dist_common.ranks import Rank
 from lab_parts import evidence, recorder
 from lab_parts.cases import NONE, RANKS, Case, gallery, set_odd_rank
 from lab_parts.holes import Answer
-from lab_parts.judging import tomllib
+from lab_parts.judging import tomllib, without_numbers
 from lab_parts.running import abort_stuck, describe_hang, line_of, times
 
 DEADLINE_S = 15.0  # of a cure; a right one takes a second
@@ -84,31 +84,35 @@ class Exam:
         chosen: str | None,
         seed: int,
         sizes: list[int],
-    ) -> Iterator[tuple[str, str, str]]:
-        """Yield each task's name, what is wrong with it, and what the ranks printed."""
+    ) -> Iterator[tuple[str, list[str], str]]:
+        """Yield each task's name, its faults, and what the ranks printed."""
         if min(sizes) < 2:
             raise UsageError(f"--ranks {min(sizes)}: the exam's jobs need 2 or more")
         case, odd = self.draw(seed)
         if chosen in (None, "rank"):
-            yield "rank", judge_rank(case, odd, said.get("rank", "")), ""
+            yield "rank", [*judge_rank(case, odd, said.get("rank", ""))], ""
         if chosen in (None, "cause"):
-            yield "cause", judge_cause(case, said.get("cause", "")), ""
+            yield "cause", [*judge_cause(case, said.get("cause", ""))], ""
         if chosen in (None, "cure"):
             yield "cure", *self.judge_cure(answer, seed, sizes)
 
     def judge_cure(
         self, answer: Answer, seed: int, sizes: list[int]
-    ) -> tuple[str, str]:
-        """Run a cure with a rank at fault and with none, up to the first mistake."""
+    ) -> tuple[list[str], str]:
+        """Run a cure with a rank at fault and with none, up to an error or a hang.
+
+        Return its distinct faults, and what the ranks of the first of them printed.
+        """
         case, shown = self.draw(seed)
         given = ast.parse(case.script())
         if ast.unparse(answer.tree) == ast.unparse(given):
-            return "nothing is changed yet", ""
+            return ["nothing is changed yet"], ""
         if count_uses(answer.tree) > count_uses(given):
-            return (
+            return [
                 "the cure asks for ODD_RANK in one more place: in a real job nobody "
                 "knows which rank that is"
-            ), ""
+            ], ""
+        faults: dict[str, str] = {}
         printed = ""
         for ranks in sizes:
             others = [rank for rank in range(ranks) if rank != shown]
@@ -116,12 +120,17 @@ class Exam:
                 try:
                     ran = run_cure(answer.path, ranks, odd)
                 except ValueError:  # only the grader's lines write these files
-                    return "the cure overwrote a file of the grader", ""
-                printed = ran.printed
-                if wrong := judge_run(case, ran, odd):
-                    which = "no rank" if odd == NONE else f"rank {odd}"
-                    return f"on {ranks} ranks, with {which} at fault: {wrong}", printed
-        return "", printed
+                    return ["the cure overwrote a file of the grader"], ""
+                printed = printed if faults else ran.printed
+                which = "no rank" if odd == NONE else f"rank {odd}"
+                where = f"on {ranks} ranks, with {which} at fault: "
+                if end := explain_end(ran):
+                    faults[end] = f"{where}{end}; the other runs are left out"
+                    return [*faults.values()], printed
+                for fault in judge_run(case, ran, odd):
+                    kind = without_numbers(fault).split("'")[0]  # whatever it prints
+                    faults.setdefault(kind, where + fault)
+        return [*faults.values()], printed
 
 
 def count_uses(tree: ast.Module) -> int:
@@ -143,11 +152,11 @@ def run_cure(file: Path, ranks: int, odd: int) -> CureRun:
             with note_calls(notes[rank]):
                 yield
 
-        def watch(pids: list[int]) -> None:
+        def note_stuck(pids: list[int]) -> None:
             stuck.extend(abort_stuck(pids, STUCK_S, DEADLINE_S))
 
         path = file.resolve()
-        ended = gallery.run_job(path, ranks, folder, around, watch, DEADLINE_S)
+        ended = gallery.run_job(path, ranks, folder, around, note_stuck, DEADLINE_S)
         calls = [json.loads(n.read_text()) if n.exists() else [] for n in notes]
     killed = [number for number, rank in enumerate(ended) if rank.code is None]
     hanging = sorted({*stuck, *killed})
@@ -199,8 +208,8 @@ def find_error(rank: Rank) -> str:
     return "no error in its log"
 
 
-def judge_run(case: Case, ran: CureRun, odd: int) -> str:
-    """Say what is wrong with a run of a cure, or return ""."""
+def explain_end(ran: CureRun) -> str:
+    """Say why a run of a cure hung or failed, or return ""."""
     if ran.hang:
         return ran.hang
     failed = [number for number, rank in enumerate(ran.ended) if rank.code != 0]
@@ -210,47 +219,52 @@ def judge_run(case: Case, ran: CureRun, odd: int) -> str:
         rank = ran.ended[number]
         end = gallery.describe_end(rank)
         return f"rank {number}, {end}: {find_error(rank)[:120]}{rank.value}"
+    return ""
+
+
+def judge_run(case: Case, ran: CureRun, odd: int) -> Iterator[str]:
+    """Yield the faults of a run of a cure that ended."""
+    skipped = False
     for number, called in enumerate(ran.calls):
         for pattern, needed in case.calls.items():
             made = sum(bool(re.fullmatch(pattern, name)) for name in called)
             if made < needed:
                 name = pattern.split("|")[0]
-                return (
+                skipped = True
+                yield (
                     f"rank {number} calls {name} {times(made)}, {needed} needed: the "
                     "work is left out, and the fault with it"
                 )
     saved = any("save" in called for called in ran.calls)
     if case.saves and odd != NONE and not saved:
-        return "no rank writes the checkpoint: the work is left out"
-    right = case.result(len(ran.ended), odd)
+        yield "no rank writes the checkpoint: the work is left out"
+    expected = case.result(len(ran.ended), odd)
     for number, rank in enumerate(ran.ended):
         last = (rank.out.splitlines() or ["nothing"])[-1]
-        if last != right:
-            return f"rank {number} prints {last[:80]!r} last, {right!r} is right"
-    return ""
+        if last != expected and not skipped:
+            yield f"rank {number} prints {last[:80]!r} last, {expected!r} is right"
 
 
-def judge_rank(case: Case, odd: int, said: Any) -> str:
+def judge_rank(case: Case, odd: int, said: Any) -> Iterator[str]:
+    """Yield the fault of a wrong rank."""
     if said == "":
-        return "not answered"
-    if not isinstance(said, int) or isinstance(said, bool):
-        return f"answers.toml has {said!r}: write a number"
-    if not 0 <= said < RANKS:
-        return f"there is no rank {said}: the job has ranks 0 to {RANKS - 1}"
-    if said == odd:
-        return ""
-    return f"rank {said} is not at fault: {ROLES[case.failure.group]}"
+        yield "not answered"
+    elif not isinstance(said, int) or isinstance(said, bool):
+        yield f"answers.toml has {said!r}: write a number"
+    elif not 0 <= said < RANKS:
+        yield f"there is no rank {said}: the job has ranks 0 to {RANKS - 1}"
+    elif said != odd:
+        yield f"rank {said} is not at fault: {ROLES[case.failure.group]}"
 
 
-def judge_cause(case: Case, said: Any) -> str:
-    """Say what a wrong cause would show, or what tells a similar one apart."""
+def judge_cause(case: Case, said: Any) -> Iterator[str]:
+    """Yield what a wrong cause would show, or how to tell a similar one apart."""
     if said == "":
-        return "not answered"
-    if not isinstance(said, str):
-        return f"answers.toml has {said!r}: write a name"
-    if said not in gallery.CASES:
-        return f"there is no cause {said}: take a name of the failure gallery"
-    if said == case.failure.name:
-        return ""
-    symptom = gallery.CASES[said].symptom
-    return f"not {said}: {case.near.get(said, f'you would see {symptom}')}"
+        yield "not answered"
+    elif not isinstance(said, str):
+        yield f"answers.toml has {said!r}: write a name"
+    elif said not in gallery.CASES:
+        yield f"there is no cause {said}: take a name of the failure gallery"
+    elif said != case.failure.name:
+        symptom = gallery.CASES[said].symptom
+        yield f"not {said}: {case.near.get(said, f'you would see {symptom}')}"

@@ -70,13 +70,13 @@ class Lesson:
     @cached_property
     def holes(self) -> dict[str, list[str]]:
         """Return the functions with a part of each hole, by the hole's name."""
-        found: dict[str, list[str]] = {}
+        holes: dict[str, list[str]] = {}
         for mark in HOLE.finditer(self.source):
             line = self.source.count("\n", 0, mark.start()) + 1
             for name, node in self.functions.items():
                 if mark[2] in self.tasks and node.lineno < line <= node.end_lineno:
-                    found.setdefault(mark[2], []).append(name)
-        return found
+                    holes.setdefault(mark[2], []).append(name)
+        return holes
 
     def cut(self, keep: tuple[str, ...], solved: bool) -> tuple[list, list]:
         """Return the kept definitions, and the imports that they use.

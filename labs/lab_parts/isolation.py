@@ -1,7 +1,7 @@
 """Run a command that may do little harm: in bubblewrap, in Docker, or just in a
 process.
 
-Sources: bwrap(1); docs.docker.com, "docker container run".
+Sources: bwrap(1), prlimit(1); docs.docker.com, "docker container run".
 """
 
 import os
@@ -16,6 +16,8 @@ from lab_parts.holes import REPO
 
 SECONDS = 300  # of an answer; a right one takes about 20
 IMAGE = "labs"  # as labs/SETUP.md names it
+# Bubblewrap has no limits of its own. These hold for the box; --data for each process.
+LIMITS = ["prlimit", f"--data={4 * 2**30}", f"--fsize={2**28}", "--nproc=256"]
 
 
 def works(command: list[str]) -> bool:
@@ -28,7 +30,9 @@ def works(command: list[str]) -> bool:
 
 def choose() -> str:
     """Return the best isolation of this machine: bubblewrap, docker or none."""
-    if works(["bwrap", "--ro-bind", "/", "/", "--unshare-all", "true"]):
+    # Old kernels count all processes of the user: then the box could not fork.
+    fork = [*LIMITS, "sh", "-c", "true & wait $!"]
+    if works(["bwrap", "--ro-bind", "/", "/", "--unshare-all", *fork]):
         return "bubblewrap"
     if works(["docker", "image", "inspect", IMAGE]):
         return "docker"
@@ -66,7 +70,8 @@ def bubblewrap_options(folder: Path, hidden: Path) -> list[str]:
         if place.is_dir():
             options += ["--tmpfs", str(place.resolve())]
     options += ["--bind", str(folder), str(folder), "--chdir", str(folder)]
-    return [*options, "--clearenv", "--setenv", "PATH", os.environ["PATH"], "--"]
+    options += ["--clearenv", "--setenv", "PATH", os.environ["PATH"], "--"]
+    return [*options, *LIMITS]
 
 
 class Runner:

@@ -67,19 +67,19 @@ def words_of(entry: dict) -> str:
     return f"{name} {shapes} {types}"
 
 
-def before_each_sum(look: Callable[[torch.Tensor], None]) -> None:
-    """Call look(tensor) before each all-reduce and for each gradient under DDP."""
+def before_each_sum(note: Callable[[torch.Tensor], None]) -> None:
+    """Call note(tensor) before each all-reduce and for each gradient under DDP."""
     all_reduce, make_ddp = dist.all_reduce, DistributedDataParallel.__init__
 
     def watched(tensor, *args, **kwargs):
-        look(tensor)
+        note(tensor)
         return all_reduce(tensor, *args, **kwargs)
 
     def make_watched(ddp, *args, **kwargs):
         make_ddp(ddp, *args, **kwargs)
         for weight in ddp.parameters():
             if weight.requires_grad:
-                weight.register_hook(look)
+                weight.register_hook(note)
 
     dist.all_reduce, DistributedDataParallel.__init__ = watched, make_watched
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from dist_common import ranks
 from dist_common.check import CollectiveCounter
 from lab_parts.holes import Answer, import_lesson
+from lab_parts.judging import distinct
 
 DEADLINE_S = 120.0  # of a task; a right answer takes about a second
 CPU_S = 8.0  # of a rank; a rank that uses more is in an endless loop
@@ -82,15 +83,15 @@ class Task:
     """What a hole has to do: `see` runs on each rank, `judge` gets all ranks' results.
 
     `see(answer, setting)` returns a value that JSON can hold. `judge(seen, setting)`
-    returns the mistake in words, or None.
+    yields the mistakes in words, the most important one first.
     """
 
     see: Callable[[Any, Setting], Any]
-    judge: Callable[[list, Setting], str | None]
+    judge: Callable[[list, Setting], Iterable[str]]
 
 
 @dataclass
-class Outcome:
+class RankResults:
     """What the ranks returned, or why they did not; and what they printed."""
 
     seen: list | None
@@ -99,13 +100,15 @@ class Outcome:
     calls: list[dict] = field(default_factory=list)  # collectives by kind, of each rank
 
 
-def grade(task: Task, answer: Answer, hole: str, setting: Setting) -> tuple[str, str]:
-    """Return what is wrong with an answer ("" if nothing is) and what it printed."""
-    outcome = run(task.see, answer, hole, setting)
-    wrong = outcome.problem
-    if outcome.seen is not None:
-        wrong = judge(task, outcome.seen, setting) or compare_calls(outcome.calls)
-    return wrong or "", outcome.printed
+def grade(
+    task: Task, answer: Answer, hole: str, setting: Setting
+) -> tuple[list[str], RankResults]:
+    """Return each fault of an answer, and the results that show it."""
+    results = run(task.see, answer, hole, setting)
+    if results.seen is None:
+        return [f"{results.problem}; the task ended there"], results
+    faults = judge(task, results.seen, setting)
+    return faults or list(compare_calls(results.calls)), results
 
 
 def run(
@@ -113,7 +116,7 @@ def run(
     answer: Answer,
     hole: str,
     setting: Setting,
-) -> Outcome:
+) -> RankResults:
     """Run `see` on all ranks; the answer's own lines are in this hole only."""
     # Import once what each fork would import again.
     importlib.import_module("torch._dynamo")
@@ -138,14 +141,14 @@ def run(
                 values=json,
             )
         except ValueError:  # only the grader's lines write a rank's result
-            return Outcome(None, "the answer overwrote a file of the grader")
+            return RankResults(None, "the answer overwrote a file of the grader")
     lines = [f"rank {n}: {s}\n" for n, rank in enumerate(ended) for s in lines_of(rank)]
     printed = "".join(lines)
     values = [rank.value if isinstance(rank.value, dict) else {} for rank in ended]
     if all("seen" in value for value in values):
         seen = [value["seen"] for value in values]
-        return Outcome(seen, None, printed, [value["calls"] for value in values])
-    return Outcome(None, explain(ended, values, aborted, str(answer.path)), printed)
+        return RankResults(seen, None, printed, [value["calls"] for value in values])
+    return RankResults(None, explain(ended, values, aborted, str(answer.path)), printed)
 
 
 def lines_of(rank: ranks.Rank) -> list[str]:
@@ -176,17 +179,16 @@ def run_rank(see, answer, hole, setting, store, all_done) -> dict:
         return {"error": describe(error, str(answer.path))}
 
 
-def compare_calls(calls: list[dict]) -> str | None:
-    """Name a collective that some ranks call more often than rank 0."""
+def compare_calls(calls: list[dict]) -> Iterator[str]:
+    """Yield a fault for a collective that not all ranks call equally often."""
     for rank, counts in enumerate(calls):
         for kind in sorted(counts.keys() | calls[0].keys()):
             number, first = counts.get(kind, 0), calls[0].get(kind, 0)
             if number != first:
-                return (
+                yield (
                     f"rank 0 calls {kind} {times(first)}, rank {rank} {times(number)}: "
                     "every rank has to make the same calls, whatever its values are"
                 )
-    return None
 
 
 def times(number: int) -> str:
@@ -209,18 +211,21 @@ def explain(ended, values, aborted, path: str) -> str:
     return f"rank {number}: {errors[number]}: which rank makes another call?"
 
 
-def judge(task: Task, seen: list, setting: Setting) -> str | None:
-    """Return what is wrong, or None.
+def judge(task: Task, seen: list, setting: Setting) -> list[str]:
+    """Return each distinct fault.
 
     It judges in a fork, because a process that has run backward could not fork ranks
     again. No answer knows the fork's folder.
     """
 
-    def body(_) -> str | None:
+    def body(_) -> list[str]:
+        faults = []
         try:
-            return task.judge(seen, setting)
+            for fault in task.judge(seen, setting):
+                faults.append(fault)
         except MISREAD:
-            return OTHER_FORM
+            faults.append(OTHER_FORM)
+        return distinct(faults)
 
     with tempfile.TemporaryDirectory() as folder:
         (judged,) = ranks.fork(body, 1, Path(folder), DEADLINE_S, values=json)

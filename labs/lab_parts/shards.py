@@ -2,6 +2,8 @@
 judged.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -38,8 +40,8 @@ def gradients(setting: Setting, rank: int, micro: int) -> list[torch.Tensor | No
 
 
 def set_gradients(parameters: list[torch.Tensor], setting: Setting, micro: int) -> None:
-    own = gradients(setting, setting.rank, micro)
-    for parameter, gradient in zip(parameters, own, strict=True):
+    drawn = gradients(setting, setting.rank, micro)
+    for parameter, gradient in zip(parameters, drawn, strict=True):
         parameter.grad = gradient
 
 
@@ -49,32 +51,36 @@ def kept(parameters: list[torch.Tensor], part: torch.Tensor | None) -> dict:
     return {"part": None if part is None else part.tolist(), "whole": whole}
 
 
-def judge_reduce(seen: list[list[dict]], setting: Setting, name: str) -> str | None:
-    """Judge what each rank kept after each micro-batch. `name` is where it belongs."""
+def judge_reduce(
+    ends: list[dict], rank: int, setting: Setting, name: str
+) -> Iterator[str]:
+    """Judge what a rank kept after each micro-batch. `name` is where it belongs."""
     ranks = setting.world_size
-    means = [mean_gradient(setting, micro) for micro in range(len(seen[0]))]
-    for rank, ends in enumerate(seen):
-        if wrong := judge_first(ends[0], means[0], rank, ranks, name):
-            return f"rank {rank}: {wrong}"
-        mistakes = {
-            "the second micro-batch's gradient alone: add it to the first": means[1],
-            "the first micro-batch's gradient alone: the second is lost": means[0],
-            "the sum is divided again with each micro-batch": means[0] / ranks
-            + means[1],
-            "the whole sum is divided again": (means[0] + means[1]) / ranks,
-        }
-        for micro in range(1, len(ends)):
-            right = sum(means[: micro + 1]).chunk(ranks)[rank].tolist()
-            if same(ends[micro]["part"], right):
-                continue
+    means = [mean_gradient(setting, micro) for micro in range(len(ends))]
+    if first := explain_first(ends[0]["part"], means[0], rank, ranks, name):
+        yield first
+    elif wrong := explain_later(ends, means, rank, ranks):
+        yield wrong
+    if whole := max(end["whole"] for end in ends):
+        yield f"{whole} whole gradients stay: drop them to save their memory"
+
+
+def explain_later(ends, means, rank: int, ranks: int) -> str | None:
+    """Say what is wrong with what a rank kept after the second micro-batch or later."""
+    mistakes = {
+        "the second micro-batch's gradient alone: add it to the first": means[1],
+        "the first micro-batch's gradient alone: the second is lost": means[0],
+        "the sum is divided again with each micro-batch": means[0] / ranks + means[1],
+        "the whole sum is divided again": (means[0] + means[1]) / ranks,
+    }
+    unused = "a micro-batch is lost in which rank 1 used no parameter"
+    for micro in range(1, len(ends)):
+        expected = sum(means[: micro + 1]).chunk(ranks)[rank].tolist()
+        if not same(ends[micro]["part"], expected):
             if micro == 2:
-                mistakes = {
-                    "a micro-batch is lost in which rank 1 used no parameter": sum(
-                        means[:2]
-                    )
-                }
+                mistakes = {unused: sum(means[:2])}
             parts = {w: m.chunk(ranks)[rank].tolist() for w, m in mistakes.items()}
-            return f"rank {rank}: {named(ends[micro]['part'], right, parts)}"
+            return named(ends[micro]["part"], expected, parts)
     return None
 
 
@@ -89,17 +95,17 @@ def mean_gradient(setting: Setting, micro: int) -> torch.Tensor:
     return total / setting.world_size
 
 
-def judge_first(
-    first: dict, mean: torch.Tensor, rank: int, ranks: int, name: str
+def explain_first(
+    got: list[float] | None, mean: torch.Tensor, rank: int, ranks: int, name: str
 ) -> str | None:
-    """Judge what a rank kept after the first micro-batch."""
+    """Say what is wrong with what a rank kept after the first micro-batch."""
 
     def part(vector: torch.Tensor, of: int = rank) -> list[float]:
         return vector.chunk(ranks)[of].tolist()
 
-    if first["part"] is None:
+    if got is None:
         return f"{name} is None after reduce: this rank's part belongs there"
-    if len(first["part"]) == len(mean):
+    if len(got) == len(mean):
         return f"it keeps all ranks' parts of the gradient: keep 1/{ranks} of it"
     mistakes = {
         f"{ranks} times too large: summed, not divided by the ranks": part(
@@ -108,8 +114,4 @@ def judge_first(
         f"{ranks} times too small: divided by the ranks twice": part(mean / ranks),
     }
     mistakes |= {f"the part of rank {of}": part(mean, of) for of in range(ranks)}
-    if not same(first["part"], part(mean)):
-        return named(first["part"], part(mean), mistakes)
-    if first["whole"]:
-        return f"{first['whole']} whole gradients stay: drop them to save their memory"
-    return None
+    return None if same(got, part(mean)) else named(got, part(mean), mistakes)

@@ -14,7 +14,7 @@ from dist_common.cli import UsageError
 from lab_parts import isolation
 
 LARGEST = 2**20  # bytes of a file; an answer has some thousand
-LONGEST = 300  # characters of the sentence about one task
+LONGEST = 300  # characters of the sentences about one task
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Submission:
     @property
     def note(self) -> str:
         tests = [test for test in self.results["tests"] if not test["score"]]
-        wrong = [f"{test['name']}: {test['output']}"[:LONGEST] for test in tests]
+        wrong = [f"{t['name']}: {'; '.join(t['faults'])}"[:LONGEST] for t in tests]
         text = "; ".join([self.problem[:LONGEST], *wrong] if self.problem else wrong)
         printable = "".join(c if c.isprintable() else " " for c in text)
         return " ".join(printable.split())
@@ -52,7 +52,7 @@ def submissions_in(folder: Path) -> list[Submission]:
         raise UsageError(f"--all {folder}: there is no such folder")
     if isolation.REPO.is_relative_to(folder.resolve()):
         raise UsageError(f"--all {folder}: this guide is in it: use a separate folder")
-    found: dict[str, Submission] = {}
+    answers: dict[str, Submission] = {}
     for path in sorted(folder.iterdir()):
         ignored = path.name.startswith((".", "__"))
         if ignored or not (path.is_dir() or path.suffix == ".py"):
@@ -61,13 +61,13 @@ def submissions_in(folder: Path) -> list[Submission]:
         if path.is_dir():
             files = [path / "mine.py", path / "answers.toml"]
         name = path.name.removesuffix(".py")
-        if name in found:
+        if name in answers:
             raise UsageError(f"--all {folder}: both {name}.py and {name}/: which one?")
         files = [file for file in files if file.is_file() or file == files[0]]
-        found[name] = Submission(name, files, find_fault(path, files))
-    if not found:
+        answers[name] = Submission(name, files, find_fault(path, files))
+    if not answers:
         raise UsageError(f"--all {folder}: no NAME.py and no NAME/mine.py is there")
-    return list(found.values())
+    return list(answers.values())
 
 
 def find_fault(path: Path, files: list[Path]) -> str:
@@ -83,7 +83,7 @@ def find_fault(path: Path, files: list[Path]) -> str:
 
 
 def grade_all(
-    folder: Path, found: list[Submission], arguments, jobs: int, kind: str
+    folder: Path, answers: list[Submission], arguments, jobs: int, kind: str
 ) -> Iterator[Submission]:
     """Yield the submissions in their order, once each is graded.
 
@@ -107,7 +107,7 @@ def grade_all(
 
     pool = ThreadPoolExecutor(jobs)
     try:
-        yield from pool.map(grade_one, found)
+        yield from pool.map(grade_one, answers)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         runner.end_all()
