@@ -224,6 +224,90 @@ def test_launchers_take_their_lessons_from_the_folder():
             assert "known=" not in (REPO / path).read_text(), f"{path} has its own list"
 
 
+# Names
+
+FORBIDDEN_NAMES = {
+    *("own", "told", "here", "how", "kind_of", "look", "watch", "right", "found"),
+    *("refuse", "go_on", "prove"),
+}
+
+
+def bound_names(tree):
+    """Yield the names that a file binds: functions, parameters, variables and so on."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            yield node.name or ""
+
+
+def forbidden_names(sources):
+    """Names use the field's terms."""
+    for path, source in sources.items():
+        for name in sorted(set(bound_names(ast.parse(source)))):
+            if name.strip("_").lower() in FORBIDDEN_NAMES:
+                yield f"{path} binds the name {name}"
+
+
+def shared_class_names(sources):
+    """Class names are unique; broken.py and cured.py are two versions of one script."""
+    defined = {}
+    for path, source in sources.items():
+        script = path.replace("/cured.py", "/broken.py")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                defined.setdefault(node.name, set()).add(script)
+    for name, files in defined.items():
+        if len(files) > 1:
+            yield f"class {name} is in {', '.join(sorted(files))}"
+
+
+NAMING_RULES = [forbidden_names, shared_class_names]
+
+
+@pytest.mark.parametrize("rule", NAMING_RULES, ids=lambda rule: rule.__name__)
+def test_names(rule):
+    paths = [path for path in TRACKED if path.endswith(".py")]
+    broken = "\n".join(rule({path: (REPO / path).read_text() for path in paths}))
+    assert not broken, f"{rule.__doc__}\n{broken}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "own = 1",
+        "HERE = 1",
+        "x.found = 1",
+        "def prove(): pass",
+        "def f(_right): pass",
+        "lambda *, how: 1",
+        "for told in x: pass",
+        "import x as look",
+        "with x as watch: pass",
+        "class Found: pass",
+        "if (found := 1): pass",
+    ],
+)
+def test_a_forbidden_name_is_reported(source):
+    assert list(forbidden_names({"a.py": source}))
+
+
+def test_a_class_name_of_two_files_is_reported():
+    source = "class Job: pass"
+    assert list(shared_class_names({"a.py": source, "b.py": source}))
+    versions = {"a/broken.py": source, "a/cured.py": source}
+    assert not list(shared_class_names(versions))
+    assert list(shared_class_names(versions | {"b/cured.py": source}))
+
+
 # Budgets
 
 # The size of a folder is the number of its Python tokens divided by 8: about one line
