@@ -25,7 +25,7 @@ from dist_common import check, cli, data, runtime, train
 from dist_common.checkpoint import Checkpoints
 from dist_common.model import PRESETS, build_transformer, load_config
 from dist_common.report import Report
-from dist_common.train import every, lr_at, set_lr
+from dist_common.train import build_optimizer, every, lr_at, set_lr
 
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -33,12 +33,6 @@ AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.flo
 def build_model(config, seed, device):
     """Return the model with its first weights, the same ones on every rank."""
     return build_transformer(config, seed, device)
-
-
-def build_optimizer(model, args):
-    return torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
 
 
 def summed_loss(model, inputs, targets, precision):
@@ -78,19 +72,15 @@ def accumulate_gradient(ddp_model, micro_batches, args, scaler):
 
 @torch.no_grad()
 def evaluate(model, test_set, args, run):
-    """Return the mean loss per token of the test set; the ranks share its batches."""
+    """Yield the tokens and the summed loss of each of this rank's test batches."""
     runtime.sync_buffers(model)
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     for inputs, targets in data.evaluation_batches(test_set, args, run):
         inputs = inputs.to(run.device)
         targets = targets.to(run.device)
-        sums[0] += summed_loss(model, inputs, targets, args.precision)
-        sums[1] += (targets != data.IGNORED).sum()
+        num_tokens = (targets != data.IGNORED).sum()
+        yield num_tokens, summed_loss(model, inputs, targets, args.precision)
     model.train()
-    dist.all_reduce(sums)
-    means = (sums / sums[1]).tolist()
-    return {"test_loss": means[0]}
 
 
 def count_distinct_replicas(model, group):
@@ -104,7 +94,8 @@ def count_distinct_replicas(model, group):
 
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
-    cli.add_training_flags(parser, PRESETS)
+    without = ("--activation-checkpointing", "--async-save")
+    cli.add_training_flags(parser, PRESETS, without=without)
     args = parser.parse_args()
     cli.validate_training_args(args)
     return args
@@ -159,7 +150,6 @@ def main():
             if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
-                    args,
                     log,
                     model,
                     optimizer,

@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM
 from dist_common import check, cli, data, hf, runtime, train
 from dist_common.checkpoint import Checkpoints
 from dist_common.report import Report
-from dist_common.train import every, lr_at, set_lr
+from dist_common.train import build_optimizer, every, lr_at, set_lr
 
 warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads it
 FORMATS = '{"prompt": "...", "answer": "..."} or {"messages": [...]}'
@@ -245,24 +245,14 @@ def load_chats(args, tokenizer, run):
 def trim(inputs, targets, device):
     """Move a batch to the device without the columns that no row needs.
 
-    Shapes: (B, T) -> (B, up to T). Without rows it gets one that has no targets: the
-    layers of transformers do not compute an empty batch.
+    Shapes: (B, T) -> (B, up to T), at least one column.
     """
-    if not len(inputs):
-        inputs, targets = torch.zeros(1, 1).long(), torch.full((1, 1), data.IGNORED)
     columns = (targets != data.IGNORED).any(dim=0)
     length = int((columns * torch.arange(len(columns))).max()) + 1
     return [part[:, :length].to(device) for part in (inputs, targets)]
 
 
 # Training
-
-
-def build_optimizer(model, args):
-    """Return AdamW on this rank's shards."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
 
 
 def summed_loss(model, inputs, targets):
@@ -297,16 +287,13 @@ def accumulate_gradient(model, micro_batches, device):
 
 @torch.no_grad()
 def evaluate(model, test_set, args, run):
-    """Return the mean loss per answer token; the ranks share the test set's batches."""
+    """Yield the answer tokens and the summed loss of this rank's test batches."""
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
-    for inputs, targets in data.evaluation_batches(test_set, args, run):
-        sums[0] += summed_loss(model, *trim(inputs, targets, run.device))
-        sums[1] += (targets != data.IGNORED).sum()
+    for batch in data.evaluation_batches(test_set, args, run):
+        inputs, targets = trim(*batch, run.device)
+        yield (targets != data.IGNORED).sum(), summed_loss(model, inputs, targets)
     model.train()
     model.reshard()  # the root keeps its weights for a backward
-    dist.all_reduce(sums)
-    return {"test_loss": (sums[0] / sums[1]).item()}
 
 
 def parse_args():
@@ -320,13 +307,6 @@ def parse_args():
     add("--export", type=Path, metavar="DIR", help="write the model for transformers")
     add("--sharding", choices=("full", "grad-op"), default="full", help="(full)")
     add("--lora-rank", type=cli.positive_int, help="train adapters, freeze the model")
-    add(
-        "--activation-checkpointing",
-        choices=("none", "full"),
-        default="none",
-        help="what backward computes again (none)",
-    )
-    add("--async-save", action="store_true", help="train on while a save is written")
     args = parser.parse_args()
     cli.validate_training_args(args)
     return args
@@ -370,11 +350,10 @@ def main():
                 set_lr(optimizer, lr_at(step, args))
                 optimizer.step()
                 optimizer.zero_grad()
-            log.add(step, loss_sum, num_tokens, grad_norm)
+            log.add(step, loss_sum, num_tokens, check.whole(grad_norm))
             if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
-                    args,
                     log,
                     model,
                     optimizer,
@@ -386,8 +365,7 @@ def main():
             stopping = stop.requested()
             if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {"samples_seen": batches.samples_seen}
-                checkpoints.save(step, facts, background=args.async_save)
+                checkpoints.save(step, {"samples_seen": batches.samples_seen})
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")
                 break

@@ -31,7 +31,7 @@ from dist_common.model import (
     load_config,
 )
 from dist_common.report import Report
-from dist_common.train import every, lr_at, set_lr
+from dist_common.train import build_optimizer, every, lr_at, set_lr
 
 
 def build_mesh(args, run):
@@ -92,13 +92,6 @@ def shard_model(model, mesh, args):
     fully_shard(model, **options)  # the root: starts the gathers of the units
 
 
-def build_optimizer(model, args):
-    """Return AdamW on this rank's shards."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-
-
 def summed_loss(model, inputs, targets):
     """Return the cross-entropy summed over tokens. Shapes: inputs, targets (B, T)."""
     logits = model(inputs)  # (B, T, V)
@@ -132,22 +125,18 @@ def accumulate_gradient(model, micro_batches, device):
 
 @torch.no_grad()
 def evaluate(model, test_set, args, run):
-    """Return the mean loss per token of the test set; the ranks share its batches."""
+    """Yield the tokens and the summed loss of each of this rank's test batches."""
     runtime.sync_buffers(model)
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     for inputs, targets in data.evaluation_batches(test_set, args, run):
         inputs = inputs.to(run.device)
         targets = targets.to(run.device)
-        sums[0] += summed_loss(model, inputs, targets)
-        sums[1] += (targets != data.IGNORED).sum()
+        num_tokens = (targets != data.IGNORED).sum()
+        yield num_tokens, summed_loss(model, inputs, targets)
     model.train()
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()  # forward keeps some weights for a backward
-    dist.all_reduce(sums)
-    means = (sums / sums[1]).tolist()
-    return {"test_loss": means[0]}
 
 
 def parse_args():
@@ -161,13 +150,6 @@ def parse_args():
         type=cli.positive_int,
         help="ranks that share a replica of hybrid sharding (the ranks of a machine)",
     )
-    add(
-        "--activation-checkpointing",
-        choices=("none", "full"),
-        default="none",
-        help="what backward computes again (none)",
-    )
-    add("--async-save", action="store_true", help="train on while a save is written")
     args = parser.parse_args()
     cli.validate_training_args(args)
     return args
@@ -208,11 +190,10 @@ def main():
                 set_lr(optimizer, lr_at(step, args))
                 optimizer.step()
                 optimizer.zero_grad()
-            log.add(step, loss_sum, num_tokens, grad_norm)
+            log.add(step, loss_sum, num_tokens, check.whole(grad_norm))
             if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
-                    args,
                     log,
                     model,
                     optimizer,
@@ -224,8 +205,7 @@ def main():
             stopping = stop.requested()
             if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {"samples_seen": batches.samples_seen}
-                checkpoints.save(step, facts, background=args.async_save)
+                checkpoints.save(step, {"samples_seen": batches.samples_seen})
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")
                 break

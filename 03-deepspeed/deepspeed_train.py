@@ -35,7 +35,7 @@ from dist_common.model import (
     load_config,
 )
 from dist_common.report import Report
-from dist_common.train import every, lr_at, set_lr
+from dist_common.train import build_optimizer, every, lr_at, set_lr
 
 CONFIG = Path(__file__).parent / "configs" / "zero2_config.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, of the gradient and of its square
@@ -94,13 +94,6 @@ def build_model(config, args, deepspeed, engine_config, run):
     return model
 
 
-def build_optimizer(model, args):
-    """Return AdamW; the engine gives it this rank's shards."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-
-
 def summed_loss(model, inputs, targets):
     """Return the cross-entropy summed over tokens. Shapes: inputs, targets (B, T)."""
     logits = model(inputs)  # (B, T, V)
@@ -134,19 +127,15 @@ def accumulate_gradient(engine, micro_batches, device):
 
 @torch.no_grad()
 def evaluate(model, test_set, args, run):
-    """Return the mean loss per token of the test set; the ranks share its batches."""
+    """Yield the tokens and the summed loss of each of this rank's test batches."""
     runtime.sync_buffers(model)
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     for inputs, targets in data.evaluation_batches(test_set, args, run):
         inputs = inputs.to(run.device)
         targets = targets.to(run.device)
-        sums[0] += summed_loss(model, inputs, targets)
-        sums[1] += (targets != data.IGNORED).sum()
+        num_tokens = (targets != data.IGNORED).sum()
+        yield num_tokens, summed_loss(model, inputs, targets)
     model.train()
-    dist.all_reduce(sums)
-    means = (sums / sums[1]).tolist()
-    return {"test_loss": means[0]}
 
 
 def gather_whole(weight):
@@ -246,7 +235,9 @@ def names_in_checkpoint(name):
 def parse_args():
     parser = cli.ArgumentParser(__doc__)
     precisions = ("32-true", "bf16-mixed")
-    cli.add_training_flags(parser, PRESETS, precisions, without=("--compile",))
+    cli.add_training_flags(
+        parser, PRESETS, precisions, without=("--compile", "--async-save")
+    )
     add = parser.add_argument
     add(
         "--deepspeed_config",
@@ -257,12 +248,6 @@ def parse_args():
     )
     add("--deepspeed", action="store_true", help="no effect: many commands have it")
     add("--local_rank", help="no effect: the deepspeed launcher passes it")
-    add(
-        "--activation-checkpointing",
-        choices=("none", "full"),
-        default="none",
-        help="what backward computes again (none)",
-    )
     args = parser.parse_args()
     cli.validate_training_args(args)
     return args
@@ -306,7 +291,6 @@ def main():
             if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
-                    args,
                     log,
                     *whole_model(engine),
                     train_set,
@@ -317,8 +301,7 @@ def main():
             stopping = stop.requested()
             if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {"samples_seen": batches.samples_seen}
-                checkpoints.save(step, facts)
+                checkpoints.save(step, {"samples_seen": batches.samples_seen})
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")
                 break

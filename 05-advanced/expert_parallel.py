@@ -235,7 +235,7 @@ def train(run, seed, bias_rate):
 
 
 def check_step(report):
-    """Compare a step with one process; return the model."""
+    """Compare a step with one process, where each expert multiplies separately."""
     run, seed = report.run, report.args.seed
     tokens = load_batch(0, run.device)
     alone, model = build_model(DenseMoE, run, seed), build_model(MoE, run, seed)
@@ -254,7 +254,6 @@ def check_step(report):
     errors = runtime.gather(check.relative_error(grads, expected_grads))
     report.check("gradient: relative error", sum(errors), 0, TOLERANCE)  # of all ranks
     check_bytes(report, model, alone)
-    return model
 
 
 def check_bytes(report, model, alone):
@@ -270,22 +269,13 @@ def check_bytes(report, model, alone):
     report.check("bytes that all ranks sent", sum(runtime.gather(sent)), expected, 0)
 
 
-def check_product(report, weights):
-    """Compare the grouped product with the loop. Shape: weights (E/n, D, hidden)."""
-    counts = torch.arange(1, len(weights) + 1, device=weights.device)
-    rows = torch.randn(sum(counts), CONFIG.dim, device=weights.device)
-    error = multiply(rows, weights, counts) - multiply_in_a_loop(rows, weights, counts)
-    report.check("grouped product: error", error.abs().max().item(), 0, TOLERANCE)
-
-
 def main():
     args = cli.ArgumentParser(__doc__).parse_args()
     with runtime.init(args.device, args.timeout) as run:
         if GLOBAL_BATCH % run.world_size:
             raise cli.UsageError(f"{run.world_size} ranks: start 1, 2, 3, 4, 6 or 12")
         report = Report("05-advanced/expert_parallel.py", args, run)
-        model = check_step(report)
-        check_product(report, model.blocks[0].moe.experts.gate)
+        check_step(report)
         excess = []
         for rate in (0, BIAS_RATE):
             loss, busiest = train(run, args.seed, rate)

@@ -49,7 +49,7 @@ from dist_common.model import (
     load_config,
 )
 from dist_common.report import Report
-from dist_common.train import every, lr_at, set_lr
+from dist_common.train import build_optimizer, every, lr_at, set_lr
 
 SCHEDULES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -78,8 +78,11 @@ def validate_layout(args, run, config):
     ):
         if total % divisor:
             raise cli.UsageError(f"{divisor} does not divide the {total} {what}")
-    recomputes = args.compile or args.activation_checkpointing != "none"
-    if args.schedule == "zero-bubble" and (recomputes or args.sharding in FREED):
+    if args.schedule == "zero-bubble" and (
+        args.sharding in FREED
+        or args.activation_checkpointing != "none"
+        or args.compile
+    ):
         # PyTorch 2.14 loses gradients without an error.
         raise cli.UsageError(
             "--schedule zero-bubble divides backward in two: it needs --sharding "
@@ -142,25 +145,18 @@ def shard_matrices(model, mesh):
     parallelize_module(model, mesh, {"blocks.*.*_norm": gathered})
 
 
-def find_positions(args, run):
-    """Return this rank's positions in each sequence. Shape: (T / cp,)."""
-    cp_rank = run.rank // args.tp % args.cp
-    return torch.arange(args.seq_len, device=run.device).chunk(args.cp)[cp_rank]
-
-
-def shard_sequences(model, positions, args, run):
+def shard_sequences(model, args, run):
     """Context parallelism: own queries attend to the keys and values of all ranks."""
     ranks = torch.arange(run.world_size).view(-1, args.cp, args.tp).mT.flatten(0, 1)
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     mesh = DeviceMesh.from_group(group, run.device.type)
-    mask = causal_lower_right(len(positions), int(positions[-1]) + 1)
+    mask = causal_lower_right(len(model.positions), int(model.positions[-1]) + 1)
 
     def attend(q, k, v):
         """Shapes: q (B, H, T/cp, D/H), k and v with fewer heads -> as q."""
         part = DTensor.from_local(torch.stack((k, v)), mesh, [Shard(3)])
-        whole = part.redistribute(placements=[Replicate()])
         # Each rank's queries give a part of the gradient: backward reduce-scatters.
-        whole = whole.to_local(grad_placements=[Partial()])
+        whole = part.full_tensor(grad_placements=[Partial()])
         k, v = whole[..., : mask.seq_len_kv, :]  # up to this rank's last query
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
@@ -181,9 +177,8 @@ class Stage(nn.Module):
         super().__init__()
         self.config = model.config
         self.positions = model.positions
-        is_first = 0 in numbers
         is_last = len(model.blocks) - 1 in numbers
-        self.embedding = model.embedding if is_first else nn.Identity()
+        self.embedding = model.embedding if 0 in numbers else nn.Identity()
         self.blocks = nn.ModuleDict({str(n): model.blocks[n] for n in numbers})
         self.norm = model.norm if is_last else nn.Identity()
         self.head = model.head if is_last else nn.Identity()
@@ -196,11 +191,12 @@ def build_model(config, args, run, mesh):
     """
     with torch.device("meta"):
         model = Transformer(config)
-    model.positions = find_positions(args, run)
+    positions = torch.arange(args.seq_len, device=run.device).chunk(args.cp)
+    model.positions = positions[run.rank // args.tp % args.cp]  # (T/cp,)
     if args.tp > 1:
         shard_matrices(model, mesh["tp"])
     if args.cp > 1:
-        shard_sequences(model, model.positions, args, run)
+        shard_sequences(model, args, run)
     # A compiled block gives no gradient to a sum that is still on its way.
     model.embedding.register_forward_hook(lambda *given: given[-1].clone())
     for block in model.blocks:
@@ -231,14 +227,7 @@ def shard_weights(stage, mesh, args):
     fully_shard(stage, reshard_after_forward=False, **options)
 
 
-def build_optimizer(model, args):
-    """Return AdamW on this rank's shards."""
-    return torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-
-
-def build_schedule(stages, args, run, mesh, num_micro_batches):
+def build_schedule(stages, args, run, mesh):
     """Return the schedule of the pipeline, or None. Raises: UsageError."""
     if args.pp == 1:
         return None
@@ -256,7 +245,7 @@ def build_schedule(stages, args, run, mesh, num_micro_batches):
     try:
         return SCHEDULES[args.schedule](
             piped if args.schedule in LOOPED else piped[0],
-            num_micro_batches,
+            args.num_micro_batches,
             loss_fn=mean_loss,
             scale_grads=False,  # mean_loss divides by the tokens of all micro-batches
         )
@@ -282,13 +271,10 @@ def accumulate_gradient(stages, schedule, micro_batches, args):
     Returns: this rank's sum of losses, and the number of tokens of all ranks.
     """
     positions = stages[0].positions
-    # Stages exchange buffers of one shape: fill short micro-batches up.
-    padded = []
-    for batch in map(torch.stack, micro_batches):  # (2, b, T)
-        missing = args.micro_batch_size - batch.shape[1]
-        padded.append(F.pad(batch, (0, 0, 0, missing), value=data.IGNORED))
-    batches = torch.stack(padded).to(positions.device)[..., positions]
-    inputs, targets = batches.clamp(min=0)[:, 0], batches[:, 1]  # (m, B, T/cp)
+    inputs, targets = (  # (m, B, T/cp)
+        torch.stack(tensors).to(positions.device)[..., positions]
+        for tensors in zip(*micro_batches, strict=True)
+    )
     num_tokens = (targets != data.IGNORED).sum()
     dist.all_reduce(num_tokens)
     # FSDP averages gradients over ranks: divide by the tokens of an average rank.
@@ -298,8 +284,8 @@ def accumulate_gradient(stages, schedule, micro_batches, args):
         if schedule:
             drive = schedule.step if torch.is_grad_enabled() else schedule.eval
             drive(
-                arg_mbs=[(tokens,) for tokens in inputs],
-                target_mbs=list(targets),
+                inputs.flatten(0, 1),  # the schedule divides them again
+                target=targets.flatten(0, 1),
                 losses=losses,
                 loss_kwargs={"num_tokens": num_tokens},
                 return_outputs=False,
@@ -319,25 +305,22 @@ def accumulate_gradient(stages, schedule, micro_batches, args):
 def clip_grad_norm_(model, args):
     """Clip by the gradient norm of all stages together, and return this norm."""
     gradients = [weight.grad for weight in model.parameters()]
-    square = torch.nn.utils.get_total_norm(gradients).full_tensor() ** 2
+    square = nn.utils.get_total_norm(gradients).full_tensor() ** 2
     dist.all_reduce(square)  # all ranks of a stage add its norm
     norm = (square * args.pp / dist.get_world_size()).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, norm)
     return norm
 
 
 @torch.no_grad()
 def evaluate(stages, schedule, test_set, args, run):
-    """Return the mean loss per token of the test set; the ranks share its batches."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
+    """Yield this rank's share of the tokens and the loss of each test batch."""
     batches = data.GlobalBatches(test_set, args, run)
     while batches.samples_seen < len(test_set):
         loss_sum, num_tokens = accumulate_gradient(
             stages, schedule, next(batches), args
         )
-        sums += torch.stack((loss_sum, num_tokens / dist.get_world_size()))
-    dist.all_reduce(sums)
-    return {"test_loss": (sums[0] / sums[1]).item()}
+        yield num_tokens / dist.get_world_size(), loss_sum
 
 
 def parse_args():
@@ -360,13 +343,6 @@ def parse_args():
         default="grad-op",
         help="of weights over dp x cp (grad-op)",
     )
-    add(
-        "--activation-checkpointing",
-        choices=("none", "full"),
-        default="none",
-        help="what backward computes again (none)",
-    )
-    add("--async-save", action="store_true", help="train on while a save is written")
     args = parser.parse_args()
     cli.validate_training_args(args)
     return args
@@ -375,7 +351,7 @@ def parse_args():
 def main():
     args = parse_args()
     # It recommends one all-reduce instead of two for the gradient norm's 4 bytes.
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.tensor").setLevel("ERROR")
     with runtime.init(args.device, args.timeout) as run:
         args.precision = args.precision or runtime.default_precision(run.device)
         train_set, test_set, args.data, vocab_size = data.load_sequences(args)
@@ -392,11 +368,9 @@ def main():
         checkpoints = Checkpoints(run, args, model, optimizer)
         saved = checkpoints.resume()
         first_step = saved["step"] + 1
-        if args.global_batch_size is None:  # at least one micro-batch for each stage
-            args.global_batch_size = args.micro_batch_size * args.dp * args.pp
-        train.settle_batch_size(args, data_run)
+        train.settle_batch_size(args, data_run, args.pp)  # one for each stage
         batches = data.GlobalBatches(train_set, args, data_run, saved["samples_seen"])
-        schedule = build_schedule(stages, args, run, mesh, batches.num_micro_batches())
+        schedule = build_schedule(stages, args, run, mesh)
 
         counter = check.CollectiveCounter()
         flops = config.flops_per_token(args.seq_len)
@@ -416,7 +390,6 @@ def main():
             if args.self_check and step == 2 and first_step == 1:
                 check.first_two_steps(
                     report,
-                    args,
                     log,
                     model,
                     optimizer,
@@ -425,13 +398,13 @@ def main():
                     stages=mesh.get_group("pp") if args.pp > 1 else None,
                 )
             if every(step, args.eval_every, args.max_steps):
-                numbers = evaluate(stages, schedule, test_set, args, data_run)
-                log.evaluation(step, numbers)
+                log.evaluation(
+                    step, evaluate(stages, schedule, test_set, args, data_run)
+                )
             stopping = stop.requested()
             if stopping or every(step, args.save_every, args.max_steps):
                 log.flush()  # stops the run if the loss is not a number
-                facts = {"samples_seen": batches.samples_seen}
-                checkpoints.save(step, facts, background=args.async_save)
+                checkpoints.save(step, {"samples_seen": batches.samples_seen})
             if stopping:
                 run.print0(f"stopped by a signal after step {step}")
                 break

@@ -39,7 +39,6 @@ def language_loss(model, inputs, targets):
 
 def first_two_steps(
     report,
-    args,
     log,
     model,
     optimizer,
@@ -65,7 +64,9 @@ def first_two_steps(
     errors = None
     if report.run.rank == 0:
         random_state = rng_state()
-        reference = train_alone(args, dataset, make_model, loss, report.run.device)
+        reference = train_alone(
+            report.args, dataset, make_model, loss, report.run.device
+        )
         set_rng_state(random_state)
         losses, norms, first, (weights_alone, moments_alone) = reference
         errors = {
@@ -75,7 +76,7 @@ def first_two_steps(
             "weight change": relative_error(weights, weights_alone, first),
         }
     errors = from_rank0(errors, report.run.cpu_group)
-    for name, tolerance in zip(errors, TOLERANCES[args.precision], strict=True):
+    for name, tolerance in zip(errors, TOLERANCES[report.args.precision], strict=True):
         report.check(f"relative error of {name}", errors[name], 0, tolerance)
     if report.failed:
         report.write()

@@ -53,8 +53,9 @@ class Checkpoints:
         # On separate disks, half a checkpoint would look complete.
         token = self.folder / f".token-{from_rank0(os.urandom(8).hex(), self.group)}"
         self.agree(f"write {self.folder}", lambda: self.prepare_folder(token))
-        shared = f"use {self.folder}, which needs a disk that all ranks share"
-        self.agree(shared, token.stat)
+        self.agree(
+            f"use {self.folder}, which needs a disk that all ranks share", token.stat
+        )
         if run.rank == 0:
             token.unlink()
 
@@ -87,10 +88,10 @@ class Checkpoints:
         weights, moments = get_state_dict(self.model, self.optimizer, options=OPTIONS)
         return {"model": weights, "optimizer": moments}
 
-    def save(self, step, facts, background=False):
+    def save(self, step, facts):
         """Write a checkpoint; `facts` are other values that a resumed run needs.
 
-        In the background, training continues while a thread writes a copy. The next
+        With --async-save, training continues while a thread writes a copy. The next
         save, or `wait`, raises what the thread met. Raises: UsageError.
         """
         if not self.args.output_dir:
@@ -98,14 +99,14 @@ class Checkpoints:
         self.wait()
         runtime.sync_buffers(self.model)
         state = self.state()
-        if background:
+        if self.args.async_save:
             state = {name: copy_to_host(named) for name, named in state.items()}
         state["rng"] = {str(self.run.rank): pickle.dumps(runtime.rng_state())}
         facts = {"step": step, "settings": train.settings_of(self.args), **facts}
         thread = ThreadPoolExecutor(1)
         self.pending = thread.submit(self.write, step, state, facts)
         thread.shutdown(wait=False)
-        if not background:
+        if not self.args.async_save:
             self.wait()
 
     def wait(self):

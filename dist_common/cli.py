@@ -113,10 +113,17 @@ def add_training_flags(parser, presets, precisions=PRECISIONS, without=()):
     )
     add("--num-workers", type=whole_number, default=0, help="loader processes (0)")
     add("--compile", action="store_true", help="use torch.compile")
+    add(
+        "--activation-checkpointing",
+        choices=("none", "full"),
+        default="none",
+        help="what backward computes again (none)",
+    )
     add("--log-every", type=positive_int, default=10, help="steps between lines (10)")
     add("--eval-every", type=whole_number, default=30, help="steps, 0 is never (30)")
     add("--save-every", type=whole_number, default=20, help="steps, 0 is never (20)")
     add("--keep", type=positive_int, default=2, help="checkpoints to keep (2)")
+    add("--async-save", action="store_true", help="train on while a save is written")
     add("--resume", action="store_true", help="continue from --output-dir")
     add("--resume-step", type=positive_int, metavar="N", help="from this checkpoint")
     add("--tensorboard", action="store_true", help="write the metrics for TensorBoard")
@@ -165,7 +172,6 @@ def print_error(error):
     if not is_first_to_fail():
         time.sleep(GRACE_S)
         return
-    name = Path(sys.argv[0]).name
     rank = os.environ.get("RANK", "0")
     if isinstance(error, UsageError | CheckError | FloatingPointError):
         line = f"error: {' '.join(str(error).split())}"
@@ -174,7 +180,7 @@ def print_error(error):
     else:
         traceback.print_exception(error)
         line = f"rank {rank}: {type(error).__name__}: {error}"
-    print(f"{name}: {line}", file=sys.stderr, flush=True)
+    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr, flush=True)
 
 
 def is_first_to_fail():

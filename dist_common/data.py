@@ -59,7 +59,7 @@ def load_sequences(args):
         checksum = hashlib.sha256(tokens).hexdigest()
         vocab_size = 256
         split = len(tokens) - len(tokens) // 20
-    train_set = Sequences(tokens[: split + 1 if args.tokens else split], args.seq_len)
+    train_set = Sequences(tokens[: split + 1], args.seq_len)
     test_set = Sequences(tokens[split:], args.seq_len)
     if not len(train_set) or not len(test_set):
         raise UsageError(
@@ -104,13 +104,6 @@ def load_digits():
     return train_set, TensorDataset(images[split:], labels[split:])
 
 
-def collate(samples, dataset):
-    """Stack samples; no samples become a batch without rows."""
-    if samples:
-        return default_collate(samples)
-    return [tensor[:0] for tensor in default_collate([dataset[0]])]
-
-
 def global_order(num_samples, seed, epoch, start):
     """Yield the samples of an epoch in their random order, from position `start` on.
 
@@ -134,9 +127,10 @@ class GlobalBatches:
     """Iterate over global batches; every rank gets its share in micro-batches.
 
     Rank r takes every world_size-th sample. All ranks get the same number of
-    micro-batches, some of them short or empty, because every rank has to take part in
-    the collectives. The last batch of an epoch may be smaller. The only state is
-    `samples_seen`, so a run resumes on any number of ranks.
+    micro-batches, because every rank has to take part in the collectives, and all
+    micro-batches have the same shape. Where samples are missing, there are rows of
+    zeros whose targets are IGNORED. The last batch of an epoch may have fewer samples.
+    The only state is `samples_seen`, so a run resumes on any number of ranks.
     """
 
     def __init__(self, dataset, args, run, samples_seen=0):
@@ -153,11 +147,6 @@ class GlobalBatches:
             self.loader = iter(self.make_loader())
         self.samples_seen += min(self.args.global_batch_size, left)
         return next(self.loader)
-
-    def num_micro_batches(self):
-        """Return the number of micro-batches of each rank in a step."""
-        most = -(-self.args.global_batch_size // self.run.world_size)
-        return -(-most // self.args.micro_batch_size)
 
     def make_loader(self):
         """Return a loader of this rank's global batches to the end of the epoch."""
@@ -180,8 +169,14 @@ class GlobalBatches:
     def make_micro_batches(self, samples):
         """Divide this rank's samples of a global batch into micro-batches."""
         size = self.args.micro_batch_size
-        starts = range(0, self.num_micro_batches() * size, size)
-        return [collate(samples[i : i + size], self.dataset) for i in starts]
+        num_rows = self.args.num_micro_batches * size
+        while len(samples) < num_rows:
+            inputs, targets = self.dataset[0]
+            filler = torch.zeros_like(inputs), torch.full_like(targets, IGNORED)
+            samples.append(filler)
+        return [
+            default_collate(samples[i : i + size]) for i in range(0, num_rows, size)
+        ]
 
 
 def evaluation_batches(dataset, args, run):

@@ -106,8 +106,5 @@ class SlowWork(dist.Work):
         self.future.wait()
         return True
 
-    def is_completed(self):
-        return self.future.done()
-
     def get_future(self):
         return self.future

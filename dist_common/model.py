@@ -108,9 +108,10 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin):
         heads = (-1, self.head_dim)
-        q = self.wq(x).unflatten(-1, heads).transpose(1, 2)  # (B, H, T, D/H)
-        k = self.wk(x).unflatten(-1, heads).transpose(1, 2)
-        v = self.wv(x).unflatten(-1, heads).transpose(1, 2)
+        q, k, v = (  # (B, H, T, D/H), k and v with fewer heads
+            project(x).unflatten(-1, heads).transpose(1, 2)
+            for project in (self.wq, self.wk, self.wv)
+        )
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
         attended = self.attend(q, k, v)
@@ -206,7 +207,7 @@ def init_weights(model, seed):
         drawn = dict(Transformer(config).named_parameters())
     for name, weight in weights.items():
         if device.type == "cpu":
-            whole = drawn[name].detach()
+            whole = drawn[name]
         else:
             generator = torch.Generator(device)
             generator.manual_seed(seed + zlib.crc32(name.encode()))

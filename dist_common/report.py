@@ -93,9 +93,9 @@ class Report:
         if self.checks:
             rows = []
             for check in self.checks:
-                values = (check.measured, check.expected, check.tolerance)
                 numbers = [
-                    f"{v:,}" if isinstance(v, int) else f"{v:.6g}" for v in values
+                    f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+                    for value in (check.measured, check.expected, check.tolerance)
                 ]
                 rows.append((check.name, *numbers, "yes" if check.ok else "NO"))
             self.table(rows, ("check", "measured", "expected", "tolerance", "ok"))

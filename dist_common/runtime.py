@@ -96,8 +96,7 @@ def find_ranks():
     for name, number in zip(TORCHRUN, numbers, strict=True):
         os.environ.setdefault(name, str(number))
     if "MASTER_ADDR" not in os.environ:
-        one_machine = local_world_size == world_size
-        os.environ["MASTER_ADDR"] = find_master(one_machine)
+        os.environ["MASTER_ADDR"] = find_master(local_world_size == world_size)
     # The jobs of a cluster have numbers of their own; one process takes any free port.
     number = 29500 + int(os.environ.get("SLURM_JOB_ID", "0")) % 1000
     os.environ.setdefault("MASTER_PORT", str(number if world_size > 1 else 0))

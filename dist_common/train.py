@@ -12,7 +12,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.profiler import profile, tensorboard_trace_handler
 
 from dist_common.cli import UsageError
@@ -30,6 +29,13 @@ MAY_CHANGE = (
     "max_grad_norm",
     "precision",
 )
+
+
+def build_optimizer(model, args):
+    """Return AdamW on the weights of a model, or on this rank's shards of them."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
 
 def lr_at(step, args):
@@ -53,19 +59,25 @@ def every(step, interval, last_step):
     return interval > 0 and (step % interval == 0 or step == last_step)
 
 
-def settle_batch_size(args, run):
-    """Set --global-batch-size if it is not given; print how it is divided."""
+def settle_batch_size(args, run, micro_batches=1):
+    """Divide the global batch over ranks and micro-batches, and print how.
+
+    Without --global-batch-size each rank gets `micro_batches`. It sets
+    args.num_micro_batches of each rank, and reduces args.micro_batch_size to the
+    sequences that a rank gets.
+    """
+    size = args.micro_batch_size
     if args.global_batch_size is None:
-        args.global_batch_size = args.micro_batch_size * run.world_size
+        args.global_batch_size = size * micro_batches * run.world_size
     share = -(-args.global_batch_size // run.world_size)
-    micro_batches = -(-share // args.micro_batch_size)
-    rows = min(share, args.micro_batch_size)
+    size = args.micro_batch_size = min(size, share)
+    args.num_micro_batches = -(-share // size)
     line = (
-        f"global batch {args.global_batch_size} = {rows} per micro-batch x "
-        f"{micro_batches} micro-batches x {run.world_size} ranks"
+        f"global batch {args.global_batch_size} = {size} per micro-batch x "
+        f"{args.num_micro_batches} micro-batches x {run.world_size} ranks"
     )
-    if rows * micro_batches * run.world_size > args.global_batch_size:
-        line += ", some of them smaller"
+    if size * args.num_micro_batches * run.world_size > args.global_batch_size:
+        line += ", some of them not full"
     run.print0(line)
 
 
@@ -164,8 +176,8 @@ class Log:
     def step(self, step):
         """Time a step, without evaluation and saving; count its collectives once."""
         with contextlib.ExitStack() as stack:
-            is_second = step == self.first_step + 1  # the first step sets things up
-            if self.counter and is_second and not self.args.compile:
+            # Not the first step, which also sets things up.
+            if self.counter and step == self.first_step + 1 and not self.args.compile:
                 stack.enter_context(self.counter)
             if step == self.args.profile:  # writes a trace of this rank
                 folder = str(self.args.output_dir / "profile")
@@ -180,8 +192,7 @@ class Log:
 
         loss_sum is this rank's; num_tokens and grad_norm cover all ranks.
         """
-        norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-        self.unread.append((step, loss_sum.detach(), num_tokens, norm))
+        self.unread.append((step, loss_sum.detach(), num_tokens, grad_norm))
         if step % self.args.log_every == 0 or step == self.args.max_steps:
             self.flush()
 
@@ -212,8 +223,13 @@ class Log:
                 )
             self.times_ms.append(time_ms)
             speed = self.num_tokens / time_ms * 1e3
-            lr = lr_at(step, self.args)
-            self.write(step, loss=loss, grad_norm=norm, lr=lr, tokens_per_second=speed)
+            self.write(
+                step,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr_at(step, self.args),
+                tokens_per_second=speed,
+            )
         line = (
             f"step {step} | loss {loss:.4f} | {time_ms:.1f} ms | {speed:,.0f} "
             f"{self.unit} | mem {peak_memory_gib(self.run.device):.2f} GiB"
@@ -232,12 +248,19 @@ class Log:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
 
-    def evaluation(self, step, numbers):
-        """Print and write what an evaluation measured, by name."""
+    def evaluation(self, step, batches, names=("test_loss",)):
+        """Print and write the means of an evaluation. A collective.
+
+        `batches` yields this rank's number of targets and the named sums over them,
+        such as the loss, for each batch.
+        """
         self.flush()
-        self.tests = numbers
-        self.write(step, **numbers)
-        words = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in numbers.items()]
+        sums = sum(torch.stack(batch).double() for batch in batches)
+        dist.all_reduce(sums)
+        means = (sums[1:] / sums[0]).tolist()
+        self.tests = dict(zip(names, means, strict=True))
+        self.write(step, **self.tests)
+        words = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in self.tests.items()]
         self.run.print0(f"step {step} | {' | '.join(words)}")
 
     def summary(self):

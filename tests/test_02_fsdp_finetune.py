@@ -277,7 +277,7 @@ def test_a_line_that_cannot_be_trained_is_refused_by_its_number(
     assert says in str(refused.value)
 
 
-def test_padding_and_empty_batches_add_nothing_to_the_loss(tiny):
+def test_padding_and_missing_chats_add_nothing_to_the_loss(tiny):
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
     chats = [torch.tensor([[1, 2, 3], [-100, 3, 4]], dtype=torch.int32)]
     inputs, targets = script.Chats(chats, 9)[0]
@@ -289,8 +289,10 @@ def test_padding_and_empty_batches_add_nothing_to_the_loss(tiny):
         assert padded.item() == pytest.approx(
             script.summed_loss(model, *trimmed).item(), rel=1e-5
         )
-        empty = script.trim(inputs[None][:0], targets[None][:0], "cpu")
-        assert script.summed_loss(model, *empty).item() == 0
+        missing = torch.full_like(targets[None], data.IGNORED)
+        missing = script.trim(torch.zeros_like(inputs[None]), missing, "cpu")
+        assert missing[0].shape == (1, 1)
+        assert script.summed_loss(model, *missing).item() == 0
 
 
 # Stop, kill, resume

@@ -364,7 +364,7 @@ SABOTAGE = [
     (PIPELINE, 2, "", send_everything_twice, "bytes sent, all schedules"),
     (PIPELINE, 2, "", keep_the_graphs, "forwards kept, all schedules"),
     (EXPERTS, 2, "", sum_gradients_of_experts_too, "gradient: relative error"),
-    (EXPERTS, 2, "", mix_up_experts, "grouped product: error"),
+    (EXPERTS, 2, "", mix_up_experts, "loss: relative error"),
     (EXPERTS, 1, "", balance_with_the_wrong_sign, "excess load with the bias"),
     (RING, 2, "", forget_the_mask, "zigzag: relative error of the gradient"),
     (RING, 2, "", keep_chunks_in_order, "zigzag: pairs of the busiest rank"),
@@ -396,6 +396,15 @@ def test_sabotage_fails_its_check(
     assert ended.codes == [1] * ranks, ended.stdout + ended.stderr
     failed = [c["name"] for c in results_of(tmp_path / "run")["checks"] if not c["ok"]]
     assert check in failed
+
+
+@pytest.mark.full
+def test_the_loop_over_experts_computes_the_grouped_product(run_script):
+    def multiply_in_a_loop(script):
+        script.multiply = script.multiply_in_a_loop
+
+    ended = run_script(EXPERTS, world_size=2, before=multiply_in_a_loop)
+    assert ended.codes == [0, 0], ended.stdout + ended.stderr
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_common import check, cli, data, model, runtime
+from dist_common import check, cli, data, model, runtime, train
 from dist_common.report import Check, Report
 
 CPU = torch.device("cpu")
@@ -203,12 +203,17 @@ def batches(dataset, rank, ranks, *, seed=0, seen=0, batch=7, micro=2, workers=0
     args = argparse.Namespace(
         seed=seed, global_batch_size=batch, micro_batch_size=micro, num_workers=workers
     )
-    run = SimpleNamespace(rank=rank, world_size=ranks, device=CPU)
+    run = SimpleNamespace(
+        rank=rank, world_size=ranks, device=CPU, print0=lambda line: None
+    )
+    train.settle_batch_size(args, run)
     return data.GlobalBatches(dataset, args, run, seen)
 
 
 def samples_of(batch):
-    return [int(inputs[0]) for micro in batch for inputs in micro[0]]
+    """Return the first tokens of the samples; rows without targets are none."""
+    pairs = [pair for micro in batch for pair in zip(*micro, strict=True)]
+    return [int(inputs[0]) for inputs, targets in pairs if (targets >= 0).any()]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -274,13 +279,23 @@ def test_loader_processes_draw_other_numbers_for_each_rank_epoch_and_seed(in_a_f
         assert len(set(numbers.tolist())) == 16
 
 
-def test_no_samples_are_a_batch_without_rows():
-    sequences = data.Sequences(np.arange(9), 4)
-    inputs, targets = data.collate([], sequences)
-    assert inputs.shape == targets.shape == (0, 4)
-    last = batches(sequences, 3, 4)  # the fourth rank of four; there are 2 samples
-    parts = list(data.evaluation_batches(sequences, last.args, last.run))
-    assert [len(inputs) for inputs, _ in parts] == [0]
+@pytest.mark.parametrize(
+    ("rank", "samples"), [(0, [[1, 0], [0, 0]]), (3, [[0, 0], [0, 0]])]
+)
+def test_missing_samples_are_rows_that_do_not_count(rank, samples):
+    """2 samples for four ranks, each with two micro-batches of two rows."""
+    sequences = data.Sequences(np.arange(1, 10), 4)
+    given = batches(sequences, rank, 4, batch=13)
+    parts = list(data.evaluation_batches(sequences, given.args, given.run))
+    for (inputs, targets), rows in zip(parts, samples, strict=True):
+        assert inputs.shape == targets.shape == (2, 4)
+        assert (inputs > 0).sum(1).tolist() == [4 * row for row in rows]
+        assert (targets != data.IGNORED).sum(1).tolist() == [4 * row for row in rows]
+
+
+def test_a_micro_batch_is_not_larger_than_a_rank_s_share():
+    settled = batches(data.Sequences(np.arange(99), 2), 0, 3, batch=5, micro=8).args
+    assert (settled.micro_batch_size, settled.num_micro_batches) == (2, 1)
 
 
 def test_digits_are_images_and_labels():

@@ -334,9 +334,6 @@ FILES_OPENED, SIZE_OPENED = 10, 1_700
 PAGES_IN_ALL, WORDS_IN_ALL, COMMANDS_IN_ALL = 75, 100_000, 200
 TRAINING_COMMANDS_OF_A_PAGE = 4
 
-# The one exception: four axes and four schedules in one file.
-SIZE_OF_HYBRID = 364
-
 LAYOUT_TOKENS = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -394,8 +391,7 @@ def measure():
     }
     for template in TEMPLATES:
         opened = [path for path in opened_by(template) if size(path)]
-        most = SIZE_OF_HYBRID if "hybrid" in template else SIZE_OF_A_TEMPLATE
-        rows[f"size of {template}"] = size(template), most
+        rows[f"size of {template}"] = size(template), SIZE_OF_A_TEMPLATE
         rows[f"files that {template} opens"] = len(opened), FILES_OPENED
         rows[f"size that {template} opens"] = sum(map(size, opened)), SIZE_OPENED
     apart = ("labs/", "site/", "benchmarks/results/")
