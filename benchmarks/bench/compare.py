@@ -2,21 +2,23 @@
 
 import math
 import statistics
+from collections import defaultdict
 
 from scipy.special import stdtrit
 from tabulate import tabulate
 
 from bench.analysis import CONFIDENCE, OK, Interval, analyse
 
+HEADERS = ("strategy", "A", "B", "B/A", "B is", "memory", "sent", "verdict")
 NOT_SETTINGS = ("output_dir", "points")
 
 
-def welch_interval(ours, theirs):
+def welch_interval(times_a, times_b):
     """Return the ratio of mean step times with Welch's 95% interval, from logarithms.
 
     The rounds of two sweeps do not alternate, so they cannot be paired.
     """
-    first, second = ([math.log(ms) for ms in times] for times in (ours, theirs))
+    first, second = ([math.log(ms) for ms in times] for times in (times_a, times_b))
     ratio = statistics.mean(second) - statistics.mean(first)
     if min(len(first), len(second)) < 2:
         return Interval(ratio, math.inf)
@@ -34,61 +36,58 @@ def welch_interval(ours, theirs):
 def compare(first, second):
     """Return the comparison of two sweeps: the answer, its condition, the tables."""
     analyses = [analyse(first), analyse(second)]
-    rows_of = [
-        {
-            (table.title, row.strategy): row
-            for table in analysis.tables
-            for row in table.rows
-        }
-        for analysis in analyses
-    ]
-    shared = [key for key in rows_of[0] if key in rows_of[1]]
-    titles = list(dict.fromkeys(title for title, _ in shared))
-    lines = []
+    rows_a, rows_b = (rows_by_key(analysis) for analysis in analyses)
+    shared = [key for key in rows_a if key in rows_b]
     counts = {"faster": [], "slower": [], "within the noise": []}
-    for title in titles:
-        rows = []
-        for key in shared:
-            if key[0] == title:
-                ours, theirs = (side[key] for side in rows_of)
-                rows.append(make_row(key[1], ours, theirs, counts))
-        headers = ("strategy", "A", "B", "B/A", "B is", "memory", "sent", "verdict")
-        lines += ["", title, tabulate(rows, headers, disable_numparse=True)]
+    tables = defaultdict(list)
+    for title, strategy in shared:
+        pair = (rows_a[title, strategy], rows_b[title, strategy])
+        tables[title].append(make_row(strategy, *pair, counts))
     parts = [f"{len(names)} {word}" for word, names in counts.items() if names]
-    answer = f"{len(shared)} strategies, B against A: {', '.join(parts)}"
+    lines = [f"{len(shared)} strategies, B against A: {', '.join(parts)}"]
     if not shared:
-        answer = (
+        lines = [
             "no strategy trained the same job in both: compare sweeps of one config"
-        )
-    head = [answer]
+        ]
     for name, analysis in zip("AB", analyses, strict=True):
-        head.append(f"{name}: {analysis.sweep.name}: {analysis.condition}")
+        lines.append(f"{name}: {analysis.sweep.name}: {analysis.condition}")
+    for title, rows in tables.items():
+        lines += ["", title, tabulate(rows, HEADERS, disable_numparse=True)]
     settings = find_differences(*analyses)
-    end = ["", "no setting, version or machine differs"]
+    text = "no setting, version or machine differs"
     if settings:
         headers = ("what differs", "A", "B")
-        end = ["", tabulate(settings, headers, disable_numparse=True)]
-    return "\n".join([*head, *lines, *end])
+        text = tabulate(settings, headers, disable_numparse=True)
+    return "\n".join([*lines, "", text])
 
 
-def make_row(strategy, ours, theirs, counts):
+def rows_by_key(analysis):
+    """Return (title of the table, strategy) -> row."""
+    return {
+        (table.title, row.strategy): row
+        for table in analysis.tables
+        for row in table.rows
+    }
+
+
+def make_row(strategy, row_a, row_b, counts):
     """Return a row of the comparison, and add its result to the counts."""
-    cells = [strategy, *(f"{row.step_time_ms or 0:.1f} ms" for row in (ours, theirs))]
+    cells = [strategy, *(f"{row.step_time_ms or 0:.1f} ms" for row in (row_a, row_b))]
     result, ratio = "-", "-"
-    if ours.verdict == theirs.verdict == OK:
+    if row_a.verdict == row_b.verdict == OK:
         interval = welch_interval(
-            [*ours.times_by_round().values()], [*theirs.times_by_round().values()]
+            [*row_a.times_by_round().values()], [*row_b.times_by_round().values()]
         )
         result, ratio = "within the noise", str(interval)
         if interval.differs:
             result = "slower" if interval.log > 0 else "faster"
         counts[result].append(strategy)
     for name in ("peak_memory_gib", "bytes_sent_per_step"):
-        before, after = ours.median(name), theirs.median(name)
+        before, after = row_a.median(name), row_b.median(name)
         cells.append(f"{after / before - 1:+.1%}" if before and after else "-")
-    verdict = theirs.verdict
-    if ours.verdict != theirs.verdict:
-        verdict = f"{ours.verdict} -> {theirs.verdict}"
+    verdict = row_b.verdict
+    if row_a.verdict != row_b.verdict:
+        verdict = f"{row_a.verdict} -> {row_b.verdict}"
     return [*cells[:3], ratio, result, *cells[3:], verdict]
 
 
