@@ -115,7 +115,7 @@ def see_conjugate(answer, setting):
         x = torch.arange(3.0) + 10 * setting.rank
         x.requires_grad_()
         out = getattr(answer, name)(x)
-        out.backward(torch.ones(3) * (1 + setting.rank))
+        out.backward(torch.ones(3) * (1 + setting.rank) ** 2)
         ends[name] = {
             "out": out.tolist(),
             "grad": None if x.grad is None else x.grad.tolist(),
@@ -126,9 +126,9 @@ def see_conjugate(answer, setting):
 def judge_conjugate(seen, setting):
     n = setting.world_size
     inputs = [torch.arange(3.0) + 10 * rank for rank in range(n)]
-    total, both = sum(inputs).tolist(), [n * (n + 1) / 2] * 3
+    total, both = sum(inputs).tolist(), [sum((1 + r) ** 2 for r in range(n))] * 3
     for rank, ends in enumerate(seen):
-        x, gradient, swapped = inputs[rank].tolist(), [1.0 + rank] * 3, False
+        x, gradient, swapped = inputs[rank].tolist(), [(1 + rank) ** 2] * 3, False
         for name, expected in (("f", x), ("g", total)):
             got = ends[name]["out"]
             if not same(got, expected) and not swapped:
