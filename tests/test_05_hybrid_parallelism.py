@@ -113,9 +113,10 @@ def test_20_steps_have_the_losses_of_ddp_training(run_template, tmp_path):
 
 
 @full
-def test_compiled_blocks_train_like_one_process(run_template):
-    """Each block is one graph, with tensor parallelism's collectives inside."""
-    words = ("--tp", 2, "--compile", "--max-steps", 2)
+@pytest.mark.parametrize("axis", ["--tp", "--cp"])
+def test_compiled_blocks_train_like_one_process(run_template, axis):
+    """Each block is one graph, with the axis's collectives inside."""
+    words = (axis, 2, "--compile", "--max-steps", 2)
     words += ("--activation-checkpointing", "full")
     changes = [trace_without_a_compiler]
     ended = assert_ok(run_template(*words, changes=changes))
