@@ -91,10 +91,11 @@ def judge_clip(seen, setting):
                 yield f"{where}the norm after clipping: return the one before"
             elif not same(end["norm"], expected):
                 yield where + named(end["norm"], expected, mistakes)
-        # A factor that fits a wrong norm is no mistake of its own.
+        # A factor that fits a wrong norm is not a second mistake.
         fault = explain_factors(ends, [expected] * 3)
-        if fault and explain_factors(ends, [end["norm"] or 1.0 for end in ends]):
-            yield where + fault
+        other = explain_factors(ends, [end["norm"] or 1.0 for end in ends])
+        if fault and other:
+            yield where + (other if other in FACTORS else fault)
 
 
 FACTORS = {

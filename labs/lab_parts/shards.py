@@ -59,8 +59,13 @@ def judge_reduce(
     means = [mean_gradient(setting, micro) for micro in range(len(ends))]
     if first := explain_first(ends[0]["part"], means[0], rank, ranks, name):
         yield first
-    elif wrong := explain_later(ends, means, rank, ranks):
-        yield wrong
+    # Judge the sum over micro-batches also if all gradients have a wrong factor.
+    for factor in (1, ranks, 1 / ranks):
+        scaled = [factor * mean for mean in means]
+        if same(ends[0]["part"], scaled[0].chunk(ranks)[rank].tolist()):
+            if wrong := explain_later(ends, scaled, rank, ranks):
+                yield wrong
+            break
     if whole := max(end["whole"] for end in ends):
         yield f"{whole} whole gradients stay: drop them to save their memory"
 
