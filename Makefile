@@ -46,8 +46,8 @@ $(LABS): labs/requirements.txt pyproject.toml
 	$(call install,labs/requirements.txt)
 
 define install
-	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
-	  || { echo "Python 3.10 or later is needed; python3 is $$(python3 --version 2>&1)"; exit 1; }
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or later is needed; python3 is $$(python3 --version 2>&1)"; exit 1; }
 	@echo "Installing PyTorch and the rest into $(VENV): one to six minutes, once."
 	test -x $(BIN)/python || python3 -m venv $(VENV)
 	test -x $(UV) || $(BIN)/python -m pip install --quiet uv || true

@@ -23,6 +23,7 @@ import runpy
 import signal
 import socket
 import tempfile
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +31,6 @@ import torch.distributed as dist
 
 from dist_common import cli, ranks, runtime
 from dist_common.report import Report
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 FAILURES = Path(__file__).resolve().parent / "failures"
 DEADLINE_S = 15.0  # of a job: the slowest takes 5 s

@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ class Report:
         self.run = run
         self.metrics = {}
         self.checks = []
-        self.started = datetime.now(timezone.utc)
+        self.started = datetime.now(UTC)
         if args.output_dir:
             problem = self.claim_folder(args.output_dir) if run.rank == 0 else None
             if problem := from_rank0(problem, run.cpu_group):
@@ -111,7 +111,7 @@ class Report:
         """Write results.json to --output-dir, if there is one."""
         if not self.args.output_dir or self.run.rank > 0:
             return
-        seconds = (datetime.now(timezone.utc) - self.started).total_seconds()
+        seconds = (datetime.now(UTC) - self.started).total_seconds()
         machine = {"cores": os.cpu_count(), "gpu": None}
         if self.run.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.run.device)

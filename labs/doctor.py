@@ -38,19 +38,15 @@ class Lack(Exception):
 def python():
     """Look at the version."""
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 10):  # noqa: UP036  that is the question
-        raise Lack(f"{version} is too old: install Python 3.10 or later")
-    return f"{version}, tested on 3.10 and 3.11"
+    if sys.version_info < (3, 11):  # noqa: UP036  that is the question
+        raise Lack(f"{version} is too old: install Python 3.11 or later")
+    return f"{version}, tested on 3.11"
 
 
 def packages():
-    """Look for what labs/requirements.txt pins; older ones are named, newer ones are
-    not.
-    """
+    """Compare the installed versions with labs/requirements.txt; name older ones."""
     text = (REPO / "labs/requirements.txt").read_text()
     pins = dict(re.findall(r"^([\w-]+)==([\d.]+)", text, re.M))
-    if sys.version_info >= (3, 11):
-        pins.pop("tomli")
     least = dict(
         re.findall(r'"([\w-]+)>=([\d.]+)"', (REPO / "pyproject.toml").read_text())
     )

@@ -1,10 +1,10 @@
 """Module 05: each sabotage of a lesson fails the check that guards it."""
 
+import tomllib
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import tomllib
 import torch
 import torch.nn.functional as F
 from conftest import REPO, assert_one_line, results_of, run_command

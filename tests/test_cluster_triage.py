@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
 import pytest
-import tomllib
 from conftest import MARK, REPO, assert_one_line, load_script
 from helpers_01 import wait_for
 from helpers_triage import BLANK

@@ -1,7 +1,8 @@
 """Run every lesson of lessons.toml: it ends well, and its checks pass."""
 
-import pytest
 import tomllib
+
+import pytest
 from conftest import REPO, results_of
 
 LESSONS = tomllib.loads((REPO / "tests" / "lessons.toml").read_text())

@@ -4,11 +4,11 @@ import ast
 import re
 import sys
 import tokenize
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
-import tomllib
 from conftest import REPO
 from page_reader import (
     MODULES,

@@ -4,10 +4,10 @@
 """
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 from conftest import REPO
 from page_reader import slug
 

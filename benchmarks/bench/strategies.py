@@ -2,15 +2,11 @@
 
 import difflib
 import shlex
+import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from dist_common.cli import UsageError
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 REPO = Path(__file__).resolve().parents[2]
 TABLE = REPO / "benchmarks" / "strategies.toml"

@@ -1,7 +1,7 @@
 """Compare a result with the right one, and with the results of known mistakes."""
 
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,6 @@ from typing import Any
 import torch
 
 from dist_common.cli import UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 TOLERANCE = 1e-4  # relative; a hundredth of it absolute
 NUMBERS = re.compile(r"\[.*\]|-?\d[\d.e+-]*")
