@@ -86,7 +86,7 @@ class Lab:
 
 @dataclass
 class Verdict:
-    """How a task was graded: its distinct faults, and what the ranks printed."""
+    """How a task was graded: its distinct faults, and the ranks' output."""
 
     task: str
     faults: list[str] = field(default_factory=list)

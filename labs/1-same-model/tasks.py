@@ -1,6 +1,4 @@
-"""Lab 1, the same model: how an answer is looked at, and which mistake a wrong one
-shows.
-"""
+"""Lab 1, the same model: what the grader runs, and which mistakes it names."""
 
 import random
 from itertools import chain, islice, pairwise
@@ -75,7 +73,7 @@ def judge_sampler(seen, setting):
 
 
 def explain_part(parts, rank, sampler):
-    """Say what is wrong with the samples of a rank. parts: those of all ranks."""
+    """Say what is wrong with a rank's samples. parts: all ranks' samples."""
     got, expected, n = parts[rank], list(sampler), sampler.world_size
     order, position = sampler.global_order().tolist(), sampler.position
     rest = order[position:]
@@ -382,8 +380,7 @@ TASKS = {
 }
 
 
-# What is to be predicted: 1,437 samples in micro-batches of 32 on 3 ranks; and of 48 on
-# 2.
+# Predictions: 1,437 samples in micro-batches of 32 on 3 ranks, and of 48 on 2 ranks.
 
 SAMPLES, MICRO, RANKS = 1437, 32, 3
 

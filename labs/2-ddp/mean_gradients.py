@@ -1,5 +1,5 @@
-"""Tasks `pack` and `wait` of lab 2: the model, the ranks' mean gradients, and what
-mistakes give instead of them.
+"""Tasks `pack` and `wait` of lab 2: the model, the ranks' mean gradients, and the
+results of mistakes.
 """
 
 import itertools
@@ -104,7 +104,7 @@ def mean_of(of_ranks: list[dict[str, list]], factor: float = 1.0) -> dict[str, l
 
 
 def of_gradients(setting: Setting, step: int = 0) -> tuple[dict, dict]:
-    """Return the mean gradient, and what mistakes give: by the words that name them."""
+    """Return the mean gradient, and the results of mistakes by their words."""
     each = [gradients_of(setting, rank, step) for rank in range(setting.world_size)]
     n = setting.world_size
     mistakes = {

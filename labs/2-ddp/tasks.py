@@ -1,8 +1,6 @@
-"""Lab 2, DistributedDataParallel: how an answer is looked at, and which mistake a wrong
-one shows.
+"""Lab 2, DistributedDataParallel: what the grader runs, and which mistakes it names.
 
-A mistake is what it would give: a judge compares what came with what is right, and then
-with that.
+A judge compares a wrong result with the results of known mistakes.
 """
 
 import functools
@@ -323,7 +321,7 @@ TASKS = {
 WHOLE = TASKS["wait"]
 
 
-# What is to be predicted, of the preset `tiny` in buckets of 0.25 MiB.
+# Predictions: the preset `tiny` in buckets of 0.25 MiB.
 
 
 BUCKET = 2**18  # bytes

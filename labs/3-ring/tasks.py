@@ -1,8 +1,7 @@
-"""Lab 3, the ring all-reduce: how an answer is looked at, and which mistake a wrong one
-shows.
+"""Lab 3, the ring all-reduce: what the grader runs, and which mistakes it names.
 
-Each number says whose part of what it is: rank r's part c holds 8 ** (r * ranks + c),
-so that a sum tells how often each is in it.
+Each number names its rank and part: rank r's part c holds 8 ** (r * ranks + c). So a
+sum tells how often it contains each part.
 """
 
 import functools
@@ -150,7 +149,7 @@ def explain_moves(got: dict, rank: int, setting: Setting) -> Iterator[str]:
 
 
 def explain_parts(got: dict, rank: int, ranks: int) -> str | None:
-    """Say which part has numbers of another one in it."""
+    """Say which part contains numbers of another part."""
     for part, counts in enumerate(got["parts"]):
         for row in counts or ():
             if other := [c for c in range(ranks) if row[c] and c != part]:
@@ -230,7 +229,7 @@ TASKS = {
 WHOLE = task("all_reduce", judge_all_gather)
 
 
-# What is to be predicted: 1,200 numbers on 4 ranks.
+# Predictions: 1,200 numbers on 4 ranks.
 
 NUMBERS, RANKS = 1200, 4
 

@@ -1,6 +1,4 @@
-"""Lab 4, ZeRO stages 1 and 2: how an answer is looked at, and which mistake a wrong one
-shows.
-"""
+"""Lab 4, ZeRO stages 1 and 2: what the grader runs, and which mistakes it names."""
 
 import itertools
 from functools import partial
@@ -261,7 +259,7 @@ TASKS = {
 WHOLE = TASKS["step"]
 
 
-# What is to be predicted: 12,000 weights and Adam in float32, 4 ranks, 5 micro-batches
+# Predictions: 12,000 weights and Adam in float32, 4 ranks, 5 micro-batches
 # a step.
 
 WEIGHTS, RANKS, MICRO = 12_000, 4, 5

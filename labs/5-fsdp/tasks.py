@@ -1,4 +1,4 @@
-"""Lab 5, FSDP: how an answer is looked at, and which mistake a wrong one shows."""
+"""Lab 5, FSDP: what the grader runs, and which mistakes it names."""
 
 import torch
 from torch import nn
@@ -319,7 +319,7 @@ TASKS = {
 WHOLE = TASKS["backward"]
 
 
-# What is to be predicted: 8 blocks of 1,000 weights and a rest of 2,000, float32, on 4
+# Predictions: 8 blocks of 1,000 weights and a rest of 2,000, float32, on 4
 # ranks.
 
 BLOCKS, WEIGHTS, REST, RANKS = 8, 1000, 2000, 4

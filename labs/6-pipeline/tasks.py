@@ -1,4 +1,4 @@
-"""Lab 6, pipelines: how an answer is looked at, and which mistake a wrong one shows."""
+"""Lab 6, pipelines: what the grader runs, and which mistakes it names."""
 
 import functools
 import itertools
@@ -237,7 +237,7 @@ TASKS = {
 }
 
 
-# What is to be predicted: 4 ranks, 8 micro-batches, a backward that takes as long as
+# Predictions: 4 ranks, 8 micro-batches, a backward that takes as long as
 # two forwards.
 
 RANKS, MICRO = 4, 8

@@ -1,6 +1,4 @@
-"""Lab 7, tensor parallelism: how an answer is looked at, and which mistake a wrong one
-shows.
-"""
+"""Lab 7, tensor parallelism: what the grader runs, and which mistakes it names."""
 
 import itertools
 from collections.abc import Iterator
@@ -308,7 +306,7 @@ TASKS = {
 }
 
 
-# What is to be predicted: the all-reduces of a model of 2 blocks.
+# Predictions: the all-reduces of a model of 2 blocks.
 
 LAYERS, RANKS = 2, 2
 

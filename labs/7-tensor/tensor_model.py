@@ -10,7 +10,7 @@ BATCH, HEAD_DIM = 2, 4
 
 
 def conjugates(answer) -> None:
-    """Make f and g anew, of what `conjugate` is now."""
+    """Make f and g again with the answer's `conjugate`."""
     answer.f = answer.conjugate(answer.identity, answer.all_reduce)
     answer.g = answer.conjugate(answer.all_reduce, answer.identity)
     answer.f_tokens = answer.conjugate(answer.gather_tokens, answer.scatter_tokens)
@@ -25,9 +25,8 @@ def whole_model(setting: Setting) -> Transformer:
     )
     torch.manual_seed(setting.seed)
     model = Transformer(config)
-    for weight in (
-        model.parameters()
-    ):  # as it starts, norms are 1, and what a block adds is small
+    # At first norms are 1 and blocks add little, which would hide mistakes.
+    for weight in model.parameters():
         nn.init.normal_(weight, std=0.5)
     return model.double()  # or sums in another order would differ
 

@@ -1,4 +1,4 @@
-"""Task `loss` of lab 7: cross-entropy over words of which each rank has V / n."""
+"""Task `loss` of lab 7: cross-entropy over a vocabulary that n ranks divide."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from lab_parts.running import Setting
 
 
 def logits_of(setting: Setting) -> torch.Tensor:
-    """Return logits of which exp overflows, (B, T, V)."""
+    """Return logits so large that exp overflows. Shape: (B, T, V)."""
     n = setting.world_size
     return 120 + 8 * torch.randn(BATCH, 4 * n, 6 * n, generator=setting.generator())
 

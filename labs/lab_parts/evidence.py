@@ -1,8 +1,7 @@
-"""What a student of the exam gets: the script, and what was seen of the job that it
-broke.
+"""A student's material in the exam: the script, and the evidence of its broken job.
 
-The job runs twice: as it is, while py-spy reads the stacks, and with the flight
-recorder in it.
+The job runs twice: first py-spy reads the stacks, then the flight recorder notes the
+calls.
 """
 
 import contextlib
@@ -34,7 +33,7 @@ cause = ""  # what is wrong: a name of 04-nccl-operations/failure_gallery.md
 
 
 def hand_out(folder: Path, case: Case, odd: int, seed: int) -> None:
-    """Put a case into a folder; what is there already stays."""
+    """Put a case into a folder; existing files stay."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"mine.py": case.script(), "answers.toml": ANSWERS.format(seed=seed)}
     if not (folder / "case.txt").exists():
@@ -72,7 +71,7 @@ def described(case: Case) -> str:
 
 
 def gather(case: Case, odd: int) -> dict[str, str]:
-    """Run the broken job, and return what is seen of it, by file."""
+    """Run the broken job, and return its evidence by file name."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         script, stacks = folder / "mine.py", []
@@ -126,7 +125,7 @@ def gather(case: Case, odd: int) -> dict[str, str]:
 
 
 def log_of(rank: Rank, folder: Path) -> str:
-    """Return what a rank said, without the frames of what started the script."""
+    """Return a rank's output, without the stack frames outside of the script."""
     text = f"{rank.out}{rank.err}".replace(f"{folder}/", "").replace(f"{REPO}/", "")
     return re.sub(
         r'(?<=Traceback \(most recent call last\):\n).*?(?=  File "mine.py")',

@@ -85,7 +85,7 @@ class Exam:
         seed: int,
         sizes: list[int],
     ) -> Iterator[tuple[str, list[str], str]]:
-        """Yield each task's name, its faults, and what the ranks printed."""
+        """Yield each task's name, its faults, and the ranks' output."""
         if min(sizes) < 2:
             raise UsageError(f"--ranks {min(sizes)}: the exam's jobs need 2 or more")
         case, odd = self.draw(seed)
@@ -101,7 +101,7 @@ class Exam:
     ) -> tuple[list[str], str]:
         """Run a cure with a rank at fault and with none, up to an error or a hang.
 
-        Return its distinct faults, and what the ranks of the first of them printed.
+        Return its distinct faults, and the ranks' output from the first wrong run.
         """
         case, shown = self.draw(seed)
         given = ast.parse(case.script())

@@ -1,8 +1,6 @@
-"""What a rank of the exam's job does, seen from outside: its calls, its summands and
-its stack.
+"""Observe a rank of the exam's job: its calls, its summands and its stack.
 
-The calls are those of PyTorch's flight recorder. Source: torch 2.14.1,
-FlightRecorder.hpp.
+PyTorch's flight recorder notes the calls. Source: torch 2.14.1, FlightRecorder.hpp.
 """
 
 import json

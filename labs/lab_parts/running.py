@@ -37,7 +37,7 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 MISFIT = re.compile(r"op\.preamble|Received data size doesn't match")  # gloo's words
 UNEQUAL = "got another number of bytes than it waits for"
 OTHER_FORM = "the answer returns another form than the docstring asks for"
-# What a judge raises for a value of another form: torch's errors are RuntimeErrors.
+# A judge raises these for a value of another form: torch's errors are RuntimeErrors.
 MISREAD = (
     ArithmeticError,
     AttributeError,
@@ -48,7 +48,7 @@ MISREAD = (
     ValueError,
 )
 FRAME = re.compile(r'File "(.+)", line (\d+) in ([\w<>]+)')
-# What a rank says after its partner has failed: the mistake is on another rank.
+# Errors of a rank whose partner has failed: the mistake is on another rank.
 LOST = re.compile(
     r"closed by peer|reset by peer|[Cc]onnection (refused|closed)|timed out"
 )
@@ -56,7 +56,7 @@ LOST = re.compile(
 
 @dataclass
 class Setting:
-    """What a task may use: the rank, the number of ranks, and a seed."""
+    """The input of a task: the rank, the number of ranks, and a seed."""
 
     rank: int
     world_size: int
@@ -80,7 +80,7 @@ class Setting:
 
 @dataclass
 class Task:
-    """What a hole has to do: `see` runs on each rank, `judge` gets all ranks' results.
+    """The test of a hole: `see` runs on each rank, `judge` gets all ranks' results.
 
     `see(answer, setting)` returns a value that JSON can hold. `judge(seen, setting)`
     yields the mistakes in words, the most important one first.
@@ -92,7 +92,7 @@ class Task:
 
 @dataclass
 class RankResults:
-    """What the ranks returned, or why they did not; and what they printed."""
+    """The ranks' return values, or the reason for their failure, and their output."""
 
     seen: list | None
     problem: str | None = None

@@ -1,6 +1,4 @@
-"""What labs 4 and 5 share: vectors of which each rank keeps a part, and how a reduce is
-judged.
-"""
+"""Vectors that the ranks shard, and the judge of a reduce-scatter, for labs 4 and 5."""
 
 from collections.abc import Iterator
 
@@ -12,8 +10,9 @@ from lab_parts.running import Setting
 
 
 def tensors(setting: Setting, kind: int) -> list[torch.Tensor]:
-    """Return tensors of odd shapes, drawn anew for each kind; ranks do not divide their
-    numbers.
+    """Return random tensors, other ones for each kind.
+
+    The ranks do not divide their numbers of elements.
     """
     width = 2 + setting.draw(5)[0]
     generator = torch.Generator().manual_seed(setting.seed + 97 * kind)
@@ -71,7 +70,7 @@ def judge_reduce(
 
 
 def explain_later(ends, means, rank: int, ranks: int) -> str | None:
-    """Say what is wrong with what a rank kept after the second micro-batch or later."""
+    """Explain a wrong part after the second micro-batch or later; else return None."""
     mistakes = {
         "the second micro-batch's gradient alone: add it to the first": means[1],
         "the first micro-batch's gradient alone: the second is lost": means[0],
@@ -103,7 +102,7 @@ def mean_gradient(setting: Setting, micro: int) -> torch.Tensor:
 def explain_first(
     got: list[float] | None, mean: torch.Tensor, rank: int, ranks: int, name: str
 ) -> str | None:
-    """Say what is wrong with what a rank kept after the first micro-batch."""
+    """Explain a wrong part after the first micro-batch; else return None."""
 
     def part(vector: torch.Tensor, of: int = rank) -> list[float]:
         return vector.chunk(ranks)[of].tolist()
