@@ -68,12 +68,15 @@ def validate_layout(args, run, config):
     """
     args.num_stages = args.pp * (2 if args.schedule in LOOPED else 1)
     product = args.tp * args.pp * args.cp
-    stages = f"--pp {args.pp} --schedule {args.schedule}"
     axes = f"--tp {args.tp} --pp {args.pp} --cp {args.cp}"
     for divisor, total, what in (
         (product, run.world_size, f"ranks: {axes}"),
         (args.tp, config.num_kv_heads, f"key and value heads: --tp {args.tp}"),
-        (args.num_stages, config.num_layers, f"layers: {stages}"),
+        (
+            args.num_stages,
+            config.num_layers,
+            f"layers: --pp {args.pp} --schedule {args.schedule}",
+        ),
         (args.tp * args.cp, args.seq_len, f"tokens of --seq-len: {axes}"),
     ):
         if total % divisor:
@@ -89,8 +92,8 @@ def validate_layout(args, run, config):
             "grad-op or replicate, no --activation-checkpointing and no --compile"
         )
     args.dp = run.world_size // product
-    dp_rank = run.rank // (args.tp * args.cp) % args.dp
-    return replace(run, rank=dp_rank, world_size=args.dp)
+    rank = run.rank // args.tp // args.cp
+    return replace(run, rank=rank % args.dp, world_size=args.dp)
 
 
 def build_mesh(args, run):
@@ -183,6 +186,19 @@ class Stage(nn.Module):
         self.norm = model.norm if is_last else nn.Identity()
         self.head = model.head if is_last else nn.Identity()
 
+    def mean_loss(self, logits, targets):
+        """Return the cross-entropy summed over tokens, divided by `num_tokens`.
+
+        Shapes: logits (B, T/cp, V), divided by tp along V; targets (B, T/cp).
+        """
+        loss = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        # accumulate_gradient sets num_tokens.
+        return (
+            loss.to_local() if isinstance(loss, DTensor) else loss
+        ) / self.num_tokens
+
 
 def build_model(config, args, run, mesh):
     """Build the model without memory, divide it, then give each rank its part.
@@ -216,22 +232,25 @@ def build_model(config, args, run, mesh):
 
 def shard_weights(stage, mesh, args):
     """Data parallelism: shard a stage's weights with FSDP, or replicate them."""
-    compute = torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32
+    compute = torch.bfloat16 if args.precision == "bf16-mixed" else None
     policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
     has_replicas = "replicate" in mesh.mesh_dim_names
     mesh = mesh["replicate", "shard"] if has_replicas else mesh["shard"]
-    options = {"mesh": mesh, "mp_policy": policy}
     for block in stage.blocks.values():
-        fully_shard(block, reshard_after_forward=args.sharding in FREED, **options)
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=args.sharding in FREED,
+        )
     # Backward starts with the head: it would be gathered again at once.
-    fully_shard(stage, reshard_after_forward=False, **options)
+    fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-def build_schedule(stages, args, run, mesh):
-    """Return the schedule of the pipeline, or None. Raises: UsageError."""
-    if args.pp == 1:
+def build_schedule(stages, args, run, group):
+    """Return the schedule of the pipeline, None without one. Raises: UsageError."""
+    if not group:
         return None
-    group = mesh.get_group("pp")
     piped = [
         pipelining.PipelineStage(
             stage,
@@ -246,22 +265,11 @@ def build_schedule(stages, args, run, mesh):
         return SCHEDULES[args.schedule](
             piped if args.schedule in LOOPED else piped[0],
             args.num_micro_batches,
-            loss_fn=mean_loss,
+            loss_fn=stages[-1].mean_loss,
             scale_grads=False,  # mean_loss divides by the tokens of all micro-batches
         )
     except ValueError as error:  # too few micro-batches
         raise cli.UsageError(f"--schedule {args.schedule}: {error}") from error
-
-
-def mean_loss(logits, targets, num_tokens):
-    """Return the cross-entropy summed over tokens, divided by a number of tokens.
-
-    Shapes: logits (B, T/cp, V), divided by tp along V; targets (B, T/cp).
-    """
-    loss = F.cross_entropy(
-        logits.float().flatten(0, 1), targets.flatten(), reduction="sum"
-    )
-    return (loss.to_local() if isinstance(loss, DTensor) else loss) / num_tokens
 
 
 def accumulate_gradient(stages, schedule, micro_batches, args):
@@ -279,26 +287,27 @@ def accumulate_gradient(stages, schedule, micro_batches, args):
     dist.all_reduce(num_tokens)
     # FSDP averages gradients over ranks: divide by the tokens of an average rank.
     num_tokens = num_tokens / dist.get_world_size()
+    stages[-1].num_tokens = num_tokens
     losses = []
     with loss_parallel():  # logits stay divided over tp
         if schedule:
             drive = schedule.step if torch.is_grad_enabled() else schedule.eval
+            tokens = [inputs.flatten(0, 1)] if "0" in stages[0].blocks else []
             drive(
-                inputs.flatten(0, 1),  # the schedule divides them again
+                *tokens,  # the schedule divides them into micro-batches again
                 target=targets.flatten(0, 1),
                 losses=losses,
-                loss_kwargs={"num_tokens": num_tokens},
                 return_outputs=False,
             )
         else:
-            for number, batch in enumerate(zip(inputs, targets, strict=True), 1):
-                stages[0].set_requires_all_reduce(number == len(inputs))
-                loss = mean_loss(stages[0](batch[0]), batch[1], num_tokens)
+            for i, (tokens, labels) in enumerate(zip(inputs, targets, strict=True), 1):
+                stages[0].set_requires_all_reduce(i == len(inputs))
+                loss = stages[0].mean_loss(stages[0](tokens), labels)
                 losses.append(loss)
                 if torch.is_grad_enabled():
                     loss.backward()
     # The last stage has losses. Ranks of tp have the same ones.
-    loss_sum = sum(losses, torch.zeros((), device=positions.device)).detach()
+    loss_sum = sum(losses, torch.zeros_like(num_tokens)).detach()
     return loss_sum * num_tokens / args.tp, num_tokens * args.dp * args.cp
 
 
@@ -358,10 +367,13 @@ def main():
         config = load_config(args.preset, args.seq_len, vocab_size)
         data_run = validate_layout(args, run, config)
         mesh = build_mesh(args, run)
+        pp_group = mesh.get_group("pp") if args.pp > 1 else None
         report = Report("05-advanced/hybrid_parallelism.py", args, run)
         model, stages = build_model(config, args, run, mesh)
-        run.print0(f"{args.preset}: {config.num_parameters():,} weights")
-        run.print0(f"ranks: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}")
+        run.print0(
+            f"{args.preset}: {config.num_parameters():,} weights\n"
+            f"ranks: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}"
+        )
         optimizer = build_optimizer(model, args)
         # Ranks of tp have parts of the same layer, and draw the same numbers.
         runtime.seed_everything(args.seed, run.rank // args.tp)
@@ -370,11 +382,10 @@ def main():
         first_step = saved["step"] + 1
         train.settle_batch_size(args, data_run, args.pp)  # one for each stage
         batches = data.GlobalBatches(train_set, args, data_run, saved["samples_seen"])
-        schedule = build_schedule(stages, args, run, mesh)
+        schedule = build_schedule(stages, args, run, pp_group)
 
-        counter = check.CollectiveCounter()
         flops = config.flops_per_token(args.seq_len)
-        log = train.Log(run, args, first_step, flops, counter)
+        log = train.Log(run, args, first_step, flops, check.CollectiveCounter())
         stop = train.StopSignal(run.cpu_group)
 
         for step in range(first_step, args.max_steps + 1):
@@ -395,7 +406,7 @@ def main():
                     optimizer,
                     train_set,
                     lambda: build_transformer(config, args.seed, run.device),
-                    stages=mesh.get_group("pp") if args.pp > 1 else None,
+                    stages=pp_group,
                 )
             if every(step, args.eval_every, args.max_steps):
                 log.evaluation(
