@@ -48,7 +48,9 @@ class SlowGroup(dist.ProcessGroup):
         super().__init__(real.rank(), real.size())
         cpu = torch.device("cpu")  # a group has a name only if it has a backend
         gloo = real._get_backend(cpu)  # no public function returns it
-        self._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, gloo)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        self._register_backend(cpu, kind, gloo)
+        self._set_default_backend(kind)
         self.real = real
         self.bytes_per_second = bytes_per_second
         self.free_at = 0.0  # when the link has sent everything so far

@@ -111,7 +111,7 @@ class Report:
         """Write results.json to --output-dir, if there is one."""
         if not self.args.output_dir or self.run.rank > 0:
             return
-        seconds = (datetime.now(UTC) - self.started).total_seconds()
+        ran_for = datetime.now(UTC) - self.started
         machine = {"cores": os.cpu_count(), "gpu": None}
         if self.run.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.run.device)
@@ -122,7 +122,7 @@ class Report:
             "args": vars(self.args),
             "argv": sys.argv[1:],
             "started": self.started.isoformat(timespec="seconds"),
-            "seconds": round(seconds, 2),
+            "seconds": round(ran_for.total_seconds(), 2),
             "world_size": self.run.world_size,
             "device": self.run.device.type,
             "backend": dist.get_backend(),
