@@ -8,7 +8,7 @@ import os
 import warnings
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import _set_pg_timeout  # public from 2.14 on
+import torch.distributed as dist
 
 from dist_common.cli import UsageError
 
@@ -65,5 +65,6 @@ def start_engine(deepspeed, model, optimizer, config, timeout_s):
     """Return an engine whose collectives wait for the other ranks for timeout_s."""
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     # It makes a group of its own, with PyTorch's default of half an hour.
-    _set_pg_timeout(timedelta(seconds=timeout_s), engine.data_parallel_group)
+    if hasattr(dist, "set_timeout"):  # from torch 2.14 on
+        dist.set_timeout(timedelta(seconds=timeout_s), engine.data_parallel_group)
     return engine

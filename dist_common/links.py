@@ -33,8 +33,10 @@ def slow_group(bytes_per_second):
     dist.Backend.register_backend(
         name, lambda *_: SlowGroup(real, bytes_per_second), devices=["cpu"]
     )
-    speed = f"{bytes_per_second * 8 / 1e6:g} Mbit/s per rank"
-    return dist.new_group(backend=name), f"link: {speed}, by collectives that end late"
+    return (
+        dist.new_group(backend=name),
+        f"link: {bytes_per_second * 8 / 1e6:g} Mbit/s per rank, emulated",
+    )
 
 
 class SlowGroup(dist.ProcessGroup):
@@ -47,16 +49,16 @@ class SlowGroup(dist.ProcessGroup):
     def __init__(self, real, bytes_per_second):
         super().__init__(real.rank(), real.size())
         cpu = torch.device("cpu")  # a group has a name only if it has a backend
-        gloo = real._get_backend(cpu)  # no public function returns it
         kind = dist.ProcessGroup.BackendType.GLOO
-        self._register_backend(cpu, kind, gloo)
+        # No public function returns a group's backend.
+        self._register_backend(cpu, kind, real._get_backend(cpu))
         self._set_default_backend(kind)
         self.real = real
         self.bytes_per_second = bytes_per_second
         self.free_at = 0.0  # when the link has sent everything so far
         self.thread = ThreadPoolExecutor(1)  # completes one after the other
 
-    def complete(self, work, result, started_at, seconds, future):
+    def complete(self, work, output, started_at, seconds, future):
         """Complete a collective when the link has sent it."""
         try:
             work.wait()
@@ -65,7 +67,7 @@ class SlowGroup(dist.ProcessGroup):
             return
         self.free_at = max(self.free_at, started_at) + seconds
         time.sleep(max(0.0, self.free_at - time.perf_counter()))
-        future.set_result(result)
+        future.set_result(output if isinstance(output, list) else [output])
 
     def start(self, method, output, *rest):
         """Start a collective of the real group; return a handle that completes late."""
@@ -78,8 +80,7 @@ class SlowGroup(dist.ProcessGroup):
         span = record_function(f"link:{kind}")  # in the profiler's trace, until it ends
         span.__enter__()
         ended = span._call_end_callbacks_on_future(future).then(lambda _: future.wait())
-        result = output if isinstance(output, list) else [output]
-        self.thread.submit(self.complete, work, result, started_at, seconds, future)
+        self.thread.submit(self.complete, work, output, started_at, seconds, future)
         return SlowWork(ended)
 
     def barrier(self, *options):
