@@ -121,7 +121,12 @@ def add_training_flags(parser, presets, precisions=PRECISIONS, without=()):
     )
     add("--log-every", type=positive_int, default=10, help="steps between lines (10)")
     add("--eval-every", type=whole_number, default=30, help="steps, 0 is never (30)")
-    add("--save-every", type=whole_number, default=20, help="steps, 0 is never (20)")
+    add(
+        "--save-every",
+        type=whole_number,
+        default=20,
+        help="steps, 0 is only when stopped (20)",
+    )
     add("--keep", type=positive_int, default=2, help="checkpoints to keep (2)")
     add("--async-save", action="store_true", help="train on while a save is written")
     add("--resume", action="store_true", help="continue from --output-dir")
