@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import os
+import resource
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,18 @@ def kill_in_save(step):
         checkpoint.Checkpoints.write_part = killed
 
     return change
+
+
+def fill_the_disk(script):
+    """Let rank 1 write no file of more than 20 kB from the checkpoint of step 4 on."""
+    write = checkpoint.Checkpoints.write
+
+    def write_little(self, step, *parts):
+        if step == 4 and self.run.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        write(self, step, *parts)
+
+    checkpoint.Checkpoints.write = write_little
 
 
 # The loop

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import resource
 import signal
 
 import helpers_templates as broken
@@ -33,7 +32,7 @@ from helpers_templates import (
     write_text,
 )
 
-from dist_common import checkpoint, model
+from dist_common import model
 
 SCRIPT = "03-deepspeed/deepspeed_train.py"
 NAME = "deepspeed_train.py"
@@ -336,20 +335,9 @@ def test_weights_that_land_at_the_wrong_place_end_a_resumed_run(train, tmp_path)
 @full
 def test_a_full_disk_ends_the_run_in_one_line(train, tmp_path):
     """Rank 1 can write only 20 kB. Rank 0 does not wait for rank 1."""
-
-    def limit_files(script):
-        write = checkpoint.Checkpoints.write
-
-        def write_little(self, step, *parts):
-            if step == 4 and self.run.rank == 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-            write(self, step, *parts)
-
-        checkpoint.Checkpoints.write = write_little
-
     folder = tmp_path / "run"
     words = ("--save-every", 2, "--output-dir", folder)
-    ended = train(stage(2), *words, changes=[limit_files])
+    ended = train(stage(2), *words, changes=[broken.fill_the_disk])
     assert_one_line(ended, "checkpoints/step-00000004 (rank 1): File too large", NAME)
     assert checkpoints_in(folder) == ["step-00000002"]
 

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import sys
@@ -407,20 +406,9 @@ def test_disks_that_are_not_shared_are_refused(run_template, tmp_path):
 @pytest.mark.parametrize(("script", "flags"), [(DDP, ()), (FSDP, ("--async-save",))])
 def test_a_full_disk_ends_the_run_in_one_line(run_template, tmp_path, script, flags):
     """Rank 1 cannot write more than 20 kB. Rank 0 does not wait for rank 1."""
-
-    def limit_files(script):
-        write = checkpoint.Checkpoints.write
-
-        def write_little(self, step, *parts):
-            if step == 4 and self.run.rank == 1:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-            write(self, step, *parts)
-
-        checkpoint.Checkpoints.write = write_little
-
     folder = tmp_path / "run"
     words = ("--save-every", 2, "--output-dir", folder, *flags)
-    ended = run_template(script, *words, changes=[limit_files])
+    ended = run_template(script, *words, changes=[broken.fill_the_disk])
     says = "checkpoints/step-00000004 (rank 1): File too large"
     assert_one_line(ended, says, Path(script).name)
     assert checkpoints_in(folder) == ["step-00000002"]
