@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner import compute, finetune, models
+from planner.activations import tokens_of
 from planner.compute import LayerSeconds
 from planner.hardware import Cluster
 from planner.job import Layout, TrainingJob
@@ -48,7 +49,7 @@ def adapter_seconds(
 
     Source: Hu et al., 2021, equation 3.
     """
-    rank, m = job.adapter_rank, layout.micro_batch * job.seq_len / layout.cp
+    rank, m = job.adapter_rank, tokens_of(job, layout)
     forward = backward = 0.0
     if not rank:
         return forward, backward

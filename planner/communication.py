@@ -14,6 +14,7 @@ from math import lcm
 from typing import NamedTuple
 
 from planner import finetune, memory, models
+from planner.activations import tokens_of
 from planner.hardware import LATENCY_US, Cluster
 from planner.job import Layout, TrainingJob
 
@@ -136,11 +137,6 @@ def nodes_of(
 def passes_of(layout: Layout) -> int:
     """Return the passes with a layer's collectives: 3 with full recomputation."""
     return 3 if layout.recompute == "full" else 2
-
-
-def tokens_of(job: TrainingJob, layout: Layout) -> float:
-    """Return the tokens of a micro-batch on a cp rank."""
-    return layout.micro_batch * job.seq_len / layout.cp
 
 
 def tensor_calls(job: TrainingJob, layout: Layout, cluster: Cluster) -> list[Call]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner import models
+from planner.activations import sequence_ranks, tokens_of
 from planner.hardware import Cluster
 from planner.job import Layout, ModelShape, TrainingJob
 from planner.rates import rate_of
@@ -34,9 +35,8 @@ class LayerSeconds:
     backward: float
     attention: float  # included in forward
     attention_backward: float
-    # Parts of forward that recomputation repeats: "selective" repeats attention,
-    # "operators" everything but attention and every second product.
-    core: float = 0.0
+    # The part of forward that recomputation of "operators" repeats: all but attention
+    # and every second product. ("selective" repeats attention.)
     half: float = 0.0
 
 
@@ -141,7 +141,7 @@ def layer_matrices(
     """Return (m, n, k) of a layer's products on one GPU, without routed experts."""
     model = job.model
     t = layout.tp
-    tokens = layout.micro_batch * job.seq_len / layout.cp
+    tokens = tokens_of(job, layout)
     shapes = [(tokens, n, k) for n, k in attention_matrices(model, t)]
     width = models.dense_width(model) if dense else model.shared_experts * model.ffn
     up = 2 if model.gated else 1
@@ -186,7 +186,7 @@ def layer_numbers(
     model with a gated feed-forward has RMSNorm.
     """
     model = job.model
-    ranks = layout.tp if layout.sequence_parallel else 1
+    ranks = sequence_ranks(layout)
     hidden = model.hidden * (1 if dense else 1 + model.top_k / 2)
     numbers = rates["passes.hidden"] * hidden / ranks
     numbers += FFN_PASSES * width * (1.5 if model.gated else 1) / layout.tp
@@ -204,7 +204,7 @@ def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> LayerSecon
     Communication is not included.
     """
     model = job.model
-    tokens = layout.micro_batch * job.seq_len / layout.cp
+    tokens = tokens_of(job, layout)
     forward = backward = 0.0
     for m, n, k in layer_matrices(job, layout, dense):
         one, two = three_products(m, n, k, job, cluster, rates)
@@ -225,9 +225,7 @@ def layer_seconds(job, layout, cluster, rates, dense: bool = True) -> LayerSecon
     forward += moved + attention
     backward += 1.5 * moved + attention_backward
     half = products / 2 + moved
-    return LayerSeconds(
-        forward, backward, attention, attention_backward, attention, half
-    )
+    return LayerSeconds(forward, backward, attention, attention_backward, half)
 
 
 def launch_seconds(job: TrainingJob, rates) -> float:
@@ -239,7 +237,7 @@ def head_seconds(
     job: TrainingJob, layout: Layout, cluster: Cluster, rates
 ) -> LayerSeconds:
     """Return the seconds of logits and loss, for one micro-batch on the last stage."""
-    tokens = layout.micro_batch * job.seq_len / layout.cp
+    tokens = tokens_of(job, layout)
     vocab = job.model.vocab / layout.tp
     sixteen = replace(job, precision="bf16") if job.precision in NARROW else job
     one, two = three_products(tokens, vocab, job.model.hidden, sixteen, cluster, rates)

@@ -226,7 +226,6 @@ def memory_of_finetune(
     gpus: int = 1,
     mixed: bool = False,
     equal_steps: bool = True,
-    accumulates: bool = True,
     recompute: bool | None = None,
     frees_frozen: bool = True,
 ) -> dict[str, float]:
@@ -238,7 +237,6 @@ def memory_of_finetune(
     gpus: FSDP shards everything over them.
     equal_steps: all steps have the same length, so a 4-bit matrix still holds the last
         step's input at the peak (bitsandbytes' MatMul4Bit keeps it outside autograd).
-    accumulates: a step has several micro-batches.
     recompute: each block keeps only its input (None: if FSDP is used).
     frees_frozen: frozen weights are freed after a block's backward, as FSDP2 does.
         FSDP1 keeps them, because they have no gradient hook.
@@ -272,7 +270,7 @@ def memory_of_finetune(
     if gpus == 1:
         return held
     held["gathered"] = gathered_bytes(model, frozen, number, frees_frozen)
-    if method == "full" and accumulates:  # added up whole (no_sync)
+    if method == "full":  # several micro-batches add them up whole (no_sync)
         held["gradients"] = number * trained
     if frozen and not frees_frozen:
         # The peak is at the end of backward, when only the logits' values are left.

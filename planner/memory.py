@@ -283,6 +283,11 @@ def memory_of_stage(job: TrainingJob, layout: Layout, stage: int) -> dict[str, f
     return max(at_loss, in_backward, key=lambda parts: sum(parts.values()))
 
 
+def distinct_stages(layout: Layout) -> list[int]:
+    """Return the first, the second and the last stage: the others are as the second."""
+    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+
+
 def memory_of(job: TrainingJob, layout: Layout) -> dict[str, float]:
     """Return bytes by part on the fullest GPU.
 
@@ -290,10 +295,8 @@ def memory_of(job: TrainingJob, layout: Layout) -> dict[str, float]:
     """
     if job.adapter_rank:
         return finetune.memory_of_adapters(job, layout)
-    stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
-    return max(
-        (memory_of_stage(job, layout, s) for s in stages), key=lambda m: sum(m.values())
-    )
+    held = [memory_of_stage(job, layout, s) for s in distinct_stages(layout)]
+    return max(held, key=lambda parts: sum(parts.values()))
 
 
 def reserved(allocated: float) -> float:

@@ -127,13 +127,13 @@ def attention_shapes(model: ModelShape) -> list[MatrixShape]:
             (keys, h, COLUMN),
             (h, queries, ROW),
         ]
-    turned = queries + model.heads * model.rope_dim
+    rotated = queries + model.heads * model.rope_dim
     down = [(model.kv_rank + model.rope_dim, h, WHOLE), (model.kv_rank, 1, WHOLE)]
     up = [(2 * queries, model.kv_rank, COLUMN), (h, queries, ROW)]
     if not model.q_rank:
-        return [*down, (turned, h, COLUMN), *up]
+        return [*down, (rotated, h, COLUMN), *up]
     queries_down = [(model.q_rank, h, WHOLE), (model.q_rank, 1, WHOLE)]
-    return [*queries_down, (turned, model.q_rank, COLUMN), *down, *up]
+    return [*queries_down, (rotated, model.q_rank, COLUMN), *down, *up]
 
 
 def mlp_shapes(model: ModelShape, width: int, copies: int = 0) -> list[MatrixShape]:

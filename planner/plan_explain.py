@@ -50,7 +50,7 @@ def source_of(function) -> str:
 
 def fullest_stage(job: TrainingJob, layout: Layout) -> int:
     """Return the stage with the largest memory on a GPU."""
-    stages = {0, min(1, layout.pp - 1), layout.pp - 1}
+    stages = memory.distinct_stages(layout)
     held = {s: sum(memory.memory_of_stage(job, layout, s).values()) for s in stages}
     return max(held, key=held.get)
 

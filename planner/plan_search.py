@@ -16,11 +16,11 @@ from planner import memory, models
 from planner.activations import layers_of_stages
 from planner.hardware import Cluster, slower
 from planner.job import RECOMPUTE, Layout, Prediction, TrainingJob
-from planner.rates import RATES as USUAL_RATES
+from planner.rates import RATES
 from planner.step import predict, step_parts
 
 MESH = ("tp", "cp", "pp", "dp", "ep")
-RATES = ("network", "matrix")
+SCALES = ("network", "matrix")
 FALL = 0.8  # of a rate: the search finds the fastest layout there, too
 NEAR = 1.5  # of the memory: layouts for a somewhat larger GPU
 MICRO_BATCHES = tuple(2**power for power in range(8))
@@ -225,10 +225,10 @@ def search_with(
         (lower_bound(job, base, cluster, only), number, base)
         for number, base in enumerate(unsharded_layouts(job, cluster, gpus, only))
     )
-    slow = {name: slower(cluster, **{name: FALL}) for name in RATES}
+    slow = {name: slower(cluster, **{name: FALL}) for name in SCALES}
     best_of_mesh: dict[tuple, float] = {}
     # Seconds of the best layout if a rate is a fifth lower.
-    needed = dict.fromkeys(RATES, math.inf)
+    needed = dict.fromkeys(SCALES, math.inf)
     for bound, _, base in bounds:
         times = sorted(best_of_mesh.values())[:5]
         fifth = times[-1] if len(times) == 5 else math.inf
@@ -241,7 +241,7 @@ def search_with(
             if plan.step_time_s < min(best_of_mesh.values(), default=math.inf):
                 needed = {
                     name: predict(job, plan.layout, slow[name]).step_time_s
-                    for name in RATES
+                    for name in SCALES
                 }
             key = mesh_of(base)
             best_of_mesh[key] = min(best_of_mesh.get(key, math.inf), plan.step_time_s)
@@ -253,7 +253,7 @@ def search_with(
 def lower_bound(job: TrainingJob, base: Layout, cluster: Cluster, only: dict) -> float:
     """Return a step's seconds without dp and optimizer, for any sharding of states."""
     least = replace(base, recompute=only.get("recompute", RECOMPUTE[0]))
-    parts = step_parts(job, least, cluster, USUAL_RATES)
+    parts = step_parts(job, least, cluster, RATES)
     return sum(parts[part] for part in parts if part not in ("dp", "optimizer"))
 
 

@@ -10,7 +10,7 @@ from planner import errors, models
 from planner.hardware import Cluster, slower
 from planner.job import Layout, Prediction, TrainingJob
 from planner.memory import GIB
-from planner.plan_search import FALL, RATES, SearchResult, mesh_of
+from planner.plan_search import FALL, SCALES, SearchResult, mesh_of
 from planner.step import axes_of, predict
 
 SHOWN = 5
@@ -224,7 +224,7 @@ def survival(
     limit = plan.step_time_s / FALL
     rivals = [p for p in result.fitting if p.step_time_s <= limit][:KEPT]
     outcomes = {}
-    for name in RATES:
+    for name in SCALES:
         changed = slower(cluster, **{name: FALL})
         again = predict(job, plan.layout, changed)
         timed = [predict(job, rival.layout, changed) for rival in rivals]

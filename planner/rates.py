@@ -1,9 +1,9 @@
-"""Calibrated constants: shares of a data sheet's rates that no data sheet gives.
+"""Calibrated constants that no data sheet gives: shares, factors and times.
 
-`planner/calibrate.py` fits the constants in `FITTED` on half of the published rows. It
-starts at `prior` and stays in the range. `FIXED` has constants that these rows cannot
-tell. Everything else follows from shapes, data sheets and the constants next to their
-formulas in compute.py, communication.py and step.py.
+`planner/calibrate.py` fits the constants in `FITTED` on half of the published rows. The
+fit is drawn to `prior` and stays in the range. `FIXED` has constants that these rows
+cannot tell. Everything else follows from shapes, data sheets and the constants next to
+their formulas in compute.py, communication.py and step.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class FittedRate(NamedTuple):
-    """A fitted constant: its value, the start of the fit, and its range."""
+    """A fitted constant: its value, its prior, and its range."""
 
     name: str
     value: float

@@ -149,7 +149,7 @@ def layers_seconds(
         backward += layer.forward
         passes += 1
     elif layout.recompute == "selective":
-        backward += layer.core
+        backward += layer.attention
     elif layout.recompute == "operators":
         backward += layer.half
     tp = seconds_of(communication.tensor_calls(job, layout, cluster), cluster)
@@ -294,7 +294,7 @@ def context_traffic(job, layout, cluster, layers: int) -> Traffic:
 def replica_traffic(job, layout, cluster, stage) -> Traffic:
     """Return the traffic of dp for the stage with most weights."""
     m = layout.micro_batches(job)
-    stages = {0, min(1, layout.pp - 1), layout.pp - 1}
+    stages = memory.distinct_stages(layout)
     weights = max(sum(memory.weights_of_stage(job, layout, s)) for s in stages)
     calls = communication.weight_calls(job, layout, cluster, weights)
     gathers = m if communication.gathers_each(job, layout) else 1
@@ -357,17 +357,12 @@ def axes_of(job: TrainingJob, layout: Layout, cluster: Cluster) -> dict[str, Axi
 # The prediction
 
 
-def predict(
-    job: TrainingJob,
-    layout: Layout,
-    cluster: Cluster,
-    rates: dict[str, float] | None = None,
-) -> Prediction:
+def predict(job: TrainingJob, layout: Layout, cluster: Cluster) -> Prediction:
     """Return memory and step time of a layout."""
     return Prediction(
         layout,
         memory.memory_of(job, layout),
-        step_parts(job, layout, cluster, rates or RATES),
+        step_parts(job, layout, cluster, RATES),
         compute.model_flops(job),
         job.global_batch * job.seq_len,
         memory.memory_limit(cluster.gpu),
